@@ -1,4 +1,4 @@
-"""Counters that the parts of a process share, for monitoring: exceptions that were never foreseen, dead letters."""
+"""Counters that the parts of a process share, for monitoring: unexpected exceptions, dead letters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = structlog.get_logger(__name__)
 
 
 class UnexpectedErrors:
-    """Counts exceptions that were never foreseen, by the part that met them. Threads share one."""
+    """Counts unexpected exceptions by the part that raised them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,30 +23,30 @@ class UnexpectedErrors:
             self._counts[part] += 0
 
     def note(self, part: str, error: Exception, **context: object) -> None:
-        """Count one more, and log it with its traceback."""
+        """Count an exception, and log it with its traceback."""
         with self._lock:
             self._counts[part] += 1
         logger.error("an unforeseen error", part=part, error=type(error).__name__, **context, exc_info=error)
 
     def counts(self) -> dict[str, int]:
-        """Part -> exceptions."""
+        """Part -> number of exceptions."""
         with self._lock:
             return dict(self._counts)
 
 
 class DeadLetterCounts:
-    """By door. Threads share one."""
+    """Counts dead letters by ingest source. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._written: Counter[str] = Counter()
 
-    def note(self, door: str) -> None:
-        """One more."""
+    def note(self, source: str) -> None:
+        """Count a dead letter of this ingest source."""
         with self._lock:
-            self._written[door] += 1
+            self._written[source] += 1
 
     def read(self) -> dict[str, int]:
-        """Door -> letters."""
+        """Ingest source -> number of dead letters."""
         with self._lock:
             return dict(self._written)

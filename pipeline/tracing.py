@@ -1,11 +1,11 @@
-"""The port of traces: what belongs to what, across processes, as spans with a beginning and an end.
+"""The tracing port: spans across processes.
 
-A place in a trace travels as W3C's `traceparent`: in HTTP's and Kafka's headers, in Celery's, and in our own papers
-(`Job.traceparent`, `LaneRequest.traceparent`). Within a process the current one is a context variable, set only where a
-door or the gateway works on what came in; whatever is made there (a job, a request on the lane) belongs to it. Nothing
-of a prompt, an answer or a key ever goes into a span.
+A span context travels as W3C's `traceparent`: in HTTP, Kafka and Celery headers, and in stored records and lane
+requests (`Job.traceparent`, `LaneRequest.traceparent`). Within a process the current span context is a context
+variable, set only where an ingest source or the gateway handles input; jobs and lane requests that are created there
+belong to that span. Spans never contain prompts, answers or keys.
 
-`NO_TRACES` is what everybody has who doesn't trace: it makes no object, reads no clock and keeps nothing.
+`NO_TRACES` is used where tracing is off: it creates no objects, reads no clock and stores nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from schemas.jobs.job import Job
 from schemas.jobs.outcome import JobStatus, Manifest
 
 TRACEPARENT: Final = "traceparent"
-"""The header's name, everywhere."""
+"""The name of the header."""
 
 Kind = Literal["internal", "server", "client", "producer", "consumer"]
 Attributes = Mapping[str, str | int | float | bool | None]
-"""None: left out."""
+"""Attributes with the value None are left out."""
 
 _CURRENT: Final[ContextVar[str | None]] = ContextVar("tokenmill_traceparent", default=None)
 _WRITTEN: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 class TraceContext(NamedTuple):
-    """A place in a trace; `flags` bit 0: it is recorded."""
+    """A span context; `flags` bit 0: the span is recorded."""
 
     trace: int
     span: int
@@ -45,48 +45,50 @@ class TraceContext(NamedTuple):
 
 
 def read_traceparent(text: str | bytes | None) -> str | None:
-    """What was sent, if it is one; what isn't is passed over, as W3C's Trace Context asks (section 3.2)."""
+    """The text, if it is a valid `traceparent`; an invalid one is ignored, as W3C's Trace Context demands (section
+    3.2)."""
     if isinstance(text, bytes):
         text = text.decode("ascii", "replace")
-    return None if text is None or place_of(text) is None else text
+    return None if text is None or parse_traceparent(text) is None else text
 
 
-def place_of(text: str) -> TraceContext | None:
-    """The place that a `traceparent` names; None for anything else."""
+def parse_traceparent(text: str) -> TraceContext | None:
+    """Parse a `traceparent`; None if it isn't one."""
     found = _WRITTEN.fullmatch(text)
     if found is None:
         return None
-    place = TraceContext(*(int(part, 16) for part in found.groups()))
-    return place if place.trace and place.span else None
+    context = TraceContext(*(int(part, 16) for part in found.groups()))
+    return context if context.trace and context.span else None
 
 
 class Span(Protocol):
-    """Something that takes time. Threads may share one; after its end it takes nothing more."""
+    """An operation with a duration. Thread-safe; calls after its end have no effect."""
 
     @property
     def traceparent(self) -> str | None:
-        """What is told to those who work for it; None: nobody traces."""
+        """The span context for its children; None: tracing is off."""
         ...
 
     def set(self, attributes: Attributes) -> None:
-        """More is known of it."""
+        """Set attributes."""
         ...
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """Something happened now."""
+        """Add an event at the current time."""
         ...
 
     def end(self, error: str | None = None, name: str | None = None) -> None:
-        """It is over. `error`: a short, stable word for why it failed; `name`: a better one. Again: nothing."""
+        """End the span. `error`: a short, stable code of its failure; `name`: a new name. Further calls have no
+        effect."""
         ...
 
 
 class Traces(Protocol):
-    """Where spans are made. Threads share it."""
+    """Creates spans. Thread-safe."""
 
     @property
     def on(self) -> bool:
-        """Whether anything is recorded: what costs something to find out needn't be, else."""
+        """Whether spans are recorded; if not, callers can skip attributes that are expensive to compute."""
         ...
 
     def begin(
@@ -98,15 +100,16 @@ class Traces(Protocol):
         parent: str | None = None,
         links: Sequence[str] = (),
     ) -> Span:
-        """Something begins now. `parent`: by default the current span; a trace of its own if there is none."""
+        """Begin a span now. `parent`: by default the current span; without one the span begins a new trace."""
         ...
 
     def of_job(self, job: Job) -> str | None:
-        """What belongs to the job belongs to this span: the same for everybody who reads the job's papers."""
+        """The context of the job's span, parent of all that belongs to the job: each reader of the job's order derives
+        the same."""
         ...
 
     def job_ended(self, job: Job, at: datetime, attributes: Attributes, error: str | None = None) -> None:
-        """The job's own span, from its making until `at`. Told twice it is the same span."""
+        """Emit the job's own span, from its creation until `at`. A repeated call emits the same span."""
         ...
 
 
@@ -135,7 +138,7 @@ class _NoTraces:
         parent: str | None = None,
         links: Sequence[str] = (),
     ) -> Span:
-        """The span that is none."""
+        """Return `NO_SPAN`."""
         return NO_SPAN
 
     def of_job(self, job: Job) -> str | None:
@@ -151,14 +154,14 @@ NO_TRACES: Final[Traces] = _NoTraces()
 
 
 def current_traceparent() -> str | None:
-    """Of the span that this thread or task works for."""
+    """The `traceparent` of this thread's or task's current span."""
     return _CURRENT.get()
 
 
 @contextmanager
 def working_for(span: Span) -> Iterator[None]:
-    """What is made and logged in the block belongs to the span. A failure ends the span with the error's name, and is
-    raised on; else the span is the caller's to end."""
+    """Make the span current in the block, for children and log lines. An exception ends the span with the error's name
+    and is raised on; otherwise the caller ends the span."""
     written = span.traceparent
     if written is None:
         yield
@@ -176,11 +179,11 @@ def working_for(span: Span) -> Iterator[None]:
 
 @contextmanager
 def doors_span(traces: Traces, name: str, sent_for: Sequence[str | None]) -> Iterator[Span]:
-    """Around what makes one thing of one or more messages.
+    """A consumer span around the handling of one or more messages.
 
     Args:
-        sent_for: the `traceparent` of each message that has one. Where all are of one trace the span belongs to the
-            first of them, else it begins a trace of its own; it is linked with all.
+        sent_for: the `traceparent` of each message that has one. If all are of one trace, the first one is the span's
+            parent; else the span begins a new trace. It is linked with all of them.
     """
     if not traces.on:
         yield NO_SPAN
@@ -195,7 +198,7 @@ def doors_span(traces: Traces, name: str, sent_for: Sequence[str | None]) -> Ite
 
 
 def trace_job(traces: Traces, job: Job, manifest: Manifest) -> None:
-    """The span of a job that has ended."""
+    """Emit the span of an ended job."""
     if not traces.on:
         return
     counts, usage = manifest.counts, manifest.usage
@@ -217,11 +220,11 @@ def trace_job(traces: Traces, job: Job, manifest: Manifest) -> None:
 
 
 def about_job(job: Job) -> dict[str, str | int | float | bool | None]:
-    """What tells a job from others."""
+    """Span attributes that identify a job."""
     return {"tokenmill.job.id": job.id, "tokenmill.tier": job.tier.value, "tokenmill.tenant": job.tenant}
 
 
 def log_fields(traceparent: str | None) -> dict[str, str]:
-    """What a line of the log says of the span that it belongs to; nothing where nobody traces."""
-    place = None if traceparent is None else place_of(traceparent)
-    return {} if place is None else {"trace_id": f"{place.trace:032x}", "span_id": f"{place.span:016x}"}
+    """Log fields of the span; empty where tracing is off."""
+    context = None if traceparent is None else parse_traceparent(traceparent)
+    return {} if context is None else {"trace_id": f"{context.trace:032x}", "span_id": f"{context.span:016x}"}

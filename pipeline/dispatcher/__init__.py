@@ -1,1 +1,1 @@
-"""Which shard is next, and whose: open jobs are found, planned, handed out and ended."""
+"""The dispatcher finds and plans open jobs, queues their shards in a fair order, and ends the jobs."""

@@ -1,12 +1,13 @@
-"""The reconcile loop: what is wanted, minus what is committed, minus what a live worker holds, goes on the queues.
+"""The dispatcher's reconcile loop queues each planned shard that is neither committed nor held by a live worker.
 
-A queue may lose and repeat, workers may die and race, several dispatchers may run: each tick looks again at what is, so
-a lost message costs time and never a shard, and a doubled one costs a look. Shards are put as soon as their segment of
-the plan stands. Jobs that are whole are ended; those cancelled or past their deadline are closed.
+A queue may lose and repeat messages, workers may die and race, several dispatchers may run: each tick reads the state
+again, so a lost message costs time and never a shard, and a repeated one costs a read. Shards are queued as soon as
+their segment of the plan is committed. Complete jobs are ended; jobs that are cancelled or past their deadline are
+closed.
 
-There is a queue for each model and tier, kept short, so that what is urgent is never far from its head. Workers take
-from the more urgent tiers first (`ShardClient`); here is decided whose shard is next in a queue (`dispatch_order`):
-what presses, then tenants by weight, then the tenant's jobs by deadline and age, then the planner's order.
+Each model and tier has a queue, which stays short, so that urgent shards are never far from its head. Workers take from
+the more urgent tiers first (`ShardClient`). The dispatcher decides the order within a queue (`dispatch_order`): jobs
+whose deadline is at risk, then tenants by weight, then the tenant's jobs by deadline and age, then the planner's order.
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ import structlog
 
 from pipeline.dispatcher.eta import EtaForecaster, Tokens
 from pipeline.dispatcher.fair_share import FairShares
-from pipeline.dispatcher.job_state import TRIES, Found, OpenJob, OpenJobSettings, QueuedShard, Shard, cost
+from pipeline.dispatcher.job_state import (
+    MAX_RESUME_ATTEMPTS,
+    NewPart,
+    OpenJob,
+    OpenJobSettings,
+    QueuedShard,
+    ShardId,
+    estimated_tokens,
+)
 from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.dispatcher.ordering import backlog_for, dispatch_order, is_deadline_at_risk
 from pipeline.dispatcher.poller import StatePoller
 from pipeline.dispatcher.spend_limits import SpendLimiter, SpendSettings
-from pipeline.dispatcher.stalled_jobs import Attention
+from pipeline.dispatcher.stalled_jobs import StalledJobs
 from pipeline.jobs.event_sink import EventSink, NoEvents
 from pipeline.jobs.lost_shards import RowsUnknown
 from pipeline.ledger.active_index import is_open, jobs_to_close, tidy
@@ -49,35 +58,36 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """How the dispatcher works; times in seconds. The rest is as in `OpenJobSettings`.
+    """Settings of the dispatcher; times in seconds. The others are described in `OpenJobSettings`.
 
     Attributes:
-        backlog: shards in a queue that nobody has taken yet; short, so that order and priority can still change.
-        backlog_per_worker: where that is more, so many for each worker of the queue's model: a large fleet would empty
-            a short queue between two ticks, and stand idle.
-        patience: after this long a shard that was put, but that nobody holds, is put again; doubles each time,
-        most_patience: up to so long. Less than a queue keeps a message: else a shard that waits for its first worker
-            is on no queue for most of the time, and keeps the others out of the backlog.
-        settle: heartbeats must have been kept for so long before it counts that nobody holds a shard.
-        closing_for: of a tick, so long goes to making the parts of jobs that are being closed, or as long as all else
-            took the last time, if that is more.
-        tick_every: between two looks, in `run`.
-        price_per_hour: of workers that don't say theirs.
-        weights: of tenants, in the sharing of what is computed; the others have 1.
-        spending: what tenants may spend.
-        isolate: a job that can't be read, or contradicts itself, is left alone and tried again later, and the others go
-            on; else `tick` raises.
+        backlog: shards that wait in a queue; few, so that order and priority can still change.
+        backlog_per_worker: shards that wait in a queue for each worker of its model, where that is more than `backlog`:
+            a large fleet would empty a short queue between two ticks, and idle.
+        retry_timeout_seconds: time-out after which a queued shard that no worker holds is queued again; doubles with
+            each retry.
+        max_retry_timeout_seconds: upper bound of that time-out. It is shorter than a queue's message lifetime: else a
+            shard that waits for its first worker is on no queue for most of the time, and occupies the backlog.
+        settle: heartbeats must have been stored without loss for this long before a missing one counts as a lost shard.
+        closing_for: time in each tick for making the parts of jobs that are being closed; as long as the rest of the
+            last tick took, if that is more.
+        tick_every: interval between two ticks, in `run`.
+        price_per_hour: of workers that report no price.
+        weights: of tenants, for fair sharing of computed tokens; others have 1.
+        spending: spending limits of tenants.
+        isolate: a job that can't be read, or whose objects contradict each other, is paused and retried later, and the
+            other jobs go on; else `tick` raises.
     """
 
     backlog: int = 2
     backlog_per_worker: float = 0.25
-    patience: float = 30.0
-    most_patience: float = 120.0
+    retry_timeout_seconds: float = 30.0
+    max_retry_timeout_seconds: float = 120.0
     settle: float = 0.0
     sweep_every: float = 30.0
     cache_every: float = 2.0
-    eta_every: float = 10.0
-    closing_every: float = 1.0
+    eta_interval_seconds: float = 10.0
+    closing_interval_seconds: float = 1.0
     closing_for: float = 0.5
     grace: float = 10.0
     tick_every: float = 0.2
@@ -87,14 +97,20 @@ class DispatchSettings:
     isolate: bool = False
 
     @property
-    def of_jobs(self) -> OpenJobSettings:
+    def open_job_settings(self) -> OpenJobSettings:
         return OpenJobSettings(
-            self.sweep_every, self.cache_every, self.eta_every, self.closing_every, self.grace, self.price_per_hour
+            self.sweep_every,
+            self.cache_every,
+            self.eta_interval_seconds,
+            self.closing_interval_seconds,
+            self.grace,
+            self.price_per_hour,
         )
 
 
 class Dispatcher:
-    """Drives the jobs given to `add` to their end. One thread calls `add`, `forget` and `tick`; any calls the rest."""
+    """Drives the jobs given to `add` to their end. `add`, `forget` and `tick` belong to one thread; the other methods
+    may be called from any thread."""
 
     def __init__(
         self,
@@ -108,41 +124,41 @@ class Dispatcher:
         figures: DispatchMetrics | None = None,
     ) -> None:
         """Args:
-        together: makes requests to the store at once, where that saves time; None: one after the other.
-        beside: makes those that nobody waits for, a few at a time, or they would be in the others' way.
-        figures: where it is told how jobs stand.
+        together: executor for concurrent requests to the store; None: they run one after the other.
+        beside: executor for requests in the background; it runs a few at a time, so that they don't delay the others.
+        figures: the metrics to update.
         """
         self._world = world
         self._queue = queue
         self._heartbeats = heartbeats
         self._events = events or NoEvents()
         self._settings = settings or DispatchSettings()
-        self._together = together or InlineExecutor()
-        self._beside = beside or InlineExecutor()
-        self._figures = figures or DispatchMetrics()
-        self._since: datetime | None = None  # it dispatches since then; None: another does
+        self._executor = together or InlineExecutor()
+        self._background = beside or InlineExecutor()
+        self._metrics = figures or DispatchMetrics()
+        self._since: datetime | None = None  # start of dispatching; None: another dispatcher leads
         self._jobs: dict[str, OpenJob] = {}
         self._outcomes: dict[str, Manifest] = {}
-        self._attention = Attention()
-        self._closing_left = self._others_took = 0.0  # seconds of this tick, and of the last one
-        self._outlook = EtaForecaster(self._settings.weights)
-        self._purses = SpendLimiter(world, self._settings.spending, self._settings.price_per_hour)
-        self._next_outlook = self._next_closing = self._next_figures = 0.0
+        self._stalled = StalledJobs()
+        self._closing_seconds_left = self._other_seconds = 0.0  # seconds: left in this tick, spent in the last one
+        self._forecaster = EtaForecaster(self._settings.weights)
+        self._spend_limiter = SpendLimiter(world, self._settings.spending, self._settings.price_per_hour)
+        self._next_forecast = self._next_closing = self._next_metrics = 0.0
         self._to_close: set[str] = set()
-        self._serving: defaultdict[str, set[str]] = defaultdict(set)  # workers that live, by model
-        self._passed_over: set[Shard] = set()  # taken from their queue, and not worked on
+        self._serving: defaultdict[str, set[str]] = defaultdict(set)  # live workers, by model
+        self._skipped: set[ShardId] = set()  # taken from their queue and skipped by a worker
         self._shares: defaultdict[str, FairShares] = defaultdict(lambda: FairShares(self._settings.weights))
 
     def add(self, ledger: JobLedger) -> bool:
-        """Take a job up; whether it was (`isolate`: one that can't be read is left alone, and tried again later). A job
-        that has ended is only remembered, and what it needs no more is removed if that was interrupted.
+        """Add a job; returns whether it was added. With `isolate` a job that can't be read is paused and retried later.
+        Of an ended job only the manifest is cached, and an interrupted removal of its working files is completed.
 
         Raises:
-            JobNotFound: there is none.  LedgerError: it can't be read (without `isolate`).
+            JobNotFound: there is no such job.  LedgerError: the job can't be read (without `isolate`).
         """
         if ledger.name in self._jobs:
             return True
-        if self._attention.rests(ledger.name):
+        if self._stalled.is_paused(ledger.name):
             return False
         try:
             job, manifest = ledger.job(), ledger.manifest()
@@ -152,8 +168,8 @@ class Dispatcher:
             if not self._settings.isolate:
                 raise
             reason = self._reason(ledger.name, error)
-            self._attention.note(ledger.name, ledger, reason, self._world.clock.monotonic())
-            logger.error("a job needs attention, and is left alone", job=ledger.name, reason=reason)
+            self._stalled.record_failure(ledger.name, ledger, reason, self._world.clock.monotonic())
+            logger.error("a job needs attention and is paused", job=ledger.name, reason=reason)
             return False
         if manifest is not None:
             self._outcomes[job.id] = manifest
@@ -161,72 +177,72 @@ class Dispatcher:
         elif job.id not in self._jobs:
             self._since = self._since or self._world.clock.now()
             open_job = self._jobs[job.id] = OpenJob(
-                ledger, job, self._world, self._events, self._settings.of_jobs, self._beside,
+                ledger, job, self._world, self._events, self._settings.open_job_settings, self._background,
                 taken_over=job.created_at < self._since,
             )  # fmt: skip
-            open_job.attention = self._attention.reason(job.id)
+            open_job.attention = self._stalled.reason(job.id)
         return True
 
-    def rests(self, job: str) -> bool:
-        """Whether the job is left alone for now, since it can't be read or contradicts itself."""
-        return self._attention.rests(job)
+    def is_paused(self, job: str) -> bool:
+        """Whether the job is paused, since it can't be read or its objects contradict each other."""
+        return self._stalled.is_paused(job)
 
     def forget(self, job: str) -> None:
-        """Look at the job no more: it has ended, or is gone, by somebody else's doing."""
+        """Remove a job that another process has ended or removed."""
         self._jobs.pop(job, None)
-        self._attention.forget(job)
+        self._stalled.forget(job)
 
-    def job_of(self, job: str) -> Job | None:
-        """An open job that was taken up."""
+    def get_job(self, job: str) -> Job | None:
+        """The order of an open job that was added."""
         open_job = self._jobs.get(job)
         return None if open_job is None else open_job.job
 
-    def closing_of(self, job: str) -> Closing | None:
-        """Why the job ends before its time, if that is known."""
+    def get_closing(self, job: str) -> Closing | None:
+        """Why the job is being closed, if it is and that is known."""
         open_job = self._jobs.get(job)
         return None if open_job is None else open_job.closing
 
-    def leave_alone(self, job: str, error: Exception) -> None:
-        """Stop an open job for a while because of `error`, which concerns it alone; it is taken up again after a pause,
-        which doubles with each failure in a row (`rests`). Raises `StoreError` when the store fails as a whole."""
+    def pause(self, job: str, error: Exception) -> None:
+        """Pause an open job because of `error`, which concerns it alone. It is retried after a pause, which doubles
+        with each failure in a row (`is_paused`). Raises `StoreError` when the store fails as a whole."""
         if isinstance(error, StoreError):
-            jobs_to_close(self._world.store)  # of no job in particular: raises when the store fails as a whole
+            jobs_to_close(self._world.store)  # reads no single job: raises when the store fails as a whole
         if (open_job := self._jobs.pop(job, None)) is None:
             return
         if _is_removed(open_job.ledger):
-            self._attention.forget(job)
+            self._stalled.forget(job)
         else:
-            self._leave_alone(open_job, error)
+            self._pause(open_job, error)
 
-    def failed(self, job: str, status: JobStatus = JobStatus.FAILED) -> None:
-        """The job was not planned as a whole, and has ended so."""
-        self._attention.forget(job)
+    def remove_ended(self, job: str, status: JobStatus = JobStatus.FAILED) -> None:
+        """Remove a job that ended before its plan was complete."""
+        self._stalled.forget(job)
         if (open_job := self._jobs.pop(job, None)) is not None:
-            self._figures.failed(open_job.job, self._world.clock.now(), status)
+            self._metrics.count_ended_unplanned(open_job.job, self._world.clock.now(), status)
 
     def stand_by(self) -> None:
-        """Another dispatcher leads."""
+        """Reset what is only valid while this dispatcher leads: another one leads."""
         self._since = None
-        self._figures.stand_by()
-        self._purses.stand_by()
+        self._metrics.stand_by()
+        self._spend_limiter.stand_by()
 
     def finished(self) -> bool:
         """Whether all jobs have ended."""
         return not self._jobs
 
     def outcome(self, job: str) -> Manifest | None:
-        """The manifest of a job that has ended."""
+        """The manifest of an ended job."""
         return self._outcomes.get(job)
 
     def progress(self, job: str) -> Progress | None:
-        """How far an open job is."""
+        """The progress of an open job."""
         open_job = self._jobs.get(job)
         return None if open_job is None else open_job.progress()
 
-    def end_of(self, job: Job, tokens: Tokens) -> datetime | None:
-        """When a job that is still to be planned should be done; None: it can't be said yet. For the thread that calls
-        `tick`."""
-        return self._outlook.end_of(job, tokens, self._world.clock.now())
+    def forecast_end(self, job: Job, tokens: Tokens) -> datetime | None:
+        """Forecast when a job that isn't planned yet finishes; None: there is no forecast yet. For the thread that
+        calls `tick`."""
+        return self._forecaster.forecast_end(job, tokens, self._world.clock.now())
 
     def run(self, stop: threading.Event) -> None:
         """Tick until all jobs have ended or `stop` is set. Raises what `tick` raises."""
@@ -237,51 +253,52 @@ class Dispatcher:
             self._world.clock.sleep(self._settings.tick_every)
 
     def tick(self, planning: Container[str] | None = None, still: Callable[[], bool] = lambda: True) -> None:
-        """Look at what is, put what is missing, end what is whole. Raises `PipelineError` when the store or the broker
-        fails, and (without `isolate`) what is wrong with a job.
+        """Read the state of all jobs, queue missing shards, and end complete jobs. Raises `PipelineError` when the
+        store or the broker fails, and (without `isolate`) the error of a single job.
 
         Args:
-            planning: jobs whose plans may have grown; the others' are looked at now and then, and what can wait is
-                spread over several ticks. None: all is looked at.
-            still: asked between two jobs whether to go on; if not, the rest is left to whoever does.
+            planning: jobs whose plans may have grown; the plans of others are read now and then, and deferrable reads
+                are spread over several ticks. None: everything is read.
+            still: whether this dispatcher still leads; checked between two jobs. If not, the tick ends, and the leader
+                handles the remaining jobs.
         """
         now = self._world.clock.monotonic()
-        self._closing_left = share = max(self._settings.closing_for, self._others_took)
+        self._closing_seconds_left = share = max(self._settings.closing_for, self._other_seconds)
         workers = self._heartbeats.workers()
         held = {shard for worker in workers for shard in worker.held}
-        self._passed_over = {shard for worker in workers for shard in worker.passed_over}
+        self._skipped = {shard for worker in workers for shard in worker.passed_over}
         self._serving = defaultdict(set)
         for worker in workers:
             for model in worker.models:
                 self._serving[model].add(worker.name)
         if now >= self._next_closing:
-            self._next_closing = now + self._settings.closing_every
+            self._next_closing = now + self._settings.closing_interval_seconds
             self._to_close = jobs_to_close(self._world.store)
-        self._try_again(now)
+        self._retry_stalled(now)
         jobs = list(self._jobs.values())
-        look = StatePoller(self._together, held, now, planning)
-        look.take(jobs)
+        poller = StatePoller(self._executor, held, now, planning)
+        poller.poll(jobs)
         for open_job in jobs:
             if not still():
                 return
             with self._isolated(open_job):
-                self._advance(open_job, look, held, now)
-        kept = self._heartbeats.since()
-        self._purses.look(self._jobs.values(), workers, held, trusted=kept >= self._settings.settle)
-        self._put_missing(held, now, kept)
-        self._purses.close()
-        if now >= self._next_outlook and self._heartbeats.since() >= self._settings.settle:
-            self._next_outlook = now + self._settings.cache_every
-            self._outlook.look(self._jobs.values(), workers, self._world.clock.now())
-        if now >= self._next_figures:
-            self._next_figures = now + self._settings.cache_every
-            self._figures.look(self._jobs.values(), held, len(self._attention))
-        self._others_took = self._world.clock.monotonic() - now - (share - self._closing_left)
+                self._advance(open_job, poller, held, now)
+        stored_seconds = self._heartbeats.since()
+        self._spend_limiter.refresh(self._jobs.values(), workers, held, trusted=stored_seconds >= self._settings.settle)
+        self._put_missing(held, now, stored_seconds)
+        self._spend_limiter.close_jobs()
+        if now >= self._next_forecast and self._heartbeats.since() >= self._settings.settle:
+            self._next_forecast = now + self._settings.cache_every
+            self._forecaster.refresh(self._jobs.values(), workers, self._world.clock.now())
+        if now >= self._next_metrics:
+            self._next_metrics = now + self._settings.cache_every
+            self._metrics.refresh(self._jobs.values(), held, len(self._stalled))
+        self._other_seconds = self._world.clock.monotonic() - now - (share - self._closing_seconds_left)
 
     @contextmanager
     def _isolated(self, open_job: OpenJob) -> Iterator[None]:
-        """What concerns one job stops no other: the job is left alone, and tried again later. A failure of the whole
-        store, or of the broker, is everybody's."""
+        """Pause the job when an error concerns it alone, so that the others go on; it is retried later. A failure of
+        the whole store, or of the broker, is raised on."""
         try:
             yield
         except (PartStopped, ServiceUnavailable):
@@ -289,80 +306,80 @@ class Dispatcher:
         except Exception as error:
             if not self._settings.isolate:
                 raise
-            self.leave_alone(open_job.job.id, error)
+            self.pause(open_job.job.id, error)
 
-    def _leave_alone(self, open_job: OpenJob, error: Exception) -> None:
+    def _pause(self, open_job: OpenJob, error: Exception) -> None:
         job = open_job.job
         reason = self._reason(job.id, error)
-        trouble = self._attention.note(job.id, open_job.ledger, reason, self._world.clock.monotonic())
-        logger.error("a job needs attention, and is left alone", job=job.id, reason=reason, tries=trouble.tries)
+        stalled = self._stalled.record_failure(job.id, open_job.ledger, reason, self._world.clock.monotonic())
+        logger.error("a job needs attention and is paused", job=job.id, reason=reason, tries=stalled.tries)
         open_job.attention = reason
         try:
             if isinstance(error, RowsUnknown):  # several attempts have failed, or the job is to end anyway
                 self._conclude(open_job, open_job.end_as_failed("shard_unreadable", reason))
-            elif isinstance(error, PlanDamaged) and trouble.tries >= TRIES:
+            elif isinstance(error, PlanDamaged) and stalled.tries >= MAX_RESUME_ATTEMPTS:
                 self._conclude(open_job, open_job.end_as_failed("plan_unreadable", reason))
             else:
-                open_job.show_attention()
-        except Exception as more:  # noqa: BLE001 - of one job, which is tried again all the same
-            logger.error("a job's trouble can't be noted", job=job.id, reason=self._reason(job.id, more))
+                open_job.cache_attention()
+        except Exception as more:  # noqa: BLE001 - concerns one job, which is retried in any case
+            logger.error("a job's error can't be recorded", job=job.id, reason=self._reason(job.id, more))
 
     def _reason(self, job: str, error: Exception) -> str:
         return reason_of(error, "dispatcher", self._world, job=job)
 
-    def _try_again(self, now: float) -> None:
-        """Take up again the jobs that were left alone, each when its time has come."""
-        for name, trouble in self._attention.due(now):
+    def _retry_stalled(self, now: float) -> None:
+        """Retry the paused jobs that are due."""
+        for name, stalled in self._stalled.due(now):
             open_job = self._jobs.get(name)
             if open_job is not None:
-                self._attention.forget(name)
+                self._stalled.forget(name)
                 open_job.recover()
                 continue
             try:
-                if is_open(trouble.ledger):
-                    self._attention.try_again(trouble, now)
-                    self.add(trouble.ledger)
+                if is_open(stalled.ledger):
+                    self._stalled.start_retry(stalled, now)
+                    self.add(stalled.ledger)
                 else:
-                    self._attention.forget(name)
-            except Exception as error:  # noqa: BLE001 - of one job; the tick goes on with the others
-                self._attention.postpone(trouble, now)
-                logger.error("a job can't be tried again now", job=name, reason=self._reason(name, error))
+                    self._stalled.forget(name)
+            except Exception as error:  # noqa: BLE001 - concerns one job; the tick goes on with the others
+                self._stalled.postpone(stalled, now)
+                logger.error("a job can't be retried now", job=name, reason=self._reason(name, error))
 
-    def _advance(self, open_job: OpenJob, look: StatePoller, held: set[Shard], now: float) -> None:
-        self._settle(open_job, look.of(open_job))
-        if not open_job.whole:
+    def _advance(self, open_job: OpenJob, poller: StatePoller, held: set[ShardId], now: float) -> None:
+        self._settle(open_job, poller.new_parts(open_job))
+        if not open_job.is_complete:
             self._close(open_job, held, now)
-        if not open_job.whole:
-            open_job.tell(now)
+        if not open_job.is_complete:
+            open_job.emit_changes(now)
             return
-        self._purses.ends(open_job)
+        self._spend_limiter.record_end(open_job)
         self._conclude(open_job, open_job.end())
 
     def _conclude(self, open_job: OpenJob, manifest: Manifest) -> None:
-        """The job has its outcome."""
-        self._figures.over(open_job, manifest, self._world.clock.now())
+        """Count, trace and remove a job that has its outcome."""
+        self._metrics.count_ended(open_job, manifest, self._world.clock.now())
         trace_job(self._world.traces, open_job.job, manifest)
         if not self._settings.isolate:
             self._outcomes[open_job.job.id] = manifest
         self.forget(open_job.job.id)
 
-    def _close(self, open_job: OpenJob, held: set[Shard], now: float) -> None:
-        """Make parts of a job that is being closed, for as long as this tick has time for that: others wait."""
+    def _close(self, open_job: OpenJob, held: set[ShardId], now: float) -> None:
+        """Make parts of a job that is being closed, within this tick's time for closing: other jobs wait."""
         clock, marked = self._world.clock, open_job.ledger.name in self._to_close
         begun = clock.monotonic()
-        self._settle(open_job, open_job.close(held, now, marked=marked, until=begun + self._closing_left))
-        self._closing_left -= clock.monotonic() - begun
+        self._settle(open_job, open_job.close(held, now, marked=marked, until=begun + self._closing_seconds_left))
+        self._closing_seconds_left -= clock.monotonic() - begun
 
-    def _put_missing(self, held: set[Shard], now: float, kept: float) -> None:
-        """Fill each queue's backlog. Heartbeats are `kept` for so many seconds."""
+    def _put_missing(self, held: set[ShardId], now: float, stored_seconds: float) -> None:
+        """Fill each queue's backlog. `stored_seconds`: time that heartbeats have been stored without loss."""
         waiting: defaultdict[str, int] = defaultdict(int)
         wanted: defaultdict[str, list[tuple[OpenJob, list[int]]]] = defaultdict(list)
         for open_job in list(self._jobs.values()):
-            if not open_job.ready:
+            if not open_job.is_dispatchable:
                 continue
             with self._isolated(open_job):
-                self._put_again(open_job, held, now, kept, waiting)
-                for queue, numbers in self._unput(open_job, held).items():
+                self._put_again(open_job, held, now, stored_seconds, waiting)
+                for queue, numbers in self._unqueued(open_job, held).items():
                     wanted[queue].append((open_job, numbers))
         for queue in sorted(wanted, key=lambda queue: BY_URGENCY.index(wanted[queue][0][0].job.tier)):
             open_job, numbers = wanted[queue][0]
@@ -370,45 +387,45 @@ class Dispatcher:
             self._fill(queue, wanted[queue], depth - waiting[queue])
 
     def _depth(self, open_job: OpenJob, shard: ShardRef) -> int:
-        """How many shards may wait in the shard's queue."""
+        """Number of shards that may wait in the shard's queue."""
         workers = len(self._serving[open_job.key_of(shard)])
         return backlog_for(self._settings.backlog, workers, self._settings.backlog_per_worker)
 
     def _put_again(
-        self, open_job: OpenJob, held: set[Shard], now: float, kept: float, waiting: defaultdict[str, int]
+        self, open_job: OpenJob, held: set[ShardId], now: float, stored_seconds: float, waiting: defaultdict[str, int]
     ) -> None:
-        """Shards that were put and seem to be lost; counts those that wait in a queue.
+        """Queue lost shards again, and count the shards that wait in each queue.
 
-        Heartbeats are `kept` for so many seconds. Where they were forgotten queues may have been, too: what was put
-        before is put again, without patience.
+        `stored_seconds`: time since heartbeats were last lost. Queues may have been lost with them:
+        shards that were queued before are queued again without waiting for their time-out.
         """
-        trusted = kept >= self._settings.settle
-        for number, put in list(open_job.puts.items()):
+        trusted = stored_seconds >= self._settings.settle
+        for number, put in list(open_job.queued.items()):
             shard = open_job.open_shards[number]
             if (open_job.job.id, number) in held:
-                put.held = True
+                put.was_held = True
                 continue
-            gone = put.held or put.at < now - kept
-            late = now - put.at >= put.patience
+            gone = put.was_held or put.queued_at < now - stored_seconds
+            late = now - put.queued_at >= put.retry_timeout_seconds
             lost = (gone or late) and trusted
             serving = self._serving[open_job.key_of(shard)]
             if lost and (found := open_job.give_up(number, serving)) is not None:
                 self._settle(open_job, [found])
                 continue
-            if lost and not self._purses.allows_again(open_job, shard):
-                del open_job.puts[number]
+            if lost and not self._spend_limiter.allows_again(open_job, shard):
+                del open_job.queued[number]
                 continue
             if lost:
-                longer = min(2 * put.patience, self._settings.most_patience)
-                self._put(open_job, shard, put.patience if gone else longer)
-            if (open_job.job.id, number) not in self._passed_over:  # else a damaged job would keep others' places
+                longer = min(2 * put.retry_timeout_seconds, self._settings.max_retry_timeout_seconds)
+                self._put(open_job, shard, put.retry_timeout_seconds if gone else longer)
+            if (open_job.job.id, number) not in self._skipped:  # else a damaged job would fill the backlog
                 waiting[open_job.queue_of(shard)] += 1
 
-    def _unput(self, open_job: OpenJob, held: set[Shard]) -> dict[str, list[int]]:
-        """Shards to be put for the first time, by queue: as many as its backlog could take, the last one first."""
+    def _unqueued(self, open_job: OpenJob, held: set[ShardId]) -> dict[str, list[int]]:
+        """Shards to queue for the first time, by queue: as many as its backlog holds, in reverse order."""
         found: dict[str, list[int]] = {}
         for number, shard in open_job.open_shards.items():
-            if number in open_job.puts or (open_job.job.id, number) in held:
+            if number in open_job.queued or (open_job.job.id, number) in held:
                 continue
             of_queue = found.setdefault(open_job.queue_of(shard), [])
             if len(of_queue) < self._depth(open_job, shard):
@@ -420,49 +437,53 @@ class Dispatcher:
         return found
 
     def _fill(self, queue: str, jobs: list[tuple[OpenJob, list[int]]], room: int) -> None:
-        """Put up to `room` shards of these jobs."""
+        """Queue up to `room` shards of these jobs."""
         shares = self._shares[queue]
         now = self._world.clock.now()
         key = queue.rpartition(".")[0]
-        triage = self._outlook.plan_shedding(key, jobs[0][0].job.tier)
+        shedding = self._forecaster.plan_shedding(key, jobs[0][0].job.tier)
 
-        def lost(open_job: OpenJob) -> bool:
-            return open_job.job.id in triage.lost
+        def is_lost(open_job: OpenJob) -> bool:
+            return open_job.job.id in shedding.lost
 
-        def pressing(open_job: OpenJob) -> bool:
+        def is_at_risk(open_job: OpenJob) -> bool:
             job = open_job.job
-            left = None if job.deadline is None or lost(open_job) else (job.deadline - now).total_seconds()
-            rate, together = self._outlook.rate(key), triage.together.get(job.id, 0.0)
-            return is_deadline_at_risk(left, open_job.left[key], together, rate, shares.ahead(job.tenant))
+            left = None if job.deadline is None or is_lost(open_job) else (job.deadline - now).total_seconds()
+            rate, cumulative = self._forecaster.rate(key), shedding.cumulative_tokens.get(job.id, 0.0)
+            return is_deadline_at_risk(left, open_job.tokens_left[key], cumulative, rate, shares.ahead(job.tenant))
 
-        def allowed(open_job: OpenJob, number: int) -> bool:
+        def is_allowed(open_job: OpenJob, number: int) -> bool:
             allows = False
             with self._isolated(open_job):
-                allows = open_job.job.id in self._jobs and self._purses.allows(open_job, open_job.open_shards[number])
-            return allows  # noqa: RET504 - the block may have been left
+                allows = open_job.job.id in self._jobs and self._spend_limiter.allows(
+                    open_job, open_job.open_shards[number]
+                )
+            return allows  # noqa: RET504 - the block may have ended early
 
-        for open_job, number in dispatch_order(shares, jobs, room, lambda one: one.job, pressing, lost, allowed):
+        for open_job, number in dispatch_order(
+            shares, jobs, room, lambda one: one.job, is_at_risk, is_lost, is_allowed
+        ):
             shard = open_job.open_shards[number]
-            self._put(open_job, shard, self._settings.patience)
-            shares.charge(open_job.job.tenant, cost(shard))
+            self._put(open_job, shard, self._settings.retry_timeout_seconds)
+            shares.charge(open_job.job.tenant, estimated_tokens(shard))
 
-    def _put(self, open_job: OpenJob, shard: ShardRef, patience: float) -> None:
+    def _put(self, open_job: OpenJob, shard: ShardRef, retry_timeout_seconds: float) -> None:
         self._queue.put(open_job.queue_of(shard), ShardTask(open_job.job.id, shard.number))
-        open_job.puts[shard.number] = QueuedShard(self._world.clock.monotonic(), patience)
+        open_job.queued[shard.number] = QueuedShard(self._world.clock.monotonic(), retry_timeout_seconds)
 
-    def _settle(self, open_job: OpenJob, found: Iterable[Found]) -> None:
-        """Charge the tenant what the new parts have cost instead of what was expected."""
+    def _settle(self, open_job: OpenJob, found: Iterable[NewPart]) -> None:
+        """Correct the tenant's charge from the estimated to the actual cost of the new parts."""
         for entry, shard in found:
-            self._figures.found(open_job, (entry, shard))
+            self._metrics.count_part(open_job, (entry, shard))
             if shard is None:
                 continue
             usage = entry.summary.usage
             computed = usage.prompt - usage.cached + usage.completion
-            self._shares[open_job.queue_of(shard)].charge(open_job.job.tenant, computed - cost(shard))
+            self._shares[open_job.queue_of(shard)].charge(open_job.job.tenant, computed - estimated_tokens(shard))
 
 
 def _is_removed(ledger: JobLedger) -> bool:
-    """Whether the job was removed while it was processed; one whose objects can't be read counts as present."""
+    """Whether the job was removed while it was processed; a job that can't be read counts as present."""
     try:
         return ledger.store.info(ledger.prefix + JOB) is None
     except Exception as error:  # noqa: BLE001 - the caller reports the job

@@ -1,10 +1,10 @@
-"""Tenants share what is computed by weight: who has had least for their weight goes next.
+"""Fair sharing of computed tokens among tenants by weight: the tenant with the fewest tokens per weight is next.
 
 Start-time fair queuing (Goyal, Vin & Cheng 1996, section 2.1) over shards, whose lengths are tokens. A tenant's clock
-advances by the tokens handed out to it over its weight; the tenant whose clock is least goes next. Lengths are
-estimates when a shard is handed out, and are corrected when it is committed. Who comes (back) with work starts at the
-clock of those who have some, so time without work is not saved up. Nothing of this is stored: after a restart all begin
-even.
+advances by the tokens dispatched for it over its weight; the tenant with the lowest clock is next. Lengths are
+estimates when a shard is dispatched, and are corrected when it is committed. A tenant that gets work again starts at
+the clock of the active tenants, so idle time is not saved up. The clocks are not stored: after a restart all tenants
+start equal.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class FairShares:
         self._active: frozenset[str] = frozenset()
         self._time = 0.0
 
-    def wants(self, tenants: Collection[str]) -> None:
-        """These, and no others, have work now."""
+    def set_active(self, tenants: Collection[str]) -> None:
+        """Set the tenants that have work now; all others have none."""
         self._active = frozenset(tenants)
         known = [self._clocks[tenant] for tenant in self._active if tenant in self._clocks]
         if known:
@@ -37,18 +37,18 @@ class FairShares:
         for tenant in self._active:
             self._clocks[tenant] = max(self._clocks.get(tenant, self._time), self._time)
         for tenant in [name for name, at in self._clocks.items() if name not in self._active and at <= self._time]:
-            del self._clocks[tenant]  # it would start at the others' clock again
+            del self._clocks[tenant]  # it starts at the others' clock again in any case
 
     def next(self, tenants: Collection[str]) -> str:
-        """Who of `tenants`, which are some of those with work, goes next."""
+        """The next one of `tenants`, a subset of the active tenants."""
         return min(tenants, key=lambda tenant: (self._clocks[tenant], tenant))
 
     def ahead(self, tenant: str) -> float:
-        """Tokens for each unit of its weight that a tenant with work has had beyond whoever has had least."""
-        least = min((self._clocks[name] for name in self._active), default=0.0)
-        return self._clocks.get(tenant, least) - least
+        """Tokens per unit of weight that an active tenant has received more than the one that received least."""
+        lowest = min((self._clocks[name] for name in self._active), default=0.0)
+        return self._clocks.get(tenant, lowest) - lowest
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """So many tokens were handed out to the tenant, or, below 0, were not needed after all."""
+        """Charge the tenant for dispatched tokens; below 0: refund an estimate that was too high."""
         if tenant in self._clocks:
             self._clocks[tenant] += tokens / self._weights.get(tenant, 1.0)

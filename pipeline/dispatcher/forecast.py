@@ -1,8 +1,8 @@
-"""When each open job should be done: the sharing of the dispatcher, played forward at the measured speed.
+"""Forecasts the end of each open job by simulating the dispatcher's sharing at the measured throughput.
 
-Generalised processor sharing (Parekh & Gallager 1993, section 2) stands for what is really done shard by shard: of a
-model's workers, the tiers get their shares, in a tier each tenant by weight, and of a tenant one job after the other. A
-virtual clock for each tier makes a job's end known when it begins, so a forecast costs the sorting of the jobs.
+Generalised processor sharing (Parekh & Gallager 1993, section 2) approximates the dispatch of single shards: the tiers
+share a model's workers, the tenants of a tier share by weight, and a tenant's jobs run one after the other. With a
+virtual clock for each tier, a job's end is known when it begins, so a forecast costs the sorting of the jobs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from schemas.jobs.job import Tier
 
 @dataclass(frozen=True, slots=True)
 class JobLoad:
-    """What is left of a job on one model.
+    """A job's remaining tokens on one model.
 
     Attributes:
-        tokens: expected, prompts and answers.
+        tokens: expected tokens of prompts and answers.
     """
 
     job: str
@@ -36,11 +36,11 @@ class JobLoad:
 def forecast(
     loads: Iterable[JobLoad], rates: Mapping[str, float], weights: Mapping[str, float], floor: float = FLOOR
 ) -> dict[str, float]:
-    """Seconds from now until each job is done; without those that need a model whose speed isn't known.
+    """Seconds from now until each job ends; jobs that need a model of unknown throughput are left out.
 
     Args:
-        loads: of each tenant in the order in which its jobs of a tier are served.
-        rates: tokens per second of all workers of a model together.
+        loads: in the order in which each tenant's jobs of a tier are served.
+        rates: tokens per second of all workers of a model.
         weights: of tenants; others have 1.
         floor: the share of bulk work while there is more urgent work.
     """
@@ -50,7 +50,7 @@ def forecast(
     ends: dict[str, float] = {}
     for model, of_model in by_model.items():
         rate = rates.get(model, 0.0)
-        for job, seconds in _of_model(of_model, rate, weights, floor).items() if rate > 0 else ():
+        for job, seconds in _forecast_model(of_model, rate, weights, floor).items() if rate > 0 else ():
             ends[job] = max(ends.get(job, 0.0), seconds)
     unknown = {load.job for model, of_model in by_model.items() if not rates.get(model) for load in of_model}
     return {job: seconds for job, seconds in ends.items() if job not in unknown}
@@ -74,14 +74,14 @@ class _Shares:
         return bool(self._ends)
 
     def until_next(self, rate: float) -> float:
-        """Seconds until a job ends at this rate."""
+        """Seconds until the next job ends at this rate."""
         return max(0.0, self._ends[0][0] - self._clock) * self._weight / rate if rate > 0 else inf
 
     def advance(self, seconds: float, rate: float) -> None:
         self._clock += seconds * rate / self._weight
 
     def end_next(self) -> str:
-        """The job that ends now; its tenant's next one begins, or the others get its share."""
+        """End the next job and return it; its tenant's next job begins, or the other tenants get its share."""
         self._clock, tenant, job = heappop(self._ends)
         if self._waiting[tenant]:
             self._begin(tenant)
@@ -94,7 +94,7 @@ class _Shares:
         heappush(self._ends, (self._clock + load.tokens / self._weights.get(tenant, 1.0), tenant, load.job))
 
 
-def _of_model(loads: list[JobLoad], rate: float, weights: Mapping[str, float], floor: float) -> dict[str, float]:
+def _forecast_model(loads: list[JobLoad], rate: float, weights: Mapping[str, float], floor: float) -> dict[str, float]:
     urgent, bulk = (_Shares([load for load in loads if load.tier is tier], weights) for tier in BY_URGENCY)
     now, ends = 0.0, {}
     while urgent or bulk:

@@ -1,6 +1,6 @@
-"""One open job as a dispatcher sees it: what is planned, what stands, and what is to be told.
+"""The dispatcher's cached state of one open job: its plan, its committed parts, and events to emit.
 
-All that is kept here is learnt from the ledger and can be learnt again; it saves looking, and nothing rests on it.
+All of it is read from the ledger and can be read again. The cache saves reads; correctness doesn't depend on it.
 """
 
 from __future__ import annotations
@@ -29,65 +29,66 @@ from schemas.jobs.plan import PlanSegment, ShardRef
 from schemas.jobs.progress import Progress
 
 ETA_PRECISION: Final = 0.02
-"""A forecast that moved by less of the time that is left is not told anew."""
+"""A forecast that moved by less than this fraction of the remaining time is not written again."""
 
-TRIES: Final = 3
-"""Attempts that could not go on with a shard, after which its rows are failed."""
+MAX_RESUME_ATTEMPTS: Final = 3
+"""Attempts that could not resume a shard, after which its rows fail."""
 
-Shard = tuple[str, int]
+ShardId = tuple[str, int]
 """A shard by its job's id and its number."""
-Found = tuple[PartEntry, ShardRef | None]
-"""A part that is new, and the shard that it is of (None: refused rows)."""
+NewPart = tuple[PartEntry, ShardRef | None]
+"""A new part, and its shard (None: a part of rejected rows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenJobSettings:
-    """How an open job is looked at; times in seconds.
+    """Intervals of an open job; times in seconds.
 
     Attributes:
-        sweep_every: between two full listings of the parts (in between only shards that were put are looked at).
-        cache_every: between two writes of progress.json.
-        eta_every: between two of them for nothing but a forecast that moved: those of all open jobs move at once.
-        closing_every: between two looks whether a job was cancelled.
-        grace: after this long the shards of a job that is being closed are closed though workers hold them; until then
-            they are given back with all that was reached.
-        price_per_hour: of workers that don't say theirs, for what the job costs; None: unknown.
+        sweep_every: interval between two full listings of the parts (in between only queued shards are checked).
+        cache_every: shortest interval between two writes of progress.json.
+        eta_interval_seconds: shortest interval between two writes because of a changed forecast alone: the forecasts of
+            all open jobs change at the same time.
+        closing_interval_seconds: interval between two checks for a cancellation.
+        grace: time after which the shards of a job that is being closed are closed though workers hold them; until then
+            workers release them with all rows computed so far.
+        price_per_hour: of workers that report no price, for the job's cost; None: unknown.
     """
 
     sweep_every: float = 30.0
     cache_every: float = 2.0
-    eta_every: float = 10.0
-    closing_every: float = 1.0
+    eta_interval_seconds: float = 10.0
+    closing_interval_seconds: float = 1.0
     grace: float = 10.0
     price_per_hour: float | None = None
 
 
 @dataclass(slots=True)
 class QueuedShard:
-    """A shard that was put on the queue: when (monotonic), after how many seconds it is put again, and whether a worker
-    was ever seen with it."""
+    """A shard on a queue: when it was queued (monotonic), the time-out after which it is queued again, and whether a
+    worker has held it."""
 
-    at: float
-    patience: float
-    held: bool = False
+    queued_at: float
+    retry_timeout_seconds: float
+    was_held: bool = False
 
 
 class OpenJob:
     """A job that has no outcome yet.
 
     Attributes:
-        job: the order.  ledger: where it lies.
+        job: the order.  ledger: the job's ledger.
         open_shards: planned shards without a part, in plan order.
-        puts: of these, those that were put on the queue.
-        left: estimated tokens, prompts and answers, of the open shards, by what computes them (`ModelPin.key`).
-        spent: what its parts have cost.  spent_by_day: the same by the day of their commit (UTC, `YYYY-MM-DD`).
-        logged: what attempts at open shards are known to have cost, where that was asked for.
-        eta: when it should be done, as far as that is known.
-        closing: why the job ends before its time, if it does.
-        attention: why it stood still when it was looked at before, until it has gone on for a while.
-        unread: parts that stand, and are still to be read.
-        sweep_at: when all parts are to be listed again.  plan_read_at: when new segments were last looked for.
-        whole: all parts stand.
+        queued: the open shards that are on a queue.
+        tokens_left: estimated tokens of the open shards, prompts and answers, by model (`ModelPin.key`).
+        spent: cost of its parts.  spent_by_day: the same by day of commit (UTC, `YYYY-MM-DD`).
+        logged_cost: cost of attempts at open shards, by shard, where it was read.
+        eta: forecast end of the job; None: not known.
+        closing: why the job is being closed; None: it isn't.
+        attention: why the job was paused before, until it has run for a while; None: it wasn't.
+        unread_parts: committed parts that are still to be read.
+        sweep_at: when all parts are listed next.  plan_read_at: when new segments were read last.
+        is_complete: all parts are committed.
     """
 
     def __init__(
@@ -97,65 +98,66 @@ class OpenJob:
         world: World,
         events: EventSink,
         settings: OpenJobSettings,
-        beside: Executor,
+        background: Executor,
         *,
         taken_over: bool = False,
     ) -> None:
-        """`beside`: runs what needn't be waited for. `taken_over`: others may have been at the job before."""
+        """`background`: executor of writes in the background. `taken_over`: another dispatcher may have driven the job
+        before."""
         self.ledger = ledger
         self.job = job
         self.open_shards: dict[int, ShardRef] = {}
-        self.puts: dict[int, QueuedShard] = {}
-        self.left: Counter[str] = Counter()
+        self.queued: dict[int, QueuedShard] = {}
+        self.tokens_left: Counter[str] = Counter()
         self.spent = JobCost()
         self.spent_by_day: defaultdict[str, float] = defaultdict(float)
-        self.logged: dict[int, float] = {}
+        self.logged_cost: dict[int, float] = {}
         self.eta: datetime | None = None
         self.closing: Closing | None = None
         self.attention: str | None = None
-        self.unread: deque[int] = deque()
+        self.unread_parts: deque[int] = deque()
         self.sweep_at = self.plan_read_at = 0.0
         self._world = world
         self._events = events
         self._settings = settings
-        self._beside = beside
+        self._background = background
         self._caching: Future[None] | None = None
         self._segments: list[PlanSegment] = []
         self._segment_of: dict[int, PlanSegment] = {}  # by open shard
-        self._open_rejects: dict[int, PlanSegment] = {}  # whose refused rows are no part yet
+        self._open_rejects: dict[int, PlanSegment] = {}  # segments whose rejected rows have no part yet
         self._parts: dict[int, PartEntry] = {}
         self._tally = PartTotals()
-        self._cost_of: defaultdict[str, float] = defaultdict(float)  # of parts, by what computed them
-        self._tokens_of: Counter[str] = Counter()  # that were planned for them
-        self._knows_logged = not taken_over
+        self._cost_of: defaultdict[str, float] = defaultdict(float)  # cost of parts, by model
+        self._tokens_of: Counter[str] = Counter()  # tokens planned for these parts, by model
+        self._has_logged_costs = not taken_over
         self._keys = {pin.name: pin.key for pin in job.models}
         self._planned_rows = self._planned_shards = 0
         self._cached_at = float("-inf")
         self._next_closing = 0.0
-        self._grace_ends = 0.0  # when nobody is waited for any more
-        self._shown: JobStatus | None = None  # the status last told
-        self._untold = self._uncached = True
-        self._told_eta: datetime | None = None
+        self._grace_ends = 0.0  # when shards are closed though workers hold them
+        self._emitted_status: JobStatus | None = None  # the status emitted last
+        self._has_unsent_events = self._is_cache_stale = True
+        self._cached_eta: datetime | None = None
         self._taken_over = taken_over
-        self._stood: frozenset[int] | None = None  # parts when they were listed first
+        self._first_listing: frozenset[int] | None = None  # parts of the first listing
 
     @property
-    def planned(self) -> bool:
-        """The whole plan stands."""
+    def is_planned(self) -> bool:
+        """Whether the plan is complete."""
         return bool(self._segments) and self._segments[-1].last
 
     @property
-    def ready(self) -> bool:
-        """Shards may be handed out. Nothing is before part 0 stands, so that the results can always be read."""
+    def is_dispatchable(self) -> bool:
+        """Whether shards may be queued. None is before part 0 is committed, so that the results can always be read."""
         return REJECTS in self._parts and self.closing is None
 
     @property
-    def whole(self) -> bool:
-        return self.planned and not self.open_shards and not self._open_rejects
+    def is_complete(self) -> bool:
+        return self.is_planned and not self.open_shards and not self._open_rejects
 
     @property
     def status(self) -> JobStatus:
-        """What it would be without an outcome."""
+        """The job's status while it has no outcome."""
         if self.closing is not None:
             return status_while(self.closing)
         return JobStatus.IN_PROGRESS if REJECTS in self._parts else JobStatus.VALIDATING
@@ -165,102 +167,104 @@ class OpenJob:
         return self.job.deadline is not None and self._world.clock.now() >= self.job.deadline
 
     def queue_of(self, shard: ShardRef) -> str:
-        """The queue that the shard is put on."""
+        """The name of the shard's queue."""
         return queue_name(self.key_of(shard), self.job.tier)
 
     def key_of(self, shard: ShardRef) -> str:
-        """What computes it; a model that the job doesn't pin is asked for by its name, in vain."""
+        """The key of the shard's model; of a model that the job doesn't pin its name, which no worker serves."""
         return self._keys.get(shard.model, shard.model)
 
     def read_plan(self) -> list[PlanSegment]:
-        """The segments that are new. On any thread; nothing is learnt yet."""
+        """Read the new segments, without applying them. Any thread may call it."""
         return list(self.ledger.segments(len(self._segments)))
 
-    def learn_plan(self, segments: Iterable[PlanSegment], now: float) -> None:
-        """These segments stand, too."""
+    def apply_plan(self, segments: Iterable[PlanSegment], now: float) -> None:
+        """Add new segments to the state."""
         self.plan_read_at = now
         for segment in segments:
             self._segments.append(segment)
             self._planned_rows += segment.total
             self._planned_shards += len(segment.shards)
-            self._untold = True
+            self._has_unsent_events = True
             self.open_shards.update((shard.number, shard) for shard in segment.shards)
             self._segment_of.update((shard.number, segment) for shard in segment.shards)
             for shard in segment.shards:
-                self.left[self.key_of(shard)] += cost(shard)
+                self.tokens_left[self.key_of(shard)] += estimated_tokens(shard)
             if segment.rejects is not None:
                 self._open_rejects[segment.rejects.number] = segment
-            if segment.last:  # from here on all parts can be told from those that nobody planned
+            if segment.last:  # from now on unplanned parts can be detected
                 self.sweep_at = now
 
     def list_parts(self) -> list[int]:
-        """The parts that stand. On any thread; nothing is learnt yet."""
+        """List the committed parts, without applying them. Any thread may call it."""
         return [number for number, _ in self.ledger.parts()]
 
-    def learn_standing(self, standing: Iterable[int], now: float) -> None:
-        """These parts stand; those that are new are to be read. Raises `LedgerError` where nobody planned one."""
+    def apply_part_listing(self, standing: Iterable[int], now: float) -> None:
+        """Apply a listing of the committed parts: new ones are to be read. Raises `LedgerError` for a part that isn't
+        planned."""
         self.sweep_at = now + self._settings.sweep_every
         standing = frozenset(standing)
-        if self._stood is None:
-            self._stood = standing
-        known = {*self._parts, *self.unread}
+        if self._first_listing is None:
+            self._first_listing = standing
+        known = {*self._parts, *self.unread_parts}
         for number in sorted(standing):
             if number in known or number in self._open_rejects:
                 continue
             if number in self.open_shards:
-                self.unread.append(number)
-            elif self.planned:
+                self.unread_parts.append(number)
+            elif self.is_planned:
                 raise LedgerError(
                     f"{self.ledger.place(part_key(number))}: no such part is planned, but readers would count it; "
                     "move it elsewhere"
                 )
 
-    def is_news(self, number: int) -> bool:
-        """Whether the part was made after the job was taken up, as far as that is known."""
-        return not self._taken_over or (self._stood is not None and number not in self._stood)
+    def is_new_part(self, number: int) -> bool:
+        """Whether the part was committed after the job was added, as far as that is known."""
+        return not self._taken_over or (self._first_listing is not None and number not in self._first_listing)
 
-    def unsure(self, held: set[Shard]) -> list[int]:
-        """Shards that may have their parts by now: they were put, and nobody has them. Of those that workers hold
-        nobody expects a part: they let go when it stands."""
-        return [number for number in self.puts if (self.job.id, number) not in held]
+    def shards_to_check(self, held: set[ShardId]) -> list[int]:
+        """Shards that may have parts by now: they were queued, and no worker holds them. A worker that holds a shard
+        releases it when its part is committed."""
+        return [number for number in self.queued if (self.job.id, number) not in held]
 
     def read_part(self, number: int) -> PartEntry | None:
-        """A part, if it stands. On any thread; nothing is learnt yet."""
+        """Read a part, if it is committed, without applying it. Any thread may call it."""
         try:
             return read_part(self.ledger, number)
         except ObjectNotFound:
             return None
 
-    def learn_part(self, entry: PartEntry) -> Found | None:
-        """The part stands; None: that is known."""
-        return None if entry.number in self._parts else self._found(entry)
+    def apply_part(self, entry: PartEntry) -> NewPart | None:
+        """Add a committed part to the state; None: it was added before."""
+        return None if entry.number in self._parts else self._add_part(entry)
 
-    def unmade(self) -> list[int]:
-        """Parts of refused rows that aren't known to stand."""
+    def missing_rejects(self) -> list[int]:
+        """Parts of rejected rows that are not known to be committed."""
         return list(self._open_rejects)
 
     def make_rejects(self, number: int) -> PartEntry:
-        """Make such a part, unless it stands. On any thread; nothing is learnt yet."""
+        """Commit a part of rejected rows, unless it is committed, and read it. Any thread may call it; the state
+        doesn't change."""
         commit_rejects(self.ledger, self._open_rejects[number], self._world)
         return read_part(self.ledger, number)
 
-    def close(self, held: set[Shard], now: float, *, marked: bool, until: float) -> list[Found]:
-        """Once the job is cancelled or expired: make the parts of its open shards, as soon as no worker holds them;
-        the parts that are new.
+    def close(self, held: set[ShardId], now: float, *, marked: bool, until: float) -> list[NewPart]:
+        """Once the job is cancelled or expired, make the parts of its open shards that no worker holds; returns the new
+        parts.
 
         Args:
-            marked: it may have a closing (`jobs_to_close`).
-            until: after this moment (monotonic) no further part is begun, once one was made: the rest waits.
+            marked: the job may have a closing (`jobs_to_close`).
+            until: after this time (monotonic) no further part is begun, once one was made: the others wait.
         """
         if self.closing is None:
             if now < self._next_closing or not (marked or self._is_late or not self.ledger.in_root):
                 return []
-            self._next_closing = now + self._settings.closing_every
+            self._next_closing = now + self._settings.closing_interval_seconds
             self.closing = find_closing(self.ledger, self.job, self._world.clock.now())
             if self.closing is None:
                 return []
             self._grace_ends = now + self._settings.grace
-            self._untold = True
+            self._has_unsent_events = True
         found = []
         for number, shard in list(self.open_shards.items()):
             if (self.job.id, number) in held and now < self._grace_ends:
@@ -268,69 +272,72 @@ class OpenJob:
             if not self.ledger.has_part(number):
                 segment = self._segment_of[number]
                 close_shard(self.ledger, self.job, segment, shard, self.closing, self._world)
-            found.append(self._found(read_part(self.ledger, number)))
+            found.append(self._add_part(read_part(self.ledger, number)))
             if self._world.clock.monotonic() > until:
                 break
         return found
 
-    def give_up(self, number: int, serving: Set[str]) -> Found | None:
-        """Make the part of an open shard that `TRIES` attempts could not go on with: of as many workers, or of all that
-        could compute it. What fails on one of several workers may be that worker's fault. None: too few have tried.
+    def give_up(self, number: int, serving: Set[str]) -> NewPart | None:
+        """Make the part of an open shard that `MAX_RESUME_ATTEMPTS` attempts could not resume, by as many workers or by
+        all that serve its model: a failure on one of several workers may be that worker's fault. None: too few have
+        tried.
 
         Args:
-            serving: the workers that live and serve the shard's model.
+            serving: the live workers that serve the shard's model.
 
         Raises:
-            RowsUnknown: nothing says which rows it has.  LedgerError: what can't be read is not the shard's alone.
+            RowsUnknown: the shard's rows are not known.  LedgerError: objects of the whole job can't be read.
         """
         records = self.ledger.unreadable(number)
         failed = {record.worker for record in records}
-        if len(records) < TRIES or (len(failed) < TRIES and not (serving and serving <= failed)):
+        if len(records) < MAX_RESUME_ATTEMPTS or (
+            len(failed) < MAX_RESUME_ATTEMPTS and not (serving and serving <= failed)
+        ):
             return None
         self.ledger.job()
         if self.ledger.closing() is not None:
-            return None  # the shard is closed soon
+            return None  # the closing makes the part
         reason = max(records, key=lambda record: record.at).reason
         give_up_shard(self.ledger, self.job, self._segment_of[number], self.open_shards[number], reason, self._world)
-        return self._found(read_part(self.ledger, number))
+        return self._add_part(read_part(self.ledger, number))
 
     def end_as_failed(self, code: str, message: str) -> Manifest:
-        """Write the outcome of a job that can't be completed: its parts that stand count, and no other row has a
-        result. Raises `LedgerError` when a part can't be read."""
+        """Write the outcome of a job that can't be completed: its committed parts count, and no other row has a result.
+        Raises `LedgerError` when a part can't be read."""
         for number, _ in self.ledger.parts():
             if number not in self._parts:
                 self._parts[number] = read_part(self.ledger, number)
         error = JobError(code=code, message=message)
         return self._conclude(failed_manifest(self.ledger, self.job, self._parts, self._world.clock.now(), (error,)))
 
-    def show_attention(self) -> None:
-        """Write into the cached progress why the job stands still."""
-        self._is_cached(wait=True)
+    def cache_attention(self) -> None:
+        """Write the reason for the pause into the cached progress."""
+        self._is_write_done(wait=True)
         self.ledger.cache_progress(self.progress())
 
     def recover(self) -> None:
-        """The job has gone on for a while: it needs no attention any more."""
-        self.attention, self._untold = None, True
+        """Clear the attention: the job has run for a while without a failure."""
+        self.attention, self._has_unsent_events = None, True
 
     def cost_per_token(self, model: str) -> float | None:
-        """What a planned token has cost in the job's own parts that `model` computed; None: there are none."""
+        """Cost of a planned token in the job's own parts of `model`; None: there are no such parts."""
         tokens = self._tokens_of[model]
         return self._cost_of[model] / tokens if tokens else None
 
-    def learn_all_logged(self) -> None:
-        """What attempts before this dispatcher have cost at shards that are open; asks only once."""
-        if not self._knows_logged:
-            self._knows_logged = True
-            self.learn_logged(self.ledger.troubled() & self.open_shards.keys())
+    def read_all_logged_costs(self) -> None:
+        """Read the cost of earlier attempts at open shards, under another dispatcher; only the first call reads."""
+        if not self._has_logged_costs:
+            self._has_logged_costs = True
+            self.read_logged_costs(self.ledger.troubled() & self.open_shards.keys())
 
-    def learn_logged(self, shards: Iterable[int]) -> None:
-        """What attempts at these open shards are known to have cost by now."""
+    def read_logged_costs(self, shards: Iterable[int]) -> None:
+        """Read the cost of attempts at these open shards so far."""
         for number in shards:
             costs = (one.cost(self._settings.price_per_hour) for one in read_worked(self.ledger, number).values())
-            self.logged[number] = sum(cost for cost in costs if cost is not None)
+            self.logged_cost[number] = sum(cost for cost in costs if cost is not None)
 
     def progress(self) -> Progress:
-        """How far it is."""
+        """The job's progress now."""
         return Progress(
             job=self.job.id,
             status=self.status,
@@ -339,37 +346,37 @@ class OpenJob:
             cost=self.spent.known if self.spent.seconds else None,
             shards_total=self._planned_shards,
             shards_done=self._planned_shards - len(self.open_shards),
-            tokens_left=self.left.total() if self.planned else None,
+            tokens_left=self.tokens_left.total() if self.is_planned else None,
             attention=self.attention,
             eta=self.eta,
             started_at=self.job.created_at,
             as_of=self._world.clock.now(),
         )
 
-    def expect(self, eta: datetime | None) -> None:
-        """It should be done by then; what readers know is renewed where that makes a difference to them."""
-        self.eta, told = eta, self._told_eta
-        if eta is None or told is None:
-            self._uncached |= eta is not told
-        elif self._world.clock.monotonic() - self._cached_at >= self._settings.eta_every:
+    def set_eta(self, eta: datetime | None) -> None:
+        """Set the forecast; the cached progress is written again if the difference matters to readers."""
+        self.eta, cached = eta, self._cached_eta
+        if eta is None or cached is None:
+            self._is_cache_stale |= eta is not cached
+        elif self._world.clock.monotonic() - self._cached_at >= self._settings.eta_interval_seconds:
             ahead = (eta - self._world.clock.now()).total_seconds()
-            self._uncached |= abs((eta - told).total_seconds()) > max(1.0, ETA_PRECISION * ahead)
+            self._is_cache_stale |= abs((eta - cached).total_seconds()) > max(1.0, ETA_PRECISION * ahead)
 
-    def tell(self, now: float) -> None:
-        """Events, and the cached progress, where something is new."""
-        if self._untold:
+    def emit_changes(self, now: float) -> None:
+        """Emit events and write the cached progress, if the state has changed."""
+        if self._has_unsent_events:
             progress = self.progress()
             self._events.emit(_progress_event(progress, f"{progress.shards_done}"))
-            if self._shown is not progress.status:
+            if self._emitted_status is not progress.status:
                 self._events.emit(_status_event(progress))
-            self._shown = progress.status
-            self._untold, self._uncached = False, True
-        if self._uncached and now - self._cached_at >= self._settings.cache_every and self._is_cached():
-            self._uncached, self._cached_at, self._told_eta = False, now, self.eta
-            self._caching = self._beside.submit(self.ledger.cache_progress, self.progress())
+            self._emitted_status = progress.status
+            self._has_unsent_events, self._is_cache_stale = False, True
+        if self._is_cache_stale and now - self._cached_at >= self._settings.cache_every and self._is_write_done():
+            self._is_cache_stale, self._cached_at, self._cached_eta = False, now, self.eta
+            self._caching = self._background.submit(self.ledger.cache_progress, self.progress())
 
-    def _is_cached(self, *, wait: bool = False) -> bool:
-        """Whether the last write of progress is over; raises what it raised."""
+    def _is_write_done(self, *, wait: bool = False) -> bool:
+        """Whether the last write of progress has ended; raises the exception that it raised."""
         if self._caching is None or not (wait or self._caching.done()):
             return self._caching is None
         caching, self._caching = self._caching, None
@@ -377,7 +384,8 @@ class OpenJob:
         return True
 
     def end(self) -> Manifest:
-        """Write the outcome once all parts stand; the one that counts, if another dispatcher was first."""
+        """Write the outcome once all parts are committed; returns the outcome that counts, which is another
+        dispatcher's if that one was first."""
         manifest = build_manifest(
             self.ledger, self.job, self._segments, self._parts, self._world.clock.now(), self._settings.price_per_hour
         )
@@ -386,7 +394,7 @@ class OpenJob:
     def _conclude(self, manifest: Manifest) -> Manifest:
         if not self.ledger.create_manifest(manifest):
             manifest = self.ledger.manifest() or manifest
-        self._is_cached(wait=True)  # or it would come behind the last one
+        self._is_write_done(wait=True)  # else it could overwrite the final progress
         progress = self.progress().model_copy(
             update={
                 "eta": None,
@@ -402,8 +410,8 @@ class OpenJob:
         tidy(self.ledger)
         return manifest
 
-    def _note_spent(self, entry: PartEntry, shard: ShardRef) -> None:
-        self.logged.pop(entry.number, None)
+    def _add_spent(self, entry: PartEntry, shard: ShardRef) -> None:
+        self.logged_cost.pop(entry.number, None)
         spent, model = spent_on(entry.summary, self._settings.price_per_hour), self.key_of(shard)
         self.spent.seconds += spent.seconds
         self.spent.cost += spent.cost
@@ -411,20 +419,20 @@ class OpenJob:
         self.spent_by_day[entry.summary.committed_at.astimezone(UTC).date().isoformat()] += spent.cost
         if not spent.unpriced and spent.seconds:
             self._cost_of[model] += spent.cost
-            self._tokens_of[model] += cost(shard)
+            self._tokens_of[model] += estimated_tokens(shard)
 
-    def _found(self, entry: PartEntry) -> Found:
+    def _add_part(self, entry: PartEntry) -> NewPart:
         number = entry.number
         self._parts[number] = entry
         self._tally.add(entry)
         shard = self.open_shards.pop(number, None)
         self._segment_of.pop(number, None)
         if shard is not None:
-            self.left[self.key_of(shard)] -= cost(shard)
-            self._note_spent(entry, shard)
+            self.tokens_left[self.key_of(shard)] -= estimated_tokens(shard)
+            self._add_spent(entry, shard)
         self._open_rejects.pop(number, None)
-        self.puts.pop(number, None)
-        self._untold = True
+        self.queued.pop(number, None)
+        self._has_unsent_events = True
         self._events.emit(
             ShardCommitted(
                 id=f"{self.job.id}/part/{number}",
@@ -439,8 +447,8 @@ class OpenJob:
         return entry, shard
 
 
-def cost(shard: ShardRef) -> int:
-    """Estimated tokens that it computes, prompts and answers."""
+def estimated_tokens(shard: ShardRef) -> int:
+    """Estimated tokens of the shard, prompts and answers."""
     return shard.prompt_tokens + shard.expected_tokens
 
 

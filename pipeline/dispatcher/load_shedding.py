@@ -1,9 +1,9 @@
-"""Which deadlines are given up when not all can be met, so that the others are.
+"""Load shedding chooses the deadlines to give up when not all can be met, so that the others are met.
 
-Earliest deadline first meets all deadlines that can be met, and under overload hardly any: each job gets its turn when
-it is nearly too late, and takes the time of the next one. So jobs are given up beforehand, of those that are in the way
-of the first that would be late the largest, until the others are in time: that loses the fewest (Moore 1968). It is
-decided anew at each look, by what is left of each then: whoever was given up comes back when there is room.
+Earliest deadline first meets all deadlines if all can be met, but hardly any under overload: each job runs when it is
+nearly too late, and takes the time of the next one. So deadlines are given up beforehand: among the jobs due up to the
+first one that would be late, the largest is removed, until the others are in time. That misses the fewest deadlines
+(Moore 1968). Each refresh decides again from the remaining tokens: a job returns to the plan when capacity allows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class JobDeadline:
-    """A job with a deadline: seconds until then, and tokens that are left of it."""
+    """A job with a deadline: seconds until the deadline, and the job's remaining tokens."""
 
     job: str
     time_left: float
@@ -24,34 +24,35 @@ class JobDeadline:
 
 @dataclass(frozen=True, slots=True)
 class SheddingPlan:
-    """What is in time, and what is not.
+    """Which deadlines are given up, and which are met.
 
     Attributes:
-        lost: jobs that miss their deadlines, or the others would.
-        together: of the others, the tokens of each with all that is due before it.
+        lost: jobs whose deadlines are given up.
+        cumulative_tokens: other job -> its tokens and those of all jobs due before it.
     """
 
     lost: frozenset[str] = frozenset()
-    together: Mapping[str, float] = field(default_factory=dict)
+    cumulative_tokens: Mapping[str, float] = field(default_factory=dict)
 
 
 def plan_shedding(jobs: Iterable[JobDeadline], rate: float) -> SheddingPlan:
-    """`rate`: tokens a second of all workers; with 0 nothing is known, and nothing lost."""
+    """Decide which deadlines to give up. `rate`: tokens per second of all workers; 0: not known, and none is given
+    up."""
     if rate <= 0:
         return SheddingPlan()
     ordered = sorted(jobs, key=lambda due: (due.time_left, due.job))
-    kept: list[tuple[float, str]] = []  # the largest first
+    on_time: list[tuple[float, str]] = []  # the largest first
     lost, total = set[str](), 0.0
     for due in ordered:
-        heapq.heappush(kept, (-due.tokens, due.job))
+        heapq.heappush(on_time, (-due.tokens, due.job))
         total += due.tokens
-        while kept and total > max(0.0, due.time_left) * rate:
-            tokens, job = heapq.heappop(kept)
+        while on_time and total > max(0.0, due.time_left) * rate:
+            tokens, job = heapq.heappop(on_time)
             total += tokens
             lost.add(job)
-    together, total = dict[str, float](), 0.0
+    cumulative_tokens, total = dict[str, float](), 0.0
     for due in ordered:
         if due.job not in lost:
             total += due.tokens
-            together[due.job] = total
-    return SheddingPlan(frozenset(lost), together)
+            cumulative_tokens[due.job] = total
+    return SheddingPlan(frozenset(lost), cumulative_tokens)

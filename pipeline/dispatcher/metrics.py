@@ -1,7 +1,7 @@
-"""What a dispatcher has to tell whoever watches: how open jobs stand, and what was committed while it dispatched.
+"""Dispatcher metrics: the state of open jobs, and rows, tokens and costs committed while this dispatcher ran.
 
-The thread that ticks writes, any thread reads. Counts begin with the dispatcher. What had been committed of a job when
-it was taken up was counted by another, or before.
+The thread that ticks writes; any thread reads. Counts start at zero with the dispatcher. Parts that a job had when the
+dispatcher added it were counted by another dispatcher, or before a restart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from pipeline.dispatcher.job_state import Found, OpenJob, Shard
+from pipeline.dispatcher.job_state import NewPart, OpenJob, ShardId
 from pipeline.observability.histogram import LatencyRecorder
 from pipeline.observability.metric_definitions import OTHER
 from pipeline.scaling.tenant_backlog import BYTES_PER_TOKEN
@@ -25,19 +25,19 @@ JOB_BOUNDS: Final = (
     1.0, 3.0, 10.0, 30.0, 60.0, 300.0, 900.0, 1_800.0, 3_600.0, 10_800.0, 21_600.0, 43_200.0, 86_400.0, 172_800.0,
     604_800.0,
 )  # fmt: skip
-"""Upper ends of the buckets of jobs' times, seconds."""
+"""Upper bounds of the buckets of job durations, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenJobsMetrics:
-    """How open jobs stand.
+    """A snapshot of the open jobs.
 
     Attributes:
         backlog: (model, tier) -> tokens still to be computed.
-        jobs: (tier, status) -> how many.
-        shards: (tier, state) -> how many: "waiting", "queued", "held".
-        oldest: tier -> when the oldest job was made of which a shard waits for a worker.
-        attention: jobs that are left alone, since something is wrong with them; not among `jobs` meanwhile.
+        jobs: (tier, status) -> number of jobs.
+        shards: (tier, state) -> number of shards; states are "waiting", "queued", "held".
+        oldest: tier -> creation time of the oldest job with a shard that waits for a worker.
+        attention: jobs that are paused after an error; not counted in `jobs`.
     """
 
     backlog: Mapping[tuple[str, str], int]
@@ -48,16 +48,16 @@ class OpenJobsMetrics:
 
 
 class DispatchMetrics:
-    """The figures of one dispatcher.
+    """The metrics of one dispatcher.
 
     Attributes:
-        standing: as of a moment ago; None: another dispatcher leads, or nothing was looked at yet.
-        took: tier -> how long jobs took, from their making to their end.
+        snapshot: the latest snapshot; None: another dispatcher leads, or this one has not ticked yet.
+        job_durations: tier -> durations of jobs, from creation to end.
     """
 
     def __init__(self) -> None:
-        self.standing: OpenJobsMetrics | None = None
-        self.took: dict[str, LatencyRecorder] = {}
+        self.snapshot: OpenJobsMetrics | None = None
+        self.job_durations: dict[str, LatencyRecorder] = {}
         self._lock = threading.Lock()
         self._rows: Counter[tuple[str, str]] = Counter()
         self._tokens: Counter[tuple[str, str, str]] = Counter()
@@ -75,21 +75,21 @@ class DispatchMetrics:
             return dict(self._tokens)
 
     def ended(self) -> dict[tuple[str, str], int]:
-        """(tier, status) -> jobs that have ended."""
+        """(tier, status) -> ended jobs."""
         with self._lock:
             return dict(self._ended)
 
     def cost(self) -> dict[str, float]:
-        """Tier -> cost of jobs that have ended."""
+        """Tier -> cost of ended jobs."""
         with self._lock:
             return dict(self._cost)
 
-    # -- by the thread that ticks
+    # -- called by the thread that ticks
 
-    def found(self, open_job: OpenJob, found: Found) -> None:
-        """A part of the job is seen for the first time."""
+    def count_part(self, open_job: OpenJob, found: NewPart) -> None:
+        """Count the rows and tokens of a new part."""
         entry, shard = found
-        if not open_job.is_news(entry.number):
+        if not open_job.is_new_part(entry.number):
             return
         tier, counts, usage = open_job.job.tier.value, entry.summary.counts, entry.summary.usage
         model = OTHER if shard is None else model_of(open_job.job, open_job.key_of(shard))
@@ -99,22 +99,23 @@ class DispatchMetrics:
             for kind in Usage.model_fields:
                 self._tokens[model, tier, kind] += getattr(usage, kind)
 
-    def over(self, open_job: OpenJob, manifest: Manifest, now: datetime) -> None:
-        """The job has ended. What it cost is told by its manifest, with what was repeated beyond its parts."""
+    def count_ended(self, open_job: OpenJob, manifest: Manifest, now: datetime) -> None:
+        """Count a job that has ended with all its parts. Its manifest has the cost, and tokens that were repeated
+        outside of its parts."""
         job = open_job.job
         with self._lock:
             more = manifest.usage.repeated - open_job.progress().usage.repeated
             self._tokens[model_of(job, job.models[0].key), job.tier.value, "repeated"] += more
             if manifest.cost is not None:
                 self._cost[job.tier.value] += manifest.cost
-        self._ends(job, manifest.status, now)
+        self._count_end(job, manifest.status, now)
 
-    def failed(self, job: Job, now: datetime, status: JobStatus = JobStatus.FAILED) -> None:
-        """The job has ended as a whole, before all of it was planned."""
-        self._ends(job, status, now)
+    def count_ended_unplanned(self, job: Job, now: datetime, status: JobStatus = JobStatus.FAILED) -> None:
+        """Count a job that ended before its plan was complete."""
+        self._count_end(job, status, now)
 
-    def look(self, jobs: Collection[OpenJob], held: Set[Shard], attention: int = 0) -> None:
-        """How open jobs stand now, with what workers hold. `attention`: how many are left alone."""
+    def refresh(self, jobs: Collection[OpenJob], held: Set[ShardId], attention: int = 0) -> None:
+        """Take a new snapshot. `held`: shards that workers hold. `attention`: number of paused jobs."""
         backlog: Counter[tuple[str, str]] = Counter()
         count: Counter[tuple[str, str]] = Counter()
         shards: Counter[tuple[str, str]] = Counter()
@@ -123,38 +124,41 @@ class DispatchMetrics:
         for open_job in jobs:
             job, tier = open_job.job, open_job.job.tier.value
             count[tier, open_job.status.value] += 1
-            for model, tokens in _left(open_job):
+            for model, tokens in _remaining_tokens(open_job):
                 backlog[model, tier] += tokens
-            of_workers = min(holding[job.id], len(open_job.open_shards))
-            queued = sum((job.id, number) not in held for number in open_job.puts)
-            waiting = len(open_job.open_shards) - of_workers - queued
-            for state, number in (("held", of_workers), ("queued", queued), ("waiting", max(0, waiting))):
+            held_shards = min(holding[job.id], len(open_job.open_shards))
+            queued = sum((job.id, number) not in held for number in open_job.queued)
+            waiting = len(open_job.open_shards) - held_shards - queued
+            for state, number in (("held", held_shards), ("queued", queued), ("waiting", max(0, waiting))):
                 shards[tier, state] += number
-            if open_job.closing is None and (queued or waiting or not open_job.planned):
+            if open_job.closing is None and (queued or waiting or not open_job.is_planned):
                 oldest[tier] = min(job.created_at, oldest.get(tier, job.created_at))
-        self.standing = OpenJobsMetrics(backlog, count, shards, oldest, attention)
+        self.snapshot = OpenJobsMetrics(backlog, count, shards, oldest, attention)
 
     def stand_by(self) -> None:
-        """Another dispatcher leads: how jobs stand is not known here."""
-        self.standing = None
+        """Clear the snapshot: another dispatcher leads and knows the jobs' state."""
+        self.snapshot = None
 
-    def _ends(self, job: Job, status: JobStatus, now: datetime) -> None:
+    def _count_end(self, job: Job, status: JobStatus, now: datetime) -> None:
         tier = job.tier.value
         with self._lock:
             self._ended[tier, status.value] += 1
-        if tier not in self.took:
-            self.took[tier] = LatencyRecorder(JOB_BOUNDS)
-        self.took[tier].add(max(0.0, (now - job.created_at).total_seconds()))
+        if tier not in self.job_durations:
+            self.job_durations[tier] = LatencyRecorder(JOB_BOUNDS)
+        self.job_durations[tier].add(max(0.0, (now - job.created_at).total_seconds()))
 
 
 def model_of(job: Job, key: str) -> str:
-    """The name of the model that the job has pinned under this key; what only a user has named is none."""
+    """The name of the model that the job has pinned under this key; `OTHER` for a name that only a user gave, since
+    such names are unbounded."""
     return next((pin.name for pin in job.models if pin.key == key), OTHER)
 
 
-def _left(open_job: OpenJob) -> list[tuple[str, int]]:
-    """What is left of a job, by model; of one that isn't planned yet its input says how much, roughly."""
+def _remaining_tokens(open_job: OpenJob) -> list[tuple[str, int]]:
+    """(model, tokens) still to be computed of a job; estimated by its input's size until it is planned."""
     job = open_job.job
-    if not open_job.planned:
-        return [(model_of(job, job.models[0].key), max(open_job.left.total(), job.input.size // BYTES_PER_TOKEN))]
-    return [(model_of(job, key), tokens) for key, tokens in open_job.left.items()]
+    if not open_job.is_planned:
+        return [
+            (model_of(job, job.models[0].key), max(open_job.tokens_left.total(), job.input.size // BYTES_PER_TOKEN))
+        ]
+    return [(model_of(job, key), tokens) for key, tokens in open_job.tokens_left.items()]

@@ -1,6 +1,7 @@
-"""Whose shard goes next onto a queue: tenants by weight, then the tenant's jobs by deadline and age, then the planner's
-order; but a job that would miss its deadline if it waited for its turn goes first, and one that is lost (`triage`)
-after those that are not. Nothing is looked up and nothing is sent here, so that what decides can be simulated."""
+"""The dispatch order of shards on a queue: tenants by weight, then the tenant's jobs by deadline and age, then the
+planner's order. A job that would miss its deadline if it waited for its tenant's turn goes first. A job whose deadline
+is given up (`load_shedding`) goes after its tenant's jobs that can be in time. The functions here are pure, so that the
+simulator uses them too."""
 
 from __future__ import annotations
 
@@ -12,24 +13,24 @@ from typing import Final, Protocol, TypeVar
 
 from pipeline.dispatcher.fair_share import FairShares
 
-PRESSING_TIMES: Final = 2.0
-"""A job presses when this many times what is left of it, done by all workers, takes it to its deadline,"""
+DEADLINE_RISK_FACTOR: Final = 2.0
+"""A job's deadline is at risk when this many times its remaining tokens, computed by all workers, take until then,"""
 
-PRESSING_SECONDS: Final = 300.0
-"""and so many seconds: shards on their way, and answers that turn out longer."""
+DEADLINE_RISK_SECONDS: Final = 300.0
+"""and this many seconds more: for shards in transit, and answers that are longer than estimated."""
 
-PRESSING_TOGETHER: Final = 1.25
-"""It presses, too, when it and all that is due before it take that many times less than the time until its deadline."""
+DEADLINE_RISK_CUMULATIVE_FACTOR: Final = 1.25
+"""It is also at risk when this many times its tokens and those of all jobs due before it take until its deadline."""
 
-ADVANCE_SECONDS: Final = 1_800.0
-"""A tenant is at most so much of all workers' time ahead of the others by that: deadlines are no way to get more than
-one's share for long."""
+MAX_ADVANCE_SECONDS: Final = 1_800.0
+"""Time of all workers by which deadlines may bring a tenant ahead of the others: deadlines must not give a tenant more
+than its share for long."""
 
-FAR = datetime.max.replace(tzinfo=UTC)
+NO_DEADLINE = datetime.max.replace(tzinfo=UTC)
 
 
 class OrderingKey(Protocol):
-    """What of an order says whose turn it is."""
+    """The fields of a job that decide its dispatch order."""
 
     @property
     def id(self) -> str: ...
@@ -45,8 +46,8 @@ J = TypeVar("J")
 
 
 def urgency(job: OrderingKey) -> tuple[datetime, datetime, str]:
-    """Which job of a tenant and tier goes first: by deadline, then age."""
-    return (job.deadline or FAR, job.created_at, job.id)
+    """Sort key of a tenant's jobs of one tier: by deadline, then age."""
+    return (job.deadline or NO_DEADLINE, job.created_at, job.id)
 
 
 def dispatch_order(
@@ -54,39 +55,39 @@ def dispatch_order(
     jobs: Iterable[tuple[J, list[int]]],
     room: int,
     order_of: Callable[[J], OrderingKey],
-    pressing: Callable[[J], bool] = lambda _job: False,
-    lost: Callable[[J], bool] = lambda _job: False,
-    allowed: Callable[[J, int], bool] = lambda _job, _number: True,
+    is_at_risk: Callable[[J], bool] = lambda _job: False,
+    is_lost: Callable[[J], bool] = lambda _job: False,
+    is_allowed: Callable[[J, int], bool] = lambda _job, _number: True,
 ) -> Iterator[tuple[J, int]]:
-    """Up to `room` shards, one after the other. Whoever takes one charges its tenant before asking for the next.
+    """Up to `room` shards, one after the other. The caller charges a shard's tenant before it asks for the next.
 
     Args:
-        jobs: each with the numbers of shards that it wants to put, the first to go last; they are used up.
-        pressing: whether a job would miss its deadline if it waited for its tenant's turn. Such jobs go first, the
-            nearest deadline before the others; their tenants are charged, so the others have their turns afterwards.
-        lost: whether a job misses its deadline whatever is done. Of its tenant's jobs it goes after those that don't,
-            and before those that have none: what is done of it until then is kept.
-        allowed: whether the shard may be put now; if not, its job is passed over.
+        jobs: each with the numbers of its shards to dispatch, in reverse order; the lists are consumed.
+        is_at_risk: whether a job would miss its deadline if it waited for its tenant's turn. Such jobs go first, by
+            nearest deadline; their tenants are charged, so the other tenants catch up afterwards.
+        is_lost: whether a job's deadline is given up. It goes after its tenant's jobs that can be in time, and before
+            those without a deadline, since results that it has by its deadline count.
+        is_allowed: whether the shard may be dispatched now; if not, its job is skipped.
     """
     by_tenant: defaultdict[str, list[tuple[J, list[int]]]] = defaultdict(list)
 
-    def place(entry: tuple[J, list[int]]) -> tuple[int, tuple[datetime, datetime, str]]:
+    def sort_key(entry: tuple[J, list[int]]) -> tuple[int, tuple[datetime, datetime, str]]:
         order = order_of(entry[0])
-        return 2 if order.deadline is None else int(lost(entry[0])), urgency(order)
+        return 2 if order.deadline is None else int(is_lost(entry[0])), urgency(order)
 
-    for entry in sorted(jobs, key=place, reverse=True):
+    for entry in sorted(jobs, key=sort_key, reverse=True):
         by_tenant[order_of(entry[0]).tenant].append(entry)
-    shares.wants(by_tenant)
+    shares.set_active(by_tenant)
     while room > 0 and by_tenant:
-        first = {
-            tenant: order_of(entries[-1][0]).deadline or FAR
+        due_at_risk = {
+            tenant: order_of(entries[-1][0]).deadline or NO_DEADLINE
             for tenant, entries in by_tenant.items()
-            if pressing(entries[-1][0])
+            if is_at_risk(entries[-1][0])
         }
-        nearest = min(first.values(), default=FAR)
-        tenant = shares.next([tenant for tenant, due in first.items() if due == nearest] or by_tenant)
+        nearest = min(due_at_risk.values(), default=NO_DEADLINE)
+        tenant = shares.next([tenant for tenant, due in due_at_risk.items() if due == nearest] or by_tenant)
         job, numbers = by_tenant[tenant][-1]
-        if allowed(job, number := numbers.pop()):
+        if is_allowed(job, number := numbers.pop()):
             room -= 1
             yield job, number
         else:
@@ -98,23 +99,27 @@ def dispatch_order(
 
 
 def is_deadline_at_risk(
-    time_left: float | None, tokens_left: float, together: float, rate: float, ahead: float
+    time_left: float | None, tokens_left: float, cumulative_tokens: float, rate: float, ahead: float
 ) -> bool:
-    """Whether a job that isn't lost goes before its tenant's turn.
+    """Whether a job whose deadline isn't given up goes before its tenant's turn.
 
     Args:
-        time_left: seconds until its deadline; None: it has none.  tokens_left: of it.
-        together: tokens of it and of all that is due before it (`SheddingPlan.together`).
-        rate: tokens a second of all workers that can compute it; 0: not known.
+        time_left: seconds until its deadline; None: it has none.
+        tokens_left: remaining tokens of the job.
+        cumulative_tokens: tokens of the job and of all jobs due before it (`SheddingPlan.cumulative_tokens`).
+        rate: tokens per second of all workers that can compute it; 0: not known.
         ahead: of its tenant, see `FairShares.ahead`.
     """
     if time_left is None or rate <= 0:
         return False
-    needs = max(PRESSING_TIMES * tokens_left, PRESSING_TOGETHER * together) / rate + PRESSING_SECONDS
-    return time_left < needs and ahead < ADVANCE_SECONDS * rate
+    needs = (
+        max(DEADLINE_RISK_FACTOR * tokens_left, DEADLINE_RISK_CUMULATIVE_FACTOR * cumulative_tokens) / rate
+        + DEADLINE_RISK_SECONDS
+    )
+    return time_left < needs and ahead < MAX_ADVANCE_SECONDS * rate
 
 
-def backlog_for(least: int, workers: int, per_worker: float) -> int:
-    """Shards that may wait in a queue: few, so that order and priority can still change, but no fewer than its workers
-    take between two looks."""
-    return max(least, ceil(workers * per_worker))
+def backlog_for(min_backlog: int, workers: int, per_worker: float) -> int:
+    """Shards that may wait in a queue: few, so that order and priority can still change, but as many as the queue's
+    workers take between two ticks."""
+    return max(min_backlog, ceil(workers * per_worker))

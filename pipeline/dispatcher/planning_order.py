@@ -1,9 +1,9 @@
-"""The order in which jobs are planned: by tenant in turn, so that no tenant's jobs keep another tenant's from being
-planned. A pure policy; `planning_queue.py` applies it.
+"""The order in which jobs are planned: tenants alternate, so that one tenant's jobs can't block the planning of
+another's. A pure policy; `planning_queue.py` applies it.
 
-The tenant with the fewest plans under way is next, of several the one whose first job is oldest; a tenant's own jobs
-are planned in order of their age. Once jobs of two tenants were seen, one tenant occupies at most all planners but one,
-so a job of another tenant finds a planner at once, however long the first tenant's plans take.
+The tenant with the fewest running plans is next; a tie goes to the tenant whose first job is oldest. A tenant's own
+jobs are planned in order of their age. Once jobs of two tenants have been added, one tenant occupies at most all
+planners but one, so a job of another tenant gets a planner immediately, however long the first tenant's plans take.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Item = TypeVar("Item")
 
 
 class PlanningOrder(Generic[Item]):
-    """Jobs that wait to be planned, and the number of plans under way by tenant.
+    """Jobs that wait for planning, and the number of running plans by tenant.
 
     Args:
-        planners: plans that may be under way.
+        planners: plans that may run concurrently.
     """
 
     def __init__(self, planners: int) -> None:
@@ -32,7 +32,7 @@ class PlanningOrder(Generic[Item]):
         self._serial = 0
 
     def add(self, tenant: str, created_at: datetime, item: Item) -> None:
-        """One more job waits; of jobs of equal age the first one added is planned first."""
+        """Add a waiting job. Of jobs of equal age the first one added is planned first."""
         if self._first_tenant is None:
             self._first_tenant = tenant
         elif tenant != self._first_tenant:
@@ -41,7 +41,8 @@ class PlanningOrder(Generic[Item]):
         self._serial += 1
 
     def take(self) -> tuple[str, Item] | None:
-        """The next job, with its tenant; its plan is under way until `ended`. None: no job may be planned now."""
+        """Take the next job, with its tenant; its plan counts as running until `ended`. None: no job may be planned
+        now."""
         if self._under_way.total() >= self._planners:
             return None
         ready = [tenant for tenant in self._waiting if self._under_way[tenant] < self._max_of_tenant]
@@ -55,7 +56,7 @@ class PlanningOrder(Generic[Item]):
         return tenant, item
 
     def ended(self, tenant: str) -> None:
-        """One of the tenant's plans is no longer under way."""
+        """Count one of the tenant's plans as ended."""
         self._under_way[tenant] -= 1
         if not self._under_way[tenant]:
             del self._under_way[tenant]

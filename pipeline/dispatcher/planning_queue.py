@@ -1,5 +1,5 @@
-"""Runs plans on an executor in the order of `PlanningOrder`. Each thread that becomes free takes the next job itself,
-so a planner never idles until the next tick."""
+"""The planning queue runs plans on an executor in the order of `PlanningOrder`. Each thread that becomes free takes the
+next job itself, so a planner never idles until the next tick."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pipeline.jobs.planning import PlanOutcome
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A plan to make, and the future that carries its outcome."""
+    """A job's plan function, and the future of its outcome."""
 
     plan: Callable[[], PlanOutcome]
     future: Future[PlanOutcome] = field(default_factory=Future)
 
 
 class PlanningQueue:
-    """Jobs that wait for a planner. Threads share it.
+    """Jobs that wait for a planner. Thread-safe.
 
     Args:
-        executor: where plans run; not shut down here.
-        planners: plans under way at the same time.
+        executor: runs the plans; the caller shuts it down.
+        planners: plans that run concurrently.
     """
 
     def __init__(self, executor: Executor, planners: int) -> None:
@@ -36,7 +36,7 @@ class PlanningQueue:
         self._is_closed = False
 
     def submit(self, tenant: str, created_at: datetime, plan: Callable[[], PlanOutcome]) -> Future[PlanOutcome]:
-        """Have a job planned in its turn; until then the future can be cancelled."""
+        """Queue a job for planning. The future can be cancelled until planning starts."""
         task = _Task(plan)
         with self._lock:
             self._order.add(tenant, created_at, task)
@@ -48,8 +48,8 @@ class PlanningQueue:
         self._is_closed = True
 
     def _run_tasks(self) -> None:
-        """Plan job after job until none may be planned. A job that must wait for a plan of its own tenant is taken by
-        the thread of that plan."""
+        """Plan one job after another until none may be planned. A job that waits for a running plan of its own tenant
+        is taken by the thread of that plan."""
         while (taken := self._take()) is not None:
             tenant, task = taken
             try:

@@ -1,8 +1,9 @@
-"""What is new of all open jobs, read at once: over a network one answer takes as long as many.
+"""The state poller reads new plan segments and parts of all open jobs, with concurrent requests: over a network one
+answer takes as long as many.
 
-Some looks can't wait: shards that were put and that nobody holds, the plans that are being made here. The others (a
-full listing of a job's parts now and then, the plans of jobs whose turn to be planned has not come) are spread over
-many ticks, so that none lasts long however many jobs are open.
+Some reads are urgent: parts of shards that were queued and that no worker holds, and plans that this controller is
+making. The others (periodic full listings of a job's parts, plans of jobs that wait for a planner) are spread over many
+ticks, so that a tick stays short however many jobs are open.
 """
 
 from __future__ import annotations
@@ -13,96 +14,98 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Final, TypeVar
 
-from pipeline.dispatcher.job_state import Found, OpenJob, Shard
+from pipeline.dispatcher.job_state import NewPart, OpenJob, ShardId
 from pipeline.results.parts import PartEntry
 from pipeline.runtime.inline_executor import AT_ONCE
 
-AT_LEISURE: Final = AT_ONCE
-"""Of the looks that can wait, so many of each kind are taken at once."""
+MAX_DEFERRABLE_READS: Final = AT_ONCE
+"""Reads of each deferrable kind in one poll."""
 
-READ_AT_ONCE: Final = 128
-"""Parts read in one look: a dispatcher that takes up a large job has very many to read."""
+MAX_PARTS_PER_POLL: Final = 128
+"""Parts read in one poll: a dispatcher that takes over a large job has very many to read."""
 
 _T = TypeVar("_T")
 
 
 class StatePoller:
-    """One look at all open jobs.
+    """One poll of all open jobs.
 
     Args:
-        together: runs the requests.
-        planning: jobs whose plans may have grown; None: all, and nothing is left for later.
+        executor: executor of the requests.
+        planning: jobs whose plans may have grown; None: all jobs, and no read is deferred.
     """
 
-    def __init__(self, together: Executor, held: set[Shard], now: float, planning: Container[str] | None) -> None:
-        self._together = together
+    def __init__(self, executor: Executor, held: set[ShardId], now: float, planning: Container[str] | None) -> None:
+        self._executor = executor
         self._held = held
         self._now = now
         self._planning = planning
-        self._whole = planning is None
+        self._is_full = planning is None
         self._failed: dict[str, Exception] = {}
-        self._found: defaultdict[str, list[Found]] = defaultdict(list)
+        self._new_parts: defaultdict[str, list[NewPart]] = defaultdict(list)
 
-    def take(self, jobs: Sequence[OpenJob]) -> None:
-        """Read what is new, and have the jobs learn it."""
-        plans = self._all(OpenJob.read_plan, self._whose_plans(jobs))
+    def poll(self, jobs: Sequence[OpenJob]) -> None:
+        """Read new segments and parts, and apply them to the jobs."""
+        plans = self._read_all(OpenJob.read_plan, self._jobs_with_new_plans(jobs))
         for job, segments in plans:
-            self._guarded(job, partial(job.learn_plan, segments, self._now))
+            self._apply(job, partial(job.apply_plan, segments, self._now))
         due = sorted((job for job in jobs if job.sweep_at <= self._now), key=lambda job: job.sweep_at)
-        for job, standing in self._all(OpenJob.list_parts, due if self._whole else due[:AT_LEISURE]):
-            self._guarded(job, partial(job.learn_standing, standing, self._now))
+        for job, standing in self._read_all(OpenJob.list_parts, due if self._is_full else due[:MAX_DEFERRABLE_READS]):
+            self._apply(job, partial(job.apply_part_listing, standing, self._now))
         self._make_rejects(jobs)
         self._read_parts(jobs)
 
-    def of(self, job: OpenJob) -> list[Found]:
-        """The job's parts that are new; raises what looking at it raised."""
+    def new_parts(self, job: OpenJob) -> list[NewPart]:
+        """The job's new parts; raises the exception that polling this job raised."""
         if (error := self._failed.get(job.job.id)) is not None:
             raise error
-        return self._found[job.job.id]
+        return self._new_parts[job.job.id]
 
-    def _whose_plans(self, jobs: Iterable[OpenJob]) -> list[OpenJob]:
-        unplanned = [job for job in jobs if not job.planned]
+    def _jobs_with_new_plans(self, jobs: Iterable[OpenJob]) -> list[OpenJob]:
+        unplanned = [job for job in jobs if not job.is_planned]
         if self._planning is None:
             return unplanned
         growing = [job for job in unplanned if job.job.id in self._planning]
         others = [job for job in unplanned if job.job.id not in self._planning]
-        return growing + sorted(others, key=lambda job: job.plan_read_at)[:AT_LEISURE]
+        return growing + sorted(others, key=lambda job: job.plan_read_at)[:MAX_DEFERRABLE_READS]
 
     def _read_parts(self, jobs: Iterable[OpenJob]) -> None:
-        wanted = [(job, number) for job in jobs for number in job.unsure(self._held)]
+        wanted = [(job, number) for job in jobs for number in job.shards_to_check(self._held)]
         for job in jobs:
-            while job.unread and (self._whole or len(wanted) < READ_AT_ONCE):
-                wanted.append((job, job.unread.popleft()))
-        for job, entry in self._all(OpenJob.read_part, *_columns(wanted)):
+            while job.unread_parts and (self._is_full or len(wanted) < MAX_PARTS_PER_POLL):
+                wanted.append((job, job.unread_parts.popleft()))
+        for job, entry in self._read_all(OpenJob.read_part, *_columns(wanted)):
             if entry is not None:
-                self._learn(job, entry)
+                self._add_part(job, entry)
 
     def _make_rejects(self, jobs: Iterable[OpenJob]) -> None:
-        wanted = [(job, number) for job in jobs for number in job.unmade()]
-        for job, entry in self._all(OpenJob.make_rejects, *_columns(wanted if self._whole else wanted[:READ_AT_ONCE])):
-            self._learn(job, entry)
+        wanted = [(job, number) for job in jobs for number in job.missing_rejects()]
+        for job, entry in self._read_all(
+            OpenJob.make_rejects, *_columns(wanted if self._is_full else wanted[:MAX_PARTS_PER_POLL])
+        ):
+            self._add_part(job, entry)
 
-    def _learn(self, job: OpenJob, entry: PartEntry) -> None:
-        if (found := job.learn_part(entry)) is not None:
-            self._found[job.job.id].append(found)
+    def _add_part(self, job: OpenJob, entry: PartEntry) -> None:
+        if (found := job.apply_part(entry)) is not None:
+            self._new_parts[job.job.id].append(found)
 
-    def _all(
+    def _read_all(
         self, read: Callable[..., _T], jobs: Sequence[OpenJob], *arguments: Sequence[int]
     ) -> list[tuple[OpenJob, _T]]:
-        """The answers there are; what failed is kept."""
-        futures = [self._together.submit(read, *each) for each in zip(jobs, *arguments, strict=True)]
+        """The jobs' answers; the exception of a failed read is stored for `new_parts`."""
+        futures = [self._executor.submit(read, *each) for each in zip(jobs, *arguments, strict=True)]
         answers = []
         for job, future in zip(jobs, futures, strict=True):
             try:
                 answers.append((job, future.result()))
-            except Exception as error:  # noqa: BLE001 - of one job; raised where its turn comes
+            except Exception as error:  # noqa: BLE001 - concerns one job; `new_parts` raises it
                 self._failed.setdefault(job.job.id, error)
         return answers
 
-    def _guarded(self, job: OpenJob, learn: Callable[[], None]) -> None:
+    def _apply(self, job: OpenJob, change: Callable[[], None]) -> None:
         try:
-            learn()
-        except Exception as error:  # noqa: BLE001 - of one job; raised where its turn comes
+            change()
+        except Exception as error:  # noqa: BLE001 - concerns one job; `new_parts` raises it
             self._failed.setdefault(job.job.id, error)
 
 

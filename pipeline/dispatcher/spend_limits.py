@@ -1,15 +1,15 @@
-"""Which shards may be begun where a job or its tenant may only cost so much.
+"""The spend limiter decides which shards of a job may start under the spending limits of the job and its tenant.
 
-A shard is begun when what is spent, what the shards that are under way should cost, and what it should cost itself
-stay within the limit together. What is under way goes on until the limit is reached by what is spent: by parts, and by
-open shards as far as their checkpoints say. Then the job is closed, also while shards are under way, and it is closed
-when none is and the next one would pass the limit. What it has computed is kept, and its other rows say why they have
-no answer. So it never costs more than the limit and what its workers compute until they are told: between two
-checkpoints, two looks at these (`LOGGED_SECONDS`) and two heartbeats.
+A shard starts if the cost so far, the expected cost of running shards and its own expected cost together stay within
+the limit. Running shards go on until the cost so far reaches the limit: the cost of parts, and of open shards according
+to their checkpoints. Then the job is closed, even while shards run. It is also closed when no shard runs and the next
+one would pass the limit. Computed rows stay, and the other rows' errors say why they have no answer. So a job never
+costs more than the limit plus what its workers compute until they learn of the closing: between two checkpoints, two
+reads of these (`LOGGED_COST_INTERVAL_SECONDS`) and two heartbeats.
 
-What a token costs is learnt from the job's own parts; before there are any, from what the workers say of their price
-and their speed. Where neither is known one shard goes ahead alone. All that was spent is read from the ledger, so a
-dispatcher that takes over knows it too.
+The cost of a token is measured on the job's own parts; before there are any, it is computed from the price and the
+throughput that workers report. Where neither is known, one shard starts alone. Costs are read from the ledger, so a
+dispatcher that takes over has them as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 
 import structlog
 
-from pipeline.dispatcher.job_state import OpenJob, Shard, cost
+from pipeline.dispatcher.job_state import OpenJob, ShardId, estimated_tokens
 from pipeline.jobs.tenant_spend import EndedSpending
 from pipeline.ports import WorkerState, World
 from schemas.jobs.job import Closing
@@ -29,21 +29,21 @@ from schemas.jobs.plan import ShardRef
 from schemas.requests.limits import SpendLimits
 
 NO_LIMITS: Final = SpendLimits()
-SILENT_SECONDS: Final = 60.0
-"""Between two words in the log that a tenant's jobs wait."""
-LOGGED_SECONDS: Final = 2.0
-"""Between two looks at what open shards have cost by now."""
+WARNING_INTERVAL_SECONDS: Final = 60.0
+"""Interval between two log warnings that a tenant's jobs wait."""
+LOGGED_COST_INTERVAL_SECONDS: Final = 2.0
+"""Interval between two reads of the cost of open shards."""
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SpendSettings:
-    """What may be spent.
+    """Spending limits of tenants.
 
     Attributes:
         limits: of each tenant that `tenants` doesn't name.
-        wait: jobs of a tenant that has reached its limit wait for its next day or month; else they end.
+        wait: jobs of a tenant that has reached its limit wait for the next day or month; else they end.
     """
 
     limits: SpendLimits = NO_LIMITS
@@ -56,34 +56,35 @@ class SpendSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """One limit that a job is under, and how it stands.
+    """One limit that applies to a job, and the cost so far.
 
     Attributes:
-        spent: by parts.  expected: the cost of shards that are under way, and of what attempts at others have lost.
-        logged: what attempts at open shards are known to have cost by now.
-        shards: under way.
-        unpriced: of some of what was spent nobody knows the cost.
+        spent: cost of parts.
+        expected: expected cost of running shards, and cost of failed attempts at others.
+        logged_cost: cost of attempts at open shards so far.
+        shards: running shards.
+        unpriced: the cost of some of the work is unknown.
     """
 
-    of: str
+    name: str
     amount: float
     spent: float
     expected: float
-    logged: float
+    logged_cost: float
     shards: int
     of_tenant: bool = False
     unpriced: bool = False
 
     @property
     def is_reached(self) -> bool:
-        return self.spent + self.logged >= self.amount
+        return self.spent + self.logged_cost >= self.amount
 
 
 class SpendLimiter:
-    """The limits of a dispatcher's jobs, for the thread that ticks.
+    """Applies spending limits to a dispatcher's jobs. For the thread that ticks.
 
     Args:
-        price_per_hour: of workers that don't say theirs.
+        price_per_hour: of workers that report no price.
     """
 
     def __init__(self, world: World, settings: SpendSettings, price_per_hour: float | None) -> None:
@@ -97,14 +98,14 @@ class SpendLimiter:
         self._rates: Mapping[str, float] = {}
         self._unpriced: Set[str] = frozenset()
         self._refused: dict[str, tuple[OpenJob, _Limit, str]] = {}
-        self._told: dict[str, float] = {}
+        self._next_warning: dict[str, float] = {}
         self._next_logged = 0.0
-        self._logged_anew = False
+        self._is_logged_fresh = False
 
-    def look(
-        self, jobs: Collection[OpenJob], workers: Collection[WorkerState], held: Set[Shard], *, trusted: bool
+    def refresh(
+        self, jobs: Collection[OpenJob], workers: Collection[WorkerState], held: Set[ShardId], *, trusted: bool
     ) -> None:
-        """Learn how things stand. `trusted`: what is held now is all that workers hold."""
+        """Update jobs, prices and held shards. `trusted`: `held` has all shards that workers hold."""
         self._jobs = [job for job in jobs if self._is_limited(job)]
         self._trusted = trusted
         self._refused.clear()
@@ -113,67 +114,71 @@ class SpendLimiter:
             self._held_of = {}
             for job, number in held:
                 self._held_of.setdefault(job, set()).add(number)
-            self._logged_anew = trusted and self._learn_logged()
+            self._is_logged_fresh = trusted and self._read_logged_costs()
 
     def stand_by(self) -> None:
-        """Another dispatcher leads."""
+        """Discard cached spending, which another dispatcher updates from now on."""
         self._ended.forget()
 
     def allows(self, job: OpenJob, shard: ShardRef) -> bool:
-        """Whether the shard may be put for the first time."""
+        """Whether the shard may be queued for the first time."""
         if not self._is_limited(job):
             return True
-        if not self._trusted:  # what workers hold already would not count
+        if not self._trusted:  # shards that workers hold already would not be counted
             return False
-        job.learn_all_logged()
+        job.read_all_logged_costs()
         return self._fits(job, job.key_of(shard), self._expected(job, shard))
 
     def allows_again(self, job: OpenJob, shard: ShardRef) -> bool:
-        """Whether a shard that was put, and seems to be lost, may be put again. It counts as under way already, with
-        what attempts at it are known to have cost."""
+        """Whether a queued shard that seems to be lost may be queued again. It counts as running already, with the cost
+        of attempts at it so far."""
         if not self._is_limited(job):
             return True
-        job.learn_logged([shard.number])
+        job.read_logged_costs([shard.number])
         return self._fits(job, job.key_of(shard), 0.0)
 
-    def close(self) -> None:
-        """Close the jobs that have reached a limit, and those that were refused a shard while nothing is under way that
-        could change that."""
+    def close_jobs(self) -> None:
+        """Close the jobs that have reached a limit, and those that were refused a shard while no running shard can
+        change that."""
         if not self._trusted:
             return
         for job, limit, why in [*self._reached(), *self._refused.values()]:
             if limit.shards and not limit.is_reached:
                 continue
             if limit.of_tenant and (self._settings.wait or limit.unpriced):
-                self._tell(job, why)
+                self._warn(job, why)
                 continue
             if job.ledger.create_closing(Closing(kind="spend", at=self._world.clock.now(), reason=why)):
                 logger.warning("a job ends at its spending limit", job=job.job.id, reason=why)
 
     def _reached(self) -> Iterator[tuple[OpenJob, _Limit, str]]:
-        """Jobs that have shards under way though they have reached a limit."""
-        for job in self._jobs if self._logged_anew else ():
+        """Jobs that have running shards though they have reached a limit."""
+        for job in self._jobs if self._is_logged_fresh else ():
             if job.closing is not None or not self._under_way(job):
                 continue
             for limit in self._limits(job):
                 if limit.is_reached:
-                    yield job, limit, f"{limit.of} is {limit.amount:g}: {limit.spent + limit.logged:.4g} is spent"
+                    yield (
+                        job,
+                        limit,
+                        f"{limit.name} is {limit.amount:g}: {limit.spent + limit.logged_cost:.4g} is spent",
+                    )
                     break
 
-    def _learn_logged(self) -> bool:
-        """Learn what the shards that workers hold have cost by now, if it is time: False if not. Each is a listing and
-        a small object."""
+    def _read_logged_costs(self) -> bool:
+        """Read the cost so far of the shards that workers hold, if it is due; False if not. Each shard costs a listing
+        and a read of a small object."""
         now = self._world.clock.monotonic()
         if now < self._next_logged:
             return False
-        self._next_logged = now + LOGGED_SECONDS
+        self._next_logged = now + LOGGED_COST_INTERVAL_SECONDS
         for job in self._jobs:
             if job.closing is None:
-                job.learn_logged(self._held_of.get(job.job.id, set()) & job.open_shards.keys())
+                job.read_logged_costs(self._held_of.get(job.job.id, set()) & job.open_shards.keys())
         return True
 
-    def ends(self, job: OpenJob) -> None:
-        """The job is about to get its outcome: from now on markers tell what it has cost its tenant."""
+    def record_end(self, job: OpenJob) -> None:
+        """Record the job's cost for its tenant in markers, before the job gets its outcome."""
         if job.ledger.in_root and self._settings.of(job.job.tenant):
             self._ended.ended(job.job.tenant, job.job.id, job.spent_by_day)
 
@@ -185,14 +190,14 @@ class SpendLimiter:
             due = limit.spent + limit.expected
             if limit.unpriced or model in self._unpriced:
                 limit = replace(limit, unpriced=True)
-                why = f"{limit.of} can't be kept: nobody says what an hour of its workers costs"
+                why = f"{limit.name} can't be kept: nobody says what an hour of its workers costs"
             elif expected is None and not limit.shards and due < limit.amount:
-                continue  # one goes ahead, and tells
+                continue  # the first shard measures the cost
             elif expected is not None and due + expected <= limit.amount:
                 continue
             else:
                 more = "" if expected is None else f", and the next shard should cost {expected:.4g}"
-                why = f"{limit.of} is {limit.amount:g}: {due:.4g} is spent{more}"
+                why = f"{limit.name} is {limit.amount:g}: {due:.4g} is spent{more}"
             self._refused[job.job.id] = job, limit, why
             return False
         return True
@@ -217,41 +222,41 @@ class SpendLimiter:
                 yield self._limit(f"what its tenant may spend in a {what}", amount, spent, jobs, of_tenant=True)
 
     def _limit(
-        self, of: str, amount: float, spent: float, jobs: Collection[OpenJob], *, of_tenant: bool = False
+        self, name: str, amount: float, spent: float, jobs: Collection[OpenJob], *, of_tenant: bool = False
     ) -> _Limit:
         expected, logged, shards = 0.0, 0.0, 0
         for job in jobs:
             under_way = self._under_way(job)
             shards += len(under_way)
-            logged += sum(job.logged.values())
-            for number in under_way | job.logged.keys():
+            logged += sum(job.logged_cost.values())
+            for number in under_way | job.logged_cost.keys():
                 cost = self._expected(job, job.open_shards[number]) if number in under_way else None
-                expected += max(cost or 0.0, job.logged.get(number, 0.0))
+                expected += max(cost or 0.0, job.logged_cost.get(number, 0.0))
         unpriced = any(job.spent.unpriced for job in jobs)
-        return _Limit(of, amount, spent, expected, logged, shards, of_tenant, unpriced)
+        return _Limit(name, amount, spent, expected, logged, shards, of_tenant, unpriced)
 
     def _under_way(self, job: OpenJob) -> Set[int]:
-        """The job's shards that are on a queue, or with a worker."""
-        return job.puts.keys() | (self._held_of.get(job.job.id, set()) & job.open_shards.keys())
+        """The job's shards that are on a queue or held by a worker."""
+        return job.queued.keys() | (self._held_of.get(job.job.id, set()) & job.open_shards.keys())
 
     def _expected(self, job: OpenJob, shard: ShardRef) -> float | None:
-        """What the shard should cost; None: nobody knows yet."""
+        """Expected cost of the shard; None: not known yet."""
         model = job.key_of(shard)
         rate = job.cost_per_token(model)
         if rate is None:
             rate = self._rates.get(model)
-        return None if rate is None else rate * cost(shard)
+        return None if rate is None else rate * estimated_tokens(shard)
 
-    def _tell(self, job: OpenJob, why: str) -> None:
+    def _warn(self, job: OpenJob, why: str) -> None:
         now = self._world.clock.monotonic()
-        if now >= self._told.get(job.job.tenant, 0.0):
-            self._told[job.job.tenant] = now + SILENT_SECONDS
+        if now >= self._next_warning.get(job.job.tenant, 0.0):
+            self._next_warning[job.job.tenant] = now + WARNING_INTERVAL_SECONDS
             logger.warning("a tenant's jobs wait for its spending limit", tenant=job.job.tenant, reason=why)
 
 
 def _rates(workers: Collection[WorkerState], otherwise: float | None) -> tuple[dict[str, float], set[str]]:
-    """What a token costs on the dearest of each model's workers, as far as that is known, and the models of which a
-    worker's price isn't."""
+    """The cost of a token on the most expensive worker of each model, as far as it is known, and the models with a
+    worker of unknown price."""
     rates: dict[str, float] = {}
     unpriced = set[str]()
     for worker in workers:

@@ -1,4 +1,4 @@
-"""Jobs that stand still since something is wrong with them alone: why, and when each is tried again."""
+"""Jobs that are paused after an error that concerns them alone: the reason, and when each is retried."""
 
 from __future__ import annotations
 
@@ -9,70 +9,70 @@ from pipeline.ledger.ledger import JobLedger
 
 FIRST_PAUSE_SECONDS: Final = 5.0
 MAX_PAUSE_SECONDS: Final = 300.0
-"""Before a job is tried again; doubles from the first."""
+"""Pause before a job is retried; doubles from the first."""
 
 
 @dataclass(slots=True)
 class StalledJob:
-    """Of one job.
+    """The failures of one job.
 
     Attributes:
         reason: what is wrong, and what to do.
-        tries: how often the job has failed in a row.
-        again: when it is tried again, or counts as well if it is being tried (monotonic).
-        is_tried: it was taken up again, and has not failed since.
+        tries: failures in a row.
+        retry_at: when it is retried, or, during a retry, when it counts as recovered (monotonic).
+        is_retrying: it is being retried, and has not failed since.
     """
 
     ledger: JobLedger
     reason: str
     tries: int = 0
     pause_seconds: float = FIRST_PAUSE_SECONDS
-    again: float = 0.0
-    is_tried: bool = False
+    retry_at: float = 0.0
+    is_retrying: bool = False
 
 
-class Attention:
-    """The jobs of one dispatcher that need somebody's attention, by id. For the thread that ticks."""
+class StalledJobs:
+    """The stalled jobs of one dispatcher, by id. For the thread that ticks."""
 
     def __init__(self) -> None:
-        self._troubles: dict[str, StalledJob] = {}
+        self._stalled: dict[str, StalledJob] = {}
 
     def __len__(self) -> int:
-        return len(self._troubles)
+        return len(self._stalled)
 
-    def note(self, job: str, ledger: JobLedger, reason: str, now: float) -> StalledJob:
-        """The job has failed (again), and rests for a while."""
-        trouble = self._troubles.get(job)
-        if trouble is None:
-            trouble = self._troubles[job] = StalledJob(ledger, reason)
+    def record_failure(self, job: str, ledger: JobLedger, reason: str, now: float) -> StalledJob:
+        """Record a failure of the job, and pause it."""
+        stalled = self._stalled.get(job)
+        if stalled is None:
+            stalled = self._stalled[job] = StalledJob(ledger, reason)
         else:
-            trouble.pause_seconds = min(2 * trouble.pause_seconds, MAX_PAUSE_SECONDS)
-        trouble.tries += 1
-        trouble.reason, trouble.is_tried, trouble.again = reason, False, now + trouble.pause_seconds
-        return trouble
+            stalled.pause_seconds = min(2 * stalled.pause_seconds, MAX_PAUSE_SECONDS)
+        stalled.tries += 1
+        stalled.reason, stalled.is_retrying, stalled.retry_at = reason, False, now + stalled.pause_seconds
+        return stalled
 
     def reason(self, job: str) -> str | None:
-        """What is wrong with the job; None: nothing."""
-        trouble = self._troubles.get(job)
-        return None if trouble is None else trouble.reason
+        """Why the job is stalled; None: it isn't."""
+        stalled = self._stalled.get(job)
+        return None if stalled is None else stalled.reason
 
-    def rests(self, job: str) -> bool:
-        """Whether the job is not to be looked at now."""
-        trouble = self._troubles.get(job)
-        return trouble is not None and not trouble.is_tried
+    def is_paused(self, job: str) -> bool:
+        """Whether the job is paused now."""
+        stalled = self._stalled.get(job)
+        return stalled is not None and not stalled.is_retrying
 
     def forget(self, job: str) -> None:
-        """The job has ended, is gone, or is well."""
-        self._troubles.pop(job, None)
+        """Remove a job that has ended, was removed, or has recovered."""
+        self._stalled.pop(job, None)
 
     def due(self, now: float) -> list[tuple[str, StalledJob]]:
-        """Jobs whose time has come: to be tried again, or well, if they are being tried."""
-        return [(job, trouble) for job, trouble in self._troubles.items() if now >= trouble.again]
+        """Jobs whose pause is over: they are due for a retry, or have recovered if they are being retried."""
+        return [(job, stalled) for job, stalled in self._stalled.items() if now >= stalled.retry_at]
 
-    def try_again(self, trouble: StalledJob, now: float) -> None:
-        """The job is taken up again; without a further failure it is well after as long a pause."""
-        trouble.is_tried, trouble.again = True, now + trouble.pause_seconds
+    def start_retry(self, stalled: StalledJob, now: float) -> None:
+        """Start a retry; without a further failure the job has recovered after as long a pause."""
+        stalled.is_retrying, stalled.retry_at = True, now + stalled.pause_seconds
 
-    def postpone(self, trouble: StalledJob, now: float) -> None:
-        """The job could not be taken up again now; it rests for as long a pause as before."""
-        trouble.is_tried, trouble.again = False, now + trouble.pause_seconds
+    def postpone(self, stalled: StalledJob, now: float) -> None:
+        """Pause the job again, as long as before: the retry could not start."""
+        stalled.is_retrying, stalled.retry_at = False, now + stalled.pause_seconds

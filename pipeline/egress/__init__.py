@@ -1,1 +1,1 @@
-"""Events that leave: results, job changes and releases, published to topics at least once."""
+"""Egress publishes results, job changes and release events to topics, at least once."""

@@ -1,13 +1,13 @@
-"""Tells topics what happened: each result, and each change of a job, at least once, after the fact.
+"""The publisher sends each result and each job change to topics, at least once, after the commit.
 
-All that is sent is a function of committed objects (the order, parts, closing, manifest, the records behind the rows).
-So what a death repeats is the same to the byte, and carries the same id. Messages are confirmed first; then a marker is
-created, and what has one is not sent again:
+All messages are functions of committed objects (the order, parts, closing, manifest, the rows' source records). So a
+message that is repeated after a crash is identical to the byte, and has the same id. Once the broker has confirmed the
+messages a marker is created, and marked messages are not sent again:
 
     announced/results/JOB/PART   announced/replies/JOB/PART   announced/events/JOB/NAME   announced/jobs/JOB  (the end)
 
-Jobs that came through Kafka are found by their origins (`intake/origins/`), which stand from before the job until all
-is announced. Other jobs, where they are announced too, are found by their markers in `active/`, and by a sweep.
+Jobs from Kafka are found by their origins (`intake/origins/`), which exist from before the job until all is announced.
+Other jobs, if they are announced too, are found by their markers in `active/`, and by a sweep.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PublisherSettings:
-    """Times in seconds.
+    """Settings of the publisher; times in seconds.
 
     Attributes:
         reply_topics: topics that a record's `reply_to` may name; results for others go to `results_topic` alone.
-        all_jobs: announce jobs of every door, not only of Kafka's.
-        owed_every, owed_again: how often dead letters are looked for whose messages are owed, and when again after one
-            could not be sent.
-        every: how often is looked.  sweep_every: how often all jobs that ever were are looked at, with `all_jobs`.
-        rows_at_once: results that are sent before the broker's word is waited for.
+        all_jobs: announce jobs of every ingest source, not only of Kafka.
+        owed_every, owed_again: interval of checks for unsent dead letters, and the delay after a failed send.
+        every: interval between two polls.
+        sweep_every: interval between two sweeps over all jobs, open or ended, with `all_jobs`.
+        rows_at_once: results that are sent before the publisher waits for the broker's confirmation.
     """
 
     results_topic: str = "tokenmill.results"
@@ -78,27 +78,27 @@ class PublisherSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The record behind a row."""
+    """The Kafka record that a row came from."""
 
     key: bytes | None
     reply_to: str | None
-    place: str | None
+    location: str | None
 
 
 @dataclass(slots=True)
 class _Quiet:
-    """A job of which nothing was new at its last look: `since` when, and when it is looked at `again` (monotonic)."""
+    """A job without news at its last poll: `since` when, and when it is polled `again` (monotonic)."""
 
     since: float
     again: float
 
 
 class Publisher:
-    """Announces the jobs of a root. Several may run: each sends what it finds unmarked, so without a lease that they
-    contend for most is sent by each of them.
+    """Announces the jobs of a root. Several may run: each sends unmarked messages, so without a lease that they contend
+    for, each of them sends most messages.
 
     Args:
-        lease: None: whoever else is there announces too.
+        lease: the lease of leader election; None: every publisher announces.
     """
 
     def __init__(
@@ -113,34 +113,34 @@ class Publisher:
         self._store: ObjectStore = world.store
         self._messages = messages
         self._settings = settings or PublisherSettings()
-        self._known: defaultdict[str, set[str]] = defaultdict(set)
+        self._announced: defaultdict[str, set[str]] = defaultdict(set)
         self._quiet: dict[str, _Quiet] = {}
         self._owed = UnsentDeadLetters(world, messages, self._settings.deadletter_topic)
         self._sweep_at = self._owed_at = float("-inf")
-        self._leading = Leading(lease, world.clock, "announcing")
+        self._leadership = Leading(lease, world.clock, "announcing")
 
     def run(self, stop: threading.Event) -> None:
-        """Announce until `stop`, while it is this one's turn; what fails is tried again."""
+        """Announce until `stop` is set, while this publisher leads; failures are retried."""
         try:
             while not stop.is_set():
-                if self._leading.now():
+                if self._leadership.now():
                     self.look()
                 stop.wait(self._settings.every)
         finally:
-            self._leading.give_up()
+            self._leadership.give_up()
 
     def look(self) -> int:
-        """Announce all that is new, and how many jobs were announced to their end. A failure is logged and counted, and
-        leaves the rest of its job for the next look."""
+        """Announce all news; returns the number of jobs whose end was announced. A failure is logged and counted, and
+        the next poll continues with its job."""
         ended = 0
         for name in self._open():
-            told = len(self._known.get(name, ()))
+            known_before = len(self._announced.get(name, ()))
             try:
                 if self.announce(JobLedger(self._store, f"{JOBS}{name}/")):
                     ended += 1
                 else:
-                    self._rest(name, news=len(self._known.get(name, ())) != told)
-            except Exception as error:  # noqa: BLE001 - of one job; the others go on
+                    self._back_off(name, news=len(self._announced.get(name, ())) != known_before)
+            except Exception as error:  # noqa: BLE001 - concerns one job; the others go on
                 self.failures += 1
                 reason = reason_of(error, "announcer", self._world, job=name)
                 logger.error("not_announced", job=name, reason=reason)
@@ -150,7 +150,7 @@ class Publisher:
         return ended
 
     def _send_owed(self) -> None:
-        """Dead letters that Kafka's door could not tell of when it read them."""
+        """Send the messages of dead letters that Kafka ingest could not send when it read the records."""
         clock = self._world.clock
         if clock.monotonic() < self._owed_at:
             return
@@ -164,26 +164,26 @@ class Publisher:
         self._owed_at = clock.monotonic() + again
 
     def announce(self, ledger: JobLedger) -> bool:
-        """Announce what is new of one job; True when it was its last.
+        """Announce the news of one job; True when its end was announced.
 
         Raises:
-            NotConfirmed: something could not be sent. What was before it stays announced.
+            NotConfirmed: a message could not be sent. Messages before it stay announced.
         """
         job = ledger.find_job()
         if job is None:
             return False
         manifest = ledger.manifest()
-        self._tell(job, "accepted", JobStatus.VALIDATING, Counts(), job.created_at)
-        parts = [number for number in ledger.result_parts(manifest) if f"whole/{number}" not in self._known[job.id]]
+        self._announce_change(job, "accepted", JobStatus.VALIDATING, Counts(), job.created_at)
+        parts = [number for number in ledger.result_parts(manifest) if f"whole/{number}" not in self._announced[job.id]]
         source = self._source(job) if parts else {}
         for number in parts:
-            if not self._leading.now():  # a large job takes long: the lease is renewed meanwhile, or was lost
+            if not self._leadership.now():  # a large job takes long: the lease is renewed meanwhile, or was lost
                 return False
-            self._tell_part(ledger, job, number, source)
-            self._known[job.id].add(f"whole/{number}")
+            self._announce_part(ledger, job, number, source)
+            self._announced[job.id].add(f"whole/{number}")
         closing = ledger.closing()
         if closing is not None and closing.kind != "expire":
-            self._tell(job, "cancelling", JobStatus.CANCELLING, Counts(), closing.at)
+            self._announce_change(job, "cancelling", JobStatus.CANCELLING, Counts(), closing.at)
         if manifest is None:
             return False
         self._end(job, manifest)
@@ -197,9 +197,9 @@ class Publisher:
             if now >= self._sweep_at:
                 self._sweep_at = now + self._settings.sweep_every
                 names.update(folder.removeprefix(JOBS).rstrip("/") for folder in self._store.folders(JOBS))
-            names.update(self._known)  # one that ended since
-        for name in self._known.keys() - names:  # another announced it to its end
-            del self._known[name]
+            names.update(self._announced)  # one that ended since
+        for name in self._announced.keys() - names:  # another announced it to its end
+            del self._announced[name]
             self._quiet.pop(name, None)
         now = self._world.clock.monotonic()
         for name in sorted(names):
@@ -210,9 +210,9 @@ class Publisher:
             else:
                 self._forget(name)
 
-    def _rest(self, name: str, *, news: bool) -> None:
-        """A job in which nothing happens is looked at less and less: hundreds may wait for their turn. What is new of
-        it then comes later by a tenth of the time that it took to happen, at most."""
+    def _back_off(self, name: str, *, news: bool) -> None:
+        """Poll an idle job less and less often: hundreds may wait to be planned. Its news is delayed by at most a tenth
+        of the time that the job was idle."""
         now = self._world.clock.monotonic()
         if news:
             self._quiet.pop(name, None)
@@ -222,19 +222,19 @@ class Publisher:
 
     def _end(self, job: Job, manifest: Manifest) -> None:
         message = manifest.errors[0].message if manifest.errors else None
-        self._tell(job, "ended", manifest.status, manifest.counts, manifest.finished_at, message)
+        self._announce_change(job, "ended", manifest.status, manifest.counts, manifest.finished_at, message)
         self._store.create(f"{ANNOUNCED}jobs/{job.id}", b"")
         self._forget(job.id)
 
     def _forget(self, name: str) -> None:
-        """All of the job is announced: its origin has served."""
-        self._known.pop(name, None)
+        """Forget a job whose end is announced, and delete its origin."""
+        self._announced.pop(name, None)
         self._quiet.pop(name, None)
         self._store.delete(origin_key(name))
 
     # -- parts
 
-    def _tell_part(self, ledger: JobLedger, job: Job, number: int, source: Mapping[int, _Source]) -> None:
+    def _announce_part(self, ledger: JobLedger, job: Job, number: int, source: Mapping[int, _Source]) -> None:
         results, replies, event = (
             self._marker(kind, job, name)
             for kind, name in (
@@ -262,7 +262,7 @@ class Publisher:
     def _send_rows(
         self, ledger: JobLedger, job: Job, number: int, source: Mapping[int, _Source], topics: set[Any] | None
     ) -> None:
-        """Send a part's rows to the results' topic, or to the `topics` that they are to reply to."""
+        """Send a part's rows to the results topic, or to their reply topics among `topics`."""
         with ledger.store.open(ledger.prefix + part_key(number)) as stream:
             batches = pq.ParquetFile(stream, pre_buffer=False).iter_batches(
                 self._settings.rows_at_once, columns=_COLUMNS
@@ -283,8 +283,8 @@ class Publisher:
         number = result_id(job.id, result["row"])
         key = origin.key if origin is not None and origin.key is not None else _encoded(result["custom_id"])
         headers = [("result_id", number.encode()), ("job", job.id.encode())]
-        if origin is not None and origin.place is not None:
-            headers.append(("source", origin.place.encode()))
+        if origin is not None and origin.location is not None:
+            headers.append(("source", origin.location.encode()))
         headers += _trace_headers(job)
         message = Message(topic, _value(job.id, number, result), key, tuple(headers))
         if message.size <= self._messages.most_bytes:
@@ -297,7 +297,7 @@ class Publisher:
         return Message(topic, orjson.dumps({"id": number, "job": job.id, "result_in": where}), None, tuple(headers))
 
     def _source(self, job: Job) -> dict[int, _Source]:
-        """The records behind a job's rows; under -1 what all rows have in common."""
+        """Row -> its source record; -1 -> the source of all rows."""
         origin = load_origin(self._store, job.id)
         if origin is None:
             return {}
@@ -318,7 +318,7 @@ class Publisher:
 
     # -- events and markers
 
-    def _tell(
+    def _announce_change(
         self, job: Job, name: str, status: JobStatus, counts: Counts, at: Any, message: str | None = None
     ) -> None:
         marker = self._marker("events", job, name)
@@ -336,23 +336,23 @@ class Publisher:
         return f"{ANNOUNCED}{kind}/{job.id}/{name}"
 
     def _is_marked(self, job: Job, marker: str) -> bool:
-        known = self._known[job.id]
+        known = self._announced[job.id]
         if marker not in known and self._store.info(marker) is not None:
             known.add(marker)
         return marker in known
 
     def _mark(self, job: Job, marker: str) -> None:
         self._store.create(marker, b"")
-        self._known[job.id].add(marker)
+        self._announced[job.id].add(marker)
 
 
 def _trace_headers(job: Job) -> list[tuple[str, bytes]]:
-    """What the job was sent for, as its papers have it: so a repeat says the same."""
+    """The trace header from the job's order, so that a repeated message is identical."""
     return [] if job.traceparent is None else [(TRACEPARENT, job.traceparent.encode())]
 
 
 def result_id(job: str, row: int) -> str:
-    """The same in every repeat of a result."""
+    """The id of a result, identical in each repeat."""
     return f"res_{hashlib.sha256(f'{job}/{row}'.encode()).hexdigest()[:32]}"
 
 

@@ -1,4 +1,4 @@
-"""Tells a topic how releases ended, at least once: each repeat is the same to the byte, and carries the same id."""
+"""Publishes release events to a topic, at least once: each repeat is identical to the byte, and has the same id."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from pipeline.ports import Message, Messages, ObjectStore, PipelineError
 from schemas.jobs.events import ReleaseEnded
 
 ANNOUNCED: Final = "announced/releases/"
-LOOK_SECONDS: Final = 10.0
+POLL_INTERVAL_SECONDS: Final = 10.0
 
 logger = structlog.get_logger(__name__)
 
 
 class ReleaseEventPublisher:
-    """A `Part`. Several may run: one that finds no marker sends, so some news may come from each of them."""
+    """A `Part`. Several may run: each sends unmarked events, so an event may be sent by each of them."""
 
     def __init__(self, store: ObjectStore, messages: Messages, topic: str) -> None:
         self._store = store
-        self._book = ModelRegistry(store)
+        self._registry = ModelRegistry(store)
         self._messages = messages
         self._topic = topic
-        self._told: set[str] = set()
+        self._published: set[str] = set()
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`; what fails is tried again."""
+        """Publish until `stop` is set; failures are retried."""
         while not stop.is_set():
             try:
                 self.look()
             except PipelineError as error:
                 logger.error("release not announced", reason=str(error))
-            stop.wait(LOOK_SECONDS)
+            stop.wait(POLL_INTERVAL_SECONDS)
 
     def look(self) -> None:
-        """Tell what is new. Raises `PipelineError` when it can't be read or sent."""
-        for last in self._book.all_last():
-            for standing in self._book.history(last.release.name) if last.release.number > 1 else [last]:
-                if standing.release.id not in self._told and standing.outcome is not None:
-                    self._tell(standing)
+        """Publish new events. Raises `PipelineError` when an object can't be read or an event can't be sent."""
+        for last in self._registry.all_last():
+            for standing in self._registry.history(last.release.name) if last.release.number > 1 else [last]:
+                if standing.release.id not in self._published and standing.outcome is not None:
+                    self._publish(standing)
 
-    def _tell(self, standing: ReleaseState) -> None:
+    def _publish(self, standing: ReleaseState) -> None:
         release, outcome = standing.release, standing.outcome
         assert outcome is not None
         marker = ANNOUNCED + release.id
@@ -57,4 +57,4 @@ class ReleaseEventPublisher:
             headers = (("event_id", event.id.encode()),)
             self._messages.send([Message(self._topic, value, release.name.encode(), headers)])
             self._store.create(marker, b"")
-        self._told.add(release.id)
+        self._published.add(release.id)

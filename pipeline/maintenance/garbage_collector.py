@@ -1,4 +1,4 @@
-"""Collections in an installation that runs: one every so often, by one of those that could do it."""
+"""The garbage collector runs the retention sweep periodically, in one of the processes that could run it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pipeline.ports import Lease, World
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.runtime.supervision import reason_of
 
-_LOOK_SECONDS: Final = 1.0
+_POLL_INTERVAL_SECONDS: Final = 1.0
 _TRIES: Final = 8
-"""Between two collections, where one fails."""
+"""Retries within one interval when collections fail."""
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GarbageCollectorSettings:
-    """Times in seconds.
+    """Intervals of the garbage collector; times in seconds.
 
     Attributes:
-        every: between two collections.
-        again: at most, until it is asked again whether another has collected; and before the first look: whoever has
-            just started has other things to do.
+        every: interval between two collections.
+        again: longest interval between two checks whether another process has collected, and the delay before the first
+            check: a process that has just started has other work.
     """
 
     every: float = 86_400.0
@@ -35,10 +35,11 @@ class GarbageCollectorSettings:
 
 
 class GarbageCollector:
-    """Collects again and again. Several may run.
+    """Collects periodically. Several may run.
 
     Args:
-        lease: one that lasts for `every`: while another holds it, that one has collected. None: nobody else is there.
+        lease: a lease that lasts for `every`: while another process holds it, that process has collected. None: this is
+            the only process.
     """
 
     def __init__(
@@ -56,24 +57,25 @@ class GarbageCollector:
         self._next = world.clock.monotonic() + self._again
 
     def run(self, stop: threading.Event) -> None:
-        """Collect until `stop`, which also ends a collection under way; the next one goes on with it."""
-        while not stop.wait(_LOOK_SECONDS):
+        """Collect periodically until `stop` is set, which also interrupts a running collection; the next one resumes
+        it."""
+        while not stop.wait(_POLL_INTERVAL_SECONDS):
             self.look(stop)
 
     def look(self, stop: threading.Event) -> bool:
-        """Collect if it is time, and nobody else did; whether it was done. Failures are logged."""
+        """Collect if it is due and no other process has; returns whether it succeeded. Failures are logged."""
         if self._world.clock.monotonic() < self._next:
             return False
         wait, done = self._again, False
         if self._is_ours():
             done = self._collect(stop)
-            # To look through all jobs that ever were is dear, also when it fails.
+            # A sweep over all jobs is expensive, also when it fails.
             wait = self._settings.every if done else self._settings.every / _TRIES
         self._next = self._world.clock.monotonic() + wait
         return done
 
     def _is_ours(self) -> bool:
-        """Without an answer it isn't: there is no hurry."""
+        """Whether this process holds the lease. Without an answer it doesn't: collections aren't urgent."""
         try:
             return self._lease is None or self._lease.renew()
         except ServiceUnavailable as error:
@@ -83,8 +85,8 @@ class GarbageCollector:
     def _collect(self, stop: threading.Event) -> bool:
         try:
             found = RetentionSweep(self._world, self._retention, stopped=stop.is_set).run()
-        except Exception as error:  # noqa: BLE001 - the next collection goes on with it
-            logger.error("not all was collected", reason=reason_of(error, "housekeeping", self._world))
+        except Exception as error:  # noqa: BLE001 - the next collection resumes
+            logger.error("the collection is incomplete", reason=reason_of(error, "housekeeping", self._world))
             return False
         logger.info(
             "collected",

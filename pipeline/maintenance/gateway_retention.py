@@ -1,5 +1,5 @@
-"""What of the gateway's objects nobody needs any more: expired files, removals that were interrupted, uploads that were
-never ended, and words on requests that nobody repeats."""
+"""Finds the gateway's objects to remove: expired files, interrupted removals, unfinished uploads, and old idempotency
+records."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from pipeline.ledger.tenant_index import TENANTS
 from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore
 
 
-def expired_files(store: ObjectStore, now: datetime, kept_unfinished: timedelta, dry_run: bool) -> Iterator[ObjectInfo]:
-    """Objects of files that are to go, in the order in which they must. A file that an open job reads stays.
+def expired_files(
+    store: ObjectStore, now: datetime, unfinished_retention: timedelta, dry_run: bool
+) -> Iterator[ObjectInfo]:
+    """Objects of expired files, in the order in which they must be removed. A file that an open job reads stays.
 
     Args:
-        kept_unfinished: uploads without an end are kept for so long.
-        dry_run: change nothing; else a file is marked before its first object is given.
+        unfinished_retention: retention of unfinished uploads.
+        dry_run: change nothing; else a file is marked as deleted before its first object is yielded.
     """
     for folder in store.folders(FILES):
         file_id = folder.removeprefix(FILES).rstrip("/")
         file = find_file(store, file_id)
         if file is None:
-            if _is_left_over(store, file_id, now - kept_unfinished, dry_run):
+            if _is_left_over(store, file_id, now - unfinished_retention, dry_run):
                 yield from [info for info in store.list(folder) if not info.key.endswith("/deleted")]
                 _end(store, file_id, dry_run)
             continue
@@ -57,8 +59,8 @@ def _end(store: ObjectStore, file_id: str, dry_run: bool) -> None:
 
 
 def _is_left_over(store: ObjectStore, file_id: str, before: datetime, dry_run: bool) -> bool:
-    """Whether what is there will never be a file. Marked first, then looked at again: who has just written `file.json`
-    sees the mark."""
+    """Whether the folder is left over from an upload that will never complete. The folder is marked first and checked
+    again afterwards: an upload that has just written `file.json` sees the mark."""
     if is_deleted(store, file_id):
         return True
     began = id_moment(file_id)
@@ -72,13 +74,13 @@ def _is_left_over(store: ObjectStore, file_id: str, before: datetime, dry_run: b
     return True
 
 
-def old_words(store: ObjectStore, before: datetime) -> Iterator[ObjectInfo]:
-    """What says that a request was heard, if that is so long ago that nobody repeats it."""
+def old_idempotency_records(store: ObjectStore, before: datetime) -> Iterator[ObjectInfo]:
+    """Idempotency records that are so old that their requests are not repeated any more."""
     for tenant in store.folders(TENANTS):
         for info in list(store.list(f"{tenant}idempotency/")):
             try:
-                heard = parse_stored(store.locate(info.key), store.read(info.key), IdempotencyRecord)
+                record = parse_stored(store.locate(info.key), store.read(info.key), IdempotencyRecord)
             except ObjectNotFound:
                 continue
-            if heard.at <= before:
+            if record.at <= before:
                 yield info

@@ -1,21 +1,21 @@
-"""Removing from a root what nobody needs any more. Slow, rarely needed, and safe at any moment.
+"""The retention sweep removes expired and leftover objects from a root. It is slow, rarely needed, and always safe.
 
-What goes, and when:
-- of a job that has ended: what its attempts left, and shards of planners that lost a race, at once;
-- results, and the plan, of a job that ended longer ago than it, or else the installation, says that results are kept. A
-  tombstone is made first, so that who misses them can read why;
-- an intake's batch, which is a job's input that only we hold: when the job's results are gone, and it is so old that
-  the door can't see the same events again;
-- an intake's ticket, by which a task is known again: when it is that old, and its job has ended or never was;
-- a file of the HTTP gateway, when its time is over and no open job reads it, and what is left over of an upload or a
-  removal; its words on requests that were heard, when they are as old as an intake's tickets;
-- a dead letter, when it is older than dead letters are kept;
-- the marker of a dropped file: when the file is gone;
-- parts of uploads that nobody will end, where the store has such.
+It removes:
+- of an ended job: leftovers of its attempts, and shards of planners that lost a race, immediately;
+- results and plan of a job, once the job's own retention, or else the installation's, has passed since its end. A
+  tombstone is written first, so that readers find the reason;
+- an intake batch (a job's input that only the root holds), once the job's results are removed and the batch is so old
+  that its source can't deliver the same events again;
+- an intake ticket (which identifies a repeated task), at the same age, if its job has ended or never existed;
+- a file of the HTTP gateway, once it has expired and no open job reads it, and leftovers of uploads and removals; the
+  gateway's idempotency records, at the age of intake tickets;
+- a dead letter, after its retention;
+- the marker of an ingested file, once the file is gone;
+- parts of abandoned uploads, where the store supports multipart uploads.
 
-A job that has no outcome is never touched. A job's papers (order, outcome, tombstone) stay for ever: a job's id is made
-of its event, so it is they that make an event which is repeated years later harmless, and no marker. Each removal is
-decided by what stands, so an interrupted collection is ended by the next one.
+A job without an outcome is never touched. A job's records (order, outcome, tombstone) stay for ever: a job's id is
+derived from its event, so these records make an event that is repeated years later harmless, without a marker. Each
+removal is decided by stored objects, so the next sweep completes an interrupted one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipeline.jobs.tenant_spend import old_spending
 from pipeline.ledger.active_index import ACTIVE, sweep
 from pipeline.ledger.ledger import JOBS, OWN_FOLDERS, PROGRESS, SHARDS, WORK, JobLedger
 from pipeline.ledger.records import Tombstone
-from pipeline.maintenance.gateway_retention import expired_files, old_words
+from pipeline.maintenance.gateway_retention import expired_files, old_idempotency_records
 from pipeline.ports import ObjectInfo, World
 from schemas.jobs.job import Job
 from schemas.jobs.outcome import Manifest
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class RemovedKind(StrEnum):
-    """Of what was removed."""
+    """The kind of a removed object."""
 
     WORK = "work"
     LOST_PLAN = "lost_plan"
@@ -63,14 +63,14 @@ class RemovedKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RetentionSettings:
-    """How long things are kept.
+    """Retention times.
 
     Attributes:
-        outputs: results, from the end of a job that doesn't say so itself; None: for ever.
-        letters: dead letters, from when they were written; None: for ever.
-        intake: an intake's batches, from the job's acceptance, and tickets, at least. Longer than any door's source
-            repeats: SQS keeps 14 days at most, a Kafka topic what its retention says.
-        uploads: from the beginning of an upload in parts.
+        outputs: results, from the end of a job without its own retention; None: for ever.
+        letters: dead letters, from their writing; None: for ever.
+        intake: intake batches, from the job's acceptance, and tickets; minimum retention. Longer than any ingest source
+            redelivers: SQS keeps messages for 14 days at most, a Kafka topic for its retention.
+        uploads: multipart uploads, from their beginning.
     """
 
     outputs: timedelta | None = None
@@ -81,7 +81,7 @@ class RetentionSettings:
 
 @dataclass(slots=True)
 class RetentionCounts:
-    """What was removed, or would be: objects and bytes by kind, and jobs whose results went."""
+    """Objects and bytes that were (or would be) removed, by kind, and jobs whose results were removed."""
 
     objects: Counter[RemovedKind] = field(default_factory=Counter)
     num_bytes: Counter[RemovedKind] = field(default_factory=Counter)
@@ -90,18 +90,19 @@ class RetentionCounts:
 
 @runtime_checkable
 class UploadStore(Protocol):
-    """A store in which uploads in parts can be left behind."""
+    """A store with multipart uploads, which can be left unfinished."""
 
     def abort_stale_uploads(self, before: datetime) -> int:
-        """Forget uploads that began before that moment and never ended; how many."""
+        """Abort unfinished uploads that began before this time; returns their number."""
         ...
 
 
 class RetentionSweep:
-    """Collects what a root needs no more. Several may run.
+    """Removes expired and leftover objects of a root. Several may run.
 
     Args:
-        dry_run: only count.  stopped: asked between objects; once it says yes, the rest is left to the next collection.
+        dry_run: only count.
+        stopped: checked between objects; once it is true, the next sweep removes the others.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class RetentionSweep:
         self._collected = RetentionCounts()
 
     def run(self) -> RetentionCounts:
-        """One collection. Raises `PipelineError` where the store fails or a paper can't be read; then what was removed
-        by then stays removed, and the next collection goes on."""
+        """Run one sweep. Raises `PipelineError` when the store fails or a record can't be read; earlier removals stay,
+        and the next sweep resumes."""
         self._collected = RetentionCounts()
         if not self._dry_run:
             sweep(self._store)
@@ -130,7 +131,7 @@ class RetentionSweep:
             self._collect_job(JobLedger(self._store, prefix))
         self._collect_tickets()
         self._collect_files()
-        self._collect_letters()
+        self._collect_dead_letters()
         self._collect_spending()
         self._collect_markers()
         if isinstance(self._store, UploadStore) and not self._dry_run:
@@ -167,7 +168,7 @@ class RetentionSweep:
         return kept is not None and manifest.finished_at + kept <= self._now()
 
     def _collect_leftovers(self, ledger: JobLedger) -> None:
-        """What attempts left after the outcome was written, and what planners wrote that no segment names."""
+        """Remove leftovers of attempts, written after the outcome, and planner files that no segment names."""
         found = {SHARDS: list[tuple[str, ObjectInfo]](), WORK: list[tuple[str, ObjectInfo]]()}
         for folder, objects in found.items():
             objects += _objects(ledger, folder)
@@ -193,20 +194,20 @@ class RetentionSweep:
                 info = self._store.info(key)
                 if info is not None:
                     self._remove(RemovedKind.BATCH, info)
-                self._collect_beside(key)
+                self._collect_companions(key)
 
-    def _collect_beside(self, key: str) -> None:
-        """What an intake wrote beside a batch of lines (named alike up to the "-") is needed as long as lines of that
-        batch are: another job may read them."""
+    def _collect_companions(self, key: str) -> None:
+        """Remove an intake's companion objects of a batch of lines (same key up to the "-"), unless lines of that batch
+        remain: another job may read them."""
         beginning, dash, _ = key.rpartition("-")
-        beside = [info for info in self._store.list(beginning + dash) if info.key != key] if dash else []
-        if not any(info.key.endswith(".jsonl") for info in beside):
-            for info in beside:
+        companions = [info for info in self._store.list(beginning + dash) if info.key != key] if dash else []
+        if not any(info.key.endswith(".jsonl") for info in companions):
+            for info in companions:
                 self._remove(RemovedKind.BATCH, info)
 
     def _collect_tickets(self) -> None:
-        """Of tasks that are so old that nobody brings them again. Lines that a task brought along are its job's input;
-        where no job came of it, they go with the ticket, and before it."""
+        """Remove tickets of tasks that are too old to be redelivered. A task's own lines are its job's input; without a
+        job they are removed with the ticket, and before it."""
         for info in self._unless_stopped(list(self._store.list(TASKS))):
             if not info.key.endswith(TICKET):
                 continue
@@ -215,9 +216,9 @@ class RetentionSweep:
                 continue
             ledger = JobLedger(self._store, f"{JOBS}{ticket.job_id}/")
             if ledger.find_job() is None:
-                for beside in list(self._store.list(info.key.removesuffix(TICKET))):
-                    if beside.key != info.key:
-                        self._remove(RemovedKind.BATCH, beside)
+                for companion in list(self._store.list(info.key.removesuffix(TICKET))):
+                    if companion.key != info.key:
+                        self._remove(RemovedKind.BATCH, companion)
             elif ledger.manifest() is None:
                 continue
             self._remove(RemovedKind.TICKET, info)
@@ -226,16 +227,16 @@ class RetentionSweep:
         now = self._now()
         for info in self._unless_stopped(expired_files(self._store, now, self._settings.uploads, self._dry_run)):
             self._remove(RemovedKind.FILE, info)
-        for info in self._unless_stopped(old_words(self._store, now - self._settings.intake)):
+        for info in self._unless_stopped(old_idempotency_records(self._store, now - self._settings.intake)):
             self._remove(RemovedKind.TICKET, info)
 
-    def _collect_letters(self) -> None:
+    def _collect_dead_letters(self) -> None:
         if self._settings.letters is None:
             return
         before = self._now() - self._settings.letters
         old = [found.letter.id for found in DeadLetters(self._world).letters() if found.letter.recorded_at <= before]
-        for letter in self._unless_stopped(old):
-            for info in letter_objects(self._store, letter):
+        for dead_letter in self._unless_stopped(old):
+            for info in letter_objects(self._store, dead_letter):
                 self._remove(RemovedKind.LETTER, info)
 
     def _collect_spending(self) -> None:
@@ -243,7 +244,8 @@ class RetentionSweep:
             self._remove(RemovedKind.MARKER, info)
 
     def _collect_markers(self) -> None:
-        """Of the root's own drop place: others' files can't be looked for from here, and their markers stay."""
+        """Remove markers of the root's own incoming folder. Files of other folders can't be checked from here, so their
+        markers stay."""
         markers = markers_of(self._store.locate(INCOMING))
         there: set[str] | None = None
         for info in self._unless_stopped(self._store.list(markers)):
@@ -260,6 +262,6 @@ class RetentionSweep:
 
 
 def _objects(ledger: JobLedger, below: str = "") -> Iterator[tuple[str, ObjectInfo]]:
-    """A job's objects with their names below the job."""
+    """A job's objects, with their keys relative to the job."""
     for info in list(ledger.store.list(ledger.prefix + below)):
         yield info.key.removeprefix(ledger.prefix), info

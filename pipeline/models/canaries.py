@@ -1,8 +1,8 @@
-"""What each version of a model answers to the canary prompts: `canaries/KEY.json`, written once by the first worker
-that had it (or by `tokenmill canary record`), and what later workers must answer, too.
+"""The canary records of model versions: `canaries/KEY.json` has the answers to the canary prompts. The first worker
+that loads a version (or `tokenmill canary record`) writes it once, and later workers must give the same answers.
 
-`canaries/failed/` holds a record of each worker that answered something else, and so never served: it can't be asked
-for its figures any more.
+`canaries/failed/` has a record of each worker that gave other answers, and so never served: such a worker reports no
+metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Canaries:
         self._store = store
 
     def find(self, pin: ModelPin) -> CanaryRecord | None:
-        """What the model of this pin answers; None: nobody has recorded it. Raises `LedgerError`."""
+        """The record of this pin's model; None: there is none yet. Raises `LedgerError`."""
         key = _key(pin)
         try:
             data = self._store.read(key)
@@ -36,19 +36,19 @@ class Canaries:
         return parse_stored(self._store.locate(key), data, CanaryRecord)
 
     def record(self, record: CanaryRecord) -> bool:
-        """Write it down; False when another was first, which then counts."""
+        """Store the record; False when another one was stored first, which then counts."""
         return self._store.create(_key(record.pin), record.to_json())
 
     def forget(self, pin: ModelPin) -> None:
-        """Somebody says that the record is wrong."""
+        """Delete a record that is wrong."""
         self._store.delete(_key(pin))
 
     def failed(self, failure: CanaryFailure) -> None:
-        """A worker found other answers."""
+        """Record a worker whose answers differed."""
         self._store.create(f"{FAILED}{failure.pin.key}-{failure.worker}.json", failure.to_json())
 
     def failures(self) -> Counter[str]:
-        """How many workers found other answers, by the model's name."""
+        """Number of workers whose answers differed, by the model's name."""
         found: Counter[str] = Counter()
         for info in self._store.list(FAILED):
             failure = parse_stored(self._store.locate(info.key), self._store.read(info.key), CanaryFailure)
@@ -61,10 +61,10 @@ def _key(pin: ModelPin) -> str:
 
 
 def difference(recorded: Sequence[CanaryAnswer], found: Sequence[CanaryAnswer], tolerance: float) -> str | None:
-    """In what answers differ by more than rounding explains; None: in nothing.
+    """The first difference between answers that rounding doesn't explain; None: there is none.
 
-    Another token is rounding's doing where the recorded one led by less than twice the tolerance; behind it the answers
-    have different pasts, and aren't compared. `tolerance`: of log-probabilities (nats), and of a vector's numbers.
+    Rounding explains another token where the recorded one led by less than twice the tolerance. Tokens after it have
+    another context, and aren't compared. `tolerance`: of log-probabilities (nats), and of a vector's numbers.
     """
     if [answer.prompt for answer in recorded] != [answer.prompt for answer in found]:
         return "the canary prompts are other tokens than were recorded"
@@ -80,13 +80,13 @@ def _difference(was: CanaryAnswer, now: CanaryAnswer, tolerance: float) -> str |
     furthest = max((abs(a - b) for a, b in zip(was.vector, now.vector, strict=True)), default=0.0)
     if not furthest <= tolerance:
         return f"the vector is off by {furthest:.3g}, and {tolerance:g} is tolerated"
-    for place, token in enumerate(was.tokens):
-        if place >= len(now.tokens) or now.tokens[place] != token:
-            if was.logprobs[place] - was.runners_up[place] < 2 * tolerance:
+    for index, token in enumerate(was.tokens):
+        if index >= len(now.tokens) or now.tokens[index] != token:
+            if was.logprobs[index] - was.runners_up[index] < 2 * tolerance:
                 return None
-            got = now.tokens[place] if place < len(now.tokens) else "the end"
-            return f"token {place} is {got}, but {token} was recorded, and led clearly"
-        off = abs(was.logprobs[place] - now.logprobs[place])
+            got = now.tokens[index] if index < len(now.tokens) else "the end"
+            return f"token {index} is {got}, but {token} was recorded, and led clearly"
+        off = abs(was.logprobs[index] - now.logprobs[index])
         if not off <= tolerance:  # NaN is beyond every bound
-            return f"the log-probability of token {place} is off by {off:.3g}, and {tolerance:g} is tolerated"
+            return f"the log-probability of token {index} is off by {off:.3g}, and {tolerance:g} is tolerated"
     return None

@@ -1,10 +1,10 @@
-"""Which models a root's jobs can run on: `catalog/*.json`, one object for each, written by the workers that serve them.
+"""The catalog of models that a root's jobs can run on: `catalog/*.json`, one object per model, written by its workers.
 
-Doors pin a job to what stands here when it comes in, so the control side never reads weights. An entry stays when its
-workers go: a job for it waits until one comes back.
+Ingest pins a job to the catalog's entry at submission, so the control plane never reads weights. An entry stays when
+its workers leave: a job for it waits until a worker returns.
 
-`versions/*.json` holds each version of each model that was ever served, by its digest: `NAME@sha256:…` names one
-wherever a model is named. What NAME alone means is the last that a worker published, or what releases have decided
+`versions/*.json` has each version of each model that was ever served, by digest: `NAME@sha256:…` selects one wherever a
+model is named. NAME alone selects the version that a worker published last, or the one that releases have decided on
 (`pipeline.models`).
 """
 
@@ -33,33 +33,31 @@ class Catalog:
         self._store = store
 
     def publish(self, entry: CatalogEntry) -> None:
-        """The model is served as described from now on; jobs that were accepted before keep their pin. An entry that
-        says the same stays, with its moment. One that can't be read is written anew: of what isn't synced a power cut
-        may leave anything."""
+        """Publish the entry; jobs that were accepted before keep their pin. An equal entry stays, with its publication
+        time. An entry that can't be read is replaced: a power cut may corrupt data that isn't synced."""
         try:
             standing = self._find(entry.pin.name)
         except LedgerError as error:
-            logger.warning("a catalog entry can't be read, and is written anew", reason=str(error))
+            logger.warning("a catalog entry can't be read and is replaced", reason=str(error))
             standing = None
         if standing is None or not standing.same(entry) or (standing.published_at is None and entry.published_at):
             self._store.replace(_key(entry.pin.name), entry.to_json())
 
     def publish_version(self, entry: CatalogEntry) -> None:
-        """The version is there under its digest, whatever its name alone means; one without a digest has no such
-        name."""
+        """Publish the version under its digest, independent of the model's name alone; no-op without a digest."""
         if entry.pin.digest is not None:
             pin = entry.pin.model_copy(update={"name": version_name(entry.pin)})
             self.publish(entry.model_copy(update={"pin": pin}))
 
     def versions(self, name: str) -> list[CatalogEntry]:
-        """All versions of the model that were ever served, each under its digest, by that."""
+        """All versions of the model that were ever served, each under its digest, sorted by it."""
         beginning = f"{VERSIONS}{_hash(name)}/"
         found = [self._read(info.key) for info in self._store.list(beginning)]
         mine = [entry for entry in found if entry is not None and entry.pin.name.startswith(name + BY_DIGEST)]
         return sorted(mine, key=lambda entry: entry.pin.name)
 
     def find(self, name: str) -> CatalogEntry | None:
-        """The model of this name (or NAME@sha256:… of one version), if there is one."""
+        """The entry of this name (or NAME@sha256:… of one version); None: there is none."""
         return self._find(name)
 
     def entries(self) -> list[CatalogEntry]:
@@ -82,13 +80,13 @@ class Catalog:
 
 
 def version_name(pin: ModelPin) -> str:
-    """What the version is called. The pin must have a digest."""
+    """The name of the version. The pin must have a digest."""
     assert pin.digest is not None
     return f"{pin.name}@{pin.digest}"
 
 
 def _key(name: str) -> str:
-    """Names hold slashes and worse, so the key is a hash."""
+    """The entry's key: a hash, since names may contain slashes and other special characters."""
     model, mark, _ = name.rpartition(BY_DIGEST)
     return f"{VERSIONS}{_hash(model)}/{_hash(name)}.json" if mark and model else f"{CATALOG}{_hash(name)}.json"
 

@@ -1,14 +1,14 @@
-"""Whether a new version of a model is good enough: a pure function of what both versions made of the same shards.
+"""The evaluation of a new model version: a pure function of both versions' results for the same shards.
 
-A shard is one sample: its rows were computed together, so they aren't independent of each other. A sample counts as
-soon as it is there, so one looks again and again, and each look may be wrong by chance. Therefore there are few looks
-(at 8, 16, 32, … shards; n doubles), and look k gets the share 2^-(k+1) of what may go wrong in all: a union bound,
-which needs no assumption about how looks hang together. A look sees the first n shards and no others, so that looking
-twice is looking once.
+A shard is one sample: its rows were computed together, so they aren't independent of each other. Samples arrive one
+after the other and are tested repeatedly, and each interim test may be wrong by chance. So there are few interim tests
+(at 8, 16, 32, … shards; n doubles), and test k gets the share 2^-(k+1) of the total error probability: a union bound,
+which needs no assumption about the dependence of tests. A test uses the first n shards and no others, so repeating it
+gives the same result.
 
-At each look a limit is *broken* when the whole interval lies beyond it, *kept* when the whole interval lies within, and
-open otherwise. One that is broken ends the release; promoted is what keeps all of them. What is still open at the last
-look is rolled back: a new version has to be shown to be good.
+At each test a limit is *broken* when the whole interval lies beyond it, *kept* when the whole interval lies within, and
+open otherwise. One broken limit ends the release; a version that keeps all limits is promoted. A version with an open
+limit at the last test is rolled back: a new version has to be shown to be good.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from schemas.releases import Bounds, LogprobDrift, ReleaseComparison
 from schemas.settings.releases import ReleaseRules
 
 LIMITS: Final = 3
-"""That are judged by samples: errors, agreement, latency."""
+"""Number of limits that are tested on samples: errors, agreement, latency."""
 
 Standing = Literal["kept", "broken", "open"]
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowedShard:
-    """What two versions made of the rows of one shard.
+    """The comparison of two versions on the rows of one shard.
 
     Attributes:
-        rows: that both computed.
-        failed: that only the candidate failed.  mended: that only the stable version failed.
-        agreement: mean likeness of the answers, 0 to 1; None: there is no row that both answered.
-        latency: logarithm of how many times as long a token took with the candidate; None: it wasn't measured.
+        rows: rows that both computed.
+        failed: rows that only the candidate failed.  mended: rows that only the stable version failed.
+        agreement: mean similarity of the answers, 0 to 1; None: there is no row that both answered.
+        latency: logarithm of the ratio of the candidate's time per token to the stable version's; None: not measured.
     """
 
     rows: int
@@ -48,7 +48,7 @@ class ShadowedShard:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseVerdict:
-    """What a comparison comes to."""
+    """The verdict of a comparison."""
 
     promote: bool
     reasons: tuple[str, ...]
@@ -56,7 +56,7 @@ class ReleaseVerdict:
 
 
 def judge(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDrift | None) -> ReleaseVerdict | None:
-    """The verdict, as soon as there is one; None: more is to be compared. `shards`: in the order in which they came."""
+    """The verdict, as soon as there is one; None: more shards are needed. `shards`: in order of their arrival."""
     most = max(rules.most_shards, rules.least_shards)
     look, count = 0, min(rules.least_shards, most)
     while count <= len(shards):
@@ -75,12 +75,12 @@ def judge(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDr
 
 
 def standing_of(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDrift | None) -> ReleaseComparison:
-    """What all that was compared says so far, for somebody who looks; decides nothing."""
+    """The comparison of all shards so far, for display; it decides nothing."""
     return compare(shards, drift, 1 - rules.confidence)
 
 
 def compare(shards: Sequence[ShadowedShard], drift: LogprobDrift | None, error: float) -> ReleaseComparison:
-    """The figures, with bounds that each may be missed on either side with probability `error`."""
+    """Compare both versions. The true value lies beyond each bound, on either side, with probability `error`."""
     rows = sum(shard.rows for shard in shards)
     failed, mended = sum(shard.failed for shard in shards), sum(shard.mended for shard in shards)
     agreement = _mean([shard.agreement for shard in shards if shard.agreement is not None], error)
@@ -94,12 +94,12 @@ def compare(shards: Sequence[ShadowedShard], drift: LogprobDrift | None, error: 
 
 
 def _error(rules: ReleaseRules, look: int) -> float:
-    """What a bound of this look may be wrong by."""
+    """The error probability of a bound at this interim test."""
     return (1 - rules.confidence) / (2.0 ** (look + 1) * LIMITS)
 
 
 def _standings(compared: ReleaseComparison, rules: ReleaseRules) -> list[tuple[Standing, str]]:
-    """How each limit stands, and in words."""
+    """The state of each limit, and its description."""
     found = []
     if compared.drift is not None and rules.drift is not None:
         standing: Standing = "kept" if compared.drift.mean <= rules.drift else "broken"
@@ -155,8 +155,8 @@ def _student(error: float, degrees: int) -> float:
 
 
 def _more_errors(rows: int, failed: int, mended: int, error: float) -> Bounds | None:
-    """Of the rows whose outcome differs: how much more often the candidate failed, with Wilson's bounds for either
-    share. Rows that both failed say nothing."""
+    """The candidate's failure share minus the stable version's, among rows that only one failed, with Wilson's bounds
+    for either share. Rows that both failed don't count."""
     if not rows:
         return None
     z = NormalDist().inv_cdf(1 - error)
@@ -165,7 +165,7 @@ def _more_errors(rows: int, failed: int, mended: int, error: float) -> Bounds | 
 
 
 def _wilson(count: int, of: int, z: float) -> tuple[float, float]:
-    """Between which bounds a share lies (Wilson 1927)."""
+    """Wilson's score interval of a share (Wilson 1927)."""
     share, square = count / of, z * z / of
     middle = (share + square / 2) / (1 + square)
     reach = z / (1 + square) * math.sqrt(share * (1 - share) / of + square / (4 * of))

@@ -1,11 +1,11 @@
-"""The releases of a root: numbered for each model, each begun by one object and ended by one, which never change.
+"""The model registry stores a root's releases: numbered per model, each with two immutable objects, begin and outcome.
 
     releases/NAME/NNNNN/release.json   outcome.json   drift.json   shadow/JOB-SHARD.parquet
 
-NAME is a hash of the model's name. A release is begun when the one before has its outcome, and of two that begin the
-same number one wins; of two outcomes the first counts. So what a model's name means is computed from what stands, and
-can't go back and forth: the candidate of the last release if that was promoted, else its stable version. The catalog's
-entry for the name follows that; before the first release it is whatever a worker published last.
+NAME is a hash of the model's name. A release can begin once the previous one has its outcome. Of two that begin with
+the same number one wins; of two outcomes the first counts. So the served version of a model's name follows from stored
+objects and can't flip back and forth: it is the candidate of the last release if that was promoted, else its stable
+version. The catalog's entry follows it; before the first release it is the version that a worker published last.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from schemas.settings.releases import ReleaseRules
 from schemas.stored import StoredModel
 
 RELEASES: Final = "releases/"
-SomePaper = TypeVar("SomePaper", bound=StoredModel)
+SomeModel = TypeVar("SomeModel", bound=StoredModel)
 
 
 class ReleaseError(PipelineError):
-    """Raised when a release can't be begun or ended as was asked; says why, and what to do."""
+    """Raised when a release can't be begun or ended as requested; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class ReleaseState:
 
     @property
     def served(self) -> CatalogEntry:
-        """What the model's name means."""
+        """The version that the model's name selects."""
         promoted = self.outcome is not None and self.outcome.verdict == "promoted"
         return self.release.candidate if promoted else self.release.stable
 
 
 class ModelRegistry:
-    """The releases of the root in `store`. Holds no state."""
+    """The releases of the root in `store`. Stateless."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -58,7 +58,7 @@ class ModelRegistry:
         return self._last(_folder(name))
 
     def all_last(self) -> Iterator[ReleaseState]:
-        """The last release of each model that ever had one."""
+        """The last release of each model that has one."""
         for folder in list(self._store.folders(RELEASES)):
             standing = self._last(folder)
             if standing is not None:
@@ -77,7 +77,7 @@ class ModelRegistry:
         at: datetime,
         mode: Literal["canary", "shadow", "direct"] = "canary",
     ) -> Release:
-        """Begin a release. `candidate`: as the catalog has it under its digest. Raises `ReleaseError`."""
+        """Begin a release. `candidate`: the catalog's entry under its digest. Raises `ReleaseError`."""
         last = self.last(name)
         if last is not None and last.outcome is None:
             raise ReleaseError(
@@ -112,19 +112,19 @@ class ModelRegistry:
         reasons: tuple[str, ...] = (),
         comparison: ReleaseComparison | None = None,
     ) -> ReleaseOutcome:
-        """End a release; the outcome that counts, which is another if somebody was first."""
+        """End a release; returns the outcome that counts, which is another one if that was stored first."""
         outcome = ReleaseOutcome(
             release=release.id, verdict=verdict, by=by, reasons=reasons, comparison=comparison, at=at
         )
         key = f"{RELEASES}{release.id}/outcome.json"
         if not self._store.create(key, outcome.to_json()):
-            outcome = self._paper(key, ReleaseOutcome) or outcome
+            outcome = self._read_model(key, ReleaseOutcome) or outcome
         self.settle(ReleaseState(release, outcome))
         return outcome
 
     def go_back(self, name: str, at: datetime) -> ReleaseState:
-        """The version before the one that was promoted last is served again: a release of its own, decided at once.
-        Raises `ReleaseError` where none was promoted."""
+        """Serve the version before the last promoted one again, as a release of its own that is decided immediately.
+        Raises `ReleaseError` if none was promoted."""
         last = self.last(name)
         if last is None or last.served.pin.key != last.release.candidate.pin.key:
             raise ReleaseError(f"the last release of {name} was not promoted; there is nothing to go back from")
@@ -135,8 +135,8 @@ class ModelRegistry:
         )
 
     def settle(self, standing: ReleaseState) -> None:
-        """Have the catalog say what the release came to; does nothing where it does already. A worker that looked just
-        before the end may have said something else."""
+        """Update the catalog to the release's outcome, unless it is up to date. A worker that read the release just
+        before its end may have published another version."""
         if standing.outcome is None:
             return
         found = self._catalog.find(standing.release.name)
@@ -144,8 +144,8 @@ class ModelRegistry:
             self._catalog.publish(standing.served.model_copy(update={"published_at": standing.outcome.at}))
 
     def publish(self, entry: CatalogEntry, *, candidate: bool = False) -> bool:
-        """A worker serves this version from now on. It is what the model's name means, unless releases have decided
-        otherwise or it comes as a candidate; whether it is."""
+        """Publish a version that a worker serves from now on. The model's name selects it, unless releases have decided
+        otherwise or it is a candidate; returns whether the name selects it."""
         self._catalog.publish_version(entry)
         last = self.last(entry.pin.name)
         if last is None:
@@ -158,15 +158,15 @@ class ModelRegistry:
         return True
 
     def note_drift(self, release: Release, drift: LogprobDrift) -> None:
-        """How far the candidate's log-probabilities lie from the stable version's; the first word counts."""
+        """Record the drift of the candidate's log-probabilities from the stable version's; the first record counts."""
         self._store.create(f"{RELEASES}{release.id}/drift.json", drift.to_json())
 
     def drift(self, release: Release) -> LogprobDrift | None:
-        """What was noted."""
-        return self._paper(f"{RELEASES}{release.id}/drift.json", LogprobDrift)
+        """The recorded drift; None: there is none."""
+        return self._read_model(f"{RELEASES}{release.id}/drift.json", LogprobDrift)
 
     def _numbers(self, folder: str) -> list[int]:
-        """Of what lies there; whoever began one of them may have died before it was written."""
+        """Numbers of the release folders; a folder may lack its release, if its writer died."""
         names = [prefix[len(folder) :].rstrip("/") for prefix in self._store.folders(folder)]
         return [int(name) for name in names if name.isdigit()]
 
@@ -175,11 +175,15 @@ class ModelRegistry:
         return next((standing for standing in found if standing is not None), None)
 
     def _read(self, folder: str, number: int) -> ReleaseState | None:
-        place = f"{folder}{number:05d}/"
-        release = self._paper(f"{place}release.json", Release)
-        return None if release is None else ReleaseState(release, self._paper(f"{place}outcome.json", ReleaseOutcome))
+        prefix = f"{folder}{number:05d}/"
+        release = self._read_model(f"{prefix}release.json", Release)
+        return (
+            None
+            if release is None
+            else ReleaseState(release, self._read_model(f"{prefix}outcome.json", ReleaseOutcome))
+        )
 
-    def _paper(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+    def _read_model(self, key: str, kind: type[SomeModel]) -> SomeModel | None:
         try:
             data = self._store.read(key)
         except ObjectNotFound:

@@ -1,6 +1,6 @@
-"""Brings the releases of a root to their end: compares what stands, promotes or rolls back, and writes down why.
+"""The rollout controller decides open releases: it compares shadow copies, promotes or rolls back, and stores why.
 
-Several may run: each computes the same verdict from the same objects, and the first outcome that is written counts.
+Several may run: each computes the same verdict from the same objects, and the first stored outcome counts.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pipeline.models.shadow_results import ShadowComparison, ShadowCopies
 from pipeline.ports import PipelineError, World
 from schemas.releases import Release, ReleaseComparison, ReleaseOutcome
 
-LOOK_SECONDS: Final = 2.0
+POLL_INTERVAL_SECONDS: Final = 2.0
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseMetrics:
-    """What a keeper saw last.
+    """A snapshot of the rollout controller's metrics.
 
     Attributes:
-        open: the releases that are not decided, by the model's name, and how they stand.
-        ended: releases that this keeper saw end, by name and verdict.
-        canaries: workers that failed their canary prompts, by the model's name; of all time.
+        open: model name -> comparison of its open release.
+        ended: (model name, verdict) -> releases that this controller has ended.
+        canaries: model name -> workers that failed their canary prompts, of all time.
     """
 
     open: dict[str, ReleaseComparison]
@@ -42,55 +42,55 @@ class ReleaseMetrics:
 
 
 class RolloutController:
-    """A `Part`. One thread runs it; `figures` is for any."""
+    """A `Part`. One thread runs it; any thread may read `figures`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._book = ModelRegistry(world.store)
+        self._registry = ModelRegistry(world.store)
         self._canaries = Canaries(world.store)
         self._compared: dict[str, dict[str, ShadowComparison | None]] = {}  # release -> copy's key -> what came of it
         self._ended: Counter[tuple[str, str]] = Counter()
         self.figures = ReleaseMetrics({}, {}, {})
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`. What can't be read now is logged, and looked at again."""
+        """Refresh the releases until `stop` is set. Read errors are logged and retried."""
         while not stop.is_set():
             try:
                 self.look()
             except PipelineError as error:
-                logger.warning("releases can't be looked at", reason=str(error))
-            stop.wait(LOOK_SECONDS)
+                logger.warning("releases can't be read", reason=str(error))
+            stop.wait(POLL_INTERVAL_SECONDS)
 
     def look(self) -> None:
-        """One look at the last release of each model."""
-        standing_open: dict[str, ReleaseComparison] = {}
-        for standing in self._book.all_last():
+        """Refresh the last release of each model once."""
+        open_comparisons: dict[str, ReleaseComparison] = {}
+        for standing in self._registry.all_last():
             if standing.outcome is None:
-                outcome, compared = self._look_at(standing.release)
+                outcome, compared = self._decide(standing.release)
                 if outcome is None:
-                    standing_open[standing.release.name] = compared
+                    open_comparisons[standing.release.name] = compared
                     self._begin_to_count(standing.release.name)
                     continue
                 standing = ReleaseState(standing.release, outcome)
             self._settle(standing)
         canaries = dict(self._canaries.failures())
-        self.figures = ReleaseMetrics(standing_open, dict(self._ended), canaries)
+        self.figures = ReleaseMetrics(open_comparisons, dict(self._ended), canaries)
 
-    def _look_at(self, release: Release) -> tuple[ReleaseOutcome | None, ReleaseComparison]:
-        shards, drift, rules = self._shards(release), self._book.drift(release), release.rules
+    def _decide(self, release: Release) -> tuple[ReleaseOutcome | None, ReleaseComparison]:
+        shards, drift, rules = self._shards(release), self._registry.drift(release), release.rules
         now = self._world.clock.now()
         compared = standing_of(shards, rules, drift)
         if release.mode == "shadow":
             return None, compared
         verdict = judge(shards, rules, drift)
         if verdict is not None:
-            outcome = self._book.end(
+            outcome = self._registry.end(
                 release, "promoted" if verdict.promote else "rolled_back", "comparison", now, verdict.reasons,
                 verdict.comparison,
             )  # fmt: skip
         elif (now - release.started_at).total_seconds() >= rules.longest_seconds:
             why = f"not decided after {rules.longest_seconds:g} s: {len(shards)} shards were compared"
-            outcome = self._book.end(release, "rolled_back", "time", now, (why,), compared)
+            outcome = self._registry.end(release, "rolled_back", "time", now, (why,), compared)
         else:
             return None, compared
         self._ended[release.name, outcome.verdict] += 1
@@ -101,13 +101,13 @@ class RolloutController:
         return outcome, compared
 
     def _begin_to_count(self, name: str) -> None:
-        """An end is seen by whoever watches only if none was told before it."""
+        """Start the counters at zero: Prometheus sees an increase only after a zero."""
         for verdict in ("promoted", "rolled_back"):
             self._ended[name, verdict] += 0
 
     def _settle(self, standing: ReleaseState) -> None:
-        """Have the catalog follow, and remove the copies. A worker may finish one a moment after the end."""
-        self._book.settle(standing)
+        """Update the catalog, and remove the shadow copies. A worker may still write one just after the end."""
+        self._registry.settle(standing)
         ShadowCopies(self._world.store, standing.release).remove()
         self._compared.pop(standing.release.id, None)
 
@@ -116,13 +116,13 @@ class RolloutController:
 
 
 def compared_now(world: World, release: Release) -> ReleaseComparison:
-    """How an open release stands; reads all copies."""
+    """The comparison of an open release; reads all copies."""
     return standing_of(_shards(world, release, {}), release.rules, ModelRegistry(world.store).drift(release))
 
 
 def _shards(world: World, release: Release, known: dict[str, ShadowComparison | None]) -> list[ShadowedShard]:
-    """What was compared, in the order in which the copies were made: looks that are over see the same again. `known`:
-    what came of each copy; grows."""
+    """The compared shards, in order of their copies' creation, so that repeated interim tests see the same shards.
+    `known`: cache of comparisons by copy; new ones are added."""
     copies = ShadowCopies(world.store, release)
     for key in copies.standing():
         if key not in known:

@@ -1,9 +1,9 @@
-"""A candidate's side of a release: takes copies of shards that the stable version has committed, and puts what it makes
-of them beside, for nobody but the comparison.
+"""The shadow client gives a candidate's worker copies of committed shards, and stores its results for the comparison
+only.
 
-It needs no queue and no dispatcher: parts that stand are in the root, and which of them belong to the share is decided
-by a hash. So it holds nothing that anybody waits for, sends no heartbeat that a dispatcher could take for a worker's,
-and writes nothing below `jobs/`. Two workers with the same candidate may compute a shard twice; one copy counts.
+It needs no queue and no dispatcher: committed parts are in the root, and a hash selects the shards of the share. No job
+waits for a shadow copy. The client sends no heartbeat that a dispatcher could take for a worker's, and writes nothing
+below `jobs/`. Two workers with the same candidate may compute a shard twice; one copy counts.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from schemas.models import ModelPin
 from schemas.releases import Release
 from schemas.workers.metrics import WorkerMetrics
 
-LOOK_SECONDS: Final = 1.0
-"""Between two looks for parts that are new, and whether the release has ended."""
+POLL_INTERVAL_SECONDS: Final = 1.0
+"""Interval between two polls for new parts and for the end of the release."""
 
 NEWEST: Final = 50
-"""Jobs that are looked at beside the open ones: short ones may have ended between two looks."""
+"""Newest jobs that are polled in addition to the open ones: short jobs may have ended between two polls."""
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A job with rows that the stable version computes. `shards`: those that belong to the share, until taken."""
+    """A job with rows that the stable version computes. `shards`: shards of the share that are not taken yet."""
 
     ledger: JobLedger
     job: Job
@@ -52,46 +52,46 @@ class _Watched:
 
 
 class ShadowClient:
-    """`ShardSource` and `ShardSink` of one worker for the time of one release. Threads of the worker may share it."""
+    """`ShardSource` and `ShardSink` of one worker during one release. The worker's threads may share it."""
 
     def __init__(self, worker: str, world: World, release: Release) -> None:
         self.worker = worker
         self._world = world
         self._release = release
-        self._book = ModelRegistry(world.store)
+        self._registry = ModelRegistry(world.store)
         self._copies = ShadowCopies(world.store, release)
-        self._jobs: dict[str, _Watched | None] = {}  # None: it has nothing to do with this release
-        self._found: deque[tuple[_Watched, ShardRef]] = deque()
-        self._next_look = 0.0
+        self._jobs: dict[str, _Watched | None] = {}  # None: the job is unrelated to this release
+        self._waiting: deque[tuple[_Watched, ShardRef]] = deque()
+        self._next_poll = 0.0
         self._ended = False
         self._load = WorkerLoad()
 
     @property
     def figures(self) -> WorkerMetrics | None:
-        """What the worker told last."""
+        """The worker's last reported metrics."""
         return self._load.figures
 
     # -- ShardSource
 
     def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
-        """The next copy, or None after `timeout` seconds."""
+        """The next shard to copy, or None after `timeout` seconds."""
         clock = self._world.clock
         until = clock.monotonic() + timeout
         while not self._ended:
-            while self._found:
-                watched, shard = self._found.popleft()
+            while self._waiting:
+                watched, shard = self._waiting.popleft()
                 if not self._copies.has(watched.job.id, shard.number):
                     try:
                         return self._open(watched, shard)
                     except (LedgerError, ObjectNotFound) as error:
                         logger.info("a shard can't be read, and isn't compared", job=watched.job.id, reason=str(error))
             now = clock.monotonic()
-            if now >= self._next_look:
-                self._look(now)
+            if now >= self._next_poll:
+                self._poll(now)
                 continue
             if now >= until:
                 return None
-            clock.sleep(min(until, self._next_look) - now)
+            clock.sleep(min(until, self._next_poll) - now)
         return None
 
     def finished(self) -> bool:
@@ -101,13 +101,13 @@ class ShadowClient:
     # -- ShardSink
 
     def commit(self, work: ShardWork, finished: FinishedRows, report: ShardReport) -> bool:
-        """Put the copy's results beside; False when another worker's stand."""
+        """Store the copy's results; False when another worker's copy is stored already."""
         written = self._copies.write(work.job.id, work.shard, finished, self.worker, self._world.clock.now())
         logger.info("shadow copy computed", job=work.job.id, shard=work.shard, release=self._release.id, first=written)
         return written
 
     def begin(self, work: ShardWork) -> None:
-        """Nothing that a death could cost is anybody's: it isn't noted."""
+        """No-op: attempts at shadow copies are not recorded, since nothing is lost with them."""
 
     def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
         """As `begin`."""
@@ -119,37 +119,37 @@ class ShadowClient:
         """As `begin`."""
 
     def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None:
-        """The copy is left out of the comparison."""
+        """Leave the copy out of the comparison, and count the error."""
         self._world.errors.note("worker", error, job=work.job.id, shard=work.shard)
 
     def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad) -> None:
-        """Nobody else would take the copies; the load is kept for `figures`."""
+        """Store the load for `figures`; no heartbeat is sent, since no other worker would take the copies."""
         self._load = load
 
     def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:
-        """All shards once the release has ended: their copies are wanted no more."""
-        self._see_end()
+        """All shards once the release has ended: their copies are not needed any more."""
+        self._refresh_end()
         return RevokedShards(frozenset((work.job.id, work.shard) for work in shards) if self._ended else frozenset())
 
     # -- inside
 
-    def _see_end(self) -> None:
-        last = self._book.last(self._release.name)
+    def _refresh_end(self) -> None:
+        last = self._registry.last(self._release.name)
         self._ended = last is None or last.release.id != self._release.id or last.outcome is not None
 
-    def _look(self, now: float) -> None:
-        self._next_look = now + LOOK_SECONDS
-        self._see_end()
+    def _poll(self, now: float) -> None:
+        self._next_poll = now + POLL_INTERVAL_SECONDS
+        self._refresh_end()
         if self._ended:
             return
-        for ledger in self._looked_at():
+        for ledger in self._jobs_to_poll():
             try:
-                self._look_at(ledger)
+                self._poll_job(ledger)
             except (LedgerError, ObjectNotFound) as error:
                 self._jobs[ledger.name] = None
                 logger.warning("a job can't be read, and isn't compared", job=ledger.name, reason=str(error))
 
-    def _looked_at(self) -> Iterator[JobLedger]:
+    def _jobs_to_poll(self) -> Iterator[JobLedger]:
         store = self._world.store
         seen: set[str] = set()
         newest = (JobLedger(store, prefix) for prefix in islice(store.folders(JOBS), NEWEST))
@@ -158,8 +158,8 @@ class ShadowClient:
                 seen.add(ledger.name)
                 yield ledger
 
-    def _look_at(self, ledger: JobLedger) -> None:
-        """Find the job's parts that are new."""
+    def _poll_job(self, ledger: JobLedger) -> None:
+        """Find the job's new parts."""
         watched = self._jobs.get(ledger.name)
         if watched is None:
             job = ledger.find_job()
@@ -173,28 +173,28 @@ class ShadowClient:
         for segment in ledger.segments(watched.segments):
             watched.segments = segment.index + 1
             for shard in segment.shards:
-                if shard.model in pinned and self._chosen(watched.job.id, shard.number):
+                if shard.model in pinned and self._is_in_share(watched.job.id, shard.number):
                     watched.shards[shard.number] = shard
         if not watched.shards or ledger.tombstone() is not None:
             return
         for number, _ in ledger.parts():
             if (found := watched.shards.pop(number, None)) is not None:
-                self._found.append((watched, found))
+                self._waiting.append((watched, found))
 
-    def _chosen(self, job: str, shard: int) -> bool:
-        """Whether the shard belongs to the share: by a hash, so that all workers agree, whenever they came."""
+    def _is_in_share(self, job: str, shard: int) -> bool:
+        """Whether the shard belongs to the share: decided by a hash, so that all workers agree whenever they start."""
         digest = hashlib.sha256(f"{self._release.id}\0{job}\0{shard}".encode()).digest()
         return int.from_bytes(digest[:8], "big") < self._release.rules.share * 2**64
 
     def _open(self, watched: _Watched, shard: ShardRef) -> ShardWork:
         table = read_table(watched.ledger, shard)
-        models = tuple(self._in_place(pin) for pin in watched.job.models)
+        models = tuple(self._replace_pin(pin) for pin in watched.job.models)
         job = watched.job.model_copy(update={"models": models})
         attempt_id = self._world.random.token(8).hex()
         return ShardWork(job, shard.number, 1, attempt_id, table, self._world.clock.now())
 
-    def _in_place(self, pin: ModelPin) -> ModelPin:
-        """The candidate where the stable version is pinned, by the name that the rows have for it."""
+    def _replace_pin(self, pin: ModelPin) -> ModelPin:
+        """The candidate's pin in place of the stable version's, under the name that the rows use."""
         if pin.key != self._release.stable.pin.key:
             return pin
         return self._release.candidate.pin.model_copy(update={"name": pin.name})

@@ -1,8 +1,8 @@
-"""Shadow copies: what a candidate made of shards that the stable version has committed, where no reader of results
-looks; and the two, row by row.
+"""Shadow copies: a candidate's results for shards that the stable version has committed, stored apart from job results,
+and their comparison row by row.
 
-A copy is one Parquet object of `RESULT_FIELDS`, created if absent, with `ShadowHead` in its footer. It is of a shard
-whose part stands, so all that is compared was answered by the stable version before, and nothing waits for a candidate.
+A copy is one Parquet object of `RESULT_FIELDS`, created if absent, with `ShadowHead` in its footer. Its shard's part is
+committed, so the stable version has answered all rows before, and no job waits for a candidate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COMPUTED: Final = {RowStatus.SUCCEEDED.value, RowStatus.FAILED.value}
 
 @dataclass(frozen=True, slots=True)
 class ShadowComparison:
-    """One copy beside the part that it is of; `shard` None: they have no row in common that both computed."""
+    """The comparison of one copy with its part; `shard` None: there is no row that both computed."""
 
     head: ShadowHead
     shard: ShadowedShard | None
@@ -53,14 +53,14 @@ class ShadowCopies:
         return f"{self._prefix}{job}-{shard:05d}.parquet"
 
     def standing(self) -> list[str]:
-        """Keys of the copies that stand."""
+        """Keys of the stored copies."""
         return [info.key for info in self._store.list(self._prefix)]
 
     def has(self, job: str, shard: int) -> bool:
         return self._store.info(self.key(job, shard)) is not None
 
     def write(self, job: str, shard: int, finished: FinishedRows, worker: str, at: datetime) -> bool:
-        """What the candidate made of the shard; False when another worker's copy stands."""
+        """Store the candidate's results of the shard; False when another worker's copy is stored already."""
         head = ShadowHead(release=self._release.id, job=job, shard=shard, worker=worker, finished_at=at)
         rows = finished.table().select([field.name for field in RESULT_FIELDS])
         body = io.BytesIO()
@@ -68,7 +68,7 @@ class ShadowCopies:
         return self._store.create(self.key(job, shard), body.getvalue())
 
     def compare(self, key: str) -> ShadowComparison | None:
-        """A copy and its part; None: the part is gone. Raises `LedgerError` when the copy is damaged."""
+        """Compare a copy with its part; None: either is removed. Raises `LedgerError` when the copy is damaged."""
         try:
             copy = _table(self._store.read(key))
             head = parse_stored(self._store.locate(key), (copy.schema.metadata or {}).get(FOOTER, b""), ShadowHead)
@@ -81,14 +81,13 @@ class ShadowCopies:
         return ShadowComparison(head, compare_rows(part.select(_COLUMNS), copy.select(_COLUMNS)))
 
     def remove(self) -> None:
-        """Remove all of them: they hold answers, and the comparison is in the outcome."""
+        """Remove all copies: they contain answers, and the outcome has the comparison."""
         for key in self.standing():
             self._store.delete(key)
 
 
 def compare_rows(stable: pa.Table, candidate: pa.Table) -> ShadowedShard | None:
-    """Two versions' results (`RESULT_FIELDS`) for the same rows; only those that both computed count. None: there are
-    none."""
+    """Compare two versions' results (`RESULT_FIELDS`) on the rows that both computed. None: there are none."""
     theirs = {row["row"]: row for row in candidate.to_pylist()}
     pairs = [(row, theirs[row["row"]]) for row in stable.to_pylist() if row["row"] in theirs]
     pairs = [(was, now) for was, now in pairs if was["status"] in _COMPUTED and now["status"] in _COMPUTED]
@@ -106,8 +105,8 @@ def compare_rows(stable: pa.Table, candidate: pa.Table) -> ShadowedShard | None:
 
 
 def likeness(was: dict[str, Any], now: dict[str, Any]) -> float:
-    """Of two answers, 0 to 1. Vectors: their cosine. Texts: the share of the longer one up to the first character that
-    differs: what comes behind that has another past, and says nothing of the versions."""
+    """The similarity of two answers, 0 to 1. Vectors: their cosine. Texts: the share of the longer one up to the first
+    differing character: text after it has another context, and can't be compared."""
     if was["embedding"] is not None and now["embedding"] is not None:
         return _cosine(was["embedding"], now["embedding"])
     first, second = was["text"] or "", now["text"] or ""
@@ -115,7 +114,7 @@ def likeness(was: dict[str, Any], now: dict[str, Any]) -> float:
     if first == second:
         return 1.0
     pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second))) / longer
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second))) / longer
 
 
 def _cosine(first: list[float], second: list[float]) -> float:
@@ -130,7 +129,7 @@ def _failed(row: dict[str, Any]) -> bool:
 
 
 def _latencies(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[float]:
-    """Logarithms of how many times as long a token of each answer took."""
+    """Logarithms of the ratios of the time per token, candidate to stable version, by answer."""
     for was, now in pairs:
         before, after = _seconds_a_token(was), _seconds_a_token(now)
         if before and after:

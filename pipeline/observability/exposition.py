@@ -1,4 +1,4 @@
-"""From what sources tell to what a scraper reads. Nothing is kept here: each scrape asks the sources anew."""
+"""Encodes the samples of all sources for Prometheus scrapers. Stateless: each scrape calls the sources again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = structlog.get_logger(__name__)
 
 
 class Metrics(Collector):
-    """What one process tells: what its sources tell, and what the system knows of the process."""
+    """The metrics of one process: those of its sources, and those of the operating system about the process."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self._sources = tuple(sources)
@@ -30,24 +30,24 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def collect(self) -> Iterator[Family]:
-        """What the sources tell now, in the table's order."""
-        told = Samples()
+        """The sources' samples now, in the order of `METRICS`."""
+        samples = Samples()
         for source in self._sources:
             try:
-                source(told)
+                source(samples)
             except PipelineError as error:
-                logger.warning("figures are not known", reason=str(error))
-        return (_family(metric, told) for metric in METRICS if metric.name in told.values)
+                logger.warning("metrics of a source are unavailable", reason=str(error))
+        return (_family(metric, samples) for metric in METRICS if metric.name in samples.values)
 
     def encode(self, accept: str) -> tuple[bytes, str]:
-        """What a scraper gets that accepts this (an `Accept` header), and its content type: OpenMetrics where it is
-        asked for, else Prometheus's text."""
+        """The response for a scraper's `Accept` header, and its content type: OpenMetrics where the header asks for it,
+        else Prometheus's text format."""
         encoder, content_type = choose_encoder(accept)
         return encoder(self._registry), content_type
 
 
-def _family(metric: Metric, told: Samples) -> Family:
-    labels, values = told.labels[metric.name], told.values[metric.name]
+def _family(metric: Metric, samples: Samples) -> Family:
+    labels, values = samples.labels[metric.name], samples.values[metric.name]
     if metric.kind == "histogram":
         histogram = HistogramMetricFamily(metric.name, metric.help, labels=labels)
         for given, times in values.items():
@@ -63,7 +63,7 @@ def _family(metric: Metric, told: Samples) -> Family:
 
 
 def _buckets(times: Times) -> list[tuple[str, float]]:
-    """Each bucket's upper end with how many samples lie at or below it."""
+    """Each bucket's upper bound with the number of samples at or below it."""
     ends = [*(str(float(bound)) for bound in times.bounds), "+Inf"]
     counts = [*times.counts, *[0] * (len(ends) - len(times.counts))]
     return list(zip(ends, accumulate(counts), strict=True))

@@ -1,4 +1,4 @@
-"""Counting times in fixed buckets."""
+"""A latency histogram with fixed buckets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from schemas.workers.metrics import LATENCY_BOUNDS
 
 
 class LatencyRecorder:
-    """Samples of a time, by bucket. Threads may share one.
+    """Counts durations by bucket. Thread-safe.
 
     Args:
-        bounds: upper ends, seconds, each included; the last bucket has none.
+        bounds: inclusive upper bounds of the buckets, seconds; the last bucket has none.
     """
 
     def __init__(self, bounds: Sequence[float] = LATENCY_BOUNDS) -> None:
@@ -23,12 +23,12 @@ class LatencyRecorder:
         self._lock = threading.Lock()
 
     def add(self, seconds: float) -> None:
-        """One sample more."""
+        """Add a sample."""
         with self._lock:
             self._counts[bisect_left(self.bounds, seconds)] += 1
             self._seconds += seconds
 
     def read(self) -> tuple[tuple[int, ...], float]:
-        """How many there are in each bucket, and their sum."""
+        """The count of each bucket, and the sum of all samples in seconds."""
         with self._lock:
             return tuple(self._counts), self._seconds

@@ -1,8 +1,8 @@
-"""Every name that is told, what it means, and by which labels it is told apart.
+"""The definitions of all metrics: name, kind, help and labels.
 
-Labels are words of ours (tier, status, kind, …) and names of models that workers serve: never a job, a tenant or what
-somebody sent, so there are never many. Counters count since their process began, so they are added up over processes;
-gauges of the whole installation are the same wherever they are told.
+Label values are fixed words (tier, status, kind, …) and names of models that workers serve, never a job, a tenant or
+user input, so their number is bounded. Counters start with their process, so they are summed over processes; gauges of
+the whole installation have the same value in each process that reports them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Final, Literal
 Kind = Literal["counter", "gauge", "histogram"]
 
 WORKER: Final = "worker"
-"""The label of the worker, where one process tells of several."""
+"""The label of the worker, where one process reports several."""
 
 OTHER: Final = "other"
-"""What is told in place of a model that no worker was ever seen to serve: users may write what they like."""
+"""Label value for models that no worker has ever served: users may submit any name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One name.
+    """The definition of one metric.
 
     Attributes:
-        labels: in order, beside `WORKER`.
-        by: the commands that tell it; `serve` tells all.
+        labels: in order, without `WORKER`.
+        by: the commands that report it; `serve` reports all.
     """
 
     name: str
@@ -40,7 +40,7 @@ _DISPATCHER: Final = ("dispatcher",)
 _GATEWAY: Final = ("gateway",)
 
 METRICS: Final = (
-    # -- what a worker counts since it began to serve its model
+    # -- workers, since they began to serve their models
     Metric(
         "tokenmill_requests_total", "counter",
         "Requests that have ended at a worker: rows of jobs without their copies, and requests whose callers wait; "
@@ -283,7 +283,7 @@ METRICS: Final = (
         "Callers that this gateway has (open), and those of them that nobody has begun to answer (waiting).",
         ("state",), _GATEWAY,
     ),
-    # -- doors
+    # -- ingest
     Metric(
         "tokenmill_intake_jobs_total", "counter",
         "What came in at doors: made into a job (created), known already (repeated), refused.",
@@ -306,6 +306,6 @@ METRICS: Final = (
         ("version",), ("worker", "dispatcher", "gateway", "intake", "autoscale"),
     ),
 )  # fmt: skip
-"""All of them; docs/operations/metrics-and-alerts.md has the table, which a test compares."""
+"""All metrics; a test compares them with the table in docs/operations/metrics-and-alerts.md."""
 
 BY_NAME: Final = {metric.name: metric for metric in METRICS}

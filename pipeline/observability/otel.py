@@ -1,8 +1,8 @@
-"""`pipeline.tracing` by OpenTelemetry's SDK.
+"""Implements `pipeline.tracing` with OpenTelemetry's SDK.
 
-The SDK decides what is sampled, keeps what is bounded and sends what has ended, all by its standard variables. Two
-spans' names are not left to chance: a job's span is ended by another process than the one that began it, and shards are
-its children long before; so its id, and where no door traced its trace's too, follow from the job's.
+The SDK samples, bounds and exports spans, configured by its standard environment variables. The id of a job's span is
+not random: another process ends the span than the one that began it, and shards are its children long before. So the
+span id is derived from the job's id, and so is the trace id if no ingest source traced the job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace import Span as OtelSpan
 
-from pipeline.tracing import Attributes, Kind, Span, TraceContext, current_traceparent, place_of
+from pipeline.tracing import Attributes, Kind, Span, TraceContext, current_traceparent, parse_traceparent
 from schemas.jobs.job import Job
 
 _KINDS: Final = {
@@ -41,12 +41,12 @@ _KINDS: Final = {
     "producer": SpanKind.PRODUCER,
     "consumer": SpanKind.CONSUMER,
 }
-MOST_LINKS: Final = 128
-"""The SDK's own bound; what is beyond isn't looked at."""
+MAX_LINKS: Final = 128
+"""The SDK's own bound; further links are dropped."""
 
 
 class OtelTraces:
-    """Spans for a processor, such as the SDK's batches to an exporter. `close` sends what is left.
+    """Creates spans for a processor, such as the SDK's batch processor. `close` sends the remaining spans.
 
     Args:
         service: `service.name` of this process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has one.
@@ -81,18 +81,20 @@ class OtelTraces:
                 context=_context(above),
                 kind=_KINDS[kind],
                 attributes=_known(attributes),
-                links=[Link(_span_context(place)) for link in links[:MOST_LINKS] if (place := place_of(link))],
+                links=[
+                    Link(_span_context(context)) for link in links[:MAX_LINKS] if (context := parse_traceparent(link))
+                ],
             )
         )
 
     def of_job(self, job: Job) -> str | None:
         """See `Traces.of_job`."""
-        return str(self._place_of(job))
+        return str(self._context_of_job(job))
 
     def job_ended(self, job: Job, at: datetime, attributes: Attributes, error: str | None = None) -> None:
         """See `Traces.job_ended`."""
-        place = self._place_of(job)
-        with self._ids.chosen(place):
+        context = self._context_of_job(job)
+        with self._ids.chosen(context):
             span = self._tracer.start_span(
                 "job",
                 context=_context(job.traceparent),
@@ -104,16 +106,16 @@ class OtelTraces:
         span.end(_nanoseconds(at))
 
     def close(self) -> None:
-        """Send what is left, within the exporter's own bound."""
+        """Send the remaining spans, within the exporter's own time limit."""
         self._provider.shutdown()
 
-    def _place_of(self, job: Job) -> TraceContext:
+    def _context_of_job(self, job: Job) -> TraceContext:
         digest = hashlib.sha256(job.id.encode()).digest()
         span = int.from_bytes(digest[:8], "big") or 1
-        above = None if job.traceparent is None else place_of(job.traceparent)
+        above = None if job.traceparent is None else parse_traceparent(job.traceparent)
         if above is not None:
             return TraceContext(above.trace, span, above.flags)
-        # As the sampler of any of our processes would have it: those that there are go by the trace's id.
+        # All processes' samplers agree: they decide by the trace id.
         trace = int.from_bytes(digest[8:24], "big") or 1
         sampled = self._provider.sampler.should_sample(None, trace, "job").decision is Decision.RECORD_AND_SAMPLE
         return TraceContext(trace, span, int(sampled))
@@ -144,47 +146,47 @@ class _Span:
 
 
 class _Ids(RandomIdGenerator):
-    """By chance, but for a span whose place is chosen by the thread that begins it."""
+    """Random ids, except for a span whose context is set by the thread that begins it."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def chosen(self, place: TraceContext) -> _Chosen:
-        return _Chosen(self._local, place)
+    def chosen(self, context: TraceContext) -> _Chosen:
+        return _Chosen(self._local, context)
 
     def generate_trace_id(self) -> int:
-        place: TraceContext | None = getattr(self._local, "place", None)
-        return super().generate_trace_id() if place is None else place.trace
+        context: TraceContext | None = getattr(self._local, "context", None)
+        return super().generate_trace_id() if context is None else context.trace
 
     def generate_span_id(self) -> int:
-        place: TraceContext | None = getattr(self._local, "place", None)
-        return super().generate_span_id() if place is None else place.span
+        context: TraceContext | None = getattr(self._local, "context", None)
+        return super().generate_span_id() if context is None else context.span
 
 
 class _Chosen:
-    def __init__(self, local: threading.local, place: TraceContext) -> None:
-        self._local, self._place = local, place
+    def __init__(self, local: threading.local, context: TraceContext) -> None:
+        self._local, self._context = local, context
 
     def __enter__(self) -> None:
-        self._local.place = self._place
+        self._local.context = self._context
 
     def __exit__(self, *_error: object) -> None:
         with suppress(AttributeError):
-            del self._local.place
+            del self._local.context
 
 
 def _known(attributes: Attributes | None) -> dict[str, str | int | float | bool]:
     return {name: value for name, value in (attributes or {}).items() if value is not None}
 
 
-def _span_context(place: TraceContext) -> SpanContext:
-    return SpanContext(place.trace, place.span, is_remote=True, trace_flags=TraceFlags(place.flags))
+def _span_context(context: TraceContext) -> SpanContext:
+    return SpanContext(context.trace, context.span, is_remote=True, trace_flags=TraceFlags(context.flags))
 
 
 def _context(traceparent: str | None) -> Context:
-    """What stands above a span; nothing of what the thread may be doing for others."""
-    place = None if traceparent is None else place_of(traceparent)
-    return Context() if place is None else set_span_in_context(NonRecordingSpan(_span_context(place)), Context())
+    """The parent context of a span, independent of the thread's current context."""
+    context = None if traceparent is None else parse_traceparent(traceparent)
+    return Context() if context is None else set_span_in_context(NonRecordingSpan(_span_context(context)), Context())
 
 
 def _nanoseconds(at: datetime) -> int:

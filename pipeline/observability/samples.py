@@ -1,4 +1,4 @@
-"""What sources tell in one scrape."""
+"""The samples that sources report in one scrape."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from schemas.workers.metrics import LATENCY_BOUNDS
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Samples of a time: how many in each bucket (zeros at the end may be left out), the buckets' upper ends but for
-    the last one's, and the sum. Seconds."""
+    """A histogram of durations, in seconds: counts per bucket (trailing zeros may be left out), the upper bounds of all
+    buckets but the last, and the sum."""
 
     counts: Sequence[int]
     seconds: float
@@ -23,12 +23,12 @@ Value = float | Times
 
 
 class Samples:
-    """Values by name and labels. A name that isn't in the table, or other labels than it has there, are mistakes of
-    ours.
+    """Values by metric name and labels. A name that isn't in `METRICS`, or labels that differ from its definition, are
+    programming errors.
 
     Attributes:
-        values: name -> labels -> value.
-        labels: name -> the labels' names.
+        values: name -> label values -> value.
+        labels: name -> label names.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Samples:
         self.labels: dict[str, tuple[str, ...]] = {}
 
     def value(self, name: str, value: Value, *labels: str, worker: str | None = None) -> None:
-        """One more. `worker`: whose it is, where one process tells of several."""
+        """Add a sample. `worker`: the worker that it is of, where one process reports several."""
         names = BY_NAME[name].labels if worker is None else (WORKER, *BY_NAME[name].labels)
         given = labels if worker is None else (worker, *labels)
         if len(names) != len(given) or self.labels.setdefault(name, names) != names:
@@ -45,5 +45,5 @@ class Samples:
 
 
 Source = Callable[[Samples], None]
-"""Tells what a part of the process knows. Called by the threads that answer scrapes; may take the time of a look at a
-server, and raise `PipelineError` when that can't be had: then the rest is told without it."""
+"""Adds the samples of one part of the process. The threads that answer scrapes call it. It may take one request to a
+server, and raise `PipelineError` when the server can't be reached: the other sources are reported all the same."""

@@ -1,1 +1,1 @@
-"""What long-running parts share: supervision, leader election, executors, unavailable services."""
+"""Shared runtime of long-running parts: supervision, leader election, executors, errors of unavailable services."""

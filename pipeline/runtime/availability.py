@@ -1,4 +1,4 @@
-"""What is raised when a server that the pipeline can do without for a while is away, and how messages name it."""
+"""Errors for servers that the pipeline tolerates to be unavailable, and the redaction of their URLs in messages."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pipeline.ports import PartStopped, PipelineError
 
 
 class BadAddress(PartStopped):
-    """Raised when a URL names no server of the kind that is wanted. Trying again won't help."""
+    """Raised when a URL doesn't name a server of the expected kind. A retry can't help."""
 
 
 class ServiceUnavailable(PipelineError):
-    """Raised when a broker or cache can't be reached, answers too late or refuses. Nothing durable lies there: callers
-    may log it, go on, and try again. What was asked may or may not have happened."""
+    """Raised when a broker or cache can't be reached, answers too late or refuses a request. It holds no durable state:
+    callers may log the error, go on, and retry. The request may or may not have taken effect."""
 
 
 def redacted(url: str) -> str:
-    """The URL as messages show it: no user, no password, no query. Several with ";" between stay several."""
+    """The URL without user, password and query, for messages. URLs separated by ";" are redacted one by one."""
     return ";".join(_redacted(one) for one in url.split(";"))
 
 

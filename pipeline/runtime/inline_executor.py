@@ -1,4 +1,4 @@
-"""Requests to a store that wait for each other's answers only where they must: an executor runs them at once."""
+"""An executor that runs tasks inline, and the concurrency limits of requests to a store."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from concurrent.futures import Executor, Future
 from typing import Any, Final
 
 AT_ONCE: Final = 16
-"""Requests that may be under way to a store which is asked over a network."""
+"""Maximum number of concurrent requests to a store over a network."""
 
 BESIDE: Final = 2
-"""Of those that nobody waits for."""
+"""Maximum number of concurrent background requests to a store."""
 
 
 class InlineExecutor(Executor):
-    """Runs each task at once, on the caller's thread: for a store that answers as fast as it is asked, and wherever
-    the order of things must be the same each time."""
+    """Runs each task immediately, on the caller's thread: for stores without network latency, and where the order of
+    requests must be deterministic."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - a future carries it to whoever asks
+        except Exception as error:  # noqa: BLE001 - the future carries it to the caller
             future.set_exception(error)
         return future

@@ -1,7 +1,6 @@
-"""Whose turn it is, of several that could all do the same work: a lease that is renewed in time.
+"""Leader election among processes that could all do the same work, by a lease that the leader renews.
 
-It only saves work. Without an answer from where the lease lies everybody's turn has come, which is safe for all and
-wrong for none.
+It only saves work. While the lease server doesn't answer, every contender leads, which is safe: the work is idempotent.
 """
 
 from __future__ import annotations
@@ -14,31 +13,33 @@ from pipeline.ports import Clock, Lease
 from pipeline.runtime.availability import ServiceUnavailable
 
 RENEW_SECONDS: Final = 2.0
-"""Between two renewals."""
+"""Interval between two renewals."""
 
 logger = structlog.get_logger(__name__)
 
 
 class Leading:
-    """One contender, of one thread. `lease` None: nobody else is there, and it always leads.
+    """One contender, used by one thread. With `lease` None it is the only contender, and always leads.
 
     Args:
-        what: is done by whoever leads, for the log.
+        what: the leader's work, for the log.
     """
 
-    def __init__(self, lease: Lease | None, clock: Clock, what: str, renew_every: float = RENEW_SECONDS) -> None:
+    def __init__(
+        self, lease: Lease | None, clock: Clock, what: str, renew_interval_seconds: float = RENEW_SECONDS
+    ) -> None:
         self._lease = lease
         self._clock = clock
         self._what = what
-        self._renew_every = renew_every
+        self._renew_interval_seconds = renew_interval_seconds
         self._leads = lease is None
         self._next_renewal = 0.0
 
     def now(self) -> bool:
-        """Whether the work is ours now."""
+        """Whether this contender leads now; renews the lease when that is due."""
         at = self._clock.monotonic()
         if self._lease is not None and at >= self._next_renewal:
-            self._next_renewal = at + self._renew_every
+            self._next_renewal = at + self._renew_interval_seconds
             try:
                 leads = self._lease.renew()
             except ServiceUnavailable as error:
@@ -50,9 +51,9 @@ class Leading:
         return self._leads
 
     def give_up(self) -> None:
-        """Let another have its turn at once."""
+        """Release the lease, so that another contender can lead immediately."""
         if self._lease is not None and self._leads:
             try:
                 self._lease.release()
             except ServiceUnavailable as error:
-                logger.warning("the lease can't be given back", what=self._what, reason=str(error))
+                logger.warning("the lease can't be released", what=self._what, reason=str(error))

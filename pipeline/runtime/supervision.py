@@ -1,7 +1,8 @@
-"""What becomes of an exception that was never foreseen: it ends one turn of one part, and never the process.
+"""Supervision restarts a part of the process after an unexpected exception, so that the exception never ends the
+process.
 
-A part that was interrupted by one begins anew after a pause. All that it needs to know lies in the store, so nothing is
-lost but time. Only what can't be mended by trying again (`PartStopped`) ends a part, and with it the process.
+The part restarts after a pause. All its state is in the store, so only time is lost. Only an error that a retry can't
+resolve (`PartStopped`) ends a part, and with it the process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pipeline.ports import PartStopped, PipelineError, World
 
 FIRST_PAUSE_SECONDS: Final = 1.0
 MAX_PAUSE_SECONDS: Final = 60.0
-"""Between two tries of a part that fails each time; doubles from the first."""
+"""Pause between two attempts of a part that fails repeatedly; doubles from the first."""
 
 logger = structlog.get_logger(__name__)
 
@@ -28,10 +29,10 @@ def supervise(
     world: World,
     pause_seconds: float = FIRST_PAUSE_SECONDS,
 ) -> None:
-    """Run `work` until it returns. After an exception it is called again, when a pause has passed.
+    """Run `work` until it returns. After an exception it is called again, after a pause.
 
     Raises:
-        PartStopped: the work can't go on.
+        PartStopped: a retry can't help.
     """
     world.errors.expect(part)
     pause = pause_seconds
@@ -42,10 +43,10 @@ def supervise(
             return
         except PartStopped:
             raise
-        except Exception as error:  # noqa: BLE001 - logged and counted; the other parts and the next turn go on
+        except Exception as error:  # noqa: BLE001 - logged and counted; the other parts and the next attempt go on
             if world.clock.monotonic() - began > MAX_PAUSE_SECONDS:
                 pause = pause_seconds
-            if isinstance(error, PipelineError):  # the store or a broker is away: one line says so
+            if isinstance(error, PipelineError):  # the store or a broker is unavailable: no traceback
                 logger.error("a part failed, and is tried again", part=part, reason=str(error), again_in=pause)
             else:
                 world.errors.note(part, error, again_in=pause)
@@ -55,8 +56,8 @@ def supervise(
 
 
 def reason_of(error: Exception, part: str, world: World, **context: object) -> str:
-    """What is wrong with one job, door or endpoint that a part passes over, for its log. An exception that was never
-    foreseen is counted, and logged with its traceback."""
+    """The reason for skipping one job, ingest source or endpoint, for the log. An unexpected exception is counted, and
+    logged with its traceback."""
     if isinstance(error, PipelineError):
         return str(error)
     world.errors.note(part, error, **context)

@@ -1,1 +1,1 @@
-"""How many workers a pool should have: a policy that is a pure function, and what it is fed from."""
+"""Autoscaling decides how many workers a pool should have: a pure policy function, and the readers of its input."""

@@ -1,8 +1,8 @@
-"""Looks, decides, and tells: once, or again and again.
+"""The autoscaler observes the pools, decides their sizes, and reports the decisions to its targets.
 
-Nothing is kept in the process: what one decision leaves for the next lies in the root, as a cache. So several may run,
-on one machine or many, in turn or at once; they tell the same, and none needs a lease. What two write at once one of
-them has forgotten, which costs a cooldown.
+It is stateless: the policy's state is cached in the root. So several autoscalers may run, on one machine or many, one
+after the other or concurrently; they report the same decisions, and none needs a lease. Of two concurrent writes of the
+state one is lost, which costs a cooldown.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pipeline.ledger.ledger import LedgerError, parse_stored
 from pipeline.ports import Heartbeats, ObjectNotFound, PipelineError, World
 from pipeline.scaling.backlog import BacklogMetrics, BacklogReader
 from pipeline.scaling.fleet import PendingStart
-from pipeline.scaling.observe import FirstTokens, observe, pools_of, see
+from pipeline.scaling.observe import FirstTokens, observe, observe_root, pools_of
 from pipeline.scaling.policy import Decision, PolicyState, PoolObservation, decide
 from schemas.settings.autoscaling import AutoscaleOptions, PoolMemory, StoredScaling
 
-PAPER: Final = "scaling/decided.json"
+SCALING_KEY: Final = "scaling/decided.json"
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolDecision:
-    """What was decided for a pool, from what."""
+    """The decision for a pool, and the observation that it is based on."""
 
     pool: str
     observed: PoolObservation
@@ -37,34 +37,35 @@ class PoolDecision:
 
     @property
     def desired(self) -> int:
-        """Workers that it should have."""
+        """Workers that the pool should have."""
         return self.decision.desired
 
     @property
     def work_per_worker(self) -> float:
-        """Seconds of work for each of these, or for one where there are none."""
+        """Seconds of work for each desired worker, or for one if none is desired."""
         return self.observed.work / max(1, self.desired)
 
 
 class ScalingTarget(Protocol):
-    """Where decisions are told."""
+    """A receiver of decisions."""
 
     def put(self, figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
-        """Tell them. Raises `PipelineError`."""
+        """Report the decisions. Raises `PipelineError`."""
 
 
 class Autoscaler:
-    """Decides for the root that `world.store` is. Not for threads.
+    """Decides pool sizes for the root `world.store`. Not thread-safe.
 
     Args:
-        look: its open work.  targets: who is told.
-        keep: what was decided is written down for the next decision; else only this object remembers it.
+        reader: reads the open work.
+        targets: receivers of the decisions.
+        keep: store the policy's state in the root for the next decision; else only in this object.
     """
 
     def __init__(
         self,
         world: World,
-        look: BacklogReader,
+        reader: BacklogReader,
         heartbeats: Heartbeats,
         options: AutoscaleOptions,
         targets: Sequence[ScalingTarget],
@@ -72,37 +73,38 @@ class Autoscaler:
         keep: bool = True,
     ) -> None:
         self._world = world
-        self._look = look
+        self._reader = reader
         self._heartbeats = heartbeats
         self._options = options
         self._targets = targets
         self._keep = keep
-        self._paper: StoredScaling | None = None
+        self._state: StoredScaling | None = None
 
     def once(self) -> list[PoolDecision]:
-        """Decide, and tell. Raises `PipelineError` when the store or the heartbeats can't be read: a fleet that isn't
-        heard is not a fleet of none; and the first of what targets raise, when all were told."""
+        """Decide once, and report to all targets. Raises `PipelineError` when the store or the heartbeats can't be
+        read, since missing heartbeats don't mean that there are no workers; and, after all targets were called, the
+        first error of a target."""
         now = self._world.clock.now()
-        paper = self._remembered()
-        if paper is not None:
-            self._look.remember(paper.speeds)
-        seen = see(self._look, self._heartbeats, now)
+        state = self._last_state()
+        if state is not None:
+            self._reader.remember(state.speeds)
+        seen = observe_root(self._reader, self._heartbeats, now)
         pools: dict[str, PoolMemory] = {}
         decisions = []
         for pool in pools_of(self._options, {model.model for model in seen.figures.models}):
-            before = PoolMemory() if paper is None else paper.pools.get(pool.name, PoolMemory())
+            before = PoolMemory() if state is None else state.pools.get(pool.name, PoolMemory())
             observed, first = observe(pool, seen, FirstTokens(before.ttft_counts, before.ttft_since))
             decision = decide(pool.limits, _memory(before), observed, now.timestamp())
-            pools[pool.name] = _kept(decision.memory, first)
+            pools[pool.name] = _pool_memory(decision.memory, first)
             decisions.append(PoolDecision(pool.name, observed, decision))
-        self._paper = StoredScaling(as_of=now, speeds=self._look.speeds, pools=pools)
+        self._state = StoredScaling(as_of=now, speeds=self._reader.speeds, pools=pools)
         if self._keep:
-            self._world.store.replace(PAPER, self._paper.to_json())
-        self._tell(seen.figures, decisions)
+            self._world.store.replace(SCALING_KEY, self._state.to_json())
+        self._report(seen.figures, decisions)
         return decisions
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`. What fails is logged, and the next decision comes in its turn."""
+        """Decide at each interval until `stop` is set. A failure is logged, and the next interval retries."""
         while not stop.is_set():
             try:
                 self.once()
@@ -110,7 +112,7 @@ class Autoscaler:
                 logger.warning("no decision about workers", reason=str(error))
             stop.wait(self._options.every_seconds)
 
-    def _tell(self, figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
+    def _report(self, figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         failed: list[PipelineError] = []
         for target in self._targets:
             try:
@@ -120,16 +122,18 @@ class Autoscaler:
         if failed:
             raise failed[0]
 
-    def _remembered(self) -> StoredScaling | None:
-        """What was decided last, by whomever. One that can't be read is as good as none."""
-        if not self._keep and self._paper is not None:
-            return self._paper
+    def _last_state(self) -> StoredScaling | None:
+        """The stored state of the last decision, by any autoscaler. An unreadable one counts as missing."""
+        if not self._keep and self._state is not None:
+            return self._state
         try:
-            return parse_stored(self._world.store.locate(PAPER), self._world.store.read(PAPER), StoredScaling)
+            return parse_stored(
+                self._world.store.locate(SCALING_KEY), self._world.store.read(SCALING_KEY), StoredScaling
+            )
         except ObjectNotFound:
             return None
         except LedgerError as error:
-            logger.warning("what was decided before can't be read", reason=str(error))
+            logger.warning("the last scaling decision can't be read", reason=str(error))
             return None
 
 
@@ -138,7 +142,7 @@ def _memory(kept: PoolMemory) -> PolicyState:
     return PolicyState(kept.desired, kept.live, starting, kept.changed, kept.lower_since, kept.lower)
 
 
-def _kept(memory: PolicyState, first: FirstTokens) -> PoolMemory:
+def _pool_memory(memory: PolicyState, first: FirstTokens) -> PoolMemory:
     return PoolMemory(
         desired=memory.desired,
         live=memory.live,

@@ -1,6 +1,6 @@
-"""How much work waits for each model, in seconds of one worker: what a fleet is scaled by.
+"""The backlog of each model, in seconds of one worker: the input of autoscaling.
 
-How busy a GPU is says nothing of that: it is as busy with the last row of a night's job as with the first of a million.
+GPU utilisation is no measure of it: a GPU is as busy with the last row of a night's job as with the first of a million.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pipeline.scaling.open_work import OpenJobsIndex, OpenJobSummary
 
 @dataclass(frozen=True, slots=True)
 class ModelBacklog:
-    """What waits for one model.
+    """The backlog of one model.
 
     Attributes:
-        model: as requests call it.
-        tokens: estimated, prompts and answers; a job of several models counts for each of them.
-        workers: that live and have it loaded.  tokens_per_second: of one of them, measured or assumed.
+        model: its name in requests.
+        tokens: estimated tokens of prompts and answers; a job of several models counts for each of them.
+        workers: live workers that have it loaded.
+        tokens_per_second: of one of these workers, measured or assumed.
     """
 
     model: str
@@ -33,14 +34,14 @@ class ModelBacklog:
 
     @property
     def seconds(self) -> float:
-        """That one worker would need for it. However many there are: who scales by this mustn't be led by workers that
-        are only just being started."""
+        """Time that one worker needs for the backlog, independent of the number of workers: workers that are starting
+        must not influence scaling by this value."""
         return self.tokens / self.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class BacklogMetrics:
-    """What a look has found: how many jobs are open, and what waits for each model of the catalog, by name."""
+    """The number of open jobs, and the backlog of each model of the catalog, by name."""
 
     open_jobs: int
     models: tuple[ModelBacklog, ...]
@@ -48,11 +49,11 @@ class BacklogMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a look has found: the figures, and what they were made of.
+    """Backlog metrics, and the data that they were computed from.
 
     Attributes:
-        names: of models, by their `ModelPin.key`.
-        callers: requests on the lane that no worker has begun to answer, by the name of their model.
+        names: `ModelPin.key` -> name of the model.
+        callers: name of the model -> requests on the lane that no worker has begun to answer.
     """
 
     figures: BacklogMetrics
@@ -63,12 +64,12 @@ class Observation:
 
 
 class BacklogReader:
-    """Looks at the root that `world.store` is, and at its workers' heartbeats. Not for threads.
+    """Reads the backlog from the root `world.store` and its workers' heartbeats. Not thread-safe.
 
     Args:
         assumed: tokens per second of a worker, for models whose workers have measured nothing yet.
-        lane: where requests wait whose callers wait; None: there is none.
-        executor: reads many jobs at once, where that saves time.
+        lane: the lane of online requests; None: there is none.
+        executor: reads jobs concurrently; None: one after the other.
     """
 
     def __init__(
@@ -84,24 +85,24 @@ class BacklogReader:
         self._catalog = Catalog(world.store)
         self._heartbeats = heartbeats
         self._assumed = assumed
-        self._speeds: dict[str, float] = {}  # the last that was measured, by name: it holds when the workers are gone
+        self._speeds: dict[str, float] = {}  # last measurement, by name: still valid when the workers are gone
 
     @property
     def speeds(self) -> dict[str, float]:
-        """What workers of each model measured last, tokens a second."""
+        """Model name -> last measured throughput of a worker, tokens per second."""
         return dict(self._speeds)
 
     def remember(self, speeds: Mapping[str, float]) -> None:
-        """What was measured before, by name; what is known here is newer."""
+        """Add earlier measurements, by name; measurements of this reader are newer and win."""
         self._speeds = {**speeds, **self._speeds}
 
     def look(self) -> BacklogMetrics:
-        """How it stands. Raises as `observe`."""
+        """Read the backlog metrics. Raises as `observe`."""
         return self.observe().figures
 
     def observe(self) -> Observation:
-        """How it stands. Raises `PipelineError` when the store, the heartbeats or the lane can't be read: a fleet whose
-        heartbeats aren't heard is not a fleet of none."""
+        """Read backlog, workers and callers. Raises `PipelineError` when the store, the heartbeats or the lane can't be
+        read: missing heartbeats don't mean that there are no workers."""
         workers = self._heartbeats.workers()
         names = {entry.pin.key: entry.pin.name for entry in self._catalog.entries()}
         work = self._work.look()

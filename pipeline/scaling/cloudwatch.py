@@ -1,4 +1,4 @@
-"""CloudWatch, where the backlog is told as metrics: Auto Scaling and alarms read them there."""
+"""Publishes the backlog as CloudWatch metrics, for Auto Scaling and alarms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
     raise PipelineError("CloudWatch: boto3 is not installed; install it with: pip install 'tokenmill[aws]'") from error
 
 _AT_ONCE: Final = 1_000
-"""Values that CloudWatch takes with one request."""
+"""Values that CloudWatch accepts in one request."""
 
 
 class CloudWatch:
@@ -47,8 +47,8 @@ class CloudWatch:
             raise PipelineError(f"CloudWatch: can't be used: {error}; correct the settings") from error
 
     def put(self, figures: BacklogMetrics, decisions: Sequence[PoolDecision] = ()) -> None:
-        """Tell the figures, as of now. Raises `ServiceUnavailable`."""
-        data = [*self._data(figures), *self._wishes(decisions)]
+        """Publish the metrics, as of now. Raises `ServiceUnavailable`."""
+        data = [*self._data(figures), *self._decision_data(decisions)]
         for begin in range(0, len(data), _AT_ONCE):
             try:
                 self._client.put_metric_data(Namespace=self._namespace, MetricData=data[begin : begin + _AT_ONCE])
@@ -72,7 +72,7 @@ class CloudWatch:
             ):
                 yield {"MetricName": name, "Dimensions": dimensions, "Value": value, "Unit": unit}
 
-    def _wishes(self, decisions: Sequence[PoolDecision]) -> Iterator[dict[str, Any]]:
+    def _decision_data(self, decisions: Sequence[PoolDecision]) -> Iterator[dict[str, Any]]:
         for one in decisions:
             dimensions = [self._of_installation, {"Name": "Pool", "Value": one.pool}]
             for name, value, unit in (

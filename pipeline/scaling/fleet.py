@@ -1,4 +1,4 @@
-"""Workers that are there or coming, and how many of them some work needs: the arithmetic of the policy."""
+"""The arithmetic of the scaling policy: live and starting workers, and the number of workers that some work needs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from math import ceil
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is left of one job.
+    """The remaining work of one job.
 
     Attributes:
-        seconds: of one worker.
+        seconds: seconds of one worker.
         due: seconds from now until its deadline; None: it has none.
-        waited: seconds since it came.
-        bulk: it is of the tier that waits for room.
+        waited: seconds since it was submitted.
+        bulk: it belongs to the bulk tier.
     """
 
     seconds: float
@@ -26,21 +26,21 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class PendingStart:
-    """So many workers were wished for at this moment, and haven't been seen."""
+    """`count` workers that were requested at `since` and are not live yet."""
 
     count: int
     since: float
 
     def ready_in(self, cold_start: float, now: float) -> tuple[int, float]:
-        """How many, and in how many seconds. Those that are long overdue may come as late as any: where there are no
-        machines to be had, counting on them would miss deadlines in silence."""
+        """Number of workers, and seconds until they are ready. Workers that are long overdue count as if they were
+        requested now: where no machines are available, counting on them would silently miss deadlines."""
         left = self.since + cold_start - now
         return self.count, left if left > 0 else 0.0 if left > -cold_start else cold_start
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Workers that live, those that come (how many, in how many seconds), and what a further one takes to come."""
+    """Live workers, starting workers (number, seconds until ready), and the cold start of a further one in seconds."""
 
     live: int
     coming: tuple[tuple[int, float], ...]
@@ -50,8 +50,8 @@ class Fleet:
 def awaited(
     starting: Sequence[PendingStart], live_before: int, live: int, desired: int, now: float
 ) -> tuple[PendingStart, ...]:
-    """The workers that are still to come: those that came were the first to be asked for, and whoever went (a spot
-    machine taken away) is asked for again from now on."""
+    """The workers that are still starting. New live workers are matched to the oldest requests; a worker that went away
+    (an interrupted spot machine) is requested again from now on."""
     came = max(0, live - live_before)
     left: list[PendingStart] = []
     for start in starting:
@@ -71,14 +71,15 @@ def awaited(
 
 
 def workers_for(fleet: Fleet, demands: Sequence[Demand], usable: Callable[[float], float], margin: float) -> int:
-    """The least number of workers that end every demand in its time, earliest deadline first.
+    """The smallest number of workers that completes each demand in time, earliest deadline first.
 
-    By any deadline all work that is due until then must be done (the demand bound of EDF; Baruah et al. 1990). A
-    deadline too near for a worker that would have to be started first asks for none.
+    By each deadline all work that is due until then must be done (the demand bound of EDF; Baruah et al. 1990). A
+    deadline that is too near for a worker's cold start requires no further worker.
 
     Args:
-        demands: each with `due`.  usable: of the seconds until a deadline, how many count.
-        margin: times the work that is reckoned with.
+        demands: each with `due`.
+        usable: seconds until a deadline -> seconds of these that count.
+        margin: factor on the estimated work.
     """
     most, work = 0, 0.0
     for demand in sorted(demands, key=lambda one: one.due or 0.0):
@@ -88,8 +89,8 @@ def workers_for(fleet: Fleet, demands: Sequence[Demand], usable: Callable[[float
 
 
 def _for_one(fleet: Fleet, work: float, horizon: float) -> int:
-    """Workers that have so much done when `horizon` seconds have passed: first those that live, then those that come,
-    the soonest first, then new ones."""
+    """Workers that complete the work within `horizon` seconds: first live ones, then starting ones, the soonest first,
+    then new ones."""
     if horizon <= 0:
         return fleet.live
     if work <= fleet.live * horizon:
@@ -98,7 +99,7 @@ def _for_one(fleet: Fleet, work: float, horizon: float) -> int:
     for coming, ready in sorted(fleet.coming, key=lambda one: one[1]):
         each = horizon - ready
         if each <= 0:
-            count += coming  # they are late for this one; a new one would be, too
+            count += coming  # they are too late for this deadline; a new one would be, too
             continue
         if left <= coming * each:
             return count + ceil(left / each - 1e-9)

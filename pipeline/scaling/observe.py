@@ -1,4 +1,4 @@
-"""How pools stand, from what there is: open jobs in the root, heartbeats, and what workers tell of themselves."""
+"""Observes pools: combines the root's open jobs, heartbeats and worker metrics into the policy's input."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from schemas.settings.autoscaling import AutoscaleOptions, ScalingLimits
 from schemas.workers.metrics import LATENCY_BOUNDS, WorkerMetrics
 
 TTFT_SAMPLES: Final = 20
-"""First tokens that a quantile needs; with fewer it isn't known, and they count with those that follow."""
+"""First tokens that a quantile needs; fewer are carried over to the next observation."""
 
 TTFT_SECONDS: Final = 300.0
-"""After so long too few first tokens are forgotten."""
+"""Time after which too few first tokens are discarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Workers that serve the same models, by their names."""
+    """Workers that serve the same models, by the models' names."""
 
     name: str
     models: tuple[str, ...]
@@ -35,8 +35,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """Times to first tokens as all workers of a pool have counted them (`LATENCY_BOUNDS`), and since when (seconds)
-    the next quantile counts."""
+    """Cumulative TTFT histogram of all workers of a pool (`LATENCY_BOUNDS`), and the start of the next quantile's
+    window (seconds)."""
 
     counts: tuple[int, ...] = ()
     since: float | None = None
@@ -44,28 +44,28 @@ class FirstTokens:
 
 @dataclass(frozen=True, slots=True)
 class RootObservation:
-    """What one look has found of the whole root."""
+    """One observation of the whole root."""
 
     figures: BacklogMetrics
     jobs: Sequence[OpenJobSummary]
     workers: Sequence[WorkerState]
-    told: Mapping[str, WorkerMetrics]
+    metrics: Mapping[str, WorkerMetrics]
     keys: Mapping[str, str]
     callers: Mapping[str, int]
     at: datetime
 
 
-def see(look: BacklogReader, heartbeats: Heartbeats, at: datetime) -> RootObservation:
-    """Look. Raises `PipelineError` when the store or the heartbeats can't be read."""
-    found = look.observe()
+def observe_root(reader: BacklogReader, heartbeats: Heartbeats, at: datetime) -> RootObservation:
+    """Observe the root. Raises `PipelineError` when the store or the heartbeats can't be read."""
+    found = reader.observe()
     return RootObservation(
         found.figures, found.jobs, found.workers, heartbeats.figures(), found.names, found.callers, at
     )
 
 
 def pools_of(options: AutoscaleOptions, models: Set[str]) -> list[Pool]:
-    """The pools that the settings name, and one for each other of the models. A pool that has none of them isn't known
-    yet: its first worker is being started, and to wish for none would end it."""
+    """The pools that the settings name, and one for each other model. A pool without any of the models is left out: its
+    first worker is still starting, and a decision for zero workers would end it."""
     named = [
         Pool(name, pool.models, pool.limits or options.limits)
         for name, pool in sorted(options.pools.items())
@@ -76,11 +76,11 @@ def pools_of(options: AutoscaleOptions, models: Set[str]) -> list[Pool]:
 
 
 def observe(pool: Pool, seen: RootObservation, before: FirstTokens) -> tuple[PoolObservation, FirstTokens]:
-    """How a pool stands, and what its next look needs of the times to first tokens.
+    """The pool's observation, and the TTFT state for its next one.
 
     Requests on the lane are callers of the pool that serves their model, also while it has no worker.
-    Of a job of several models all that is left counts, at the slowest of those that the pool serves: how it is divided
-    is known only to its plan.
+    All remaining tokens of a job with several models count, at the throughput of the slowest model that the pool
+    serves: only the job's plan has the division by model.
     """
     speeds = {model.model: model.tokens_per_second for model in seen.figures.models if model.model in pool.models}
     demands = []
@@ -99,22 +99,22 @@ def observe(pool: Pool, seen: RootObservation, before: FirstTokens) -> tuple[Poo
         worker for worker in seen.workers
         if not worker.draining and any(seen.keys.get(key) in pool.models for key in worker.models)
     ]  # fmt: skip
-    told = [seen.told[worker.name] for worker in own if worker.name in seen.told]
-    p95, first_tokens = _ttft(_counts(told), before, seen.at.timestamp())
-    used = [one.kv_blocks_used / one.kv_blocks for one in told if one.kv_blocks]
-    # What a worker has taken and not begun to answer is on the lane as well.
-    waiting = max(sum(one.lane_waiting for one in told), sum(seen.callers.get(name, 0) for name in pool.models))
+    metrics = [seen.metrics[worker.name] for worker in own if worker.name in seen.metrics]
+    p95, first_tokens = _ttft(_counts(metrics), before, seen.at.timestamp())
+    used = [one.kv_blocks_used / one.kv_blocks for one in metrics if one.kv_blocks]
+    # Requests that a worker has taken and not begun to answer are on the lane as well.
+    waiting = max(sum(one.lane_waiting for one in metrics), sum(seen.callers.get(name, 0) for name in pool.models))
     observed = PoolObservation(
-        demands, len(own), p95, sum(one.lane_open for one in told) + waiting, waiting,
+        demands, len(own), p95, sum(one.lane_open for one in metrics) + waiting, waiting,
         sum(used) / len(used) if used else None,
     )  # fmt: skip
     return observed, first_tokens
 
 
-def _counts(told: Collection[WorkerMetrics]) -> tuple[int, ...]:
-    """First tokens of callers who wait, of all these workers, in each bucket."""
+def _counts(metrics: Collection[WorkerMetrics]) -> tuple[int, ...]:
+    """First tokens of interactive requests, summed over these workers, by bucket."""
     counts = [0] * (len(LATENCY_BOUNDS) + 1)
-    for one in told:
+    for one in metrics:
         tier = one.tiers.get(Tier.INTERACTIVE)
         for bucket, number in enumerate(() if tier is None else tier.ttft.counts):
             counts[bucket] += number
@@ -122,8 +122,8 @@ def _counts(told: Collection[WorkerMetrics]) -> tuple[int, ...]:
 
 
 def _ttft(counts: tuple[int, ...], before: FirstTokens, now: float) -> tuple[float | None, FirstTokens]:
-    """The 95 % quantile since the last one, as the upper end of its bucket. A worker that went took its counts with it:
-    a bucket that has fewer now tells nothing."""
+    """The 95 % quantile since the last one, as the upper bound of its bucket. A worker that left took its counts with
+    it: a bucket whose count fell is ignored."""
     if before.since is None or len(before.counts) != len(counts):
         return None, FirstTokens(counts, now)
     new = [max(0, now_in - then) for now_in, then in zip(counts, before.counts, strict=True)]

@@ -1,4 +1,4 @@
-"""The open jobs of a root, and what is left of each: for whoever tells how an installation stands.
+"""The open jobs of a root and their remaining tokens, for status reports and autoscaling.
 
 Estimated, and some seconds old. Orders never change, so each is read once; what changes is a small object for each job.
 """
@@ -19,16 +19,15 @@ from pipeline.scaling.tenant_backlog import BYTES_PER_TOKEN
 from schemas.jobs.job import Job
 from schemas.jobs.outcome import JobStatus
 
-MOST_JOBS: Final = 1_000
-"""Open jobs that a look reads for people, the newest; then more is open than it tells."""
+MAX_JOBS: Final = 1_000
+"""Maximum number of open jobs in a status report, the newest first; `OpenJobs.more` says that there are others."""
 
 PAGE_JOBS: Final = 256
-"""Open jobs that are read at once."""
+"""Open jobs that are read concurrently."""
 
 
 class OpenJobSummary(NamedTuple):
-    """A job (without the list of its files and rows, which may be long), how it stands, and how many tokens are left to
-    be computed for it."""
+    """A job (without the lists of its files and rows, which may be long), its status, and its remaining tokens."""
 
     job: Job
     status: JobStatus
@@ -37,7 +36,7 @@ class OpenJobSummary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenJobs:
-    """What one look has found.
+    """The open jobs of one read.
 
     Attributes:
         jobs: the newest first.  more: there are further jobs.
@@ -55,7 +54,7 @@ class OpenJobsIndex:
         executor: reads the jobs of a page, where that saves time; None: one after the other.
     """
 
-    def __init__(self, store: ObjectStore, max_jobs: int | None = MOST_JOBS, executor: Executor | None = None) -> None:
+    def __init__(self, store: ObjectStore, max_jobs: int | None = MAX_JOBS, executor: Executor | None = None) -> None:
         self._store = store
         self._max_jobs = max_jobs
         self._executor = executor or InlineExecutor()
@@ -79,7 +78,8 @@ class OpenJobsIndex:
                     yield ledger, one
 
     def _read(self, ledger: JobLedger) -> OpenJobSummary | None:
-        """None: it has ended, or is damaged, or was just removed: whoever asks for that job is told."""
+        """Read one job; None: it has ended, is damaged, or was just removed. A request for that job reports the
+        error."""
         try:
             if not is_open(ledger):
                 return None
@@ -94,7 +94,7 @@ class OpenJobsIndex:
 
 
 def _without_lists(job: Job) -> Job:
-    """The order without what grows with its input: one file stands for all, with their size."""
+    """The order without its lists of files and rows: one file represents all, with the total size."""
     whole = job.input.files[0].model_copy(update={"size": job.input.size})
     source = job.input.model_copy(update={"files": (whole,)})
     return job.model_copy(update={"input": source, "settings": job.settings.model_copy(update={"rows": None})})

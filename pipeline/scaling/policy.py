@@ -1,15 +1,16 @@
-"""How many workers a pool should have: a pure function of what waits, who works and what was decided before.
+"""The scaling policy: the number of workers of a pool as a pure function of its backlog, workers and last state.
 
-Work is counted in seconds of one worker: tokens over the tokens a second that workers have measured. How busy a GPU is
-says nothing of that and isn't asked.
+Work is measured in seconds of one worker: tokens over the throughput that workers have measured. GPU utilisation is no
+measure of waiting work and isn't used.
 
-Three numbers of workers are reckoned. `hard`: the least that end all work before its deadlines, earliest first, where
-those that are still to be started bring nothing while they start. `ahead`: as many as would have it done well before
-that, each with enough to do that its start is small beside it: all machines cost the same for an hour's work however
-many share it, so haste is free but for starts. `kept`: as many as have something to do now. While there are callers
-each of the three is one at least: a request on the lane has a worker started for it where there is none. The pool grows
-to the larger of the first two, shrinks to the larger of the first and the last, and stays where it is in between; that
-is wide enough that it settles. Cooldowns, step limits and a bound on changes an hour hold whatever the figures do.
+The policy computes three numbers of workers. `hard`: the smallest number that completes all work before its deadlines,
+earliest first; starting workers contribute nothing during their cold start. `ahead`: the number that completes the work
+well before that, as long as each worker has enough work that its cold start is small in comparison: an hour of work
+costs the same on any number of machines, so only cold starts make speed expensive. `kept`: the number that has work
+now. While there are callers each of the three is at least one: a request on the lane starts a worker if there is none.
+The pool grows to the larger of `hard` and `ahead`, shrinks to the larger of `hard` and `kept`, and stays unchanged in
+between; this band is wide enough that the pool settles. Cooldowns, step limits and a bound on changes per hour always
+apply.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ HOUR = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class PoolObservation:
-    """How a pool stands.
+    """The state of a pool.
 
     Attributes:
-        demands: what is open, in worker-seconds.
-        live: workers that beat and are not ending.
-        ttft_p95: seconds, of requests whose callers wait; None: too few of late.
-        callers: such requests, with workers or on the lane.  callers_waiting: of them, those that have no place in a
-            batch yet.
+        demands: open work, in worker-seconds.
+        live: workers that send heartbeats and are not draining.
+        ttft_p95: seconds, of interactive requests; None: too few samples.
+        callers: open interactive requests, at workers or on the lane.
+        callers_waiting: of these, the ones that are in no batch yet.
         kv_used: mean share of KV caches in use; None: not known.
     """
 
@@ -46,20 +47,20 @@ class PoolObservation:
 
     @property
     def work(self) -> float:
-        """Seconds of one worker."""
+        """Open work in seconds of one worker."""
         return sum(demand.seconds for demand in self.demands)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """What the policy keeps from one decision to the next. Moments are seconds on any one clock.
+    """The policy's state between two decisions. Times are seconds on one clock.
 
     Attributes:
-        desired: what was wished last; None: nothing yet.
-        live: workers that were seen last.
-        starting: workers that were wished for and haven't been seen.
-        changed: when the wish changed, within the last hour.
-        lower_since, lower: since when fewer would do, and the most that were wanted since.
+        desired: workers of the last decision; None: there was none.
+        live: live workers at the last decision.
+        starting: requested workers that are not live yet.
+        changed: times of changes within the last hour.
+        lower_since, lower: time since when fewer workers suffice, and the largest target since then.
     """
 
     desired: int | None = None
@@ -72,12 +73,12 @@ class PolicyState:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many workers there should be, and why.
+    """The number of workers that a pool should have, and the reason.
 
     Attributes:
-        desired: workers.  before: that were wished for until now.
-        hard, ahead, kept: see above.
-        reason: in a few words.  memory: for the next decision.
+        desired: workers from now on.  before: workers desired until now.
+        hard, ahead, kept: see the module.
+        reason: a short text.  memory: the state for the next decision.
     """
 
     desired: int
@@ -90,7 +91,7 @@ class Decision:
 
 
 def decide(limits: ScalingLimits, memory: PolicyState, observed: PoolObservation, now: float) -> Decision:
-    """The pool's next wish. `now`: seconds, on the clock of `memory`."""
+    """Decide the pool's number of workers. `now`: seconds, on the clock of `memory`."""
     before = observed.live if memory.desired is None else memory.desired
     before = min(max(before, limits.least), limits.most)
     starting = awaited(memory.starting, memory.live, observed.live, before, now)
@@ -107,35 +108,35 @@ def decide(limits: ScalingLimits, memory: PolicyState, observed: PoolObservation
     if before == 0 and target and _may_gather(limits, observed, fleet, due, hard):
         target, reason = 0, "gathering work"
     target = min(max(target, limits.least), limits.most)
-    kept_memory = replace(
+    next_memory = replace(
         memory, desired=before, live=observed.live, starting=starting,
         changed=tuple(at for at in memory.changed if at > now - HOUR),
     )  # fmt: skip
     if target >= before:
-        kept_memory = replace(kept_memory, lower_since=None, lower=0)
+        next_memory = replace(next_memory, lower_since=None, lower=0)
     if target > before:
-        desired, reason = _grow(limits, kept_memory, before, target, int(observed.work / limits.keep), reason, now)
+        desired, reason = _grow(limits, next_memory, before, target, int(observed.work / limits.keep), reason, now)
     elif target < before:
-        desired, reason, kept_memory = _shrink(limits, kept_memory, before, target, reason, now)
+        desired, reason, next_memory = _shrink(limits, next_memory, before, target, reason, now)
     else:
         desired = before
     if desired != before:
-        kept_memory = replace(
-            kept_memory,
+        next_memory = replace(
+            next_memory,
             desired=desired,
-            changed=(*kept_memory.changed, now),
+            changed=(*next_memory.changed, now),
             starting=awaited(starting, observed.live, observed.live, desired, now),
         )
-    return Decision(desired, before, hard, ahead, kept, reason, kept_memory)
+    return Decision(desired, before, hard, ahead, kept, reason, next_memory)
 
 
 def _target(
     limits: ScalingLimits, observed: PoolObservation, before: int, hard: int, ahead: int, kept: int
 ) -> tuple[int, str]:
-    """Where it should go, whatever cooldowns say."""
+    """The number of workers before cooldowns and step limits, and the reason."""
     pressed = _pressed(limits, observed)
     most = max(hard, ahead)
-    if pressed and observed.live >= before:  # those that are starting may be enough
+    if pressed and observed.live >= before:  # starting workers may be enough
         most = max(most, before + max(1, ceil(limits.pressure_share * before)))
     if most > before and (most == hard or most > before * (1 + limits.tolerance)):
         if not before and observed.callers and observed.work < limits.busy:
@@ -151,10 +152,10 @@ def _target(
 def _may_gather(
     limits: ScalingLimits, observed: PoolObservation, fleet: Fleet, due: Sequence[Demand], hard: int
 ) -> bool:
-    """Whether the first worker may wait for more work to share its start."""
+    """Whether the first worker's start may be delayed, so that more work shares its cold start."""
     if observed.live or observed.callers or observed.work >= limits.busy:
         return False
-    wait = min((_patience(limits, demand) for demand in observed.demands if demand.seconds > 0), default=0.0)
+    wait = min((_max_wait_seconds(limits, demand) for demand in observed.demands if demand.seconds > 0), default=0.0)
     if wait <= 0:
         return False
     later = [replace(demand, due=(demand.due or 0.0) - wait) for demand in due]
@@ -162,9 +163,9 @@ def _may_gather(
     return in_time and workers_for(fleet, later, lambda left: _usable(limits, left), limits.margin) <= hard
 
 
-def _patience(limits: ScalingLimits, demand: Demand) -> float:
-    """Seconds that work may still wait for its first worker. What has a deadline or is bulk says itself that it is in
-    no hurry; the rest says nothing, and is begun."""
+def _max_wait_seconds(limits: ScalingLimits, demand: Demand) -> float:
+    """Seconds that work may still wait for its first worker. Bulk work and work with a deadline may wait; other work
+    starts immediately."""
     if demand.due is None and not demand.bulk:
         return 0.0
     whole = limits.bulk_within if demand.due is None else demand.due + demand.waited
@@ -172,8 +173,8 @@ def _patience(limits: ScalingLimits, demand: Demand) -> float:
 
 
 def _pressed(limits: ScalingLimits, observed: PoolObservation) -> str:
-    """Why callers are kept waiting, if they are. A KV cache that batch work fills is as it should be: it counts only
-    while callers wait for a place."""
+    """The reason why callers wait too long; empty: they don't. A KV cache filled with batch work is normal: it counts
+    only while callers wait for a slot."""
     if observed.ttft_p95 is not None and observed.ttft_p95 > limits.ttft:
         return "TTFT p95"
     if observed.callers_waiting and observed.kv_used is not None and observed.kv_used >= limits.kv_full:
@@ -187,10 +188,10 @@ def _grow(
     used = len(memory.changed) / limits.changes_an_hour
     if used >= 1:
         return before, f"{reason}; {len(memory.changed)} changes within the hour"
-    # From none nothing goes forward at all: that waits for no cooldown.
+    # With no worker no work progresses: the first start waits for no cooldown.
     if before and now - max(memory.changed, default=-inf) < limits.up_cooldown:
         return before, f"{reason}; cooling down"
-    # The fewer changes are left, the larger is each, as far as there is work for so many.
+    # The fewer changes are left this hour, the larger each one is, limited by the work.
     larger = min(ceil(before * (1 + used / 2)), worthwhile, limits.most)
     return min(max(target, larger), before + limits.up_step), reason
 
@@ -204,7 +205,8 @@ def _shrink(
     if now - since < limits.down_after:
         return before, f"{reason}; for {now - since:.0f} s", waiting
     changes = len(memory.changed)
-    # Half of the workers may go when half of the hour's changes are used, and only all of them before the last one.
+    # The more of the hour's changes are used, the larger a cut must be (half of the workers at half of the changes);
+    # the last change is reserved for growth.
     if before - lower < before * changes / limits.changes_an_hour or changes >= max(1, limits.changes_an_hour - 1):
         return before, f"{reason}; {changes} changes within the hour", waiting
     if now - max(memory.changed, default=-inf) < limits.down_cooldown:
@@ -213,7 +215,7 @@ def _shrink(
 
 
 def _due(limits: ScalingLimits, demand: Demand) -> Demand:
-    """Work without a deadline gets one by its age, so that nothing waits for ever."""
+    """Derive a deadline by age for work without one, so that no work waits for ever."""
     if demand.due is not None:
         return demand
     within = limits.bulk_within if demand.bulk else limits.standard_within
@@ -221,5 +223,5 @@ def _due(limits: ScalingLimits, demand: Demand) -> Demand:
 
 
 def _usable(limits: ScalingLimits, left: float) -> float:
-    """Of the time until a deadline, what work is planned into."""
+    """The part of the time until a deadline that work is planned into; the rest is a reserve."""
     return left - min(limits.reserve + limits.reserve_share * left, left / 2)

@@ -1,7 +1,6 @@
-"""How much is open in a root, by tenant: for doors that hold back when it is too much.
+"""The open tokens and jobs of each tenant, for ingest sources that apply backpressure.
 
-Read from the open jobs' papers every few seconds: an estimate, and never older than that but for what this process has
-added itself, which counts at once.
+Estimated from the open jobs' records, which are read every few seconds. Jobs that this process adds count immediately.
 """
 
 from __future__ import annotations
@@ -14,45 +13,45 @@ from pipeline.ports import World
 from schemas.jobs.job import Job
 
 BYTES_PER_TOKEN = 4
-"""Of input that is not planned yet."""
+"""Estimated size of a token in input that is not planned yet."""
 
 
 class TenantBacklog:
-    """Open tokens of the root that `world.store` is. `look_every`: seconds between two looks."""
+    """Open tokens and jobs of the root `world.store`, by tenant. `look_every`: seconds between two reads."""
 
     def __init__(self, world: World, look_every: float) -> None:
         self._world = world
         self._look_every = look_every
-        self._next_look = 0.0
+        self._next_refresh = 0.0
         self._tokens: Counter[str] = Counter()
         self._open: Counter[str] = Counter()
-        self._jobs: dict[str, Job] = {}  # of open jobs, by prefix: their orders never change
+        self._jobs: dict[str, Job] = {}  # orders of open jobs, by prefix; they never change
         self._lock = threading.Lock()
 
     def tokens_of(self, tenant: str) -> int:
         """Estimated tokens of the tenant's open jobs that have no part yet."""
         with self._lock:
-            self._look_again()
+            self._refresh_if_due()
             return self._tokens[tenant]
 
     def jobs_of(self, tenant: str) -> int:
-        """The tenant's open jobs."""
+        """Number of the tenant's open jobs."""
         with self._lock:
-            self._look_again()
+            self._refresh_if_due()
             return self._open[tenant]
 
     def added(self, job: Job) -> None:
-        """A job was accepted here since the last look."""
+        """Count a job that this process has accepted since the last read."""
         with self._lock:
             self._tokens[job.tenant] += _unplanned(job)
             self._open[job.tenant] += 1
 
-    def _look_again(self) -> None:
-        if self._world.clock.monotonic() >= self._next_look:
-            self._look()
-            self._next_look = self._world.clock.monotonic() + self._look_every
+    def _refresh_if_due(self) -> None:
+        if self._world.clock.monotonic() >= self._next_refresh:
+            self._refresh()
+            self._next_refresh = self._world.clock.monotonic() + self._look_every
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         tokens: Counter[str] = Counter()
         count: Counter[str] = Counter()
         jobs: dict[str, Job] = {}

@@ -1,2 +1,2 @@
-"""Days of an installation in minutes: a trace of jobs, the dispatcher's and the autoscaler's own decisions, and workers
-that take the time that was measured."""
+"""A discrete-event simulation of an installation: days in minutes, from a trace of jobs, with the dispatcher's and the
+autoscaler's production code, and workers with measured throughput."""

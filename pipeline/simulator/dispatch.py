@@ -1,7 +1,7 @@
-"""What the dispatcher does in the simulation: open jobs, and the queues that their shards are put on.
+"""The simulated dispatcher: open jobs, and the queues of their shards.
 
-What decides is what decides in production: `dispatch_order`, `is_deadline_at_risk`, `plan_shedding` and `FairShares`
-say whose shard goes onto a queue, and `backlog_for` how long the queue may be.
+It decides with production code: `dispatch_order`, `is_deadline_at_risk`, `plan_shedding` and `FairShares` choose the
+next shard of a queue, and `backlog_for` the length of the queue.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ class WaitingShard(NamedTuple):
 
 
 class SimulatedDispatch:
-    """Attributes:
-    queues: shards that nobody has taken yet.
+    """The simulated dispatcher.
+
+    Attributes:
+        queues: shards that no worker has taken yet.
     """
 
     def __init__(self, settings: DispatchSettings) -> None:
         self._settings = settings
         self._jobs: dict[Tier, dict[str, list[SimJob]]] = {tier: {} for tier in BY_URGENCY}  # by tenant, by urgency
         self._shares = {tier: FairShares(settings.weights) for tier in BY_URGENCY}
-        self._triage = dict.fromkeys(BY_URGENCY, SheddingPlan())
-        self._sorted_out: dict[Tier, float] = {}
+        self._shedding_plans = dict.fromkeys(BY_URGENCY, SheddingPlan())
+        self._shed_at: dict[Tier, float] = {}
         self.queues: dict[Tier, deque[WaitingShard]] = {tier: deque() for tier in BY_URGENCY}
 
     def __iter__(self) -> Iterator[SimJob]:
@@ -54,7 +56,7 @@ class SimulatedDispatch:
         insort(of_tenant, job, key=lambda one: urgency(one.order))
 
     def forget(self, job: SimJob) -> None:
-        """It has ended: none of its shards is handed out any more."""
+        """Remove an ended job: none of its shards is dispatched any more."""
         tier, tenant = job.order.tier, job.order.tenant
         of_tenant = self._jobs[tier][tenant]
         of_tenant.remove(job)
@@ -64,15 +66,15 @@ class SimulatedDispatch:
             self.queues[tier].remove(entry)
 
     def fill(self, now: float, workers: int, rate: float) -> int:
-        """One look; how many shards were put. `rate`: tokens a second of all workers."""
+        """Run one tick; returns the number of queued shards. `rate`: tokens per second of all workers."""
         depth = backlog_for(self._settings.backlog, workers, self._settings.backlog_per_worker)
         put = 0
         for tier in BY_URGENCY:
             queue, shares = self.queues[tier], self._shares[tier]
             room = depth - len(queue)
             wanted = self._wanted(tier, room, now, rate) if room > 0 else []
-            pressing = partial(self._presses, shares=shares, now=now, rate=rate)
-            for job, number in dispatch_order(shares, wanted, room, lambda job: job.order, pressing, self._is_lost):
+            is_at_risk = partial(self._is_at_risk, shares=shares, now=now, rate=rate)
+            for job, number in dispatch_order(shares, wanted, room, lambda job: job.order, is_at_risk, self._is_lost):
                 rows = job.put(number)
                 queue.append(WaitingShard(job, number, rows))
                 shares.charge(job.order.tenant, round(rows * job.planned_tokens))
@@ -80,8 +82,8 @@ class SimulatedDispatch:
         return put
 
     def _wanted(self, tier: Tier, room: int, now: float, rate: float) -> list[tuple[SimJob, list[int]]]:
-        """Of each tenant the first jobs, as many as fill the room: `dispatch_order` would look at no others."""
-        self._sort_out(tier, now, rate)
+        """Each tenant's first jobs, as many as fill the room: `dispatch_order` would reach no others."""
+        self._plan_shedding(tier, now, rate)
         found = []
         for jobs in self._jobs[tier].values():
             left = room
@@ -93,25 +95,25 @@ class SimulatedDispatch:
                     break
         return found
 
-    def _sort_out(self, tier: Tier, now: float, rate: float) -> None:
-        """Which deadlines can be met, looked at as often as the dispatcher does."""
-        if now < self._sorted_out.get(tier, -inf) + self._settings.cache_every:
+    def _plan_shedding(self, tier: Tier, now: float, rate: float) -> None:
+        """Plan load shedding, at the dispatcher's interval."""
+        if now < self._shed_at.get(tier, -inf) + self._settings.cache_every:
             return
-        self._sorted_out[tier] = now
+        self._shed_at[tier] = now
         due = [
             JobDeadline(job.order.id, job.due - now, job.rows_left * job.planned_tokens)
             for jobs in self._jobs[tier].values()
             for job in jobs
             if job.due is not None
         ]
-        self._triage[tier] = plan_shedding(due, rate)
+        self._shedding_plans[tier] = plan_shedding(due, rate)
 
     def _is_lost(self, job: SimJob) -> bool:
-        return job.order.id in self._triage[job.order.tier].lost
+        return job.order.id in self._shedding_plans[job.order.tier].lost
 
-    def _presses(self, job: SimJob, shares: FairShares, now: float, rate: float) -> bool:
+    def _is_at_risk(self, job: SimJob, shares: FairShares, now: float, rate: float) -> bool:
         left = None if job.due is None or self._is_lost(job) else job.due - now
-        together = self._triage[job.order.tier].together.get(job.order.id, 0.0)
+        cumulative = self._shedding_plans[job.order.tier].cumulative_tokens.get(job.order.id, 0.0)
         return is_deadline_at_risk(
-            left, job.rows_left * job.planned_tokens, together, rate, shares.ahead(job.order.tenant)
+            left, job.rows_left * job.planned_tokens, cumulative, rate, shares.ahead(job.order.tenant)
         )

@@ -1,4 +1,4 @@
-"""What a simulation comes to, beside what could have been done."""
+"""The report of a simulation, compared with an oracle."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ HOUR = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """Figures of one simulation; times in seconds.
+    """Results of one simulation; times in seconds.
 
     Attributes:
-        hours: simulated.  requests, jobs, shards, tokens: tokens as they turned out.
-        workers_peak, workers_mean: that lived.  starts, interrupted: of workers.
-        worker_hours: paid for.  busy_share: of them, with a shard in hand.  cost: None: no price was given.
+        hours: simulated time.  requests, jobs, shards, tokens: totals; tokens are actual, not estimated.
+        workers_peak, workers_mean: live workers.  starts, interrupted: numbers of workers.
+        worker_hours: paid hours.  busy_share: share of them with a shard.  cost: None: no price was given.
         tokens_per_second: over the time in which anything was computed.
-        deadlines, deadlines_met, deadlines_oracle: jobs that had one, met it, could have met it.
-        met_of_oracle: of those that could have, the share that did.
-        oracle_worker_hours: that any schedule costs at least.  oracle_peak: workers that it needs at once, at least.
-        cost_over_oracle: worker hours over these.
+        deadlines, deadlines_met, deadlines_oracle: jobs with a deadline, that met it, that could have met it.
+        met_of_oracle: share of the jobs that could have met their deadline and did.
+        oracle_worker_hours: lower bound of any schedule's worker hours.  oracle_peak: lower bound of its peak workers.
+        cost_over_oracle: worker hours over `oracle_worker_hours`.
         wait_p50, wait_p95, wait_max: from a job's arrival to its first shard at a worker.
         took_p50, took_p95: from a job's arrival to its end.
-        changes, changes_an_hour_max: of the autoscaler's wish; the most within any hour.
+        changes, changes_an_hour_max: changes of the desired workers; the most within any hour.
         longest_queue: shards.  repeated_rows: computed again after an interruption.
-        series: (hour, desired, live, backlog in worker-hours), at most so many points as asked for.
+        series: (hour, desired, live, backlog in worker-hours), about `points` of them.
     """
 
     trace: str
@@ -77,7 +77,7 @@ def report(
     price_per_hour: float | None = None,
     points: int = 96,
 ) -> SimulationReport:
-    """The figures. `price_per_hour`: of a worker."""
+    """Evaluate a simulation. `price_per_hour`: of a worker."""
     ideal = oracle(settings, outcome)
     with_due = [(job, could) for job, could in zip(outcome.jobs, ideal.met, strict=True) if job.due is not None]
     met = sum(_in_time(job.ended, job.due, job.rows_left) for job, _ in with_due)
@@ -129,7 +129,7 @@ def report(
 
 
 def tasks_of(settings: SimulationSettings, outcome: SimulationOutcome) -> list[OracleJob]:
-    """The jobs as they turned out."""
+    """The oracle's jobs, with their actual work."""
     worker = settings.worker
     return [
         OracleJob(job.arrival, worker.seconds(job.rows, job.prompt, job.answer), inf if job.due is None else job.due)
@@ -138,7 +138,7 @@ def tasks_of(settings: SimulationSettings, outcome: SimulationOutcome) -> list[O
 
 
 def oracle(settings: SimulationSettings, outcome: SimulationOutcome) -> OracleResult:
-    """What could have been done with the jobs as they turned out."""
+    """The oracle's result for the jobs, with their actual work."""
     cold_start, limits = settings.worker.cold_start, settings.scaling
     slowest = limits.bulk_within if any(job.order.tier is Tier.BULK for job in outcome.jobs) else limits.standard_within
     ready = 0.0 if settings.fixed else cold_start

@@ -1,4 +1,4 @@
-"""What is simulated, and what comes of it."""
+"""Settings and outcome of a simulation."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from schemas.settings.autoscaling import ScalingLimits
 
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """What is simulated; times in seconds.
+    """Settings of a simulation; times in seconds.
 
     Attributes:
-        worker: how fast one is, and how long it takes to come.
+        worker: throughput and cold start of a worker.
         scaling: the autoscaler's limits; `most` is the number of GPUs.
-        fixed: so many workers from the beginning to the end, without an autoscaler; None: it decides.
-        every: between two looks of the autoscaler.
-        plan: how jobs are cut.  dispatching: how shards are handed out.
-        take_up, rows_planned: from a job's arrival until it is seen, and rows a second of planning its first segment;
-            before that none of its shards is handed out.
-        answer_error: answers turn out longer or shorter than estimated, job by job, by a factor exp(N(0, this)).
+        fixed: constant number of workers, without an autoscaler; None: the autoscaler decides.
+        every: interval between two decisions of the autoscaler.
+        plan: how jobs are split.  dispatching: how shards are dispatched.
+        take_up, rows_planned: delay from a job's arrival until it is found, and rows per second of planning its first
+            segment; before that none of its shards is dispatched.
+        answer_error: actual answers differ from the estimate by a factor exp(N(0, this)), drawn per job.
         cold_start_spread: cold starts take up to this share more or less.
         unnoticed: share of the interruptions that come without notice; then a worker's last `unlogged` seconds are
-            computed again, and its shards are missed for `silence`.
-        seed: of what is drawn.
+            computed again, and the loss of its shards is detected after `silence`.
+        seed: seed of the random numbers.
     """
 
     worker: WorkerModel
@@ -48,7 +48,7 @@ class SimulationSettings:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How it stood at a moment. `backlog`: seconds of one worker."""
+    """The state at one time. `backlog`: seconds of one worker."""
 
     at: float
     desired: int
@@ -58,15 +58,15 @@ class Sample:
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """What has happened.
+    """The outcome of a simulation.
 
     Attributes:
-        jobs: all, ended or not.  seconds: until the last of them ended and the last worker went.
-        worker_seconds, busy_seconds: paid for, and of them, those with a shard in hand.
-        changes: when the wish changed, and to what.  samples: at each look of the autoscaler.
-        shards, repeated_rows: put on queues; computed again after an interruption.
-        starts, interrupted: workers.
-        longest_queue: shards that waited in a queue.  tokens: computed, as they turned out.
+        jobs: all, ended or not.  seconds: until the last job ended and the last worker left.
+        worker_seconds, busy_seconds: paid time, and the part of it with a shard.
+        changes: times and values of changes of the desired workers.  samples: one per decision of the autoscaler.
+        shards, repeated_rows: shards put on queues; rows computed again after an interruption.
+        starts, interrupted: numbers of workers.
+        longest_queue: most shards that waited in a queue.  tokens: actual computed tokens.
         computed_until: when the last shard was finished.
     """
 

@@ -1,12 +1,11 @@
 """The simulation: a heap of events on a virtual clock.
 
-What decides is what decides in production: the dispatcher's rules (`SimulatedDispatch`) say whose shard goes onto a
-queue, `BulkReserve` which tier a worker takes from, and `decide` how many workers there are. What is made up is what
-they decide
-about: rows are alike within a job, workers are `SimWorker`, machines come after a cold start, and who ends when there
-are too many is drawn by chance, since a fleet's service doesn't know who is busy.
+Production code decides: the dispatcher's rules (`SimulatedDispatch`) choose the next shard of a queue, `BulkReserve`
+the tier that a worker takes from, and `decide` the number of workers. Its environment is simulated: all rows of a job
+are equal, workers are `SimWorker`, machines start after a cold start, and a random worker ends when there are too many,
+since a fleet's service can't see which workers are busy.
 
-Requests whose callers wait are not simulated.
+Interactive requests are not simulated.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ EPOCH: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def simulate(trace: Trace, settings: SimulationSettings) -> SimulationOutcome:
-    """Play the trace to its end."""
-    return _Mill(trace, settings).run()
+    """Simulate the trace to its end."""
+    return _Simulation(trace, settings).run()
 
 
-class _Mill:
+class _Simulation:
     def __init__(self, trace: Trace, settings: SimulationSettings) -> None:
         self._settings = settings
         self._limits = settings.scaling.model_copy(update={"cold_start": settings.worker.cold_start})
@@ -49,8 +48,8 @@ class _Mill:
         self._queues = self._jobs.queues
         self._workers: dict[int, SimWorker] = {}
         self._booting: dict[int, SimWorker] = {}
-        self._hungry: dict[int, None] = {}  # workers that look for a shard, the longest first
-        self._only_bulk: dict[int, None] = {}  # those that would open an urgent shard at once
+        self._hungry: dict[int, None] = {}  # workers that wait for a shard, the longest first
+        self._only_bulk: dict[int, None] = {}  # workers that would open an urgent shard immediately
         self._names = count()
         self._tick_at = inf
         self._memory = PolicyState()
@@ -115,7 +114,7 @@ class _Mill:
         self._at(job.ready, self._want_tick)
 
     def _expire(self, job: SimJob) -> None:
-        """What isn't done by the deadline is closed; workers give its shards back."""
+        """Close a job at its deadline; workers release its shards."""
         if job.ended is not None:
             return
         self._end(job)
@@ -135,7 +134,7 @@ class _Mill:
     # -- the dispatcher
 
     def _want_tick(self) -> None:
-        """A look with the next turn of its loop."""
+        """Schedule a tick at the next interval of the dispatcher's loop."""
         every = self._settings.dispatching.tick_every
         moment = ceil(self._now / every + 1e-9) * every
         if moment < self._tick_at:
@@ -150,7 +149,7 @@ class _Mill:
         self._feed()
 
     def _feed(self) -> None:
-        """Workers that look find what is on the queues."""
+        """Give queued shards to waiting workers."""
         for name in list(self._hungry):
             if not any(self._queues.values()):
                 return
@@ -180,21 +179,21 @@ class _Mill:
         self._hungry.setdefault(worker.name)
 
     def _look_for_more(self, worker: SimWorker, job: SimJob) -> None:
-        """It takes its next shard when too few rows wait: now, then, or when one of its shards is finished."""
-        worker.look += 1
+        """Schedule the worker's next take: when too few rows wait, or when one of its shards is finished."""
+        worker.take_serial += 1
         self._only_bulk.pop(worker.name, None)
         if worker.held and worker.wants_urgent():
             self._only_bulk[worker.name] = None
-        moment, turn = worker.wants_at(job, self._now), worker.look
+        moment, turn = worker.wants_at(job, self._now), worker.take_serial
         if moment <= self._now:
             self._take(worker)
         elif moment < inf:
-            self._at(moment, lambda: self._take(worker) if worker.look == turn else None)
+            self._at(moment, lambda: self._take(worker) if worker.take_serial == turn else None)
 
     def _finish(self, worker: SimWorker, shard: HeldShard) -> None:
         if shard not in worker.held:
             return
-        if shard.finish > self._now + 1e-6:  # more urgent work went before it
+        if shard.finish > self._now + 1e-6:  # more urgent work has delayed it
             self._at(shard.finish, partial(self._finish, worker, shard))
             return
         worker.let_go(shard, self._now)
@@ -203,7 +202,7 @@ class _Mill:
         tokens = shard.rows * (job.prompt + job.answer)
         self.outcome.tokens += tokens
         self.outcome.computed_until = self._now
-        # What a worker tells is what it computed over the time that it had work.
+        # A worker reports its tokens over the time that it had work.
         self._speed += 0.02 * (tokens / shard.flow - self._speed) if shard.flow else 0.0
         if job.rows_left < 0.5 and job.ended is None:
             self._end(job)
@@ -231,17 +230,17 @@ class _Mill:
         self.outcome.busy_seconds += worker.paid_until(self._now)
 
     def _leave(self, worker: SimWorker, lost: float, after: float) -> None:
-        """A worker ends; its shards go to others from where they stand, `after` so many seconds."""
+        """End a worker; other workers resume its shards `after` so many seconds."""
         self._workers.pop(worker.name)
         self._hungry.pop(worker.name, None)
         self._only_bulk.pop(worker.name, None)
-        worker.look += 1
+        worker.take_serial += 1
         lefts = [
             (shard, worker.drop(shard, self._now), _rows_of_last(shard, self._now, lost)) for shard in list(worker.held)
         ]
         self._pay(worker)
 
-        def give_back() -> None:
+        def release() -> None:
             for shard, left, again in lefts:
                 job = shard.job
                 if job.ended is None:
@@ -252,12 +251,12 @@ class _Mill:
                         job.returned[shard.number] = left + again
             self._want_tick()
 
-        self._at(self._now + after, give_back)
+        self._at(self._now + after, release)
 
     # -- machines
 
     def _scale(self) -> None:
-        """One look of the autoscaler, and what the provider makes of it."""
+        """Run the autoscaler once, and let the provider start and end machines."""
         demands = [
             Demand(
                 job.rows_left * job.planned_tokens / self._speed,
@@ -299,6 +298,6 @@ class _Mill:
 
 
 def _rows_of_last(shard: HeldShard, now: float, lost: float) -> float:
-    """Rows of a shard whose last `lost` seconds of work are gone."""
+    """Rows of a shard that were computed in its last `lost` seconds."""
     span = max(1e-9, shard.finish - shard.taken)
     return min(lost, max(0.0, now - shard.taken)) / span * shard.rows

@@ -1,4 +1,4 @@
-"""What comes in and what is taken away, over some hours: read from a file, or drawn by a seed.
+"""Traces of job arrivals and spot interruptions over some hours: read from a file, or drawn at random by a seed.
 
 A file has a JSON object a line: jobs {"at", "rows", "prompt_tokens", "output_tokens", "tier", "tenant", "deadline"},
 and interruptions of spot machines {"at", "interrupt"}. Times are seconds, `at` from the beginning, `deadline` after
@@ -26,11 +26,11 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class BadTrace(PipelineError):
-    """Raised when a file is no trace."""
+    """Raised when a file isn't a valid trace."""
 
 
 class TracedJob(BaseModel):
-    """A job. `rows` are all alike: `prompt_tokens` and `output_tokens` are of each."""
+    """A job of equal rows: `prompt_tokens` and `output_tokens` are of each row."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +44,7 @@ class TracedJob(BaseModel):
 
 
 class SpotInterruption(BaseModel):
-    """This share of the workers that live is taken away."""
+    """An interruption of this share of the live workers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,7 +54,7 @@ class SpotInterruption(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Some hours. Both lists are in order of time."""
+    """A trace. Both lists are in order of time."""
 
     name: str
     jobs: tuple[TracedJob, ...]
@@ -65,12 +65,12 @@ class Trace:
         return sum(job.rows for job in self.jobs)
 
     def work(self, worker: WorkerModel) -> float:
-        """Seconds of one worker whose batch is always full."""
+        """Seconds that one worker with an always full batch needs."""
         return sum(worker.seconds(job.rows, job.prompt_tokens, job.output_tokens) for job in self.jobs)
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises `BadTrace`, with the line."""
+    """Read a trace file. Raises `BadTrace`, with the line number."""
     line_of = TypeAdapter[TracedJob | SpotInterruption](TracedJob | SpotInterruption)
     jobs: list[TracedJob] = []
     interruptions: list[SpotInterruption] = []
@@ -119,7 +119,7 @@ class TraceSettings:
 
 
 def draw_trace(pattern: Pattern, drawn: TraceSettings, seed: int) -> Trace:
-    """The same for the same seed."""
+    """Draw a random trace; the same seed gives the same trace."""
     rng = random.Random(f"{pattern}/{seed}")
     count = min(drawn.requests, drawn.jobs or max(8, round(drawn.hours * 12)))
     moments = _moments(_INTENSITY[pattern](rng), count, rng, drawn.hours * 3_600.0)
@@ -146,22 +146,22 @@ def draw_trace(pattern: Pattern, drawn: TraceSettings, seed: int) -> Trace:
 
 
 Intensity = Callable[[float], float]
-"""How much comes at a moment, from 0 to 1 of the whole time; of any scale."""
+"""The arrival rate, of any scale, as a function of time from 0 to 1 of the whole duration."""
 
 
 def _bursts(rng: random.Random) -> Intensity:
-    """Some hours in which nearly all comes, and quiet between them."""
+    """Nearly all jobs arrive in a few short bursts."""
     peaks = [(rng.random(), rng.uniform(0.004, 0.012)) for _ in range(6)]
     return lambda share: 0.02 + sum(math.exp(-(((share - at) / width) ** 2)) for at, width in peaks)
 
 
 def _ramp(_rng: random.Random) -> Intensity:
-    """From a tenth to the whole, and on with that."""
+    """The rate rises from a tenth to the full rate, and stays there."""
     return lambda share: 0.1 + 0.9 * min(1.0, share / 0.8)
 
 
 def _daynight(_rng: random.Random) -> Intensity:
-    """The night has a tenth of the afternoon."""
+    """The rate at night is a tenth of the afternoon's."""
     return lambda share: 0.55 - 0.45 * math.cos(2 * math.pi * share)
 
 

@@ -1,8 +1,9 @@
-"""A simulated worker: shards flow through its batch one behind the other, more urgent ones first.
+"""A simulated worker: shards flow through its batch one after the other, more urgent ones first.
 
-A clock says when the next row finds a place in the batch. A shard moves it on by its rows over the rows a second that a
-full batch lets through; its last row ends a row's time after it began. An empty batch is a clock that lies back by a
-row's time, since a whole batch of rows may begin at once. So a shard costs two events, however many rows it has.
+A clock has the time at which the next row gets a slot in the batch. A shard advances it by its rows over the rows per
+second of a full batch; its last row ends one row's duration after it began. With an empty batch the clock is one row's
+duration in the past, since a whole batch of rows may begin at once. So a shard costs two events, however many rows it
+has.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from pipeline.simulator.worker_model import WorkerModel
 from pipeline.worker_client.bulk_reserve import BulkReserve
 from schemas.jobs.job import Tier
 
-MOST_HELD: Final = 5
-"""Four shards that are open and one that is prepared, as a worker has them (`workers.settings.WorkerSettings`)."""
+MAX_HELD: Final = 5
+"""Shards that a worker holds: four open and one prepared, as in `workers.settings.WorkerSettings`."""
 
 WATERMARK: Final = 2.0
-"""Batches of rows that wait, below which a worker opens another shard."""
+"""A worker opens another shard when fewer batches of rows than this wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJobOrder:
-    """What the dispatcher's rules need of a job."""
+    """The fields of a job that the dispatcher's rules need."""
 
     id: str
     tenant: str
@@ -96,7 +97,7 @@ class SimJob:
 
 @dataclass(eq=False, slots=True)
 class HeldShard:
-    """A shard in a worker's hands. `urgent`: it goes before those that are not."""
+    """A shard that a worker holds. `urgent`: it goes before the others."""
 
     job: SimJob
     number: int
@@ -112,12 +113,12 @@ class SimWorker:
 
     Attributes:
         launched: when it was asked for, and paid from.  ready: when it computed first.
-        busy: seconds with a shard in hand.  look: which of the moments at which it looks for a shard still counts.
+        busy: seconds with a shard in hand.  take_serial: number of the latest scheduled take; older ones are cancelled.
     """
 
     __slots__ = (
-        "_busy_since", "_clock", "_urgent", "busy", "floor", "held", "last_begin", "launched", "look", "model", "name",
-        "ready",
+        "_busy_since", "_clock", "_urgent", "busy", "floor", "held", "last_begin", "launched", "model", "name",
+        "ready", "take_serial",
     )  # fmt: skip
 
     def __init__(self, name: int, model: WorkerModel, launched: float, ready: float) -> None:
@@ -128,7 +129,7 @@ class SimWorker:
         self.held: list[HeldShard] = []
         self.floor = BulkReserve()
         self.busy = 0.0
-        self.look = 0
+        self.take_serial = 0
         self._clock = self._urgent = self.last_begin = float("-inf")
         self._busy_since = 0.0
 
@@ -158,14 +159,14 @@ class SimWorker:
 
     def wants_at(self, job: SimJob, now: float) -> float:
         """When it opens its next shard, as things are: too few rows wait by then. Infinity: when one is finished."""
-        if len(self.held) >= MOST_HELD:
+        if len(self.held) >= MAX_HELD:
             return inf
         full = job.full_seconds(self.model)
         return max(now, self.last_begin - WATERMARK * full)
 
     def wants_urgent(self) -> bool:
         """An urgent shard would be opened at once."""
-        return len(self.held) < MOST_HELD and not any(one.urgent for one in self.held)
+        return len(self.held) < MAX_HELD and not any(one.urgent for one in self.held)
 
     def paid_until(self, now: float) -> float:
         """Seconds with a shard in hand until now."""

@@ -1,4 +1,4 @@
-"""A disk that forgets what was not synced.
+"""A simulated disk that loses data which was not synced.
 
 Files really lie in a folder (in memory, where the machine has such a place), so the store's reading is the real one.
 What is kept beside them is what a power cut may take back: bytes of files never synced, and names that appeared or

@@ -37,8 +37,8 @@ IDLE_SECONDS = 0.5
 
 
 @dataclass
-class Office:
-    """What one life of a process has in its hands."""
+class ProcessPorts:
+    """The simulated ports of one life of a process."""
 
     process: Process
     world: World
@@ -48,8 +48,8 @@ class Office:
 
 
 @dataclass
-class House:
-    """Everything that the processes of one history share.
+class JobHarness:
+    """The state that the processes of one history share.
 
     Attributes:
         input: the job's, pinned.  acknowledged: objects that some process was told to stand.
@@ -83,7 +83,7 @@ class House:
         return all(process.done for process in self.machine.processes if not process.name.startswith("worker"))
 
     @contextmanager
-    def office(self, process: Process, idle: float = 0.0) -> Iterator[Office]:
+    def ports(self, process: Process, idle: float = 0.0) -> Iterator[ProcessPorts]:
         """Open the store, as a process does when it begins."""
         disk = ProcessDisk(self.device, process)
         with FolderStore(self.device.root, disk=disk) as folder:
@@ -91,7 +91,7 @@ class House:
             randomness = ProcessRandomness(self.scenario.seed, process)
             world = World(store, ProcessClock(process, idle), randomness, folder.scratch)
             queue, heartbeats = ProcessQueue(self.broker, process, self.watch), ProcessHeartbeats(self.broker, process)
-            yield Office(process, world, JobLedger(store, PREFIX), queue, heartbeats)
+            yield ProcessPorts(process, world, JobLedger(store, PREFIX), queue, heartbeats)
 
     def order(self) -> JobOrder:
         """What every door orders."""
@@ -111,36 +111,41 @@ class House:
         """A door and its planner: the first segment, then the rest. Each life counts tokens in its own way, so plans
         that race are different ones."""
         self._wait_for_the_lock(process)
-        with self.office(process) as office:
-            job = submit(self.order(), office.ledger, office.world, job_id=JOB, fresh=self.starting_anew).job
+        with self.ports(process) as ports:
+            job = submit(self.order(), ports.ledger, ports.world, job_id=JOB, fresh=self.starting_anew).job
             self.starting_anew = False
             longer = (process.life + len(process.name)) % 3
-            plan_job(office.ledger, job, office.world, lambda text: len(text) << longer, most_segments=1)
-            plan_job(office.ledger, job, office.world)
+            plan_job(ports.ledger, job, ports.world, lambda text: len(text) << longer, most_segments=1)
+            plan_job(ports.ledger, job, ports.world)
 
     def dispatch(self, process: Process) -> None:
         """A dispatcher, until the job has ended."""
         self._wait_for_the_lock(process)
-        with self.office(process, idle=0.2) as office:
+        with self.ports(process, idle=0.2) as ports:
             settings = DispatchSettings(
-                backlog=self.scenario.backlog, patience=5.0, sweep_every=6.0, cache_every=1.0, tick_every=0.5, grace=8.0
+                backlog=self.scenario.backlog,
+                retry_timeout_seconds=5.0,
+                sweep_every=6.0,
+                cache_every=1.0,
+                tick_every=0.5,
+                grace=8.0,
             )
-            dispatcher = Dispatcher(office.world, office.queue, office.heartbeats, settings=settings)
-            while office.ledger.find_job() is None:
-                office.world.clock.sleep(1.0)
-            dispatcher.add(office.ledger)
+            dispatcher = Dispatcher(ports.world, ports.queue, ports.heartbeats, settings=settings)
+            while ports.ledger.find_job() is None:
+                ports.world.clock.sleep(1.0)
+            dispatcher.add(ports.ledger)
             dispatcher.run(cast(Any, _Never()))
 
     def work(self, process: Process) -> None:
         """A worker, until the others have ended."""
         self._wait_for_the_lock(process)
-        with self.office(process, idle=IDLE_SECONDS) as office:
+        with self.ports(process, idle=IDLE_SECONDS) as ports:
             client = ShardClient(
                 f"{process.name}-{process.life}",
-                office.world,
-                lambda _: office.ledger,
-                office.queue,
-                office.heartbeats,
+                ports.world,
+                lambda _: ports.ledger,
+                ports.queue,
+                ports.heartbeats,
                 lambda: self.over,
                 models=(model.PIN.key,),
             )
@@ -154,7 +159,7 @@ class House:
             helper = SecondThread(process) if process.threaded else InlineExecutor()
             heart = SecondThread(process) if process.threaded else InlineExecutor()
             worker = ShardWorker(
-                loaded, client, client, office.world.clock, settings, None, helper, heartbeat_executor=heart,
+                loaded, client, client, ports.world.clock, settings, None, helper, heartbeat_executor=heart,
                 heartbeat_timer=timer_of(process) if process.threaded else None,
             )  # fmt: skip
             try:
@@ -168,11 +173,11 @@ class House:
     def cancel(self, process: Process) -> None:
         """A user who has had enough."""
         self._wait_for_the_lock(process)
-        with self.office(process) as office:
-            while office.ledger.find_job() is None:
-                office.world.clock.sleep(1.0)
-            if office.ledger.manifest() is None:
-                office.ledger.create_closing(Closing(kind="cancel", at=office.world.clock.now()))
+        with self.ports(process) as ports:
+            while ports.ledger.find_job() is None:
+                ports.world.clock.sleep(1.0)
+            if ports.ledger.manifest() is None:
+                ports.ledger.create_closing(Closing(kind="cancel", at=ports.world.clock.now()))
 
     def _wait_for_the_lock(self, process: Process) -> None:
         """While a job is being forgotten, nobody else is at it."""
@@ -181,8 +186,8 @@ class House:
 
     def sweep(self, process: Process) -> None:
         """The same order once more, after the end."""
-        with self.office(process) as office:
-            submit(self.order(), office.ledger, office.world, job_id=JOB)
+        with self.ports(process) as ports:
+            submit(self.order(), ports.ledger, ports.world, job_id=JOB)
 
 
 class _Never:

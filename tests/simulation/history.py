@@ -23,7 +23,7 @@ from pipeline.ledger.ledger import JobLedger, JobNotFound
 from pipeline.ports import PipelineError
 from schemas.jobs.inputs import InputRef
 from tests.simulation.disk import Device
-from tests.simulation.harness import JOB, PREFIX, House, input_file
+from tests.simulation.harness import JOB, PREFIX, JobHarness, input_file
 from tests.simulation.machine import Broken, Machine, Process, ProcessClock
 from tests.simulation.oracle import Oracle
 from tests.simulation.ports import Broker
@@ -95,11 +95,11 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
     oracle = Oracle(scenario, job, acknowledged, PREFIX, watch)
     machine = Machine(scenario.seed, scenario.faults, lambda: look(), LIMIT)
     broker = Broker(machine, ProcessClock(Process("broker", machine, lambda _: None)))
-    house = House(scenario, machine, device, broker, pinned(input_file(folder, scenario)), acknowledged, watch)
-    house.build()
+    harness = JobHarness(scenario, machine, device, broker, pinned(input_file(folder, scenario)), acknowledged, watch)
+    harness.build()
 
     def look() -> None:
-        if house.starting_anew:
+        if harness.starting_anew:
             return
         oracle.look()
         _list_jobs(root, exact=oracle.looks % 4 == 0)
@@ -114,7 +114,7 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
         look()
 
     def start_anew(process: Process, fault: Fault) -> None:
-        house.starting_anew = True
+        harness.starting_anew = True
         machine.kill_all(fault.amount)
         broker.clear()
         watch.forget()
@@ -122,14 +122,14 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
 
     machine.power_cut = cut_power
     machine.died = watch.died
-    machine.strikes = {**_strikes(house), "fresh": start_anew}
+    machine.strikes = {**_strikes(harness), "fresh": start_anew}
     broken, seconds = None, 0.0
     try:
         machine.run()
         seconds = machine.now - machine.last_fault
         machine.note("the power is cut once more, when all is done")
         cut_power()
-        machine.add("sweeper", house.sweep)
+        machine.add("sweeper", harness.sweep)
         machine.run()
         oracle.judge()
     except Broken as error:
@@ -166,9 +166,9 @@ def pinned(path: Path) -> InputRef:
     return whole.model_copy(update={"files": tuple(file.model_copy(update={"stamp": None}) for file in whole.files)})
 
 
-def _strikes(house: House) -> dict[str, Callable[[Process, Fault], None]]:
+def _strikes(harness: JobHarness) -> dict[str, Callable[[Process, Fault], None]]:
     """What faults do that are not the machine's own."""
-    broker, machine = house.broker, house.machine
+    broker, machine = harness.broker, harness.machine
 
     def stop(process: Process, fault: Fault) -> None:
         process.stopping = process.name.startswith("worker")
@@ -186,7 +186,7 @@ def _strikes(house: House) -> dict[str, Callable[[Process, Fault], None]]:
         broker.reorder = True
 
     def full(process: Process, fault: Fault) -> None:
-        house.device.full += 1
+        harness.device.full += 1
 
     def fail(process: Process, fault: Fault) -> None:
         process.failing += 1
@@ -198,20 +198,20 @@ def _strikes(house: House) -> dict[str, Callable[[Process, Fault], None]]:
         broker.forget()
 
     def plan(process: Process, fault: Fault) -> None:
-        machine.add(f"planner-at-{machine.calls['']}", house.plan)
+        machine.add(f"planner-at-{machine.calls['']}", harness.plan)
 
     def cancel(process: Process, fault: Fault) -> None:
-        machine.add(f"canceller-at-{machine.calls['']}", house.cancel)
+        machine.add(f"canceller-at-{machine.calls['']}", harness.cancel)
 
     def damage(process: Process, fault: Fault) -> None:
-        found = sorted((house.device.root / PREFIX / "work").glob("*/*-??????"))
+        found = sorted((harness.device.root / PREFIX / "work").glob("*/*-??????"))
         if found:
             path = machine.chance.choice(found)
             data = bytearray(path.read_bytes())
             if data:
                 data[machine.chance.randrange(len(data))] ^= 0xFF
                 path.write_bytes(data)
-                house.watch.blind = True
+                harness.watch.blind = True
 
     return {
         "stop": stop, "lose": lose, "double": double, "late": late, "reorder": reorder, "full": full, "forget": forget,

@@ -1,4 +1,4 @@
-"""Judges a history from outside: it knows the input, works out every answer by itself, and reads the store's bytes with
+"""The oracle checks a history independently: it has the input, computes each answer itself, and reads the store with
 pyarrow and json. It shares no code with the ledger's, the results' or the manifest's readers.
 
 At random moments, after each death and at the end (`look`):

@@ -1,4 +1,4 @@
-"""What the oracle says of files that come and go: the marker of an open job, and what attempts leave behind."""
+"""The oracle's checks of temporary files: the marker of an open job, and leftovers of attempts."""
 
 from __future__ import annotations
 

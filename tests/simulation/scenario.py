@@ -1,4 +1,4 @@
-"""What a seed stands for: a job's input, how it is cut, who works on it, and which faults strike when.
+"""The scenario of a seed: a job's input, its plan, its processes, and the faults with their times.
 
 A scenario can be written down whole, so a history that was kept stays what it is when other scenarios are drawn.
 """

@@ -1,4 +1,4 @@
-"""Bugs planted on purpose: each must break a history soon, or the simulator sees nothing.
+"""Planted bugs: the simulator must find each of them within a bounded number of seeds.
 
 A patch that no longer applies fails here: make it again from the same mistake in today's code.
 """
@@ -26,7 +26,7 @@ FOUND_AS = {
     "consumer-that-leaves-jobs-to-the-next": r"I1: a record that was sent \d times is 0 rows",
     "dispatcher-that-trusts-an-emptied-server": r"I5: \d+ tokens were sampled twice, though nobody died",
     "floor-that-never-comes": r"I7: zoe's bulk work was kept waiting",
-    "foreman-that-takes-an-unfinished-plan": r"I7: ",
+    "controller-that-takes-an-unfinished-plan": r"I7: ",
     "intake-that-names-a-job-anew": r"I1: drop-\d.jsonl became another job",
     "manifest-before-the-last-part": r"I1: manifest.json stands|I3: the manifest lists",
     "o-excl-commits": r"I4: |is not JSON|is not a whole Parquet file",
@@ -34,7 +34,7 @@ FOUND_AS = {
     "planner-that-trusts-the-lease": r"I2: plan/\d+.json of \S+ has changed",
     "resume-from-nothing": r"I5: row \d+ goes on from \d+ tokens",
     "retry-that-rewrites-a-part": r"I2: results/part-\d+.parquet has changed",
-    "shares-that-nobody-pays-for": r"I7: zoe's standard work was kept waiting",
+    "shares-that-are-never-charged": r"I7: zoe's standard work was kept waiting",
 }
 """Patch -> what the message of the broken history says."""
 
@@ -44,10 +44,10 @@ OF_ROOTS = {
     "consumer-that-leaves-jobs-to-the-next",
     "dispatcher-that-trusts-an-emptied-server",
     "floor-that-never-comes",
-    "foreman-that-takes-an-unfinished-plan",
+    "controller-that-takes-an-unfinished-plan",
     "intake-that-names-a-job-anew",
     "planner-that-trusts-the-lease",
-    "shares-that-nobody-pays-for",
+    "shares-that-are-never-charged",
 }
 """Patches that only a whole root shows; the others are found in histories of one job."""
 

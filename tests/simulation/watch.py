@@ -1,4 +1,4 @@
-"""Watches what engines are given and what becomes durable: what was logged must never be computed again.
+"""Checks requests to engines and durable checkpoints: logged tokens must never be computed again.
 
 It reads checkpoints by itself, from the bytes as the format says, and shares no code with the pipeline's reader. Three
 things are known exactly, because the simulator sees every port call: what a shard's log held when a worker took the
@@ -112,7 +112,7 @@ class Watch:
     def durable(self) -> int:
         return sum(sum(life.durable.values()) for life in self.lives.values())
 
-    # -- told by the ports
+    # -- reported by the ports
 
     def took(self, process: Process, shard: int) -> None:
         """A worker got the shard's name: what its log holds now must not be computed again."""

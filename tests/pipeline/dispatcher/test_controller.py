@@ -36,7 +36,7 @@ from schemas.requests.limits import Limits, PlanSettings
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 from tests.waiting import HANG_SECONDS, wait_for
 
-SETTINGS = JobControllerSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_every=0.02)
+SETTINGS = JobControllerSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_interval_seconds=0.02)
 
 
 class Table:
@@ -98,7 +98,7 @@ class Endless(InProcessPlanner):
 
     def __init__(self, world: World, begin: Callable[[JobLedger], object] = lambda _: None) -> None:
         super().__init__(world, open_pinned)
-        self.begun, self.tried = threading.Event(), 0
+        self.is_begun, self.tried = threading.Event(), 0
         self._begin = begin
         self._cancelled = threading.Event()
 
@@ -106,7 +106,7 @@ class Endless(InProcessPlanner):
         self.tried += 1
         if self._cancelled.is_set():
             return super().plan(ledger, in_time=in_time)
-        self.begun.set()
+        self.is_begun.set()
         assert self._cancelled.wait(HANG_SECONDS)
         self._begin(ledger)
         raise PlanningCancelled("cancelled")
@@ -134,18 +134,18 @@ class Root:
         settings = JobSettings(plan=PlanSettings(max_shard_rows=7, segment_rows=20), on_invalid=on_invalid)
         submit(order(input=pin_input(source), settings=settings, **changes), self.ledger(name), self.world, job_id=name)
 
-    def foreman(self, lease: Lease | None = None, planner: JobPlanner | None = None) -> JobController:
-        settings = DispatchSettings(isolate=True, patience=0.5, sweep_every=0.2)
+    def controller(self, lease: Lease | None = None, planner: JobPlanner | None = None) -> JobController:
+        settings = DispatchSettings(isolate=True, retry_timeout_seconds=0.5, sweep_every=0.2)
         dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings)
         return JobController(self.world, dispatcher, settings=SETTINGS, lease=lease, planner=planner)
 
-    def start_foreman(
+    def start_controller(
         self,
         lease: Lease | None = None,
         stop: threading.Event | None = None,
         planner: JobPlanner | None = None,
     ) -> None:
-        self._start(lambda: self.foreman(lease, planner).run(stop or self.stop))
+        self._start(lambda: self.controller(lease, planner).run(stop or self.stop))
 
     def start_worker(self, name: str) -> None:
         def work() -> None:
@@ -203,7 +203,7 @@ def test_jobs_that_come_at_any_time_are_planned_and_ended(root: Root) -> None:
         root.start_worker(name)
     table = Table()
     for name in "ab":
-        root.start_foreman(table.lease(name))
+        root.start_controller(table.lease(name))
     root.submit("job-2", lines(9))
     root.submit("job-3", [*lines(3), "not json"])
     for name, total, failed in (("job-1", 50, 10), ("job-2", 9, 1), ("job-3", 4, 1)):
@@ -217,13 +217,13 @@ def test_jobs_that_come_at_any_time_are_planned_and_ended(root: Root) -> None:
     assert list(root.world.store.list("active/")) == []
 
 
-def test_a_job_that_cant_be_planned_ends_as_failed_and_holds_up_nobody(root: Root) -> None:
+def test_a_job_that_cant_be_planned_ends_as_failed_and_blocks_no_other_job(root: Root) -> None:
     root.submit("gone", lines(5))
     (root.folder / "gone.jsonl").unlink()
     root.submit("refused", [*lines(2), "not json"], OnInvalid.JOB)
     root.submit("good", lines(5))
     root.start_worker("w")
-    root.start_foreman()
+    root.start_controller()
     assert root.outcome("good").status is JobStatus.COMPLETED
     assert root.outcome("refused").status is JobStatus.FAILED
     gone = root.outcome("gone")
@@ -232,11 +232,11 @@ def test_a_job_that_cant_be_planned_ends_as_failed_and_holds_up_nobody(root: Roo
     assert "gone.jsonl" in gone.errors[0].message
 
 
-def test_a_damaged_job_is_left_alone_and_the_others_go_on(root: Root) -> None:
+def test_a_damaged_job_is_paused_and_the_others_go_on(root: Root) -> None:
     root.submit("damaged", lines(30))
     root.submit("unreadable", lines(3))
     (root.folder / "root/jobs/unreadable/job.json").write_text("{")
-    root.start_foreman()
+    root.start_controller()
     deadline = time.monotonic() + HANG_SECONDS
     while root.ledger("damaged").wanted_parts() is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -252,17 +252,17 @@ def test_a_marker_that_was_lost_is_made_again(root: Root) -> None:
     root.submit("job-1", lines(3))
     root.world.store.delete("active/job-1")
     root.start_worker("w")
-    root.start_foreman()
+    root.start_controller()
     assert root.outcome("job-1").status is JobStatus.COMPLETED
 
 
-def test_when_who_leads_ends_another_takes_over(root: Root) -> None:
+def test_when_the_leader_ends_another_takes_over(root: Root) -> None:
     table, first = Table(), threading.Event()
-    root.start_foreman(table.lease("a"), first)
+    root.start_controller(table.lease("a"), first)
     deadline = time.monotonic() + HANG_SECONDS
     while table.holder is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    root.start_foreman(table.lease("b"))
+    root.start_controller(table.lease("b"))
     first.set()
     root.submit("job-1", lines(9))
     root.start_worker("w")
@@ -270,11 +270,11 @@ def test_when_who_leads_ends_another_takes_over(root: Root) -> None:
     assert table.holder == "b"
 
 
-def test_two_that_both_believe_they_lead_do_no_harm(root: Root) -> None:
+def test_two_leaders_at_once_do_no_harm(root: Root) -> None:
     root.submit("job-1", lines(60))
     for name in ("one", "two"):
         root.start_worker(name)
-        root.start_foreman()
+        root.start_controller()
     manifest = root.outcome("job-1")
     assert (manifest.counts.total, manifest.counts.failed) == (60, 12)
 
@@ -287,7 +287,7 @@ def test_a_job_that_would_be_late_is_refused_if_it_asked_for_that(
     root.beats.beat(WorkerState("measured", frozenset(MODELS), tokens_per_second=speed))
     root.submit("asks", lines(100), deadline=timedelta(seconds=30), refuse_late=True)
     root.submit("doesnt", lines(100), deadline=timedelta(seconds=30))
-    root.start_foreman()
+    root.start_controller()
     root.start_worker("w")
     assert root.outcome("doesnt").status is JobStatus.COMPLETED
     outcome = root.outcome("asks")
@@ -299,9 +299,9 @@ def test_a_job_that_would_be_late_is_refused_if_it_asked_for_that(
         assert list(root.world.store.list("jobs/asks/plan")) == []
 
 
-def test_a_job_that_is_removed_while_it_is_open_holds_up_nobody(root: Root) -> None:
+def test_a_job_that_is_removed_while_it_is_open_blocks_no_other_job(root: Root) -> None:
     root.submit("removed", lines(30))
-    root.start_foreman()
+    root.start_controller()
     until = time.monotonic() + HANG_SECONDS
     while root.ledger("removed").wanted_parts() is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -317,7 +317,7 @@ def test_a_cancelled_job_whose_shard_is_lost_ends_with_a_row_for_each_line(root:
     """Its closer asks for the shard at each look; what it raises must not end the look at all other jobs."""
     root.submit("lost", lines(3))
     stop = threading.Event()
-    root.start_foreman(stop=stop)
+    root.start_controller(stop=stop)
     until = time.monotonic() + HANG_SECONDS
     while root.ledger("lost").wanted_parts() is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -327,7 +327,7 @@ def test_a_cancelled_job_whose_shard_is_lost_ends_with_a_row_for_each_line(root:
             root.world.store.delete(info.key)
     root.ledger("lost").create_closing(Closing(kind="cancel", at=root.world.clock.now()))
     root.submit("good", lines(5))
-    root.start_foreman()
+    root.start_controller()
     root.start_worker("w")
     assert root.outcome("good").status is JobStatus.COMPLETED
     lost = root.outcome("lost")
@@ -337,12 +337,12 @@ def test_a_cancelled_job_whose_shard_is_lost_ends_with_a_row_for_each_line(root:
 UNFORESEEN = {"bad": RecursionError("nested"), "worse": MemoryError(), "worst": OSError("Couldn't deserialize")}
 
 
-def test_whatever_planning_raises_is_that_jobs_and_ends_it_after_three_tries(root: Root) -> None:
+def test_an_exception_in_planning_ends_its_job_after_three_attempts(root: Root) -> None:
     planner = Failing(root.world, UNFORESEEN)
     for name in (*UNFORESEEN, "good"):
         root.submit(name, lines(5))
     root.start_worker("w")
-    root.start_foreman(planner=planner)
+    root.start_controller(planner=planner)
     for name, error in UNFORESEEN.items():
         outcome = root.outcome(name)
         assert outcome.status is JobStatus.FAILED
@@ -360,7 +360,7 @@ def test_given_slow_plans_of_one_tenant_when_another_submits_a_job_then_it_is_pl
         root.submit(name, lines(3), tenant="slow")
     root.submit("good", lines(3), tenant="good")
     root.start_worker("w")
-    root.start_foreman(planner=planner)
+    root.start_controller(planner=planner)
     try:
         assert root.outcome("good", HANG_SECONDS).status is JobStatus.COMPLETED
         assert planner.planned == ["good"]
@@ -375,14 +375,14 @@ def test_failures_of_planning_are_counted_across_restarts(root: Root) -> None:
     planner = Failing(root.world, UNFORESEEN)
     root.submit("bad", lines(5))
     for tries in (1, 2):
-        first = root.foreman(planner=planner)
+        first = root.controller(planner=planner)
         until = time.monotonic() + HANG_SECONDS
         while planner.tried.count("bad") < tries or len(failures(root, "bad")) < tries:
             assert time.monotonic() < until
             first.tick()
         first.close()
     assert root.ledger("bad").manifest() is None
-    root.start_foreman(planner=planner)
+    root.start_controller(planner=planner)
     assert root.outcome("bad").errors[0].code == "planning_failed"
     assert planner.tried == ["bad"] * 3
 
@@ -398,7 +398,7 @@ def test_a_closed_job_of_which_nothing_is_planned_ends_before_it_is_planned(
     root.submit("closed", lines(5))
     (root.folder / "closed.jsonl").unlink()
     root.ledger("closed").create_closing(Closing(kind=kind, at=root.world.clock.now()))
-    root.start_foreman()
+    root.start_controller()
     outcome = root.outcome("closed")
     assert (outcome.status, outcome.counts.total, outcome.ended_by) == (status, 0, kind)
     again = choose_rows(root.ledger("closed"))
@@ -410,8 +410,8 @@ def test_given_a_plan_under_way_when_its_job_is_cancelled_then_planning_ends_and
 ) -> None:
     planner = Endless(root.world)
     root.submit("endless", lines(5))
-    root.start_foreman(planner=planner)
-    assert planner.begun.wait(HANG_SECONDS)
+    root.start_controller(planner=planner)
+    assert planner.is_begun.wait(HANG_SECONDS)
     root.ledger("endless").create_closing(Closing(kind="cancel", at=root.world.clock.now()))
     outcome = root.outcome("endless", HANG_SECONDS)
     assert (outcome.status, outcome.counts.total, outcome.errors) == (JobStatus.CANCELLED, 0, ())
@@ -423,8 +423,8 @@ def test_given_a_segment_that_is_committed_just_when_planning_is_cancelled_then_
 ) -> None:
     planner = Endless(root.world, lambda ledger: plan_job(ledger, ledger.job(), root.world, most_segments=1))
     root.submit("begun", lines(50))
-    root.start_foreman(planner=planner)
-    assert planner.begun.wait(HANG_SECONDS)
+    root.start_controller(planner=planner)
+    assert planner.is_begun.wait(HANG_SECONDS)
     root.ledger("begun").create_closing(Closing(kind="cancel", at=root.world.clock.now()))
     outcome = root.outcome("begun", HANG_SECONDS)
     assert (outcome.status, outcome.counts.total, planner.tried) == (JobStatus.CANCELLED, 50, 2)
@@ -435,10 +435,10 @@ def test_a_job_whose_planning_fails_each_time_can_be_cancelled_between_two_tries
     planner = Failing(root.world, {"bad": ValueError("unforeseen")})
     root.submit("bad", lines(5))
     dispatcher = Dispatcher(
-        root.world, root.queue, root.beats, settings=DispatchSettings(isolate=True, closing_every=0.01)
+        root.world, root.queue, root.beats, settings=DispatchSettings(isolate=True, closing_interval_seconds=0.01)
     )
-    foreman = JobController(root.world, dispatcher, settings=settings, planner=planner)
-    root._start(lambda: foreman.run(root.stop))
+    controller = JobController(root.world, dispatcher, settings=settings, planner=planner)
+    root._start(lambda: controller.run(root.stop))
     until = time.monotonic() + HANG_SECONDS
     while not failures(root, "bad"):
         assert time.monotonic() < until
@@ -448,7 +448,7 @@ def test_a_job_whose_planning_fails_each_time_can_be_cancelled_between_two_tries
     assert planner.tried == ["bad"]
 
 
-def test_given_a_file_that_is_broken_behind_its_first_segment_when_planned_then_the_job_fails_with_the_place(
+def test_given_a_file_that_is_broken_behind_its_first_segment_when_planned_then_the_job_fails_with_the_location(
     root: Root,
 ) -> None:
     path = root.folder / "broken.parquet"
@@ -460,7 +460,7 @@ def test_given_a_file_that_is_broken_behind_its_first_segment_when_planned_then_
     path.write_bytes(data)
     settings = JobSettings(plan=PlanSettings(first_segment_rows=20, segment_rows=20))
     submit(order(input=pin_input(path), settings=settings), root.ledger("broken"), root.world, job_id="broken")
-    root.start_foreman()
+    root.start_controller()
     outcome = root.outcome("broken")
     assert (outcome.status, outcome.errors[0].code) == (JobStatus.FAILED, "input_unreadable")
     assert "broken.parquet: row group 2 of 2: can't be decoded" in outcome.errors[0].message
@@ -473,7 +473,7 @@ def test_given_more_rows_than_a_job_may_have_when_planned_then_the_job_fails_and
     path.write_text("".join(line + "\n" for line in lines(100)))
     settings = JobSettings(plan=PlanSettings(first_segment_rows=20, segment_rows=20), limits=Limits(max_rows=70))
     submit(order(input=pin_input(path), settings=settings), root.ledger("long"), root.world, job_id="long")
-    root.start_foreman()
+    root.start_controller()
     outcome = root.outcome("long")
     assert (outcome.status, outcome.errors[0].code) == (JobStatus.FAILED, "too_many_rows")
     assert outcome.errors[0].message.endswith(
@@ -485,9 +485,7 @@ def test_given_more_rows_than_a_job_may_have_when_planned_then_the_job_fails_and
     assert check_files(ledger, outcome, hashes=True) > 0
 
 
-def test_a_job_at_which_looking_raises_is_left_alone_and_the_others_go_on(
-    root: Root, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_whose_polling_raises_is_paused_and_the_others_go_on(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     root.submit("bad", lines(5))
     read = root.world.store.read
 
@@ -498,7 +496,7 @@ def test_a_job_at_which_looking_raises_is_left_alone_and_the_others_go_on(
 
     monkeypatch.setattr(root.world.store, "read", raising)
     root.start_worker("w")
-    root.start_foreman()
+    root.start_controller()
     root.submit("good", lines(5))
     assert root.outcome("good").status is JobStatus.COMPLETED
 
@@ -514,21 +512,21 @@ class ManualClock(SystemClock):
 
 
 class Stepped:
-    """A foreman that the test ticks, with seconds between two ticks."""
+    """A controller that the test ticks, with seconds between two ticks."""
 
     def __init__(self, root: Root, planner: Failing) -> None:
         self._clock = ManualClock()
         world = replace(root.world, clock=self._clock)
         dispatcher = Dispatcher(world, root.queue, root.beats, settings=DispatchSettings(isolate=True))
-        self._foreman = JobController(world, dispatcher, planner=planner)
+        self._controller = JobController(world, dispatcher, planner=planner)
         self.planner = planner
 
     def tick(self, seconds: float) -> None:
         """One tick, and what it has begun to plan is tried."""
         tried = len(self.planner.tried)
         self._clock.now_seconds += seconds
-        self._foreman.tick()
-        planning = [known.planning for known in self._foreman._known.values() if known.planning is not None]
+        self._controller.tick()
+        planning = [known.planning for known in self._controller._tracked.values() if known.planning is not None]
         wait_for(lambda: all(one.done() for one in planning), "planning does not end")
         assert len(self.planner.tried) <= tried + 1
 
@@ -540,7 +538,7 @@ class Stepped:
         raise AssertionError("it does not happen")
 
     def close(self) -> None:
-        self._foreman.close()
+        self._controller.close()
 
 
 @pytest.fixture
@@ -595,7 +593,7 @@ def test_given_a_failure_that_cant_be_recorded_then_its_job_is_not_planned_again
     assert stepped.planner.tried == ["bad"] * 3
 
 
-def test_given_a_job_that_cant_be_planned_now_then_it_is_tried_again_after_longer_and_longer_pauses(
+def test_given_a_job_that_cant_be_planned_now_then_it_is_retried_after_longer_and_longer_pauses(
     root: Root, stepped: Stepped
 ) -> None:
     stepped.planner.errors = {"bad": StoreError("away")}
@@ -618,14 +616,14 @@ def test_given_a_plan_that_makes_no_progress_then_it_is_ended_and_counts_as_a_fa
             self.ended.release()
 
     root.submit("stuck", lines(5))
-    root.start_foreman(planner=Stuck(root.world, open_pinned))
+    root.start_controller(planner=Stuck(root.world, open_pinned))
     outcome = root.outcome("stuck", HANG_SECONDS)
     assert outcome.errors[0].code == "planning_failed"
     assert len(failures(root, "stuck")) == 3
 
 
 @pytest.mark.parametrize("where", ["planner", "heartbeats"])
-def test_given_a_part_that_cant_go_on_then_the_foreman_stops(
+def test_given_a_part_that_cant_go_on_then_the_controller_stops(
     root: Root, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, calls = threading.Event(), []
@@ -642,6 +640,6 @@ def test_given_a_part_that_cant_go_on_then_the_foreman_stops(
     else:
         monkeypatch.setattr(root.beats, "workers", stopped)
     root.submit("job", lines(5))
-    foreman = root.foreman(planner=planner)
+    controller = root.controller(planner=planner)
     with pytest.raises(PartStopped):
-        foreman.run(stop)
+        controller.run(stop)

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatcher.job_state import TRIES
+from pipeline.dispatcher.job_state import MAX_RESUME_ATTEMPTS
 from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.jobs.serialization import job_document
 from pipeline.jobs.summaries import summarize_job
@@ -71,8 +71,8 @@ class Root:
 
     def turn(self, *, work: bool = True) -> None:
         """A second in which everybody does what there is to do."""
-        for name in self.names:  # as a foreman does with what is open
-            if f"jobs/{name}/manifest.json" not in self.store.objects and not self.dispatcher.rests(name):
+        for name in self.names:  # as a controller does with what is open
+            if f"jobs/{name}/manifest.json" not in self.store.objects and not self.dispatcher.is_paused(name):
                 self.dispatcher.add(self.ledger(name))
         self.dispatcher.tick(planning=())
         self.worker.send_heartbeat([])
@@ -182,7 +182,7 @@ def test_given_one_sick_worker_of_two_then_no_row_fails_for_it(root: Root, monke
             root.turn(work=False)
             assert sick.take(0) is None
     records = root.ledger("victim").unreadable(1)
-    assert len(records) > TRIES
+    assert len(records) > MAX_RESUME_ATTEMPTS
     assert {record.worker for record in records} == {"sick"}
     for manifest in root.outcomes("victim", "innocent"):
         assert (manifest.status, manifest.counts.succeeded) == (JobStatus.COMPLETED, ANSWERED)
@@ -192,7 +192,7 @@ def test_given_a_shard_with_which_three_workers_of_many_fail_then_it_is_given_up
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.turn(work=False)
-    for number in range(TRIES):
+    for number in range(MAX_RESUME_ATTEMPTS):
         record = UnreadableRecord(worker=f"w{number}", at=root.world.clock.now(), reason="planted")
         root.ledger("victim").note_unreadable(2, f"{number}", record)
     monkeypatch.setattr(root.worker, "take", lambda *_: None)
@@ -286,8 +286,8 @@ def test_given_a_torn_closing_then_the_job_needs_attention_until_it_is_repaired(
     assert innocent.counts.succeeded == ANSWERED
     for _ in range(30):
         root.turn()
-    assert root.figures.standing is not None
-    assert root.figures.standing.attention == 1
+    assert root.figures.snapshot is not None
+    assert root.figures.snapshot.attention == 1
     summary = summarize_job(ledger, exact=False)
     assert "closing.json: is not JSON" in (summary.attention or "")
     root.store.objects["jobs/victim/closing.json"] = whole
@@ -329,9 +329,9 @@ def test_given_an_order_that_cant_be_read_then_the_job_goes_on_once_it_is_repair
     for _ in range(60):
         root.turn()
     assert root.ledger("victim").manifest() is None
-    assert root.figures.standing is not None
+    assert root.figures.snapshot is not None
     if anew:
-        assert root.figures.standing.attention == 1
+        assert root.figures.snapshot.attention == 1
     root.store.objects["jobs/victim/job.json"] = whole
     (victim,) = root.outcomes("victim")
     assert (victim.status, victim.counts.total) == (JobStatus.COMPLETED, 7)
@@ -350,8 +350,8 @@ def test_given_a_part_of_another_job_then_only_its_own_job_waits_and_says_so(roo
         root.turn()
     document = job_document(root.ledger("victim"))
     assert "belongs to job innocent, not to victim" in document["tokenmill"]["attention"]
-    assert root.figures.standing is not None
-    assert root.figures.standing.attention == 1
+    assert root.figures.snapshot is not None
+    assert root.figures.snapshot.attention == 1
     root.store.delete(f"jobs/victim/{key}")  # as a person does who repairs it
     (victim,) = root.outcomes("victim")
     assert (victim.status, victim.counts.succeeded) == (JobStatus.COMPLETED, ANSWERED)
@@ -366,7 +366,7 @@ def test_given_a_part_that_is_cut_then_its_job_needs_attention(root: Root) -> No
     (innocent,) = root.outcomes("innocent")
     assert innocent.counts.succeeded == ANSWERED
     root.turn()
-    assert root.dispatcher.rests("victim")
+    assert root.dispatcher.is_paused("victim")
 
 
 class Unforeseen(Exception):
@@ -405,13 +405,13 @@ def test_given_one_object_that_the_store_refuses_then_its_job_alone_waits(
     with monkeypatch.context() as planted:
         planted.setattr(root.store, "list", refused)
         (innocent,) = root.outcomes("innocent")
-        assert root.dispatcher.rests("victim")
+        assert root.dispatcher.is_paused("victim")
     assert innocent.counts.succeeded == ANSWERED
     (victim,) = root.outcomes("victim")
     assert victim.counts.succeeded == ANSWERED
 
 
-def test_given_a_job_none_of_whose_objects_can_be_read_then_it_rests_and_goes_on_later(
+def test_given_a_job_none_of_whose_objects_can_be_read_then_it_is_paused_and_goes_on_later(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusing(real: Callable[..., object]) -> Callable[..., object]:
@@ -428,10 +428,10 @@ def test_given_a_job_none_of_whose_objects_can_be_read_then_it_rests_and_goes_on
             planted.setattr(root.store, name, refusing(getattr(root.store, name)))
         for _ in range(60):
             root.dispatcher.tick(planning=())
-            assert root.dispatcher.rests("victim") or root.dispatcher.progress("victim") is not None
+            assert root.dispatcher.is_paused("victim") or root.dispatcher.progress("victim") is not None
             root.world.clock.sleep(1.0)
-        assert root.dispatcher.rests("victim")
-        assert not root.dispatcher.rests("innocent")
+        assert root.dispatcher.is_paused("victim")
+        assert not root.dispatcher.is_paused("innocent")
     victim, innocent = root.outcomes("victim", "innocent")
     assert (victim.counts.succeeded, innocent.counts.succeeded) == (ANSWERED, ANSWERED)
 
@@ -445,5 +445,5 @@ def test_given_a_store_that_fails_as_a_whole_then_no_job_is_blamed(root: Root, m
         planted.setattr(root.store, "list", away)
         with pytest.raises(StoreError):
             root.dispatcher.tick(planning=())
-    assert not root.dispatcher.rests("victim")
-    assert not root.dispatcher.rests("innocent")
+    assert not root.dispatcher.is_paused("victim")
+    assert not root.dispatcher.is_paused("innocent")

@@ -77,7 +77,7 @@ def act(house: House, workers: list[Worker], chaos: random.Random, deaths: list[
     return 0
 
 
-def give_back(workers: list[Worker]) -> int:
+def release_all(workers: list[Worker]) -> int:
     """Whoever lives gives back what it holds; the tokens computed for nothing."""
     tokens = 0
     for worker in workers:
@@ -109,7 +109,7 @@ class Forgetful:
     rejected=st.integers(0, 4),
     events=st.integers(20, 120),
 )
-def test_whatever_happens_each_row_has_exactly_one_result(
+def test_each_row_has_exactly_one_result_under_random_faults(
     tmp_path_factory: pytest.TempPathFactory, seed: int, shard_sizes: list[int], rejected: int, events: int
 ) -> None:
     chaos = random.Random(seed)
@@ -137,7 +137,7 @@ def test_whatever_happens_each_row_has_exactly_one_result(
     if house.dispatcher.finished():
         deaths += workers  # what they still hold can only be bounded
     else:
-        repeated += give_back(workers)
+        repeated += release_all(workers)
     manifest = finish(house, house.client("last"))
 
     results = all_rows(house.ledger)
@@ -194,10 +194,12 @@ def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_a
         put_at += [(world.clock.monotonic(), task.shard) for task in house.queue.tasks]
         house.queue.tasks.clear()
         world.clock.sleep(1.0)
-    assert put_at == [(7.0, 2), (7.0, 3)], "when the server has kept beats for a while, and without patience"
+    assert put_at == [(7.0, 2), (7.0, 3)], (
+        "when the server has kept beats for a while, without waiting for the retry time-out"
+    )
 
 
-def test_a_dead_workers_shards_are_put_again_at_once(house: House) -> None:
+def test_a_dead_workers_shards_are_queued_again_at_once(house: House) -> None:
     dies, work = taken(house, [[0]], "dies")
     dies.begin(work)
     house.dispatcher.tick()
@@ -338,7 +340,7 @@ def test_progress_is_cached_now_and_then_and_always_at_the_end(house: House) -> 
     assert (cached.counts.total, cached.counts.pending, cached.shards_done) == (6, 0, 2)
 
 
-def test_events_tell_the_story_once_and_in_order(house: House) -> None:
+def test_events_are_emitted_once_and_in_order(house: House) -> None:
     heard: list[JobEvent] = []
 
     class Listener:

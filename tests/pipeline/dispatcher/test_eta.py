@@ -23,7 +23,7 @@ from tests.pipeline.simulation import ChaoticQueue, MemoryStore, simulated_world
 ROW = 12  # tokens of a row that was planned by hand
 
 
-AT_ONCE = DispatchSettings(eta_every=0.0)
+AT_ONCE = DispatchSettings(eta_interval_seconds=0.0)
 """A forecast that moved is written with the next look."""
 
 
@@ -33,7 +33,7 @@ def cached(ledger: JobLedger) -> Progress:
     return progress
 
 
-def foretold(dispatcher: Dispatcher, world: World, *ledgers: JobLedger) -> list[float | None]:
+def forecast_seconds(dispatcher: Dispatcher, world: World, *ledgers: JobLedger) -> list[float | None]:
     """What a look now makes known, a little later, of when the jobs should be done: seconds from now."""
     now = world.clock.now()
     dispatcher.tick()
@@ -49,7 +49,7 @@ def house(tmp_path: Path) -> House:
     return House(world, JobLedger(world.store), settings=AT_ONCE)
 
 
-def test_a_jobs_end_is_told_from_what_is_left_and_how_fast_its_workers_are(house: House) -> None:
+def test_the_forecast_follows_remaining_tokens_and_throughput(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [list(range(10)), list(range(10, 20))])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
@@ -61,22 +61,22 @@ def test_a_jobs_end_is_told_from_what_is_left_and_how_fast_its_workers_are(house
     client.begin(first)
     client.send_heartbeat([first], WorkerLoad(tokens_per_second=6.0))
     house.world.clock.sleep(3.0)
-    assert foretold(house.dispatcher, house.world, house.ledger) == [pytest.approx(20 * ROW / 6.0)]
+    assert forecast_seconds(house.dispatcher, house.world, house.ledger) == [pytest.approx(20 * ROW / 6.0)]
 
     client.send_heartbeat([first], WorkerLoad(6.0, {(first.job.id, first.shard): 0.25}))
     house.world.clock.sleep(3.0)
-    assert foretold(house.dispatcher, house.world, house.ledger) == [pytest.approx((2.5 + 10) * ROW / 6.0)]
+    assert forecast_seconds(house.dispatcher, house.world, house.ledger) == [pytest.approx((2.5 + 10) * ROW / 6.0)]
 
     client.commit(first, computed(first), report(first))
     client.send_heartbeat([], WorkerLoad(12.0))
     house.world.clock.sleep(3.0)
-    assert foretold(house.dispatcher, house.world, house.ledger) == [pytest.approx(10 * ROW / 12.0)]
+    assert forecast_seconds(house.dispatcher, house.world, house.ledger) == [pytest.approx(10 * ROW / 12.0)]
 
     house.world.clock.sleep(LIFETIME + 1)  # nobody is left who could do it
-    assert foretold(house.dispatcher, house.world, house.ledger) == [None]
+    assert forecast_seconds(house.dispatcher, house.world, house.ledger) == [None]
 
 
-def test_a_job_that_is_being_closed_has_no_forecast_and_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_job_that_is_being_closed_has_no_forecast_and_delays_no_other(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
     beats = MemoryHeartbeats(world.clock, LIFETIME)
     dispatcher = Dispatcher(world, ChaoticQueue(), beats, settings=AT_ONCE)
@@ -86,11 +86,11 @@ def test_a_job_that_is_being_closed_has_no_forecast_and_is_in_nobodys_way(tmp_pa
         dispatcher.add(ledger)
         world.clock.sleep(1.0)
     beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
-    assert foretold(dispatcher, world, *ledgers) == [10 * ROW, 20 * ROW]
+    assert forecast_seconds(dispatcher, world, *ledgers) == [10 * ROW, 20 * ROW]
     beats.beat(WorkerState("w", frozenset({PIN.key}), frozenset({(ledgers[0].job().id, 1)}), tokens_per_second=1.0))
     ledgers[0].create_closing(Closing(kind="cancel", at=world.clock.now()))
     world.clock.sleep(3.0)
-    assert foretold(dispatcher, world, *ledgers) == [None, 10 * ROW]
+    assert forecast_seconds(dispatcher, world, *ledgers) == [None, 10 * ROW]
 
 
 def test_a_forecast_that_holds_is_not_written_again_and_again(house: House) -> None:
@@ -128,7 +128,7 @@ def test_forecasts_that_all_move_at_once_are_not_all_written_at_once(tmp_path: P
     assert len(set(etas[1:])) == 2, "every ten seconds"
 
 
-def test_what_another_job_would_find_depends_on_its_tier_and_tenant(tmp_path: Path) -> None:
+def test_the_forecast_of_a_new_job_depends_on_its_tier_and_tenant(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
     beats = MemoryHeartbeats(world.clock, LIFETIME)
     dispatcher = Dispatcher(world, ChaoticQueue(), beats, settings=DispatchSettings(weights={"heavy": 3.0}))
@@ -141,18 +141,18 @@ def test_what_another_job_would_find_depends_on_its_tier_and_tenant(tmp_path: Pa
 
     def seconds(**changes: object) -> float | None:
         new = job.model_copy(update={"id": "new", "created_at": world.clock.now() + timedelta(seconds=1), **changes})
-        end = dispatcher.end_of(new, {PIN.key: 300})
+        end = dispatcher.forecast_end(new, {PIN.key: 300})
         return None if end is None else (end - world.clock.now()).total_seconds()
 
     assert seconds(tier=Tier.STANDARD) == pytest.approx(300 / 95)
     assert seconds(tier=Tier.BULK) == pytest.approx((100 * ROW + 300) / 100)
     assert seconds(tier=Tier.BULK, tenant="other") == pytest.approx(300 / 50)
     assert seconds(tier=Tier.BULK, tenant="heavy") == pytest.approx(300 / 75)
-    assert dispatcher.end_of(job.model_copy(update={"id": "new"}), {"other model": 300}) is None
+    assert dispatcher.forecast_end(job.model_copy(update={"id": "new"}), {"other model": 300}) is None
 
 
 @pytest.mark.parametrize(("seconds", "first"), [(300.0, ["late"] * 4), (50_000.0, ["late", "other"] * 2)])
-def test_given_a_deadline_that_presses_then_its_job_goes_before_its_tenants_turn(
+def test_given_a_deadline_at_risk_then_its_job_goes_before_its_tenants_turn(
     tmp_path: Path, seconds: float, first: list[str]
 ) -> None:
     world, queue = simulated_world(tmp_path), MemoryQueue()
@@ -164,7 +164,9 @@ def test_given_a_deadline_that_presses_then_its_job_goes_before_its_tenants_turn
         plan_by_hand(ledger, world, [[row] for row in range(9)], tenant=name, deadline=due)
         dispatcher.add(ledger)
     beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
-    dispatcher._outlook.look((), beats.workers(), world.clock.now())  # the speed is known when the first shard goes
+    dispatcher._forecaster.refresh(
+        (), beats.workers(), world.clock.now()
+    )  # the speed is known when the first shard goes
     went = []
     while len(went) < 4:
         dispatcher.tick()
@@ -175,9 +177,7 @@ def test_given_a_deadline_that_presses_then_its_job_goes_before_its_tenants_turn
 
 
 @pytest.mark.parametrize(("seconds", "then"), [(60.0, "saved"), (140.0, "nearer")])
-def test_given_a_deadline_that_is_lost_then_a_job_that_can_be_in_time_goes_before_it(
-    tmp_path: Path, seconds: float, then: str
-) -> None:
+def test_given_up_deadlines_go_after_jobs_that_can_be_in_time(tmp_path: Path, seconds: float, then: str) -> None:
     # Nine rows of twelve tokens each, at a token a second: 108 s.
     world, queue = simulated_world(tmp_path), MemoryQueue()
     beats = MemoryHeartbeats(world.clock, LIFETIME)

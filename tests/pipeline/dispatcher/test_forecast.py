@@ -45,13 +45,13 @@ def test_models_have_workers_of_their_own_and_a_job_of_two_ends_with_the_later_o
     assert forecast(loads, {"x": 100.0, "y": 100.0}, {}) == {"a": 1.0, "both": 2.0}
 
 
-def test_where_a_speed_is_unknown_nothing_is_said() -> None:
+def test_unknown_throughput_gives_no_forecast() -> None:
     loads = [load("a", 100, model="x"), load("both", 100, model="x"), load("both", 50, model="y"), load("z", 0)]
     assert forecast(loads, {"x": 100.0, "m": 1.0}, {}).keys() == {"a", "z"}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_agrees_with_serving_in_tiny_slices(seed: int) -> None:
+def test_the_forecast_agrees_with_serving_in_tiny_slices(seed: int) -> None:
     chance = random.Random(seed)
     weights = {f"t{n}": chance.choice([0.5, 1.0, 4.0]) for n in range(3)}
     loads = [

@@ -34,7 +34,7 @@ def test_given_too_much_then_the_largest_that_is_in_the_way_is_given_up() -> Non
     ]
     found = plan_shedding(jobs, 10.0)
     assert found.lost == {"huge"}
-    assert found.together == {"a": 200.0, "b": 400.0, "later": 1_300.0}
+    assert found.cumulative_tokens == {"a": 200.0, "b": 400.0, "later": 1_300.0}
 
 
 def test_given_a_deadline_that_has_passed_or_no_known_speed_then_it_is_lost_or_nothing_is() -> None:

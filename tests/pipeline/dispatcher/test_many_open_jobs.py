@@ -14,7 +14,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher.controller import LOOKED_AT, JobController, JobControllerSettings
+from pipeline.dispatcher.controller import MAX_OPEN_CHECKS, JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger.active_index import sweep
 from pipeline.ledger.ledger import CLOSE, JobLedger
@@ -74,17 +74,19 @@ def job(world: World, name: str, shards: int = 3, deadline: timedelta | None = N
     return ledger
 
 
-def foreman(world: World) -> tuple[JobController, Dispatcher]:
+def controller(world: World) -> tuple[JobController, Dispatcher]:
     beats = MemoryHeartbeats(world.clock, 60.0)
-    dispatcher = Dispatcher(world, MemoryQueue(), beats, settings=DispatchSettings(isolate=True, closing_every=0.0))
+    dispatcher = Dispatcher(
+        world, MemoryQueue(), beats, settings=DispatchSettings(isolate=True, closing_interval_seconds=0.0)
+    )
     return JobController(world, dispatcher, settings=JobControllerSettings(look_every=0.0)), dispatcher
 
 
-def test_given_many_open_jobs_when_nothing_happens_then_a_turn_asks_for_a_few_of_them_and_a_cancelled_one_is_seen(
+def test_given_many_idle_jobs_then_a_tick_reads_a_few_of_them_and_a_cancelled_one_is_seen(
     store: Counting, world: World
 ) -> None:
     ledgers = [job(world, f"job-{number:02d}") for number in range(JOBS)]
-    house, dispatcher = foreman(world)
+    house, dispatcher = controller(world)
     for _ in range(100):
         house.tick()
     assert all(dispatcher.progress(ledger.name) for ledger in ledgers)
@@ -92,8 +94,8 @@ def test_given_many_open_jobs_when_nothing_happens_then_a_turn_asks_for_a_few_of
     for _ in range(10):
         house.tick()
     # Two objects tell whether a job is open, and two shards wait in the queue.
-    assert sum(store.asked.values()) <= 10 * (2 * LOOKED_AT + 2), store.asked
-    assert store.asked["info manifest.json"] == 10 * LOOKED_AT, "what has ended would not be noticed"
+    assert sum(store.asked.values()) <= 10 * (2 * MAX_OPEN_CHECKS + 2), store.asked
+    assert store.asked["info manifest.json"] == 10 * MAX_OPEN_CHECKS, "what has ended would not be noticed"
 
     cancelled = ledgers[7]
     cancelled.create_closing(Closing(kind="cancel", at=world.clock.now()))
@@ -108,7 +110,7 @@ def test_given_many_open_jobs_when_nothing_happens_then_a_turn_asks_for_a_few_of
 
 def test_given_a_job_of_a_root_when_its_deadline_passes_then_it_expires_without_a_marker(world: World) -> None:
     late = job(world, "late", deadline=timedelta(microseconds=1))
-    house, _ = foreman(world)
+    house, _ = controller(world)
     for _ in range(5):
         house.tick()
     manifest = late.manifest()
@@ -117,9 +119,9 @@ def test_given_a_job_of_a_root_when_its_deadline_passes_then_it_expires_without_
     house.close()
 
 
-def test_given_many_new_jobs_when_taking_them_up_takes_long_then_they_come_a_few_each_turn(world: World) -> None:
+def test_given_many_new_jobs_when_adding_them_is_slow_then_each_tick_adds_a_few(world: World) -> None:
     ids = [job(world, f"job-{number:02d}").name for number in range(JOBS)]
-    house, dispatcher = foreman(replace(world, clock=Hasty()))
+    house, dispatcher = controller(replace(world, clock=Hasty()))
     counts = []
     for _ in range(JOBS):
         house.tick()
@@ -133,7 +135,7 @@ def test_given_a_job_that_ended_when_it_was_to_be_cancelled_when_all_is_swept_th
     store: Counting, world: World
 ) -> None:
     open_job, ended = job(world, "open"), job(world, "ended", deadline=timedelta(microseconds=1))
-    house, _ = foreman(world)
+    house, _ = controller(world)
     for _ in range(5):
         house.tick()
     assert ended.manifest() is not None

@@ -38,7 +38,7 @@ def work(house: House, shards: int, name: str = "w") -> None:
     house.dispatcher.tick()
 
 
-def test_who_takes_over_counts_what_comes_from_then_on(house: House) -> None:
+def test_a_dispatcher_that_takes_over_counts_only_new_parts(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [[n, n + 1] for n in range(0, 12, 2)], rejected=[12, 13, 14])
     house.dispatcher.add(house.ledger)
     work(house, 2)
@@ -58,14 +58,14 @@ def test_who_takes_over_counts_what_comes_from_then_on(house: House) -> None:
     assert (house.figures.ended(), other.figures.ended()) == ({}, {(TIER, "completed"): 1})
 
 
-def test_how_shards_stand_adds_up_to_those_without_a_part(house: House) -> None:
+def test_shard_states_add_up_to_the_shards_without_a_part(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [[n] for n in range(9)])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
     client = house.client("w")
     assert client.take(0) is not None
     house.dispatcher.tick()
-    standing = house.figures.standing
+    standing = house.figures.snapshot
     assert standing is not None
     assert standing.shards == {(TIER, "held"): 1, (TIER, "queued"): 2, (TIER, "waiting"): 6}
     assert standing.jobs == {(TIER, "in_progress"): 1}
@@ -73,29 +73,29 @@ def test_how_shards_stand_adds_up_to_those_without_a_part(house: House) -> None:
     assert standing.oldest == {TIER: house.ledger.job().created_at}
 
 
-def test_who_waits_for_nothing_is_not_told_as_waiting(house: House) -> None:
+def test_a_job_without_waiting_shards_is_not_reported_as_waiting(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [[0]])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
     client = house.client("w")
     assert client.take(0) is not None
     house.dispatcher.tick()
-    standing = house.figures.standing
+    standing = house.figures.snapshot
     assert standing is not None
     assert (standing.oldest, standing.shards[TIER, "held"]) == ({}, 1)
 
 
-def test_who_does_not_lead_says_nothing_of_how_jobs_stand(house: House) -> None:
+def test_a_dispatcher_that_does_not_lead_has_no_snapshot(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [[0]])
     house.dispatcher.add(house.ledger)
     work(house, 1)
     rows = house.figures.rows()
     house.dispatcher.stand_by()
-    assert house.figures.standing is None
+    assert house.figures.snapshot is None
     assert house.figures.rows() == rows, "what it has counted stays"
 
 
-def test_rows_that_are_closed_are_counted_as_what_they_are(house: House) -> None:
+def test_closed_rows_are_counted_by_their_status(house: House) -> None:
     job = plan_by_hand(house.ledger, house.world, [[0, 1], [2, 3, 4]])
     house.dispatcher.add(house.ledger)
     work(house, 1)
@@ -107,7 +107,7 @@ def test_rows_that_are_closed_are_counted_as_what_they_are(house: House) -> None
     assert house.figures.ended() == {(TIER, "cancelled"): 1}
 
 
-def test_the_cost_is_that_of_the_manifests_and_the_time_that_from_the_making(tmp_path: Path) -> None:
+def test_cost_comes_from_manifests_and_duration_from_the_creation_time(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
     settings, figures = DispatchSettings(price_per_hour=36.0), DispatchMetrics()
     house = House(world, JobLedger(world.store), settings=settings, figures=figures)
@@ -118,22 +118,22 @@ def test_the_cost_is_that_of_the_manifests_and_the_time_that_from_the_making(tmp
     assert manifest.cost is not None
     assert house.figures.cost() == {"bulk": pytest.approx(manifest.cost)}
     assert manifest.cost > 0
-    counts, seconds = house.figures.took["bulk"].read()
+    counts, seconds = house.figures.job_durations["bulk"].read()
     assert (sum(counts), seconds) == (1, pytest.approx(world.clock.monotonic(), abs=2.0))
 
 
-def test_a_name_that_only_a_user_gave_is_told_as_another(house: House) -> None:
+def test_a_model_name_that_only_a_user_gave_is_reported_as_other(house: House) -> None:
     pins = (ModelPin(name="served", source="/models/served", digest="sha256:2", dtype="float32"),)
     job = plan_by_hand(house.ledger, house.world, [[0]], models=pins)  # its rows name a model that nobody serves
     assert job.models == pins
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
-    standing = house.figures.standing
+    standing = house.figures.snapshot
     assert standing is not None
     assert set(standing.backlog) == {("other", TIER)}
 
 
-def test_a_job_of_which_nothing_is_planned_waits_with_what_its_input_says(tmp_path: Path) -> None:
+def test_an_unplanned_job_reports_a_backlog_estimated_from_its_input(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
     house = House(world, JobLedger(world.store), settings=DispatchSettings(cache_every=0.0))
     plan_by_hand(house.ledger, world, [[0]])
@@ -141,7 +141,7 @@ def test_a_job_of_which_nothing_is_planned_waits_with_what_its_input_says(tmp_pa
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
     world.clock.sleep(timedelta(hours=1).total_seconds())
-    standing = house.figures.standing
+    standing = house.figures.snapshot
     assert standing is not None
     assert standing.jobs == {(TIER, "validating"): 1}
     assert standing.backlog == {(MODEL, TIER): order().input.size // 4}

@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.dispatcher.fair_share import FairShares
 from pipeline.dispatcher.ordering import (
-    ADVANCE_SECONDS,
-    PRESSING_SECONDS,
+    DEADLINE_RISK_SECONDS,
+    MAX_ADVANCE_SECONDS,
     backlog_for,
     dispatch_order,
     is_deadline_at_risk,
@@ -46,7 +46,7 @@ def test_given_two_tenants_then_they_take_turns_and_the_nearest_deadline_of_each
     assert taken(FairShares(), jobs, 6) == ["a2", "b1"] * 3
 
 
-def test_given_a_job_that_presses_then_it_goes_first_and_its_tenant_pays_for_it_afterwards() -> None:
+def test_given_a_job_at_risk_then_it_goes_first_and_its_tenant_is_charged() -> None:
     shares, jobs = FairShares(), [Job("a1", "a", NOON + timedelta(hours=1)), Job("b1", "b")]
     assert taken(shares, jobs, 4, "a1") == ["a1"] * 4
     assert shares.ahead("a") == 40
@@ -54,12 +54,12 @@ def test_given_a_job_that_presses_then_it_goes_first_and_its_tenant_pays_for_it_
     assert taken(shares, jobs, 4) == ["b1"] * 4
 
 
-def test_given_two_that_press_then_they_share_as_ever() -> None:
+def test_given_two_jobs_at_risk_then_they_share_as_ever() -> None:
     jobs = [Job("a1", "a", NOON), Job("b1", "b", NOON), Job("c1", "c")]
     assert taken(FairShares({"b": 2.0}), jobs, 6, "a1", "b1") == ["a1", "b1", "b1", "a1", "b1", "b1"]
 
 
-def test_given_two_that_press_then_the_nearer_deadline_goes_first_whosever_it_is() -> None:
+def test_given_two_jobs_at_risk_then_the_nearer_deadline_goes_first_of_any_tenant() -> None:
     jobs = [Job("a1", "a", NOON + timedelta(hours=1)), Job("b1", "b", NOON)]
     assert taken(FairShares(), jobs, 4, "a1", "b1", each=2) == ["b1", "b1", "a1", "a1"]
 
@@ -82,13 +82,13 @@ def test_given_more_room_than_shards_then_all_are_taken_once() -> None:
         (None, 1e6, 1_000, 0, False),  # no deadline
         (5_000, 1e6, 0, 0, False),  # nobody knows how fast it goes
         (5_000, 1e6, 1_000, 0, False),  # 1,000 s of work: it may wait
-        (2 * 1_000 + PRESSING_SECONDS - 1, 1e6, 1_000, 0, True),
+        (2 * 1_000 + DEADLINE_RISK_SECONDS - 1, 1e6, 1_000, 0, True),
         (900, 1e6, 1_000, 0, True),  # it might still be in time
         (5_000, 4e6, 1_000, 0, True),  # what is due before it leaves it no room
-        (1_500, 1e6, 1_000, ADVANCE_SECONDS * 1_000 + 1, False),  # its tenant has had enough
+        (1_500, 1e6, 1_000, MAX_ADVANCE_SECONDS * 1_000 + 1, False),  # its tenant has had enough
     ],
 )
-def test_given_what_is_left_of_a_job_then_it_presses_or_not(
+def test_given_the_tokens_left_of_a_job_then_its_deadline_is_at_risk_or_not(
     left: float | None, together: float, rate: float, ahead: float, so: bool
 ) -> None:
     assert is_deadline_at_risk(left, 1e6, together, rate, ahead) is so
@@ -98,12 +98,12 @@ def test_given_a_fleet_then_its_queues_are_as_long_as_it_needs() -> None:
     assert [backlog_for(2, workers, 0.25) for workers in (0, 1, 8, 9, 1_000)] == [2, 2, 2, 3, 250]
 
 
-def test_given_a_job_that_may_put_no_more_then_it_is_passed_over_and_takes_nobodys_room() -> None:
+def test_given_a_job_without_allowed_shards_then_it_is_skipped_and_takes_no_room() -> None:
     shares, jobs = FairShares(), [Job("a1", "a", NOON + timedelta(hours=1)), Job("a2", "a"), Job("b1", "b")]
     wanted = [(job, list(range(100, 0, -1))) for job in jobs]
     found = []
     for job, _ in dispatch_order(
-        shares, wanted, 4, lambda job: job, allowed=lambda job, number: job.id != "a1" or number < 2
+        shares, wanted, 4, lambda job: job, is_allowed=lambda job, number: job.id != "a1" or number < 2
     ):
         shares.charge(job.tenant, 10)
         found.append(job.id)

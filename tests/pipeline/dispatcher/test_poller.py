@@ -17,7 +17,7 @@ from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatcher.poller import AT_LEISURE, READ_AT_ONCE
+from pipeline.dispatcher.poller import MAX_DEFERRABLE_READS, MAX_PARTS_PER_POLL
 from pipeline.jobs.submit import submit
 from pipeline.ledger.ledger import JobLedger, LedgerError, part_key, segment_key
 from pipeline.ports import ShardTask, World
@@ -95,7 +95,7 @@ def dispatcher(world: World, together: ThreadPoolExecutor | None = None) -> Disp
     return Dispatcher(world, MemoryQueue(), beats, settings=settings, together=together)
 
 
-def test_given_a_store_that_answers_late_many_requests_are_under_way_at_once(store: Far, world: World) -> None:
+def test_given_a_slow_store_many_requests_run_concurrently(store: Far, world: World) -> None:
     ledgers = [planned(world, f"job-{number}", 12) for number in range(3)]
     for ledger in ledgers:
         commit(world, ledger, 12)
@@ -113,7 +113,7 @@ def test_given_a_store_that_answers_late_many_requests_are_under_way_at_once(sto
 def test_given_a_large_job_that_is_taken_up_then_its_parts_are_read_over_several_ticks(
     store: Far, world: World
 ) -> None:
-    shards = READ_AT_ONCE * 2
+    shards = MAX_PARTS_PER_POLL * 2
     ledger = planned(world, "large", shards + 1)
     commit(world, ledger, shards)
     house = dispatcher(world)
@@ -124,12 +124,12 @@ def test_given_a_large_job_that_is_taken_up_then_its_parts_are_read_over_several
         progress = house.progress("large")
         assert progress is not None
         done.append(progress.shards_done)
-    assert done[0] == READ_AT_ONCE < done[1] <= 2 * READ_AT_ONCE
+    assert done[0] == MAX_PARTS_PER_POLL < done[1] <= 2 * MAX_PARTS_PER_POLL
     assert done[-1] == shards
 
 
 def test_given_jobs_that_wait_to_be_planned_a_tick_asks_for_few_of_their_plans(store: Far, world: World) -> None:
-    names = [f"job-{number:03}" for number in range(5 * AT_LEISURE)]
+    names = [f"job-{number:03}" for number in range(5 * MAX_DEFERRABLE_READS)]
     house = dispatcher(world)
     for name in names:
         ledger = JobLedger(world.store, f"jobs/{name}/")
@@ -139,12 +139,12 @@ def test_given_jobs_that_wait_to_be_planned_a_tick_asks_for_few_of_their_plans(s
     store.asked.clear()
     for turn in range(1, 6):
         house.tick({mine})
-        assert sum(store.asked[plan] for plan in plans) == turn * (AT_LEISURE + 1)
+        assert sum(store.asked[plan] for plan in plans) == turn * (MAX_DEFERRABLE_READS + 1)
     assert store.asked[plans[-1]] == 5, "its turn has come, and it can't wait"
     assert min(store.asked[plan] for plan in plans) == 1, "the others are looked at in turn"
 
 
-def test_given_a_part_that_is_damaged_its_job_alone_is_left_alone(store: Far, world: World) -> None:
+def test_given_a_damaged_part_only_its_job_is_paused(store: Far, world: World) -> None:
     good, bad = planned(world, "good", 2), planned(world, "bad", 2)
     commit(world, good, 2)
     commit(world, bad, 2)

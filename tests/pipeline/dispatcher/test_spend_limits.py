@@ -79,7 +79,7 @@ def test_given_a_limit_that_is_enough_then_the_job_is_whole(house: House) -> Non
     assert (manifest.status, manifest.cost) == (JobStatus.COMPLETED, 20.0)
 
 
-def test_given_a_dispatcher_that_takes_over_then_it_knows_what_was_spent_and_by_attempts_that_died(
+def test_given_a_dispatcher_that_takes_over_then_it_counts_earlier_spending_and_dead_attempts(
     house: House,
 ) -> None:
     plan_by_hand(house.ledger, house.world, SHARDS, max_cost=7.0)
@@ -121,7 +121,7 @@ def test_given_workers_with_prices_of_their_own_then_each_second_costs_its_worke
     assert spending.cost_per_million_tokens == pytest.approx(2.0 / (spending.prompt + spending.completion) * 1e6)
 
 
-def test_given_a_limit_and_workers_whose_price_nobody_knows_then_the_job_ends_and_says_so(tmp_path: Path) -> None:
+def test_given_a_limit_and_workers_of_unknown_price_then_the_job_ends_with_that_reason(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
     house = House(world, JobLedger(world.store))
     plan_by_hand(house.ledger, house.world, SHARDS, max_cost=7.0)
@@ -164,7 +164,7 @@ def test_given_a_shard_under_way_that_has_cost_the_limit_then_the_job_ends_witho
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_happens_no_shard_is_begun_once_the_limit_is_passed(
+def test_no_shard_is_begun_once_the_limit_is_passed_under_random_events(
     tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
     """So a job costs no more than its limit and what was under way when that was passed. What shards cost has nothing

@@ -129,7 +129,7 @@ def told(house: KafkaHouse, topic: str, count: int) -> list[tuple[bytes | None, 
     return [(found.key, found.value, dict(found.headers)) for found in house.consume(f"{house.name}.{topic}", count)]
 
 
-def test_given_a_kafka_job_when_it_is_done_then_each_result_is_told_with_its_records_key_and_replies_where_asked(
+def test_given_a_kafka_job_when_it_is_done_then_each_result_is_sent_with_its_records_key_and_replies(
     house: KafkaHouse,
 ) -> None:
     (ledger,) = take_in(house, said(house))
@@ -178,7 +178,9 @@ def test_given_an_announcer_that_dies_between_a_send_and_its_marker_when_another
         assert len({(key, value, headers[name]) for key, value, headers in found}) == different, "a repeat is different"
 
 
-def test_given_a_job_that_runs_when_parts_are_committed_then_they_are_told_before_its_end(house: KafkaHouse) -> None:
+def test_given_a_job_that_runs_when_parts_are_committed_then_they_are_announced_before_its_end(
+    house: KafkaHouse,
+) -> None:
     (ledger,) = take_in(house, said(house))
     plan_job(ledger, ledger.job(), house.world)
     announcer = Publisher(house.world, house.sender, settings(house))
@@ -212,7 +214,7 @@ class Watched(Publisher):
         return super().announce(ledger)
 
 
-def test_given_a_job_that_waits_long_when_something_happens_then_it_is_told_a_tenth_of_that_time_later_at_most(
+def test_given_an_idle_job_when_something_happens_then_it_is_announced_a_tenth_of_that_time_later_at_most(
     house: KafkaHouse,
 ) -> None:
     (ledger,) = take_in(house, said(house))
@@ -228,7 +230,7 @@ def test_given_a_job_that_waits_long_when_something_happens_then_it_is_told_a_te
     assert announcer.look() == 1
 
 
-def test_given_a_result_larger_than_a_message_when_it_is_told_then_it_says_where_the_result_lies(
+def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the_results_location(
     house: KafkaHouse,
 ) -> None:
     (ledger,) = take_in(house, [Said(request("a"), b"k")])
@@ -243,7 +245,7 @@ def test_given_a_result_larger_than_a_message_when_it_is_told_then_it_says_where
     assert headers["result_id"].decode() == result_id(ledger.name, 0)
 
 
-def test_given_brokers_that_do_not_answer_when_results_are_told_then_it_fails_loudly_and_nothing_is_marked(
+def test_given_brokers_that_do_not_answer_when_results_are_sent_then_it_fails_and_nothing_is_marked(
     house: KafkaHouse,
 ) -> None:
     (ledger,) = take_in(house, [Said(request("a"), b"k")])
@@ -259,7 +261,7 @@ def test_given_brokers_that_do_not_answer_when_results_are_told_then_it_fails_lo
     assert Publisher(house.world, house.sender, settings(house)).look() == 1
 
 
-def test_given_a_job_of_another_door_when_all_jobs_are_announced_then_it_is_told_too_and_its_cancellation(
+def test_given_a_job_of_another_ingest_source_with_all_jobs_then_it_and_its_cancellation_are_announced(
     house: KafkaHouse,
 ) -> None:
     ledger = JobLedger(house.store, "jobs/job-one/")
@@ -278,7 +280,7 @@ def test_given_a_job_of_another_door_when_all_jobs_are_announced_then_it_is_told
     assert events[1].at == job.created_at, "it says when it happened, not when it was told"
 
 
-def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_other_goes_on_and_nothing_is_told_twice(
+def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_other_goes_on_and_nothing_is_sent_twice(
     house: KafkaHouse, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     source = tmp_path / "in.jsonl"

@@ -99,7 +99,7 @@ def test_given_two_that_could_when_time_goes_by_then_one_collects_and_the_other_
     assert len(done) == 4
 
 
-def test_given_a_failure_when_it_is_over_then_it_is_tried_again_the_same_day_and_not_all_the_time(world: World) -> None:
+def test_given_a_failure_when_it_is_over_then_it_is_retried_the_same_day_and_not_all_the_time(world: World) -> None:
     ledger, stop, tries = ended(world), threading.Event(), 0
     failing = True
 
@@ -132,7 +132,7 @@ def test_given_a_failure_when_it_is_over_then_it_is_tried_again_the_same_day_and
     assert ledger.tombstone() is not None
 
 
-def test_given_a_collection_under_way_when_told_to_stop_then_it_ends_soon_and_the_next_goes_on(world: World) -> None:
+def test_given_a_running_collection_when_stopped_then_it_ends_soon_and_the_next_resumes(world: World) -> None:
     ledgers = [ended(world, f"job-{number}") for number in range(5)]
     stop = threading.Event()
     chosen = RetentionSettings(outputs=timedelta(0))

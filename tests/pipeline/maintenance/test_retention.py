@@ -81,7 +81,7 @@ def test_given_an_open_job_when_collected_a_thousand_days_later_then_nothing_of_
     assert ledger.manifest() is None
 
 
-def test_given_a_job_that_has_ended_when_collected_then_only_what_nobody_needs_goes(world: World) -> None:
+def test_given_an_ended_job_when_collected_then_only_leftovers_are_removed(world: World) -> None:
     ledger = planned(world, "job-1", "intake/kafka/c/t/00000/lines/0-a.jsonl")
     named = {shard.key for segment in ledger.segments() for shard in segment.shards}
     end_job(ledger, world.clock.now())
@@ -98,7 +98,7 @@ def test_given_a_job_that_has_ended_when_collected_then_only_what_nobody_needs_g
     assert run(world) == {}
 
 
-def test_given_results_that_are_too_old_when_collected_then_a_tombstone_says_so_to_all_who_want_them(
+def test_given_results_that_are_too_old_when_collected_then_a_tombstone_has_the_reason(
     world: World, tmp_path: Path
 ) -> None:
     ledger = planned(world, "job-1", "intake/kafka/c/t/00000/lines/0-a.jsonl")
@@ -139,7 +139,7 @@ def test_given_results_without_an_end_of_time_then_they_stay(world: World) -> No
     assert "results/part-00001.parquet" in below(world.store, ledger)
 
 
-def test_given_jobs_that_say_how_long_when_collected_then_each_has_its_own_time_whatever_the_root_says(
+def test_given_jobs_with_their_own_retention_when_collected_then_it_overrides_the_roots(
     world: World,
 ) -> None:
     for name, days in (("job-1", 2), ("job-2", 20), ("job-3", None)):
@@ -165,7 +165,7 @@ def test_given_jobs_that_say_how_long_when_collected_then_each_has_its_own_time_
         submit(order(), other, world)
 
 
-def test_given_two_jobs_of_one_batch_when_one_is_old_then_what_lies_beside_stays_for_the_other(world: World) -> None:
+def test_given_two_jobs_of_one_batch_when_one_is_old_then_companion_objects_stay_for_the_other(world: World) -> None:
     one = planned(world, "job-1", "intake/kafka/c/t/00000/lines/0-a.jsonl")
     planned(world, "job-2", "intake/kafka/c/t/00000/lines/0-b.jsonl")
     planned(world, "job-3", "intake/kafka/c/t/00000/lines/01-b.jsonl")
@@ -196,7 +196,7 @@ def test_given_a_job_whose_input_is_the_users_when_collected_then_the_input_stay
     assert theirs.exists()
 
 
-def test_given_dropped_files_when_one_has_gone_then_its_marker_goes_and_no_other(tmp_path: Path) -> None:
+def test_given_ingested_files_when_one_is_gone_then_only_its_marker_is_removed(tmp_path: Path) -> None:
     with FolderStore(tmp_path / "root") as store:
         clock = SimulatedClock()
         world = World(store, clock, SeededRandomness(), store.scratch)

@@ -27,7 +27,7 @@ def pin_nothing(uri: str) -> InputRef:
     raise AssertionError(uri)
 
 
-def test_given_old_tickets_when_collected_then_those_go_that_nobody_can_need(world: World) -> None:
+def test_given_old_tickets_when_collected_then_unneeded_ones_are_removed(world: World) -> None:
     world.store.create("catalog/x.json", CatalogEntry(pin=PIN, max_model_len=9).to_json())
     tasks = CeleryTasks(world, Intake(world), pin_nothing)
     ended, opened = (tasks.submit("team", task, [[LINE]], {}) for task in ("ended", "open"))

@@ -74,7 +74,7 @@ def test_given_a_version_just_at_a_limit_when_judged_again_and_again_then_it_is_
     assert found_bad <= 10
 
 
-def test_given_looks_at_every_shard_when_judged_then_the_verdict_is_the_one_of_a_single_look() -> None:
+def test_given_a_test_at_every_shard_when_judged_then_the_verdict_is_that_of_a_single_test() -> None:
     for seed in range(12):
         found = shards(128, seed=seed, agreement=0.84)
         verdicts = [judge(found[:count], RULES, None) for count in range(129)]
@@ -108,7 +108,7 @@ def test_given_whatever_was_compared_when_more_comes_then_a_verdict_stays(found:
     assert (before is not None) or len(found) < 32, "nothing stays open for ever"
 
 
-def test_given_answers_that_nobody_gave_when_judged_then_it_is_not_promoted() -> None:
+def test_given_no_answers_when_judged_then_it_is_not_promoted() -> None:
     nothing = [ShadowedShard(10, 0, 0, None, None)] * 128
     verdict = judge(nothing, RULES, None)
     assert verdict is not None

@@ -11,7 +11,7 @@ from pipeline.egress.release_events import ReleaseEventPublisher
 from pipeline.ledger.ledger import JOBS
 from pipeline.models.catalog import Catalog
 from pipeline.models.registry import RELEASES, ReleaseError
-from pipeline.models.shadow_client import LOOK_SECONDS, ShadowClient
+from pipeline.models.shadow_client import POLL_INTERVAL_SECONDS, ShadowClient
 from pipeline.models.shadow_results import ShadowCopies
 from pipeline.ports import Message, NotConfirmed, ShardTask, queue_name
 from pipeline.worker_client.protocol import RevokedShards
@@ -138,7 +138,7 @@ def test_given_too_little_to_compare_when_its_time_is_over_then_it_is_rolled_bac
     assert (last.outcome.verdict, last.outcome.by) == ("rolled_back", "time")
 
 
-def test_given_a_shadow_release_when_it_was_compared_then_somebody_decides(house: ReleasesHouse) -> None:
+def test_given_a_shadow_release_when_it_was_compared_then_an_operator_decides(house: ReleasesHouse) -> None:
     house.job("job-1", 8)
     release = house.begin(mode="shadow")
     house.shadow(release, mark="other ")
@@ -176,7 +176,7 @@ def test_given_jobs_of_other_versions_and_a_share_when_copies_are_taken_then_onl
     assert again.take(0) is None, "all workers choose the same"
 
 
-def test_given_a_candidate_at_work_when_the_release_ends_then_it_lets_go(house: ReleasesHouse) -> None:
+def test_given_a_candidate_at_work_when_the_release_ends_then_its_shards_are_revoked(house: ReleasesHouse) -> None:
     house.job("job-1", 3)
     release = house.begin()
     client = ShadowClient("candidate", house.world, release)
@@ -185,7 +185,7 @@ def test_given_a_candidate_at_work_when_the_release_ends_then_it_lets_go(house: 
     assert client.find_revoked([work]) == RevokedShards()
     house.book.end(release, "rolled_back", "operator", house.world.clock.now())
     assert client.find_revoked([work]).to_release == {("job-1", work.shard)}
-    assert client.take(LOOK_SECONDS) is None
+    assert client.take(POLL_INTERVAL_SECONDS) is None
     assert client.finished()
 
 
@@ -242,7 +242,7 @@ class Topic:
         self.sent += messages
 
 
-def test_given_releases_that_ended_when_they_are_announced_then_each_is_told_once_it_could_be_sent(
+def test_given_ended_releases_when_announced_then_each_is_published_once_it_can_be_sent(
     house: ReleasesHouse,
 ) -> None:
     topic = Topic(failures=1)

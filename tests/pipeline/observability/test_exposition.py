@@ -20,15 +20,15 @@ from tests.pipeline.observability.scrapes import OPENMETRICS, Scrape, parsed
 PROMTOOL = shutil.which("promtool")
 
 
-def everything(told: Samples) -> None:
+def everything(samples: Samples) -> None:
     """A value for each name."""
     for number, metric in enumerate(METRICS):
         value = Times((0, 2, 1), 0.5) if metric.kind == "histogram" else number + 0.5
-        told.value(metric.name, value, *(f"{label}-{number}" for label in metric.labels))
+        samples.value(metric.name, value, *(f"{label}-{number}" for label in metric.labels))
 
 
-def told_by(*told: object) -> str:
-    return Metrics(told).encode("")[0].decode()  # type: ignore[arg-type]
+def report(*samples: object) -> str:
+    return Metrics(samples).encode("")[0].decode()  # type: ignore[arg-type]
 
 
 def test_names_and_units_are_as_prometheus_wants_them() -> None:
@@ -66,8 +66,8 @@ def test_every_name_comes_through_the_parser_with_its_kind_labels_and_help(openm
             assert found.sum(metric.name, **labels) == number + 0.5
 
 
-def test_the_process_tells_of_itself() -> None:
-    found = parsed(told_by())
+def test_process_metrics_are_reported() -> None:
+    found = parsed(report())
     assert found.sum("process_resident_memory_bytes") > 1_000_000
     assert found.sum("process_cpu_seconds_total") > 0
     assert found.sum("process_open_fds") > 0
@@ -76,11 +76,11 @@ def test_the_process_tells_of_itself() -> None:
 def test_names_of_models_can_be_anything() -> None:
     hostile = 'a"b\\c\nd{x="y"} 文 \x00'
 
-    def tell(told: Samples) -> None:
-        told.value("tokenmill_workers", 3, hostile)
+    def collect(samples: Samples) -> None:
+        samples.value("tokenmill_workers", 3, hostile)
 
     for accept in ("", OPENMETRICS):
-        text = Metrics([tell]).encode(accept)[0].decode()
+        text = Metrics([collect]).encode(accept)[0].decode()
         found: Scrape = parsed(text, openmetrics=bool(accept))
         assert found.all("tokenmill_workers") == {(hostile,): 3}
 
@@ -88,39 +88,39 @@ def test_names_of_models_can_be_anything() -> None:
 @pytest.mark.parametrize(
     "accept", ["", "*/*", "text/html", ";;;=,,q=", "application/openmetrics-text; version=9", "\xff"]
 )
-def test_whatever_a_scraper_accepts_it_gets_something_that_can_be_read(accept: str) -> None:
+def test_any_accept_header_gets_a_readable_response(accept: str) -> None:
     text, kind = Metrics([everything]).encode(accept)
     assert parsed(text.decode(), openmetrics="openmetrics" in kind).names >= {"tokenmill_jobs"}
 
 
-def test_what_cant_be_known_now_is_left_out_and_the_rest_is_told() -> None:
-    def away(told: Samples) -> None:
+def test_an_unavailable_source_is_left_out_and_the_others_are_reported() -> None:
+    def unavailable(samples: Samples) -> None:
         raise ServiceUnavailable("nobody answers")
 
-    found = parsed(told_by(away, everything))
+    found = parsed(report(unavailable, everything))
     assert "tokenmill_workers" in found.names
     assert found.sum("tokenmill_build_info") > 0
 
 
-def test_mistakes_of_ours_are_not_told() -> None:
-    told = Samples()
+def test_programming_errors_are_raised() -> None:
+    samples = Samples()
     with pytest.raises(KeyError):
-        told.value("tokenmill_unheard_of", 1)
+        samples.value("tokenmill_unheard_of", 1)
     with pytest.raises(ValueError, match="has the labels"):
-        told.value("tokenmill_jobs", 1, "bulk")
-    told.value("tokenmill_kv_blocks", 1, "m")
+        samples.value("tokenmill_jobs", 1, "bulk")
+    samples.value("tokenmill_kv_blocks", 1, "m")
     with pytest.raises(ValueError, match="has the labels"):
-        told.value("tokenmill_kv_blocks", 1, "m", worker="w")
+        samples.value("tokenmill_kv_blocks", 1, "m", worker="w")
 
 
-def test_the_version_is_told() -> None:
-    ((version,),) = parsed(told_by(metric_collectors.build)).all("tokenmill_build_info")
+def test_the_version_is_reported() -> None:
+    ((version,),) = parsed(report(metric_collectors.build)).all("tokenmill_build_info")
     assert version
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: its own opinion on the names is not asked")
-def test_promtool_has_nothing_to_say(tmp_path: Path) -> None:
+def test_promtool_finds_no_problem(tmp_path: Path) -> None:
     assert PROMTOOL is not None
-    text = "".join(line for line in told_by(everything).splitlines(keepends=True) if "process_" not in line)
+    text = "".join(line for line in report(everything).splitlines(keepends=True) if "process_" not in line)
     said = subprocess.run([PROMTOOL, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     assert (said.returncode, said.stdout, said.stderr) == (0, "", "")

@@ -22,7 +22,7 @@ from pipeline.tracing import (
     current_traceparent,
     doors_span,
     log_fields,
-    place_of,
+    parse_traceparent,
     read_traceparent,
     working_for,
 )
@@ -77,16 +77,16 @@ def written(span: Any) -> str:
         f"00-0af7651916cd43dd8448eb211c80319c-{'0' * 16}-01", b"\xff\xfe", SENT.replace("-", "_"),
     ],
 )  # fmt: skip
-def test_given_what_is_no_traceparent_then_it_is_passed_over(sent: str | bytes | None) -> None:
+def test_given_an_invalid_traceparent_then_it_is_ignored(sent: str | bytes | None) -> None:
     assert read_traceparent(sent) is None
 
 
 def test_given_a_traceparent_as_text_or_bytes_then_it_is_read_as_it_is() -> None:
     assert read_traceparent(SENT) == read_traceparent(SENT.encode()) == SENT
-    assert str(place_of(SENT)) == SENT
+    assert str(parse_traceparent(SENT)) == SENT
 
 
-def test_given_nobody_traces_then_there_is_one_span_for_all_and_nothing_is_current() -> None:
+def test_given_no_tracing_then_there_is_one_shared_span_and_none_is_current() -> None:
     span = NO_TRACES.begin("x", {"a": 1}, parent=SENT)
     assert span is NO_SPAN
     with working_for(span), doors_span(NO_TRACES, "door", (SENT,)) as inner:
@@ -96,7 +96,7 @@ def test_given_nobody_traces_then_there_is_one_span_for_all_and_nothing_is_curre
     assert (NO_TRACES.of_job(job()), log_fields(span.traceparent)) == (None, {})
 
 
-def test_given_a_span_then_what_is_made_in_it_belongs_to_it_and_its_log_says_so(traced: Traced) -> None:
+def test_given_a_span_then_its_children_and_log_lines_belong_to_it(traced: Traced) -> None:
     outer = traced.traces.begin("outer", {"kept": 1, "left out": None}, kind="server", parent=SENT)
     with working_for(outer):
         assert current_traceparent() == outer.traceparent
@@ -114,7 +114,7 @@ def test_given_a_span_then_what_is_made_in_it_belongs_to_it_and_its_log_says_so(
     assert spans["renamed"].status.is_ok
 
 
-def test_given_a_failure_then_the_span_bears_its_name_and_not_what_it_says(traced: Traced) -> None:
+def test_given_a_failure_then_the_span_has_the_errors_name_and_not_its_message(traced: Traced) -> None:
     with pytest.raises(KeyError), doors_span(traced.traces, "door", ()):
         raise KeyError("a prompt, perhaps")
     (span,) = traced.spans.values()
@@ -135,7 +135,7 @@ def test_given_messages_of_one_trace_or_of_many_then_their_span_belongs_to_it_or
     assert (f"{span.context.trace_id:032x}" in SENT) is parent
 
 
-def test_given_a_job_that_a_door_traced_then_its_span_is_the_same_for_whoever_ends_it(traced: Traced) -> None:
+def test_given_a_job_traced_at_ingest_then_each_dispatcher_ends_the_same_span(traced: Traced) -> None:
     made, other = job(traceparent=SENT), Traced()
     assert traced.traces.of_job(made) == other.traces.of_job(made)
     shard = traced.traces.begin("shard", parent=traced.traces.of_job(made))
@@ -149,19 +149,19 @@ def test_given_a_job_that_a_door_traced_then_its_span_is_the_same_for_whoever_en
     assert (span.end_time - span.start_time, span.status.description) == (90 * 10**9, "failed")
 
 
-def test_given_a_job_that_no_door_traced_then_its_trace_follows_from_its_id(traced: Traced) -> None:
+def test_given_a_job_not_traced_at_ingest_then_its_trace_follows_from_its_id(traced: Traced) -> None:
     made = job()
     traced.traces.job_ended(made, made.created_at, {})
     span = traced.spans["job"]
     assert span.parent is None
     assert traced.traces.of_job(made) == Traced().traces.of_job(made)
-    place = place_of(traced.traces.of_job(made) or "")
+    place = parse_traceparent(traced.traces.of_job(made) or "")
     assert place is not None
     assert (place.trace, place.span, place.flags & 1) == (span.context.trace_id, span.context.span_id, 1)
     assert traced.traces.of_job(job().model_copy(update={"id": "job-2"})) != traced.traces.of_job(made)
 
 
-def test_given_a_sender_whose_trace_is_not_recorded_then_nothing_of_it_is(traced: Traced) -> None:
+def test_given_a_sender_whose_trace_is_not_recorded_then_no_span_is(traced: Traced) -> None:
     span = traced.traces.begin("x", parent=UNSAMPLED)
     assert span.traceparent is not None
     assert span.traceparent.endswith("-00"), "that is passed on"

@@ -17,10 +17,10 @@ from pipeline.inputs.open import pin_uri
 from pipeline.lane.memory import MemoryLane
 from pipeline.ports import Heartbeats, PipelineError
 from pipeline.runtime.availability import ServiceUnavailable
-from pipeline.scaling.autoscaler import PAPER, Autoscaler, PoolDecision
+from pipeline.scaling.autoscaler import SCALING_KEY, Autoscaler, PoolDecision
 from pipeline.scaling.backlog import BacklogMetrics, BacklogReader
 from pipeline.scaling.cloudwatch import CloudWatch
-from pipeline.scaling.observe import FirstTokens, observe, pools_of, see
+from pipeline.scaling.observe import FirstTokens, observe, observe_root, pools_of
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
 from schemas.settings.autoscaling import AutoscaleOptions, PoolOptions, ScalingLimits
@@ -64,7 +64,7 @@ def figures(ttft: tuple[int, ...] = (), waiting: int = 0, used: int = 0) -> Work
 
 def observed(house: House, before: FirstTokens = FirstTokens()) -> tuple[Any, FirstTokens]:  # noqa: B008
     look = BacklogReader(house.world, house.heartbeats, assumed=100.0)
-    seen = see(look, house.heartbeats, house.world.clock.now())
+    seen = observe_root(look, house.heartbeats, house.world.clock.now())
     (pool,) = pools_of(ONE_POOL, {"m", "other"})
     return observe(pool, seen, before)
 
@@ -97,7 +97,7 @@ def test_given_a_worker_that_ends_then_it_is_not_live(house: House) -> None:
     assert observed(house)[0].live == 0
 
 
-def test_given_what_workers_tell_then_callers_kv_and_late_first_tokens_are_seen(house: House) -> None:
+def test_given_worker_metrics_then_callers_kv_and_late_first_tokens_are_observed(house: House) -> None:
     house.beat("w1", MODEL, 400.0)
     house.heartbeats.tell("w1", figures((100,), waiting=2, used=50))
     found, first = observed(house)
@@ -118,7 +118,7 @@ def test_given_more_open_jobs_than_a_status_shows_then_the_oldest_ones_deadline_
 ) -> None:
     """Given an old job of `other` behind more new ones of `m` than people are shown, over several pages."""
     old = house.submit("old", "other")
-    monkeypatch.setattr("pipeline.scaling.open_work.MOST_JOBS", 2)
+    monkeypatch.setattr("pipeline.scaling.open_work.MAX_JOBS", 2)
     monkeypatch.setattr("pipeline.scaling.open_work.PAGE_JOBS", 2)
     for number in range(5):
         house.submit(f"new-{number}", "m")
@@ -188,17 +188,17 @@ def test_given_a_dry_run_then_nothing_is_written(house: House) -> None:
     house.submit("one", "m")
     dry = scaler(house, keep=False)
     assert [one.desired for one in dry.once()] == [1, 0]
-    assert house.store.info(PAPER) is None
+    assert house.store.info(SCALING_KEY) is None
     assert dry.once()[0].decision.before == 1, "it remembers by itself"
 
 
-def test_given_a_paper_that_is_damaged_then_the_past_is_forgotten(house: House) -> None:
-    house.store.replace(PAPER, b"{nonsense")
+def test_given_a_damaged_state_then_it_is_ignored(house: House) -> None:
+    house.store.replace(SCALING_KEY, b"{nonsense")
     house.submit("one", "m")
     assert [one.desired for one in scaler(house).once()] == [1, 0]
 
 
-def test_given_heartbeats_that_are_not_heard_then_nothing_is_decided(house: House) -> None:
+def test_given_unavailable_heartbeats_then_nothing_is_decided(house: House) -> None:
     class Deaf(MemoryHeartbeats):
         def workers(self) -> Any:
             raise ServiceUnavailable("Redis: is away")
@@ -209,10 +209,10 @@ def test_given_heartbeats_that_are_not_heard_then_nothing_is_decided(house: Hous
     with pytest.raises(PipelineError):
         Autoscaler(house.world, look, deaf, AutoscaleOptions(), [target]).once()
     assert target.all == []
-    assert house.store.info(PAPER) is None
+    assert house.store.info(SCALING_KEY) is None
 
 
-def test_given_a_target_that_fails_then_the_others_are_told_and_it_goes_on(house: House) -> None:
+def test_given_a_target_that_fails_then_the_others_are_called_and_it_goes_on(house: House) -> None:
     stop, target = threading.Event(), Told()
 
     class Failing:
@@ -243,7 +243,7 @@ def test_given_a_deadline_then_it_is_what_is_left_until_it(house: House) -> None
     assert demands[False].due is None
 
 
-def test_given_decisions_when_cloudwatch_is_told_then_it_has_them_by_installation_and_pool(
+def test_given_decisions_when_published_then_cloudwatch_has_them_by_installation_and_pool(
     house: House,
     cloudwatch: Any,  # noqa: F811
     unique_name: Callable[[], str],

@@ -77,7 +77,7 @@ def test_given_no_job_and_no_worker_then_each_model_of_the_catalog_has_nothing_l
     ]
 
 
-def test_given_a_job_and_nobody_to_do_it_then_its_seconds_are_those_of_an_assumed_worker(house: House) -> None:
+def test_given_a_job_without_workers_then_its_seconds_are_those_of_an_assumed_worker(house: House) -> None:
     job = house.submit("one", "m")
     assert house.look.look().open_jobs == 1
     assert house.of("m").tokens == job.input.size // 4
@@ -98,7 +98,7 @@ def test_given_workers_that_measured_then_seconds_are_by_their_mean_and_not_by_t
     assert found.seconds == pytest.approx(tokens / 400)
 
 
-def test_given_workers_that_went_then_their_speed_is_remembered(house: House) -> None:
+def test_given_workers_that_left_then_their_throughput_is_retained(house: House) -> None:
     house.submit("one", "m")
     house.beat("w1", MODEL, 500.0)
     assert house.of("m").workers == 1
@@ -111,12 +111,12 @@ def test_given_a_job_of_two_models_then_it_waits_for_both(house: House) -> None:
     assert (house.of("m").tokens, house.of("other").tokens) == (tokens, tokens)
 
 
-def test_given_a_job_that_nobody_took_up_then_it_is_open_and_validating(house: House) -> None:
+def test_given_a_job_without_a_dispatcher_then_it_is_open_and_validating(house: House) -> None:
     job = house.submit("one", "m")
     assert OpenJobsIndex(house.store).look().jobs == [OpenJobSummary(job, JobStatus.VALIDATING, job.input.size // 4)]
 
 
-def test_given_a_job_of_many_files_then_what_is_kept_of_it_does_not_grow_with_them(house: House) -> None:
+def test_given_a_job_of_many_files_then_its_cached_order_does_not_grow_with_them(house: House) -> None:
     job = house.submit("one", "m")
     file = job.input.files[0]
     many = job.model_copy(update={"input": job.input.model_copy(update={"files": (file,) * 5})})
@@ -125,7 +125,7 @@ def test_given_a_job_of_many_files_then_what_is_kept_of_it_does_not_grow_with_th
     assert (len(found.job.input.files), found.left) == (1, 5 * file.size // 4)
 
 
-def test_given_more_jobs_than_a_look_reads_then_it_says_so(house: House) -> None:
+def test_given_more_jobs_than_one_read_returns_then_it_reports_more(house: House) -> None:
     house.submit("one", "m")
     house.submit("two", "m")
     assert not OpenJobsIndex(house.store).look().more
@@ -158,7 +158,7 @@ def told(client: Any, namespace: str, name: str, **dimensions: str) -> float | N
     return max(values) if values else None
 
 
-def test_given_figures_when_cloudwatch_is_told_then_it_has_them_by_installation_and_model(
+def test_given_metrics_when_published_then_cloudwatch_has_them_by_installation_and_model(
     cloudwatch: Any, unique_name: Callable[[], str]
 ) -> None:
     space = unique_name()
@@ -175,7 +175,7 @@ def test_given_figures_when_cloudwatch_is_told_then_it_has_them_by_installation_
     assert told(cloudwatch, space, "BacklogSeconds", Installation="elsewhere", Model="m") is None
 
 
-def test_given_more_values_than_one_request_takes_then_all_are_told(
+def test_given_more_values_than_one_request_takes_then_all_are_published(
     cloudwatch: Any, unique_name: Callable[[], str]
 ) -> None:
     space = unique_name()
@@ -184,7 +184,7 @@ def test_given_more_values_than_one_request_takes_then_all_are_told(
     assert told(cloudwatch, space, "BacklogTokens", Installation="here", Model="m299") == 299
 
 
-def test_given_no_cloudwatch_when_it_is_told_then_the_error_is_of_a_server_that_is_away(
+def test_given_no_cloudwatch_when_publishing_then_the_service_is_unavailable(
     cloudwatch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")

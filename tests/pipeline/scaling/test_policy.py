@@ -78,7 +78,7 @@ def test_given_a_cold_start_then_new_workers_count_only_after_it() -> None:
     )
 
 
-def test_given_a_deadline_nearer_than_a_start_then_nobody_is_started_for_it() -> None:
+def test_given_a_deadline_nearer_than_a_start_then_no_worker_is_started_for_it() -> None:
     assert workers_for(Fleet(2, (), 500.0), [Demand(9_000.0, 400.0)], within_plainly, 1.0) == 2
 
 
@@ -109,7 +109,7 @@ def test_given_any_work_then_so_many_are_enough_and_one_less_is_not(
 # -- decisions
 
 
-def test_given_no_work_then_none_are_wished_for_and_work_wakes_them() -> None:
+def test_given_no_work_then_no_worker_is_desired_and_work_starts_one() -> None:
     pool = Pool()
     assert pool.decide().desired == 0
     pool.now += 30
@@ -154,7 +154,7 @@ def test_given_less_and_less_work_then_the_pool_shrinks_late_and_slowly() -> Non
     assert pool.decide().desired == 0
 
 
-def test_given_fewer_that_would_do_for_a_moment_then_nobody_is_let_go() -> None:
+def test_given_a_short_drop_in_work_then_no_worker_is_removed() -> None:
     pool = Pool(live=40)
     assert pool.decide().desired == 40
     pool.now += LIMITS.down_after - 1
@@ -182,7 +182,7 @@ def test_given_steps_then_no_change_is_larger() -> None:
     assert pool.decide().desired == 20
 
 
-def test_given_a_wish_that_grows_each_second_then_it_cools_down_between() -> None:
+def test_given_a_target_that_grows_each_second_then_it_cools_down_between() -> None:
     pool = Pool()
     first = pool.decide(Demand(HOUR, 2 * HOUR)).desired
     pool.now += 10
@@ -207,7 +207,7 @@ def test_given_any_history_then_changes_an_hour_are_bounded_and_limits_hold(
         assert len([at for at in changed if at > now - HOUR]) <= limits.changes_an_hour
 
 
-def test_given_the_same_work_for_hours_then_the_wish_settles() -> None:
+def test_given_the_same_work_for_hours_then_the_desired_workers_settle() -> None:
     pool = Pool()
     pool.settle(Demand(30 * HOUR, 4 * HOUR), seconds=HOUR)
     before = pool.live
@@ -270,7 +270,7 @@ def test_given_changes_that_were_made_then_a_growth_is_larger_as_far_as_there_is
 # -- machines that go and come
 
 
-def test_given_spot_machines_taken_away_then_the_wish_stands_and_they_are_awaited_anew() -> None:
+def test_given_interrupted_spot_machines_then_the_target_stays_and_they_are_requested_again() -> None:
     pool = Pool(live=10)
     work = Demand(20 * HOUR, 3 * HOUR)
     wish = pool.settle(work, seconds=600).desired
@@ -281,7 +281,7 @@ def test_given_spot_machines_taken_away_then_the_wish_stands_and_they_are_awaite
     assert {start.since for start in decision.memory.starting} == {pool.now}
 
 
-def test_given_workers_that_are_starting_then_they_are_not_wished_for_twice() -> None:
+def test_given_workers_that_are_starting_then_they_are_not_requested_twice() -> None:
     pool = Pool()
     work = Demand(20 * HOUR, 3 * HOUR)
     wish = pool.decide(work).desired
@@ -290,7 +290,7 @@ def test_given_workers_that_are_starting_then_they_are_not_wished_for_twice() ->
         assert pool.decide(work).desired == wish
 
 
-def test_given_machines_that_never_come_then_deadlines_are_reckoned_without_them() -> None:
+def test_given_machines_that_never_come_then_deadlines_are_planned_without_them() -> None:
     assert PendingStart(3, 0.0).ready_in(300.0, 100.0) == (3, 200.0)
     assert PendingStart(3, 0.0).ready_in(300.0, 400.0) == (3, 0.0)
     assert PendingStart(3, 0.0).ready_in(300.0, 700.0) == (3, 300.0), "as late as one that is asked for now"
@@ -313,7 +313,7 @@ def settled(pool: Pool, seen: dict[str, float], work: Sequence[Demand] = ()) -> 
         ({"kv_used": 0.5, "callers": 5, "callers_waiting": 2}, False),
     ],
 )
-def test_given_callers_who_are_kept_waiting_then_more_are_wished_for(seen: dict[str, float], grows: bool) -> None:
+def test_given_callers_that_wait_too_long_then_more_workers_are_desired(seen: dict[str, float], grows: bool) -> None:
     pool = Pool(ScalingLimits(least=4, most=100), live=4)
     assert (pool.decide(**seen).desired == 5) is grows
 

@@ -71,7 +71,7 @@ def test_given_an_urgent_shard_then_it_goes_before_bulk_ones_and_they_wait_for_i
     assert not worker.wants_urgent()
 
 
-def test_given_a_shard_that_is_given_back_then_what_is_done_of_it_stays_done() -> None:
+def test_given_a_released_shard_then_its_computed_rows_stay_done() -> None:
     worker = SimWorker(0, STEPS, 0.0, 0.0)
     shard = worker.take(sim_job(400), 0, 400, True, 0.0)
     assert worker.drop(shard, 25.0) == pytest.approx(300, rel=0.02)
@@ -115,7 +115,7 @@ def test_given_what_bench_printed_then_it_is_a_worker(tmp_path: Path) -> None:
         ('{"results": [], "prefill": 3}', "decode"),
     ],
 )
-def test_given_a_file_that_is_no_worker_then_it_says_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:
+def test_given_an_invalid_worker_file_then_the_error_has_the_reason(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "worker.json"
     path.write_text(text)
     with pytest.raises(BadWorkerModel, match=says):
@@ -144,7 +144,7 @@ def test_given_a_file_then_jobs_and_interruptions_are_read_in_order(tmp_path: Pa
         ("7", ":2: "),
     ],
 )
-def test_given_a_line_that_is_neither_then_its_number_is_told(tmp_path: Path, line: str, says: str) -> None:
+def test_given_an_invalid_line_then_the_error_has_its_number(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f'{{"at": 1, "rows": 3}}\n{line}\n')
     with pytest.raises(BadTrace, match=says):

@@ -106,7 +106,7 @@ def test_given_a_storm_then_what_was_taken_is_replaced_and_no_row_is_lost() -> N
 # -- the simulation itself
 
 
-def test_given_a_seed_then_the_figures_are_the_same() -> None:
+def test_given_a_seed_then_the_report_is_the_same() -> None:
     trace = draw_trace("bursts", drawn(0.2, 8, 4.0), 5)
     assert played(trace, settings(8, seed=5))[1] == played(trace, settings(8, seed=5))[1]
     assert played(trace, settings(8, seed=5))[1] != played(trace, settings(8, seed=6))[1]
@@ -133,7 +133,7 @@ def test_given_urgent_and_bulk_work_then_bulk_keeps_a_twentieth() -> None:
     assert 0.05 < 1 - 400_000 / PER_WORKER / 4 / urgent.ended < 0.14
 
 
-def test_given_tenants_then_they_share_and_a_deadline_that_presses_goes_first() -> None:
+def test_given_tenants_then_they_share_and_a_deadline_at_risk_goes_first() -> None:
     other = TracedJob(at=0, rows=400_000, tenant="b")
     calm, _ = played(Trace("even", (TracedJob(at=0, rows=100_000, tenant="a"), other)), settings(fixed=4))
     late = TracedJob(at=0, rows=100_000, tenant="a", deadline=100_000 / PER_WORKER / 4 * 1.3)

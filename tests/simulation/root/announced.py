@@ -1,4 +1,4 @@
-"""What was announced, held to what is stored: at least once, never before it was committed, and the same each time."""
+"""Checks announced messages against stored objects: sent at least once, never before the commit, and identical."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The processes of a root's history: intakes, consumers, foremen, workers, announcers, collectors and users, each the
-real parts over simulated ports."""
+"""The processes of a root's history: intakes, consumers, job controllers, workers, announcers, collectors and users.
+Each runs the real parts over simulated ports."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ PINS = {
 
 
 @dataclass
-class Office:
-    """What one life of a process has in its hands."""
+class ProcessPorts:
+    """The simulated ports of one life of a process."""
 
     process: Process
     world: World
@@ -80,8 +80,8 @@ class Office:
 
 
 @dataclass
-class RootHouse:
-    """Everything that the processes of one history share.
+class RootHarness:
+    """The state that the processes of one history share.
 
     Attributes:
         bucket: the store, where it is one; else each process opens the folder, as on a machine.
@@ -117,7 +117,7 @@ class RootHouse:
             add(f"collector{number}", self.collect)
 
     @contextmanager
-    def office(self, process: Process, idle: float = 0.0) -> Iterator[Office]:
+    def ports(self, process: Process, idle: float = 0.0) -> Iterator[ProcessPorts]:
         """Open the store, as a process does when it begins."""
         with ExitStack() as closing:
             folder = self.bucket
@@ -127,7 +127,7 @@ class RootHouse:
             store = RootStore(folder, self.broker, process, self.watch)
             randomness = ProcessRandomness(self.scenario.seed, process)
             world = World(store, ProcessClock(process, idle), randomness, folder.scratch)
-            yield Office(process, world, self.broker, self.watch)
+            yield ProcessPorts(process, world, self.broker, self.watch)
 
     def stop(self, process: Process) -> Any:
         """Set when the process was asked to end, or all has ended."""
@@ -135,57 +135,57 @@ class RootHouse:
 
     def publish(self, process: Process) -> None:
         """Workers of yesterday have told which models there are."""
-        with self.office(process) as office:
+        with self.ports(process) as ports:
             for name in self.scenario.worker_models:
-                Catalog(office.world.store).publish(CatalogEntry(pin=PINS[name], max_model_len=model.CONTEXT))
+                Catalog(ports.world.store).publish(CatalogEntry(pin=PINS[name], max_model_len=model.CONTEXT))
 
-    def intake(self, office: Office) -> Intake:
+    def intake(self, ports: ProcessPorts) -> Intake:
         """What doors make jobs with. How jobs are cut was changed at some time: those that stand are what they are."""
-        scenario, changed = self.scenario, office.process.life % 2
+        scenario, changed = self.scenario, ports.process.life % 2
         plan = PlanSettings(
             segment_rows=scenario.segment_rows, max_shard_rows=scenario.shard_rows, shard_tokens=100_000
         )
         caps = IntakeSettings().caps
-        return Intake(office.world, IntakeSettings(plan=plan, caps=caps, default_max_tokens=4_096 + changed))
+        return Intake(ports.world, IntakeSettings(plan=plan, caps=caps, default_max_tokens=4_096 + changed))
 
     def take_in(self, number: int) -> Callable[[Process], None]:
         """The doors of dropped files, one for each tenant's place."""
 
         def run(process: Process) -> None:
-            with self.office(process) as office:
+            with self.ports(process) as ports:
                 if len(set(self.scenario.worker_models)) > 1:
-                    self._wait_for_models(office)
-                intake = self.intake(office)
+                    self._wait_for_models(ports)
+                intake = self.intake(ports)
                 tenants = sorted({drop.tenant for drop in self.scenario.drops})
                 inboxes = {tenant: Inbox(tenant, self.scenario.drops, process) for tenant in tenants}
-                doors = {tenant: FileIngestSource(inbox, intake, office.world) for tenant, inbox in inboxes.items()}
+                doors = {tenant: FileIngestSource(inbox, intake, ports.world) for tenant, inbox in inboxes.items()}
                 events = Events(number, self.scenario.drops, doors, process, self.oracle.settled)
                 watch = WatchSettings(sweep_every=20.0, pause=1.0)
-                FileIngestWatcher(list(doors.values()), office.world, watch, events).run(self.stop(process))
+                FileIngestWatcher(list(doors.values()), ports.world, watch, events).run(self.stop(process))
 
         return run
 
     def consume(self, process: Process) -> None:
         """One of a group's consumers; it happens that two have the partition."""
-        with self.office(process) as office:
+        with self.ports(process) as ports:
             if len(set(self.scenario.worker_models)) > 1:
-                self._wait_for_models(office)
+                self._wait_for_models(ports)
             records, messages = self.scenario.records, RootMessages(self.broker, process)
-            Consumer(records, office.world, self.intake(office), messages, self.broker, process).run(self.stop(process))
+            Consumer(records, ports.world, self.intake(ports), messages, self.broker, process).run(self.stop(process))
 
     def lead(self, process: Process) -> None:
         """A dispatcher: plans and hands out what is open."""
-        with self.office(process, idle=IDLE_SECONDS) as office:
+        with self.ports(process, idle=IDLE_SECONDS) as ports:
             settings = DispatchSettings(
-                backlog=self.scenario.backlog, patience=20.0, settle=SETTLE, sweep_every=6.0, cache_every=1.0,
-                grace=8.0, isolate=True,
+                backlog=self.scenario.backlog, retry_timeout_seconds=20.0, settle=SETTLE, sweep_every=6.0,
+                cache_every=1.0, grace=8.0, isolate=True,
             )  # fmt: skip
-            dispatcher = Dispatcher(office.world, office.queue, office.heartbeats, settings=settings)
+            dispatcher = Dispatcher(ports.world, ports.queue, ports.heartbeats, settings=settings)
             process.threaded = self.scenario.threaded
             planners = SecondThread(process) if process.threaded else InlineExecutor()
             foreman = JobController(
-                office.world, dispatcher, self.open_input,
-                JobControllerSettings(look_every=1.0, sweep_every=60.0, retry_after=5.0, renew_every=2.0),
+                ports.world, dispatcher, self.open_input,
+                JobControllerSettings(look_every=1.0, sweep_every=60.0, retry_after=5.0, renew_interval_seconds=2.0),
                 RootLease(self.broker, process), planners,
             )  # fmt: skip
             foreman.run(self.stop(process))
@@ -194,11 +194,11 @@ class RootHouse:
         """A worker that owns a model."""
 
         def run(process: Process) -> None:
-            with self.office(process, idle=IDLE_SECONDS) as office:
+            with self.ports(process, idle=IDLE_SECONDS) as ports:
                 scenario = self.scenario
-                Catalog(office.world.store).publish(CatalogEntry(pin=pin, max_model_len=model.CONTEXT))
+                Catalog(ports.world.store).publish(CatalogEntry(pin=pin, max_model_len=model.CONTEXT))
                 client = ShardClient(
-                    f"{process.name}-{process.life}", office.world, office.ledger, office.queue, office.heartbeats,
+                    f"{process.name}-{process.life}", ports.world, ports.ledger, ports.queue, ports.heartbeats,
                     lambda: False, models=(pin.key,),
                 )  # fmt: skip
                 settings = WorkerSettings(
@@ -210,7 +210,7 @@ class RootHouse:
                 helper = SecondThread(process) if process.threaded else InlineExecutor()
                 heart = SecondThread(process) if process.threaded else InlineExecutor()
                 worker = ShardWorker(
-                    loaded, client, client, office.world.clock, settings, None, helper, heartbeat_executor=heart,
+                    loaded, client, client, ports.world.clock, settings, None, helper, heartbeat_executor=heart,
                     heartbeat_timer=timer_of(process) if process.threaded else None,
                 )  # fmt: skip
                 try:
@@ -224,24 +224,24 @@ class RootHouse:
 
     def announce(self, process: Process) -> None:
         """Tells topics of all jobs."""
-        with self.office(process) as office:
+        with self.ports(process) as ports:
             settings = PublisherSettings(all_jobs=True, every=1.0, sweep_every=40.0, rows_at_once=3)
-            Publisher(office.world, RootMessages(self.broker, process), settings).run(self.stop(process))
+            Publisher(ports.world, RootMessages(self.broker, process), settings).run(self.stop(process))
 
     def collect(self, process: Process) -> None:
         """Removes what nobody needs any more, now and then."""
-        with self.office(process) as office:
+        with self.ports(process) as ports:
             stop = self.stop(process)
             while not stop.is_set():
-                self.collect_once(office)
+                self.collect_once(ports)
                 stop.wait(15.0)
 
-    def collect_once(self, office: Office) -> None:
+    def collect_once(self, ports: ProcessPorts) -> None:
         """One collection."""
         kept = self.scenario.kept
         outputs = None if kept is None else timedelta(seconds=kept)
         try:
-            RetentionSweep(office.world, RetentionSettings(outputs=outputs)).run()
+            RetentionSweep(ports.world, RetentionSettings(outputs=outputs)).run()
         except PipelineError:
             self.machine.counters["collections that failed"] += 1
 
@@ -250,16 +250,16 @@ class RootHouse:
         files = tuple(file.model_copy(update={"uri": str(self.oracle.place_of(file.uri))}) for file in pinned.files)
         return open_pinned(pinned.model_copy(update={"files": files}))
 
-    def _wait_for_models(self, office: Office) -> None:
+    def _wait_for_models(self, ports: ProcessPorts) -> None:
         """Until all are told of: which model a row may name depends on it."""
         wanted = set(self.scenario.worker_models)
         while True:
             try:
-                if {entry.pin.name for entry in Catalog(office.world.store).entries()} >= wanted:
+                if {entry.pin.name for entry in Catalog(ports.world.store).entries()} >= wanted:
                     return
             except PipelineError:
                 self.machine.counters["looks at the catalog that failed"] += 1
-            office.world.clock.sleep(1.0)
+            ports.world.clock.sleep(1.0)
 
 
 class _Stop:

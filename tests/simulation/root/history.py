@@ -15,7 +15,7 @@ from pipeline.ledger.active_index import sweep
 from tests.simulation.disk import Device
 from tests.simulation.history import Outcome, memory_folder, silent_logs
 from tests.simulation.machine import Broken, Machine, Process, ProcessClock
-from tests.simulation.root.harness import RootHouse
+from tests.simulation.root.harness import RootHarness
 from tests.simulation.root.ingest import Inbox, content
 from tests.simulation.root.oracle import RootOracle
 from tests.simulation.root.ports import Broker
@@ -55,16 +55,18 @@ class _History:
         self.oracle = RootOracle(scenario, self.root, inputs, self.broker, self.machine)
         self.watch = RootWatch(self.oracle.find, self.oracle.deleted)
         self.bucket = None if scenario.folder else FolderStore(self.root)
-        self.house = RootHouse(scenario, self.machine, self.device, self.bucket, self.broker, self.oracle, self.watch)
+        self.harness = RootHarness(
+            scenario, self.machine, self.device, self.bucket, self.broker, self.oracle, self.watch
+        )
 
     def run(self) -> Outcome:
         machine = self.machine
         machine.power_cut, machine.died = self.cut_power, self.watch.died
-        machine.strikes = strikes(self.house)
+        machine.strikes = strikes(self.harness)
         broken, seconds = None, 0.0
         try:
-            self.house.build()
-            build_users(self.house)
+            self.harness.build()
+            build_users(self.harness)
             machine.run()
             seconds = max(0.0, machine.now - machine.last_fault)
             if self.scenario.folder:
@@ -111,13 +113,13 @@ class _History:
 
     def sweep(self, process: Process) -> None:
         """All events once more, after the end, and what is done now and then."""
-        with self.house.office(process) as office:
-            intake = self.house.intake(office)
+        with self.harness.ports(process) as ports:
+            intake = self.harness.intake(ports)
             for drop in self.scenario.drops:
                 if self.oracle.job_of(drop) not in self.oracle.removed:
-                    FileIngestSource(Inbox(drop.tenant, (drop,), process), intake, office.world).take(drop.name, "v1")
-            sweep(office.world.store)
-            self.house.collect_once(office)
+                    FileIngestSource(Inbox(drop.tenant, (drop,), process), intake, ports.world).take(drop.name, "v1")
+            sweep(ports.world.store)
+            self.harness.collect_once(ports)
 
     def _count(self) -> None:
         machine, oracle, scenario = self.machine, self.oracle, self.scenario
@@ -145,9 +147,9 @@ def _moments(scenario: RootScenario) -> list[float]:
     return found
 
 
-def strikes(house: RootHouse) -> dict[str, Callable[[Process, Fault], None]]:
+def strikes(harness: RootHarness) -> dict[str, Callable[[Process, Fault], None]]:
     """What faults do that are not the machine's own."""
-    broker, machine = house.broker, house.machine
+    broker, machine = harness.broker, harness.machine
 
     def restart(process: Process, fault: Fault) -> None:
         machine.kill_all(fault.amount)

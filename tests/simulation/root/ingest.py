@@ -1,8 +1,8 @@
-"""What stands outside of the doors: places where files lie, events that tell of them, and a partition of records.
+"""The simulated environment of the ingest sources: folders of files, events about them, and a Kafka partition.
 
-The doors themselves are the real ones. Events come once, twice or thrice, to one intake or to several, early, late or
-never; an event is forgotten once it is settled, and comes again to who died before that. The partition hands its
-records to any consumer that asks: what the group should see to (one consumer at a time) can't be relied on.
+The ingest sources are the real ones. Events come once, twice or thrice, to one intake or to several, early, late or
+never; an event is deleted once it is settled, and is delivered again after a crash before that. The partition gives its
+records to any consumer: the group's guarantee (one consumer at a time) can't be relied on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Judges the history of a root from outside: from what is stored and what was sent.
+"""The oracle of a root checks a history independently, from stored objects and sent messages.
 
 Each job is held to all that a job alone is held to (`Oracle`), and the root to this:
     I1  each dropped file is one job, with the tenant, tier and deadline that it was given; each record is a row of

@@ -1,4 +1,4 @@
-"""What a seed stands for, of a whole root: jobs of several tenants that come in while faults strike, and who is there.
+"""The scenario of a seed for a whole root: jobs of several tenants that arrive under faults, and the processes.
 
 Like the scenario of one job it can be written down whole, so that a history that was kept stays what it is.
 """

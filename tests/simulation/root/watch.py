@@ -1,4 +1,4 @@
-"""Watches all jobs of a root: each as `Watch` does, and what only shows where there are several.
+"""Checks all jobs of a root: each as `Watch` does, and properties of several jobs.
 
 Tokens are counted for the whole root, because a step computes rows of several jobs at once.
 """
@@ -15,7 +15,7 @@ from tests.simulation.watch import Watch
 
 
 class RootWatch:
-    """What ports and engines tell.
+    """Events that ports and engines report.
 
     Args:
         find: the watch of a job by its id, if the job is one that is watched.
@@ -37,7 +37,7 @@ class RootWatch:
         self.lives: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
         self.counters: Counter[str] = Counter()
 
-    # -- told by the ports
+    # -- reported by the ports
 
     def created(self, process: Process, key: str, data: bytes | None, *, won: bool) -> None:
         """A create has answered."""
