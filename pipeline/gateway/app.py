@@ -1,4 +1,4 @@
-"""The application: routes, and what becomes of errors on their way out."""
+"""The FastAPI application: it includes the routers and converts exceptions into OpenAI error responses."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from pipeline.gateway.routes.status import status_router
 from pipeline.gateway.routes.websocket import websocket_router
 from pipeline.ports import PipelineError
 
-_DESCRIPTION: Final = """Files, batches, and requests whose callers wait, as OpenAI's API has them.
+_DESCRIPTION: Final = """An OpenAI-compatible API for files, batches, and interactive inference.
 
-A path that is not here is answered with 404, a method that a path does not know with 405 (`components/responses`).
-OpenAPI has no word for WebSockets: `/v1/stream` takes them, with the events that a stream has; what can't be done is
-refused as it is for any route, before the connection is made."""
+An unknown path is answered with 404, and a method that a path doesn't support with 405 (`components/responses`).
+OpenAPI can't describe WebSockets: `/v1/stream` accepts them and sends the same events as a stream over SSE. A WebSocket
+request that fails is refused before the handshake, with the same error object as any other route."""
 
 
 def make_app(
     parts: GatewayDependencies, draining: Callable[[], bool], answers: Answers | None = None
 ) -> RequestMiddleware:
-    """The application.
+    """Build the ASGI application with all routes, exception handlers and the request middleware.
 
     Args:
-        draining: whether requests are to be sent elsewhere.
-        answers: to requests whose callers wait; None: only batches are served.
+        draining: returns whether the gateway is shutting down and refuses new requests.
+        answers: serves interactive requests; None: the inference routes are left out.
     """
     app = DocumentedApp(
         shapes(None if answers is None else answers.asker.default_model),
@@ -79,11 +79,11 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _on_invalid)
     routes = [route for router in routers for route in router.routes]
     app.add_exception_handler(HTTPException, partial(_on_http, routes))
-    app.add_exception_handler(Exception, _on_anything)
+    app.add_exception_handler(Exception, _on_unexpected)
     hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.open)
-    most = parts.settings.requests_at_once
+    max_requests = parts.settings.requests_at_once
     new_id, traces = (lambda: f"req-{parts.world.random.token(12).hex()}"), parts.world.traces
-    return RequestMiddleware(app, new_id, draining, parts.figures, hosts, app.state.bodies, most, traces)
+    return RequestMiddleware(app, new_id, draining, parts.figures, hosts, app.state.bodies, max_requests, traces)
 
 
 def _health_router(draining: Callable[[], bool]) -> APIRouter:
@@ -91,12 +91,12 @@ def _health_router(draining: Callable[[], bool]) -> APIRouter:
 
     @router.get("/healthz", responses=documented(Health, keyed=None))
     async def alive() -> dict[str, str]:
-        """The process works."""
+        """Liveness probe: the process is running."""
         return {"status": "ok"}
 
     @router.get("/readyz", responses=documented(Health, 503, keyed=None))
     async def is_ready() -> dict[str, str]:
-        """Requests may be sent here."""
+        """Readiness probe: the gateway accepts requests; 503 while it shuts down."""
         if draining():
             raise unavailable("this gateway is being stopped; ask another", "draining")
         return {"status": "ready"}
@@ -109,7 +109,7 @@ def _document_router(app: FastAPI) -> APIRouter:
 
     @router.get("/openapi.json", responses=documented(OpenApi, keyed=False))
     def document() -> dict[str, Any]:
-        """This document."""
+        """The OpenAPI document of this gateway."""
         return app.openapi()
 
     return router
@@ -119,7 +119,7 @@ async def _on_error(_request: Request, error: Exception) -> JSONResponse:
     return answer_to(api_error(error))
 
 
-async def _on_anything(_request: Request, _error: Exception) -> JSONResponse:
+async def _on_unexpected(_request: Request, _error: Exception) -> JSONResponse:
     return answer_to(internal_error())
 
 
@@ -135,8 +135,9 @@ async def _on_http(routes: Sequence[BaseRoute], request: Request, error: Excepti
     if error.status_code == 404:
         return answer_to(nothing_here())
     if error.status_code == 405:
-        here = [route for route in routes if isinstance(route, APIRoute) and route.path_regex.match(request.url.path)]
-        allowed = ", ".join(sorted({method for route in here for method in route.methods or ()}))
+        path = request.url.path
+        matching = [route for route in routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
+        allowed = ", ".join(sorted({method for route in matching for method in route.methods or ()}))
         message = f"{request.method} is not possible here, but {allowed}"
         return answer_to(ApiError(405, "method_not_allowed", message, headers={"Allow": allowed}))
     return answer_to(ApiError(error.status_code, "invalid_request", str(error.detail), headers=error.headers))

@@ -58,7 +58,7 @@ class Files:
         if standing is not None:
             content.unlink()
             return standing
-        with self.usage.adding(file.tenant, file.marker, file.size, quota):
+        with self.usage.reserve(file.tenant, file.marker, file.size, quota):
             return self._add(file, content)
 
     def _add(self, file: StoredFile, content: Path) -> StoredFile:
@@ -116,7 +116,7 @@ class Files:
             reader = self._open_reader(file_id)  # one that began meanwhile: it may not have seen the mark
             if reader is None:
                 self._remove(file)
-                self.usage.removed(tenant, file.size)
+                self.usage.subtract(tenant, file.size)
                 return file
             self._store.delete(_deleted(file_id))
         raise ApiError(

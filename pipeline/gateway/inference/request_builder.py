@@ -198,7 +198,7 @@ class InferenceRequestBuilder:
     def ended(self, asked: InferenceRequest, used: int | None) -> None:
         """The request is over, after so many tokens (None: nobody knows); may wait for a server."""
         if self._rates is not None and asked.ticket is not None:
-            self._rates.done(asked.ticket, used)
+            self._rates.release(asked.ticket, used)
 
     def _most_tokens(self, body: Body, dumped: dict[str, Any]) -> int:
         """Of prompt and answer, as far as can be known without the model's tokenizer."""

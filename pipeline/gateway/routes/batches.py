@@ -50,7 +50,7 @@ NDJSON: Final = "application/x-ndjson"
 def files_router(uploads_at_once: int) -> APIRouter:
     """`/v1/files`."""
     router = APIRouter(prefix="/v1/files", tags=["files"])
-    places = UploadSlots(uploads_at_once)
+    upload_slots = UploadSlots(uploads_at_once)
 
     @router.post("", openapi_extra=_UPLOAD, responses=answers(File, *BODY, 409, 507))
     async def upload(
@@ -58,7 +58,7 @@ def files_router(uploads_at_once: int) -> APIRouter:
     ) -> dict[str, Any]:
         """Upload a file of requests: JSONL or Parquet."""
         settings, quota = parts.settings, parts.rates.storage_quota(caller)
-        with places.place(caller.tenant):
+        with upload_slots.take_slot(caller.tenant):
             if idempotency_key is None:  # else it may stand already
                 await run_in_threadpool(parts.files.usage.check, caller.tenant, declared_size(request), quota)
             async with receive(request, parts.world, settings.most_upload_bytes, settings.idle_seconds) as received:

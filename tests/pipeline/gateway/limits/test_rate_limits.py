@@ -132,7 +132,7 @@ def test_waiting_as_long_as_is_said_helps(makes: Makes) -> None:
     time.sleep(float(error.headers["Retry-After"]))
     headers = limiter.take_request(caller())
     assert headers["x-ratelimit-remaining-requests"] in ("0", "1"), "it was counted"
-    limiter.done(limiter.admit(caller(), "a", 90, 60.0), None)
+    limiter.release(limiter.admit(caller(), "a", 90, 60.0), None)
     error = refused(lambda: limiter.admit(caller(), "b", 40, 60.0))
     assert 1 <= int(error.headers["Retry-After"]) <= 4
     time.sleep(float(error.headers["Retry-After"]))
@@ -147,7 +147,7 @@ def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Mak
     error = refused(lambda: limiter.admit(caller(), "b", 30, 60.0))
     assert "this tenant has 100 tokens a minute, and too few are left now" in error.message
     assert error.headers["x-ratelimit-remaining-tokens"] == "20", "what is refused takes none"
-    limiter.done(ticket, 10)
+    limiter.release(ticket, 10)
     assert limiter.admit(caller(), "c", 90, 60.0).headers["x-ratelimit-remaining-tokens"] == "0"
     too_large = refused(lambda: limiter.admit(caller(), "d", 101, 60.0))
     assert too_large.headers["x-should-retry"] == "false"
@@ -156,7 +156,7 @@ def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Mak
     at_a_windows_beginning(1)
     ticket = late.admit(caller("late"), "a", 10, 60.0)
     time.sleep(2.1)
-    late.done(ticket, 0)
+    late.release(ticket, 0)
     again = late.admit(caller("late"), "b", 10, 60.0)
     assert again.headers["x-ratelimit-remaining-tokens"] == "0", "what was given back too late counts nowhere"
     refused(lambda: late.admit(caller("late"), "c", 10, 60.0))
@@ -169,7 +169,7 @@ def test_what_was_taken_from_a_window_is_not_given_back_to_the_next(makes: Makes
     ticket = limiter.admit(caller(), "a", 1_000, 60)
     # when the request ends right behind the window, almost without having used any,
     time.sleep(max(0.0, ticket.until - time.monotonic()) + 0.05)
-    limiter.done(ticket, 10)
+    limiter.release(ticket, 10)
     # then the next window has no more than what is forgotten of the one before.
     refused(lambda: limiter.admit(caller(), "b", 800, 60))
     assert limiter.admit(caller(), "c", 5, 60).headers["x-ratelimit-limit-tokens"] == "1000"
@@ -182,10 +182,10 @@ def test_requests_that_run_at_once_have_places(makes: Makes) -> None:
     other = limiter.admit(caller(key="1" * 16), "d", 1, 60.0)
     assert other.names == ("tenant/acme", f"key/{'1' * 16}")
     assert "this tenant has 3" in refused(lambda: limiter.admit(caller(key="1" * 16), "e", 1, 60.0)).message
-    limiter.done(tickets[0], 1)
+    limiter.release(tickets[0], 1)
     began = time.monotonic()
     limiter.admit(caller(), "f", 1, 0.5)
-    limiter.done(other, 1)
+    limiter.release(other, 1)
 
     def enter() -> bool:
         with suppress(ApiError):
@@ -233,7 +233,7 @@ def test_two_gateways_count_together(redis_server: RedisServer, prefix: str) -> 
     assert two.take_request(caller())["x-ratelimit-remaining-requests"] == "1"
     ticket = one.admit(caller(), "a", 1, 60.0)
     assert "1 requests under way" in refused(lambda: two.admit(caller(), "b", 1, 60.0)).message
-    one.done(ticket, 1)
+    one.release(ticket, 1)
     assert two.admit(caller(), "b", 1, 60.0).names == ("tenant/acme",)
     assert "1 requests under way" in refused(lambda: one.admit(caller(), "c", 1, 60.0)).message
     assert one.take_request(caller())["x-ratelimit-remaining-requests"] == "0"
@@ -251,7 +251,7 @@ def test_without_redis_everything_is_let_through_and_the_log_says_so(redis_serve
     with capture_logs() as logs:
         for number in range(5):
             limiter.take_request(caller())
-            limiter.done(limiter.admit(caller(), str(number), 1, 60.0), 1)
+            limiter.release(limiter.admit(caller(), str(number), 1, 60.0), 1)
     assert [log["event"] for log in logs] == ["limits_not_counted"], "once, and not for each request"
     assert logs[0]["log_level"] == "warning"
     client.close()
@@ -267,7 +267,7 @@ def test_rows_that_run_at_once_are_counted_with_n(makes: Makes) -> None:
     limiter.admit(caller(), "c", 1, 60.0, rows=2)
     refused(lambda: limiter.admit(caller(key="1" * 16), "d", 1, 60.0))
     limiter.admit(caller("other"), "e", 1, 60.0, rows=10)
-    limiter.done(first, 1)
+    limiter.release(first, 1)
     limiter.admit(caller(), "f", 1, 60.0, rows=8)
     error = refused(lambda: limiter.admit(caller(), "g", 1, 60.0, rows=11))
     assert (error.param, error.headers) == ("n", {"x-should-retry": "false"}), "it would never be let in"
