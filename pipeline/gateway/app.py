@@ -16,8 +16,15 @@ from starlette.routing import BaseRoute
 
 from pipeline.gateway.http.bodies import BodyBudget
 from pipeline.gateway.http.csrf import HostGuard
-from pipeline.gateway.http.error_mapping import answer_to, api_error
-from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
+from pipeline.gateway.http.errors import (
+    ApiError,
+    api_error,
+    bad_request,
+    error_response,
+    internal_error,
+    route_not_found,
+    unavailable,
+)
 from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.inference.responses import Answers
 from pipeline.gateway.openapi.document import DocumentedApp
@@ -50,7 +57,7 @@ def make_app(
         answers: serves interactive requests; None: the inference routes are left out.
     """
     app = DocumentedApp(
-        shapes(None if answers is None else answers.asker.default_model),
+        shapes(None if answers is None else answers.builder.default_model),
         title="tokenmill",
         description=_DESCRIPTION,
         version=version("tokenmill"),
@@ -80,7 +87,7 @@ def make_app(
     routes = [route for router in routers for route in router.routes]
     app.add_exception_handler(HTTPException, partial(_on_http, routes))
     app.add_exception_handler(Exception, _on_unexpected)
-    hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.open)
+    hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.is_open)
     max_requests = parts.settings.requests_at_once
     new_id, traces = (lambda: f"req-{parts.world.random.token(12).hex()}"), parts.world.traces
     return RequestMiddleware(app, new_id, draining, parts.figures, hosts, app.state.bodies, max_requests, traces)
@@ -116,28 +123,28 @@ def _document_router(app: FastAPI) -> APIRouter:
 
 
 async def _on_error(_request: Request, error: Exception) -> JSONResponse:
-    return answer_to(api_error(error))
+    return error_response(api_error(error))
 
 
 async def _on_unexpected(_request: Request, _error: Exception) -> JSONResponse:
-    return answer_to(internal_error())
+    return error_response(internal_error())
 
 
 async def _on_invalid(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     name = ".".join(str(step) for step in first["loc"][1:])[:200]
-    return answer_to(bad_request(f"{name}: {first['msg']}", name or None))
+    return error_response(bad_request(f"{name}: {first['msg']}", name or None))
 
 
 async def _on_http(routes: Sequence[BaseRoute], request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return answer_to(nothing_here())
+        return error_response(route_not_found())
     if error.status_code == 405:
         path = request.url.path
         matching = [route for route in routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
         allowed = ", ".join(sorted({method for route in matching for method in route.methods or ()}))
         message = f"{request.method} is not possible here, but {allowed}"
-        return answer_to(ApiError(405, "method_not_allowed", message, headers={"Allow": allowed}))
-    return answer_to(ApiError(error.status_code, "invalid_request", str(error.detail), headers=error.headers))
+        return error_response(ApiError(405, "method_not_allowed", message, headers={"Allow": allowed}))
+    return error_response(ApiError(error.status_code, "invalid_request", str(error.detail), headers=error.headers))

@@ -18,8 +18,8 @@ from pipeline.gateway.batches.requests import BatchRequest, read_batch
 from pipeline.gateway.batches.serialization import batch_document, find_order
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.errors import ApiError, bad_request, not_found, unavailable
-from pipeline.gateway.http.idempotency import first_heard
-from pipeline.gateway.http.pagination import PageRequest, PageResult, fill, ids_behind, map_ahead
+from pipeline.gateway.http.idempotency import record_idempotency_key
+from pipeline.gateway.http.pagination import PageRequest, PageResult, list_ids, map_chunks, take_page
 from pipeline.gateway.records import BatchOrder, StoredFile
 from pipeline.ingest.intake import MODEL_NOT_FOUND, NO_MODEL, IntakeOptions, IntakeRefused, JobDraft
 from pipeline.ingest.validation import first_mistake
@@ -141,9 +141,9 @@ class Batches:
             ledger = self._ledger(name)
             return None if ledger.find_job() is None else batch_document(ledger)
 
-        names = ids_behind(self._store, batches_of(tenant), page)
-        looked = map_ahead(look, names, self._together.map, _AT_ONCE)
-        return PageResult(*fill(looked, page.limit))
+        names = list_ids(self._store, batches_of(tenant), page)
+        looked = map_chunks(look, names, self._together.map, _AT_ONCE)
+        return PageResult(*take_page(looked, page.limit))
 
     def cancel(self, tenant: str, batch_id: str) -> dict[str, Any]:
         """End the batch before its time. What is finished is kept.
@@ -257,7 +257,7 @@ class Batches:
         if key is None:
             return new_job_id(self._world.clock.now(), self._world.random), False
         digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
-        at = first_heard(self._world, tenant, kind, key, digest)
+        at = record_idempotency_key(self._world, tenant, kind, key, digest)
         job_id = derived_job_id(at, "http", tenant, kind, key)
         return job_id, self._ledger(job_id).find_job() is not None
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from pipeline.gateway.http.errors import ApiError, not_found, unavailable
-from pipeline.gateway.http.pagination import PageRequest, PageResult, fill, ids_behind, map_ahead
+from pipeline.gateway.http.pagination import PageRequest, PageResult, list_ids, map_chunks, take_page
 from pipeline.gateway.limits.storage_quota import StorageQuota, StoredUsage
 from pipeline.gateway.records import FILES, Reader, StoredFile, is_file_id, read_marker
 from pipeline.ledger.ledger import JOBS, JobLedger, parse_stored
@@ -96,11 +96,11 @@ class Files:
             return None if found is None or self._is_gone(found) else found
 
         behind = page if page.after is None else replace(page, after=page.after + _BEHIND)
-        names: Iterator[str] = ids_behind(self._store, files_of(tenant), behind)
+        names: Iterator[str] = list_ids(self._store, files_of(tenant), behind)
         if purpose is not None:
             names = (name for name in names if read_marker(name).purpose == purpose)
-        looked = map_ahead(look, names, self._together.map, _AT_ONCE)
-        data, more = fill(looked, page.limit)
+        looked = map_chunks(look, names, self._together.map, _AT_ONCE)
+        data, more = take_page(looked, page.limit)
         return PageResult([file.document() for file in data], more)
 
     def delete(self, tenant: str, file_id: str) -> StoredFile:

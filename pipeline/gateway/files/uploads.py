@@ -33,7 +33,7 @@ _MOST_HEADER_BYTES: Final = 8_192
 _AROUND_BYTES: Final = 64 * 1024
 """Of a body, besides its file."""
 _WRITE_BYTES: Final = 1 << 20
-_LEAST_BYTES_PER_SECOND: Final = 4_096
+_MIN_BYTES_PER_SECOND: Final = 4_096
 """Of an upload: it holds a place that others wait for."""
 _SPARE_BYTES: Final = 256 << 20
 """Of disk that an upload leaves free."""
@@ -66,7 +66,7 @@ async def receive(request: Request, world: World, most_bytes: int, idle_seconds:
     path = world.scratch / f"upload-{world.random.token(12).hex()}"
     file = _Writer(path)
     try:
-        async for piece in pieces(request, idle_seconds, _LEAST_BYTES_PER_SECOND):
+        async for piece in pieces(request, idle_seconds, _MIN_BYTES_PER_SECOND):
             parser.feed(piece)
             if len(parser.waiting) >= _WRITE_BYTES:
                 await asyncio.to_thread(file.write, parser.take())

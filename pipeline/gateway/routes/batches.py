@@ -17,8 +17,8 @@ from pipeline.gateway.files.uploads import Upload, declared_size, receive
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.http.idempotency import first_heard
-from pipeline.gateway.http.pagination import DEFAULT_LIMIT, MOST_BATCHES, MOST_FILES, PageRequest
+from pipeline.gateway.http.idempotency import record_idempotency_key
+from pipeline.gateway.http.pagination import DEFAULT_LIMIT, MAX_BATCHES_PER_PAGE, MAX_FILES_PER_PAGE, PageRequest
 from pipeline.gateway.http.ranges import Unsatisfiable, read_range, wanted_bytes
 from pipeline.gateway.limits.storage_quota import StorageQuota
 from pipeline.gateway.limits.upload_slots import UploadSlots
@@ -71,7 +71,7 @@ def files_router(uploads_at_once: int) -> APIRouter:
     def page(
         caller: FilesCaller,
         parts: Parts,
-        limit: Annotated[int, Query(ge=1, le=MOST_FILES)] = MOST_FILES,
+        limit: Annotated[int, Query(ge=1, le=MAX_FILES_PER_PAGE)] = MAX_FILES_PER_PAGE,
         after: After = None,
         order: Order = "desc",
         purpose: str | None = None,
@@ -121,7 +121,7 @@ def batches_router() -> APIRouter:
     def page(
         caller: BatchesCaller,
         parts: Parts,
-        limit: Annotated[int, Query(ge=1, le=MOST_BATCHES)] = DEFAULT_LIMIT,
+        limit: Annotated[int, Query(ge=1, le=MAX_BATCHES_PER_PAGE)] = DEFAULT_LIMIT,
         after: After = None,
         order: Order = "desc",
     ) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _add(world: World, files: Files, tenant: str, received: Upload, key: str | N
     else:
         said = "\0".join((received.sha256, received.filename, str(received.expires_after)))
         digest = hashlib.sha256(said.encode(errors="surrogatepass")).hexdigest()
-        now = first_heard(world, tenant, "file", key, digest)
+        now = record_idempotency_key(world, tenant, "file", key, digest)
         file_id = derived_file_id(now, tenant, key)
     life = received.expires_after
     made = StoredFile(

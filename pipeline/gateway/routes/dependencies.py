@@ -12,7 +12,7 @@ from fastapi.security import HTTPBearer
 from pipeline.gateway.batches.service import Batches
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.http.auth import Authority, Caller, need
+from pipeline.gateway.http.auth import Authority, Caller, require_scope
 from pipeline.gateway.http.bodies import BodyBudget, read_object
 from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.models import ServedModels
@@ -91,7 +91,7 @@ def calling(scope: Scope | None) -> Any:
     def caller(request: Request, parts: Parts, _shown: Any = shown) -> Caller:
         found = parts.authority.caller(request.headers.get("authorization"))
         if scope is not None:
-            need(found, scope)
+            require_scope(found, scope)
         request.scope["tokenmill.caller"] = found
         add_headers(request, parts.rates.take_request(found))
         return found

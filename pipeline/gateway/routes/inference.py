@@ -12,7 +12,7 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import disconnected
 from pipeline.gateway.inference.responses import Answers
-from pipeline.gateway.inference.sse import STREAM_ID, EventStream, until_gone
+from pipeline.gateway.inference.sse import STREAM_ID, EventStream, wait_for_disconnect
 from pipeline.gateway.openapi.document import BODY, takes
 from pipeline.gateway.openapi.document import answers as documented
 from pipeline.gateway.routes.dependencies import add_headers, calling, json_body
@@ -30,13 +30,13 @@ def inference_router(answers: Answers) -> APIRouter:
     router = APIRouter(tags=["inference"])
 
     async def reply(request: Request, caller: Caller, url: str, body: dict[str, Any]) -> Response:
-        asked = await answers.read(caller, url, body)
-        if asked.ticket is not None:
-            add_headers(request, asked.ticket.headers)
-        if asked.stream:
-            return EventStream(await answers.stream(asked), answers.left)
+        inference = await answers.read(caller, url, body)
+        if inference.ticket is not None:
+            add_headers(request, inference.ticket.headers)
+        if inference.stream:
+            return EventStream(await answers.stream(inference), answers.detach)
         return JSONResponse(
-            await _while_connected(request, answers.whole(asked)), headers={STREAM_ID: asked.request.id}
+            await _while_connected(request, answers.complete(inference)), headers={STREAM_ID: inference.request.id}
         )
 
     @router.post(CHAT_URL, openapi_extra=takes("ChatBody", _CHAT), response_class=Response, responses=_CHATS)
@@ -61,7 +61,7 @@ def inference_router(answers: Answers) -> APIRouter:
     @router.get("/v1/streams/{stream_id}", response_class=Response, responses=_REST)
     async def go_on(stream_id: str, caller: InferenceCaller, last_event_id: LastEvent = "-1") -> Response:
         """Go on with a stream that was cut off, behind the event that the header `Last-Event-ID` names."""
-        return EventStream(answers.find(caller.tenant, stream_id), answers.left, int(last_event_id))
+        return EventStream(answers.find(caller.tenant, stream_id), answers.detach, int(last_event_id))
 
     return router
 
@@ -69,7 +69,7 @@ def inference_router(answers: Answers) -> APIRouter:
 async def _while_connected(request: Request, answer: Any) -> Any:
     """What the coroutine gives; ends it when the client goes."""
     working = asyncio.ensure_future(answer)
-    gone = asyncio.ensure_future(until_gone(request.receive))
+    gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():

@@ -23,8 +23,8 @@ def status_router() -> APIRouter:
     def status(caller: Annotated[Caller, calling(Scope.BATCHES)], parts: Parts) -> dict[str, Any]:
         """Workers, backlog, and who waits. The backlog is the caller's own, except for the scope admin. Workers' names
         and samples, and the gateway's, are null without the scope metrics."""
-        tenant = None if caller.may(Scope.ADMIN) else caller.tenant
-        if not caller.may(Scope.METRICS):
+        tenant = None if caller.has_scope(Scope.ADMIN) else caller.tenant
+        if not caller.has_scope(Scope.METRICS):
             return parts.status.document(tenant, samples=False) | {"lane": None, "answers": None}
         answers: Counter[str] = Counter()
         for (_, result), count in parts.figures.answers().items():

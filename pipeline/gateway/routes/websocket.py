@@ -23,14 +23,21 @@ from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketState
 
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.http.auth import Caller, need
-from pipeline.gateway.http.bodies import parse_aside
-from pipeline.gateway.http.error_mapping import answer_to, api_error
-from pipeline.gateway.http.errors import RETRY_SECONDS, ApiError, bad_request, internal_error, unavailable
+from pipeline.gateway.http.auth import Caller, require_scope
+from pipeline.gateway.http.bodies import parse_object_off_loop
+from pipeline.gateway.http.errors import (
+    RETRY_SECONDS,
+    ApiError,
+    api_error,
+    bad_request,
+    error_response,
+    internal_error,
+    unavailable,
+)
 from pipeline.gateway.http.middleware import code_location
 from pipeline.gateway.inference.chunks import DONE
 from pipeline.gateway.inference.responses import Answers, Stream
-from pipeline.gateway.inference.sse import pieces
+from pipeline.gateway.inference.sse import read_items
 from pipeline.gateway.routes.dependencies import GatewayDependencies, GatewaySettings
 from pipeline.ports import PipelineError
 from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL
@@ -88,7 +95,7 @@ def websocket_router(answers: Answers, settings: GatewaySettings) -> APIRouter:
                 socket.scope["tokenmill.caller"] = caller
                 held.enter_context(places.place(caller.tenant))
             except PipelineError as error:
-                refused: JSONResponse = answer_to(api_error(error))
+                refused: JSONResponse = error_response(api_error(error))
                 await socket.send_denial_response(refused)
                 return
             await socket.accept()
@@ -101,7 +108,7 @@ def websocket_router(answers: Answers, settings: GatewaySettings) -> APIRouter:
 def _caller(socket: WebSocket, parts: GatewayDependencies) -> Caller:
     """Who is at the other end, as its key says now; raises `ApiError`."""
     caller = parts.authority.caller(socket.headers.get("authorization"))
-    need(caller, Scope.INFERENCE)
+    require_scope(caller, Scope.INFERENCE)
     return caller
 
 
@@ -115,7 +122,7 @@ class _Connection:
         self._parts = parts
         self._settings = parts.settings
         self._reading: asyncio.Task[None] | None = None
-        self._told = False  # the end of what is read is on its way: another may be asked for
+        self._told = False  # the end of what is read is on its way: another may be inference for
 
     async def serve(self) -> None:
         """Until the client goes."""
@@ -140,7 +147,7 @@ class _Connection:
         request, but for the word to stop."""
         if _CANCEL.fullmatch(text) is None:
             self._caller = await run_in_threadpool(self._admit)
-        await self._take(await parse_aside(text, self._settings.limits.max_json_depth + 1))
+        await self._take(await parse_object_off_loop(text, self._settings.limits.max_json_depth + 1))
 
     def _admit(self) -> Caller:
         caller = _caller(self._socket, self._parts)
@@ -178,7 +185,7 @@ class _Connection:
             return
         try:
             await self._send({"type": "begin", "stream": stream.id})
-            async for items in pieces(stream, after):
+            async for items in read_items(stream, after):
                 for item in items:
                     if item.data != DONE:
                         data = orjson.Fragment(item.data)
@@ -186,8 +193,8 @@ class _Connection:
             self._told = True
             await self._send({"type": "done"})
         finally:
-            self._answers.left(stream)
-            await stream.given_back()
+            self._answers.detach(stream)
+            await stream.wait_released()
 
     async def _begin(self, message: dict[str, Any]) -> tuple[Stream, int]:
         if message["type"] == "resume":
@@ -200,8 +207,8 @@ class _Connection:
             raise bad_request(f"url must be {' or '.join(_URLS)}", "url")
         if not isinstance(body, dict):
             raise bad_request("body must be an object, as OpenAI's API takes it", "body")
-        asked = await self._answers.read(self._caller, url, body | {"stream": True})
-        return await self._answers.stream(asked), -1
+        inference = await self._answers.read(self._caller, url, body | {"stream": True})
+        return await self._answers.stream(inference), -1
 
     async def _stop(self) -> None:
         if self._reading is not None:

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from websockets.sync.client import connect
 
-from pipeline.gateway.http.bodies import parse_aside, parse_object
+from pipeline.gateway.http.bodies import parse_object, parse_object_off_loop
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.http.json_limits import MOST_PLACES, MOST_VALUES, check_bounds
+from pipeline.gateway.http.json_limits import MAX_CONTAINERS_AND_KEYS, MAX_VALUES, check_bounds
 from pipeline.gateway.limits.rate_limits import RateSettings
 from pipeline.planner.readers.jsonl import nested_deeper
 from schemas.requests.limits import RateLimits
@@ -37,10 +37,10 @@ BODIES = {
     "backslashes": b'{"a":"' + b"\\\\" * (SIZE // 2) + b'"}',
     "quoted quotes": b'{"a":"' + b'\\"' * (SIZE // 2) + b'"}',
     "text": b'{"a":"' + "é😀[,".encode() * (SIZE // 8) + b'"}',
-    "as many numbers as may be": b'{"a":[' + b"12345," * (MOST_VALUES - 1) + b"1]}",
-    "as many strings as may be": b'{"a":[' + b'"ab",' * (MOST_VALUES - 1) + b'"a"]}',
-    "as many lists as may be": b'{"a":[' + b"[]," * (MOST_PLACES - 4) + b"[]]}",
-    "as many keys as may be": b"{" + b",".join(b'"%d":1' % n for n in range(MOST_PLACES - 1)) + b"}",
+    "as many numbers as may be": b'{"a":[' + b"12345," * (MAX_VALUES - 1) + b"1]}",
+    "as many strings as may be": b'{"a":[' + b'"ab",' * (MAX_VALUES - 1) + b'"a"]}',
+    "as many lists as may be": b'{"a":[' + b"[]," * (MAX_CONTAINERS_AND_KEYS - 4) + b"[]]}",
+    "as many keys as may be": b"{" + b",".join(b'"%d":1' % n for n in range(MAX_CONTAINERS_AND_KEYS - 1)) + b"}",
 }
 
 
@@ -52,7 +52,7 @@ def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.Monkey
         return orjson.loads(data)
 
     monkeypatch.setattr("pipeline.gateway.http.bodies.orjson", SimpleNamespace(loads=parse))
-    asyncio.run(parse_aside(BODIES["text"], 64))
+    asyncio.run(parse_object_off_loop(BODIES["text"], 64))
     assert len(parsers) == 1
     assert parsers[0] is not threading.main_thread()
 

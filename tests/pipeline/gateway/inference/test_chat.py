@@ -296,7 +296,10 @@ def test_nobody_comes_back_to_a_stream_and_it_is_cancelled(house: HttpHouse) -> 
 
 
 def test_a_stream_that_is_silent_says_that_it_lives_and_times_out(tmp_path: Path) -> None:
-    with http_house(tmp_path, streams=StreamSettings(keep_alive=0.1, patience=0.2)) as house, house.http() as http:
+    with (
+        http_house(tmp_path, streams=StreamSettings(keep_alive_seconds=0.1, first_event_timeout_seconds=0.2)) as house,
+        house.http() as http,
+    ):
         house.worker.stop_taking()
         body = {"model": "tiny", "messages": HELLO, "stream": True, "tokenmill": {"timeout": 0.8}}
         text = http.post(CHAT, json=body).text

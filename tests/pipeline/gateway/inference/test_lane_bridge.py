@@ -23,7 +23,7 @@ def test_given_an_event_that_cant_be_taken_in_then_it_ends_its_own_request_and_o
     async def calls() -> None:
         both = asyncio.Event()
 
-        def take_in(event: LaneEvent) -> None:
+        def handle_event(event: LaneEvent) -> None:
             if event.request == "bad" and isinstance(event, EndEvent):
                 raise KeyError("choices")
             told[event.request].append(event)
@@ -31,7 +31,7 @@ def test_given_an_event_that_cant_be_taken_in_then_it_ends_its_own_request_and_o
                 both.set()
 
         for name in told:
-            await bridge.start(LaneRequest(name, "m", {}), take_in)
+            await bridge.start(LaneRequest(name, "m", {}), handle_event)
         worker = lane.worker("w")
         assert len(worker.take(["m"], 2, 2.0)) == 2
         worker.emit([EndEvent(name, 1, 0, {}) for name in told])

@@ -38,7 +38,7 @@ CACHED: Any = {"extra_body": {"tokenmill": {"cache": True}}}
 @pytest.fixture(params=["memory", "redis"])
 def store(request: pytest.FixtureRequest, unique_name: Callable[[], str]) -> Iterator[AnswerStore]:
     if request.param == "memory":
-        yield MemoryAnswers(SystemClock(), most_bytes=1_000)
+        yield MemoryAnswers(SystemClock(), max_bytes=1_000)
         return
     server: RedisServer = request.getfixturevalue("redis_server")
     client = RedisClient(RedisSettings(server.url, prefix=unique_name()))
@@ -132,18 +132,18 @@ def test_what_has_many_answers_and_what_went_wrong_is_not_kept(house: HttpHouse)
     cache = AnswerCache(SystemClock(), MemoryAnswers(SystemClock()))
     usage = {"total_tokens": 1}
     for reason in ("content_filter", "tool_calls", None):
-        cache.keep("a", "x", {"usage": usage, "choices": [{"finish_reason": reason}]})
+        cache.add("a", "x", {"usage": usage, "choices": [{"finish_reason": reason}]})
         assert cache.find("a", "x") is None
-    cache.keep("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2, "more": "x" * (1 << 18)})
+    cache.add("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2, "more": "x" * (1 << 18)})
     assert cache.find("a", "x") is None, "too large"
-    cache.keep("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2})
+    cache.add("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2})
     assert cache.find("a", "x")
 
 
 def test_an_answer_is_given_again_under_the_policies_only_that_judged_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.gateway.inference.request_builder._BELIEVED", 0.0)
+    monkeypatch.setattr("pipeline.gateway.inference.request_builder._CATALOG_CACHE_SECONDS", 0.0)
     with http_house(tmp_path) as house:
         catalog = Catalog(house.world.store)
 
@@ -237,14 +237,14 @@ def test_other_weights_are_another_answer() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    store = MemoryAnswers(SystemClock(), most_bytes=1_000)
+    store = MemoryAnswers(SystemClock(), max_bytes=1_000)
     for number in range(100):
         store.put(f"tenant-{number}", "1", b"x" * 100, 60.0, 10)
     assert [number for number in range(100) if store.get(f"tenant-{number}", "1")] == list(range(90, 100))
 
 
 def test_a_tenant_that_fills_the_memory_puts_out_its_own_answers() -> None:
-    store = MemoryAnswers(SystemClock(), most_bytes=10_000)
+    store = MemoryAnswers(SystemClock(), max_bytes=10_000)
     for number in range(20):
         store.put("small", str(number), b"x" * 100, 60.0, 1_000)
     for number in range(1_000):
@@ -283,12 +283,12 @@ def test_without_redis_answers_are_computed(redis_server: RedisServer, unique_na
     client = RedisClient(RedisSettings(redis_server.url, prefix=unique_name()))
     cache = AnswerCache(SystemClock(), RedisAnswers(client))
     answer: dict[str, Any] = {"usage": {"total_tokens": 1}, "choices": []}
-    cache.keep("a", "x", answer)
+    cache.add("a", "x", answer)
     assert cache.find("a", "x") == {"usage": {"total_tokens": 1, "tokenmill_cached": True}, "choices": []}
     redis_server.kill()
     with capture_logs() as logs:
         for _ in range(3):
             assert cache.find("a", "x") is None
-            cache.keep("a", "x", answer)
+            cache.add("a", "x", answer)
     assert [log["event"] for log in logs] == ["cache_not_used"]
     client.close()

@@ -142,14 +142,14 @@ def test_tokens_that_were_not_used_are_back_with_the_answer(house: HttpHouse) ->
 
 
 def test_a_stream_that_no_worker_takes_gives_back_its_place(tmp_path: Path) -> None:
-    with slow_house(tmp_path, streams=StreamSettings(most_kept=0)) as house, house.http() as http:
+    with slow_house(tmp_path, streams=StreamSettings(max_resumable=0)) as house, house.http() as http:
         kept = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 5}))
         assert (kept.status_code, kept.json()["error"]["code"]) == (429, "too_many_streams")
         again(http)
 
 
 def test_a_tenant_whose_streams_are_all_kept_is_no_hindrance_to_others(tmp_path: Path) -> None:
-    with http_house(tmp_path, streams=StreamSettings(most_kept=3, most_kept_by_one=2)) as house:
+    with http_house(tmp_path, streams=StreamSettings(max_resumable=3, max_resumable_per_tenant=2)) as house:
         keys = {name: house.keys.create(name, (Scope.INFERENCE,))[1] for name in ("one", "other", "third")}
 
         def begin(name: str) -> str:
@@ -168,7 +168,10 @@ def full(of: str) -> str:
 
 
 def test_a_reader_that_was_too_slow_can_ask_again(tmp_path: Path) -> None:
-    with slow_house(tmp_path, streams=StreamSettings(buffer_bytes=2_000, patience=0.0)) as house, house.http() as http:
+    with (
+        slow_house(tmp_path, streams=StreamSettings(buffer_bytes=2_000, first_event_timeout_seconds=0.0)) as house,
+        house.http() as http,
+    ):
         house.worker.text = "x" * 1_500
         stream_until(b"stream_overrun", max_tokens=2_000)(http)
 

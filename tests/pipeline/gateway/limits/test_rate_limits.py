@@ -320,7 +320,7 @@ def test_a_chat_with_n_takes_so_many_rows(tmp_path: Path) -> None:
         house.worker.stop_taking()
         waiting = threading.Thread(target=lambda: ours.chat.completions.create(**HELLO, n=8))
         waiting.start()
-        wait_for(lambda: house.bridge.figures.callers()["open"] == 1, "it is not asked")
+        wait_for(lambda: house.bridge.metrics.callers()["open"] == 1, "it is not asked")
         with pytest.raises(openai.RateLimitError) as error:
             ours.chat.completions.create(**HELLO)
         assert (error.value.code, error.value.response.headers["retry-after"]) == ("rate_limit_exceeded", "1")
