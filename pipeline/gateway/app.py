@@ -27,16 +27,14 @@ from pipeline.gateway.http.errors import (
 )
 from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.inference.responses import Answers
-from pipeline.gateway.openapi.document import DocumentedApp
-from pipeline.gateway.openapi.document import answers as documented
-from pipeline.gateway.openapi.request_schemas import shapes
+from pipeline.gateway.openapi.document import DocumentedApp, document_responses
+from pipeline.gateway.openapi.request_schemas import build_schemas
 from pipeline.gateway.openapi.schemas import Health, OpenApi
 from pipeline.gateway.page import page_router, read_files
 from pipeline.gateway.routes.batches import batches_router, files_router, models_router
 from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.gateway.routes.inference import inference_router
-from pipeline.gateway.routes.metrics import metrics_router
-from pipeline.gateway.routes.status import status_router
+from pipeline.gateway.routes.monitoring import monitoring_router
 from pipeline.gateway.routes.websocket import websocket_router
 from pipeline.ports import PipelineError
 
@@ -57,7 +55,7 @@ def make_app(
         answers: serves interactive requests; None: the inference routes are left out.
     """
     app = DocumentedApp(
-        shapes(None if answers is None else answers.builder.default_model),
+        build_schemas(None if answers is None else answers.builder.default_model),
         title="tokenmill",
         description=_DESCRIPTION,
         version=version("tokenmill"),
@@ -72,8 +70,7 @@ def make_app(
         files_router(parts.settings.uploads_at_once),
         batches_router(),
         models_router(),
-        status_router(),
-        metrics_router(),
+        monitoring_router(),
         page_router(read_files()),
         _health_router(draining),
         _document_router(app),
@@ -96,12 +93,12 @@ def make_app(
 def _health_router(draining: Callable[[], bool]) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", responses=documented(Health, keyed=None))
+    @router.get("/healthz", responses=document_responses(Health, keyed=None))
     async def alive() -> dict[str, str]:
         """Liveness probe: the process is running."""
         return {"status": "ok"}
 
-    @router.get("/readyz", responses=documented(Health, 503, keyed=None))
+    @router.get("/readyz", responses=document_responses(Health, 503, keyed=None))
     async def is_ready() -> dict[str, str]:
         """Readiness probe: the gateway accepts requests; 503 while it shuts down."""
         if draining():
@@ -114,7 +111,7 @@ def _health_router(draining: Callable[[], bool]) -> APIRouter:
 def _document_router(app: FastAPI) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    @router.get("/openapi.json", responses=documented(OpenApi, keyed=False))
+    @router.get("/openapi.json", responses=document_responses(OpenApi, keyed=False))
     def document() -> dict[str, Any]:
         """The OpenAPI document of this gateway."""
         return app.openapi()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Header, Response
 
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.openapi.document import answers, other
+from pipeline.gateway.openapi.document import document_response, document_responses
 
 FOLDER: Final = Path(__file__).parent / "static"
 INDEX: Final = "index.html"
@@ -80,8 +80,8 @@ def page_router(files: Mapping[str, StaticFile]) -> APIRouter:
 
 def _documented(*suffixes: str, refusals: tuple[int, ...] = ()) -> dict[int | str, dict[str, Any]]:
     content: dict[str, Any] = {_TYPES[suffix].partition(";")[0]: {} for suffix in suffixes}
-    same = other("Not modified: the client has this version.", headers=("ETag",))
-    return answers(content, *refusals, keyed=False, headers=("ETag",), others={304: same})
+    same = document_response("Not modified: the client has this version.", headers=("ETag",))
+    return document_responses(content, *refusals, keyed=False, headers=("ETag",), others={304: same})
 
 
 def _read(path: Path) -> StaticFile:

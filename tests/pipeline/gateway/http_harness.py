@@ -144,16 +144,16 @@ def http_house(
         clock = ShiftedClock()
         world = World(store, clock, SystemRandomness(), store.scratch)
         Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=2_048, published_at=clock.now()))
-        together = stack.enter_context(ThreadPoolExecutor(4))
-        files, keys = Files(world, together), ApiKeys(world, believed=0.0)
-        finalizer = Finalizer(world, files, every=0.05)
+        executor = stack.enter_context(ThreadPoolExecutor(4))
+        files, keys = Files(world, executor), ApiKeys(world, believed=0.0)
+        finalizer = Finalizer(world, files, interval_seconds=0.05)
         beats = MemoryHeartbeats(clock, 60.0)
         figures, dispatched = HttpMetrics(clock), DispatchMetrics()
         parts = GatewayDependencies(
             world,
             Authority(keys, auth),
             files,
-            Batches(world, Intake(world, intake), files, finalizer, together),
+            Batches(world, Intake(world, intake), files, finalizer, executor),
             ServedModels(store),
             Status(world, beats, 0.0),
             settings or GatewaySettings(),

@@ -58,7 +58,7 @@ def stored(world: World, files: Files, tmp_path: Path) -> StoredFile:
 def test_a_job_that_comes_between_two_looks_keeps_its_file(
     files: Files, store: Interrupted, stored: StoredFile
 ) -> None:
-    store.before["/deleted"] = lambda: files.keep_for(stored, "job-1")
+    store.before["/deleted"] = lambda: files.add_reader(stored, "job-1")
     with pytest.raises(ApiError, match="job-1 reads file"):
         files.delete("a", stored.id)
     assert files.get("a", stored.id) == stored
@@ -70,7 +70,7 @@ def test_a_job_whose_file_goes_before_it_has_left_word_is_not_made(
 ) -> None:
     store.before["/readers/"] = lambda: files.delete("a", stored.id)
     with pytest.raises(ApiError) as refused:
-        files.keep_for(stored, "job-1")
+        files.add_reader(stored, "job-1")
     assert (refused.value.status, refused.value.param) == (404, "input_file_id")
     assert not store.objects
 
@@ -78,7 +78,7 @@ def test_a_job_whose_file_goes_before_it_has_left_word_is_not_made(
 def test_a_removal_that_was_interrupted_is_seen_by_nobody_and_word_of_a_job_that_never_was_fades(
     files: Files, store: Interrupted, stored: StoredFile, world: World
 ) -> None:
-    files.keep_for(stored, "job-1")
+    files.add_reader(stored, "job-1")
     with pytest.raises(ApiError):
         files.delete("a", stored.id)
     assert isinstance(world.clock, SimulatedClock)

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.gateway.files.downloads import UnsatisfiableRange, parse_range, read_range
 from pipeline.gateway.files.uploads import FormReader
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.http.ranges import Unsatisfiable, read_range, wanted_bytes
 from pipeline.gateway.routes.dependencies import GatewaySettings
 from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep
 from tests.pipeline.gateway.batches.test_batches import begin, wait
@@ -185,8 +185,8 @@ def test_a_range_is_what_slicing_gives(size: int, first: int | None, last: int |
     else:
         expected = data[first:] if last is None else data[first : last + 1] if last >= first else data
     try:
-        wanted = wanted_bytes(header, size)
-    except Unsatisfiable:
+        wanted = parse_range(header, size)
+    except UnsatisfiableRange:
         assert not expected
         return
     got = b"".join(read_range(io.BytesIO(data), range(size) if wanted is None else wanted))

@@ -196,8 +196,8 @@ def test_what_could_not_be_told_for_days_is_given_up(world: World) -> None:
 
     async def wait() -> None:
         while due(world) and world.clock.now() < now + timedelta(days=10):
-            await notifier.look()
-            await notifier.settle()
+            await notifier.poll()
+            await notifier.wait_idle()
             world.clock.sleep(5.0 if world.clock.now() < now + timedelta(hours=1) else 600.0)
 
     with capture_logs() as logs:
