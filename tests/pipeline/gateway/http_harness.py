@@ -126,7 +126,7 @@ def http_house(
     cache: CacheSettings | None = None,
     disk: Disk = LOCAL_DISK,
 ) -> Iterator[HttpHouse]:
-    """The house, until the block ends.
+    """The harness, until the block ends.
 
     Args:
         permits: shards that the worker may commit; more with `HttpHouse.permits`.
@@ -248,7 +248,7 @@ def _work(
 
 
 def lines(count: int, url: str = "/v1/chat/completions", **more: Any) -> bytes:
-    """So many requests for the model of the house. Every fifth answer fails."""
+    """So many requests for the model of the harness. Every fifth answer fails."""
     body = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
     if url == "/v1/completions":
         body = {"model": PIN.name, "prompt": "hello", "max_tokens": 5}

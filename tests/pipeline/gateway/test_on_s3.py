@@ -21,8 +21,8 @@ def test_a_batch_on_a_bucket(s3_server: MotoServer, unique_name: Callable[[], st
     parts = {"multipart_bytes": 5 << 20, "part_bytes": 5 << 20}
     store = open_s3(s3_server, bucket, "in/here", scratch, **parts)
     content = lines(6)
-    with http_house(tmp_path, s3=(store, settings_for(s3_server, scratch))) as house, house.http() as http:
-        client = house.client()
+    with http_house(tmp_path, s3=(store, settings_for(s3_server, scratch))) as harness, harness.http() as http:
+        client = harness.client()
         large = lines(1) + b" " * (6 << 20) + b"\n"  # in parts
         file = client.files.create(file=("large.jsonl", large), purpose="batch")
         part = http.get(f"/v1/files/{file.id}/content", headers={"Range": "bytes=6000000-6000009"})

@@ -55,7 +55,7 @@ def stored(world: World, files: Files, tmp_path: Path) -> StoredFile:
     )  # fmt: skip
 
 
-def test_a_job_that_comes_between_two_looks_keeps_its_file(
+def test_a_job_created_between_two_reader_checks_prevents_the_deletion_of_its_file(
     files: Files, store: Interrupted, stored: StoredFile
 ) -> None:
     store.before["/deleted"] = lambda: files.add_reader(stored, "job-1")
@@ -65,7 +65,7 @@ def test_a_job_that_comes_between_two_looks_keeps_its_file(
     assert files.open(stored).read() == b"{}"
 
 
-def test_a_job_whose_file_goes_before_it_has_left_word_is_not_made(
+def test_a_job_is_not_created_when_its_file_is_deleted_before_its_reader_record(
     files: Files, store: Interrupted, stored: StoredFile
 ) -> None:
     store.before["/readers/"] = lambda: files.delete("a", stored.id)
@@ -75,7 +75,7 @@ def test_a_job_whose_file_goes_before_it_has_left_word_is_not_made(
     assert not store.objects
 
 
-def test_a_removal_that_was_interrupted_is_seen_by_nobody_and_word_of_a_job_that_never_was_fades(
+def test_an_interrupted_removal_is_invisible_and_reader_records_without_a_job_expire(
     files: Files, store: Interrupted, stored: StoredFile, world: World
 ) -> None:
     files.add_reader(stored, "job-1")

@@ -44,7 +44,7 @@ BODIES = {
 }
 
 
-def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     parsers: list[threading.Thread] = []
 
     def parse(data: bytes) -> object:
@@ -72,7 +72,7 @@ def test_bounds_are_checked_window_by_window(name: str, monkeypatch: pytest.Monk
     assert 0 < max(sizes) <= 64 << 10
 
 
-def test_more_than_a_parser_should_make_is_refused() -> None:
+def test_bodies_with_too_many_values_are_refused() -> None:
     for name in ("lists", "objects", "strings", "quotes", "numbers", "keys"):
         with pytest.raises(ApiError) as refused:
             parse_object(BODIES[name], 64)
@@ -91,7 +91,7 @@ def _texts() -> st.SearchStrategy[bytes]:
 
 
 @given(_texts(), st.integers(0, 8), st.integers(1, 9))
-def test_depth_is_counted_as_elsewhere_wherever_windows_end(text: bytes, depth: int, window: int) -> None:
+def test_depth_is_counted_correctly_for_any_window_boundary(text: bytes, depth: int, window: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("pipeline.gateway.http.json_limits._WINDOW", window)
         try:
@@ -104,11 +104,11 @@ def test_depth_is_counted_as_elsewhere_wherever_windows_end(text: bytes, depth: 
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    with http_house(tmp_path, rates=RateSettings(tenant=RateLimits(requests_per_minute=3), window=86_400)) as house:
-        yield house.url.replace("http", "ws") + "/v1/stream"
+    with http_house(tmp_path, rates=RateSettings(tenant=RateLimits(requests_per_minute=3), window=86_400)) as harness:
+        yield harness.url.replace("http", "ws") + "/v1/stream"
 
 
-def test_each_message_of_a_websocket_counts_before_it_is_parsed(url: str) -> None:
+def test_each_websocket_message_counts_as_a_request_before_it_is_parsed(url: str) -> None:
     with connect(url) as socket:
         for said, code in (
             ("{", "invalid_json"), ("[" * 99, "invalid_json"), ('{"type": "resume"}', "invalid_request"),

@@ -14,7 +14,7 @@ from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest
 from tests.waiting import HANG_SECONDS
 
 
-def test_given_an_event_that_cant_be_taken_in_then_it_ends_its_own_request_and_others_get_theirs() -> None:
+def test_an_event_that_cant_be_handled_ends_only_its_own_request() -> None:
     clock = SystemClock()
     lane, stop = MemoryLane(clock), threading.Event()
     bridge = LaneBridge(lane, clock, CallSettings(look=0.01), HttpMetrics(clock))

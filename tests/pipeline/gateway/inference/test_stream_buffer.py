@@ -19,7 +19,7 @@ def fill(buffer: StreamBuffer, count: int) -> StreamBuffer:
     return buffer
 
 
-def test_what_comes_in_the_moment_in_which_a_reader_stops_waiting_is_not_lost() -> None:
+def test_an_event_that_arrives_at_a_readers_time_out_is_not_lost() -> None:
     async def read() -> None:
         buffer = StreamBuffer(100, retain=False)
         taking = asyncio.create_task(buffer.take(-1, 0.0))
@@ -33,7 +33,7 @@ def test_what_comes_in_the_moment_in_which_a_reader_stops_waiting_is_not_lost() 
     asyncio.run(read())
 
 
-def test_a_reader_gets_everything_once_and_in_order() -> None:
+def test_a_reader_gets_each_event_once_and_in_order() -> None:
     async def read() -> None:
         buffer = fill(StreamBuffer(100, retain=False), 3)
         assert await buffer.take(-1, 1.0) == items(0, 1, 2)
@@ -48,7 +48,7 @@ def test_a_reader_gets_everything_once_and_in_order() -> None:
     asyncio.run(read())
 
 
-def test_one_that_is_too_slow_is_told_and_nothing_is_kept_for_it() -> None:
+def test_a_too_slow_reader_gets_an_error_and_its_events_are_evicted() -> None:
     async def read() -> None:
         buffer = fill(StreamBuffer(10, retain=False), 11)
         assert buffer.overrun
@@ -59,7 +59,7 @@ def test_one_that_is_too_slow_is_told_and_nothing_is_kept_for_it() -> None:
     asyncio.run(read())
 
 
-def test_what_is_kept_is_the_newest_that_fits_for_every_reader() -> None:
+def test_a_resumable_buffer_retains_the_newest_events_for_every_reader() -> None:
     async def read() -> None:
         buffer = fill(StreamBuffer(10, retain=True), 10)
         taking = [asyncio.create_task(buffer.take(9, 5.0)) for _ in range(2)]
