@@ -160,7 +160,7 @@ def _refused_by_every_route(asker: OperationClient, monkeypatch: pytest.MonkeyPa
             more = {"json": body} if method == "post" else {}
             assert http.request(method, path.format(**UNKNOWN), **more).status_code == 404, path
     with monkeypatch.context() as crowded:
-        crowded.setattr(asker.harness.app, "_most", 0)
+        crowded.setattr(asker.harness.app, "_max_requests", 0)
         asker.ask_all(503)
     with monkeypatch.context() as broken:
         broken.setattr(Authority, "caller", lambda *_: 1 / 0)

@@ -15,7 +15,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from pipeline.gateway.http.api_keys import ApiKeys, KeyNotFound, Scope
-from pipeline.gateway.http.auth import Authority, need
+from pipeline.gateway.http.auth import Authority, require_scope
 from pipeline.gateway.http.errors import ApiError
 from pipeline.ports import ObjectInfo, World
 from tests.pipeline.gateway.http_harness import http_house, lines
@@ -77,10 +77,10 @@ def test_routes_require_their_scopes(world: World) -> None:
         caller = authority.caller(f"bearer {text}")
         for scope in Scope:
             if scope in may:
-                need(caller, scope)
+                require_scope(caller, scope)
             else:
                 with pytest.raises(ApiError) as refused:
-                    need(caller, scope)
+                    require_scope(caller, scope)
                 assert refused.value.status == 403
 
 

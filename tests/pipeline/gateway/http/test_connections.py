@@ -134,7 +134,7 @@ def test_an_unexpected_error_is_a_500_and_other_requests_are_served(
         assert http.get("/v1/models/tiny").status_code == 200
 
 
-@pytest.mark.parametrize("where", ["read", "stream", "pieces"])
+@pytest.mark.parametrize("where", ["read", "stream", "read_items"])
 def test_an_unexpected_error_on_a_websocket_is_reported_and_other_websockets_continue(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,8 +150,8 @@ def test_an_unexpected_error_on_a_websocket_is_reported_and_other_websockets_con
         url = harness.url.replace("http", "ws") + "/v1/stream"
         with connect(url) as hit, connect(url) as other:
             with monkeypatch.context() as planted:
-                if where == "pieces":
-                    planted.setattr(websocket, "pieces", broken)
+                if where == "read_items":
+                    planted.setattr(websocket, "read_items", broken)
                 else:
                     planted.setattr(Answers, where, broken)
                 hit.send(request)
