@@ -1,5 +1,5 @@
-"""Who gets in by HTTP, on every route that there is: routes are asked of the application, so a new one is tested, or
-has to be named here as open to everybody."""
+"""Access control on every HTTP route. The routes are read from the application, so a new one is tested, or must be
+listed here as public."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Route:
     path: str
 
     def at(self, **names: str) -> str:
-        """Its path, with these in place of what varies."""
+        """The route's path with these parameters."""
         path = self.path.replace(":path}", "}")
         for name, value in names.items():
             path = path.replace(f"{{{name}}}", value)
@@ -69,7 +69,7 @@ def routes(harness: HttpHouse) -> list[Route]:
 
 @dataclass(frozen=True)
 class Settled:
-    """A harness in which the tenant acme has a file, a batch and a stream."""
+    """A gateway with a file, a batch and a stream of the tenant acme."""
 
     harness: HttpHouse
     key: str

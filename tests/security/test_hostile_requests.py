@@ -1,4 +1,4 @@
-"""Requests that are made to break a gateway: each is refused in its place, and others are served as ever."""
+"""Malicious requests: each is refused on its own, and other requests are served as usual."""
 
 from __future__ import annotations
 

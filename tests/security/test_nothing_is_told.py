@@ -1,4 +1,4 @@
-"""What people send and what is answered is in no log; keys are in no log, and in no place of the store."""
+"""Prompts and responses are in no log; keys are in no log and in no object of the store."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Notifier:
         self._endpoints = {endpoint.id: endpoint for endpoint in endpoints}
         self._sender = sender
         self._settings = settings or NotifierSettings()
-        self._leading = Leading(lease, world.clock, "telling of batches")
+        self._leading = Leading(lease, world.clock, "running_notifier of batches")
         self._retry_at: dict[str, float] = {}  # key of a failed event -> when it is retried (monotonic)
         self._deliveries: dict[str, asyncio.Task[None]] = {}
         self._sweep_at = float("-inf")

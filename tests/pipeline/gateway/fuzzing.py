@@ -32,7 +32,7 @@ CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 
 def names(harness: HttpHouse, key: str) -> dict[str, str]:
-    """Real ids, by the variables that the configuration has them from: otherwise most requests lead nowhere."""
+    """Ids of existing objects, by the configuration's variables: otherwise most requests would be answered with 404."""
     client = harness.client(key)
     file = client.files.create(file=("a.jsonl", lines(10)), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
@@ -46,11 +46,11 @@ def names(harness: HttpHouse, key: str) -> dict[str, str]:
 
 
 @contextmanager
-def fuzzed_harness(place: Path) -> Iterator[HttpHouse]:
-    """A gateway that answers shortly, so that nothing takes long."""
+def fuzzed_harness(folder: Path) -> Iterator[HttpHouse]:
+    """A gateway with short responses, for fast tests."""
     most = dict.fromkeys(Tier, 64)
     asking = InferenceSettings(caps=most, default_max_tokens=5)
-    with http_house(place, settings=GatewaySettings(most_upload_bytes=1 << 20), asking=asking) as harness:
+    with http_house(folder, settings=GatewaySettings(most_upload_bytes=1 << 20), asking=asking) as harness:
         yield harness
 
 
@@ -85,7 +85,7 @@ def main() -> int:
     worst = 0
     for keys in (True, False):
         print(f"-- seed {given.seed}, {'with' if keys else 'without'} keys", flush=True)
-        with tempfile.TemporaryDirectory() as place, fuzzed_harness(Path(place)) as harness:
+        with tempfile.TemporaryDirectory() as folder, fuzzed_harness(Path(folder)) as harness:
             found = fuzz(harness, given.examples, given.seed, *more, keys=keys)
         print(found.stdout, found.stderr)
         worst = max(worst, abs(found.returncode))

@@ -1,4 +1,4 @@
-"""A short look by schemathesis at all routes, always the same; `make fuzz-http` looks longer, each time elsewhere."""
+"""A short, deterministic run of schemathesis over all routes; `make fuzz-http` runs longer, with new seeds."""
 
 from __future__ import annotations
 

@@ -31,8 +31,10 @@ def test_a_batch_on_a_bucket(s3_server: MotoServer, unique_name: Callable[[], st
         done = wait(client, batch.id)
         assert done.status == "completed"
         assert done.output_file_id is not None
-        told = [json.loads(line)["custom_id"] for line in client.files.content(done.output_file_id).text.splitlines()]
-        assert sorted(told) == ["r0", "r1", "r2", "r3", "r5"]
+        received = [
+            json.loads(line)["custom_id"] for line in client.files.content(done.output_file_id).text.splitlines()
+        ]
+        assert sorted(received) == ["r0", "r1", "r2", "r3", "r5"]
         assert len(client.files.list(limit=2).data) == 2
         assert len(list(client.files.list(limit=1))) == 4
         client.files.delete(file.id)

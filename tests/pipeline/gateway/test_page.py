@@ -1,4 +1,4 @@
-"""The page's files, and what it shows of the installation."""
+"""The web page's files, and the status of the installation that it shows."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_scripts_import_only_existing_files() -> None:
 )
 def test_static_files_allow_no_path_traversal(tmp_path: Path, path: str) -> None:
     with http_house(tmp_path) as harness:
-        place = urlsplit(harness.url)
-        with socket.create_connection((place.hostname or "", place.port or 0), 10) as connection:
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n\r\n".encode())
+        address = urlsplit(harness.url)
+        with socket.create_connection((address.hostname or "", address.port or 0), 10) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n".encode())
             answer = b"".join(iter(lambda: connection.recv(65_536), b""))
     assert answer.split(b" ", 2)[1] in (b"404", b"400"), answer[:200]
 
@@ -116,28 +116,28 @@ def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Pat
         figures = WorkerMetrics(model=PIN.name, tiers={Tier.BULK: TierMetrics(ttft=HistogramSample(counts=(0, 4)))})
         harness.beats.tell("w2", figures)
 
-        told = {key: harness.http(key).get("/v1/status").json() for key in (ours, theirs, watching, admin)}
-        assert [told[key]["backlog"]["jobs"] for key in (ours, theirs, watching, admin)] == [1, 2, 1, 3]
-        kind = told[ours]["backlog"]["kinds"]
+        received = {key: harness.http(key).get("/v1/status").json() for key in (ours, theirs, watching, admin)}
+        assert [received[key]["backlog"]["jobs"] for key in (ours, theirs, watching, admin)] == [1, 2, 1, 3]
+        kind = received[ours]["backlog"]["kinds"]
         assert [(one["model"], one["tier"], one["jobs"]) for one in kind] == [(PIN.name, "standard", 1)]
-        assert kind[0]["tokens"] == told[ours]["backlog"]["tokens"] > 0
-        assert told[ours]["models"] == [PIN.name]
+        assert kind[0]["tokens"] == received[ours]["backlog"]["tokens"] > 0
+        assert received[ours]["models"] == [PIN.name]
         for key in (watching, admin):
-            worker = next(one for one in told[key]["workers"] if one["name"] == "w2")
+            worker = next(one for one in received[key]["workers"] if one["name"] == "w2")
             assert worker == {
                 "name": "w2", "models": sorted([PIN.name, "gone"]), "shards": 1, "waiting_tokens": 1_200,
                 "tokens_per_second": 310.5, "draining": True, "figures": figures.model_dump(mode="json"),
             }  # fmt: skip
             assert worker["figures"]["tiers"]["bulk"]["ttft"]["counts"] == [0, 4]
-            assert told[key]["lane"] == {"open": 0, "waiting": 0}
+            assert received[key]["lane"] == {"open": 0, "waiting": 0}
         for key in (ours, theirs):  # the samples add up the work of all tenants
             assert {
                 "name": None, "models": sorted([PIN.name, "gone"]), "shards": None, "waiting_tokens": None,
                 "tokens_per_second": None, "draining": True, "figures": None,
-            } in told[key]["workers"]  # fmt: skip
-            assert "w2" not in str(told[key])
-            assert (told[key]["lane"], told[key]["answers"]) == (None, None)
-        assert told[ours]["latency_bounds"] == list(LATENCY_BOUNDS)
+            } in received[key]["workers"]  # fmt: skip
+            assert "w2" not in str(received[key])
+            assert (received[key]["lane"], received[key]["answers"]) == (None, None)
+        assert received[ours]["latency_bounds"] == list(LATENCY_BOUNDS)
 
 
 def test_the_status_has_the_number_of_waiting_requests(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is refused of batches and files, and how that is said."""
+"""Error responses of the routes for batches and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole life of a batch, as the official client sees it, and what it is told when something is wrong."""
+"""The life cycle of a batch through OpenAI's client, and its errors."""
 
 from __future__ import annotations
 

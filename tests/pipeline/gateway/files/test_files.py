@@ -1,4 +1,4 @@
-"""Of a file that is removed while a job is made of it, one of the two happens, or neither; never both."""
+"""When a file is deleted while a job with it is created, one of the two succeeds, or neither; never both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that is full: what would be stored is refused with 507, and all else goes on."""
+"""A full disk: writes are refused with 507, and everything else continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads and downloads: bounded, whole or not at all, whatever is sent."""
+"""Uploads and downloads: bounded, and complete or absent for any input."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_invalid_uploads_are_refused(body: bytes, code: str) -> None:
 
 def test_too_large_uploads_are_refused_and_leave_no_files(harness: HttpHouse) -> None:
     client = harness.client()
-    with pytest.raises(openai.APIStatusError) as told:
+    with pytest.raises(openai.APIStatusError) as received:
         client.files.create(file=("a.jsonl", b"x" * 300_000), purpose="batch")
-    assert told.value.status_code == 413
+    assert received.value.status_code == 413
 
-    def chunks() -> Iterator[bytes]:  # its length isn't told
+    def chunks() -> Iterator[bytes]:  # its length isn't received
         yield form(PURPOSE, (FILE[0], b""))[:-7]
         for _ in range(20):
             yield b"x" * 10_000
@@ -210,7 +210,7 @@ def test_expired_files_are_removed_unless_an_open_batch_reads_them(tmp_path: Pat
     life: Any = {"anchor": "created_at", "seconds": 3_600}
     with http_house(tmp_path, permits=0) as harness:
         client = harness.client()
-        read, free, kept = (
+        read, free, retained = (
             client.files.create(file=("a.jsonl", lines(1)), purpose="batch", **more)
             for more in ({"expires_after": life}, {"expires_after": life}, {})
         )
@@ -229,16 +229,16 @@ def test_expired_files_are_removed_unless_an_open_batch_reads_them(tmp_path: Pat
         assert found.objects[RemovedKind.FILE] == 4, "content, two markers, paper"
         assert not list(store.list(f"files/{free.id}/"))
         assert list(store.list(f"files/{read.id}/content"))
-        assert list(store.list(f"files/{kept.id}/content"))
+        assert list(store.list(f"files/{retained.id}/content"))
         harness.permits.release(10)
         assert wait(client, batch.id).status == "completed"
         RetentionSweep(harness.world).run()
         assert not list(store.list(f"files/{read.id}/"))
         assert [file.purpose for file in client.files.list()] == ["batch_output", "batch"]
         # What an upload left that never ended, and words on requests, go by their age.
-        store.create("files/file-" + kept.id[5:14] + "0" * 16 + "/content", b"x")
+        store.create("files/file-" + retained.id[5:14] + "0" * 16 + "/content", b"x")
         assert RetentionSweep(harness.world).run().objects[RemovedKind.FILE] == 0
         harness.clock.ahead = timedelta(days=31).total_seconds()
         found = RetentionSweep(harness.world, RetentionSettings()).run()
         assert (found.objects[RemovedKind.FILE] >= 1, found.objects[RemovedKind.TICKET]) == (True, 1)
-        assert list(store.list(f"files/{kept.id}/content"))
+        assert list(store.list(f"files/{retained.id}/content"))

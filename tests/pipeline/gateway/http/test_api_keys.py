@@ -1,4 +1,4 @@
-"""API keys: who gets in, for what, and for how long."""
+"""API keys: authentication, scopes, expiry and revocation."""
 
 from __future__ import annotations
 

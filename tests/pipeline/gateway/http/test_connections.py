@@ -1,4 +1,4 @@
-"""What holds for connections, whatever is asked over them."""
+"""Connections: bounds, time-outs, and errors below the routes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dial(harness: HttpHouse) -> socket.socket:
     return connection
 
 
-def told(connection: socket.socket, request: bytes) -> tuple[int, dict[str, str], Any]:
+def exchange(connection: socket.socket, request: bytes) -> tuple[int, dict[str, str], Any]:
     """Status, headers by lower-case names, and JSON, up to when the server hangs up."""
     connection.sendall(request)
     said = b""
@@ -75,7 +75,7 @@ def test_connections_above_the_bound_get_503_and_are_closed(tmp_path: Path) -> N
             idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b" 200 " in idle.recv(65_536)
         with dial(harness) as further:
-            status, headers, body = told(further, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            status, headers, body = exchange(further, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (status, body["error"]["code"], headers["retry-after"]) == (503, "too_many_connections", "5")
         assert headers["x-request-id"].startswith("req-")
         idle.close()
@@ -85,7 +85,7 @@ def test_connections_above_the_bound_get_503_and_are_closed(tmp_path: Path) -> N
 
 def test_invalid_http_is_answered_with_a_request_id(tmp_path: Path) -> None:
     with http_house(tmp_path) as harness, dial(harness) as connection:
-        status, headers, body = told(connection, b"what?\r\n\r\n")
+        status, headers, body = exchange(connection, b"what?\r\n\r\n")
     assert (status, body["error"]["code"]) == (400, "invalid_request")
     assert headers["x-request-id"].startswith("req-")
 
@@ -106,9 +106,9 @@ def test_a_refused_websocket_gets_the_same_error_object_as_a_request(
         with monkeypatch.context() as broken:
             broken.setattr(Authority, "caller", lambda *_: 1 / 0)
             assert refusal("/v1/stream") == (500, "internal_error", None)
-        harness.app._most = 0
+        harness.app._max_requests = 0
         assert refusal("/v1/stream") == (503, "too_many_requests", "5")
-        harness.app._most = 10
+        harness.app._max_requests = 10
         with connect(harness.url.replace("http", "ws") + "/v1/stream") as good:
             assert good.response is not None
             assert good.response.headers["x-request-id"].startswith("req-")
@@ -166,10 +166,10 @@ def test_an_unexpected_error_on_a_websocket_is_reported_and_other_websockets_con
             assert line["error"] == "Unforeseen"
             assert "test_connections.py" in line["at"][-1]
             other.send(request)
-            told = [json.loads(other.recv(HANG_SECONDS))["type"]]
-            while told[-1] not in ("done", "error"):
-                told.append(json.loads(other.recv(HANG_SECONDS))["type"])
-            assert (told[0], told[-1]) == ("begin", "done")
+            types = [json.loads(other.recv(HANG_SECONDS))["type"]]
+            while types[-1] not in ("done", "error"):
+                types.append(json.loads(other.recv(HANG_SECONDS))["type"])
+            assert (types[0], types[-1]) == ("begin", "done")
         wait_for(lambda: not harness.app.active, "a connection stays")
 
 
@@ -272,7 +272,7 @@ def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: P
         http = {tenant: opened.enter_context(harness.http(key)) for tenant, key in keys.items()}
         with stream_of(harness, keys["greedy"]) as first, stream_of(harness, keys["greedy"]) as second:
             first.socket.sendall(unfinished)
-            wait_for(lambda: harness.app.bodies._held >= 60_000, "it is not counted")
+            wait_for(lambda: harness.app.bodies._total >= 60_000, "it is not counted")
             second.socket.sendall(unfinished)
             assert close_code(second) == 1013, "a tenant has half of the budget"
             with stream_of(harness, keys["other"]) as others:
@@ -284,31 +284,31 @@ def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: P
                     http["other"].post("/v1/chat/completions", json=body).json()["error"]["code"] == "invalid_request"
                 )
                 others.socket.sendall(unfinished)
-                wait_for(lambda: harness.app.bodies._held >= 120_000, "it is not counted")
+                wait_for(lambda: harness.app.bodies._total >= 120_000, "it is not counted")
                 refused = http["third"].post("/v1/chat/completions", json={"model": "x" * 90_000})
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_requests")
-        wait_for(lambda: not harness.app.bodies._held, "it is not given back")
+        wait_for(lambda: not harness.app.bodies._total, "it is not released")
         with stream_of(harness, keys["third"]) as third:
             for size in (40_000, 90_000, 90_000):
                 third.send(json.dumps({"type": "x" * size}))
                 assert json.loads(third.recv(60))["type"] == "error"
             third.socket.sendall(unfinished)
-        wait_for(lambda: not harness.app.bodies._held, "it is not given back")
-        assert not harness.app.bodies._held_of_senders
+        wait_for(lambda: not harness.app.bodies._total, "it is not released")
+        assert not harness.app.bodies._by_sender
 
 
 def test_a_message_of_many_empty_fragments_is_refused_as_too_large(tmp_path: Path) -> None:
     with http_house(tmp_path) as harness, stream_of(harness) as socket:
         socket.socket.sendall(b"\x01\x81abcdx" + b"\x00\x80abcd" * 450_000)
         assert close_code(socket) == 1009
-        wait_for(lambda: not harness.app.bodies._held, "it is not given back")
+        wait_for(lambda: not harness.app.bodies._total, "it is not released")
 
 
 def test_the_number_of_unread_messages_is_bounded(tmp_path: Path) -> None:
     with http_house(tmp_path) as harness, stream_of(harness) as socket:
         socket.socket.sendall(b"\x81\x82\0\0\0\0{}" * 30_000)
         assert close_code(socket) == 1008
-        wait_for(lambda: not harness.app.bodies._held, "it is not given back")
+        wait_for(lambda: not harness.app.bodies._total, "it is not released")
 
 
 def test_a_peer_that_sends_pings_and_reads_nothing_gets_no_further_pongs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A name of somebody else that leads to this machine is no way in to a gateway that needs no key."""
+"""DNS rebinding gives no access to a gateway that needs no key."""
 
 from __future__ import annotations
 
@@ -47,9 +47,11 @@ def test_other_host_names_are_refused_while_no_key_is_needed(harness: HttpHouse)
                 answer = http.get("/v1/files", headers=headers)
                 assert answer.status_code == 403, host
                 assert answer.json()["error"]["code"] in ("other_host", "other_origin")
-        told = http.get("/v1/files", headers={"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}).json()
-        assert told["error"]["code"] == "other_host"
-        assert "TOKENMILL_GATEWAY__HOSTS" in told["error"]["message"]
+        received = http.get(
+            "/v1/files", headers={"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}
+        ).json()
+        assert received["error"]["code"] == "other_host"
+        assert "TOKENMILL_GATEWAY__HOSTS" in received["error"]["message"]
         assert http.get("/", headers={"Host": "evil.example"}).status_code == 403
         assert http.get("/healthz", headers={"Host": "evil.example"}).status_code == 200
 

@@ -1,4 +1,4 @@
-"""Bodies of any kind are judged and parsed without holding up anybody."""
+"""JSON bodies are checked and parsed without blocking the event loop."""
 
 from __future__ import annotations
 

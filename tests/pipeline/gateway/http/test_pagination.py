@@ -1,4 +1,4 @@
-"""Pages read no further than they are long, in either order, however much a tenant has."""
+"""A page reads only its length, in either order, for any number of a tenant's objects."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_a_page_of_a_large_index_reads_only_its_length(
 ) -> None:
     store, made = stored
     ids = made if order == "asc" else made[::-1]
-    with ThreadPoolExecutor(1) as together:
-        files = Files(replace(world, store=store), together)
+    with ThreadPoolExecutor(1) as executor:
+        files = Files(replace(world, store=store), executor)
         store.listings = store.listed = store.reads = 0
         page = files.page("acme", PageRequest(20, None if behind is None else ids[behind], order))
     first = 0 if behind is None else behind + 1

@@ -1,4 +1,4 @@
-"""Requests whose callers wait, through the official client and by hand: whole, as a stream, cut off, gone on with."""
+"""Interactive requests, through OpenAI's client and over raw HTTP: complete, streamed, interrupted, resumed."""
 
 from __future__ import annotations
 
@@ -327,8 +327,8 @@ def test_the_same_events_over_a_websocket(harness: HttpHouse) -> None:
                 events.append(message)
             assert message == {"type": "done"}
             assert [event["id"] for event in events] == list(range(len(events)))
-            told = "".join(event["data"]["choices"][0]["delta"].get("content") or "" for event in events)
-            assert told == words(4)
+            text = "".join(event["data"]["choices"][0]["delta"].get("content") or "" for event in events)
+            assert text == words(4)
         client.send(json.dumps({"type": "nonsense"}))
         assert json.loads(client.recv())["error"]["param"] == "type"
         client.send(json.dumps({**request, "body": {"model": "gpt-9", "messages": HELLO}}))

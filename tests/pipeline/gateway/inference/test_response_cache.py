@@ -1,4 +1,4 @@
-"""Answers that are given again: to whom, for what, for how long, and how they look."""
+"""The response cache: keys, lifetimes, bounds, and the format of cached responses."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def harness(tmp_path: Path) -> Iterator[HttpHouse]:
         yield harness
 
 
-def kept(harness: HttpHouse, **more: Any) -> Any:
-    """The second answer to a request. It was kept in between, which happens behind the first one's back."""
+def cached_response(harness: HttpHouse, **more: Any) -> Any:
+    """The second response to a request. The first one is cached in the background."""
     limit = time.monotonic() + HANG_SECONDS
     while True:
         answer = harness.client().chat.completions.create(**{**HELLO, **more}, **CACHED)
@@ -66,7 +66,7 @@ def test_the_same_request_is_computed_once(harness: HttpHouse) -> None:
     first = harness.client().chat.completions.create(**HELLO, **CACHED)
     assert first.usage is not None
     assert not first.usage.model_extra
-    second = kept(harness)
+    second = cached_response(harness)
     asked = len(harness.worker.asked)
     for more in ({}, {"user": "someone"}, {"metadata": {"a": "b"}}, {"top_p": 1.0}):
         again = harness.client().chat.completions.create(**HELLO, **more, **CACHED)
@@ -77,7 +77,7 @@ def test_the_same_request_is_computed_once(harness: HttpHouse) -> None:
 
 
 def test_another_request_tenant_or_model_has_its_own_cache_entry(harness: HttpHouse) -> None:
-    kept(harness)
+    cached_response(harness)
     asked = len(harness.worker.asked)
     others: list[dict[str, Any]] = [{"max_tokens": 5}, {"seed": 1}, {"stop": ["x"]}, {"n": 2}]
     others += [{"messages": [{"role": "user", "content": "hello "}]}]
@@ -95,7 +95,7 @@ def test_another_request_tenant_or_model_has_its_own_cache_entry(harness: HttpHo
 
 def test_streams_are_served_from_the_cache(harness: HttpHouse) -> None:
     streaming: Any = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "n": 2}
-    kept(harness, logprobs=True, n=2)
+    cached_response(harness, logprobs=True, n=2)
     asked = len(harness.worker.asked)
     chunks = list(harness.client().chat.completions.create(**{**HELLO, **streaming}, **CACHED))
     assert len(harness.worker.asked) == asked
@@ -107,9 +107,9 @@ def test_streams_are_served_from_the_cache(harness: HttpHouse) -> None:
     assert chunks[-1].usage.tokenmill_cached is True
     assert chunks[-1].usage.completion_tokens == 8
     new = list(harness.client().chat.completions.create(**{**HELLO, "max_tokens": 6}, stream=True, **CACHED))
-    assert len(new) > 6, "computed, and told as it came"
-    whole = kept(harness, max_tokens=6)
-    assert whole.choices[0].message.content == words(6), "a stream's answer is kept too"
+    assert len(new) > 6, "computed, and catalog_policies as it came"
+    whole = cached_response(harness, max_tokens=6)
+    assert whole.choices[0].message.content == words(6), "a stream's answer is cached_response too"
     text: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 3}
     harness.client().completions.create(**text, **CACHED)
     time.sleep(0.1)
@@ -147,36 +147,36 @@ def test_a_cached_response_is_used_only_with_the_same_content_policies(
     with http_house(tmp_path) as harness:
         catalog = Catalog(harness.world.store)
 
-        def judged_by(worker: str | None, told: str | None) -> None:
+        def judged_by(worker: str | None, catalog_policies: str | None) -> None:
             harness.worker.policies = worker
-            catalog.publish(CatalogEntry(pin=PIN, max_model_len=2_048, policies=told))
+            catalog.publish(CatalogEntry(pin=PIN, max_model_len=2_048, policies=catalog_policies))
 
-        kept(harness)
-        # Given another policy, when the same is asked, then it is computed anew, and kept under that one.
+        cached_response(harness)
+        # Given another policy, when the same is asked, then it is computed anew, and cached_response under that one.
         judged_by("new", "new")
         asked = len(harness.worker.asked)
         harness.client().chat.completions.create(**HELLO, **CACHED)
         assert len(harness.worker.asked) == asked + 1
-        kept(harness)
+        cached_response(harness)
         # An older worker that still answers has not asked the policy that the catalog names.
         judged_by("new", "newer")
         asked = len(harness.worker.asked)
         for _ in range(3):
             harness.client().chat.completions.create(**HELLO, **CACHED)
             time.sleep(0.1)
-        assert len(harness.worker.asked) == asked + 3, "kept under a name that didn't judge it"
+        assert len(harness.worker.asked) == asked + 3, "cached_response under a name that didn't judge it"
         judged_by("newer", "newer")
-        kept(harness)
+        cached_response(harness)
         # And what the first worker said without any policy is found where there is none.
         judged_by(None, None)
         asked = len(harness.worker.asked)
-        kept(harness)
+        cached_response(harness)
         assert len(harness.worker.asked) == asked
 
 
 def test_caching_can_be_the_default(tmp_path: Path) -> None:
     with http_house(tmp_path, cache=CacheSettings(always=True)) as harness:
-        kept(harness)
+        cached_response(harness)
         asked = len(harness.worker.asked)
         harness.client().chat.completions.create(**HELLO)
         assert len(harness.worker.asked) == asked
@@ -259,22 +259,22 @@ def test_cached_responses_of_a_tenant_on_redis_are_bounded_in_bytes(
     client = RedisClient(RedisSettings(redis_server.url, prefix=unique_name()))
     store = RedisAnswers(client, max_tenant_bytes=1_000)
 
-    def kept() -> list[int]:
+    def cached_numbers() -> list[int]:
         return [number for number in range(12) if store.get("a", str(number))]
 
     store.put("b", "1", b"x" * 900, 60.0, 100)
     for number in range(12):
         store.put("a", str(number), b"x" * 200, 60.0, 100)
         time.sleep(0.005)
-    assert kept() == list(range(7, 12))
+    assert cached_numbers() == list(range(7, 12))
     for _ in range(20):  # what is put again counts once
         store.put("a", "11", b"x" * 200, 60.0, 100)
-    assert kept() == list(range(7, 12))
+    assert cached_numbers() == list(range(7, 12))
     for number in range(5):
         store.put("a", str(number), b"x" * 200, 0.05, 100)
     time.sleep(0.1)
     store.put("a", "6", b"x" * 1_000, 60.0, 100)
-    assert kept() == [6], "what has run out counts no more"
+    assert cached_numbers() == [6], "what has run out counts no more"
     assert store.get("b", "1")
     client.close()
 

@@ -1,4 +1,4 @@
-"""What waits for a reader: numbered, bounded, and gone when nobody can have it any more."""
+"""The stream buffer: events are numbered, bounded, and evicted once no reader can take them."""
 
 from __future__ import annotations
 

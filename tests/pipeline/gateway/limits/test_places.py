@@ -1,5 +1,5 @@
-"""A place among the requests that run at once is free before the caller has the last of its answer: whoever asks again
-at once is not refused, however slowly places are given back."""
+"""A concurrency slot is released before the caller gets the end of its response, so that its next request isn't
+refused, however slow the release is."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class SlowRunning(MemoryRunning):
         super().leave(name, request, rows)
 
 
-def slow_harness(place: Path, running: MemoryRunning | None = None, **more: Any) -> Any:
+def slow_harness(folder: Path, running: MemoryRunning | None = None, **more: Any) -> Any:
     clock = SystemClock()
     limiter = RateLimiter(clock, RateSettings(tenant=LIMITS, window=86_400), running=running or SlowRunning(clock))
-    return http_house(place, limiter=limiter, **more)
+    return http_house(folder, limiter=limiter, **more)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_cached_response_holds_a_slot_only_while_it_is_sent(harness: HttpHouse
             assert answer.status_code == 200
             return bool(answer.json()["usage"].get("tokenmill_cached"))
 
-        wait_for(cached, "the answer is not kept")
+        wait_for(cached, "the answer is not response")
         again(http)
         stream_until(b"[DONE]", temperature=0, tokenmill={"cache": True})(http)
 
@@ -143,8 +143,8 @@ def test_unused_tokens_are_released_with_the_response(harness: HttpHouse) -> Non
 
 def test_a_stream_without_a_worker_releases_its_slot(tmp_path: Path) -> None:
     with slow_harness(tmp_path, streams=StreamSettings(max_resumable=0)) as harness, harness.http() as http:
-        kept = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 5}))
-        assert (kept.status_code, kept.json()["error"]["code"]) == (429, "too_many_streams")
+        response = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 5}))
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "too_many_streams")
         again(http)
 
 
@@ -186,7 +186,7 @@ def test_a_stream_cut_off_by_shutdown_releases_its_slot_before_its_last_event(tm
                 came += data
                 harness.stop.set()
                 if b'"draining"' in came:
-                    assert running.enter("tenant/default", "another", 1, 1.0), "there is no place"
+                    assert running.enter("tenant/default", "another", 1, 1.0), "there is no folder"
                     return
     pytest.fail(f"it was not ended: {came[-500:]!r}")
 

@@ -1,4 +1,4 @@
-"""Rate limits: what tenants and keys may ask for, here and on Redis, as the official client meets them."""
+"""Rate limits of tenants and keys, in memory and on Redis, also through OpenAI's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much tenants may store: refused as OpenAI refuses, counted without a listing for each upload."""
+"""Storage quotas of tenants: refused with OpenAI's error, and counted without a listing for each upload."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def gateway(world: World) -> Files:
     return Files(world, ThreadPoolExecutor(1))
 
 
-def upload(files: Files, world: World, place: Path, size: int, quota: StorageQuota, purpose: str = "batch") -> str:
-    content = place / "content"
+def upload(files: Files, world: World, folder: Path, size: int, quota: StorageQuota, purpose: str = "batch") -> str:
+    content = folder / "content"
     content.write_bytes(b"x" * size)
     now = world.clock.now()
     made = StoredFile(
@@ -68,9 +68,9 @@ def upload(files: Files, world: World, place: Path, size: int, quota: StorageQuo
     return files.add(made, content, quota).id
 
 
-def refusal(files: Files, world: World, place: Path, size: int, quota: StorageQuota) -> ApiError:
+def refusal(files: Files, world: World, folder: Path, size: int, quota: StorageQuota) -> ApiError:
     with pytest.raises(ApiError) as refused:
-        upload(files, world, place, size, quota)
+        upload(files, world, folder, size, quota)
     assert (refused.value.status, refused.value.code) == (400, "storage_quota_exceeded")
     return refused.value
 

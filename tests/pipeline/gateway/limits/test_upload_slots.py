@@ -1,4 +1,4 @@
-"""Nobody keeps others from uploading: not with many uploads, and not with slow ones after a quick beginning."""
+"""One tenant can't block the uploads of others, neither with many uploads nor with slow ones after a fast start."""
 
 from __future__ import annotations
 

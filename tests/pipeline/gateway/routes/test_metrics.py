@@ -1,4 +1,4 @@
-"""`/metrics` of a gateway that is served for real, against what was asked of it."""
+"""`/metrics` of a real gateway, compared with the requests that it served."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CHAT = "/v1/chat/completions"
 ASKED = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 
 
-def told(harness: HttpHouse, key: str | None = None) -> Scrape:
+def scrape_gateway(harness: HttpHouse, key: str | None = None) -> Scrape:
     return scrape(f"{harness.url}/metrics", key)
 
 
-def told_when(harness: HttpHouse, so: Callable[[Scrape], bool]) -> Scrape:
+def scrape_when(harness: HttpHouse, so: Callable[[Scrape], bool]) -> Scrape:
     until = time.monotonic() + HANG_SECONDS
-    while not so(found := told(harness)):
+    while not so(found := scrape_gateway(harness)):
         assert time.monotonic() < until, found.families
         time.sleep(0.02)
     return found
@@ -77,7 +77,7 @@ def test_rows_and_tokens_are_those_of_the_manifests(tmp_path: Path) -> None:
         while any(client.batches.retrieve(job.id).status != "completed" for job in jobs):
             assert time.monotonic() < until
             time.sleep(0.02)
-        found = told_when(harness, lambda seen: sum(seen.all("tokenmill_jobs_ended_total").values()) == 3)
+        found = scrape_when(harness, lambda seen: sum(seen.all("tokenmill_jobs_ended_total").values()) == 3)
 
         manifests = [harness.ledger(job.id).manifest() for job in jobs]
         for tier, ended in (("standard", manifests[:2]), ("bulk", manifests[2:])):
@@ -100,10 +100,12 @@ def test_rows_and_tokens_are_those_of_the_manifests(tmp_path: Path) -> None:
 def test_open_jobs_are_in_the_metrics_until_they_end(tmp_path: Path) -> None:
     with http_house(tmp_path, permits=0) as harness:
         job = batch(harness, lines(30))
-        found = told_when(harness, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
+        found = scrape_when(harness, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
         assert found.sum("tokenmill_backlog_tokens", model=PIN.name, tier="standard") > 0
         assert found.sum("tokenmill_jobs", tier="standard", status="in_progress") == 1
-        assert found.sum("tokenmill_jobs_ended_total") == 0, "told from the start, so that the first one is an increase"
+        assert found.sum("tokenmill_jobs_ended_total") == 0, (
+            "scrape_gateway from the start, so that the first one is an increase"
+        )
         before = sum(found.all("tokenmill_committed_rows_total", status="succeeded").values())
         assert before == 0
         harness.permits.release(1_000)
@@ -111,7 +113,7 @@ def test_open_jobs_are_in_the_metrics_until_they_end(tmp_path: Path) -> None:
         while harness.client().batches.retrieve(job.id).status != "completed":
             assert time.monotonic() < until
             time.sleep(0.02)
-        found = told_when(harness, lambda seen: not seen.all("tokenmill_backlog_tokens"))
+        found = scrape_when(harness, lambda seen: not seen.all("tokenmill_backlog_tokens"))
         assert not found.all("tokenmill_jobs")
         assert not found.all("tokenmill_oldest_waiting_seconds")
 
@@ -119,18 +121,18 @@ def test_open_jobs_are_in_the_metrics_until_they_end(tmp_path: Path) -> None:
 def test_the_age_of_a_job_without_a_worker_grows(tmp_path: Path) -> None:
     with http_house(tmp_path, permits=0) as harness:
         batch(harness, lines(10))
-        told_when(harness, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
+        scrape_when(harness, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
         batch(harness, lines(10))  # the worker has its hands full
-        told_when(harness, lambda seen: bool(seen.all("tokenmill_oldest_waiting_seconds")))
+        scrape_when(harness, lambda seen: bool(seen.all("tokenmill_oldest_waiting_seconds")))
         harness.clock.ahead = 500.0
-        found = told_when(harness, lambda seen: seen.sum("tokenmill_oldest_waiting_seconds") > 499)
+        found = scrape_when(harness, lambda seen: seen.sum("tokenmill_oldest_waiting_seconds") > 499)
         assert found.sum("tokenmill_oldest_waiting_seconds", tier="standard") < 530
 
 
 def test_a_job_that_fails_as_a_whole_is_counted(tmp_path: Path) -> None:
     with http_house(tmp_path) as harness:
         batch(harness, lines(2) + b"not json\n")
-        found = told_when(harness, lambda seen: seen.sum("tokenmill_jobs_ended_total") == 1)
+        found = scrape_when(harness, lambda seen: seen.sum("tokenmill_jobs_ended_total") == 1)
         assert found.sum("tokenmill_jobs_ended_total", status="failed", tier="standard") == 1
 
 
@@ -149,8 +151,8 @@ def test_responses_are_counted_by_result(tmp_path: Path) -> None:
         with going as answer:
             pieces = answer.iter_bytes()
             next(pieces)
-            assert told(harness).sum("tokenmill_callers", state="open") == 1
-        found = told_when(harness, lambda seen: seen.sum("tokenmill_answers_total", result="cancelled") == 1)
+            assert scrape_gateway(harness).sum("tokenmill_callers", state="open") == 1
+        found = scrape_when(harness, lambda seen: seen.sum("tokenmill_answers_total", result="cancelled") == 1)
         assert found.all("tokenmill_answers_total", tier="interactive") == {
             ("answered",): 2, ("cached",): 2, ("cancelled",): 1, ("failed",): 0,
         }  # fmt: skip
@@ -167,7 +169,7 @@ def test_request_metrics_are_labelled_by_route_and_never_by_path(tmp_path: Path)
             http.get(f"/nothing/{number}")
             http.request(f"MADE{number}", "/v1/files")
         http.get("/v1/models")
-        found = told(harness)
+        found = scrape_gateway(harness)
         requests = found.all("tokenmill_http_requests_total")
         assert requests["404", "GET", "/v1/files/{file_id}"] == 8
         assert requests["404", "GET", "none"] == 8
@@ -177,7 +179,7 @@ def test_request_metrics_are_labelled_by_route_and_never_by_path(tmp_path: Path)
         assert found.sum("tokenmill_http_requests_in_progress") == 1, "this one"
 
 
-FIGURES = WorkerMetrics(
+WORKER_METRICS = WorkerMetrics(
     model="a",
     seconds=60,
     tiers={
@@ -202,11 +204,11 @@ FIGURES = WorkerMetrics(
 
 def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
     with http_house(tmp_path) as harness:
-        for name, figures in (("w1", FIGURES), ("w2", WorkerMetrics(model="b", generated=7))):
+        for name, figures in (("w1", WORKER_METRICS), ("w2", WorkerMetrics(model="b", generated=7))):
             harness.beats.beat(WorkerState(name))
             harness.beats.tell(name, figures)
         harness.beats.beat(WorkerState("w3"))
-        found = told(harness)
+        found = scrape_gateway(harness)
         one = {"worker": "w1", "model": "a"}
         assert found.all("tokenmill_workers") == {("a",): 1, ("b",): 1, ("other",): 1}
         assert found.all("tokenmill_requests_total", **one) == {

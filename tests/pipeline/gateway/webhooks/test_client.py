@@ -1,4 +1,4 @@
-"""How a webhook is sent: signed, in time, and nowhere else than where it should be."""
+"""The webhook sender: signatures, time-outs, and no requests to private networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of webhooks: what is wrong is refused, and no secret is shown."""
+"""Settings of webhooks: invalid ones are refused, and secrets are hidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Webhooks: every end of a batch is told at least once, whatever happens to whoever tells it or is told."""
+"""Webhooks: each end of a batch is delivered at least once, despite crashes of the sender or the receiver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeline.jobs.pending_webhooks import DUE, WANTED, DueWebhook, WebhookReque
 from pipeline.ports import World
 from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
 from tests.pipeline.gateway.webhooks.receiver import Receiver
-from tests.pipeline.gateway.webhooks.webhook_tools import SECRET, endpoint, telling
+from tests.pipeline.gateway.webhooks.webhook_tools import SECRET, endpoint, running_notifier
 from tests.pipeline.simulation import MemoryStore
 from tests.waiting import wait_for
 
@@ -46,7 +46,7 @@ def due(world: World) -> list[str]:
 
 
 def test_openais_client_reads_the_end_of_a_batch(harness: HttpHouse, receiver: Receiver) -> None:
-    with telling(harness.world, endpoint(receiver.url("/hook?token=1"))):
+    with running_notifier(harness.world, endpoint(receiver.url("/hook?token=1"))):
         batch = submit(harness)
         wait_for(lambda: receiver.received, "nothing was told")
         wait_for(lambda: not due(harness.world), "what was told stays due")
@@ -72,7 +72,7 @@ def test_each_final_status_is_sent_to_its_subscribers(tmp_path: Path, receiver: 
     other = endpoint(receiver.url("/other"), tenant="other")
     with (
         http_house(tmp_path, permits=0, intake=noticed) as harness,
-        telling(harness.world, endpoint(receiver.url("/all")), only, other),
+        running_notifier(harness.world, endpoint(receiver.url("/all")), only, other),
     ):
         cancelled = submit(harness)
         wait_for(lambda: harness.client().batches.retrieve(cancelled.id).status == "in_progress", "it did not begin")
@@ -98,7 +98,7 @@ def test_a_retried_batch_sends_a_webhook_too(tmp_path: Path, receiver: Receiver)
     noticed = IntakeSettings(noticed=frozenset({"default"}))
     with (
         http_house(tmp_path, permits=0, intake=noticed) as harness,
-        telling(harness.world, endpoint(receiver.url())),
+        running_notifier(harness.world, endpoint(receiver.url())),
         harness.http() as http,
     ):
         first = submit(harness)
@@ -113,7 +113,7 @@ def test_a_retried_batch_sends_a_webhook_too(tmp_path: Path, receiver: Receiver)
 
 def test_an_event_is_delivered_unchanged_when_a_dead_receiver_recovers(harness: HttpHouse, receiver: Receiver) -> None:
     receiver.status = 500
-    with telling(harness.world, endpoint(receiver.url())):
+    with running_notifier(harness.world, endpoint(receiver.url())):
         submit(harness)
         wait_for(lambda: len(receiver.received) >= 2, "it was not tried again")
         receiver.kill()
@@ -135,18 +135,18 @@ def test_after_a_crash_events_are_repeated_and_none_is_lost(harness: HttpHouse, 
     batch = submit(harness)
     wait_for(lambda: harness.client().batches.retrieve(batch.id).status == "completed", "it did not end")
     assert due(world) == [WANTED + batch.id], "before anybody looked"
-    with telling(world, told):
+    with running_notifier(world, told):
         wait_for(lambda: len(receiver.received) == 1, "it was not told")
         wait_for(lambda: not due(world), "it stays due")
     want_notice(world.store, batch.id, world.clock.now())  # as if it had died before it removed this
-    with telling(world, told):
+    with running_notifier(world, told):
         wait_for(lambda: len(receiver.received) == 2, "it was not told again")
         wait_for(lambda: not due(world), "it stays due")
     kept = DueWebhook(
         id=event_id(batch.id, "batch.completed"), type="batch.completed", job=batch.id, at=world.clock.now()
     )
     world.store.create(f"{DUE}{told.id}/{batch.id}", kept.to_json())  # as if it had died when it was answered
-    with telling(world, told):
+    with running_notifier(world, told):
         wait_for(lambda: len(receiver.received) == 3, "it was not told again")
     assert len({one.headers["webhook-id"] for one in receiver.received}) == 1
 
@@ -155,7 +155,7 @@ def test_a_slow_or_dead_endpoint_does_not_delay_others(harness: HttpHouse, recei
     slow, dead = Receiver(), Receiver()
     slow.slow = 1.5
     dead.kill()
-    with telling(harness.world, *(endpoint(one.url()) for one in (slow, dead, receiver)), timeout=1.0):
+    with running_notifier(harness.world, *(endpoint(one.url()) for one in (slow, dead, receiver)), timeout=1.0):
         for _ in range(3):
             submit(harness)
         wait_for(lambda: len(receiver.received) == 3, "it waited for others")
@@ -167,7 +167,7 @@ def test_a_slow_or_dead_endpoint_does_not_delay_others(harness: HttpHouse, recei
 def test_redirects_are_not_followed(harness: HttpHouse, receiver: Receiver) -> None:
     elsewhere = Receiver()
     receiver.status, receiver.location = 307, elsewhere.url("/stolen")
-    with telling(harness.world, endpoint(receiver.url())), capture_logs() as logs:
+    with running_notifier(harness.world, endpoint(receiver.url())), capture_logs() as logs:
         submit(harness)
         wait_for(lambda: len(receiver.received) >= 2, "a redirect is a failure, and tried again")
     assert not elsewhere.received

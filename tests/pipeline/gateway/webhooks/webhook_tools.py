@@ -1,4 +1,4 @@
-"""What tests of webhooks share."""
+"""Helpers for tests of webhooks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def endpoint(url: str, tenant: str = "default", events: frozenset[str] = ALL) ->
 
 
 @contextmanager
-def telling(
+def running_notifier(
     world: World, *endpoints: Endpoint, settings: NotifierSettings = HASTY, timeout: float = 2.0
 ) -> Iterator[None]:
-    """A notifier that works, until the block ends."""
+    """Run a notifier until the block ends."""
     stop = threading.Event()
     notifier = Notifier(world, endpoints, Sender(timeout, allow_private=True), settings)
     thread = threading.Thread(target=notifier.run, args=(stop,))
