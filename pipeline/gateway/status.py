@@ -21,13 +21,13 @@ class Status:
     """A cached snapshot of the open jobs in `world.store` and of the workers' heartbeats. Thread-safe.
 
     Args:
-        look_every: seconds for which a snapshot is reused.
+        refresh_interval_seconds: seconds for which a snapshot is reused.
     """
 
-    def __init__(self, world: World, heartbeats: Heartbeats, look_every: float) -> None:
+    def __init__(self, world: World, heartbeats: Heartbeats, refresh_interval_seconds: float) -> None:
         self._world = world
         self._heartbeats = heartbeats
-        self._look_every = look_every
+        self._refresh_interval_seconds = refresh_interval_seconds
         self._catalog = Catalog(world.store)
         self._lock = threading.Lock()
         self._refresh_at = 0.0
@@ -75,7 +75,7 @@ class Status:
     def _refresh_if_due(self) -> None:
         if self._world.clock.monotonic() >= self._refresh_at:
             self._refresh()
-            self._refresh_at = self._world.clock.monotonic() + self._look_every
+            self._refresh_at = self._world.clock.monotonic() + self._refresh_interval_seconds
 
     def _refresh(self) -> None:
         open_jobs = self._open_jobs_index.look()

@@ -16,7 +16,7 @@ from typing import Final, Literal
 import structlog
 
 from pipeline.gateway.batches.serialization import find_order, find_outcome, work_began
-from pipeline.gateway.files.service import BEGINNING, Files
+from pipeline.gateway.files.service import READER_GRACE_PERIOD, Files
 from pipeline.gateway.records import (
     BATCHES,
     FINALIZING,
@@ -129,7 +129,7 @@ class Finalizer:
             ledger = JobLedger(self._store, f"{JOBS}{job_id}/")
             job = ledger.find_job()
             if job is None:
-                if order.at + BEGINNING <= self._world.clock.now():
+                if order.at + READER_GRACE_PERIOD <= self._world.clock.now():
                     self.forget(job_id)
                 return False
             manifest = ledger.manifest()

@@ -27,7 +27,7 @@ from pipeline.ledger.tenant_index import files_of
 from pipeline.ports import ObjectNotFound, ObjectStore, World
 from schemas.jobs.inputs import InputFile, InputRef
 
-BEGINNING: Final = timedelta(hours=1)
+READER_GRACE_PERIOD: Final = timedelta(hours=1)
 """A reader record without a job is ignored after this time: its job was never created."""
 
 NO_QUOTA: Final = StorageQuota()
@@ -219,7 +219,7 @@ def _is_beginning(store: ObjectStore, key: str, now: datetime) -> bool:
         reader = parse_stored(store.locate(key), store.read(key), Reader)
     except ObjectNotFound:
         return False
-    return reader.at + BEGINNING > now
+    return reader.at + READER_GRACE_PERIOD > now
 
 
 def _content_key(file_id: str) -> str:

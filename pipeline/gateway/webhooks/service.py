@@ -30,7 +30,7 @@ from pipeline.runtime.supervision import reason_of
 from pipeline.tracing import TRACEPARENT, working_for
 from schemas.jobs.outcome import Manifest
 
-BEGINNING: Final = timedelta(days=1)
+PENDING_GRACE_PERIOD: Final = timedelta(days=1)
 """A pending webhook without a job is removed after this time: its job was never created."""
 _JITTER: Final = 0.25
 _SWEEP_SECONDS: Final = 3_600.0
@@ -193,7 +193,7 @@ class Notifier:
             wanted = parse_stored(self._store.locate(WANTED + name), self._store.read(WANTED + name), WebhookRequest)
         except ObjectNotFound:
             return
-        if wanted.at + BEGINNING <= self._world.clock.now():
+        if wanted.at + PENDING_GRACE_PERIOD <= self._world.clock.now():
             self._store.delete(WANTED + name)
 
     # -- delivery

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.gateway.files.service import BEGINNING, Files
+from pipeline.gateway.files.service import READER_GRACE_PERIOD, Files
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.records import StoredFile, new_file_id
 from pipeline.ports import World
@@ -82,7 +82,7 @@ def test_an_interrupted_removal_is_invisible_and_reader_records_without_a_job_ex
     with pytest.raises(ApiError):
         files.delete("a", stored.id)
     assert isinstance(world.clock, SimulatedClock)
-    world.clock.sleep(BEGINNING.total_seconds())
+    world.clock.sleep(READER_GRACE_PERIOD.total_seconds())
     store.create(f"files/{stored.id}/deleted", b"")
     with pytest.raises(ApiError):
         files.get("a", stored.id)
