@@ -75,7 +75,7 @@ def _options(given: BatchBody) -> JobOptions:
     fields = dict(given.tokenmill or {})
     for name in OWN:
         if name in fields:
-            raise bad_request(f"{EXTENSION}.{name}: has a field of its own beside {EXTENSION}", f"{EXTENSION}.{name}")
+            raise bad_request(f"{EXTENSION}.{name}: has its own field outside of {EXTENSION}", f"{EXTENSION}.{name}")
     for name, default in (("deadline", given.completion_window), ("on_invalid", OnInvalid.JOB.value)):
         if fields.get(name) is None:
             fields[name] = default

@@ -69,7 +69,7 @@ class Files:
         created = self._store.create(_record_key(file.id), file.to_json())
         existing = self._read(file.id)
         if existing is None:  # a deletion of its leftovers is in progress
-            raise unavailable("the file can't be kept just now; send it again")
+            raise unavailable("the file can't be stored now; send it again")
         return file if created else existing
 
     def get(self, tenant: str, file_id: str, param: str = "file_id") -> StoredFile:

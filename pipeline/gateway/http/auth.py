@@ -54,7 +54,7 @@ class Authority:
             raise _refused("no API key was sent; send the header Authorization: Bearer KEY")
         key = self._keys.check(text.strip())
         if key is None:
-            raise _refused("the API key is wrong, revoked or expired; ask whoever runs this installation for another")
+            raise _refused("the API key is wrong, revoked or expired; ask the operator for another")
         return Caller(key.tenant, frozenset(key.scopes), key.id, key.max_tokens, key.limits)
 
 

@@ -50,7 +50,7 @@ class BodyBudget:
             message = f"your requests that are being read hold {self._max_of_sender:,} bytes; send this one later"
             raise ApiError(429, "too_many_requests", message, headers={"Retry-After": str(RETRY_SECONDS)})
         if self._total + count > self._max_bytes:
-            raise unavailable("too much is being sent here at once; send it again later", "too_many_requests")
+            raise unavailable("too many bytes are being received at once; send it again later", "too_many_requests")
         self._total += count
         self._by_sender[sender] += count
 

@@ -93,7 +93,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ResultsRemoved):
-        return ApiError(410, "results_removed", "the results were removed, as they are kept for so long; submit anew")
+        return ApiError(410, "results_removed", "the results have expired and were removed; submit the batch again")
     if isinstance(error, JobNotFound):
         return ApiError(404, "batch_not_found", "there is no such batch")
     if isinstance(error, StoreFull):

@@ -174,7 +174,7 @@ class InferenceRequestBuilder:
         """The key of the response in the cache; None: it isn't cached. Raises `ApiError` for a request that demands
         caching but can't be cached."""
         if extension.cache and self.cache is None:
-            raise bad_request("no answers are kept here; remove cache", f"{EXTENSION}.cache")
+            raise bad_request("responses aren't cached here; remove cache", f"{EXTENSION}.cache")
         wanted = self.cache is not None and self.cache.settings.always if extension.cache is None else extension.cache
         if not wanted:
             return None

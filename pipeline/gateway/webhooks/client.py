@@ -103,7 +103,7 @@ class Sender:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
             raise NotDelivered(f"can't be reached: {reason}") from None
         except h11.ProtocolError:
-            raise NotDelivered("what it answers is no HTTP") from None
+            raise NotDelivered("its response is no valid HTTP") from None
 
     async def _post(self, url: str, headers: Mapping[str, str], payload: bytes) -> int:
         parts = urlsplit(url)
