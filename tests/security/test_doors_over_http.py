@@ -156,7 +156,7 @@ def test_objects_of_other_tenants_are_not_found(settled: Settled) -> None:
         same, other = settled.ask(route, stranger, **nobody)
         for name, value in nobody.items():
             body, other = body.replace(settled.names[name].encode(), b"ID"), other.replace(value.encode(), b"ID")
-        assert (status, body) == (same, other), "whether it is another's can be told"
+        assert (status, body) == (same, other), "the response reveals that it is another's"
         tried += 1
     assert tried >= 8
     with settled.harness.http(stranger) as http:

@@ -209,7 +209,7 @@ def test_an_incomplete_message_times_out(tmp_path: Path, beginning: bytes) -> No
         http_house(tmp_path, message_seconds=0.5) as harness,
         connect(harness.url.replace("http", "ws") + "/v1/stream") as socket,
     ):
-        for fragment in (["{", "}"], ["{}"]):  # both are whole in time, and told what is wrong with them
+        for fragment in (["{", "}"], ["{}"]):  # both are complete in time, and get an error
             socket.send(fragment)
             assert json.loads(socket.recv(HANG_SECONDS))["type"] == "error"
             time.sleep(0.3)

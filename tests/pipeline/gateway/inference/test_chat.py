@@ -345,7 +345,7 @@ def test_the_same_events_over_a_websocket(harness: HttpHouse) -> None:
         wait_for(lambda: len(harness.worker.unwanted) == 1, "it was not cancelled")
         client.send(json.dumps(long))
         wait_for(lambda: len(harness.bridge) == 1, "it did not begin")
-    wait_for(lambda: len(harness.worker.unwanted) == 2, "whoever goes cancels")
+    wait_for(lambda: len(harness.worker.unwanted) == 2, "a disconnect cancels")
     with pytest.raises(InvalidStatus) as refused, connect(url, origin="http://evil.example"):  # type: ignore[arg-type]
         pass
     assert refused.value.response.status_code == 403

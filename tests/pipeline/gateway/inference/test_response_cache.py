@@ -202,7 +202,7 @@ def test_a_cached_response_takes_no_tokens_and_no_slot(tmp_path: Path) -> None:
                     list(made)
                     break
                 except openai.RateLimitError:
-                    assert time.monotonic() < limit, "its place or its tokens are not given back"
+                    assert time.monotonic() < limit, "its slot or its tokens are not released"
         assert len(harness.worker.asked) == 1
 
 

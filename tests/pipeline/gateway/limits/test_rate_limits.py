@@ -192,7 +192,7 @@ def test_concurrent_requests_take_slots(makes: Makes) -> None:
             return bool(limiter.admit(caller(), "g", 1, 60.0).names)
         return False
 
-    wait_for(enter, "a place is kept for longer than a request takes")
+    wait_for(enter, "a slot is held for longer than a request takes")
     assert time.monotonic() - began >= 0.5, "it was given away"
 
 
@@ -202,7 +202,7 @@ def test_a_request_refused_by_the_token_limit_takes_no_concurrency_slot(makes: M
     assert "this request may need 11 tokens, but this tenant has 10 a minute" in error.message
     assert error.headers["x-should-retry"] == "false"
     ticket = limiter.admit(caller(), "b", 10, 60.0)
-    assert ticket.names == ("tenant/acme",), "it has the only place"
+    assert ticket.names == ("tenant/acme",), "it holds the only slot"
     error = refused(lambda: limiter.admit(caller(), "c", 1, 60.0))
     assert "this tenant has 1 requests under way" in error.message
     assert error.headers == {"Retry-After": "1"}
@@ -359,7 +359,7 @@ def test_openais_client_waits_for_retry_after_and_then_succeeds(tmp_path: Path) 
         assert 1 <= int(limited.value.response.headers["retry-after"]) <= 4
         began = time.monotonic()
         assert [model.id for model in patient.models.list().data] == ["tiny"]
-        assert time.monotonic() - began >= 0.9, "it waited as it was told"
+        assert time.monotonic() - began >= 0.9, "it waited for Retry-After"
         _, free = harness.keys.create("acme", ALL, limits=RateLimits(requests_per_minute=1_000))
         answers = [harness.client(free).models.with_raw_response.list() for _ in range(5)]
         assert {answer.headers["x-ratelimit-limit-requests"] for answer in answers} == {"1000"}, "its own"
@@ -397,7 +397,7 @@ def test_tokens_and_slots_of_complete_responses_and_of_streams(tmp_path: Path) -
                 return True
             return False
 
-        wait_for(admitted, "who goes away keeps its place")
+        wait_for(admitted, "a disconnected client holds its slot")
 
 
 def estimated(**more: Any) -> int:
@@ -446,8 +446,8 @@ def test_a_retry_counts_as_a_job(tmp_path: Path, limited: str) -> None:
             assert retry().id == made.id
             with pytest.raises(openai.RateLimitError) as refused:
                 retry(max_output_tokens=3)
-            told = ("rate_limit_exceeded", "30") if limited == "jobs" else ("backlog_full", "60")
-            assert (refused.value.code, refused.value.response.headers["retry-after"]) == told
+            expected = ("rate_limit_exceeded", "30") if limited == "jobs" else ("backlog_full", "60")
+            assert (refused.value.code, refused.value.response.headers["retry-after"]) == expected
             time.sleep(0.6)
         client.batches.cancel(made.id)
 

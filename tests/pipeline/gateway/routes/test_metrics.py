@@ -142,7 +142,7 @@ def test_responses_are_counted_by_result(tmp_path: Path) -> None:
         cached = {**ASKED, "temperature": 0, "extra_body": {"tokenmill": {"cache": True}}}
         for _ in range(3):
             client.chat.completions.create(**cached)
-            time.sleep(0.1)  # for the answer to be kept
+            time.sleep(0.1)  # for the response to be cached
         list(client.chat.completions.create(**ASKED, stream=True))
         harness.worker.stop_taking()
         going = harness.http().stream("POST", CHAT, json={**ASKED, "stream": True, "max_tokens": 100})

@@ -48,22 +48,22 @@ def due(world: World) -> list[str]:
 def test_openais_client_reads_the_end_of_a_batch(harness: HttpHouse, receiver: Receiver) -> None:
     with running_notifier(harness.world, endpoint(receiver.url("/hook?token=1"))):
         batch = submit(harness)
-        wait_for(lambda: receiver.received, "nothing was told")
-        wait_for(lambda: not due(harness.world), "what was told stays due")
-    (told,) = receiver.received
-    event = OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(told.body, told.headers)
+        wait_for(lambda: receiver.received, "nothing was delivered")
+        wait_for(lambda: not due(harness.world), "a delivered event stays due")
+    (delivery,) = receiver.received
+    event = OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(delivery.body, delivery.headers)
     assert (event.type, event.object) == ("batch.completed", "event")
     assert isinstance(event, openai.types.webhooks.BatchCompletedWebhookEvent)
     assert event.data.id == batch.id
-    assert event.id == told.headers["webhook-id"] == event_id(batch.id, "batch.completed")
+    assert event.id == delivery.headers["webhook-id"] == event_id(batch.id, "batch.completed")
     ended = harness.client().batches.retrieve(batch.id)
-    assert ended.output_file_id, "told when its files stand, and not before"
+    assert ended.output_file_id, "delivered only after its files are committed"
     assert event.created_at == ended.completed_at
-    assert told.path == "/hook?token=1"
-    assert told.headers["content-type"] == "application/json"
-    for wrong in (told.body + b" ", told.body.replace(b"completed", b"cancelled")):
+    assert delivery.path == "/hook?token=1"
+    assert delivery.headers["content-type"] == "application/json"
+    for wrong in (delivery.body + b" ", delivery.body.replace(b"completed", b"cancelled")):
         with pytest.raises(openai.InvalidWebhookSignatureError):
-            OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(wrong, told.headers)
+            OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(wrong, delivery.headers)
 
 
 def test_each_final_status_is_sent_to_its_subscribers(tmp_path: Path, receiver: Receiver) -> None:
@@ -77,16 +77,18 @@ def test_each_final_status_is_sent_to_its_subscribers(tmp_path: Path, receiver: 
         cancelled = submit(harness)
         wait_for(lambda: harness.client().batches.retrieve(cancelled.id).status == "in_progress", "it did not begin")
         harness.client().batches.cancel(cancelled.id)
-        wait_for(lambda: receiver.received, "nothing was told")
+        wait_for(lambda: receiver.received, "nothing was delivered")
         expired = submit(harness)
         wait_for(lambda: harness.client().batches.retrieve(expired.id).status == "in_progress", "it did not begin")
         harness.clock.ahead = 25 * 3_600
-        wait_for(lambda: len(receiver.received) >= 3, "its expiry was not told")
+        wait_for(lambda: len(receiver.received) >= 3, "its expiry was not delivered")
         failed = submit(harness, data=b"no json\n")
-        wait_for(lambda: len(receiver.received) >= 4, "its failure was not told")
+        wait_for(lambda: len(receiver.received) >= 4, "its failure was not delivered")
         wait_for(lambda: not due(harness.world), "something stays due")
-    told = {(one.path, json.loads(one.body)["type"], json.loads(one.body)["data"]["id"]) for one in receiver.received}
-    assert told == {
+    delivered = {
+        (one.path, json.loads(one.body)["type"], json.loads(one.body)["data"]["id"]) for one in receiver.received
+    }
+    assert delivered == {
         ("/all", "batch.cancelled", cancelled.id),
         ("/only", "batch.cancelled", cancelled.id),
         ("/all", "batch.expired", expired.id),
@@ -103,12 +105,12 @@ def test_a_retried_batch_sends_a_webhook_too(tmp_path: Path, receiver: Receiver)
     ):
         first = submit(harness)
         harness.client().batches.cancel(first.id)
-        wait_for(lambda: receiver.received, "nothing was told")
+        wait_for(lambda: receiver.received, "nothing was delivered")
         harness.permits.release(10)
         second = http.post(f"/v1/batches/{first.id}/retry").raise_for_status().json()
-        wait_for(lambda: len(receiver.received) == 2, "the retry was not told")
-    told = [(json.loads(one.body)["type"], json.loads(one.body)["data"]["id"]) for one in receiver.received]
-    assert told == [("batch.cancelled", first.id), ("batch.completed", second["id"])]
+        wait_for(lambda: len(receiver.received) == 2, "the retry was not delivered")
+    delivered = [(json.loads(one.body)["type"], json.loads(one.body)["data"]["id"]) for one in receiver.received]
+    assert delivered == [("batch.cancelled", first.id), ("batch.completed", second["id"])]
 
 
 def test_an_event_is_delivered_unchanged_when_a_dead_receiver_recovers(harness: HttpHouse, receiver: Receiver) -> None:
@@ -121,7 +123,7 @@ def test_an_event_is_delivered_unchanged_when_a_dead_receiver_recovers(harness: 
         receiver.status = 200
         count = len(receiver.received)
         receiver.start()
-        wait_for(lambda: len(receiver.received) > count, "it was not told when it was back")
+        wait_for(lambda: len(receiver.received) > count, "it was not delivered after the restart")
         wait_for(lambda: not due(harness.world), "it stays due")
     assert len({(one.headers["webhook-id"], one.body) for one in receiver.received}) == 1
     last = receiver.received[-1]
@@ -131,23 +133,23 @@ def test_an_event_is_delivered_unchanged_when_a_dead_receiver_recovers(harness: 
 
 def test_after_a_crash_events_are_repeated_and_none_is_lost(harness: HttpHouse, receiver: Receiver) -> None:
     """Killed after each step: when the receiver has answered, when the due is written, and before anything."""
-    world, told = harness.world, endpoint(receiver.url())
+    world, target = harness.world, endpoint(receiver.url())
     batch = submit(harness)
     wait_for(lambda: harness.client().batches.retrieve(batch.id).status == "completed", "it did not end")
     assert due(world) == [WANTED + batch.id], "before anybody looked"
-    with running_notifier(world, told):
-        wait_for(lambda: len(receiver.received) == 1, "it was not told")
+    with running_notifier(world, target):
+        wait_for(lambda: len(receiver.received) == 1, "it was not delivered")
         wait_for(lambda: not due(world), "it stays due")
     want_notice(world.store, batch.id, world.clock.now())  # as if it had died before it removed this
-    with running_notifier(world, told):
-        wait_for(lambda: len(receiver.received) == 2, "it was not told again")
+    with running_notifier(world, target):
+        wait_for(lambda: len(receiver.received) == 2, "it was not delivered again")
         wait_for(lambda: not due(world), "it stays due")
-    kept = DueWebhook(
+    repeated = DueWebhook(
         id=event_id(batch.id, "batch.completed"), type="batch.completed", job=batch.id, at=world.clock.now()
     )
-    world.store.create(f"{DUE}{told.id}/{batch.id}", kept.to_json())  # as if it had died when it was answered
-    with running_notifier(world, told):
-        wait_for(lambda: len(receiver.received) == 3, "it was not told again")
+    world.store.create(f"{DUE}{target.id}/{batch.id}", repeated.to_json())  # as if it had died when it was answered
+    with running_notifier(world, target):
+        wait_for(lambda: len(receiver.received) == 3, "it was not delivered again")
     assert len({one.headers["webhook-id"] for one in receiver.received}) == 1
 
 
@@ -185,14 +187,14 @@ def test_an_event_that_fails_for_days_is_dropped(world: World) -> None:
             raise NotDelivered("nobody is there")
 
     tries: list[datetime] = []
-    told = endpoint("https://a.example/")
+    target = endpoint("https://a.example/")
     now = world.clock.now()
     world.store.create(
-        f"{DUE}{told.id}/job", DueWebhook(id="evt_1", type="batch.completed", job="job", at=now).to_json()
+        f"{DUE}{target.id}/job", DueWebhook(id="evt_1", type="batch.completed", job="job", at=now).to_json()
     )
     world.store.create(f"{DUE}gone/job", DueWebhook(id="evt_1", type="batch.completed", job="job", at=now).to_json())
     world.store.create(f"{WANTED}never", WebhookRequest(at=now).to_json())
-    notifier = Notifier(world, [told], Nobody())
+    notifier = Notifier(world, [target], Nobody())
 
     async def wait() -> None:
         while due(world) and world.clock.now() < now + timedelta(days=10):
