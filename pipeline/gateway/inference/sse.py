@@ -64,13 +64,13 @@ class EventStream(Response):
 
 
 async def encode_events(stream: Stream, after: int) -> AsyncIterator[bytes]:
-    """The stream's encode_events after number `after`, encoded as SSE, to its end."""
+    """The stream's events after number `after`, encoded as SSE, to its end."""
     async for items in read_items(stream, after):
         yield b"".join(b"id: %d\ndata: %b\n\n" % (item.number, item.data) for item in items) or KEEP_ALIVE
 
 
 async def read_items(stream: Stream, after: int) -> AsyncIterator[list[Item]]:
-    """The stream's encode_events after number `after`, in batches as they arrive; an empty batch is a keep-alive. A
+    """The stream's events after number `after`, in batches as they arrive; an empty batch is a keep-alive. A
     reader that was too slow gets an error as its last event."""
     while True:
         try:
