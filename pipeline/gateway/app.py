@@ -1,4 +1,4 @@
-"""The application: routes, and what becomes of errors on their way out."""
+"""The FastAPI application: it includes the routers and converts exceptions into OpenAI error responses."""
 
 from __future__ import annotations
 
@@ -16,41 +16,46 @@ from starlette.routing import BaseRoute
 
 from pipeline.gateway.http.bodies import BodyBudget
 from pipeline.gateway.http.csrf import HostGuard
-from pipeline.gateway.http.error_mapping import answer_to, api_error
-from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
+from pipeline.gateway.http.errors import (
+    ApiError,
+    api_error,
+    bad_request,
+    error_response,
+    internal_error,
+    route_not_found,
+    unavailable,
+)
 from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.inference.responses import Answers
-from pipeline.gateway.openapi.document import DocumentedApp
-from pipeline.gateway.openapi.document import answers as documented
-from pipeline.gateway.openapi.request_schemas import shapes
+from pipeline.gateway.openapi.document import DocumentedApp, document_responses
+from pipeline.gateway.openapi.request_schemas import build_schemas
 from pipeline.gateway.openapi.schemas import Health, OpenApi
 from pipeline.gateway.page import page_router, read_files
 from pipeline.gateway.routes.batches import batches_router, files_router, models_router
 from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.gateway.routes.inference import inference_router
-from pipeline.gateway.routes.metrics import metrics_router
-from pipeline.gateway.routes.status import status_router
+from pipeline.gateway.routes.monitoring import monitoring_router
 from pipeline.gateway.routes.websocket import websocket_router
 from pipeline.ports import PipelineError
 
-_DESCRIPTION: Final = """Files, batches, and requests whose callers wait, as OpenAI's API has them.
+_DESCRIPTION: Final = """An OpenAI-compatible API for files, batches, and interactive inference.
 
-A path that is not here is answered with 404, a method that a path does not know with 405 (`components/responses`).
-OpenAPI has no word for WebSockets: `/v1/stream` takes them, with the events that a stream has; what can't be done is
-refused as it is for any route, before the connection is made."""
+An unknown path is answered with 404, and a method that a path doesn't support with 405 (`components/responses`).
+OpenAPI can't describe WebSockets: `/v1/stream` accepts them and sends the same events as a stream over SSE. A WebSocket
+request that fails is refused before the handshake, with the same error object as any other route."""
 
 
 def make_app(
     parts: GatewayDependencies, draining: Callable[[], bool], answers: Answers | None = None
 ) -> RequestMiddleware:
-    """The application.
+    """Build the ASGI application with all routes, exception handlers and the request middleware.
 
     Args:
-        draining: whether requests are to be sent elsewhere.
-        answers: to requests whose callers wait; None: only batches are served.
+        draining: returns whether the gateway is shutting down and refuses new requests.
+        answers: serves interactive requests; None: the inference routes are left out.
     """
     app = DocumentedApp(
-        shapes(None if answers is None else answers.asker.default_model),
+        build_schemas(None if answers is None else answers.builder.default_model),
         title="tokenmill",
         description=_DESCRIPTION,
         version=version("tokenmill"),
@@ -65,8 +70,7 @@ def make_app(
         files_router(parts.settings.uploads_at_once),
         batches_router(),
         models_router(),
-        status_router(),
-        metrics_router(),
+        monitoring_router(),
         page_router(read_files()),
         _health_router(draining),
         _document_router(app),
@@ -79,24 +83,24 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _on_invalid)
     routes = [route for router in routers for route in router.routes]
     app.add_exception_handler(HTTPException, partial(_on_http, routes))
-    app.add_exception_handler(Exception, _on_anything)
-    hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.open)
-    most = parts.settings.requests_at_once
+    app.add_exception_handler(Exception, _on_unexpected)
+    hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.is_open)
+    max_requests = parts.settings.requests_at_once
     new_id, traces = (lambda: f"req-{parts.world.random.token(12).hex()}"), parts.world.traces
-    return RequestMiddleware(app, new_id, draining, parts.figures, hosts, app.state.bodies, most, traces)
+    return RequestMiddleware(app, new_id, draining, parts.figures, hosts, app.state.bodies, max_requests, traces)
 
 
 def _health_router(draining: Callable[[], bool]) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", responses=documented(Health, keyed=None))
+    @router.get("/healthz", responses=document_responses(Health, keyed=None))
     async def alive() -> dict[str, str]:
-        """The process works."""
+        """Liveness probe: the process is running."""
         return {"status": "ok"}
 
-    @router.get("/readyz", responses=documented(Health, 503, keyed=None))
+    @router.get("/readyz", responses=document_responses(Health, 503, keyed=None))
     async def is_ready() -> dict[str, str]:
-        """Requests may be sent here."""
+        """Readiness probe: the gateway accepts requests; 503 while it shuts down."""
         if draining():
             raise unavailable("this gateway is being stopped; ask another", "draining")
         return {"status": "ready"}
@@ -107,36 +111,37 @@ def _health_router(draining: Callable[[], bool]) -> APIRouter:
 def _document_router(app: FastAPI) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    @router.get("/openapi.json", responses=documented(OpenApi, keyed=False))
+    @router.get("/openapi.json", responses=document_responses(OpenApi, keyed=False))
     def document() -> dict[str, Any]:
-        """This document."""
+        """The OpenAPI document of this gateway."""
         return app.openapi()
 
     return router
 
 
 async def _on_error(_request: Request, error: Exception) -> JSONResponse:
-    return answer_to(api_error(error))
+    return error_response(api_error(error))
 
 
-async def _on_anything(_request: Request, _error: Exception) -> JSONResponse:
-    return answer_to(internal_error())
+async def _on_unexpected(_request: Request, _error: Exception) -> JSONResponse:
+    return error_response(internal_error())
 
 
 async def _on_invalid(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     name = ".".join(str(step) for step in first["loc"][1:])[:200]
-    return answer_to(bad_request(f"{name}: {first['msg']}", name or None))
+    return error_response(bad_request(f"{name}: {first['msg']}", name or None))
 
 
 async def _on_http(routes: Sequence[BaseRoute], request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return answer_to(nothing_here())
+        return error_response(route_not_found())
     if error.status_code == 405:
-        here = [route for route in routes if isinstance(route, APIRoute) and route.path_regex.match(request.url.path)]
-        allowed = ", ".join(sorted({method for route in here for method in route.methods or ()}))
+        path = request.url.path
+        matching = [route for route in routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
+        allowed = ", ".join(sorted({method for route in matching for method in route.methods or ()}))
         message = f"{request.method} is not possible here, but {allowed}"
-        return answer_to(ApiError(405, "method_not_allowed", message, headers={"Allow": allowed}))
-    return answer_to(ApiError(error.status_code, "invalid_request", str(error.detail), headers=error.headers))
+        return error_response(ApiError(405, "method_not_allowed", message, headers={"Allow": allowed}))
+    return error_response(ApiError(error.status_code, "invalid_request", str(error.detail), headers=error.headers))

@@ -1,5 +1,7 @@
-"""The page at `/`: files of our own, read once, and served by their names alone. A name that isn't among them is no
-file, so no path leads anywhere else. The policy lets nothing run but these scripts, and no text become markup.
+"""The web page at `/`: static files that are read once at startup and served by name.
+
+A name that isn't in the table is answered with 404, so path traversal isn't possible. The Content-Security-Policy
+allows only these scripts and no markup from text (Trusted Types).
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Header, Response
 
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.openapi.document import answers, other
+from pipeline.gateway.openapi.document import document_response, document_responses
 
 FOLDER: Final = Path(__file__).parent / "static"
 INDEX: Final = "index.html"
 
-Tag = Annotated[str | None, Header(description="An ETag that the caller has the bytes of.")]
+Tag = Annotated[str | None, Header(description="The ETag of the version that the client has.")]
 
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -44,7 +46,7 @@ _POLICY: Final = "; ".join(
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """A file of the page, its type, and its tag (a hash of it)."""
+    """A file of the page with its media type and its ETag (a hash of its bytes)."""
 
     data: bytes
     media_type: str
@@ -52,22 +54,22 @@ class StaticFile:
 
 
 def read_files(folder: Path = FOLDER) -> Mapping[str, StaticFile]:
-    """The page's files, by name."""
+    """Read the page's files; keys are their names."""
     return {path.name: _read(path) for path in sorted(folder.iterdir()) if path.suffix in _TYPES}
 
 
 def page_router(files: Mapping[str, StaticFile]) -> APIRouter:
-    """`/` and `/static/NAME`. Nobody needs a key for them: there is nothing in them that isn't in the package."""
+    """The routes `/` and `/static/NAME`. They need no key: the files are public parts of the package."""
     router = APIRouter(tags=["page"], default_response_class=Response)
 
     @router.get("/", responses=_documented(".html"))
     def index(if_none_match: Tag = None) -> Response:
-        """The page."""
+        """The web page."""
         return _answer(files[INDEX], if_none_match)
 
     @router.get("/static/{name}", responses=_documented(*_TYPES, refusals=(404,)))
     def static(name: str, if_none_match: Tag = None) -> Response:
-        """What it is made of."""
+        """A script, style sheet or image of the web page."""
         file = files.get(name)
         if file is None:
             raise ApiError(404, "not_found", "the page has no such file")
@@ -78,8 +80,8 @@ def page_router(files: Mapping[str, StaticFile]) -> APIRouter:
 
 def _documented(*suffixes: str, refusals: tuple[int, ...] = ()) -> dict[int | str, dict[str, Any]]:
     content: dict[str, Any] = {_TYPES[suffix].partition(";")[0]: {} for suffix in suffixes}
-    same = other("The caller has it.", headers=("ETag",))
-    return answers(content, *refusals, keyed=False, headers=("ETag",), others={304: same})
+    same = document_response("Not modified: the client has this version.", headers=("ETag",))
+    return document_responses(content, *refusals, keyed=False, headers=("ETag",), others={304: same})
 
 
 def _read(path: Path) -> StaticFile:
@@ -90,7 +92,7 @@ def _read(path: Path) -> StaticFile:
 def _answer(file: StaticFile, if_none_match: str | None) -> Response:
     headers = {
         "ETag": file.tag,
-        "Cache-Control": "no-cache",  # kept, and asked for again each time: a new version shows at once
+        "Cache-Control": "no-cache",  # cached, but revalidated on each load: a new version shows at once
         "Content-Security-Policy": _POLICY,
         "Cross-Origin-Opener-Policy": "same-origin",
         "Cross-Origin-Resource-Policy": "same-origin",

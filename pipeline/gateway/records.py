@@ -1,13 +1,14 @@
-"""What the gateway writes down, once each:
+"""Stored records of the gateway. Each object is created once and never overwritten:
 
-files/ID/content              the bytes
-files/ID/file.json            the commit: what is known of them
-files/ID/readers/JOB.json     a job that reads them: while it is open they stay
-files/ID/deleted              they are being removed, and nobody sees them any more
-batches/JOB/order.json        a batch as it was asked for, before its job is made
-batches/JOB/outcome.json      the files that its results became, when all of them stand
+files/ID/content              the file's bytes
+files/ID/file.json            the file's metadata; writing it commits the file
+files/ID/readers/JOB.json     a job that reads the file; the file can't be deleted while the job is open
+files/ID/deleted              the file is being removed and is no longer visible
+batches/JOB/order.json        the batch request, written before its job is created
+batches/JOB/outcome.json      the output files of the batch, written after all of them are committed
 finalizing/JOB                a batch whose outcome isn't written yet
-tenants/TENANT/…              markers: what is whose (`pipeline.ledger.tenant_index`); those of files: ID.PURPOSE.BYTES
+tenants/TENANT/…              index markers of a tenant (`pipeline.ledger.tenant_index`); those of files:
+ID.PURPOSE.BYTES
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _DERIVED_BYTES: Final = 20
 
 
 class StoredFile(StoredModel):
-    """`files/ID/file.json`.
+    """The metadata of a file: `files/ID/file.json`.
 
     Attributes:
-        filename: as its uploader named it: data, and never a path.  size: in bytes.
-        batch: whose results it holds.
+        filename: as the client named it; it is data and never used as a path.  size: in bytes.
+        batch: the batch whose results the file holds.
     """
 
     version: Literal[1] = 1
@@ -56,11 +57,11 @@ class StoredFile(StoredModel):
 
     @property
     def marker(self) -> str:
-        """Its name among the tenant's markers: it says what listings and quotas need, so they read no file."""
+        """The file's name in the tenant index. It holds what listings and quotas need, so they read no `file.json`."""
         return f"{self.id}.{self.purpose}.{self.size}"
 
     def document(self) -> dict[str, Any]:
-        """OpenAI's file object."""
+        """The file as OpenAI's file object."""
         return {
             "id": self.id,
             "object": "file",
@@ -75,7 +76,7 @@ class StoredFile(StoredModel):
 
 
 class FileMarker(NamedTuple):
-    """What the name of a marker says."""
+    """The fields that the name of a file's index marker holds. `size` is in bytes."""
 
     id: str
     purpose: str
@@ -83,21 +84,21 @@ class FileMarker(NamedTuple):
 
 
 def read_marker(name: str) -> FileMarker:
-    """See `StoredFile.marker`."""
+    """Parse the name of an index marker; see `StoredFile.marker`."""
     file_id, _, rest = name.partition(".")
     purpose, _, size = rest.partition(".")
     return FileMarker(file_id, purpose, int(size) if size.isdecimal() else 0)
 
 
 class Reader(StoredModel):
-    """`files/ID/readers/JOB.json`: since `at` the file is that job's input."""
+    """A job that reads a file: `files/ID/readers/JOB.json`. The file has been the job's input since `at`."""
 
     version: Literal[1] = 1
     at: AwareDatetime
 
 
 class BatchOrder(StoredModel):
-    """`batches/JOB/order.json`: what a batch says that its job doesn't."""
+    """The fields of a batch request that its job doesn't store: `batches/JOB/order.json`."""
 
     version: Literal[1] = 1
     tenant: str
@@ -108,11 +109,12 @@ class BatchOrder(StoredModel):
 
 
 class BatchOutcome(StoredModel):
-    """`batches/JOB/outcome.json`: all that comes of a batch stands.
+    """The output files of a finished batch, all committed: `batches/JOB/outcome.json`.
 
     Attributes:
-        output_file_id, error_file_id: of rows that succeeded, and of the others; None: there are none.
-        at: when.  in_progress_at: when work could begin.
+        output_file_id: the file of the rows that succeeded; None: there are none.
+        error_file_id: the file of all other rows; None: there are none.
+        at: when the files were committed.  in_progress_at: when the first rows could be processed.
     """
 
     version: Literal[1] = 1
@@ -123,8 +125,8 @@ class BatchOutcome(StoredModel):
 
 
 class IdempotencyRecord(StoredModel):
-    """`tenants/TENANT/idempotency/HASH.json`: a request with this key was heard, first `at`; `digest` of what it
-    said."""
+    """A request with an `Idempotency-Key`: `tenants/TENANT/idempotency/HASH.json`. It was first received `at`; `digest`
+    is the sha256 of its content."""
 
     version: Literal[1] = 1
     at: AwareDatetime
@@ -132,25 +134,26 @@ class IdempotencyRecord(StoredModel):
 
 
 def new_file_id(now: datetime, random: Randomness) -> str:
-    """An id that sorts before all earlier ones."""
-    return f"file-{time_digits(now)}{_letters(random.token(_RANDOM_BYTES))}"
+    """Create a file id that sorts before all earlier ones."""
+    return f"file-{time_digits(now)}{_base32(random.token(_RANDOM_BYTES))}"
 
 
 def derived_file_id(at: datetime, *identity: str) -> str:
-    """An id that sorts like `new_file_id`'s of that moment, the same whenever these are the same."""
+    """Derive a file id from its time and identity: the same arguments give the same id. It sorts as an id that
+    `new_file_id` creates at that time."""
     digest = hashlib.sha256("\0".join(identity).encode(errors="surrogatepass")).digest()
-    return f"file-{time_digits(at)}{_letters(digest[:_DERIVED_BYTES])}"
+    return f"file-{time_digits(at)}{_base32(digest[:_DERIVED_BYTES])}"
 
 
 def is_file_id(text: str) -> bool:
-    """Whether it may be the id of a file; anything else never becomes part of a key."""
+    """Whether the text is a well-formed file id. Other texts must not become part of an object key."""
     return _ID.fullmatch(text) is not None
 
 
 def seconds(at: datetime | None) -> int | None:
-    """Whole seconds since 1970, as OpenAI gives moments."""
+    """The time as whole seconds since 1970, as in OpenAI's API."""
     return None if at is None else int(at.timestamp())
 
 
-def _letters(data: bytes) -> str:
+def _base32(data: bytes) -> str:
     return base64.b32hexencode(data).decode().lower().rstrip("=")

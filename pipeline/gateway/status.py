@@ -1,6 +1,6 @@
-"""How an installation stands: its workers, what is open, who waits. For the page, and for whoever watches from outside.
+"""The status of an installation: its workers, models and backlog, for the web page and for `/v1/status`.
 
-All of it is hints, some seconds old. Looks are shared: however many ask, the root is read once in a while.
+The data is some seconds old. All callers share one cached snapshot, so the root is read at a bounded rate.
 """
 
 from __future__ import annotations
@@ -18,73 +18,74 @@ from schemas.workers.metrics import LATENCY_BOUNDS, WorkerMetrics
 
 
 class Status:
-    """Looks at the root that `world.store` is, and at its workers' heartbeats. Threads may share one.
+    """A cached snapshot of the open jobs in `world.store` and of the workers' heartbeats. Thread-safe.
 
     Args:
-        look_every: seconds for which a look is believed.
+        refresh_interval_seconds: seconds for which a snapshot is reused.
     """
 
-    def __init__(self, world: World, heartbeats: Heartbeats, look_every: float) -> None:
+    def __init__(self, world: World, heartbeats: Heartbeats, refresh_interval_seconds: float) -> None:
         self._world = world
         self._heartbeats = heartbeats
-        self._look_every = look_every
+        self._refresh_interval_seconds = refresh_interval_seconds
         self._catalog = Catalog(world.store)
         self._lock = threading.Lock()
-        self._next_look = 0.0
+        self._refresh_at = 0.0
         self._workers: list[WorkerState] = []
         self._entries: list[CatalogEntry] = []
-        self._work = OpenJobsIndex(world.store)
-        self._figures: dict[str, WorkerMetrics] = {}
-        self._open = OpenJobs([], more=False)
+        self._open_jobs_index = OpenJobsIndex(world.store)
+        self._worker_metrics: dict[str, WorkerMetrics] = {}
+        self._open_jobs = OpenJobs([], more=False)
 
     def document(self, tenant: str | None, *, samples: bool) -> dict[str, Any]:
-        """How everything stands, of JSON's own types.
+        """The status document, of plain JSON types.
 
         Args:
-            tenant: whose jobs the backlog counts; None: everybody's.
-            samples: with the workers' names, and what they measure of all tenants' work.
+            tenant: the tenant whose jobs the backlog counts; None: all tenants.
+            samples: include the workers' names and their metrics, which cover the work of all tenants.
         """
         with self._lock:
-            self._look_again()
-            workers, entries, found, figures = self._workers, self._entries, self._open, self._figures
+            self._refresh_if_due()
+            workers, entries = self._workers, self._entries
+            open_jobs, worker_metrics = self._open_jobs, self._worker_metrics
         names = {entry.pin.key: entry.pin.name for entry in entries}
         return {
             "object": "status",
             "as_of": self._world.clock.now().isoformat(),
-            "workers": [_worker(state, names, figures.get(state.name), samples=samples) for state in workers],
+            "workers": [_worker(state, names, worker_metrics.get(state.name), samples=samples) for state in workers],
             "latency_bounds": LATENCY_BOUNDS,
-            "backlog": _backlog([one for one in found.jobs if tenant in (None, one.job.tenant)], found.more),
+            "backlog": _backlog([one for one in open_jobs.jobs if tenant in (None, one.job.tenant)], open_jobs.more),
             "models": sorted(entry.pin.name for entry in entries),
         }
 
     def backlog(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-        """Of everybody's open jobs: (model, tier) -> tokens that are left, and (tier, status) -> jobs. Raises
-        `PipelineError` where the root or the workers can't be looked at."""
+        """The open jobs of all tenants: (model, tier) -> remaining tokens, and (tier, status) -> jobs. Raises
+        `PipelineError` when the root or the heartbeats can't be read."""
         with self._lock:
-            self._look_again()
-            found = self._open.jobs
+            self._refresh_if_due()
+            summaries = self._open_jobs.jobs
         tokens: Counter[tuple[str, str]] = Counter()
         jobs: Counter[tuple[str, str]] = Counter()
-        for one in found:
+        for one in summaries:
             model = one.job.models[0].name if len(one.job.models) == 1 else OTHER
             tokens[model, one.job.tier.value] += one.left
             jobs[one.job.tier.value, one.status.value] += 1
         return tokens, jobs
 
-    def _look_again(self) -> None:
-        if self._world.clock.monotonic() >= self._next_look:
-            self._look()
-            self._next_look = self._world.clock.monotonic() + self._look_every
+    def _refresh_if_due(self) -> None:
+        if self._world.clock.monotonic() >= self._refresh_at:
+            self._refresh()
+            self._refresh_at = self._world.clock.monotonic() + self._refresh_interval_seconds
 
-    def _look(self) -> None:
-        found = self._work.look()
+    def _refresh(self) -> None:
+        open_jobs = self._open_jobs_index.look()
         self._workers, self._entries = self._heartbeats.workers(), self._catalog.entries()
-        self._figures = self._heartbeats.figures()
-        self._open = found
+        self._worker_metrics = self._heartbeats.figures()
+        self._open_jobs = open_jobs
 
 
 def _worker(
-    state: WorkerState, names: dict[str, str], figures: WorkerMetrics | None, *, samples: bool
+    state: WorkerState, names: dict[str, str], metrics: WorkerMetrics | None, *, samples: bool
 ) -> dict[str, Any]:
     return {
         "name": state.name if samples else None,
@@ -93,14 +94,14 @@ def _worker(
         "waiting_tokens": state.waiting_tokens if samples else None,
         "tokens_per_second": state.tokens_per_second if samples else None,
         "draining": state.draining,
-        "figures": figures.model_dump(mode="json") if samples and figures is not None else None,
+        "figures": metrics.model_dump(mode="json") if samples and metrics is not None else None,
     }
 
 
-def _backlog(found: list[OpenJobSummary], more: bool) -> dict[str, Any]:
+def _backlog(open_jobs: list[OpenJobSummary], incomplete: bool) -> dict[str, Any]:
     jobs: Counter[tuple[str | None, str]] = Counter()
     tokens: Counter[tuple[str | None, str]] = Counter()
-    for one in found:
+    for one in open_jobs:
         kind = (one.job.models[0].name if len(one.job.models) == 1 else None, one.job.tier.value)
         jobs[kind] += 1
         tokens[kind] += one.left
@@ -108,7 +109,7 @@ def _backlog(found: list[OpenJobSummary], more: bool) -> dict[str, Any]:
     return {
         "jobs": sum(jobs.values()),
         "tokens": sum(tokens.values()),
-        "incomplete": more,
+        "incomplete": incomplete,
         "kinds": [
             {"model": model, "tier": tier, "jobs": jobs[model, tier], "tokens": tokens[model, tier]}
             for model, tier in kinds

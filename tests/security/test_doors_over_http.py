@@ -1,5 +1,5 @@
-"""Who gets in by HTTP, on every route that there is: routes are asked of the application, so a new one is tested, or
-has to be named here as open to everybody."""
+"""Access control on every HTTP route. The routes are read from the application, so a new one is tested, or must be
+listed here as public."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Route:
     path: str
 
     def at(self, **names: str) -> str:
-        """Its path, with these in place of what varies."""
+        """The route's path with these parameters."""
         path = self.path.replace(":path}", "}")
         for name, value in names.items():
             path = path.replace(f"{{{name}}}", value)
@@ -55,9 +55,9 @@ def leaves(routes: Any) -> Iterator[Any]:
             yield from leaves(included.routes)
 
 
-def routes(house: HttpHouse) -> list[Route]:
+def routes(harness: HttpHouse) -> list[Route]:
     """All but those that are open."""
-    application: Any = house.app.app
+    application: Any = harness.app.app
     found = [
         Route(method, route.path)
         for route in leaves(application.routes)
@@ -69,9 +69,9 @@ def routes(house: HttpHouse) -> list[Route]:
 
 @dataclass(frozen=True)
 class Settled:
-    """A house in which the tenant acme has a file, a batch and a stream."""
+    """A gateway with a file, a batch and a stream of the tenant acme."""
 
-    house: HttpHouse
+    harness: HttpHouse
     key: str
     names: dict[str, str]
     http: Any
@@ -82,7 +82,7 @@ class Settled:
         headers = {} if key is None else {"Authorization": key if " " in key else f"Bearer {key}"}
         if route.method == "WS":
             with pytest.raises(InvalidStatus) as refused:
-                connect(self.house.url.replace("http", "ws") + path, additional_headers=headers).close()
+                connect(self.harness.url.replace("http", "ws") + path, additional_headers=headers).close()
             return refused.value.response.status_code, refused.value.response.body or b""
         body = HELLO if route.method == "POST" else None
         answer = self.http.request(route.method, path, json=body, headers=headers)
@@ -91,25 +91,25 @@ class Settled:
 
 @pytest.fixture(scope="module")
 def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settled]:
-    with http_house(tmp_path_factory.mktemp("house")) as house:
-        _, key = house.keys.create("acme", tuple(Scope))
-        client = house.client(key)
+    with http_house(tmp_path_factory.mktemp("harness")) as harness:
+        _, key = harness.keys.create("acme", tuple(Scope))
+        client = harness.client(key)
         file = client.files.create(file=("a.jsonl", lines(2)), purpose="batch")
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )  # fmt: skip
-        with house.http(key) as http:
+        with harness.http(key) as http:
             body = {**HELLO, "stream": True, "tokenmill": {"resume": 60}}
             stream = http.post("/v1/chat/completions", json=body).headers["x-stream-id"]
         names = {"file_id": file.id, "batch_id": batch.id, "stream_id": stream, "model": "tiny"}
-        with house.http() as http:
-            yield Settled(house, key, names, http)
+        with harness.http() as http:
+            yield Settled(harness, key, names, http)
 
 
-def wrong_keys(house: HttpHouse, real: str) -> dict[str, str | None]:
-    _, expired = house.keys.create("acme", tuple(Scope), expires_at=house.clock.now() - timedelta(seconds=1))
-    revoked, revoked_text = house.keys.create("acme", tuple(Scope))
-    house.keys.revoke(revoked.id)
+def wrong_keys(harness: HttpHouse, real: str) -> dict[str, str | None]:
+    _, expired = harness.keys.create("acme", tuple(Scope), expires_at=harness.clock.now() - timedelta(seconds=1))
+    revoked, revoked_text = harness.keys.create("acme", tuple(Scope))
+    harness.keys.revoke(revoked.id)
     return {
         "none": None,
         "no Bearer": f"Token {real}",
@@ -122,20 +122,20 @@ def wrong_keys(house: HttpHouse, real: str) -> dict[str, str | None]:
     }
 
 
-def test_without_a_good_key_no_route_answers(settled: Settled) -> None:
-    found = routes(settled.house)
+def test_no_route_answers_without_a_valid_key(settled: Settled) -> None:
+    found = routes(settled.harness)
     assert len(found) >= 17, "routes are not found"
-    for what, key in wrong_keys(settled.house, settled.key).items():
+    for what, key in wrong_keys(settled.harness, settled.key).items():
         for route in found:
             status, body = settled.ask(route, key)
             assert (status, b"invalid_api_key" in body) == (401, True), (what, route, status)
-    with settled.house.http(settled.key) as http:
+    with settled.harness.http(settled.key) as http:
         assert http.get(f"/v1/files/{settled.names['file_id']}").status_code == 200, "nothing was removed meanwhile"
 
 
-def test_a_key_is_good_for_what_its_scopes_say(settled: Settled) -> None:
-    keys = {scope: settled.house.keys.create("acme", (scope,))[1] for scope in Scope if scope is not Scope.ADMIN}
-    for route in routes(settled.house):
+def test_a_key_has_access_to_the_routes_of_its_scopes_only(settled: Settled) -> None:
+    keys = {scope: settled.harness.keys.create("acme", (scope,))[1] for scope in Scope if scope is not Scope.ADMIN}
+    for route in routes(settled.harness):
         if route.path.replace(":path}", "}") in NEEDS_NO_SCOPE:
             continue
         for scope, key in keys.items():
@@ -144,10 +144,10 @@ def test_a_key_is_good_for_what_its_scopes_say(settled: Settled) -> None:
                 assert (status, b"missing_scope" in body) == (403, True), (scope, route, status)
 
 
-def test_another_tenants_things_are_as_if_they_were_not_there(settled: Settled) -> None:
-    _, stranger = settled.house.keys.create("stranger", tuple(Scope))
+def test_objects_of_other_tenants_are_not_found(settled: Settled) -> None:
+    _, stranger = settled.harness.keys.create("stranger", tuple(Scope))
     tried = 0
-    for route in routes(settled.house):
+    for route in routes(settled.harness):
         if not any(name in route.path for name in OF_A_TENANT):
             continue
         status, body = settled.ask(route, stranger)
@@ -156,29 +156,29 @@ def test_another_tenants_things_are_as_if_they_were_not_there(settled: Settled) 
         same, other = settled.ask(route, stranger, **nobody)
         for name, value in nobody.items():
             body, other = body.replace(settled.names[name].encode(), b"ID"), other.replace(value.encode(), b"ID")
-        assert (status, body) == (same, other), "whether it is another's can be told"
+        assert (status, body) == (same, other), "the response reveals that it is another's"
         tried += 1
     assert tried >= 8
-    with settled.house.http(stranger) as http:
+    with settled.harness.http(stranger) as http:
         for path in ("/v1/files", "/v1/batches"):
             assert http.get(path).json()["data"] == []
         wanted = {
             "input_file_id": settled.names["file_id"], "endpoint": "/v1/chat/completions", "completion_window": "24h",
         }  # fmt: skip
         assert http.post("/v1/batches", json=wanted).status_code == 404
-    with settled.house.http(settled.key) as http:
+    with settled.harness.http(settled.key) as http:
         assert http.get(f"/v1/files/{settled.names['file_id']}").status_code == 200
         assert http.get(f"/v1/batches/{settled.names['batch_id']}").json()["status"] != "cancelled"
 
 
-def test_no_id_leads_out_of_its_place(settled: Settled) -> None:
-    root = settled.house.world.scratch.parent.parent
+def test_no_id_allows_path_traversal(settled: Settled) -> None:
+    root = settled.harness.world.scratch.parent.parent
     secret = root.parent / "secret"
     secret.write_text("hunter2")
     before = {path for path in root.parent.rglob("*") if path.is_file()}
     page = settled.http.get("/").content
     static = Route("GET", "/static/{name}")
-    for route in [*routes(settled.house), static]:
+    for route in [*routes(settled.harness), static]:
         if "{" not in route.path:
             continue
         for trick in TRICKS:
@@ -194,14 +194,14 @@ def test_no_id_leads_out_of_its_place(settled: Settled) -> None:
     assert all(root in path.parents for path in after - before), "something was written elsewhere"
 
 
-def test_what_else_is_sent_changes_no_tenant(settled: Settled) -> None:
+def test_other_headers_and_fields_dont_change_the_tenant(settled: Settled) -> None:
     """Only the key says who asks."""
-    _, stranger = settled.house.keys.create("stranger", tuple(Scope))
+    _, stranger = settled.harness.keys.create("stranger", tuple(Scope))
     tricks: list[Callable[[Any], Any]] = [
         lambda http: http.get("/v1/files", headers={"X-Tenant": "acme", "OpenAI-Organization": "acme"}),
         lambda http: http.get("/v1/files?tenant=acme&key=" + settled.key),
         lambda http: http.get("/v1/files", headers={"Cookie": f"key={settled.key}", "X-Api-Key": settled.key}),
     ]
-    with settled.house.http(stranger) as http:
+    with settled.harness.http(stranger) as http:
         for trick in tricks:
             assert trick(http).json()["data"] == []

@@ -1,4 +1,4 @@
-"""Requests that are made to break a gateway: each is refused in its place, and others are served as ever."""
+"""Malicious requests: each is refused on its own, and other requests are served as usual."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "m
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHouse]:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHouse]:
     settings = GatewaySettings(most_body_bytes=200_000, idle_seconds=0.5)
-    with http_house(tmp_path_factory.mktemp("house"), settings=settings, header_seconds=0.5) as house:
-        yield house
+    with http_house(tmp_path_factory.mktemp("harness"), settings=settings, header_seconds=0.5) as harness:
+        yield harness
 
 
 @pytest.fixture(autouse=True)
-def serves_others(house: HttpHouse) -> Iterator[None]:
+def serves_others(harness: HttpHouse) -> Iterator[None]:
     """Whatever a test does, the next caller is answered."""
     yield
-    with house.http() as http:
+    with harness.http() as http:
         assert http.post(CHAT, json=HELLO).status_code == 200
 
 
-def dial(house: HttpHouse) -> socket.socket:
-    host, port = house.url.removeprefix("http://").split(":")
+def dial(harness: HttpHouse) -> socket.socket:
+    host, port = harness.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     connection.settimeout(HANG_SECONDS)
     return connection
@@ -69,8 +69,8 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: 
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFFFFFFFFF\r\n",
     ],
 )
-def test_what_is_no_good_http_is_refused_and_hung_up_on(house: HttpHouse, request_bytes: bytes) -> None:
-    with dial(house) as connection:
+def test_invalid_http_is_refused_and_the_connection_is_closed(harness: HttpHouse, request_bytes: bytes) -> None:
+    with dial(harness) as connection:
         try:
             connection.sendall(request_bytes)
         except ConnectionError:
@@ -102,25 +102,25 @@ def test_what_is_no_good_http_is_refused_and_hung_up_on(house: HttpHouse, reques
         json.dumps({**HELLO, "tokenmill": {"timeout": 1e308}}).encode(),
     ],
 )
-def test_bodies_that_are_bombs_are_refused_at_once(house: HttpHouse, body: bytes) -> None:
-    with house.http() as http:
+def test_json_bombs_are_refused_quickly(harness: HttpHouse, body: bytes) -> None:
+    with harness.http() as http:
         found = http.post(CHAT, content=body, headers=JSON)
     assert 400 <= found.status_code < 500, (body[:40], found.text[:200])
     assert found.json()["error"]["message"]
     assert len(found.content) < 5_000, "it is said again"
 
 
-def test_a_body_that_is_too_large_is_not_read_to_its_end(house: HttpHouse) -> None:
-    with dial(house) as connection:
+def test_a_body_that_is_too_large_is_not_read_to_its_end(harness: HttpHouse) -> None:
+    with dial(harness) as connection:
         connection.sendall(HEAD + b"Content-Length: 1000000000000\r\n\r\n{")
         assert b" 413 " in connection.recv(65_536)
 
 
-def test_who_is_slow_to_say_what_it_wants_is_hung_up_on(house: HttpHouse) -> None:
+def test_connections_with_slow_headers_are_closed(harness: HttpHouse) -> None:
     """Slow-loris: a header now and then, for ever; also behind a good request, and without a byte."""
-    good = f"GET /v1/models HTTP/1.1\r\nHost: {house.url.removeprefix('http://')}\r\n\r\n".encode()
+    good = f"GET /v1/models HTTP/1.1\r\nHost: {harness.url.removeprefix('http://')}\r\n\r\n".encode()
     for beginning in (b"GET /v1/models HTTP/1.1\r\n", b"", good + b"GET / HTTP/1.1\r\n"):
-        with dial(house) as connection:
+        with dial(harness) as connection:
             connection.sendall(beginning)
             began = time.monotonic()
             connection.settimeout(0.1)
@@ -137,8 +137,8 @@ def test_who_is_slow_to_say_what_it_wants_is_hung_up_on(house: HttpHouse) -> Non
             assert ended, beginning
 
 
-def test_who_sends_a_body_byte_by_byte_is_not_waited_for(house: HttpHouse) -> None:
-    with dial(house) as connection:
+def test_a_body_sent_byte_by_byte_times_out(harness: HttpHouse) -> None:
+    with dial(harness) as connection:
         connection.sendall(HEAD + b"Content-Length: 5000\r\n\r\n")
         connection.settimeout(0.1)
         began, said = time.monotonic(), b""
@@ -151,18 +151,18 @@ def test_who_sends_a_body_byte_by_byte_is_not_waited_for(house: HttpHouse) -> No
         assert b" 408 " in said
 
 
-def test_a_crowd_of_slow_connections_keeps_nobody_out(house: HttpHouse) -> None:
-    slow = [dial(house) for _ in range(100)]
+def test_many_slow_connections_dont_block_other_clients(harness: HttpHouse) -> None:
+    slow = [dial(harness) for _ in range(100)]
     for connection in slow:
         connection.sendall(b"GET / HTTP/1.1\r\n")
-    with house.http() as http:
+    with harness.http() as http:
         assert http.get("/v1/models").status_code == 200
     for connection in slow:
         assert answer(connection) == b""
         connection.close()
 
 
-def test_bodies_have_a_bound_together(tmp_path: Path) -> None:
+def test_the_bytes_of_all_bodies_are_bounded(tmp_path: Path) -> None:
     with http_house(tmp_path, settings=GatewaySettings(bodies_at_once=500_000)) as small:
         held = [dial(small) for _ in range(2)]
         for connection in held:

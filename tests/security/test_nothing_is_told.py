@@ -1,4 +1,4 @@
-"""What people send and what is answered is in no log; keys are in no log, and in no place of the store."""
+"""Prompts and responses are in no log; keys are in no log and in no object of the store."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ANSWER = "wellensittich9938 "
 CHAT = "/v1/chat/completions"
 
 
-def test_prompts_answers_and_keys_are_in_no_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with http_house(tmp_path) as house:
-        house.worker.text = ANSWER
-        _, key = house.keys.create("acme", tuple(Scope))
-        client = house.client(key)
+def test_prompts_responses_and_keys_are_not_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with http_house(tmp_path) as harness:
+        harness.worker.text = ANSWER
+        _, key = harness.keys.create("acme", tuple(Scope))
+        client = harness.client(key)
         body: Any = {"model": "tiny", "messages": [{"role": "user", "content": CANARY}], "max_tokens": 3}
         assert client.chat.completions.create(**body).choices
         assert list(client.chat.completions.create(**body, stream=True))
@@ -38,14 +38,14 @@ def test_prompts_answers_and_keys_are_in_no_log(tmp_path: Path, capfd: pytest.Ca
         for more in wrong:
             with pytest.raises(openai.APIStatusError):
                 client.chat.completions.create(**{**body, **more})
-        with house.http(key) as http:
+        with harness.http(key) as http:
             headers = {"Content-Type": "application/json", "User-Agent": CANARY, "Referer": CANARY}
             assert http.post(CHAT, content=f'{{"{CANARY}'.encode(), headers=headers).status_code == 400
             assert http.post(f"{CHAT}?{CANARY}={CANARY}", json=body).status_code == 200
             http.post("/v1/files", content=CANARY.encode() * 10, headers={"Content-Type": "multipart/form-data"})
             http.get("/v1/files", headers={"Authorization": f"Bearer {CANARY}"})
             http.post("/v1/batches", json={"input_file_id": CANARY, "metadata": {CANARY: CANARY}})
-        url = house.url.replace("http", "ws") + "/v1/stream"
+        url = harness.url.replace("http", "ws") + "/v1/stream"
         with connect(url, additional_headers={"Authorization": f"Bearer {key}"}) as socket:
             socket.send(json.dumps({"type": "request", "url": CHAT, "body": body}))
             while json.loads(socket.recv())["type"] not in ("done", "error"):

@@ -1,7 +1,7 @@
-"""What is left to do when a batch has ended: its output and error files, so that OpenAI's clients find them.
+"""The finalizer: it writes the output and error files of ended batches, where OpenAI's clients expect them.
 
-Found by a marker that is made before the job, and goes when the outcome is written: so whatever is interrupted, any
-gateway ends it. Files are named after the job and hold the same bytes whoever writes them; a second writer changes
+A marker (`finalizing/JOB`) is created before the job and removed after the outcome is written, so any gateway completes
+an interrupted finalization. File ids are derived from the job, and the bytes are deterministic: a second writer changes
 nothing.
 """
 
@@ -16,7 +16,7 @@ from typing import Final, Literal
 import structlog
 
 from pipeline.gateway.batches.serialization import find_order, find_outcome, work_began
-from pipeline.gateway.files.service import BEGINNING, Files
+from pipeline.gateway.files.service import READER_GRACE_PERIOD, Files
 from pipeline.gateway.records import (
     BATCHES,
     FINALIZING,
@@ -35,55 +35,55 @@ from schemas.jobs.job import Job
 from schemas.jobs.outcome import Manifest
 
 AT_ONCE_ROWS: Final = 1_000
-"""Of so few the files are written while somebody asks for the batch."""
+"""Batches with at most this many rows are finalized within a request for the batch."""
 
-_AGAIN: Final = 30.0
+_RETRY_SECONDS: Final = 30.0
 
 logger = structlog.get_logger(__name__)
 
 
 class Finalizer:
-    """Writes the files of batches that have ended. Threads may share one, and several may run.
+    """Writes the files of ended batches. Thread-safe, and several instances may run.
 
     Args:
-        every: seconds between two looks.
-        lease: of several that run, one works; None: each does.
+        interval_seconds: the polling interval.
+        lease: elects the one instance that polls; None: each polls.
     """
 
-    def __init__(self, world: World, files: Files, every: float = 1.0, lease: Lease | None = None) -> None:
+    def __init__(self, world: World, files: Files, interval_seconds: float = 1.0, lease: Lease | None = None) -> None:
         self._world = world
         self._store = world.store
         self._files = files
-        self._every = every
+        self._interval_seconds = interval_seconds
         self._leading = Leading(lease, world.clock, "finalizing")
         self._busy: set[str] = set()
-        self._again: dict[str, float] = {}
+        self._retry_at: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def expect(self, job: str, order: BatchOrder) -> None:
-        """A job of this id is about to be made: remember what was asked for, and that its files will be wanted."""
+        """Store the batch request and the marker of a job that is about to be created."""
         self._store.create(f"{BATCHES}{job}/order.json", order.to_json())
         self._store.create(FINALIZING + job, b"")
 
     def forget(self, job: str) -> None:
-        """It isn't made after all."""
+        """Remove the marker and the batch request of a job that isn't created."""
         self._store.delete(FINALIZING + job)
         self._store.delete(f"{BATCHES}{job}/order.json")
 
     def run(self, stop: threading.Event) -> None:
-        """Look after all batches until `stop`."""
+        """Finalize ended batches until `stop` is set."""
         try:
-            while not stop.wait(self._every):
+            while not stop.wait(self._interval_seconds):
                 try:
                     if self._leading.now():
                         self.look(stop)
                 except PipelineError as error:
-                    logger.error("batches_not_looked_at", reason=str(error))
+                    logger.error("finalizer_poll_failed", reason=str(error))
         finally:
             self._leading.give_up()
 
     def look(self, stop: threading.Event | None = None) -> int:
-        """End what has ended; how many batches that were. One that fails is tried again later."""
+        """Finalize all ended batches; returns their number. A batch that fails is retried later."""
         waiting = [info.key.removeprefix(FINALIZING) for info in self._store.list(FINALIZING)]
         if not waiting:
             return 0
@@ -93,34 +93,34 @@ class Finalizer:
         for job in waiting:
             if stop is not None and stop.is_set():
                 break
-            if job in still_open or self._again.get(job, now) > now:
+            if job in still_open or self._retry_at.get(job, now) > now:
                 continue
             try:
                 ended += self.finish(job)
-                self._again.pop(job, None)
+                self._retry_at.pop(job, None)
             except Exception as error:  # noqa: BLE001 - of one job; the others go on
-                self._again[job] = now + _AGAIN
+                self._retry_at[job] = now + _RETRY_SECONDS
                 reason = reason_of(error, "finalizer", self._world, job=job)
                 logger.error("batch_not_finalized", job=job, reason=reason)
         return ended
 
-    def finish(self, job: str, most_rows: int | None = None) -> bool:
-        """Write the files of a batch that has ended, if it has; whether all of it stands now.
+    def finish(self, job: str, max_rows: int | None = None) -> bool:
+        """Write the files of a batch, if it has ended; returns whether its outcome is committed now.
 
         Args:
-            most_rows: leave those with more to `run`.
+            max_rows: leave batches with more rows to `run`.
         """
         with self._lock:
             if job in self._busy:
                 return False
             self._busy.add(job)
         try:
-            return self._finish(job, most_rows)
+            return self._finish(job, max_rows)
         finally:
             with self._lock:
                 self._busy.discard(job)
 
-    def _finish(self, job_id: str, most_rows: int | None) -> bool:
+    def _finish(self, job_id: str, max_rows: int | None) -> bool:
         order = find_order(self._store, job_id)
         if order is None:
             self._store.delete(FINALIZING + job_id)
@@ -129,20 +129,20 @@ class Finalizer:
             ledger = JobLedger(self._store, f"{JOBS}{job_id}/")
             job = ledger.find_job()
             if job is None:
-                if order.at + BEGINNING <= self._world.clock.now():
+                if order.at + READER_GRACE_PERIOD <= self._world.clock.now():
                     self.forget(job_id)
                 return False
             manifest = ledger.manifest()
-            if manifest is None or (most_rows is not None and manifest.counts.total > most_rows):
+            if manifest is None or (max_rows is not None and manifest.counts.total > max_rows):
                 return False
             self._write(ledger, job, manifest)
         self._store.delete(FINALIZING + job_id)
         return True
 
     def _write(self, ledger: JobLedger, job: Job, manifest: Manifest) -> None:
-        """The files, and then the outcome."""
+        """Write the files, and then the outcome."""
         outcome = BatchOutcome(in_progress_at=work_began(ledger), at=manifest.finished_at)
-        if manifest.counts.total:  # a job that failed on the way keeps what it had
+        if manifest.counts.total:  # also for a job that failed midway: its finished rows are exported
             try:
                 output, errors = self._export(ledger, job, manifest)
                 outcome = outcome.model_copy(update={"output_file_id": output, "error_file_id": errors})

@@ -1,4 +1,4 @@
-"""What `POST /v1/batches` may say, and the options of the job that it asks for."""
+"""The body of `POST /v1/batches`, and its conversion into job options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.gateway.files.uploads import LEAST_LIFE, MOST_LIFE
+from pipeline.gateway.files.uploads import MAX_LIFETIME, MIN_LIFETIME
 from pipeline.gateway.http.errors import ApiError, bad_request
 from pipeline.ingest.validation import first_mistake
 from schemas.jobs.job import MetadataKey, MetadataValue, OnInvalid
@@ -17,23 +17,23 @@ from schemas.jobs.job_options import AMOUNT_PATTERN, JobOptions, parse_amount
 from schemas.requests.requests import BODIES
 
 EXTENSION: Final = "tokenmill"
-"""The field for what OpenAI has no name for."""
+"""The field for options that OpenAI's API doesn't have."""
 
 OWN: Final = ("metadata", "output_expires_after")
-"""Options of a job that OpenAI has a field for."""
+"""Job options that have their own field in OpenAI's API."""
 
 
 class ExpiresAfter(BaseModel):
-    """How long the files of results are kept, in seconds from when they are written."""
+    """The lifetime of the result files, in seconds from their creation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=int(LEAST_LIFE.total_seconds()), le=int(MOST_LIFE.total_seconds()))]
+    seconds: Annotated[int, Field(ge=int(MIN_LIFETIME.total_seconds()), le=int(MAX_LIFETIME.total_seconds()))]
 
 
 class BatchBody(BaseModel):
-    """The body, as it comes. `tokenmill` holds options of a job, but for those that have a field here."""
+    """The body of a batch request. `tokenmill` holds the job options that have no field of their own here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -47,7 +47,7 @@ class BatchBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A batch that is asked for. `completion_window` as it was given."""
+    """A validated batch request. `completion_window` is the text of the body."""
 
     input_file_id: str
     endpoint: str
@@ -56,7 +56,7 @@ class BatchRequest:
 
 
 def read_batch(body: dict[str, Any]) -> BatchRequest:
-    """The batch that the body asks for; raises `ApiError`."""
+    """Validate a batch request; raises `ApiError`."""
     try:
         given = BatchBody.model_validate(body)
     except ValidationError as error:
@@ -72,15 +72,15 @@ def read_batch(body: dict[str, Any]) -> BatchRequest:
 
 
 def _options(given: BatchBody) -> JobOptions:
-    asked = dict(given.tokenmill or {})
+    fields = dict(given.tokenmill or {})
     for name in OWN:
-        if name in asked:
-            raise bad_request(f"{EXTENSION}.{name}: has a field of its own beside {EXTENSION}", f"{EXTENSION}.{name}")
+        if name in fields:
+            raise bad_request(f"{EXTENSION}.{name}: has its own field outside of {EXTENSION}", f"{EXTENSION}.{name}")
     for name, default in (("deadline", given.completion_window), ("on_invalid", OnInvalid.JOB.value)):
-        if asked.get(name) is None:
-            asked[name] = default
+        if fields.get(name) is None:
+            fields[name] = default
     try:
-        options = JobOptions.model_validate_json(orjson.dumps(asked), strict=True)
+        options = JobOptions.model_validate_json(orjson.dumps(fields), strict=True)
     except ValidationError as error:
         raise _mistake(error, f"{EXTENSION}.") from None
     life = given.output_expires_after
@@ -92,6 +92,6 @@ def _options(given: BatchBody) -> JobOptions:
     )
 
 
-def _mistake(error: ValidationError, beginning: str = "") -> ApiError:
-    place = ".".join(str(step) for step in error.errors(include_url=False)[0]["loc"])[:200]
-    return bad_request(f"{beginning}{first_mistake(error)}", param=f"{beginning}{place}" or None)
+def _mistake(error: ValidationError, prefix: str = "") -> ApiError:
+    field = ".".join(str(step) for step in error.errors(include_url=False)[0]["loc"])[:200]
+    return bad_request(f"{prefix}{first_mistake(error)}", param=f"{prefix}{field}" or None)

@@ -1,4 +1,5 @@
-"""A job as OpenAI's batch object: what every door says of it, and what only a batch over HTTP has."""
+"""Serialization of jobs as OpenAI batch objects: the common job document, and the fields that only HTTP batches
+have."""
 
 from __future__ import annotations
 
@@ -21,27 +22,27 @@ _OF_FINALIZING: Final = (JobStatus.COMPLETED, JobStatus.EXPIRED)
 
 
 def find_order(store: ObjectStore, job: str) -> BatchOrder | None:
-    """The batch as it was asked for; None for a job of another door."""
+    """The stored batch request; None for a job that wasn't submitted over HTTP."""
     return _find(store, f"{BATCHES}{job}/order.json", BatchOrder)
 
 
 def find_outcome(store: ObjectStore, job: str) -> BatchOutcome | None:
-    """What came of the batch, when all of it stands."""
+    """The outcome of the batch; None before its files are committed."""
     return _find(store, f"{BATCHES}{job}/outcome.json", BatchOutcome)
 
 
 def batch_document(ledger: JobLedger) -> dict[str, Any]:
-    """The batch object, of JSON's own types. A job that came by another door has no files.
+    """The batch object, of plain JSON types. A job that wasn't submitted over HTTP has no files.
 
     Raises:
-        JobNotFound: no job stands there.  LedgerError: it can't be read.
+        JobNotFound: there is no such job.  LedgerError: its records can't be read.
     """
     store, job = ledger.store, ledger.job()
     order, outcome = find_order(store, job.id), find_outcome(store, job.id)
     document = job_document(ledger)
     manifest = ledger.manifest()
     if order is not None and outcome is None and manifest is not None:
-        # It has ended since: what the files are isn't known before the next look.
+        # It has ended since the outcome was read: the files are known only after the next read.
         document = _unfinished(document, manifest)
     document["in_progress_at"] = seconds(work_began(ledger) if outcome is None else outcome.in_progress_at)
     document |= _finalizing(document, ledger, manifest, order, outcome)
@@ -57,7 +58,8 @@ def batch_document(ledger: JobLedger) -> dict[str, Any]:
 
 
 def work_began(ledger: JobLedger) -> datetime | None:
-    """When the first segment of the plan stood: work could begin. Read from its part, so it stays the same."""
+    """When the plan's first segment was committed, so that work could begin. It is read from that segment's part, so it
+    doesn't change."""
     if not ledger.has_part(REJECTS):
         return None
     try:
@@ -67,8 +69,8 @@ def work_began(ledger: JobLedger) -> datetime | None:
 
 
 def _unfinished(document: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """A batch whose rows all have ended, and whose files don't stand yet."""
-    if manifest.status is JobStatus.FAILED:  # it has none
+    """The document of a batch whose rows have all ended, and whose files aren't committed yet."""
+    if manifest.status is JobStatus.FAILED:  # a failed batch has no files
         return document
     cancelled = manifest.status is JobStatus.CANCELLED
     status = JobStatus.CANCELLING if cancelled else JobStatus.FINALIZING
@@ -82,12 +84,12 @@ def _finalizing(
     order: BatchOrder | None,
     outcome: BatchOutcome | None,
 ) -> dict[str, Any]:
-    """Status and moments of the end."""
+    """The fields of the batch's end: status and timestamps."""
     closing = ledger.closing()
     if manifest is None:
         if document["status"] != JobStatus.FINALIZING:
             return {"finalizing_at": None}
-        if closing is None:  # all parts stand, but for the moment that it takes to add them up
+        if closing is None:  # all parts are committed; the manifest is about to be written
             return {"status": JobStatus.IN_PROGRESS.value, "finalizing_at": None}
         return {"finalizing_at": seconds(closing.at)}
     if manifest.status not in _OF_FINALIZING:

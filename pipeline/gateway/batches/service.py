@@ -1,4 +1,4 @@
-"""Batches: jobs, as OpenAI's API has them. A batch is a job, and its id is the job's."""
+"""OpenAI's batch API on top of jobs: a batch is a job, and its id is the job's id."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipeline.gateway.batches.requests import BatchRequest, read_batch
 from pipeline.gateway.batches.serialization import batch_document, find_order
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.errors import ApiError, bad_request, not_found, unavailable
-from pipeline.gateway.http.idempotency import first_heard
-from pipeline.gateway.http.pagination import PageRequest, PageResult, fill, ids_behind, map_ahead
+from pipeline.gateway.http.idempotency import record_idempotency_key
+from pipeline.gateway.http.pagination import PageRequest, PageResult, list_ids, map_chunks, take_page
 from pipeline.gateway.records import BatchOrder, StoredFile
 from pipeline.ingest.intake import MODEL_NOT_FOUND, NO_MODEL, IntakeOptions, IntakeRefused, JobDraft
 from pipeline.ingest.validation import first_mistake
@@ -36,12 +36,13 @@ from schemas.jobs.results import RowStatus
 _AT_ONCE: Final = 8
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_MOST_PARTS: Final = 1_000_000
+_MAX_PARTS: Final = 1_000_000
 _WITHOUT_SUCCEEDED: Final = {"items": {"enum": ["failed", "expired", "cancelled"]}}
 
 
 class RetryBody(BaseModel):
-    """What `POST /v1/batches/ID/retry` may say; nothing: all that didn't succeed, as it was."""
+    """The body of `POST /v1/batches/ID/retry`. Without fields all rows that didn't succeed are retried, with the same
+    options."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,11 +74,12 @@ class RetryBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What of a batch's results is committed.
+    """The committed results of a batch.
 
     Attributes:
-        incomplete: more may come.  parts: those in `lines`, and those that were left out, as `0-3,7`.
-        lines: OpenAI's output lines, each with its newline, part by part.
+        incomplete: further results may follow.  parts: all committed parts, also those that the caller excluded, as
+            `0-3,7`.
+        lines: lines of OpenAI's output file, each with its newline, part by part.
     """
 
     incomplete: bool
@@ -86,33 +88,33 @@ class Results:
 
 
 class Batches:
-    """The batches of all tenants in the root that `world.store` is. Threads may share one.
+    """The batches of all tenants in `world.store`. Thread-safe.
 
     Args:
-        together: looks at several of a page at a time.
+        executor: reads several batches of a page in parallel.
     """
 
     def __init__(
-        self, world: World, intake: IntakeOptions, files: Files, finalizer: Finalizer, together: Executor
+        self, world: World, intake: IntakeOptions, files: Files, finalizer: Finalizer, executor: Executor
     ) -> None:
         self._world = world
         self._store = world.store
         self._intake = intake
         self._files = files
         self._finalizer = finalizer
-        self._together = together
+        self._executor = executor
 
     def create(
         self, tenant: str, body: dict[str, Any], key: str | None = None, check: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """Make the batch that `body` asks for, or find the one that the same request made before.
+        """Create the batch that `body` describes, or find the one that the same request created before.
 
         Args:
-            key: tells that it is the same request.
-            check: raises `ApiError` when no more may be made.
+            key: the idempotency key of the request.
+            check: raises `ApiError` when the caller may not create another batch.
 
         Raises:
-            ApiError: it can't be made.
+            ApiError: the batch can't be created.
         """
         asked = read_batch(body)
         job_id, found = self._id(tenant, "batch", body, key)
@@ -129,27 +131,27 @@ class Batches:
     def get(self, tenant: str, batch_id: str) -> dict[str, Any]:
         """The tenant's batch; raises `ApiError` (404)."""
         ledger, _ = self._find(tenant, batch_id)
-        # On a full disk the files of a batch that has ended wait for room; `Finalizer.run` tries again, and logs why.
+        # On a full disk the files of an ended batch can't be written; `Finalizer.run` retries, and logs the reason.
         with contextlib.suppress(StoreFull):
             self._finalizer.finish(ledger.name, AT_ONCE_ROWS)
         return batch_document(ledger)
 
     def page(self, tenant: str, page: PageRequest) -> PageResult:
-        """Some of the tenant's batches."""
+        """A page of the tenant's batches."""
 
-        def look(name: str) -> dict[str, Any] | None:
+        def read(name: str) -> dict[str, Any] | None:
             ledger = self._ledger(name)
             return None if ledger.find_job() is None else batch_document(ledger)
 
-        names = ids_behind(self._store, batches_of(tenant), page)
-        looked = map_ahead(look, names, self._together.map, _AT_ONCE)
-        return PageResult(*fill(looked, page.limit))
+        names = list_ids(self._store, batches_of(tenant), page)
+        documents = map_chunks(read, names, self._executor.map, _AT_ONCE)
+        return PageResult(*take_page(documents, page.limit))
 
     def cancel(self, tenant: str, batch_id: str) -> dict[str, Any]:
-        """End the batch before its time. What is finished is kept.
+        """Cancel the batch. Results of finished rows are retained.
 
         Raises:
-            ApiError: there is none (404), or it has ended (409).
+            ApiError: there is no such batch (404), or it has ended (409).
         """
         ledger, _ = self._find(tenant, batch_id)
         manifest = ledger.manifest()
@@ -161,19 +163,19 @@ class Batches:
         return batch_document(ledger)
 
     def open_jobs(self, tenant: str) -> int:
-        """How many of the tenant's jobs have not ended; some seconds old."""
+        """The number of the tenant's open jobs; the value is some seconds old."""
         return self._intake.jobs_of(tenant)
 
     def retry(
         self, tenant: str, batch_id: str, body: dict[str, Any], check: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """A batch of the rows that got no answer; the same request again finds it.
+        """Create a batch of the rows that have no response; repeating the request finds that batch.
 
         Args:
-            check: raises `ApiError` when no more may be made.
+            check: raises `ApiError` when the caller may not create another batch.
 
         Raises:
-            ApiError: there is no such batch (404), or nothing to try again (409).
+            ApiError: there is no such batch (404), or nothing to retry (409).
         """
         ledger, job = self._find(tenant, batch_id)
         try:
@@ -183,10 +185,10 @@ class Batches:
             raise bad_request(first_mistake(error)) from None
         except ValueError as error:
             raise bad_request(f"completion_window: {error}", "completion_window") from None
-        most = asked.max_output_tokens
-        if most is not None and most > job.settings.max_output_tokens:
+        max_tokens = asked.max_output_tokens
+        if max_tokens is not None and max_tokens > job.settings.max_output_tokens:
             raise bad_request(
-                f"max_output_tokens is {most}, but must be from 1 to {job.settings.max_output_tokens}",
+                f"max_output_tokens is {max_tokens}, but must be from 1 to {job.settings.max_output_tokens}",
                 "max_output_tokens",
             )
         try:
@@ -194,7 +196,7 @@ class Batches:
         except NothingToRetry as error:
             raise ApiError(409, "nothing_to_retry", str(error).partition(": ")[2] or str(error)) from None
         manifest = ledger.manifest()
-        assert manifest is not None, "a job that has not ended has nothing to try again"
+        assert manifest is not None, "a job that has not ended has nothing to retry"
         first = find_order(self._store, job.id)
 
         def before(made: str) -> None:
@@ -205,17 +207,17 @@ class Batches:
                 window, now = asked.completion_window, self._world.clock.now()
                 self._finalizer.expect(made, first.model_copy(update={"completion_window": window, "at": now}))
 
-        wishes = RetryOverrides(asked.tier, window, most, asked.max_cost)
-        made = submit_retry(chosen, manifest, wishes, self._world, before)
+        overrides = RetryOverrides(asked.tier, window, asked.max_output_tokens, asked.max_cost)
+        made = submit_retry(chosen, manifest, overrides, self._world, before)
         if made.created:
             self._intake.added(made.job)
         return self._document(made.job.id)
 
     def results(self, tenant: str, batch_id: str, without: str | None = None) -> Results:
-        """What is committed now; raises `ApiError`.
+        """The results that are committed now; raises `ApiError`.
 
         Args:
-            without: parts that the caller has, as an earlier answer named them.
+            without: parts to exclude, as `X-Parts` of an earlier response named them.
         """
         ledger, _ = self._find(tenant, batch_id)
         had = _numbers(without)
@@ -234,7 +236,7 @@ class Batches:
             raise ApiError(429, "backlog_full", message, headers={"Retry-After": "60"})
 
     def _make(self, tenant: str, job_id: str, asked: BatchRequest, file: StoredFile) -> None:
-        self._files.keep_for(file, job_id)
+        self._files.add_reader(file, job_id)
         order = BatchOrder(
             tenant=tenant,
             input_file_id=file.id,
@@ -247,17 +249,17 @@ class Batches:
         try:
             self._intake.accept(draft)
         except IntakeRefused as refused:
-            if self._ledger(job_id).find_job() is None:  # else a repeat of this request was first
+            if self._ledger(job_id).find_job() is None:  # otherwise a repetition of this request created it
                 self._finalizer.forget(job_id)
-                self._files.let_go(file.id, job_id)
+                self._files.remove_reader(file.id, job_id)
                 raise _refusal(refused) from refused
 
     def _id(self, tenant: str, kind: str, body: dict[str, Any], key: str | None) -> tuple[str, bool]:
-        """The job's id, and whether it stands."""
+        """The id for the job, and whether the job exists already."""
         if key is None:
             return new_job_id(self._world.clock.now(), self._world.random), False
         digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
-        at = first_heard(self._world, tenant, kind, key, digest)
+        at = record_idempotency_key(self._world, tenant, kind, key, digest)
         job_id = derived_job_id(at, "http", tenant, kind, key)
         return job_id, self._ledger(job_id).find_job() is not None
 
@@ -283,7 +285,7 @@ def _refusal(refused: IntakeRefused) -> ApiError:
 
 
 def _numbers(given: str | None) -> set[int]:
-    """Of `0-3,7`; raises `ApiError`."""
+    """Parse part numbers such as `0-3,7`; raises `ApiError`."""
     found: set[int] = set()
     last = -1
     for one in given.split(",") if given else []:
@@ -292,14 +294,14 @@ def _numbers(given: str | None) -> set[int]:
         if match is None or first <= last or int(match[2] or first) < first:
             raise bad_request("without must be what X-Parts said, such as 0-3,7", "without")
         last = int(match[2] or first)
-        if len(found) + last - first >= _MOST_PARTS:
+        if len(found) + last - first >= _MAX_PARTS:
             raise bad_request("without names too many parts", "without")
         found.update(range(first, last + 1))
     return found
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Sorted numbers as `0-3,7`."""
+    """Format sorted part numbers as `0-3,7`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,5 +1,5 @@
-"""A multipart upload, taken as it comes: its file goes into the scratch folder, a piece at a time, and never beyond a
-limit; nothing of it is whole in memory. What its sender calls the file is data, and no path."""
+"""Streaming multipart uploads: the file is written to the scratch folder piece by piece, up to a limit, and is never in
+memory as a whole. The file name that the client sends is data and never used as a path."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from pipeline.gateway.http.errors import ApiError, bad_request, storage_full
 from pipeline.ports import World, failure_type
 from schemas.jobs.inputs import InputFormat
 
-LEAST_LIFE: Final = timedelta(hours=1)
-MOST_LIFE: Final = timedelta(days=30)
+MIN_LIFETIME: Final = timedelta(hours=1)
+MAX_LIFETIME: Final = timedelta(days=30)
 _WHOLE: Final = re.compile("[0-9]{1,9}")
 _FIELDS: Final = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
-_MOST_PARTS: Final = 16
-_MOST_FIELD_BYTES: Final = 1_024
-_MOST_HEADER_BYTES: Final = 8_192
-_AROUND_BYTES: Final = 64 * 1024
-"""Of a body, besides its file."""
+_MAX_PARTS: Final = 16
+_MAX_FIELD_BYTES: Final = 1_024
+_MAX_HEADER_BYTES: Final = 8_192
+_FORM_OVERHEAD_BYTES: Final = 64 * 1024
+"""The bound of a body's bytes besides its file: boundaries, headers and fields."""
 _WRITE_BYTES: Final = 1 << 20
-_LEAST_BYTES_PER_SECOND: Final = 4_096
-"""Of an upload: it holds a place that others wait for."""
+_MIN_BYTES_PER_SECOND: Final = 4_096
+"""The minimum rate of an upload: it holds a slot that other uploads wait for."""
 _SPARE_BYTES: Final = 256 << 20
-"""Of disk that an upload leaves free."""
+"""Disk space that an upload leaves free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A file that came whole: its bytes are at `path`, to be given away."""
+    """A complete upload. The consumer may move the file at `path`."""
 
     path: Path
     filename: str
@@ -52,21 +52,21 @@ class Upload:
 
 
 @asynccontextmanager
-async def receive(request: Request, world: World, most_bytes: int, idle_seconds: float) -> AsyncIterator[Upload]:
-    """The request's upload, until the block ends.
+async def receive(request: Request, world: World, max_bytes: int, idle_seconds: float) -> AsyncIterator[Upload]:
+    """Receive the request's upload; the file is removed when the block ends.
 
     Raises:
-        ApiError: it is none, is too large, or stops coming, or there is no room.
-        StoreError: it can't be written.
+        ApiError: the body is no valid form, is too large or too slow, or the disk is full.
+        StoreError: the file can't be written.
     """
-    parser = FormReader(_boundary(request), most_bytes)
-    told = request.headers.get("content-length", "")
-    if told.isdigit() and int(told) > most_bytes + _AROUND_BYTES:
+    parser = FormReader(_boundary(request), max_bytes)
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes + _FORM_OVERHEAD_BYTES:
         raise parser.too_large()
     path = world.scratch / f"upload-{world.random.token(12).hex()}"
     file = _Writer(path)
     try:
-        async for piece in pieces(request, idle_seconds, _LEAST_BYTES_PER_SECOND):
+        async for piece in pieces(request, idle_seconds, _MIN_BYTES_PER_SECOND):
             parser.feed(piece)
             if len(parser.waiting) >= _WRITE_BYTES:
                 await asyncio.to_thread(file.write, parser.take())
@@ -88,7 +88,7 @@ async def receive(request: Request, world: World, most_bytes: int, idle_seconds:
 
 @dataclass(slots=True)
 class _Writer:
-    """A file that is being written, its size in bytes, hash, and first four bytes."""
+    """A file that is being written, with its size in bytes, its hash, and its first four bytes."""
 
     path: Path
     size: int = 0
@@ -115,24 +115,24 @@ class _Writer:
 
 
 class FormReader:
-    """Reads a form of one file and some short fields from pieces of its body.
+    """Incremental parser of a form with one file and some short fields.
 
     Attributes:
-        waiting: bytes of the file that nobody has taken yet.  filename: of the file; None: it has not come.
+        waiting: parsed bytes of the file that aren't taken yet.  filename: of the file; None: not parsed yet.
     """
 
-    def __init__(self, boundary: bytes, most_bytes: int) -> None:
+    def __init__(self, boundary: bytes, max_bytes: int) -> None:
         self.waiting = bytearray()
         self.filename: str | None = None
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._size = 0
         self._parts = 0
-        self._whole = False
+        self._is_complete = False
         self._fields: dict[str, bytearray] = {}
         self._header = (bytearray(), bytearray())
         self._header_bytes = 0
         self._disposition = b""
-        self._into: bytearray | None = None  # where the part's bytes go
+        self._into: bytearray | None = None  # the buffer of the current part
         self._parser = MultipartParser(
             boundary,
             {
@@ -147,21 +147,21 @@ class FormReader:
         )
 
     def feed(self, piece: bytes) -> None:
-        """Read on; raises `ApiError`."""
+        """Parse the next piece; raises `ApiError`."""
         try:
             self._parser.write(piece)
         except FormParserError as error:
             raise bad_request(f"the form can't be read: {error}", code="invalid_form") from None
 
     def take(self) -> bytes:
-        """What waits of the file."""
+        """Take the parsed bytes of the file."""
         data = bytes(self.waiting)
         self.waiting.clear()
         return data
 
     def end(self) -> None:
-        """All has come; raises `ApiError` where something is missing or wrong."""
-        if not self._whole:
+        """Check the complete form; raises `ApiError` when something is missing or invalid."""
+        if not self._is_complete:
             raise bad_request("the form ends before its last boundary; send it whole", code="invalid_form")
         if self.filename is None:
             raise bad_request("the form has no file; add one", param="file")
@@ -175,24 +175,22 @@ class FormReader:
         self.expires_after()
 
     def expires_after(self) -> timedelta | None:
-        """For how long the file is to be kept, from now; raises `ApiError`."""
+        """The lifetime that the form asks for; raises `ApiError`."""
         anchor, seconds = self._text("expires_after[anchor]"), self._text("expires_after[seconds]")
         if anchor is None and seconds is None:
             return None
         if anchor != "created_at":
             raise bad_request("expires_after.anchor must be 'created_at'", param="expires_after.anchor")
-        least, most = int(LEAST_LIFE.total_seconds()), int(MOST_LIFE.total_seconds())
-        if seconds is None or _WHOLE.fullmatch(seconds) is None or not least <= int(seconds) <= most:
-            message = f"expires_after.seconds must be an integer from {least} to {most}"
+        low, high = int(MIN_LIFETIME.total_seconds()), int(MAX_LIFETIME.total_seconds())
+        if seconds is None or _WHOLE.fullmatch(seconds) is None or not low <= int(seconds) <= high:
+            message = f"expires_after.seconds must be an integer from {low} to {high}"
             raise bad_request(message, param="expires_after.seconds")
         return timedelta(seconds=int(seconds))
 
     def too_large(self) -> ApiError:
-        """It is beyond the limit."""
-        most = f"{self._most_bytes:,} bytes"
-        return ApiError(
-            413, "file_too_large", f"the file is larger than {most}; cut it into several batches", param="file"
-        )
+        """The error for a file above the limit (413)."""
+        message = f"the file is larger than {self._max_bytes:,} bytes; cut it into several batches"
+        return ApiError(413, "file_too_large", message, param="file")
 
     def _text(self, name: str) -> str | None:
         data = self._fields.get(name)
@@ -200,13 +198,13 @@ class FormReader:
 
     def _begin(self) -> None:
         self._parts += 1
-        if self._parts > _MOST_PARTS:
-            raise bad_request(f"the form has more than {_MOST_PARTS} parts", code="invalid_form")
+        if self._parts > _MAX_PARTS:
+            raise bad_request(f"the form has more than {_MAX_PARTS} parts", code="invalid_form")
         self._disposition, self._header_bytes, self._into = b"", 0, None
 
     def _add_header(self, which: int, data: bytes) -> None:
         self._header_bytes += len(data)
-        if self._header_bytes > _MOST_HEADER_BYTES:
+        if self._header_bytes > _MAX_HEADER_BYTES:
             raise bad_request("a part of the form has too large a header", code="invalid_form")
         self._header[which].extend(data)
 
@@ -239,19 +237,19 @@ class FormReader:
         self._into += data
         if self._into is self.waiting:
             self._size += len(data)
-            if self._size > self._most_bytes:
+            if self._size > self._max_bytes:
                 raise self.too_large()
-        elif len(self._into) > _MOST_FIELD_BYTES:
+        elif len(self._into) > _MAX_FIELD_BYTES:
             raise bad_request("a field of the form is too long", code="invalid_form")
 
     def _end(self) -> None:
-        self._whole = True
+        self._is_complete = True
 
 
 def declared_size(request: Request) -> int:
-    """The least size of the file in bytes, from the request's Content-Length; 0 where it has none."""
+    """A lower bound of the file's size in bytes, from the request's Content-Length; 0 without that header."""
     declared = request.headers.get("content-length", "")
-    return max(0, int(declared) - _AROUND_BYTES) if declared.isdigit() else 0
+    return max(0, int(declared) - _FORM_OVERHEAD_BYTES) if declared.isdigit() else 0
 
 
 def _boundary(request: Request) -> bytes:
@@ -263,6 +261,6 @@ def _boundary(request: Request) -> bytes:
 
 
 def _cleaned(name: str) -> str:
-    """Without what would break a header or a line of a log; nothing else is made of it."""
-    shown = "".join(letter if letter.isprintable() else "_" for letter in name)[:255]
+    """The file name without characters that would break a header or a log line; otherwise unchanged."""
+    shown = "".join(character if character.isprintable() else "_" for character in name)[:255]
     return shown or "upload.jsonl"

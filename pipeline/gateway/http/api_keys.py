@@ -1,11 +1,11 @@
-"""API keys: `keys/ID.json` each, with the hash of its secret and never the secret; `keys/ID.revoked` ends one.
+"""API keys. `keys/ID.json` stores a key with the hash of its secret, never the secret; `keys/ID.revoked` revokes it.
 
-A key's text is `tm-ID-SECRET`. It is looked up by its id, and what was found is believed for a few seconds. A revoked
-key stays on record: so an installation that ever had keys never becomes open again because the last of them went.
+A key's text is `tm-ID-SECRET`. Keys are looked up by id, and results are cached for a few seconds. The record of a
+revoked key is not deleted, so an installation that ever had keys doesn't become open when the last one is revoked.
 
-Ids that were never seen are looked up one by one at a bounded rate. Beyond it the ids of all keys are listed, once in a
-few seconds, and others are refused without a read: so a flood of made-up keys costs the store no more than that, and a
-new key works within seconds all the same.
+Unknown ids are looked up one by one at a bounded rate. Above that rate the ids of all keys are listed at most once in a
+few seconds, and ids that aren't listed are refused without a read. So a flood of invented keys adds a bounded load on
+the store, and a new key still works within seconds.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from schemas.requests.limits import RateLimits
 from schemas.stored import Sha256, StoredModel
 
 KEYS: Final = "keys/"
-_PAPER: Final = ".json"
-_REVOKED: Final = ".revoked"
+_RECORD_SUFFIX: Final = ".json"
+_REVOKED_SUFFIX: Final = ".revoked"
 _TEXT = re.compile(r"tm-([0-9a-f]{16})-([0-9a-f]{64})")
 _ID = re.compile(r"[0-9a-f]{16}")
-_MOST_KNOWN: Final = 10_000
+_MAX_CACHED_KEYS: Final = 10_000
 _MAX_READS_PER_SECOND: Final = 10.0
-"""Of ids that were never seen."""
+"""The bound for ids that aren't in the cache."""
 
-
-_LISTED_SECONDS: Final = 5.0
+_LISTING_SECONDS: Final = 5.0
 
 Entry = TypeVar("Entry")
 
 
 class Scope(StrEnum):
-    """What a key is good for. `METRICS` is for programs that watch; `ADMIN` is good for all."""
+    """The permissions of a key. `METRICS` is for monitoring; `ADMIN` includes all others."""
 
     FILES = "files"
     BATCHES = "batches"
@@ -54,16 +53,16 @@ class Scope(StrEnum):
 
 
 class KeyNotFound(PipelineError):
-    """Raised when there is no key of an id."""
+    """Raised when no key has the given id."""
 
 
 class ApiKey(StoredModel):
-    """`keys/ID.json`.
+    """The stored record of a key: `keys/ID.json`.
 
     Attributes:
-        digest: sha256 of the secret, which is 32 random bytes: nobody guesses it, so it needs no slow hash.
-        max_tokens: a request over the lane that asks for more is refused; None: as its tier says.
-        limits: of this key, before those of all keys.
+        digest: sha256 of the secret. The secret is 32 random bytes and can't be guessed, so it needs no slow hash.
+        max_tokens: interactive requests for more output tokens are refused; None: the limit of the tier applies.
+        limits: of this key; they have precedence over the limits of all keys.
     """
 
     version: Literal[1] = 1
@@ -80,31 +79,31 @@ class ApiKey(StoredModel):
 
 @dataclass(frozen=True, slots=True)
 class ListedKey:
-    """A key as listings show it."""
+    """A key and whether it is revoked, as listings show it."""
 
     key: ApiKey
     revoked: bool
 
 
 class ApiKeys:
-    """The keys of the root that `world.store` is. Threads may share one.
+    """The API keys in `world.store`, with a cache. Thread-safe.
 
     Args:
-        believed: seconds for which what was read is not read again.
+        believed: seconds for which a lookup is cached.
     """
 
     def __init__(self, world: World, believed: float = 5.0) -> None:
         self._world = world
         self._store: ObjectStore = world.store
         self._believed = believed
-        self._known: OrderedDict[str, tuple[float, ApiKey | None]] = OrderedDict()
-        self._unknown: OrderedDict[str, float] = OrderedDict()  # ids without a key: until when that is believed
-        self._ids: tuple[float, frozenset[str]] = (float("-inf"), frozenset())
-        self._reads = _MAX_READS_PER_SECOND  # that may be made at once
-        self._reads_at = world.clock.monotonic()
-        self._any: tuple[float, bool] = (float("-inf"), False)
+        self._cached_keys: OrderedDict[str, tuple[float, ApiKey | None]] = OrderedDict()
+        self._missing_ids: OrderedDict[str, float] = OrderedDict()  # id without a key -> when the entry expires
+        self._listed_ids: tuple[float, frozenset[str]] = (float("-inf"), frozenset())
+        self._read_tokens = _MAX_READS_PER_SECOND  # of a token bucket
+        self._read_tokens_at = world.clock.monotonic()
+        self._has_keys: tuple[float, bool] = (float("-inf"), False)
         self._lock = threading.Lock()
-        self._listing = threading.Lock()
+        self._listing_lock = threading.Lock()
 
     def create(
         self,
@@ -116,7 +115,7 @@ class ApiKeys:
         max_tokens: int | None = None,
         limits: RateLimits | None = None,
     ) -> tuple[ApiKey, str]:
-        """A new key, and its text, which nobody can know again."""
+        """Create a key; returns it and its text, which can't be recovered later."""
         secret = self._world.random.token(32).hex()
         while True:
             key = ApiKey(
@@ -130,35 +129,35 @@ class ApiKeys:
                 max_tokens=max_tokens,
                 limits=limits or RateLimits(),
             )
-            if self._store.create(f"{KEYS}{key.id}{_PAPER}", key.to_json()):
+            if self._store.create(f"{KEYS}{key.id}{_RECORD_SUFFIX}", key.to_json()):
                 return key, f"tm-{key.id}-{secret}"
 
     def listed(self) -> Iterator[ListedKey]:
-        """All that there ever were, by id."""
+        """All keys that were ever created, by id, revoked ones included."""
         names = [info.key.removeprefix(KEYS) for info in self._store.list(KEYS)]
         for name in names:
-            if name.endswith(_PAPER) and (key := self._load(name.removesuffix(_PAPER))) is not None:
-                yield ListedKey(key, f"{key.id}{_REVOKED}" in names)
+            if name.endswith(_RECORD_SUFFIX) and (key := self._load(name.removesuffix(_RECORD_SUFFIX))) is not None:
+                yield ListedKey(key, f"{key.id}{_REVOKED_SUFFIX}" in names)
 
     def revoke(self, key_id: str) -> ApiKey:
-        """The key is good for nothing any more, here at once and elsewhere within seconds; raises `KeyNotFound`."""
+        """Revoke the key: in this process at once, in others within seconds. Raises `KeyNotFound`."""
         key = self._load(key_id) if _ID.fullmatch(key_id) else None
         if key is None:
             raise KeyNotFound(f"there is no key {key_id[:40]!r}; 'tokenmill keys list' shows them")
-        self._store.create(f"{KEYS}{key_id}{_REVOKED}", b"")
+        self._store.create(f"{KEYS}{key_id}{_REVOKED_SUFFIX}", b"")
         with self._lock:
-            self._known.pop(key_id, None)
+            self._cached_keys.pop(key_id, None)
         return key
 
     def exist(self) -> bool:
-        """Whether there ever was a key."""
+        """Whether a key was ever created."""
         now = self._world.clock.monotonic()
-        if not self._any[1] and now >= self._any[0]:  # what once was stays so
-            self._any = now + self._believed, next(self._store.list(KEYS), None) is not None
-        return self._any[1]
+        if not self._has_keys[1] and now >= self._has_keys[0]:  # once true, it stays true
+            self._has_keys = now + self._believed, next(self._store.list(KEYS), None) is not None
+        return self._has_keys[1]
 
     def check(self, text: str) -> ApiKey | None:
-        """The key of this text; None when it is wrong, revoked or expired."""
+        """The key with this text; None when the text is wrong or the key is revoked or expired."""
         match = _TEXT.fullmatch(text)
         if match is None:
             return None
@@ -169,57 +168,58 @@ class ApiKeys:
         return None if expired else key
 
     def _find(self, key_id: str) -> ApiKey | None:
-        """A key that is not revoked."""
+        """The key with this id, unless it is revoked."""
         now = self._world.clock.monotonic()
         with self._lock:
-            known = self._known.get(key_id)
-            if known is not None and now < known[0]:
-                return known[1]
-            if known is None and now < self._unknown.get(key_id, now):
+            cached = self._cached_keys.get(key_id)
+            if cached is not None and now < cached[0]:
+                return cached[1]
+            if cached is None and now < self._missing_ids.get(key_id, now):
                 return None
-            may_read = known is not None or self._may_read(now)
+            may_read = cached is not None or self._take_read_token(now)
         if not may_read and not self._is_listed(key_id, now):
             return None
         key = self._load(key_id)
         if key is None:
-            self._remember(self._unknown, key_id, now + self._believed)
+            self._cache(self._missing_ids, key_id, now + self._believed)
             return None
-        if self._store.info(f"{KEYS}{key_id}{_REVOKED}") is not None:
-            self._remember(self._known, key_id, (now + self._believed, None))
+        if self._store.info(f"{KEYS}{key_id}{_REVOKED_SUFFIX}") is not None:
+            self._cache(self._cached_keys, key_id, (now + self._believed, None))
             return None
-        self._remember(self._known, key_id, (now + self._believed, key))
+        self._cache(self._cached_keys, key_id, (now + self._believed, key))
         return key
 
-    def _remember(self, entries: OrderedDict[str, Entry], key_id: str, entry: Entry) -> None:
-        """Made-up ids put out no keys: they have a place of their own."""
+    def _cache(self, entries: OrderedDict[str, Entry], key_id: str, entry: Entry) -> None:
+        """Add an entry to one of the two caches. Missing ids have their own cache, so they evict no keys."""
         with self._lock:
             entries[key_id] = entry
             entries.move_to_end(key_id)
-            while len(entries) > _MOST_KNOWN:
+            while len(entries) > _MAX_CACHED_KEYS:
                 entries.popitem(last=False)
 
-    def _may_read(self, now: float) -> bool:
-        """Whether one more id that was never seen may be looked up now; counts it."""
-        self._reads = min(_MAX_READS_PER_SECOND, self._reads + (now - self._reads_at) * _MAX_READS_PER_SECOND)
-        self._reads_at = now
-        if self._reads < 1:
+    def _take_read_token(self, now: float) -> bool:
+        """Take a token for the lookup of an id that isn't cached; False when the bucket is empty."""
+        added = (now - self._read_tokens_at) * _MAX_READS_PER_SECOND
+        self._read_tokens = min(_MAX_READS_PER_SECOND, self._read_tokens + added)
+        self._read_tokens_at = now
+        if self._read_tokens < 1:
             return False
-        self._reads -= 1
+        self._read_tokens -= 1
         return True
 
     def _is_listed(self, key_id: str, now: float) -> bool:
-        """Whether the key stood a few seconds ago."""
-        with self._listing:  # not the other lock: keys that are known wait for no listing
-            if now >= self._ids[0]:
+        """Whether the key is in the listing of all ids, which is at most some seconds old."""
+        with self._listing_lock:  # not `_lock`: lookups of cached keys don't wait for the listing
+            if now >= self._listed_ids[0]:
                 names = (info.key.removeprefix(KEYS) for info in self._store.list(KEYS))
-                ids = frozenset(name.removesuffix(_PAPER) for name in names if name.endswith(_PAPER))
-                self._ids = now + max(self._believed, _LISTED_SECONDS), ids
-            return key_id in self._ids[1]
+                ids = frozenset(name.removesuffix(_RECORD_SUFFIX) for name in names if name.endswith(_RECORD_SUFFIX))
+                self._listed_ids = now + max(self._believed, _LISTING_SECONDS), ids
+            return key_id in self._listed_ids[1]
 
     def _load(self, key_id: str) -> ApiKey | None:
-        where = f"{KEYS}{key_id}{_PAPER}"
+        object_key = f"{KEYS}{key_id}{_RECORD_SUFFIX}"
         try:
-            return parse_stored(self._store.locate(where), self._store.read(where), ApiKey)
+            return parse_stored(self._store.locate(object_key), self._store.read(object_key), ApiKey)
         except ObjectNotFound:
             return None
 

@@ -1,4 +1,4 @@
-"""Who asks: the tenant, and what it may do. Both come from the key alone; nothing else that is sent changes them."""
+"""Authentication: the tenant and its scopes are taken from the API key alone, never from other parts of a request."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DEFAULT_TENANT: Final = "default"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks.
+    """The authenticated caller of a request.
 
     Attributes:
-        key: the id of the key; None: none is needed here.
-        max_tokens: the most that the key may ask for; None: as the tier says.
-        limits: of the key itself.
+        key: the id of the key; None: the installation needs none.
+        max_tokens: the key's bound of output tokens; None: the limit of the tier applies.
+        limits: the rate limits of the key's record.
     """
 
     tenant: str
@@ -29,38 +29,38 @@ class Caller:
     max_tokens: int | None = None
     limits: RateLimits = field(default_factory=RateLimits)
 
-    def may(self, scope: Scope) -> bool:
+    def has_scope(self, scope: Scope) -> bool:
         return scope in self.scopes or Scope.ADMIN in self.scopes
 
 
 class Authority:
-    """Judges keys. "auto": keys are needed as soon as there is one; "keys": always; "off": never."""
+    """Authenticates requests. Mode "auto": keys are required once one exists; "keys": always; "off": never."""
 
     def __init__(self, keys: ApiKeys, mode: AuthMode = "auto") -> None:
         self._keys = keys
         self._mode = mode
 
     @property
-    def open(self) -> bool:
-        """Whether anybody may ask, without a key."""
+    def is_open(self) -> bool:
+        """Whether requests require_scope no key."""
         return self._mode == "off" or (self._mode == "auto" and not self._keys.exist())
 
     def caller(self, authorization: str | None) -> Caller:
-        """Who sends this header; raises `ApiError` (401)."""
-        if self.open:
+        """The caller with this Authorization header; raises `ApiError` (401)."""
+        if self.is_open:
             return Caller(DEFAULT_TENANT, frozenset(Scope))
         scheme, _, text = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not text.strip():
             raise _refused("no API key was sent; send the header Authorization: Bearer KEY")
         key = self._keys.check(text.strip())
         if key is None:
-            raise _refused("the API key is wrong, revoked or expired; ask whoever runs this installation for another")
+            raise _refused("the API key is wrong, revoked or expired; ask the operator for another")
         return Caller(key.tenant, frozenset(key.scopes), key.id, key.max_tokens, key.limits)
 
 
-def need(caller: Caller, scope: Scope) -> None:
-    """Raises `ApiError` (403) for a caller that may not do this."""
-    if not caller.may(scope):
+def require_scope(caller: Caller, scope: Scope) -> None:
+    """Raises `ApiError` (403) when the caller lacks the scope."""
+    if not caller.has_scope(scope):
         held = ", ".join(sorted(caller.scopes)) or "none"
         message = f"this API key lacks the scope {scope.value!r} (it has {held}); use another key"
         raise ApiError(403, "missing_scope", message)

@@ -1,4 +1,4 @@
-"""What comes with a request: bounded in size, in depth, and in how long it may be silent."""
+"""Reading of request bodies, bounded in size, in JSON depth, and by a minimum transfer rate."""
 
 from __future__ import annotations
 
@@ -15,56 +15,55 @@ from pipeline.gateway.http.errors import RETRY_SECONDS, ApiError, bad_request, d
 from pipeline.gateway.http.json_limits import check_bounds
 
 IDLE_SECONDS: Final = 30.0
-"""A sender that is silent for so long in the middle of a request is not waited for."""
+"""A request that sends nothing for this long is answered with 408."""
 
-LEAST_BYTES_PER_SECOND: Final = 500
-"""Whoever sends less in an idle time holds a place for nothing."""
+MIN_BYTES_PER_SECOND: Final = 500
+"""A request that sends less, on average over an idle time, is answered with 408."""
 
-_LARGE: Final = 64 << 10
-"""Bytes of JSON that are not parsed on the event loop."""
+_LARGE_BYTES: Final = 64 << 10
+"""Larger JSON texts are parsed in a thread, not on the event loop."""
 
 _END = object()
 
 
 class BodyBudget:
-    """Bytes of bodies that are being read, of all requests together, of which one sender holds at most half. For one
-    event loop.
+    """A memory budget for the bodies that are being read, of which one sender holds at most half. For one event loop.
 
     Args:
-        most: at once.
+        max_bytes: of all bodies together.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._max_of_sender = max(1, most // 2)
-        self._held = 0
-        self._held_of_senders: Counter[str] = Counter()
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_of_sender = max(1, max_bytes // 2)
+        self._total = 0
+        self._by_sender: Counter[str] = Counter()
 
-    def take(self, count: int, sender: str) -> None:
-        """Hold so many more, to be given back; raises `ApiError` (429, 503), and holds none of them, when it is too
-        much.
+    def reserve(self, count: int, sender: str) -> None:
+        """Reserve `count` bytes, to be released later; raises `ApiError` (429, 503), and reserves none, when they
+        exceed the sender's share or the budget.
 
         Args:
             sender: as `sender_of` names it.
         """
-        if self._held_of_senders[sender] + count > self._max_of_sender:
+        if self._by_sender[sender] + count > self._max_of_sender:
             message = f"your requests that are being read hold {self._max_of_sender:,} bytes; send this one later"
             raise ApiError(429, "too_many_requests", message, headers={"Retry-After": str(RETRY_SECONDS)})
-        if self._held + count > self._most:
-            raise unavailable("too much is being sent here at once; send it again later", "too_many_requests")
-        self._held += count
-        self._held_of_senders[sender] += count
+        if self._total + count > self._max_bytes:
+            raise unavailable("too many bytes are being received at once; send it again later", "too_many_requests")
+        self._total += count
+        self._by_sender[sender] += count
 
-    def give_back(self, count: int, sender: str) -> None:
-        """They aren't held any more."""
-        self._held -= count
-        self._held_of_senders[sender] -= count
-        if not self._held_of_senders[sender]:
-            del self._held_of_senders[sender]
+    def release(self, count: int, sender: str) -> None:
+        """Release `count` reserved bytes."""
+        self._total -= count
+        self._by_sender[sender] -= count
+        if not self._by_sender[sender]:
+            del self._by_sender[sender]
 
 
 def sender_of(scope: Mapping[str, Any]) -> str:
-    """Who sends a request: its tenant, or its peer's address as long as it is not authenticated."""
+    """The sender of a request: its tenant, or its peer's address before it is authenticated."""
     caller: Caller | None = scope.get("tokenmill.caller")
     if caller is not None:
         return f"tenant {caller.tenant}"
@@ -73,12 +72,12 @@ def sender_of(scope: Mapping[str, Any]) -> str:
 
 
 async def pieces(
-    request: Request, idle_seconds: float = IDLE_SECONDS, least: float = LEAST_BYTES_PER_SECOND
+    request: Request, idle_seconds: float = IDLE_SECONDS, min_rate: float = MIN_BYTES_PER_SECOND
 ) -> AsyncIterator[bytes]:
-    """The body as it comes; raises `ApiError` when nothing comes any more, or fewer than `least` bytes a second in an
-    idle time, whatever came before."""
+    """Stream the body; raises `ApiError` (408) when nothing arrives for `idle_seconds`, or fewer than `min_rate` bytes
+    a second arrive in any period of that length, independently of earlier periods."""
     stream, loop = request.stream(), asyncio.get_running_loop()
-    began, total = loop.time(), 0  # of this idle time
+    began, total = loop.time(), 0  # of the current period
     while True:
         try:
             async with asyncio.timeout(idle_seconds):
@@ -92,63 +91,63 @@ async def pieces(
         assert isinstance(piece, bytes)
         total += len(piece)
         if loop.time() - began >= idle_seconds:
-            if total < least * idle_seconds:
-                raise _too_slow(f"fewer than {least:g} bytes of the request came a second; send it again")
+            if total < min_rate * idle_seconds:
+                raise _too_slow(f"fewer than {min_rate:g} bytes of the request came a second; send it again")
             began, total = loop.time(), 0
         yield piece
 
 
 async def read_object(
     request: Request,
-    most_bytes: int,
+    max_bytes: int,
     max_depth: int,
     budget: BodyBudget,
     *,
     empty: bool = False,
     idle_seconds: float = IDLE_SECONDS,
 ) -> dict[str, Any]:
-    """The body, which must be a JSON object; raises `ApiError`.
+    """Read the body, which must be a JSON object; raises `ApiError`.
 
     Args:
-        budget: what is read counts against it until it is parsed.
-        empty: no body at all stands for an object without anything.
+        budget: holds the body's bytes until they are parsed.
+        empty: an empty body is read as an empty object.
     """
-    told = request.headers.get("content-length", "")
-    if told.isdigit() and int(told) > most_bytes:
-        raise _too_large(most_bytes)
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
     data, sender = bytearray(), sender_of(request.scope)
-    held = 0
+    reserved = 0
     try:
         async for piece in pieces(request, idle_seconds):
-            budget.take(len(piece), sender)
-            held += len(piece)
+            budget.reserve(len(piece), sender)
+            reserved += len(piece)
             data += piece
-            if len(data) > most_bytes:
-                raise _too_large(most_bytes)
-        return await _object_of(request, bytes(data), max_depth, empty=empty)
+            if len(data) > max_bytes:
+                raise _too_large(max_bytes)
+        return await _parse_body(request, bytes(data), max_depth, empty=empty)
     finally:
-        budget.give_back(held, sender)
+        budget.release(reserved, sender)
 
 
-async def _object_of(request: Request, data: bytes, max_depth: int, *, empty: bool) -> dict[str, Any]:
+async def _parse_body(request: Request, data: bytes, max_depth: int, *, empty: bool) -> dict[str, Any]:
     if empty and not data:
         return {}
-    # Browsers send other types to other sites without asking: this one they don't.
+    # Browsers send other media types across origins without a preflight request, but not this one.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "unsupported_media_type", "send JSON, with the header Content-Type: application/json")
-    return await parse_aside(data, max_depth)
+    return await parse_object_off_loop(data, max_depth)
 
 
-async def parse_aside(data: bytes | str, max_depth: int) -> dict[str, Any]:
-    """`parse_object`, without holding up the event loop for what is large."""
-    if len(data) <= _LARGE:
+async def parse_object_off_loop(data: bytes | str, max_depth: int) -> dict[str, Any]:
+    """`parse_object`, in a thread for large texts, so that the event loop isn't blocked."""
+    if len(data) <= _LARGE_BYTES:
         return parse_object(data, max_depth)
     return await asyncio.to_thread(parse_object, data, max_depth)
 
 
 def parse_object(data: bytes | str, max_depth: int) -> dict[str, Any]:
-    """A JSON object; raises `ApiError`."""
+    """Parse a JSON object; raises `ApiError`."""
     raw = data.encode(errors="surrogatepass") if isinstance(data, str) else data
     check_bounds(raw, max_depth)
     try:
@@ -164,5 +163,5 @@ def _too_slow(why: str) -> ApiError:
     return ApiError(408, "request_timeout", why, headers={"Connection": "close"})
 
 
-def _too_large(most_bytes: int) -> ApiError:
-    return ApiError(413, "body_too_large", f"the body is larger than {most_bytes:,} bytes; send less")
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, "body_too_large", f"the body is larger than {max_bytes:,} bytes; send less")

@@ -1,8 +1,10 @@
-"""Requests that a page of another site has a browser send: they are refused, since no site but our own page asks from
-a browser. So nobody's browser is a way in to a gateway that needs no key.
+"""Protection against cross-site requests (CSRF) and DNS rebinding.
 
-A page can also have its own name lead to this machine (DNS rebinding): to the browser it then asks its own site, and
-only the name that it asks for gives it away."""
+Requests with the Origin of another site are refused: the gateway's own page is the only web page that calls it. So a
+user's browser can't be used to reach a gateway that needs no key.
+
+With DNS rebinding a page points its own host name to this machine. To the browser the request is then same-origin, and
+only the Host header reveals it; so the gateway checks that header while it needs no key."""
 
 from __future__ import annotations
 
@@ -13,32 +15,32 @@ from urllib.parse import urlsplit
 
 from starlette.concurrency import run_in_threadpool
 
-from pipeline.gateway.http.error_mapping import api_error
-from pipeline.gateway.http.errors import ApiError
+from pipeline.gateway.http.errors import ApiError, api_error
 from pipeline.ports import PipelineError
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]{2,45})\]|([a-z0-9_.-]{1,253}))(?::[0-9]{1,5})?", re.IGNORECASE)
 
 
 def check_origin(headers: Mapping[str, str]) -> None:
-    """Raises `ApiError` (403) for what another site's page sends."""
+    """Raises `ApiError` (403) for a request from a page of another site."""
     origin = headers.get("origin")
     if origin is None:
         return
     try:
-        place = urlsplit(origin).netloc
+        origin_host = urlsplit(origin).netloc
     except ValueError:
-        place = ""
-    if not place or place != headers.get("host", ""):
+        origin_host = ""
+    if not origin_host or origin_host != headers.get("host", ""):
         raise ApiError(403, "other_origin", f"pages of {origin[:80]!r} may not ask here")
 
 
 class HostGuard:
-    """Refuses what asks for a name that isn't ours, as long as nobody needs a key.
+    """Refuses requests whose Host header isn't a name of the gateway, while no key is needed.
 
     Args:
-        names: ours, besides "localhost". Addresses need no mention: no name leads astray where there is none.
-        is_open: whether anybody may ask, without a key; may wait for a server.
+        names: host names of the gateway besides "localhost". IP addresses are always allowed: DNS rebinding needs a
+            host name.
+        is_open: whether requests need no key; may block on the store.
     """
 
     def __init__(self, names: Iterable[str], is_open: Callable[[], bool]) -> None:
@@ -48,7 +50,7 @@ class HostGuard:
     async def check(self, headers: Mapping[str, str]) -> None:
         """Raises `ApiError` (403)."""
         host = headers.get("host")
-        if host is None or self._is_ours(host):
+        if host is None or self._is_allowed(host):
             return
         try:
             refused = await run_in_threadpool(self._is_open)
@@ -60,11 +62,11 @@ class HostGuard:
             )
             raise ApiError(403, "other_host", message)
 
-    def _is_ours(self, host: str) -> bool:
-        found = _HOST.fullmatch(host)
-        if found is None:
+    def _is_allowed(self, host: str) -> bool:
+        match = _HOST.fullmatch(host)
+        if match is None:
             return False
-        name = (found[1] or found[2]).lower()
+        name = (match[1] or match[2]).lower()
         if name in self._names:
             return True
         try:

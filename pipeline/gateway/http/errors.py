@@ -1,25 +1,32 @@
-"""What is answered when something can't be done: OpenAI's error object, with a status that its clients know."""
+"""API errors: OpenAI's error object, with a status that its clients handle, and the mapping from pipeline errors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pipeline.ports import PipelineError
+import structlog
+from fastapi.responses import JSONResponse
+
+from pipeline.ledger.ledger import JobNotFound, ResultsRemoved
+from pipeline.ports import PipelineError, StoreError, StoreFull
+from pipeline.runtime.availability import ServiceUnavailable
 from schemas.requests.errors import error_body
 
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
 
 RETRY_SECONDS: Final = 5
-"""After which a caller may ask again, where nothing better is known."""
+"""The default of Retry-After."""
+
+logger = structlog.get_logger(__name__)
 
 
 class ApiError(PipelineError):
     """Raised when a request is answered with an error.
 
     Attributes:
-        status: of HTTP.  code: a short, stable name of the reason.  message: what is wrong, and what to do.
-        param: the field that is to blame.  headers: more of the answer's.
+        status: the HTTP status.  code: a short, stable name of the reason.  message: what is wrong, and what to do.
+        param: the field that caused the error.  headers: additional headers of the response.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class ApiError(PipelineError):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """The error as OpenAI's error object."""
         found = error_body(self.code, self.message, self.status, self.param)
         if self.status in _TYPES:
             found["error"]["type"] = _TYPES[self.status]
@@ -47,35 +54,58 @@ class ApiError(PipelineError):
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_request") -> ApiError:
-    """Something that was sent can't be used."""
+    """The request is invalid (400)."""
     return ApiError(400, code, message, param=param)
 
 
 def not_found(what: str, name: str, param: str = "id") -> ApiError:
-    """There is no such thing, or it is another tenant's: who asks can't tell which."""
+    """The object doesn't exist or belongs to another tenant (404); the response is the same for both."""
     return ApiError(404, f"{what}_not_found", f"no {what} {name[:80]!r} is here; list yours with GET", param=param)
 
 
 def disconnected() -> ApiError:
-    """Who asked has gone: for the log alone, since nobody hears it. (nginx's status for that.)"""
+    """The client has disconnected. Only the log has this status: it is nginx's 499."""
     return ApiError(499, "disconnected", "the client went away")
 
 
-def nothing_here() -> ApiError:
-    """No route has this path."""
+def route_not_found() -> ApiError:
+    """No route has this path (404)."""
     return ApiError(404, "not_found", "there is nothing here; docs/http.md lists what there is")
 
 
 def internal_error() -> ApiError:
-    """Something is broken that the caller can do nothing about."""
+    """An unexpected error in the gateway (500)."""
     return ApiError(500, "internal_error", "something broke here; tell the operator, with x-request-id")
 
 
 def unavailable(message: str, code: str = "unavailable", seconds: int = RETRY_SECONDS) -> ApiError:
-    """It can't be done now."""
+    """The gateway can't handle the request now (503), with Retry-After."""
     return ApiError(503, code, message, headers={"Retry-After": str(seconds)})
 
 
 def storage_full() -> ApiError:
-    """Nothing can be stored before somebody makes room; what is stored can be read."""
+    """The storage is full (507): writes fail until space is freed, and reads still work."""
     return ApiError(507, "storage_full", "there is no room to store this; tell the operator, and send it again later")
+
+
+def api_error(error: Exception) -> ApiError:
+    """Map a pipeline error to an API error. Paths and addresses go to the log, not into the response."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ResultsRemoved):
+        return ApiError(410, "results_removed", "the results have expired and were removed; submit the batch again")
+    if isinstance(error, JobNotFound):
+        return ApiError(404, "batch_not_found", "there is no such batch")
+    if isinstance(error, StoreFull):
+        logger.error("storage_full", reason=str(error))
+        return storage_full()
+    if isinstance(error, StoreError | ServiceUnavailable):
+        logger.error("unavailable", reason=str(error))
+        return unavailable("storage or a server behind it can't be reached now; try again")
+    logger.error("pipeline_error", reason=str(error))
+    return ApiError(500, "internal_error", "something that is stored can't be read; tell the operator")
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """The HTTP response for an error."""
+    return JSONResponse(error.body(), error.status, headers=error.headers)

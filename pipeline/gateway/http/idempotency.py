@@ -1,5 +1,7 @@
-"""The same request again, told by its `Idempotency-Key`: whoever hears it first writes that down, and what is made is
-named after that. So a repeat, at another gateway or after a crash, makes the same thing, or finds it."""
+"""Idempotent requests: the gateway that first receives an `Idempotency-Key` stores a record of it.
+
+Ids of created objects are derived from that record. So a repeated request, at another gateway or after a crash, creates
+the same object or finds it."""
 
 from __future__ import annotations
 
@@ -13,29 +15,29 @@ from pipeline.ledger.tenant_index import idempotency_of
 from pipeline.ports import ObjectNotFound, World
 
 
-def first_heard(world: World, tenant: str, kind: str, key: str, digest: str) -> datetime:
-    """When the request was heard first.
+def record_idempotency_key(world: World, tenant: str, kind: str, key: str, digest: str) -> datetime:
+    """Record a request with an idempotency key; returns the time when it was first received.
 
     Args:
-        kind: of what it makes.  digest: sha256 of what it says.
+        kind: of the object that the request creates.  digest: sha256 of the request's content.
 
     Raises:
-        ApiError: the key came with another request before.
+        ApiError: the key was used for another request (409).
     """
     name = hashlib.sha256(f"{kind}\0{key}".encode(errors="surrogatepass")).hexdigest()
-    where = f"{idempotency_of(tenant)}{name}.json"
+    object_key = f"{idempotency_of(tenant)}{name}.json"
     mine = IdempotencyRecord(at=world.clock.now(), digest=digest)
-    if world.store.create(where, mine.to_json()):
+    if world.store.create(object_key, mine.to_json()):
         return mine.at
     try:
-        heard = parse_stored(world.store.locate(where), world.store.read(where), IdempotencyRecord)
-    except ObjectNotFound:  # it was old, and has just been collected
+        stored = parse_stored(world.store.locate(object_key), world.store.read(object_key), IdempotencyRecord)
+    except ObjectNotFound:  # an old record, just removed by garbage collection
         return mine.at
-    if heard.digest != digest:
+    if stored.digest != digest:
         raise ApiError(
             409,
             "idempotency_key_reused",
             "this Idempotency-Key came with another request before; use another key for another request",
             param="Idempotency-Key",
         )
-    return heard.at
+    return stored.at

@@ -1,5 +1,4 @@
-"""What a gateway counts of its requests and of the answers that go through it. Written on the event loop, read by any
-thread."""
+"""Metrics of a gateway's HTTP requests and model responses. Written on the event loop, read by any thread."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, T
 
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 NOWHERE: Final = "none"
-"""What is told as the route of a request for which there is none."""
+"""The route label of requests that match no route."""
 
 
 class HttpMetrics:
-    """Requests and answers of one gateway."""
+    """Counters and latencies of the requests and model responses of one gateway."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -27,79 +26,79 @@ class HttpMetrics:
         self._answers: Counter[tuple[str, str]] = Counter()
         self._active = 0
         self._open: dict[str, tuple[Tier, float]] = {}
-        self._unheard: set[str] = set()  # of those, the ones of which no token has come
+        self._without_tokens: set[str] = set()  # those of `_open` that have no token yet
         self.first_tokens = {tier: LatencyRecorder() for tier in Tier}
         self.wholes = {tier: LatencyRecorder() for tier in Tier}
 
     # -- requests
 
-    def began(self) -> None:
-        """A request or a socket is under way."""
+    def request_started(self) -> None:
+        """Count a request or WebSocket in progress."""
         self._active += 1
 
-    def over(self) -> None:
-        """It is no more."""
+    def request_finished(self) -> None:
+        """End a request or WebSocket that `request_started` counted."""
         self._active -= 1
 
-    def answered(self, method: str, route: str | None, status: int) -> None:
-        """A request was answered. `route`: its path as the application has it; None: there is no such path."""
+    def count_response(self, method: str, route: str | None, status: int) -> None:
+        """Count the HTTP response of a request. `route`: the path template of its route; None: no route matches."""
         labels = (method if method in METHODS else "other", route or NOWHERE, str(status))
         with self._lock:
             self._requests[labels] += 1
 
     def in_progress(self) -> int:
-        """Requests and sockets that are under way."""
+        """The number of requests and WebSockets in progress."""
         return self._active
 
     def requests(self) -> dict[tuple[str, str, str], int]:
-        """(method, route, status) -> requests that were answered."""
+        """(method, route, status) -> number of HTTP responses."""
         with self._lock:
             return dict(self._requests)
 
-    # -- answers
+    # -- model responses
 
-    def sent(self, request: LaneRequest) -> None:
-        """A request goes to the workers."""
+    def inference_started(self, request: LaneRequest) -> None:
+        """Start to measure a request that is sent to the workers."""
         with self._lock:
             self._open[request.id] = request.tier, self._clock.monotonic()
-            self._unheard.add(request.id)
+            self._without_tokens.add(request.id)
 
-    def heard(self, event: LaneEvent) -> None:
-        """Something of an answer has come."""
-        known = self._open.get(event.request)
-        if known is None:
+    def record_event(self, event: LaneEvent) -> None:
+        """Record an event of a model response."""
+        entry = self._open.get(event.request)
+        if entry is None:
             return
-        tier, began = known
+        tier, began = entry
         seconds = self._clock.monotonic() - began
-        if isinstance(event, TokensEvent) and event.request in self._unheard:
+        if isinstance(event, TokensEvent) and event.request in self._without_tokens:
             with self._lock:
-                self._unheard.discard(event.request)
+                self._without_tokens.discard(event.request)
             self.first_tokens[tier].add(seconds)
         if isinstance(event, EndEvent):
             self.wholes[tier].add(seconds)
-            self.ended(event.request, "answered")
+            self.inference_finished(event.request, "answered")
         elif isinstance(event, ErrorEvent):
-            self.ended(event.request, "failed")
+            self.inference_finished(event.request, "failed")
 
-    def ended(self, request: str, result: str) -> None:
-        """An answer comes no more, if that isn't known: it is "answered", "failed" or "cancelled"."""
+    def inference_finished(self, request: str, result: str) -> None:
+        """Count the result of a request unless it is counted already: "answered", "failed" or "cancelled"."""
         with self._lock:
-            self._unheard.discard(request)
-            known = self._open.pop(request, None)
-            if known is not None:
-                self._answers[known[0].value, result] += 1
+            self._without_tokens.discard(request)
+            entry = self._open.pop(request, None)
+            if entry is not None:
+                self._answers[entry[0].value, result] += 1
 
-    def found(self, tier: Tier) -> None:
-        """An answer was there already."""
+    def count_cache_hit(self, tier: Tier) -> None:
+        """Count a request that is answered from the response cache."""
         with self._lock:
             self._answers[tier.value, "cached"] += 1
 
     def answers(self) -> dict[tuple[str, str], int]:
-        """(tier, result) -> answers that have ended."""
+        """(tier, result) -> number of finished model responses."""
         with self._lock:
             return dict(self._answers)
 
     def callers(self) -> dict[str, int]:
-        """How many wait for an answer or its end ("open"), and of those for its first token ("waiting")."""
+        """The number of unfinished inference requests ("open"), and of those without a first token ("waiting")."""
         with self._lock:
-            return {"open": len(self._open), "waiting": len(self._unheard)}
+            return {"open": len(self._open), "waiting": len(self._without_tokens)}

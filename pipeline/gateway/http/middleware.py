@@ -1,5 +1,5 @@
-"""Around everything else: each answer has an id, each failure has OpenAI's shape, and each request is one line of the
-log that tells nothing of what was asked."""
+"""The outermost ASGI middleware: request ids, security headers, OpenAI-shaped errors, metrics, traces, and one log line
+for each request that holds no prompt."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.gateway.http.bodies import BodyBudget
 from pipeline.gateway.http.csrf import HostGuard, check_origin
-from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
+from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, route_not_found, unavailable
 from pipeline.gateway.http.metrics import METHODS, HttpMetrics
 from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, read_traceparent, working_for
 
 REQUEST_ID: Final = "x-request-id"
 _GIVEN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_SAFE: Final = {
+_SECURITY_HEADERS: Final = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
@@ -35,13 +35,13 @@ _FRAMES: Final = 8
 _HEALTH: Final = ("/healthz", "/readyz")
 _BEGINS: Final = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 _BODIES: Final = ("http.response.body", "websocket.http.response.body")
-_WATCHED: Final = "/metrics"
-"""To the end: how the last requests end is told, too."""
+_METRICS: Final = "/metrics"
+"""Served during shutdown, too, so that the last requests are counted in a scrape."""
 
-_UNTRACED: Final = (*_HEALTH, _WATCHED)
+_UNTRACED: Final = (*_HEALTH, _METRICS)
 
-_AWAY_BYTES: Final = 1 << 20
-_AWAY_SECONDS: Final = 1.0
+_MAX_DISCARDED_BYTES: Final = 1 << 20
+_MAX_DISCARD_SECONDS: Final = 1.0
 
 logger = structlog.get_logger(__name__)
 
@@ -50,18 +50,18 @@ class RequestMiddleware:
     """The outermost layer of the application.
 
     Args:
-        new_id: makes a request's id.
-        draining: whether new requests are sent elsewhere.
-        figures: count what is answered.
-        hosts: knows the names that may be asked for.
-        bodies: what may be read at once of bodies and of messages over WebSockets.
-        most: requests at once; further ones are refused.
-        traces: where each request is a span; questions after health and figures are none.
+        new_id: creates a request id.
+        draining: returns whether the gateway is shutting down and refuses new requests.
+        figures: counts requests and responses.
+        hosts: checks the Host header.
+        bodies: the memory budget of request bodies and WebSocket messages.
+        max_requests: concurrent requests; further ones are refused.
+        traces: each request is a span, except health checks and scrapes of metrics.
 
     Attributes:
-        app: what this is around.  bodies: as given.
-        active: requests that are under way, WebSockets among them.
-        new_id: makes a request's id.
+        app: the wrapped application.  bodies: as given.
+        active: requests in progress, WebSockets included.
+        new_id: creates a request id.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class RequestMiddleware:
         figures: HttpMetrics,
         hosts: HostGuard,
         bodies: BodyBudget,
-        most: int = 2_000,
+        max_requests: int = 2_000,
         traces: Traces = NO_TRACES,
     ) -> None:
         self.active = 0
         self.app = app
         self.bodies = bodies
         self.new_id = new_id
-        self._figures = figures
+        self._metrics = figures
         self._draining = draining
         self._hosts = hosts
-        self._most = most
+        self._max_requests = max_requests
         self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.active += 1
-        self._figures.began()
+        self._metrics.request_started()
         try:
             if self._traces.on and scope["path"] not in _UNTRACED:
                 await self._traced(scope, receive, send)
@@ -95,10 +95,11 @@ class RequestMiddleware:
                 await self._serve(scope, receive, send)
         finally:
             self.active -= 1
-            self._figures.over()
+            self._metrics.request_finished()
 
     async def _traced(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """By OpenTelemetry's words for HTTP. The path isn't told, but its route: ids and names may stand there."""
+        """Serve the request in a span with OpenTelemetry's HTTP attributes. The span has the route, not the path, which
+        may hold ids and names."""
         method, status = scope.get("method", "WEBSOCKET"), 0
 
         async def send_on(message: Message) -> None:
@@ -107,9 +108,9 @@ class RequestMiddleware:
                 status = message.get("status", 101)
             await send(message)
 
-        sent = read_traceparent(Headers(scope=scope).get(TRACEPARENT))
+        parent = read_traceparent(Headers(scope=scope).get(TRACEPARENT))
         method = method if method in METHODS else "other"
-        span = self._traces.begin(method, {"http.request.method": method}, kind="server", parent=sent)
+        span = self._traces.begin(method, {"http.request.method": method}, kind="server", parent=parent)
         with working_for(span):
             await self._serve(scope, receive, send_on)
         route, caller = getattr(scope.get("route"), "path", None), scope.get("tokenmill.caller")
@@ -130,12 +131,12 @@ class RequestMiddleware:
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = request_id
                 headers.update(scope.get("tokenmill.headers", {}))
-                for name, value in _SAFE.items():
+                for name, value in _SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
             elif message["type"] in _BODIES:
                 ended = not message.get("more_body", False)
-            elif message["type"] == "websocket.close" and not status:  # no route takes it
-                await answer(nothing_here())
+            elif message["type"] == "websocket.close" and not status:  # no route accepts this WebSocket
+                await answer(route_not_found())
                 return
             await send(message)
 
@@ -147,9 +148,9 @@ class RequestMiddleware:
             await self.app(scope, receive, send_on)
         except ApiError as error:
             if "Connection" in error.headers:
-                await _read_away(receive)
+                await _discard_body(receive)
             await answer(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is: the caller was answered, and the log gets no prompt
+        except Exception as error:  # noqa: BLE001 - any error: the caller gets a response, and the log no prompt
             logger.error(
                 "request_failed",
                 request=request_id,
@@ -159,15 +160,16 @@ class RequestMiddleware:
             )
             if not status:
                 await answer(internal_error())
-            elif not ended:  # cut it off, so that nobody takes it for whole
+            elif not ended:  # abort the connection, so that the client doesn't take the response for complete
                 raise _CutOff from None
         finally:
-            self._figures.answered(scope.get("method", "WEBSOCKET"), getattr(scope.get("route"), "path", None), status)
+            method = scope.get("method", "WEBSOCKET")
+            self._metrics.count_response(method, getattr(scope.get("route"), "path", None), status)
             caller = scope.get("tokenmill.caller")
             logger.info(
                 "request",
                 request=request_id,
-                method=scope.get("method", "WEBSOCKET"),
+                method=method,
                 path=_path(scope),
                 status=status,
                 tenant=None if caller is None else caller.tenant,
@@ -176,50 +178,51 @@ class RequestMiddleware:
             )
 
     async def _check(self, scope: Scope) -> None:
-        """Raises `ApiError` for what isn't even looked at."""
+        """Raises `ApiError` for a request that is refused before routing."""
         if scope["path"] in _HEALTH:
             return
-        if self._draining() and scope["path"] != _WATCHED:
-            gone = unavailable("this gateway is being stopped; ask again", "draining", seconds=1)
-            gone.headers["Connection"] = "close"
-            raise gone
-        if self.active > self._most:
-            raise unavailable(f"{self._most} requests are under way here; ask again later", "too_many_requests")
+        if self._draining() and scope["path"] != _METRICS:
+            draining = unavailable("this gateway is being stopped; ask again", "draining", seconds=1)
+            draining.headers["Connection"] = "close"
+            raise draining
+        most = self._max_requests
+        if self.active > most:
+            raise unavailable(f"{most} requests are under way here; ask again later", "too_many_requests")
         headers = Headers(scope=scope)
         if "transfer-encoding" in headers and "content-length" in headers:
-            # A proxy before this may see another end of the body, and another request behind it.
+            # A proxy in front may see another end of the body, and a smuggled request after it.
             both = bad_request("send Transfer-Encoding or Content-Length, and not both")
             both.headers["Connection"] = "close"
             raise both
         if len(headers.getlist("authorization")) > 1:
-            # A proxy before this may have judged the other one.
+            # A proxy in front may have checked the other one.
             raise bad_request("send one Authorization header, and not several", code="several_credentials")
         check_origin(headers)
         await self._hosts.check(headers)
 
 
-async def _read_away(receive: Receive) -> None:
-    """Let the rest of the request come in, up to a bound: what is unread when a connection is closed has it reset, and
-    the answer may be lost with it."""
+async def _discard_body(receive: Receive) -> None:
+    """Read and discard the rest of the request, up to a bound: closing a connection with unread data resets it, and the
+    client may lose the response."""
     read, more = 0, True
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_AWAY_SECONDS):
-            while more and read < _AWAY_BYTES:
+        async with asyncio.timeout(_MAX_DISCARD_SECONDS):
+            while more and read < _MAX_DISCARDED_BYTES:
                 message = await receive()
                 read, more = read + len(message.get("body", b"")), message.get("more_body", False)
 
 
 class _CutOff(Exception):
-    """Ends a connection whose answer can't be ended in order."""
+    """Raised to abort a connection whose response can't be completed."""
 
 
 def code_location(error: BaseException) -> list[str]:
-    """The last places on the way to the error. What it says may be a prompt, so that is left out."""
+    """The innermost stack frames of an error, without its message, which may hold a prompt."""
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     return [f"{frame.filename}:{frame.lineno}:{frame.name}" for frame in frames]
 
 
 def _path(scope: Scope) -> str:
-    """Without the query; bounded."""
+    """The request's path for the log, without the query and bounded in length."""
     path: str = scope["path"]
-    return "".join(letter if letter.isprintable() else "?" for letter in path[:200])
+    return "".join(character if character.isprintable() else "?" for character in path[:200])

@@ -1,5 +1,5 @@
-"""Pages of what a tenant has: a page is a listing that goes on behind the last one's id, in either order, and reads no
-further than it is long."""
+"""Cursor pagination over a tenant's index: a page starts after a given id, in either order, and reads only its
+length."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pipeline.ledger.tenant_index import TenantIndex
 from pipeline.ports import ObjectStore
 
 DEFAULT_LIMIT: Final = 20
-MOST_BATCHES: Final = 100
-MOST_FILES: Final = 10_000
+MAX_BATCHES_PER_PAGE: Final = 100
+MAX_FILES_PER_PAGE: Final = 10_000
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """What is asked for. `after`: the id of the last one that was seen; it needn't exist any more."""
+    """The parameters of a page. `after`: the id of the previous page's last item, which may have been deleted since."""
 
     limit: int = DEFAULT_LIMIT
     after: str | None = None
@@ -29,7 +29,7 @@ class PageRequest:
 
 @dataclass(frozen=True, slots=True)
 class PageResult:
-    """A page as OpenAI's clients read it. `data`: each has an `id`."""
+    """A page in the format of OpenAI's API. Each item of `data` has an `id`."""
 
     data: Sequence[dict[str, Any]]
     has_more: bool
@@ -44,20 +44,20 @@ class PageResult:
         }
 
 
-def ids_behind(store: ObjectStore, shelf: TenantIndex, page: PageRequest) -> Iterator[str]:
-    """Ids in the page's order, behind its `after`."""
-    names = shelf.newest if page.order == "desc" else shelf.oldest
+def list_ids(store: ObjectStore, tenant_index: TenantIndex, page: PageRequest) -> Iterator[str]:
+    """List the ids in the page's order, starting after its `after`."""
+    names = tenant_index.newest if page.order == "desc" else tenant_index.oldest
     return names(store, page.after)
 
 
-def fill(found: Iterable[T | None], limit: int) -> tuple[list[T], bool]:
-    """The first `limit` of those that are something, and whether there are more."""
-    some = list(islice((one for one in found if one is not None), limit + 1))
-    return some[:limit], len(some) > limit
+def take_page(items: Iterable[T | None], limit: int) -> tuple[list[T], bool]:
+    """The first `limit` items that aren't None, and whether more follow."""
+    taken = list(islice((item for item in items if item is not None), limit + 1))
+    return taken[:limit], len(taken) > limit
 
 
-def map_ahead(look: Callable[[str], T], names: Iterable[str], together: Callable[..., Iterable[T]], size: int) -> Any:
-    """`look` at the names, `size` of them at a time by `together` (an executor's `map`), no further than is read."""
+def map_chunks(read: Callable[[str], T], names: Iterable[str], map_: Callable[..., Iterable[T]], size: int) -> Any:
+    """Apply `read` to the names lazily, in chunks of `size` that `map_` (an executor's `map`) reads in parallel."""
     names = iter(names)
-    while some := list(islice(names, size)):
-        yield from together(look, some)
+    while chunk := list(islice(names, size)):
+        yield from map_(read, chunk)

@@ -1,6 +1,7 @@
-"""Connections as uvicorn has them, with what it leaves open: who is slow to say what it wants, or takes nothing of what
-it is told, is not waited for; what is no HTTP, and connections beyond a bound, are refused in the shape of all other
-errors."""
+"""uvicorn's protocols for HTTP and WebSocket connections, with additional limits.
+
+Time-outs close connections that send their headers or messages too slowly, or don't read their responses. Invalid HTTP
+and connections above a bound are answered with the same error object as all other errors."""
 
 from __future__ import annotations
 
@@ -21,80 +22,82 @@ from pipeline.gateway.http.errors import ApiError, bad_request, unavailable
 from pipeline.gateway.http.middleware import REQUEST_ID
 
 _POLICY: Final = 1008
-"""WebSocket's code for a peer that doesn't keep to what is asked of it."""
+"""The WebSocket close code for a policy violation."""
 
 _TOO_LARGE: Final = 1009
-"""For a message that is too large."""
+"""The WebSocket close code for a message that is too large."""
 
 _TRY_AGAIN_LATER: Final = 1013
 
 _MAX_WAITING_MESSAGES: Final = 64
-"""Of a connection. The event loop reads 256 KiB at once, in which 40,000 messages may stand."""
+"""Received but unread messages of a connection. The event loop reads 256 KiB at once, which may hold 40,000
+messages."""
 
 _MAX_FRAMING: Final = 2
-"""Bytes on the wire for each byte that a message may have: frames have headers, and may be empty."""
+"""The bound of received bytes for each byte of the largest message: frames have headers, and may be empty."""
 
 _MAX_PONG_BYTES: Final = 64 << 10
-"""That wait for a peer which sends pings and reads nothing."""
+"""Unsent pongs for a peer that sends pings and reads nothing."""
 
 
-class _Impatient(asyncio.Protocol):
-    """A connection that is cut off when its peer takes nothing for a while. What waits for the peer in this process is
-    no more than was handed over in one piece: before the next piece the sender is held up.
+class _WriteTimeoutProtocol(asyncio.Protocol):
+    """A connection that is aborted when its peer reads nothing for a while. The write buffer holds at most one write:
+    before the next one the application is paused.
 
     Attributes:
-        write_seconds: how long that is.
+        write_seconds: the time-out.
     """
 
     write_seconds: float
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
-    _stalled: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Nothing is to wait beside what is being sent."""
+        """Pause the application as soon as the write buffer holds data."""
         cast(asyncio.Transport, transport).set_write_buffer_limits(high=0)
         super().connection_made(transport)
 
     def pause_writing(self) -> None:
-        """The peer doesn't take all that there is for it."""
+        """The peer doesn't read all data: start the time-out."""
         super().pause_writing()
-        self._wait_for_peer()
+        self._start_write_timer()
 
     def resume_writing(self) -> None:
-        """It has taken all."""
-        self._wait_no_more()
+        """The peer has read all data: stop the time-out."""
+        self._stop_write_timer()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """There is nobody to wait for."""
-        self._wait_no_more()
+        """Stop the time-out."""
+        self._stop_write_timer()
         super().connection_lost(exc)
 
-    def _wait_for_peer(self) -> None:
-        left = self.transport.get_write_buffer_size()
-        self._stalled = self.loop.call_later(self.write_seconds, self._look_at_peer, left)
+    def _start_write_timer(self) -> None:
+        unsent_bytes = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.write_seconds, self._check_progress, unsent_bytes)
 
-    def _wait_no_more(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
-    def _look_at_peer(self, left_before: int) -> None:
-        if self.transport.get_write_buffer_size() < left_before:
-            self._wait_for_peer()
+    def _check_progress(self, unsent_bytes_before: int) -> None:
+        if self.transport.get_write_buffer_size() < unsent_bytes_before:
+            self._start_write_timer()
         else:
             self.transport.abort()
 
 
-class HttpProtocol(_Impatient, H11Protocol):
-    """A connection.
+class HttpProtocol(_WriteTimeoutProtocol, H11Protocol):
+    """An HTTP connection.
 
     Args:
-        header_seconds: from its beginning, or a request's, until the request's headers must be there.
-        write_seconds: for which a peer may take nothing of what there is for it.
-        most: connections at once; further ones are told so, and closed.
-        new_id: makes a request's id.
+        header_seconds: the time-out for a request's headers, from the connection's beginning or the request's first
+            byte.
+        write_seconds: the time-out for a peer that reads nothing of its response.
+        max_connections: concurrent connections; further ones are answered with 503 and closed.
+        new_id: creates a request id.
     """
 
     def __init__(
@@ -102,44 +105,45 @@ class HttpProtocol(_Impatient, H11Protocol):
         *args: Any,
         header_seconds: float,
         write_seconds: float,
-        most: int,
+        max_connections: int,
         new_id: Callable[[], str],
         **more: Any,
     ) -> None:
         super().__init__(*args, **more)
         self.write_seconds = write_seconds
         self._header_seconds = header_seconds
-        self._most = most
+        self._max_connections = max_connections
         self._new_id = new_id
-        self._deadline: asyncio.TimerHandle | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first request is waited for."""
+        """Start the time-out for the first request's headers."""
         super().connection_made(transport)
-        # asyncio does so only for sockets that were made with their protocol's number, as ours is not. Without it the
-        # kernel keeps an answer's body until its headers are acknowledged, which takes clients 40 ms.
+        # asyncio sets TCP_NODELAY only for sockets that were created with their protocol's number, and this one isn't.
+        # Without it the kernel holds a response's body back until its headers are acknowledged, which adds 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if len(self.connections) > self._most:
-            full = unavailable(f"{self._most} connections are open here; ask again later", "too_many_connections")
+        most = self._max_connections
+        if len(self.connections) > most:
+            full = unavailable(f"{most} connections are open here; ask again later", "too_many_connections")
             headers = {**full.headers, "Connection": "close", REQUEST_ID: self._new_id()}
             self.app = JSONResponse(full.body(), full.status, headers)
-        self._wait()
+        self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Part of a request: from its first byte the rest of its headers is waited for."""
+        """Handle received bytes. The first byte of a request starts the time-out for its headers."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._stop_waiting()
-        elif self._deadline is None:
-            self._wait()
+            self._stop_header_timer()
+        elif self._header_timer is None:
+            self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
-        self._stop_waiting()
+        """Stop the time-outs."""
+        self._stop_header_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or has too many headers."""
+        """Answer invalid HTTP, or a request with too large headers, with an error object."""
         error = bad_request(msg)
         body = orjson.dumps(error.body())
         headers = [
@@ -152,29 +156,29 @@ class HttpProtocol(_Impatient, H11Protocol):
         self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
         self.transport.close()
 
-    def _wait(self) -> None:
-        self._deadline = self.loop.call_later(self._header_seconds, self._late)
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self._header_seconds, self._close_if_idle)
 
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-    def _late(self) -> None:
-        self._deadline = None
+    def _close_if_idle(self) -> None:
+        self._header_timer = None
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             self.transport.close()
 
 
-class WebSocketProtocol(_Impatient, WebSocketsSansIOProtocol):
-    """A connection that has become a WebSocket. Bytes of messages count against the budget of bodies from when they are
-    received until the application asks for the next message: then it has parsed the one before. They are held by the
-    tenant, once the application knows it.
+class WebSocketProtocol(_WriteTimeoutProtocol, WebSocketsSansIOProtocol):
+    """A WebSocket connection. The bytes of a message are reserved in the body budget from when they are received until
+    the application asks for the next message: then it has parsed this one. They are reserved for the tenant once the
+    caller is authenticated.
 
     Args:
-        write_seconds: for which a peer may take nothing of what there is for it.
-        message_seconds: from a message's first byte until it must be whole, pings or no pings.
-        budget: of bytes of bodies that are being read.
+        write_seconds: the time-out for a peer that reads nothing.
+        message_seconds: the time-out from a message's first byte to its last; pings don't extend it.
+        budget: the memory budget of bodies that are being read.
     """
 
     def __init__(
@@ -183,83 +187,83 @@ class WebSocketProtocol(_Impatient, WebSocketsSansIOProtocol):
         super().__init__(*args, **more)
         self.write_seconds = write_seconds
         self._message_seconds = message_seconds
-        self._unfinished: asyncio.TimerHandle | None = None
+        self._message_timer: asyncio.TimerHandle | None = None
         self._budget = budget
-        self._sender = ""  # who holds them
-        self._held_bytes = 0  # of the budget: those of the unfinished message, and of whole ones
-        self._unfinished_bytes = 0
-        self._received_bytes = 0  # at once, last
-        self._waiting_bytes: deque[int] = deque()  # of whole messages, the one that is being parsed at the front
+        self._sender = ""  # whose share of the budget the reserved bytes count against
+        self._reserved_bytes = 0  # in the budget: of the incomplete message and of complete, unparsed ones
+        self._incomplete_bytes = 0
+        self._received_bytes = 0  # by the last read
+        self._waiting_bytes: deque[int] = deque()  # of complete messages; the first one is being parsed
         self._is_parsing = False
         self._pong_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Part of a message, of which the rest is waited for."""
+        """Handle received bytes; an incomplete message starts the time-out for its rest."""
         self._received_bytes = len(data)
-        if not self._held_bytes:
+        if not self._reserved_bytes:
             self._sender = sender_of(getattr(self, "scope", {"client": self.client}))
         try:
-            self._budget.take(len(data), self._sender)
+            self._budget.reserve(len(data), self._sender)
         except ApiError as error:
             self._fail(_TRY_AGAIN_LATER, error.message)
             return
-        self._held_bytes += len(data)
-        self._unfinished_bytes += len(data)
+        self._reserved_bytes += len(data)
+        self._incomplete_bytes += len(data)
         super().data_received(data)
-        if not self.frames:  # nothing but the beginning of a frame is left, also of many pings
-            self._unfinished_bytes = len(self.conn.reader.buffer)
-        if not self._unfinished_bytes:
-            self._message_over()
-        elif self._unfinished is None:
-            self._wait_for_message()
-        self._settle()
-        if self._unfinished_bytes > _MAX_FRAMING * self.config.ws_max_size + self._received_bytes:
+        if not self.frames:  # only the beginning of a frame remains, even after many pings
+            self._incomplete_bytes = len(self.conn.reader.buffer)
+        if not self._incomplete_bytes:
+            self._stop_message_timer()
+        elif self._message_timer is None:
+            self._start_message_timer()
+        self._release_parsed()
+        if self._incomplete_bytes > _MAX_FRAMING * self.config.ws_max_size + self._received_bytes:
             self._fail(_TOO_LARGE, "a message has too many fragments")
         elif len(self._waiting_bytes) > _MAX_WAITING_MESSAGES:
             self._fail(_POLICY, "too many messages at once")
 
     def send_receive_event_to_app(self) -> None:
-        """The message is whole."""
-        self._message_over()
+        """Pass a complete message to the application."""
+        self._stop_message_timer()
         self._waiting_bytes.append(sum(map(len, self.frames)))
-        self._unfinished_bytes = min(self._unfinished_bytes, self._received_bytes)
+        self._incomplete_bytes = min(self._incomplete_bytes, self._received_bytes)
         super().send_receive_event_to_app()
 
     async def receive(self) -> Any:
-        """The next message, for the application, which is done with the one before."""
+        """The next message. The application has then parsed the previous one, so its bytes are released."""
         if self._is_parsing:
             self._waiting_bytes.popleft()
-            self._settle()
+            self._release_parsed()
         message = await super().receive()
         self._is_parsing = message["type"] == "websocket.receive"
         return message
 
     def handle_ping(self) -> None:
-        """A peer that reads nothing gets no further pongs."""
+        """Answer a ping, unless too many pongs are unread by the peer."""
         answer = b"".join(self.conn.data_to_send())
         self._pong_bytes = 0 if self.writable.is_set() else self._pong_bytes + len(answer)
         if self._pong_bytes <= _MAX_PONG_BYTES:
             self.transport.write(answer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
-        self._message_over()
+        """Stop the time-outs and release the bytes of incomplete messages."""
+        self._stop_message_timer()
         super().connection_lost(exc)
-        self.frames, self._unfinished_bytes = [], 0
-        self._settle()
+        self.frames, self._incomplete_bytes = [], 0
+        self._release_parsed()
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
-        """The application reads no further message."""
+        """Release the bytes of all complete messages: the application has ended and reads no more."""
         super().on_task_complete(task)
         self._waiting_bytes.clear()
         self._is_parsing = False
-        self._settle()
+        self._release_parsed()
 
-    def _settle(self) -> None:
-        """Hold no more of the budget than there is."""
-        held = min(self._held_bytes, self._unfinished_bytes + sum(self._waiting_bytes))
-        self._budget.give_back(self._held_bytes - held, self._sender)
-        self._held_bytes = held
+    def _release_parsed(self) -> None:
+        """Release the reserved bytes that no message holds any more."""
+        needed = min(self._reserved_bytes, self._incomplete_bytes + sum(self._waiting_bytes))
+        self._budget.release(self._reserved_bytes - needed, self._sender)
+        self._reserved_bytes = needed
 
     def _fail(self, code: int, reason: str) -> None:
         if self.transport.is_closing():
@@ -268,17 +272,17 @@ class WebSocketProtocol(_Impatient, WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.transport.close()
 
-    def _wait_for_message(self) -> None:
-        self._unfinished = self.loop.call_later(self._message_seconds, self._message_late)
+    def _start_message_timer(self) -> None:
+        self._message_timer = self.loop.call_later(self._message_seconds, self._close_late)
 
-    def _message_over(self) -> None:
-        if self._unfinished is not None:
-            self._unfinished.cancel()
-            self._unfinished = None
+    def _stop_message_timer(self) -> None:
+        if self._message_timer is not None:
+            self._message_timer.cancel()
+            self._message_timer = None
 
-    def _message_late(self) -> None:
-        if self.read_paused:  # it is we who don't read
-            self._wait_for_message()
+    def _close_late(self) -> None:
+        if self.read_paused:  # the gateway doesn't read, so the peer isn't late
+            self._start_message_timer()
             return
-        self._unfinished = None
+        self._message_timer = None
         self._fail(_POLICY, "a message took too long")

@@ -1,4 +1,4 @@
-"""The server: uvicorn on a thread of its own, from a bound socket until it is told to stop."""
+"""The HTTP server: uvicorn with an own event loop on a bound socket, with graceful shutdown."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.http.protocol import HttpProtocol, WebSocketProtocol
 from pipeline.ports import PipelineError
 
-_LOOK_SECONDS: Final = 0.1
+_POLL_SECONDS: Final = 0.1
 _BACKLOG: Final = 1_024
-_LAST_SECONDS: Final = 3
-"""For what was ended to be told."""
+_SHUTDOWN_SECONDS: Final = 3
+"""For the last responses, of requests that were cancelled at the end of the drain."""
 
 logger = structlog.get_logger(__name__)
 
 
 class CantListen(PipelineError):
-    """Raised when an address can't be had."""
+    """Raised when the server can't listen on an address."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """How is listened.
+    """Addresses, time-outs and bounds of the server.
 
     Attributes:
-        certificate, private_key: PEM files, for TLS; None: plain HTTP.
-        drain_seconds: that requests have to come to their end after the word to stop.
-        keep_alive_seconds: for which a connection may idle between two requests.
-        header_seconds: for which the headers of a request are waited for.
-        write_seconds: for which a peer may take nothing of what there is for it.
-        unsent_bytes: of a connection, that wait in the kernel for their turn (beside those that are on their way).
-        max_message_bytes: of a message over a WebSocket; whoever sends more is hung up on.
-        message_seconds: that a message over a WebSocket may take to come.
-        most_connections: at once; further ones are refused, with 503. Larger than the application's own bound: many
-            are idle.
+        certificate, private_key: PEM files for TLS; None: plain HTTP.
+        drain_seconds: the time that running requests have to finish after the signal to stop.
+        keep_alive_seconds: the idle time-out between two requests of a connection.
+        header_seconds: the time-out for a request's headers.
+        write_seconds: the time-out for a peer that reads nothing of its response.
+        unsent_bytes: bytes of a connection that are queued in the kernel but not sent (TCP_NOTSENT_LOWAT).
+        max_message_bytes: of a WebSocket message; a larger one closes the connection.
+        message_seconds: the time-out from a WebSocket message's first byte to its last.
+        most_connections: concurrent connections; further ones are refused with 503. It is larger than the bound of
+            requests, as many connections are idle.
     """
 
     host: str = "127.0.0.1"
@@ -63,21 +63,21 @@ class ServerSettings:
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """A socket that nobody else has; raises `CantListen`."""
+    """Bind the listening socket; raises `CantListen`."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        made = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise CantListen(
             f"{settings.host}:{settings.port}: can't listen there: {error.strerror or error}; choose another port"
         ) from error
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections have it from their listener; else megabytes may wait there
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, settings.unsent_bytes)
-    return made
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections inherit it; without it the kernel may queue megabytes
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, settings.unsent_bytes)
+    return listener
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Whether the address is reachable from this machine only."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -85,10 +85,10 @@ def is_loopback(host: str) -> bool:
 
 
 class GatewayServer:
-    """Serves an application.
+    """Serves an application on a bound socket.
 
     Attributes:
-        draining: the word to stop has come.
+        draining: set once the server has been stopped and refuses new requests.
     """
 
     def __init__(self, settings: ServerSettings, bound: socket.socket) -> None:
@@ -98,16 +98,16 @@ class GatewayServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The base URL of the server."""
         host, port = self._bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         return f"{'http' if self._settings.certificate is None else 'https'}://{shown}:{port}"
 
     def run(self, app: RequestMiddleware, stop: threading.Event, end: Callable[[], None] = lambda: None) -> None:
-        """Serve until `stop`, and to the end of what is under way then.
+        """Serve until `stop` is set, then drain the running requests.
 
         Args:
-            end: ends what takes too long, in order; called on the event loop.
+            end: ends requests that outlast the drain; called on the event loop.
         """
         asyncio.run(self._serve(app, stop, end))
 
@@ -124,15 +124,14 @@ class GatewayServer:
     async def _watch(
         self, server: uvicorn.Server, app: RequestMiddleware, stop: threading.Event, end: Callable[[], None]
     ) -> None:
-        """Ends the server when it is time. While requests come to their end it still listens, to say that new ones are
-        to go elsewhere."""
+        """Stop the server after `stop` is set. During the drain it still listens, to refuse new requests with 503."""
         while not stop.is_set():
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         self.draining.set()
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.drain_seconds
         while app.active and loop.time() < until:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         end()
         server.should_exit = True
 
@@ -147,7 +146,7 @@ class GatewayServer:
             lifespan="off",
             h11_max_incomplete_event_size=32 * 1024,
             timeout_keep_alive=self._settings.keep_alive_seconds,
-            timeout_graceful_shutdown=_LAST_SECONDS,
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
             ssl_certfile=None if certificate is None else str(certificate),
             ssl_keyfile=None if key is None else str(key),
             ws=cast(
@@ -169,7 +168,7 @@ class GatewayServer:
                     HttpProtocol,
                     header_seconds=self._settings.header_seconds,
                     write_seconds=self._settings.write_seconds,
-                    most=self._settings.most_connections,
+                    max_connections=self._settings.most_connections,
                     new_id=app.new_id,
                 ),
             ),

@@ -1,7 +1,8 @@
-"""An answer's events as the chunks of OpenAI's streams, each of them one JSON document.
+"""Conversion of a response's events into the chunks of OpenAI's streams, each a JSON document.
 
-Chat: each choice begins with its role; then text, tool calls and log-probabilities as they come; then why it ended; and
-if it is wanted the usage of all choices. A completion's log-probabilities come with the end of their choice.
+In chat streams each choice begins with its role, followed by text, tool calls and log-probabilities as they arrive, and
+then its finish reason. With `include_usage` the last chunk holds the usage of all choices. In completion streams the
+log-probabilities come with the end of their choice.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ DONE: Final = b"[DONE]"
 
 
 class Chunks:
-    """The chunks of one answer.
+    """Converts the events of one response into chunks.
 
     Args:
-        created: when it was asked for; seconds since 1970.
+        created: the time of the request; seconds since 1970.
     """
 
-    def __init__(self, asked: InferenceRequest, created: int) -> None:
-        self._chat = asked.request.url == CHAT_URL
-        self._include_usage = asked.include_usage
+    def __init__(self, inference: InferenceRequest, created: int) -> None:
+        self._chat = inference.request.url == CHAT_URL
+        self._include_usage = inference.include_usage
         self._begun: set[int] = set()
         kind = "chatcmpl" if self._chat else "cmpl"
         self._head = {
-            "id": f"{kind}-{asked.request.id.removeprefix('http-')}",
+            "id": f"{kind}-{inference.request.id.removeprefix('http-')}",
             "object": "chat.completion.chunk" if self._chat else "text_completion",
             "created": created,
-            "model": asked.model,
+            "model": inference.model,
         }
 
-    def of(self, event: LaneEvent) -> list[bytes]:
-        """What the event adds; behind the last event the mark of the end."""
+    def convert(self, event: LaneEvent) -> list[bytes]:
+        """The chunks of an event; after those of the last event `[DONE]` follows."""
         if isinstance(event, TokensEvent):
             return list(self._tokens(event))
         if isinstance(event, EndEvent):
             return [*self._end(event.response), DONE]
         if isinstance(event, ErrorEvent):
-            return failure(error_of(event))
+            return error_chunks(lane_error(event))
         return []
 
     def _tokens(self, event: TokensEvent) -> Iterator[bytes]:
@@ -85,14 +86,14 @@ class Chunks:
         return orjson.dumps(self._head | {"choices": [choice]} | usage)
 
 
-def error_of(event: ErrorEvent) -> ApiError:
-    """Why there is no (more of an) answer, as HTTP would say it."""
+def lane_error(event: ErrorEvent) -> ApiError:
+    """Convert a worker's error event into an API error."""
     headers = {"Retry-After": "5"} if event.status in (429, 503) else {}
-    if event.status == 408:  # OpenAI's clients would ask again, and have it computed again for as long
+    if event.status == 408:  # OpenAI's clients would retry, and the computation would take as long again
         headers = {"x-should-retry": "false"}
     return ApiError(event.status, event.code, event.message, param=event.param, headers=headers)
 
 
-def failure(error: ApiError) -> list[bytes]:
-    """The end of a stream that can't go on."""
+def error_chunks(error: ApiError) -> list[bytes]:
+    """The last chunks of a stream that fails: the error and `[DONE]`."""
     return [orjson.dumps(error.body()), DONE]

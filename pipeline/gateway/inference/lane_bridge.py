@@ -1,7 +1,7 @@
-"""Between the lane's calls, which one thread looks after, and an event loop, where requests wait.
+"""The bridge between the lane client, which one thread polls, and the event loop, where requests wait for events.
 
-What a turn of the thread brings goes over in one piece, and the next turn waits until it has been taken in: so however
-fast workers are, what lies between is no more than a turn.
+Each poll's events are passed to the event loop as one batch, and the next poll starts after the batch is handled. So at
+most one batch is queued between them, however fast the workers are.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pipeline.tracing import NO_TRACES, Traces
 from schemas.workers.lane import ErrorEvent, LaneEvent, LaneRequest
 
 _IDLE_SECONDS: Final = 0.2
-_TAKING_SECONDS: Final = 30.0
+_DELIVERY_SECONDS: Final = 30.0
 
 Sink = Callable[[LaneEvent], None]
-"""Takes an event of a request, on the event loop."""
+"""Handles an event of a request, on the event loop."""
 
 logger = structlog.get_logger(__name__)
 
 
 class LaneBridge:
-    """Calls over the lane, for one event loop.
+    """Sends requests over the lane and delivers their events, for one event loop.
 
     Args:
-        figures: count how answers fare.
-        most_calls: that wait at once; further ones are refused.
+        metrics: count requests and responses.
+        max_calls: concurrent requests; further ones are refused.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class LaneBridge:
         lane: Lane,
         clock: Clock,
         settings: CallSettings,
-        figures: HttpMetrics,
-        most_calls: int = 10_000,
+        metrics: HttpMetrics,
+        max_calls: int = 10_000,
         traces: Traces = NO_TRACES,
     ) -> None:
-        self.figures = figures
+        self.metrics = metrics
         self._calls = LaneCalls(lane, clock, settings, traces)
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._sinks: dict[str, Sink] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -59,12 +59,12 @@ class LaneBridge:
         return len(self._sinks)
 
     async def start(self, request: LaneRequest, sink: Sink) -> None:
-        """Send the request; its events go to `sink`, until the end or `cancel`. Raises `ApiError`."""
-        if len(self._sinks) >= self._most_calls:
-            raise _full(f"{self._most_calls} requests wait here already")
+        """Send the request; its events are passed to `sink` until the last one or `cancel`. Raises `ApiError`."""
+        if len(self._sinks) >= self._max_calls:
+            raise _full(f"{self._max_calls} requests wait here already")
         self._loop = asyncio.get_running_loop()
         self._sinks[request.id] = sink
-        self.figures.sent(request)
+        self.metrics.inference_started(request)
         sending = asyncio.ensure_future(asyncio.to_thread(self._calls.start, request))
         try:
             await asyncio.shield(sending)
@@ -74,70 +74,70 @@ class LaneBridge:
         except PipelineError as error:
             self.forget(request.id)
             raise bad_request(str(error)) from None
-        except asyncio.CancelledError:  # the caller went away while it is sent: it can be cancelled when it is
+        except asyncio.CancelledError:  # the caller disconnected during the send: cancel after the send
             sending.add_done_callback(lambda sent: self._cancel_sent(request.id, sent))
             raise
 
     def _cancel_sent(self, request_id: str, sent: asyncio.Future[bool]) -> None:
-        """Nobody wants what was sent just now, whether or not it was known here then that nobody does."""
+        """Cancel a request whose caller disconnected while it was being sent."""
         self.cancel(request_id)
         if sent.cancelled() or sent.exception() is not None:
-            return  # it was never sent
+            return  # the send failed
         asyncio.get_running_loop().run_in_executor(None, self._calls.cancel, request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody wants the answer any more."""
-        self.figures.ended(request_id, "cancelled")
+        """Cancel the request: its response isn't needed any more."""
+        self.metrics.inference_finished(request_id, "cancelled")
         if self._sinks.pop(request_id, None) is not None:
             asyncio.get_running_loop().run_in_executor(None, self._calls.cancel, request_id)
 
     def forget(self, request_id: str) -> None:
-        """The end has come."""
-        self.figures.ended(request_id, "failed")  # unless an answer has come
+        """Remove a request that has ended."""
+        self.metrics.inference_finished(request_id, "failed")  # unless its result is counted already
         self._sinks.pop(request_id, None)
 
     def run(self, stop: threading.Event) -> None:
-        """Look after the calls, until `stop`."""
+        """Poll the lane and deliver events until `stop` is set."""
         while not stop.is_set():
             self._calls.wait(_IDLE_SECONDS)
             events = list(self._calls.turn())
             loop = self._loop
             if not events or loop is None:
                 continue
-            taken: Future[None] = Future()
+            delivered: Future[None] = Future()
             try:
-                loop.call_soon_threadsafe(self._deliver, events, taken)
-                taken.result(_TAKING_SECONDS)
-            except RuntimeError:  # the loop has ended, and nobody waits any more
+                loop.call_soon_threadsafe(self._deliver, events, delivered)
+                delivered.result(_DELIVERY_SECONDS)
+            except RuntimeError:  # the event loop is closed, and no request waits
                 break
             except TimeoutError:
-                logger.error("the event loop doesn't turn", seconds=_TAKING_SECONDS)
+                logger.error("event_loop_blocked", seconds=_DELIVERY_SECONDS)
         self._calls.leave()
 
-    def _deliver(self, events: list[LaneEvent], taken: Future[None]) -> None:
+    def _deliver(self, events: list[LaneEvent], delivered: Future[None]) -> None:
         try:
             for event in events:
-                self.figures.heard(event)
+                self.metrics.record_event(event)
                 sink = self._sinks.get(event.request)
                 if sink is not None:
-                    self._hand_over(event, sink)
+                    self._pass_to_sink(event, sink)
         finally:
-            taken.set_result(None)
+            delivered.set_result(None)
 
-    def _hand_over(self, event: LaneEvent, sink: Sink) -> None:
-        """An event that can't be taken in ends its own request, and keeps nothing from others."""
+    def _pass_to_sink(self, event: LaneEvent, sink: Sink) -> None:
+        """Pass an event to its sink. When the sink fails, only its own request ends; others get their events."""
         try:
             sink(event)
-        except Exception as error:  # noqa: BLE001 - its own, and nobody else's
-            logger.error("an event can't be taken in", request=event.request, error=type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - of this request alone
+            logger.error("event_not_handled", request=event.request, error=type(error).__name__)
             self.cancel(event.request)
             broken = internal_error()
-            with suppress(Exception):  # it has no end then but its connection's
+            with suppress(Exception):  # then the request ends with its connection
                 sink(ErrorEvent(event.request, event.attempt, event.sequence, broken.code, broken.message, 500))
 
 
 def draining() -> ApiError:
-    """This gateway is being stopped."""
+    """The gateway is shutting down (503)."""
     return unavailable("this gateway is being stopped; ask again", "draining", seconds=1)
 
 

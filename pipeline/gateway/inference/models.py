@@ -1,4 +1,4 @@
-"""The models that requests can name, as OpenAI's API lists them: those of the catalog."""
+"""The models of the catalog, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from schemas.models import CatalogEntry
 
 
 class ServedModels:
-    """The models of a root."""
+    """The models that a root serves."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._catalog = Catalog(store)
 
     def page(self) -> dict[str, Any]:
-        """All of them."""
+        """The list of all models."""
         return {"object": "list", "data": [_document(entry) for entry in self._catalog.entries()]}
 
     def get(self, name: str) -> dict[str, Any]:
-        """One; raises `ApiError` (404)."""
+        """The model with this name; raises `ApiError` (404)."""
         entry = self._catalog.find(name)
         if entry is None:
             known = ", ".join(other.pin.name for other in self._catalog.entries()) or "none yet: start a worker"

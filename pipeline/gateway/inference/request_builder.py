@@ -1,4 +1,4 @@
-"""From a body to a request on the lane: checked as a row of a job is, and by what the caller may ask for."""
+"""Builds lane requests from HTTP bodies: validates them like the rows of a job, and applies the caller's limits."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from schemas.requests.limits import Limits
 from schemas.requests.requests import CHAT_URL, CompletionBody, GenerationBody, dump_body, parse_body
 from schemas.workers.lane import EndEvent, LaneRequest
 
-_BELIEVED: Final = 5.0
-_MOST_NAMES: Final = 1_000
+_CATALOG_CACHE_SECONDS: Final = 5.0
+_MAX_CACHED_MODELS: Final = 1_000
 
 
 class Extension(BaseModel):
-    """What a request may say under `tokenmill`.
+    """The fields of a request under `tokenmill`.
 
     Attributes:
-        tier: how urgent.
-        timeout: seconds after which it is given up.
-        resume: seconds for which a stream that was cut off may be gone on with; without, it is cancelled at once.
-        cache: an answer that was given to the same request may be given again; None: as the settings say.
+        tier: the request's priority tier.
+        timeout: seconds after which the request is cancelled.
+        resume: seconds for which an interrupted stream can be resumed; 0: it is cancelled when the client disconnects.
+        cache: use the response cache; None: the default of the settings.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,7 +52,7 @@ class Extension(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """OpenAI's. `include_obfuscation` can only be off: nothing is obfuscated."""
+    """OpenAI's stream options. `include_obfuscation` must be false or null: streams aren't obfuscated."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -62,17 +62,17 @@ class StreamOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class InferenceSettings:
-    """What callers may ask for; seconds.
+    """Bounds and defaults of interactive requests.
 
     Attributes:
-        longest: a request is given up after this long, or earlier if it says so.
-        longest_resume: for which a stream may be gone on with.
-        default_model: of bodies that name none.
-        caps: the largest max_tokens of each tier.  default_max_tokens: of requests that name none.
+        longest: the bound and the default of a request's `timeout`, in seconds.
+        max_resume_seconds: the bound of `resume`, in seconds.
+        default_model: of bodies without a model.
+        caps: the largest max_tokens of each tier.  default_max_tokens: of requests without one.
     """
 
     longest: float = 600.0
-    longest_resume: float = 60.0
+    max_resume_seconds: float = 60.0
     default_model: str | None = None
     caps: Mapping[Tier, int] = field(default_factory=dict)
     default_max_tokens: int = 4_096
@@ -81,14 +81,14 @@ class InferenceSettings:
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A request, and how its answer is wanted.
+    """A lane request with the options of its HTTP response.
 
     Attributes:
-        model: as the body names it.  stream: token by token.  include_usage: at the end of the stream.
-        resume: seconds for which the stream is kept for a reader that was cut off.
-        ticket: what was taken for it of the caller's limits.
-        cache_key: of its answer; None: it is neither looked for nor kept.
-        policies: the fingerprint of the content policies that are to judge it, as far as is known.
+        model: as the body names it.  stream: the response is a stream.  include_usage: at the end of the stream.
+        resume: seconds for which an interrupted stream can be resumed.
+        ticket: the rate-limit tokens and slots that the request holds.
+        cache_key: of its response; None: the response cache isn't used.
+        policies: the fingerprint of the content policies that the catalog names for the model.
     """
 
     request: LaneRequest
@@ -102,11 +102,11 @@ class InferenceRequest:
 
 
 class InferenceRequestBuilder:
-    """Reads bodies. Threads may share one.
+    """Builds inference requests from bodies. Thread-safe.
 
     Args:
-        rates: what callers may ask for in a minute, and at once; None: there is no limit.
-        cache: of answers; None: nothing is kept.
+        rates: the rate limiter; None: no limits.
+        cache: the response cache; None: responses aren't cached.
     """
 
     def __init__(
@@ -121,16 +121,17 @@ class InferenceRequestBuilder:
         self._rates = rates
         self._settings = settings or InferenceSettings()
         self._catalog = Catalog(world.store)
-        self._models: dict[str, tuple[float, CatalogEntry]] = {}  # name -> until when it is believed
+        self._models: dict[str, tuple[float, CatalogEntry]] = {}  # name -> (when the entry expires, entry)
         self._lock = threading.Lock()
 
     @property
     def default_model(self) -> str | None:
-        """Of bodies that name none."""
+        """The model of bodies that name none."""
         return self._settings.default_model
 
     def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
-        """What the body asks for; raises `ApiError`. Where there are limits it counts from now on, until `ended`."""
+        """Build and admit the request that a body describes; raises `ApiError`. It counts against the caller's limits
+        until `release`."""
         plain = dict(body)
         extension = self._extension(plain.pop(EXTENSION, None))
         stream, include_usage = _streaming(plain)
@@ -166,13 +167,14 @@ class InferenceRequestBuilder:
         ticket = None
         if self._rates is not None:
             rows = checked.n if isinstance(checked, GenerationBody) else 1
-            ticket = self._rates.admit(caller, request.id, self._most_tokens(checked, dumped), seconds, rows)
+            ticket = self._rates.admit(caller, request.id, self._max_tokens(checked, dumped), seconds, rows)
         return InferenceRequest(request, checked.model, stream, include_usage, resume, ticket, key, entry.policies)
 
     def _cache_key(self, extension: Extension, body: Body, request: LaneRequest, policies: str | None) -> str | None:
-        """Under which the answer is kept; None: it isn't. Raises `ApiError` where that is asked for, and can't be."""
+        """The key of the response in the cache; None: it isn't cached. Raises `ApiError` for a request that demands
+        caching but can't be cached."""
         if extension.cache and self.cache is None:
-            raise bad_request("no answers are kept here; remove cache", f"{EXTENSION}.cache")
+            raise bad_request("responses aren't cached here; remove cache", f"{EXTENSION}.cache")
         wanted = self.cache is not None and self.cache.settings.always if extension.cache is None else extension.cache
         if not wanted:
             return None
@@ -183,25 +185,26 @@ class InferenceRequestBuilder:
             return None
         return cache_key(request, self._settings.default_max_tokens, policies)
 
-    def find(self, asked: InferenceRequest) -> dict[str, Any] | None:
-        """The answer that the same request had, if it is to be had; may wait for a server."""
-        if self.cache is None or asked.cache_key is None:
+    def find_cached(self, inference: InferenceRequest) -> dict[str, Any] | None:
+        """The cached response of the same request; None: there is none. May block on Redis."""
+        if self.cache is None or inference.cache_key is None:
             return None
-        return self.cache.find(asked.request.tenant, asked.cache_key)
+        return self.cache.find(inference.request.tenant, inference.cache_key)
 
-    def keep(self, asked: InferenceRequest, event: EndEvent) -> None:
-        """The answer, for the same request's next time; may wait for a server. Not where a worker answered whose
-        policies are other ones than the catalog says: those that come next might refuse it."""
-        if self.cache is not None and asked.cache_key is not None and event.policies == asked.policies:
-            self.cache.keep(asked.request.tenant, asked.cache_key, event.response)
+    def add_to_cache(self, inference: InferenceRequest, event: EndEvent) -> None:
+        """Cache the response; may block on Redis. It isn't cached when the worker's content policies differ from those
+        in the catalog: the catalog's might refuse it."""
+        if self.cache is not None and inference.cache_key is not None and event.policies == inference.policies:
+            self.cache.add(inference.request.tenant, inference.cache_key, event.response)
 
-    def ended(self, asked: InferenceRequest, used: int | None) -> None:
-        """The request is over, after so many tokens (None: nobody knows); may wait for a server."""
-        if self._rates is not None and asked.ticket is not None:
-            self._rates.done(asked.ticket, used)
+    def release(self, inference: InferenceRequest, used: int | None) -> None:
+        """Release the rate-limit tokens and slots of a finished request; may block on Redis. `used`: tokens; None:
+        unknown."""
+        if self._rates is not None and inference.ticket is not None:
+            self._rates.release(inference.ticket, used)
 
-    def _most_tokens(self, body: Body, dumped: dict[str, Any]) -> int:
-        """Of prompt and answer, as far as can be known without the model's tokenizer."""
+    def _max_tokens(self, body: Body, dumped: dict[str, Any]) -> int:
+        """An estimated upper bound of the tokens of prompt and output, without the model's tokenizer."""
         prompt = max(1, round(len(orjson.dumps(dumped)) * DEFAULT_TOKENS_PER_BYTE))
         if not isinstance(body, GenerationBody):
             return prompt
@@ -216,13 +219,13 @@ class InferenceRequestBuilder:
         if found.timeout is not None and found.timeout > self._settings.longest:
             message = f"{EXTENSION}.timeout is {found.timeout:g}, but at most {self._settings.longest:g} s are allowed"
             raise bad_request(message, f"{EXTENSION}.timeout")
-        if found.resume > self._settings.longest_resume:
-            message = f"{EXTENSION}.resume is {found.resume:g}, but at most {self._settings.longest_resume:g} s are"
+        if found.resume > self._settings.max_resume_seconds:
+            message = f"{EXTENSION}.resume is {found.resume:g}, but at most {self._settings.max_resume_seconds:g} s are"
             raise bad_request(f"{message} allowed", f"{EXTENSION}.resume")
         return found
 
     def _check_tokens(self, caller: Caller, tier: Tier, url: str, body: GenerationBody, dumped: dict[str, Any]) -> None:
-        """Refuses what is above the cap of the tier or the key. A request that names no number gets the key's."""
+        """Refuse a request above the cap of the tier or the key. A request without max_tokens gets the key's cap."""
         limit = body.output_limit
         caps = [cap for cap in (self._settings.caps.get(tier), caller.max_tokens) if cap is not None]
         if limit is None:
@@ -235,11 +238,11 @@ class InferenceRequestBuilder:
             raise bad_request(f"{name} is {limit}, but {of} allows at most {min(caps)}; lower it", name)
 
     def _entry(self, name: str) -> CatalogEntry:
-        """The model as the catalog has it; raises `ApiError`."""
+        """The model's catalog entry, cached for a few seconds; raises `ApiError`."""
         now = self._world.clock.monotonic()
-        known = self._models.get(name)
-        if known is not None and now < known[0]:
-            return known[1]
+        cached = self._models.get(name)
+        if cached is not None and now < cached[0]:
+            return cached[1]
         entry = self._catalog.find(name)
         if entry is None:
             names = [other.pin.name for other in self._catalog.entries()]
@@ -248,14 +251,14 @@ class InferenceRequestBuilder:
             message = f"model {name[:80]!r} is not served here ({', '.join(names)})"
             raise ApiError(404, "model_not_found", message, param="model")
         with self._lock:
-            if len(self._models) >= _MOST_NAMES:
+            if len(self._models) >= _MAX_CACHED_MODELS:
                 self._models.clear()
-            self._models[name] = now + _BELIEVED, entry
+            self._models[name] = now + _CATALOG_CACHE_SECONDS, entry
         return entry
 
 
 def _streaming(plain: dict[str, Any]) -> tuple[bool, bool]:
-    """Takes `stream` and `stream_options` out of the body; raises `ApiError`."""
+    """Remove `stream` and `stream_options` from the body; returns `stream` and `include_usage`. Raises `ApiError`."""
     stream, options = plain.pop("stream", None), plain.pop("stream_options", None)
     if stream is not None and not isinstance(stream, bool):
         raise bad_request("stream must be true or false", "stream")

@@ -1,7 +1,8 @@
-"""Answers that are given again, to whoever asks exactly the same: of one tenant, to a request whose answer is always
-the same (greedy, or with a seed), from the very same weights, judged by the very same content policies, for a while.
+"""The response cache: an identical request of the same tenant gets the stored response for a while.
 
-It saves work and nothing else: what can't be read is computed, and what can't be written is left out.
+Only deterministic requests (greedy, or with a seed) are cached, and the key holds the weights and the content policies.
+The cache never fails a request: when it can't be read, the response is computed; when it can't be written, the response
+isn't cached.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from pipeline.runtime.availability import ServiceUnavailable
 from schemas.workers.lane import LaneRequest
 
 MARK: Final = "tokenmill_cached"
-"""In `usage` of an answer that was given before."""
+"""The field in `usage` that marks a response from the cache."""
 _AWAY_SECONDS: Final = 5.0
-_KEPT_REASONS: Final = frozenset({"stop", "length"})
-_CARRIED: Final = frozenset({"model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
-"""Fields of a body that don't change its answer. The model's weights are in the key; its name isn't needed."""
+_CACHEABLE_FINISH_REASONS: Final = frozenset({"stop", "length"})
+_IGNORED_FIELDS: Final = frozenset({"model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
+"""Fields of a body that don't change its response. The key holds the model's weights, so its name isn't needed."""
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """What is kept.
+    """Bounds of the response cache.
 
     Attributes:
-        seconds: for which an answer is.  entry_bytes: of the largest one.  entries: of each tenant.
-        always: also where a request doesn't ask for it.
+        seconds: the lifetime of an entry.  entry_bytes: the largest entry.  entries: of each tenant.
+        always: requests that don't set `cache` are cached, too.
     """
 
     seconds: float = 3_600.0
@@ -47,78 +48,78 @@ class CacheSettings:
 
 
 class AnswerStore(Protocol):
-    """Where answers lie. The Redis one raises `ServiceUnavailable`."""
+    """Storage of cached responses. The Redis implementation raises `ServiceUnavailable`."""
 
     def get(self, tenant: str, key: str) -> bytes | None:
-        """What was put under this key, while its time lasts."""
+        """The entry under this key, unless it has expired."""
         ...
 
     def put(self, tenant: str, key: str, data: bytes, seconds: float, most: int) -> None:
-        """Keep it; of the tenant's, those that were put first go when there are more than `most`."""
+        """Store an entry; the tenant's oldest entries are evicted when it has more than `most`."""
         ...
 
 
 @dataclass(slots=True)
 class _TenantAnswers:
-    """One tenant's, those that were put first at the front: (until when, data) by key."""
+    """The entries of one tenant, the oldest first: (expiry time, data) by key."""
 
-    kept: OrderedDict[str, tuple[float, bytes]] = field(default_factory=OrderedDict)
+    entries: OrderedDict[str, tuple[float, bytes]] = field(default_factory=OrderedDict)
     num_bytes: int = 0
 
 
 class MemoryAnswers:
-    """Of one process. Threads may share it.
+    """Cached responses in the memory of one process. Thread-safe.
 
     Args:
-        most_bytes: of all answers; those go that the tenant which holds most bytes put first.
+        max_bytes: of all responses; above it the oldest entries of the tenant that holds the most bytes are evicted.
     """
 
-    def __init__(self, clock: Clock, most_bytes: int = 256 << 20) -> None:
+    def __init__(self, clock: Clock, max_bytes: int = 256 << 20) -> None:
         self._clock = clock
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._tenants: dict[str, _TenantAnswers] = {}
         self._bytes = 0
         self._lock = threading.Lock()
 
     def get(self, tenant: str, key: str) -> bytes | None:
-        """What was put under this key, while its time lasts."""
+        """The entry under this key, unless it has expired."""
         with self._lock:
-            theirs = self._tenants.get(tenant)
-            if theirs is None or key not in theirs.kept:
+            tenant_answers = self._tenants.get(tenant)
+            if tenant_answers is None or key not in tenant_answers.entries:
                 return None
-            until, data = theirs.kept[key]
+            until, data = tenant_answers.entries[key]
             if until <= self._clock.monotonic():
                 self._remove(tenant, key)
                 return None
             return data
 
     def put(self, tenant: str, key: str, data: bytes, seconds: float, most: int) -> None:
-        """Keep it; of the tenant's, those that were put first go when there are more than `most`."""
+        """Store an entry; the tenant's oldest entries are evicted when it has more than `most`."""
         with self._lock:
-            theirs = self._tenants.setdefault(tenant, _TenantAnswers())
-            if key in theirs.kept:
-                self._bytes -= len(theirs.kept[key][1])
-                theirs.num_bytes -= len(theirs.kept.pop(key)[1])
-            theirs.kept[key] = self._clock.monotonic() + seconds, data
-            theirs.num_bytes += len(data)
+            tenant_answers = self._tenants.setdefault(tenant, _TenantAnswers())
+            if key in tenant_answers.entries:
+                self._bytes -= len(tenant_answers.entries[key][1])
+                tenant_answers.num_bytes -= len(tenant_answers.entries.pop(key)[1])
+            tenant_answers.entries[key] = self._clock.monotonic() + seconds, data
+            tenant_answers.num_bytes += len(data)
             self._bytes += len(data)
-            if len(theirs.kept) > most:
-                self._remove(tenant, next(iter(theirs.kept)))
-            while self._bytes > self._most_bytes:
+            if len(tenant_answers.entries) > most:
+                self._remove(tenant, next(iter(tenant_answers.entries)))
+            while self._bytes > self._max_bytes:
                 largest = max(self._tenants, key=lambda name: self._tenants[name].num_bytes)
-                self._remove(largest, next(iter(self._tenants[largest].kept)))
+                self._remove(largest, next(iter(self._tenants[largest].entries)))
 
     def _remove(self, tenant: str, key: str) -> None:
-        theirs = self._tenants[tenant]
-        size = len(theirs.kept.pop(key)[1])
-        theirs.num_bytes -= size
+        tenant_answers = self._tenants[tenant]
+        size = len(tenant_answers.entries.pop(key)[1])
+        tenant_answers.num_bytes -= size
         self._bytes -= size
-        if not theirs.kept:
+        if not tenant_answers.entries:
             del self._tenants[tenant]
 
 
 class AnswerCache:
-    """Reads and writes answers. Threads may share one."""
+    """Reads and writes cached responses. Thread-safe."""
 
     def __init__(self, clock: Clock, store: AnswerStore, settings: CacheSettings | None = None) -> None:
         self.settings = settings or CacheSettings()
@@ -127,7 +128,7 @@ class AnswerCache:
         self._away_until = -math.inf
 
     def find(self, tenant: str, key: str) -> dict[str, Any] | None:
-        """The answer that was given to this, marked as such."""
+        """The cached response, with `MARK` in its usage; None: there is none."""
         if self._away():
             return None
         try:
@@ -140,9 +141,9 @@ class AnswerCache:
         response: dict[str, Any] = orjson.loads(data)
         return response | {"usage": response["usage"] | {MARK: True}}
 
-    def keep(self, tenant: str, key: str, response: Mapping[str, Any]) -> None:
-        """Keep an answer, if it is one that may be given again."""
-        if self._away() or not _may_be_kept(response):
+    def add(self, tenant: str, key: str, response: Mapping[str, Any]) -> None:
+        """Cache a response, if it is cacheable."""
+        if self._away() or not _is_cacheable(response):
             return
         data = orjson.dumps(response)
         if len(data) > self.settings.entry_bytes:
@@ -161,19 +162,19 @@ class AnswerCache:
 
 
 def cache_key(request: LaneRequest, default_max_tokens: int, policies: str | None = None) -> str:
-    """The same for all requests that have the same answer: what they ask, of which weights, and what judges it."""
-    body = {name: value for name, value in request.body.items() if name not in _CARRIED}
+    """The key of a request's response: a hash of its content, the weights and the content policies."""
+    body = {name: value for name, value in request.body.items() if name not in _IGNORED_FIELDS}
     facts = {"url": request.url, "model": request.model, "default_max_tokens": default_max_tokens, "body": body}
     facts["policies"] = policies
     return hashlib.sha256(orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def _may_be_kept(response: Mapping[str, Any]) -> bool:
-    """Whole, as nobody objected to it, and already known to be one that was computed."""
+def _is_cacheable(response: Mapping[str, Any]) -> bool:
+    """Whether a response is complete, passed the content policies, and isn't from the cache itself."""
     if "usage" not in response or MARK in response["usage"]:
         return False
     choices = response.get("choices", [])
     return all(
-        choice.get("finish_reason") in _KEPT_REASONS and not (choice.get("message") or {}).get("tool_calls")
+        choice.get("finish_reason") in _CACHEABLE_FINISH_REASONS and not (choice.get("message") or {}).get("tool_calls")
         for choice in choices
     )

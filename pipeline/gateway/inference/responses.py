@@ -1,7 +1,7 @@
-"""Answers on their way: whole ones, and streams, which their readers may leave and go on with.
+"""Responses in progress: complete ones, and streams, which can be resumed.
 
-What was taken for a request of its caller's limits is given back before the caller has the last of its answer, however
-that ends: else a caller that asks again at once could be refused for a request that is over.
+The rate-limit tokens and slots of a request are released before the caller gets the last part of its response:
+otherwise a caller that sends its next request at once could be refused because of a finished one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError, not_found
-from pipeline.gateway.inference.chunks import Chunks, error_of, failure
+from pipeline.gateway.inference.chunks import Chunks, error_chunks, lane_error
 from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.gateway.inference.request_builder import InferenceRequest, InferenceRequestBuilder
 from pipeline.gateway.inference.stream_buffer import StreamBuffer
@@ -25,122 +25,123 @@ from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, T
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """Bounds of streams; bytes and seconds.
+    """Bounds of streams.
 
     Attributes:
-        buffer_bytes: of a stream, that wait for its reader, or are kept for one that comes back.
-        keep_alive: a stream that has nothing to tell for so long says so.
-        patience: a stream begins after this long even if nothing has come; before, a refusal is a plain answer.
-        most_kept: streams that can be gone on with, at once.  most_kept_by_one: of them, of one tenant.
+        buffer_bytes: of a stream's events that are unread, or retained for readers that resume.
+        keep_alive_seconds: seconds without an event after which a keep-alive is sent.
+        first_event_timeout_seconds: seconds after which the HTTP response begins even without a first event; an error
+            before that is a plain error response.
+        max_resumable: concurrent resumable streams.  max_resumable_per_tenant: those of one tenant.
     """
 
     buffer_bytes: int = 1 << 20
-    keep_alive: float = 15.0
-    patience: float = 10.0
-    most_kept: int = 1_000
-    most_kept_by_one: int = 250
+    keep_alive_seconds: float = 15.0
+    first_event_timeout_seconds: float = 10.0
+    max_resumable: int = 1_000
+    max_resumable_per_tenant: int = 250
 
 
 class Stream:
-    """An answer that is told as it comes. Of one event loop.
+    """A streamed response. For one event loop.
 
     Args:
-        ended: begins to give back what was taken for the request; None: nothing was.
+        ended: starts the release of the request's rate-limit tokens; returns None when it holds none.
 
     Attributes:
-        id: by which it can be gone on with.  tenant: whose it is.
-        first: done when anything has come; an `ErrorEvent` that came first is its result.
+        id: the id to resume the stream with.  tenant: the owner.
+        first: done when the first event has arrived; its result is that event when it is an `ErrorEvent`.
     """
 
     def __init__(
         self,
-        asked: InferenceRequest,
+        inference: InferenceRequest,
         bridge: LaneBridge,
         created: int,
         settings: StreamSettings,
         ended: Callable[[EndEvent | None], asyncio.Future[None] | None],
     ) -> None:
-        self.id = asked.request.id
-        self.tenant = asked.request.tenant
+        self.id = inference.request.id
+        self.tenant = inference.request.tenant
         self.first: asyncio.Future[ErrorEvent | None] = asyncio.get_running_loop().create_future()
-        self.feed = StreamBuffer(settings.buffer_bytes, keep=asked.resume > 0)
+        self.buffer = StreamBuffer(settings.buffer_bytes, retain=inference.resume > 0)
         self.settings = settings
-        self.resume = asked.resume
-        self._chunks = Chunks(asked, created)
+        self.resume = inference.resume
+        self._chunks = Chunks(inference, created)
         self._bridge = bridge
         self._ended = ended
-        self._over = False
-        self._given_back: asyncio.Future[None] | None = None
+        self._has_ended = False
+        self._released: asyncio.Future[None] | None = None
         self._readers = 0
         self._closing: asyncio.TimerHandle | None = None
 
-    def take_in(self, event: LaneEvent) -> None:
-        """An event of the answer has come."""
-        told = list(self._chunks.of(event))
+    def handle_event(self, event: LaneEvent) -> None:
+        """Append an event of the response to the buffer."""
+        chunks = list(self._chunks.convert(event))
         if isinstance(event, EndEvent | ErrorEvent):
             self._bridge.forget(self.id)
-            self._end(told, event)
+            self._end(chunks, event)
             return
-        for data in told:
-            self.feed.push(data)
-        if self.feed.overrun:
+        for data in chunks:
+            self.buffer.push(data)
+        if self.buffer.overrun:
             self.cancel()
-        self._begun(None)
+        self._set_first(None)
 
     def fail(self, error: ApiError) -> None:
-        """End it here and now."""
-        if not self._over:
+        """End the stream with an error."""
+        if not self._has_ended:
             self._bridge.cancel(self.id)
-            self._end(failure(error), None)
+            self._end(error_chunks(error), None)
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """Cancel the request and end the stream."""
         self._bridge.cancel(self.id)
-        self.feed.end()
+        self.buffer.end()
         self._end((), None)
 
-    async def given_back(self) -> None:
-        """Until what was taken for it is given back, once it is over."""
-        if self._given_back is not None:
-            await asyncio.shield(self._given_back)
+    async def wait_released(self) -> None:
+        """Wait until the request's rate-limit tokens are released, if the stream has ended."""
+        if self._released is not None:
+            await asyncio.shield(self._released)
 
     def _end(self, last: Iterable[bytes], event: EndEvent | ErrorEvent | None) -> None:
-        """Give back what was taken for it, and then tell the last of it."""
-        if self._over:
+        """Release the request's rate-limit tokens, and then push the last chunks."""
+        if self._has_ended:
             return
-        self._over = True
+        self._has_ended = True
 
-        def tell(_: object = None) -> None:
+        def push_last(_: object = None) -> None:
             for data in last:
-                self.feed.push(data)
-            self.feed.end()
-            self._begun(event)
+                self.buffer.push(data)
+            self.buffer.end()
+            self._set_first(event)
 
-        self._given_back = self._ended(event if isinstance(event, EndEvent) else None)
-        if self._given_back is None:
-            tell()
+        self._released = self._ended(event if isinstance(event, EndEvent) else None)
+        if self._released is None:
+            push_last()
         else:
-            self._given_back.add_done_callback(tell)
+            self._released.add_done_callback(push_last)
 
-    def _begun(self, event: EndEvent | ErrorEvent | None) -> None:
+    def _set_first(self, event: EndEvent | ErrorEvent | None) -> None:
         if not self.first.done():
             self.first.set_result(event if isinstance(event, ErrorEvent) else None)
 
-    def enter(self) -> None:
-        """A reader comes."""
+    def attach_reader(self) -> None:
+        """Attach a reader."""
         self._readers += 1
         if self._closing is not None:
             self._closing.cancel()
             self._closing = None
 
-    def leave(self, close: Callable[[], None]) -> None:
-        """A reader goes. When it was the last, the stream is kept for as long as was asked, and then is closed."""
+    def detach_reader(self, close: Callable[[], None]) -> None:
+        """Detach a reader. After the last one, a resumable stream is retained for `resume` seconds and then closed."""
         self._readers -= 1
         if self._readers:
             return
 
         def end() -> None:
-            if not self.feed.ended:
+            if not self.buffer.ended:
                 self.cancel()
             close()
 
@@ -151,134 +152,134 @@ class Stream:
 
 
 class Answers:
-    """All answers that are on their way in this process. Of one event loop."""
+    """All inference responses in progress in this process. For one event loop."""
 
     def __init__(
-        self, asker: InferenceRequestBuilder, bridge: LaneBridge, clock: Clock, settings: StreamSettings | None = None
+        self, builder: InferenceRequestBuilder, bridge: LaneBridge, clock: Clock, settings: StreamSettings | None = None
     ) -> None:
-        self.asker = asker
+        self.builder = builder
         self.bridge = bridge
         self._clock = clock
         self._settings = settings or StreamSettings()
-        self._kept: dict[str, Stream] = {}
+        self._resumable: dict[str, Stream] = {}
         self._streams: set[Stream] = set()
-        self._waiting: dict[str, asyncio.Future[EndEvent | ErrorEvent]] = {}  # whole answers, by request
+        self._waiting: dict[str, asyncio.Future[EndEvent | ErrorEvent]] = {}  # complete responses, by request id
 
     async def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
-        """What the body asks for, to be handed to `whole` or `stream`; raises `ApiError`."""
-        reading = asyncio.ensure_future(run_in_threadpool(self.asker.read, caller, url, body))
+        """Build and admit the request of a body, for `complete` or `stream`; raises `ApiError`."""
+        reading = asyncio.ensure_future(run_in_threadpool(self.builder.read, caller, url, body))
         try:
             return await asyncio.shield(reading)
-        except asyncio.CancelledError:  # what is being taken for it can be given back when it has been
+        except asyncio.CancelledError:  # its tokens can be released only after they have been taken
             await asyncio.wait({reading})
             if reading.exception() is None:
-                await _settled(self._over(reading.result(), None, 0))
+                await _wait_released(self._finish(reading.result(), None, 0))
             raise
 
-    async def whole(self, asked: InferenceRequest) -> dict[str, Any]:
-        """The whole answer. Cancelled with its task. Raises `ApiError`."""
-        found = await self._find(asked)
+    async def complete(self, inference: InferenceRequest) -> dict[str, Any]:
+        """The complete response. The request is cancelled with its task. Raises `ApiError`."""
+        found = await self._find(inference)
         if found is not None:
             return found
         ended: asyncio.Future[EndEvent | ErrorEvent] = asyncio.get_running_loop().create_future()
 
-        def take_in(event: LaneEvent) -> None:
+        def handle_event(event: LaneEvent) -> None:
             if isinstance(event, EndEvent | ErrorEvent) and not ended.done():
                 ended.set_result(event)
 
-        self._waiting[asked.request.id] = ended
+        self._waiting[inference.request.id] = ended
         try:
-            await self.bridge.start(asked.request, take_in)
+            await self.bridge.start(inference.request, handle_event)
             event = await ended
         except asyncio.CancelledError:
-            self.bridge.cancel(asked.request.id)
+            self.bridge.cancel(inference.request.id)
             raise
         finally:
-            self._waiting.pop(asked.request.id, None)
+            self._waiting.pop(inference.request.id, None)
             if ended.done():
-                self.bridge.forget(asked.request.id)
-            await _settled(self._over(asked, _event_of(ended)))
+                self.bridge.forget(inference.request.id)
+            await _wait_released(self._finish(inference, _end_event(ended)))
         if isinstance(event, ErrorEvent):
-            raise error_of(event)
+            raise lane_error(event)
         return event.response
 
-    async def _find(self, asked: InferenceRequest) -> dict[str, Any] | None:
-        """The answer that the same request had before."""
-        if asked.cache_key is None:
+    async def _find(self, inference: InferenceRequest) -> dict[str, Any] | None:
+        """The cached response of the same request; its rate-limit tokens are then released."""
+        if inference.cache_key is None:
             return None
         try:
-            found = await asyncio.to_thread(self.asker.find, asked)
+            found = await asyncio.to_thread(self.builder.find_cached, inference)
         except BaseException:
-            await _settled(self._over(asked, None, 0))
+            await _wait_released(self._finish(inference, None, 0))
             raise
         if found is not None:
-            self.bridge.figures.found(asked.request.tier)
-            await _settled(self._over(asked, None, 0))
+            self.bridge.metrics.count_cache_hit(inference.request.tier)
+            await _wait_released(self._finish(inference, None, 0))
         return found
 
-    def _over(
-        self, asked: InferenceRequest, event: EndEvent | None, used: int | None = None
+    def _finish(
+        self, inference: InferenceRequest, event: EndEvent | None, used: int | None = None
     ) -> asyncio.Future[None] | None:
-        """The request has ended: its answer may be kept, and what was taken for it is given back; done when it is.
-        None: nothing was taken."""
+        """Finish a request: cache its response and release its rate-limit tokens. Returns the future of the release;
+        None: the request holds none."""
         if event is not None:
             used = event.response.get("usage", {}).get("total_tokens")
         loop = asyncio.get_running_loop()
-        giving = None
-        if asked.ticket is not None and not asked.ticket.empty:
-            giving = loop.run_in_executor(None, self.asker.ended, asked, used)
-        if event is not None and asked.cache_key is not None:
-            loop.run_in_executor(None, self.asker.keep, asked, event)
-        return giving
+        releasing = None
+        if inference.ticket is not None and not inference.ticket.empty:
+            releasing = loop.run_in_executor(None, self.builder.release, inference, used)
+        if event is not None and inference.cache_key is not None:
+            loop.run_in_executor(None, self.builder.add_to_cache, inference, event)
+        return releasing
 
-    async def stream(self, asked: InferenceRequest) -> Stream:
-        """A stream that has begun; what is refused before anything came raises `ApiError`. Its reader has entered."""
-        if asked.resume and (full := self._full(asked.request.tenant)):
-            await _settled(self._over(asked, None, 0))
+    async def stream(self, inference: InferenceRequest) -> Stream:
+        """Start a stream with one reader attached. An error before the first event raises `ApiError`."""
+        if inference.resume and (full := self._resumable_limit(inference.request.tenant)):
+            await _wait_released(self._finish(inference, None, 0))
             message = f"{full} streams that can be gone on with are open; ask later, or without"
             raise ApiError(429, "too_many_streams", message, headers={"Retry-After": "10"})
         now = int(self._clock.now().timestamp())
-        known = await self._find(asked)
+        cached = await self._find(inference)
 
         def ended(event: EndEvent | None) -> asyncio.Future[None] | None:
-            return self._over(asked, event) if known is None else None
+            return self._finish(inference, event) if cached is None else None
 
-        stream = Stream(asked, self.bridge, now, self._settings, ended)
-        stream.enter()
+        stream = Stream(inference, self.bridge, now, self._settings, ended)
+        stream.attach_reader()
         self._streams.add(stream)
         try:
-            if known is None:
-                await self.bridge.start(asked.request, stream.take_in)
+            if cached is None:
+                await self.bridge.start(inference.request, stream.handle_event)
             else:
-                for event in replay(asked.request, known):
-                    stream.take_in(event)
-            done, _ = await asyncio.wait({stream.first}, timeout=self._settings.patience)
+                for event in replay(inference.request, cached):
+                    stream.handle_event(event)
+            done, _ = await asyncio.wait({stream.first}, timeout=self._settings.first_event_timeout_seconds)
             refused = stream.first.result() if done else None
             if refused is not None:
-                raise error_of(refused)
+                raise lane_error(refused)
         except BaseException:
             stream.cancel()
             self._streams.discard(stream)
-            await stream.given_back()
+            await stream.wait_released()
             raise
-        if asked.resume:
-            self._kept[stream.id] = stream
+        if inference.resume:
+            self._resumable[stream.id] = stream
         return stream
 
     def find(self, tenant: str, stream_id: str) -> Stream:
-        """A stream that can be gone on with, entered by a new reader; raises `ApiError`."""
-        found = self._kept.get(stream_id)
+        """Attach a new reader to a resumable stream; raises `ApiError` (404)."""
+        found = self._resumable.get(stream_id)
         if found is None or found.tenant != tenant:
             raise not_found("stream", stream_id)
-        found.enter()
+        found.attach_reader()
         return found
 
-    def left(self, stream: Stream) -> None:
-        """A reader of the stream has gone."""
-        stream.leave(lambda: self._drop(stream))
+    def detach(self, stream: Stream) -> None:
+        """Detach a reader from the stream."""
+        stream.detach_reader(lambda: self._remove(stream))
 
     def end_all(self, error: ApiError) -> None:
-        """Nothing that is still under way comes to its end here."""
+        """End all responses in progress with an error."""
         for stream in list(self._streams):
             stream.fail(error)
         for name, ended in list(self._waiting.items()):
@@ -286,21 +287,21 @@ class Answers:
                 self.bridge.cancel(name)
                 ended.set_result(ErrorEvent("x", 1, 0, error.code, error.message, error.status))
 
-    def _full(self, tenant: str) -> str | None:
-        """How many streams are kept, where that is as many as may be."""
-        if len(self._kept) >= self._settings.most_kept:
-            return str(self._settings.most_kept)
-        most = self._settings.most_kept_by_one
-        of_tenant = sum(1 for stream in self._kept.values() if stream.tenant == tenant)
+    def _resumable_limit(self, tenant: str) -> str | None:
+        """The bound of resumable streams that is reached, as text for the error; None: neither is."""
+        if len(self._resumable) >= self._settings.max_resumable:
+            return str(self._settings.max_resumable)
+        most = self._settings.max_resumable_per_tenant
+        of_tenant = sum(1 for stream in self._resumable.values() if stream.tenant == tenant)
         return f"{most} of this tenant's" if of_tenant >= most else None
 
-    def _drop(self, stream: Stream) -> None:
-        self._kept.pop(stream.id, None)
+    def _remove(self, stream: Stream) -> None:
+        self._resumable.pop(stream.id, None)
         self._streams.discard(stream)
 
 
 def replay(request: LaneRequest, response: Mapping[str, Any]) -> Iterator[LaneEvent]:
-    """A whole answer as the events of a stream: each choice at once, and the end."""
+    """Convert a complete response into the events of a stream: one event for each choice, and the end."""
     for number, choice in enumerate(response["choices"]):
         chat = "message" in choice
         text = (choice["message"].get("content") if chat else choice["text"]) or ""
@@ -309,13 +310,13 @@ def replay(request: LaneRequest, response: Mapping[str, Any]) -> Iterator[LaneEv
     yield EndEvent(request.id, 1, len(response["choices"]), dict(response))
 
 
-async def _settled(giving: asyncio.Future[None] | None) -> None:
-    """Until it is given back, which goes on if nobody waits any more."""
-    if giving is not None:
-        await asyncio.shield(giving)
+async def _wait_released(releasing: asyncio.Future[None] | None) -> None:
+    """Wait for a release, which continues when the wait is cancelled."""
+    if releasing is not None:
+        await asyncio.shield(releasing)
 
 
-def _event_of(ended: asyncio.Future[EndEvent | ErrorEvent]) -> EndEvent | None:
-    """The end, if it has come."""
+def _end_event(ended: asyncio.Future[EndEvent | ErrorEvent]) -> EndEvent | None:
+    """The end event of a response, if it has arrived."""
     event = ended.result() if ended.done() and not ended.cancelled() else None
     return event if isinstance(event, EndEvent) else None

@@ -1,6 +1,7 @@
-"""A stream as server-sent events: each has its number as id, so that a reader that was cut off can say where to go on.
+"""Streams as server-sent encode_events (SSE). The id of each event is its number, so an interrupted reader can resume
+after it.
 
-A stream never ends bare: its last event is `[DONE]`, and before it comes either the answer's end or an error.
+The last event of a stream is always `[DONE]`, preceded by either the response's end or an error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.inference.chunks import failure
+from pipeline.gateway.inference.chunks import error_chunks
 from pipeline.gateway.inference.responses import Stream
 from pipeline.gateway.inference.stream_buffer import Item, Overrun
 
@@ -27,25 +28,25 @@ TOO_SLOW: Final = ApiError(
 
 
 class EventStream(Response):
-    """The answer to a request for a stream.
+    """The HTTP response of a streamed request.
 
     Args:
         after: the number of the last event that the reader has; -1: none.
-        left: told when the reader has gone, however that came.
+        on_detach: called when the reader has disconnected or the stream has ended.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, stream: Stream, left: Callable[[Stream], None], after: int = -1) -> None:
+    def __init__(self, stream: Stream, on_detach: Callable[[Stream], None], after: int = -1) -> None:
         super().__init__(headers={STREAM_ID: stream.id, "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._stream = stream
-        self._left = left
+        self._on_detach = on_detach
         self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            gone = asyncio.create_task(until_gone(receive))
+            gone = asyncio.create_task(wait_for_disconnect(receive))
             sending = asyncio.create_task(self._send(send))
             await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
             for task in (gone, sending):
@@ -53,39 +54,39 @@ class EventStream(Response):
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
         finally:
-            self._left(self._stream)
+            self._on_detach(self._stream)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for data in events(self._stream, self._after):
+        async for data in encode_events(self._stream, self._after):
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
-async def events(stream: Stream, after: int) -> AsyncIterator[bytes]:
-    """The stream behind event `after`, to its end."""
-    async for items in pieces(stream, after):
+async def encode_events(stream: Stream, after: int) -> AsyncIterator[bytes]:
+    """The stream's events after number `after`, encoded as SSE, to its end."""
+    async for items in read_items(stream, after):
         yield b"".join(b"id: %d\ndata: %b\n\n" % (item.number, item.data) for item in items) or KEEP_ALIVE
 
 
-async def pieces(stream: Stream, after: int) -> AsyncIterator[list[Item]]:
-    """The stream's events behind number `after`, as they come; nothing, where it is only to be said that the stream
-    lives. A reader that was too slow gets an error for its last."""
+async def read_items(stream: Stream, after: int) -> AsyncIterator[list[Item]]:
+    """The stream's events after number `after`, in batches as they arrive; an empty batch is a keep-alive. A
+    reader that was too slow gets an error as its last event."""
     while True:
         try:
-            items = await stream.feed.take(after, stream.settings.keep_alive)
+            items = await stream.buffer.take(after, stream.settings.keep_alive_seconds)
         except Overrun:
-            await stream.given_back()
-            yield [Item(after + 1 + number, data) for number, data in enumerate(failure(TOO_SLOW))]
+            await stream.wait_released()
+            yield [Item(after + 1 + number, data) for number, data in enumerate(error_chunks(TOO_SLOW))]
             return
-        if not items and stream.feed.ended:
+        if not items and stream.buffer.ended:
             return
         yield items
         if items:
             after = items[-1].number
 
 
-async def until_gone(receive: Receive) -> None:
-    """Until the client has gone."""
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

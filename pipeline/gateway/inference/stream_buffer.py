@@ -1,7 +1,7 @@
-"""What of an answer's stream waits for its readers: numbered from 0, and bounded. Of one event loop.
+"""A bounded buffer of a stream's events, numbered from 0. For one event loop.
 
-A stream that nobody can go on with keeps what its reader has not taken; one that outgrows its bound is the end of that
-reader alone. A stream that can be gone on with keeps as much of its past as the bound allows, for any reader.
+The buffer of a stream that can't be resumed holds the events that its reader hasn't taken; when it overflows, only that
+reader fails. The buffer of a resumable stream also retains events that were read, as many as fit, for later readers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class Overrun(Exception):
-    """Raised for a reader that was too slow: what it should get next is gone."""
+    """Raised for a reader that was too slow: its next event has been evicted from the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +25,20 @@ class Item:
 
 
 class StreamBuffer:
-    """A bounded stream.
+    """A bounded buffer of a stream's events.
 
     Args:
-        most_bytes: that wait.  keep: what was read, too.
+        max_bytes: of buffered events.  retain: events that were read stay in the buffer, for readers that resume.
 
     Attributes:
-        ended: nothing comes any more.  overrun: something was dropped that nobody had read.
+        ended: no further events follow.  overrun: unread events were evicted.
     """
 
-    def __init__(self, most_bytes: int, *, keep: bool) -> None:
+    def __init__(self, max_bytes: int, *, retain: bool) -> None:
         self.ended = False
         self.overrun = False
-        self._most_bytes = most_bytes
-        self._keep = keep
+        self._max_bytes = max_bytes
+        self._retain = retain
         self._items: deque[Item] = deque()
         self._size = 0
         self._next = 0
@@ -51,39 +51,39 @@ class StreamBuffer:
         self._items.append(Item(self._next, data))
         self._next += 1
         self._size += len(data)
-        if self._size > self._most_bytes and len(self._items) > 1 and not self._keep:
+        if self._size > self._max_bytes and len(self._items) > 1 and not self._retain:
             self.overrun = True
-            self._drop_all()
-        while self._size > self._most_bytes and len(self._items) > 1:
+            self._clear()
+        while self._size > self._max_bytes and len(self._items) > 1:
             self._size -= len(self._items.popleft().data)
         self._changed.set()
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Mark the end of the stream."""
         self.ended = True
         self._changed.set()
 
     async def take(self, after: int, timeout: float) -> list[Item]:
-        """Events behind number `after` (-1: from the beginning), at least one; none after `timeout` seconds, or where
-        nothing comes any more. Raises `Overrun`."""
-        found = self._behind(after)
+        """The events after number `after` (-1: from the beginning). Waits for at least one; returns none after
+        `timeout` seconds or at the stream's end. Raises `Overrun`."""
+        found = self._items_after(after)
         if not found and not self.ended:
             self._changed.clear()
-            with suppress(TimeoutError):  # and look all the same: something may have come in the same moment
+            with suppress(TimeoutError):  # then read once more: an event may have arrived at the same moment
                 async with asyncio.timeout(timeout):
                     await self._changed.wait()
-            found = self._behind(after)
+            found = self._items_after(after)
         return found
 
-    def _behind(self, after: int) -> list[Item]:
+    def _items_after(self, after: int) -> list[Item]:
         wanted = self._next - 1 - after
         if wanted > len(self._items):
             raise Overrun
         found = [self._items[-back] for back in range(wanted, 0, -1)]
-        if not self._keep:
-            self._drop_all()
+        if not self._retain:
+            self._clear()
         return found
 
-    def _drop_all(self) -> None:
+    def _clear(self) -> None:
         self._items.clear()
         self._size = 0

@@ -1,5 +1,6 @@
-"""How many requests of a name are under way: counted in one place for all gateways, and never for longer than a request
-can take, so that what a gateway left behind when it was killed is forgotten."""
+"""Concurrency slots: the number of running requests of a name (a tenant or a key), counted for all gateways together.
+
+A slot expires after the longest time that a request can take, so slots of a gateway that was killed are released."""
 
 from __future__ import annotations
 
@@ -11,39 +12,39 @@ from pipeline.ports import Clock
 
 
 class ConcurrencySlots(Protocol):
-    """Places that requests take. The Redis one raises `ServiceUnavailable`."""
+    """Concurrency slots by name. The Redis implementation raises `ServiceUnavailable`."""
 
     def enter(self, name: str, request: str, most: int, seconds: float, rows: int = 1) -> bool:
-        """Take a place for each row for so many seconds at most; False, and none is taken, when fewer of `most` are
-        free."""
+        """Take a slot for each row, which expires after `seconds`. Returns False, and takes none, when fewer than
+        `rows` of the `most` slots are free."""
         ...
 
     def leave(self, name: str, request: str, rows: int = 1) -> None:
-        """Give the places back; harmless when there are none."""
+        """Release the request's slots; does nothing when it holds none."""
         ...
 
 
 class MemoryRunning:
-    """Of one process. Threads may share it."""
+    """The concurrency slots of one process. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._taken: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)  # until when, and rows
+        self._taken: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)  # (expiry time, rows)
         self._lock = threading.Lock()
 
     def enter(self, name: str, request: str, most: int, seconds: float, rows: int = 1) -> bool:
-        """Take a place for each row for so many seconds at most; False, and none is taken, when fewer of `most` are
-        free."""
+        """Take a slot for each row, which expires after `seconds`. Returns False, and takes none, when fewer than
+        `rows` of the `most` slots are free."""
         now = self._clock.monotonic()
         with self._lock:
-            taken = {one: place for one, place in self._taken[name].items() if place[0] > now}
+            taken = {one: slot for one, slot in self._taken[name].items() if slot[0] > now}
             if sum(count for _, count in taken.values()) + rows <= most:
                 taken[request] = now + seconds, rows
             self._taken[name] = taken
             return request in taken
 
     def leave(self, name: str, request: str, rows: int = 1) -> None:
-        """Give the places back; harmless when there are none."""
+        """Release the request's slots; does nothing when it holds none."""
         with self._lock:
             taken = self._taken.get(name, {})
             taken.pop(request, None)

@@ -1,9 +1,9 @@
-"""How much a tenant and a key may ask for: requests and tokens in a sliding minute, and requests that run at once.
+"""Rate limits of tenants and keys: requests and tokens in a sliding window of a minute, and concurrent requests.
 
-Tokens are taken when a request is admitted: its prompt, as it is estimated, and the most that it may be answered. When
-it ends within the window in which they were taken, what it did not use is given back. Counted by the `limits` library,
-on Redis for all gateways together, or in this process. Where Redis can't be asked, everything is let through, and the
-log says so: to serve is worth more than to count.
+Tokens are taken when a request is admitted: the estimated prompt and the maximum output. Unused tokens are released
+when the request ends within the window in which they were taken. The `limits` library counts, on Redis for all gateways
+or in this process. While Redis can't be reached, all requests are admitted, and the log has a warning: serving has
+priority over counting.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from schemas.requests.limits import RateLimits
 WINDOW_SECONDS: Final = 60
 CODE: Final = "rate_limit_exceeded"
 _AWAY_SECONDS: Final = 5.0
-"""After a failure Redis isn't asked for so long: requests would wait for it one after the other."""
+"""For this long after a failure Redis isn't contacted: otherwise each request would wait for a timeout."""
 _SOON: Final = 1
 _ROWS: Final = ":rows"
-"""Behind a name under which rows are counted, and not requests."""
+"""The suffix of names whose slots count rows instead of requests."""
 
 _JOBS_SECONDS: Final = 30
 
@@ -48,15 +48,15 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RateSettings:
-    """Who may ask for how much.
+    """The limits of tenants and keys.
 
     Attributes:
-        tenant: of each tenant, over all of its keys.  tenants: of those that have their own.
-        key: of each key; what a key says itself comes first.
-        default_stored: bytes and files of a tenant with keys, where neither it nor the key has such limits.
-        default_rows: running rows of a tenant with keys, where neither it nor the key has a limit of running requests
-            or rows; None: there is no such limit.
-        window: seconds over which is counted.
+        tenant: of each tenant, over all of its keys.  tenants: overrides for single tenants.
+        key: of each key; the limits of the key's own record have precedence.
+        default_stored: the storage quota of a tenant with keys, when neither it nor the key has one.
+        default_rows: running rows of a tenant with keys, when neither it nor the key limits running requests or rows;
+            None: no limit.
+        window: the length of the sliding window in seconds.
     """
 
     tenant: RateLimits = field(default_factory=RateLimits)
@@ -69,12 +69,12 @@ class RateSettings:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request to a model that was admitted.
+    """An admitted inference request.
 
     Attributes:
-        names: under which it runs.  rows: its answers.
+        names: of the concurrency slots that it holds.  rows: the number of its answers (`n`).
         tokens: taken for it, in windows of which the first ends at `until` (monotonic).
-        headers: of its answer.
+        headers: rate-limit headers of its response.
     """
 
     caller: Caller
@@ -87,13 +87,13 @@ class AdmittedRequest:
 
     @property
     def empty(self) -> bool:
-        """No limit holds for it: there is nothing to give back."""
+        """Whether no limit applies, so that nothing has to be released."""
         return not (self.names or self.headers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """One that holds for the caller. `whose` names it in messages."""
+    """A limit that applies to the caller. `whose` names its owner in error messages."""
 
     whose: str
     name: str
@@ -102,12 +102,12 @@ class _Limit:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """How a limit stands.
+    """The state of a limit's sliding window.
 
     Attributes:
-        amount: that may be counted.
-        before, now: counted in the window before, and in this one.
-        before_left, now_left: seconds until they count for nothing, two windows from the beginning of each.
+        amount: the limit.
+        before, now: counted in the previous window and in the current one.
+        before_left, now_left: seconds until these counts expire, two windows after the beginning of each.
     """
 
     amount: int
@@ -116,22 +116,22 @@ class _Window:
     now: int
     now_left: float
 
-    def left(self, window: float) -> int:
-        """How many may still be counted."""
+    def remaining(self, window: float) -> int:
+        """The amount that may still be taken."""
         used = math.floor(self.before * self.before_left / window) + self.now
         return min(self.amount, max(0, self.amount - used))
 
     @property
     def reset(self) -> float:
-        """Seconds until all may be again."""
+        """Seconds until the full amount is available again."""
         return self.now_left if self.now > 0 else self.before_left if self.before > 0 else 0.0
 
 
 class RateLimiter:
-    """Counts. Threads may share one.
+    """Enforces the limits of requests, tokens, concurrency and open jobs. Thread-safe.
 
     Args:
-        windows, running: where is counted; None: in this process.
+        windows, running: the storage of the windows and of the concurrency slots; None: this process.
     """
 
     def __init__(
@@ -149,15 +149,15 @@ class RateLimiter:
         self._counter = SlidingWindowCounterRateLimiter(self._windows)
 
     def take_request(self, caller: Caller) -> Headers:
-        """Count a request of any kind; the headers that say how many are left. Raises `ApiError` (429)."""
+        """Count a request to any route; returns the rate-limit headers. Raises `ApiError` (429)."""
         return self._headers("requests", self._take("requests", caller, 1))
 
     def admit(self, caller: Caller, request: str, tokens: int, seconds: float, rows: int = 1) -> AdmittedRequest:
-        """Let a request to a model begin, or raise `ApiError` (429). It is to be given back with `done`.
+        """Admit an inference request, or raise `ApiError` (429). The caller releases it with `release`.
 
         Args:
-            tokens: that it may use at most, as far as is known.  seconds: that it takes at most.
-            rows: answers that it has: `n`.
+            tokens: an upper bound of the tokens that it uses.  seconds: its time limit.
+            rows: the number of its answers (`n`).
         """
         names: list[str] = []
         try:
@@ -173,20 +173,22 @@ class RateLimiter:
         except ApiError:
             self._leave(names, request, rows)
             raise
-        left = min((one.now_left for one in windows), default=0.0) - self._settings.window
-        until = self._clock.monotonic() + left
+        window_left = min((one.now_left for one in windows), default=0.0) - self._settings.window
+        until = self._clock.monotonic() + window_left
         return AdmittedRequest(caller, request, tuple(names), rows, tokens, until, self._headers("tokens", windows))
 
-    def done(self, ticket: AdmittedRequest, used: int | None) -> None:
-        """The request has ended, after so many tokens; None: it isn't known."""
+    def release(self, ticket: AdmittedRequest, used: int | None) -> None:
+        """Release a request that has ended: its slots and its unused tokens. `used`: tokens; None: unknown."""
         self._leave(ticket.names, ticket.request, ticket.rows)
-        # Later they would be given to another window than they were taken from: more could be asked for in it then.
+        # After `until` the tokens would be credited to another window than the one they were taken from, which could
+        # then exceed its limit.
         if used is not None and used < ticket.tokens and self._clock.monotonic() < ticket.until:
             for item, limit in self._items("tokens", ticket.caller):
                 self._hit(item, limit, used - ticket.tokens)
 
     def check_jobs(self, caller: Caller, running: Callable[[], int]) -> None:
-        """Raises `ApiError` (429) when as many jobs of the tenant are open as may be."""
+        """Raises `ApiError` (429) when the tenant has reached its limit of open jobs. `running` returns their
+        number."""
         allowed = [limit.limits.running_jobs for limit in self._limits(caller)]
         most = min((most for most in allowed if most is not None), default=None)
         if most is not None and running() >= most:
@@ -194,7 +196,7 @@ class RateLimiter:
             raise ApiError(429, CODE, message, headers={"Retry-After": str(_JOBS_SECONDS)})
 
     def storage_quota(self, caller: Caller) -> StorageQuota:
-        """What the caller's tenant may have stored."""
+        """The storage quota of the caller's tenant."""
         limits = [limit.limits for limit in self._limits(caller)]
         default = StorageQuota() if caller.key is None else self._settings.default_stored
         return StorageQuota(
@@ -224,12 +226,12 @@ class RateLimiter:
         return found
 
     def _take(self, what: Counted, caller: Caller, cost: int) -> list[_Window]:
-        """Count against all limits, or against none; how they stand."""
+        """Take `cost` from all limits, or from none; returns their windows. Raises `ApiError` (429)."""
         items = self._items(what, caller)
         for number, (item, limit) in enumerate(items):
             if cost > item.amount:
                 why = f"this request may need {cost:,} {what}, but {limit.whose} has {item.amount:,} a minute"
-                refused = {"x-should-retry": "false"}  # OpenAI's clients would ask again, and never succeed
+                refused = {"x-should-retry": "false"}  # OpenAI's clients would retry, and never succeed
             elif self._hit(item, limit, cost):
                 continue
             else:
@@ -242,45 +244,46 @@ class RateLimiter:
         return self._windows_of(items)
 
     def _headers(self, what: Counted, windows: list[_Window]) -> Headers:
-        """OpenAI's, of the limit that is the nearest."""
+        """OpenAI's rate-limit headers, for the limit with the least remaining."""
         if not windows:
             return {}
-        left, nearest = min(((one.left(self._settings.window), one) for one in windows), key=lambda one: one[0])
+        window = self._settings.window
+        remaining, nearest = min(((one.remaining(window), one) for one in windows), key=lambda one: one[0])
         return {
             f"x-ratelimit-limit-{what}": str(nearest.amount),
-            f"x-ratelimit-remaining-{what}": str(left),
+            f"x-ratelimit-remaining-{what}": str(remaining),
             f"x-ratelimit-reset-{what}": _amount(nearest.reset),
         }
 
     def _wait(self, item: RateLimitItem, limit: _Limit, cost: int) -> int:
-        """Seconds until `cost` fits: what was counted in the window before counts less and less, and then what is
-        counted in this one does."""
+        """Seconds until `cost` fits: first the count of the previous window decays linearly, then that of the current
+        one."""
         window = self._settings.window
-        stands = self._window(item, limit)
+        state = self._window(item, limit)
         room = item.amount - cost
-        if stands.now <= room:
-            seconds = stands.before_left - (room - stands.now) * window / stands.before if stands.before else 0.0
+        if state.now <= room:
+            seconds = state.before_left - (room - state.now) * window / state.before if state.before else 0.0
         else:
-            seconds = max(0.0, stands.now_left - window) + window - room * window / stands.now
+            seconds = max(0.0, state.now_left - window) + window - room * window / state.now
         return max(_SOON, math.ceil(seconds))
 
     def _hit(self, item: RateLimitItem, limit: _Limit, cost: int) -> bool:
-        return self._ask(lambda: self._counter.hit(item, limit.name, cost=cost), True)
+        return self._call(lambda: self._counter.hit(item, limit.name, cost=cost), True)
 
     def _windows_of(self, items: list[tuple[RateLimitItem, _Limit]]) -> list[_Window]:
         return [self._window(item, limit) for item, limit in items]
 
     def _window(self, item: RateLimitItem, limit: _Limit) -> _Window:
         key, window = item.key_for(limit.name), self._settings.window
-        found = self._ask(lambda: self._windows.get_sliding_window(key, window), (0, 0.0, 0, 0.0))
+        found = self._call(lambda: self._windows.get_sliding_window(key, window), (0, 0.0, 0, 0.0))
         return _Window(item.amount, *found)
 
     def _enter(self, whose: str, name: str, request: str, most: int, seconds: float, count: int) -> None:
-        """Take as many places; raises `ApiError`."""
+        """Take `count` concurrency slots; raises `ApiError` (429)."""
         if count > most:
             message = f"n is {count}, but {whose} may have {most} rows under way; lower n"
             raise ApiError(429, CODE, message, param="n", headers={"x-should-retry": "false"})
-        if not self._ask(partial(self._running.enter, name, request, most, seconds, count), True):
+        if not self._call(partial(self._running.enter, name, request, most, seconds, count), True):
             message = f"{whose} has {most} requests under way already; ask again when one has ended"
             if name.endswith(_ROWS):
                 message = (
@@ -291,26 +294,26 @@ class RateLimiter:
     def _leave(self, names: list[str] | tuple[str, ...], request: str, rows: int) -> None:
         for name in names:
             count = rows if name.endswith(_ROWS) else 1
-            self._ask(partial(self._running.leave, name, request, count), None)
+            self._call(partial(self._running.leave, name, request, count), None)
 
-    def _ask(self, what: Callable[[], Result], without: Result) -> Result:
-        """What Redis says; `without` where it can't be asked."""
+    def _call(self, what: Callable[[], Result], fallback: Result) -> Result:
+        """Call the storage; returns `fallback` while it can't be reached."""
         if self._clock.monotonic() < self._away_until:
-            return without
+            return fallback
         try:
             return what()
         except (StorageError, ServiceUnavailable) as error:
             self._away_until = self._clock.monotonic() + _AWAY_SECONDS
             logger.warning("limits_not_counted", reason=_reason(error), seconds=_AWAY_SECONDS)
-            return without
+            return fallback
 
 
 def _reason(error: StorageError | ServiceUnavailable) -> str:
-    """Without the address, which may hold a password."""
+    """The reason of a storage failure without the address, which may hold a password."""
     return type(error.storage_error).__name__ if isinstance(error, StorageError) else str(error)
 
 
 def _amount(seconds: float) -> str:
-    """As OpenAI gives it: 1m30s."""
+    """A duration in OpenAI's format: 1m30s."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"

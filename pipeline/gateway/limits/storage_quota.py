@@ -1,8 +1,8 @@
-"""How much a tenant has stored: the number and bytes of its files, added up from the names of their markers.
+"""Storage quotas: the number and bytes of a tenant's files, summed from the names of its index markers.
 
-Markers are listed once in a while, and more often near a quota; in between this gateway adds what it stores itself, and
-subtracts what it removes. So an upload lists nothing as a rule, and several gateways may exceed a quota by no more than
-what the others store between two listings.
+The markers are listed at an interval, and more often near a quota. Between listings the gateway adds the files that it
+stores and subtracts those that it removes. So most uploads need no listing, and several gateways together exceed a
+quota by at most what the others store between two listings.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pipeline.ports import Clock, ObjectStore
 REFRESH_SECONDS: Final = 60.0
 NEAR_REFRESH_SECONDS: Final = 5.0
 NEAR: Final = 0.75
-"""Part of a quota from which on the markers are listed more often."""
+"""The share of a quota above which the markers are listed more often."""
 
 _MAX_TENANTS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class StorageQuota:
-    """Of a tenant. None: no limit.
+    """The storage quota of a tenant. None: no limit.
 
     Attributes:
-        max_bytes: of all its files together.  max_files: how many they are.
+        max_bytes: the sum over all files.  max_files: the number of files.
     """
 
     max_bytes: int | None = None
@@ -41,11 +41,11 @@ class StorageQuota:
 
 @dataclass(slots=True)
 class _Usage:
-    """A tenant's.
+    """The usage of a tenant.
 
     Attributes:
-        num_files, num_bytes: of files that are stored.  uploads: marker -> bytes of those that are being stored.
-        listed_at: when its markers were listed last, monotonic.
+        num_files, num_bytes: of files that are stored.  uploads: marker -> bytes of files that are being stored.
+        listed_at: when its markers were last listed, monotonic.
     """
 
     num_files: int = 0
@@ -63,7 +63,7 @@ class _Usage:
 
 
 class StoredUsage:
-    """Knows what tenants have stored in the root. Threads may share one."""
+    """Tracks the storage that tenants use in the root. Thread-safe."""
 
     def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self._store = store
@@ -72,7 +72,7 @@ class StoredUsage:
         self._lock = threading.Lock()
 
     def check(self, tenant: str, size: int, quota: StorageQuota) -> None:
-        """Raises `ApiError` (400) when a file of so many bytes would exceed the quota."""
+        """Raises `ApiError` (400) when a file of `size` bytes would exceed the quota."""
         if quota == StorageQuota():
             return
         usage = self._known(tenant)
@@ -84,11 +84,11 @@ class StoredUsage:
             raise _quota_exceeded(usage, size, quota)
 
     @contextmanager
-    def adding(self, tenant: str, marker: str, size: int, quota: StorageQuota) -> Iterator[None]:
-        """Count a file that the block stores; raises `ApiError` (400) when it would exceed the quota."""
+    def reserve(self, tenant: str, marker: str, size: int, quota: StorageQuota) -> Iterator[None]:
+        """Reserve space for a file that the block stores; raises `ApiError` (400) when it would exceed the quota."""
         self.check(tenant, size, quota)
         usage = self._known(tenant)
-        with self._lock:  # of several at once, each sees the others
+        with self._lock:  # concurrent uploads count each other
             if _exceeds(usage, size, quota, 1.0):
                 raise _quota_exceeded(usage, size, quota)
             usage.uploads[marker] = size
@@ -102,8 +102,8 @@ class StoredUsage:
                 usage.num_files += stored
                 usage.num_bytes += stored * size
 
-    def removed(self, tenant: str, size: int) -> None:
-        """A file of so many bytes is gone."""
+    def subtract(self, tenant: str, size: int) -> None:
+        """Subtract a removed file of `size` bytes."""
         usage = self._known(tenant)
         with self._lock:
             usage.num_files = max(0, usage.num_files - 1)
@@ -116,8 +116,8 @@ class StoredUsage:
             return self._usage.setdefault(tenant, _Usage())
 
     def _list(self, tenant: str, usage: _Usage) -> None:
-        """Add the markers up, without those of uploads that are being stored: these count until they end. What changes
-        meanwhile is added to the sum: it may count twice until the next listing."""
+        """Sum the markers, without those of uploads in progress, which count until they end. Changes during the listing
+        are added to the sum, so a file may count twice until the next listing."""
         with self._lock:
             before, uploads = (usage.num_files, usage.num_bytes), set(usage.uploads)
         num_files = num_bytes = 0
@@ -131,14 +131,14 @@ class StoredUsage:
             usage.listed_at = self._clock.monotonic()
 
 
-def _exceeds(usage: _Usage, size: int, quota: StorageQuota, part: float) -> bool:
-    """Whether one more file of so many bytes is beyond that part of the quota."""
-    too_many = quota.max_files is not None and usage.total_files + 1 > part * quota.max_files
-    return too_many or (quota.max_bytes is not None and usage.total_bytes + size > part * quota.max_bytes)
+def _exceeds(usage: _Usage, size: int, quota: StorageQuota, share: float) -> bool:
+    """Whether one more file of `size` bytes exceeds that share of the quota."""
+    too_many = quota.max_files is not None and usage.total_files + 1 > share * quota.max_files
+    return too_many or (quota.max_bytes is not None and usage.total_bytes + size > share * quota.max_bytes)
 
 
 def _quota_exceeded(usage: _Usage, size: int, quota: StorageQuota) -> ApiError:
-    """400, as OpenAI answers: its clients don't send the upload again."""
+    """The error is 400, as in OpenAI's API: its clients don't retry the upload."""
     if quota.max_files is not None and usage.total_files >= quota.max_files:
         what = f"{usage.total_files:,} files are stored, and {quota.max_files:,} may be"
     else:

@@ -1,5 +1,6 @@
-"""How many rows of a tenant's waiting callers may run where no limit is set: so many for each worker that lives, so
-that a fleet that grows takes more, and one tenant never has all of it."""
+"""The default limit of running interactive rows of a tenant: a number for each live worker.
+
+So the limit grows with the fleet, and one tenant never uses all of it."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ _REFRESH_SECONDS = 1.0
 
 
 class TenantCapacity:
-    """Reads heartbeats, once in a while. Threads may share one.
+    """Counts the live workers by their heartbeats, at most once a second. Thread-safe.
 
     Args:
-        rows_per_worker: for one tenant.
+        rows_per_worker: running rows of one tenant for each worker.
     """
 
     def __init__(self, clock: Clock, heartbeats: Heartbeats, rows_per_worker: int) -> None:
@@ -29,7 +30,8 @@ class TenantCapacity:
         self._lock = threading.Lock()
 
     def rows(self) -> int:
-        """Of one worker where none lives; what was read last where no heartbeat can be read."""
+        """The limit of running rows. Without live workers it is that of one worker; while heartbeats can't be read it
+        is the last known one."""
         with self._lock:
             if self._clock.monotonic() >= self._refresh_at:
                 self._refresh_at = self._clock.monotonic() + _REFRESH_SECONDS

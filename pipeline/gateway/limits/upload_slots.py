@@ -1,4 +1,4 @@
-"""Places of uploads: one tenant never has all of them."""
+"""Upload slots: they bound the concurrent uploads, and one tenant never holds all of them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from pipeline.gateway.http.errors import unavailable
 
 
 class UploadSlots:
-    """So many places, of which a tenant has half at most. For one event loop.
+    """Slots for concurrent uploads, of which a tenant holds half at most. For one event loop.
 
     Args:
-        most: uploads at once.
+        max_uploads: concurrent uploads of all tenants.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._each = max(1, most // 2)
+    def __init__(self, max_uploads: int) -> None:
+        self._max_uploads = max_uploads
+        self._max_of_tenant = max(1, max_uploads // 2)
         self._taken: Counter[str] = Counter()
 
     @contextmanager
-    def place(self, tenant: str) -> Iterator[None]:
-        """One, until the block ends; raises `ApiError` (503)."""
-        if self._taken.total() >= self._most:
-            raise unavailable(f"{self._most} uploads are under way; send this one later", "too_many_uploads")
-        if self._taken[tenant] >= self._each:
-            raise unavailable(f"{self._each} uploads of yours are under way; send this one later", "too_many_uploads")
+    def take_slot(self, tenant: str) -> Iterator[None]:
+        """Hold a slot until the block ends; raises `ApiError` (503) when none is free."""
+        most = self._max_of_tenant
+        if self._taken.total() >= self._max_uploads:
+            raise unavailable(f"{self._max_uploads} uploads are under way; send this one later", "too_many_uploads")
+        if self._taken[tenant] >= most:
+            raise unavailable(f"{most} uploads of yours are under way; send this one later", "too_many_uploads")
         self._taken[tenant] += 1
         try:
             yield

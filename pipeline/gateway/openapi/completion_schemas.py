@@ -1,4 +1,4 @@
-"""What requests to a model are answered with, as the OpenAPI document describes it; see `shapes`."""
+"""Response schemas of inference requests for the OpenAPI document; see `build_schemas`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionUsage(ResponseModel):
-    """Tokens of a request. `tokenmill_cached`: the answer was kept, and none were computed."""
+    """Token usage of a request. `tokenmill_cached`: the response comes from the response cache."""
 
     prompt_tokens: Amount
     completion_tokens: Amount
@@ -22,14 +22,14 @@ class CompletionUsage(ResponseModel):
 
 
 class MadeFunctionCall(ResponseModel):
-    """What is called. `arguments`: JSON as text."""
+    """The function of a tool call. `arguments`: JSON as text."""
 
     name: str
     arguments: str
 
 
 class MadeToolCall(ResponseModel):
-    """A call that the model makes."""
+    """A tool call of the model."""
 
     id: str
     type: Literal["function"]
@@ -46,7 +46,7 @@ class AnswerMessage(ResponseModel):
 
 
 class TopLogprob(ResponseModel):
-    """A token that might have been. `bytes`: of it, since it need not be text."""
+    """A candidate token. `bytes`: its UTF-8 bytes, as a token isn't always valid text."""
 
     token: str
     logprob: float
@@ -54,20 +54,20 @@ class TopLogprob(ResponseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of the answer, and the likeliest at its place."""
+    """A token of the response, and the most likely tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(ResponseModel):
-    """Of a choice's tokens."""
+    """The log-probabilities of a choice's tokens."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class ChatChoice(ResponseModel):
-    """One of `n` answers."""
+    """One of `n` choices."""
 
     index: Amount
     message: AnswerMessage
@@ -76,7 +76,7 @@ class ChatChoice(ResponseModel):
 
 
 class ChatCompletion(ResponseModel):
-    """The whole answer to a conversation."""
+    """A complete chat completion."""
 
     id: str
     object: Literal["chat.completion"]
@@ -87,14 +87,14 @@ class ChatCompletion(ResponseModel):
 
 
 class FunctionDelta(ResponseModel):
-    """The next piece of a call."""
+    """The next piece of a function call."""
 
     name: str = ""
     arguments: str
 
 
 class ToolCallDelta(ResponseModel):
-    """A piece of the call number `index`; the first has its id and name."""
+    """A piece of the tool call with this `index`; the first piece has its id and name."""
 
     index: Amount
     id: str = ""
@@ -103,7 +103,7 @@ class ToolCallDelta(ResponseModel):
 
 
 class ChatDelta(ResponseModel):
-    """What a chunk adds to a message."""
+    """The part of a message that a chunk adds."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -111,7 +111,7 @@ class ChatDelta(ResponseModel):
 
 
 class ChunkChoice(ResponseModel):
-    """What a chunk adds to one of `n` answers."""
+    """The part of one of `n` choices that a chunk adds."""
 
     index: Amount
     delta: ChatDelta
@@ -120,7 +120,7 @@ class ChunkChoice(ResponseModel):
 
 
 class ChatCompletionChunk(ResponseModel):
-    """An event of a stream. With `include_usage` the last has the usage, and no choices."""
+    """A chunk of a chat stream. With `include_usage` the last chunk has the usage and no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -131,7 +131,7 @@ class ChatCompletionChunk(ResponseModel):
 
 
 class CompletionLogprobs(ResponseModel):
-    """Of a text's tokens; the first of a prompt has none."""
+    """The log-probabilities of a text's tokens; the first token of a prompt has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -140,7 +140,7 @@ class CompletionLogprobs(ResponseModel):
 
 
 class TextChoice(ResponseModel):
-    """One of `n` texts, or what a chunk adds to it."""
+    """One of `n` texts, or the part of it that a chunk adds."""
 
     index: Amount
     text: str
@@ -149,7 +149,7 @@ class TextChoice(ResponseModel):
 
 
 class TextCompletion(ResponseModel):
-    """How a text goes on: whole, or as an event of a stream."""
+    """A text completion, complete or as a chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -160,7 +160,7 @@ class TextCompletion(ResponseModel):
 
 
 class Embedding(ResponseModel):
-    """The vector of an input: numbers, or the base64 of little-endian float32."""
+    """The embedding of an input: numbers, or the base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: Amount
@@ -168,7 +168,7 @@ class Embedding(ResponseModel):
 
 
 class EmbeddingUsage(ResponseModel):
-    """Tokens of all inputs. `tokenmill_cached`: the vectors were kept, and none were computed."""
+    """Token usage of all inputs. `tokenmill_cached`: the embeddings come from the response cache."""
 
     prompt_tokens: Amount
     total_tokens: Amount
@@ -176,7 +176,7 @@ class EmbeddingUsage(ResponseModel):
 
 
 class Embeddings(ResponseModel):
-    """The vectors of all inputs, in their order."""
+    """The embeddings of all inputs, in their order."""
 
     object: Literal["list"]
     data: list[Embedding]

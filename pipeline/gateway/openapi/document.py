@@ -1,8 +1,8 @@
-"""The OpenAPI document: what each route may answer, said once here.
+"""The OpenAPI document: the responses of each route, defined in one table.
 
-A route names what it answers and the statuses that are its own: `responses=answers(File, 404)`. What any route may
-answer is added. Refusals are the table below, which docs/http.md repeats; the tests hold every answer of the gateway
-against the document.
+A route declares its response schema and its own error statuses: `responses=document_responses(File, 404)`. Statuses
+that every route may return are added. `REFUSALS` lists all error statuses, and docs/http.md repeats it; the tests
+validate each response of the gateway against the document.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pydantic import BaseModel
 Json = dict[str, Any]
 
 OPEN: Final = (400, 403, 503)
-"""What even a route that needs no key may answer."""
+"""Error statuses of every route, also of those that need no key."""
 
 KEYED: Final = (*OPEN, 401, 429, 500)
 BODY: Final = (408, 413, 415)
-"""What a route that reads a body may answer besides."""
+"""Additional error statuses of a route that reads a body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A status that says no.
+    """An error status.
 
     Attributes:
-        codes: `error.code` is one of them.  advice: what to do.
-        headers: that it has besides; of `HEADERS`.
+        codes: the possible values of `error.code`.  advice: the description, with what to do.
+        headers: additional headers; names in `HEADERS`.
     """
 
     codes: tuple[str, ...]
@@ -46,87 +46,88 @@ REFUSALS: Final[Mapping[int, Refusal]] = {
             "context_length_exceeded", "cap_exceeded", "storage_quota_exceeded",
             "several_credentials",
         ),
-        "Correct what was sent.",
+        "The request is invalid; correct it.",
     ),
-    401: Refusal(("invalid_api_key",), "No key, or one that is wrong, revoked or expired.", ("WWW-Authenticate",)),
+    401: Refusal(("invalid_api_key",), "The API key is missing, wrong, revoked or expired.", ("WWW-Authenticate",)),
     403: Refusal(
         ("missing_scope", "other_origin", "other_host"),
-        "The key lacks a scope, a page of another site asks, or another host is asked for.",
+        "The API key lacks a scope, or the Origin or Host header isn't allowed.",
     ),
     404: Refusal(
         ("file_not_found", "batch_not_found", "stream_not_found", "model_not_found", "not_found"),
-        "There is none, or it is another tenant's.",
+        "The object doesn't exist, or belongs to another tenant.",
     ),
-    405: Refusal(("method_not_allowed",), "The path is known by other methods.", ("Allow",)),
-    408: Refusal(("request_timeout",), "The request stopped coming, or its time is over.", ("x-should-retry?",)),
+    405: Refusal(("method_not_allowed",), "The path doesn't support this method.", ("Allow",)),
+    408: Refusal(("request_timeout",), "The body was sent too slowly, or the request timed out.", ("x-should-retry?",)),
     409: Refusal(
-        ("file_in_use", "batch_ended", "nothing_to_retry", "idempotency_key_reused"), "It can't be done as things are."
+        ("file_in_use", "batch_ended", "nothing_to_retry", "idempotency_key_reused"),
+        "The request conflicts with the current state of the object.",
     ),
-    410: Refusal(("results_removed",), "The results were kept for as long as was asked."),
-    413: Refusal(("file_too_large", "body_too_large"), "Send less."),
-    415: Refusal(("unsupported_media_type",), "Send what the route takes."),
-    416: Refusal(("range_not_satisfiable",), "The range lies behind the end.", ("Content-Range",)),
+    410: Refusal(("results_removed",), "The results have expired and were removed."),
+    413: Refusal(("file_too_large", "body_too_large"), "The body is too large; send less."),
+    415: Refusal(("unsupported_media_type",), "The route doesn't accept this media type."),
+    416: Refusal(("range_not_satisfiable",), "The range begins after the file's end.", ("Content-Range",)),
     429: Refusal(
         (
             "rate_limit_exceeded", "backlog_full", "lane_full", "too_many_streams", "too_many_websockets",
             "too_many_requests",
         ),
-        "Wait for Retry-After; without it, ask for less.",
+        "A limit is exceeded: retry after Retry-After; without that header, send a smaller request.",
         ("Retry-After?", "x-should-retry?"),
     ),
-    500: Refusal(("internal_error", "engine_error"), "Tell the operator, with x-request-id."),
+    500: Refusal(("internal_error", "engine_error"), "Internal error; report it to the operator with x-request-id."),
     503: Refusal(
         (
             "no_model", "too_many_uploads", "too_many_requests", "too_many_connections", "draining", "unavailable",
             "lane_unavailable", "worker_lost",
         ),
-        "Wait for Retry-After.",
+        "The gateway can't handle the request now: retry after Retry-After.",
         ("Retry-After",),
     ),
-    507: Refusal(("storage_full",), "There is no room; tell the operator."),
+    507: Refusal(("storage_full",), "The storage is full; report it to the operator."),
 }  # fmt: skip
 
 _NUMBER: Final[Json] = {"type": "integer", "minimum": 0}
 _AMOUNT: Final[Json] = {"type": "string", "pattern": "^([0-9]+m)?[0-9]+s$"}
 HEADERS: Final[Mapping[str, tuple[str, Json]]] = {
-    "x-request-id": ("Of this answer; the log repeats it.", {"type": "string"}),
-    "x-stream-id": ("Of the request; by it a stream can be gone on with.", {"type": "string"}),
-    "x-ratelimit-limit-requests": ("That may be sent a minute.", _NUMBER),
-    "x-ratelimit-remaining-requests": ("That are left of them.", _NUMBER),
-    "x-ratelimit-reset-requests": ("Until all are there again.", _AMOUNT),
-    "x-ratelimit-limit-tokens": ("That may be used a minute.", _NUMBER),
-    "x-ratelimit-remaining-tokens": ("That are left of them.", _NUMBER),
-    "x-ratelimit-reset-tokens": ("Until all are there again.", _AMOUNT),
-    "Retry-After": ("Seconds after which to ask again.", {"type": "integer", "minimum": 1}),
-    "x-should-retry": ("That asking again is of no use.", {"const": "false"}),
-    "WWW-Authenticate": ("How a key is sent.", {"const": "Bearer"}),
-    "Allow": ("The methods by which the path is known.", {"type": "string"}),
-    "Content-Range": ("Which bytes these are, and of how many.", {"type": "string", "pattern": "^bytes "}),
-    "Accept-Ranges": ("That ranges may be asked for.", {"const": "bytes"}),
+    "x-request-id": ("The id of the request, as in the gateway's log.", {"type": "string"}),
+    "x-stream-id": ("The id of the inference request, with which its stream can be resumed.", {"type": "string"}),
+    "x-ratelimit-limit-requests": ("The limit of requests per minute.", _NUMBER),
+    "x-ratelimit-remaining-requests": ("The remaining requests of the limit.", _NUMBER),
+    "x-ratelimit-reset-requests": ("The time until the full limit of requests is available again.", _AMOUNT),
+    "x-ratelimit-limit-tokens": ("The limit of tokens per minute.", _NUMBER),
+    "x-ratelimit-remaining-tokens": ("The remaining tokens of the limit.", _NUMBER),
+    "x-ratelimit-reset-tokens": ("The time until the full limit of tokens is available again.", _AMOUNT),
+    "Retry-After": ("Seconds to wait before a retry.", {"type": "integer", "minimum": 1}),
+    "x-should-retry": ("Present when a retry can't succeed.", {"const": "false"}),
+    "WWW-Authenticate": ("The authentication scheme.", {"const": "Bearer"}),
+    "Allow": ("The methods that the path supports.", {"type": "string"}),
+    "Content-Range": ("The range of the returned bytes and the total size.", {"type": "string", "pattern": "^bytes "}),
+    "Accept-Ranges": ("The route supports byte ranges.", {"const": "bytes"}),
     "Content-Disposition": ("The file's name.", {"type": "string"}),
-    "ETag": ("Of these bytes.", {"type": "string", "pattern": '^"[0-9a-f]+"$'}),
-    "X-Incomplete": ("Whether more may come.", {"enum": ["true", "false"]}),
-    "X-Parts": ("What `without` takes, to get only what is new.", {"type": "string"}),
+    "ETag": ("The entity tag of the content.", {"type": "string", "pattern": '^"[0-9a-f]+"$'}),
+    "X-Incomplete": ("Whether further results may follow.", {"enum": ["true", "false"]}),
+    "X-Parts": ("The committed parts; send them as `without` to get only newer results.", {"type": "string"}),
 }
 _MAYBE: Final = ".maybe"
 _LIMITS: Final = tuple(f"{name}?" for name in HEADERS if name.startswith("x-ratelimit-"))
 
 
-def answers(
+def document_responses(
     shape: type[BaseModel] | Json | None,
     *refusals: int,
     keyed: bool | None = True,
     headers: tuple[str, ...] = (),
     others: Mapping[int | str, Json] | None = None,
 ) -> dict[int | str, Json]:
-    """A route's `responses`.
+    """The `responses` of a route.
 
     Args:
-        shape: what it answers with 200: JSON of this shape; or content, by media type.
-        refusals: statuses of its own.
-        keyed: it needs a key; None: nor is anything else looked at before.
-        headers: of the 200; a question mark behind a name says that it may be missing.
-        others: statuses that are no refusals.
+        shape: the schema of the 200 response: a JSON model, or the content by media type.
+        refusals: the route's own error statuses.
+        keyed: the route needs a key; None: the route is also exempt from all other checks.
+        headers: of the 200 response; a question mark after a name marks it as optional.
+        others: further statuses that aren't errors.
     """
     good: Json = {"headers": _headers(*headers, *(_LIMITS if keyed else ()))}
     if isinstance(shape, dict):
@@ -142,23 +143,24 @@ def answers(
     return found
 
 
-def other(description: str, content: Json | None = None, headers: tuple[str, ...] = ()) -> Json:
-    """An answer that is neither 200 nor a refusal."""
+def document_response(description: str, content: Json | None = None, headers: tuple[str, ...] = ()) -> Json:
+    """A response that is neither 200 nor an error."""
     found: Json = {"description": description, "headers": _headers(*headers, *_LIMITS)}
     return found if content is None else found | {"content": content}
 
 
-def takes(name: str, example: Json, *, required: bool = True) -> Json:
-    """A route's `openapi_extra`: its body is JSON of the schema that has this name in `DocumentedApp`."""
+def document_body(name: str, example: Json, *, required: bool = True) -> Json:
+    """The `openapi_extra` of a route whose body is JSON of the schema with this name in `DocumentedApp`."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}, "example": example}}
     return {"requestBody": {"required": required, "content": content}}
 
 
 class DocumentedApp(FastAPI):
-    """An application whose document says what `answers` and `takes` refer to.
+    """A FastAPI application whose document defines the components that `document_responses` and `document_body` refer
+    to.
 
     Args:
-        schemas: by name, those that routes refer to.
+        schemas: the schemas that routes refer to, by name.
     """
 
     def __init__(self, schemas: Mapping[str, Json], **more: Any) -> None:
@@ -166,7 +168,7 @@ class DocumentedApp(FastAPI):
         self._schemas = schemas
 
     def openapi(self) -> Json:
-        """The document; made once. Raises `ValueError` where two shapes have the same name."""
+        """The document, built once. Raises `ValueError` when two schemas have the same name."""
         if self.openapi_schema is None:
             made = get_openapi(title=self.title, version=self.version, description=self.description, routes=self.routes)
             components = made.setdefault("components", {})
@@ -174,7 +176,7 @@ class DocumentedApp(FastAPI):
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
             if clashing := [name for name in schemas if "__" in name]:
-                raise ValueError(f"two shapes have the same name: {', '.join(clashing)}")
+                raise ValueError(f"two schemas have the same name: {', '.join(clashing)}")
             components["schemas"] = dict(sorted(schemas.items()))
             components["responses"] = {str(status): _refusal(one) for status, one in REFUSALS.items()}
             components["headers"] = {name: _header(name) for bare in HEADERS for name in (bare, bare + _MAYBE)}
@@ -197,7 +199,7 @@ def _refusal(one: Refusal) -> Json:
 
 
 def _headers(*names: str) -> Json:
-    """A question mark behind a name says that it may be missing."""
+    """References to headers; a question mark after a name marks it as optional."""
     components = {name.removesuffix("?"): name.replace("?", _MAYBE) for name in ("x-request-id", *names)}
     return {name: {"$ref": f"#/components/headers/{component}"} for name, component in components.items()}
 
@@ -209,7 +211,7 @@ def _header(name: str) -> Json:
 
 
 def _correct(responses: Json) -> None:
-    """FastAPI adds a refusal of its own, which nobody gets here, and what it knows of routes that return a dict."""
+    """Remove FastAPI's additions that don't apply: its 422 response, and its schema of routes that return a dict."""
     responses.pop("422", None)
     for content in responses.get("200", {}).get("content", {}).values():
         if "$ref" in content.get("schema", {}):

@@ -1,4 +1,4 @@
-"""What bodies may say, as the OpenAPI document describes it: what the bodies are read by, and what only HTTP takes."""
+"""Schemas of request bodies for the OpenAPI document: the models that parse them, and the fields that only HTTP has."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from schemas.requests.requests import BODIES, EMBEDDINGS_URL, NO_CHANGE
 Json = dict[str, Any]
 
 TIERS: Final = [tier.value for tier in Tier if tier is not Tier.INTERACTIVE]
-"""Of jobs."""
+"""The tiers of batch jobs."""
 
 _OLDER_NAMES: Final[Json] = {
-    # vLLM's, for `structured_outputs`.
+    # vLLM's older names for `structured_outputs`.
     "guided_json": {"type": ["object", "string", "null"]},
     "guided_regex": one_of(TEXT, NULL),
     "guided_choice": one_of(TEXTS, NULL),
     "guided_grammar": one_of(TEXT, NULL),
 }
 _STREAMED: Final[Json] = {
-    "stream": {"type": ["boolean", "null"], "description": "As server-sent events."},
+    "stream": {"type": ["boolean", "null"], "description": "Stream the response as server-sent events."},
     "stream_options": one_of({"$ref": "#/components/schemas/StreamOptions"}, NULL),
 }
 _WHOLE: Final[Json] = {"stream": {"enum": [False, None]}, "stream_options": NULL}
 
 
-def shapes(default_model: str | None) -> dict[str, Json]:
-    """JSON schemas by name, of what routes refer to: bodies, errors, and what models answer.
+def build_schemas(default_model: str | None) -> dict[str, Json]:
+    """Build the JSON schemas that routes refer to, by name: bodies, errors, and model responses.
 
     Args:
-        default_model: of bodies that name none; None: they must.
+        default_model: the model of bodies without one; None: `model` is required.
     """
     models: list[type[BaseModel]] = [*BODIES.values(), StreamOptions, Extension, BatchBody, JobOptions, RetryBody]
     answered: list[type[BaseModel]] = [Error, ChatCompletion, ChatCompletionChunk, TextCompletion, Embeddings]

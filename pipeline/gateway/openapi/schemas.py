@@ -1,7 +1,7 @@
-"""What is answered, as the OpenAPI document describes it: files, batches, models, the installation, errors.
+"""Response schemas for the OpenAPI document: files, batches, models, the installation, errors.
 
-Answers are made where they are known (`documents`, `papers`, …), and not from these models. The tests hold each answer
-against them.
+Responses aren't built from these models, but by the services (`records`, `batches.serialization`, `status`, …). The
+tests validate each response against them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ResponseModel(BaseModel):
 
 
 class ListPage(ResponseModel, Generic[Item]):
-    """A page of a list. `last_id` is what `after` takes."""
+    """A page of a list. Pass `last_id` as `after` to get the next page."""
 
     object: Literal["list"]
     data: list[Item]
@@ -50,7 +50,7 @@ class File(ResponseModel):
 
 
 class DeletedFile(ResponseModel):
-    """A file that is no more."""
+    """A deleted file."""
 
     id: str
     object: Literal["file"]
@@ -58,7 +58,7 @@ class DeletedFile(ResponseModel):
 
 
 class RequestCounts(ResponseModel):
-    """Rows. `failed` counts all that have no answer: failed, expired and cancelled."""
+    """Row counts. `failed` counts all rows without a response: failed, expired and cancelled."""
 
     total: Amount
     completed: Amount
@@ -66,19 +66,19 @@ class RequestCounts(ResponseModel):
 
 
 class CachedTokens(ResponseModel):
-    """Of a prompt, those that were not computed again."""
+    """Prompt tokens that were read from the prefix cache."""
 
     cached_tokens: Amount
 
 
 class ReasoningTokens(ResponseModel):
-    """Of an answer; none are told apart here."""
+    """Reasoning tokens of a response; always 0, as they aren't counted separately."""
 
     reasoning_tokens: Amount
 
 
 class BatchUsage(ResponseModel):
-    """Tokens of all rows."""
+    """Token usage of all rows."""
 
     input_tokens: Amount
     input_tokens_details: CachedTokens
@@ -88,7 +88,7 @@ class BatchUsage(ResponseModel):
 
 
 class BatchError(ResponseModel):
-    """Why a batch failed as a whole. `line`: of its file, from 1."""
+    """An error that failed the whole batch. `line`: the line of the input file, from 1."""
 
     code: str
     line: int | None
@@ -97,14 +97,14 @@ class BatchError(ResponseModel):
 
 
 class BatchErrors(ResponseModel):
-    """All that were found."""
+    """All errors of a batch."""
 
     object: Literal["list"]
     data: list[BatchError]
 
 
 class RowCounts(ResponseModel):
-    """Rows by how they ended."""
+    """Row counts by result."""
 
     total: Amount
     succeeded: Amount
@@ -115,14 +115,14 @@ class RowCounts(ResponseModel):
 
 
 class ShardProgress(ResponseModel):
-    """Shards that are committed, of those that are planned so far."""
+    """Committed shards, and shards that are planned so far."""
 
     shards_done: Amount
     shards_total: Amount
 
 
 class BatchExtension(ResponseModel):
-    """What OpenAI has no name for. `results`: where the Parquet files lie."""
+    """Fields that OpenAI's API doesn't have. `results`: the location of the Parquet files."""
 
     tier: Tier
     deadline: AwareDatetime | None
@@ -142,7 +142,7 @@ class BatchExtension(ResponseModel):
 
 
 class Batch(ResponseModel):
-    """OpenAI's batch object. One that came in by another door has no files, and no `completion_window`."""
+    """OpenAI's batch object. A batch that wasn't submitted over HTTP has no files and no `completion_window`."""
 
     id: str
     object: Literal["batch"]
@@ -170,7 +170,7 @@ class Batch(ResponseModel):
 
 
 class ModelExtension(ResponseModel):
-    """The very weights, and how they are computed with."""
+    """The exact weights, and their number formats."""
 
     digest: str | None
     revision: str | None
@@ -180,8 +180,8 @@ class ModelExtension(ResponseModel):
 
 
 class Model(ResponseModel):
-    """OpenAI's model object. `created`: since when it is served as it is. `max_model_len`: tokens of prompt and answer
-    together."""
+    """OpenAI's model object. `created`: since when this version is served. `max_model_len`: the largest sum of prompt
+    and output tokens."""
 
     id: str
     object: Literal["model"]
@@ -192,15 +192,15 @@ class Model(ResponseModel):
 
 
 class ModelList(ResponseModel):
-    """All models."""
+    """The list of all models."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class WorkerStatus(ResponseModel):
-    """A worker that lives, as its last heartbeat says. `figures`: what it has counted, where it tells that. Name and
-    all samples are null for keys without the scope metrics."""
+    """A live worker, as of its last heartbeat. `figures`: its metrics, if it reports them. The name and all samples are
+    null for keys without the scope metrics."""
 
     name: str | None
     models: list[str]
@@ -221,7 +221,7 @@ class BacklogKind(ResponseModel):
 
 
 class BacklogEstimate(ResponseModel):
-    """What is still to be computed, estimated. `incomplete`: it is more than was counted."""
+    """The estimated remaining work. `incomplete`: not all open jobs were counted."""
 
     jobs: Amount
     tokens: Amount
@@ -230,17 +230,17 @@ class BacklogEstimate(ResponseModel):
 
 
 class LaneMetrics(ResponseModel):
-    """Requests that this gateway is answering, and those of them of which nothing has come yet."""
+    """Inference requests in progress at this gateway (`open`), and those without a first token (`waiting`)."""
 
     open: Amount
     waiting: Amount
 
 
 class Installation(ResponseModel):
-    """How it stands, some seconds old.
+    """The state of the installation, some seconds old.
 
-    `latency_bounds`: upper ends of the buckets of all histograms, seconds. `lane`, `answers`: of this gateway to calls
-    that wait, and by how they ended; null for keys without the scope metrics.
+    `latency_bounds`: upper bounds of the buckets of all histograms, in seconds. `lane`: inference requests in progress
+    at this gateway. `answers`: finished ones by result. Both are null for keys without the scope metrics.
     """
 
     object: Literal["status"]
@@ -254,13 +254,14 @@ class Installation(ResponseModel):
 
 
 class Health(ResponseModel):
-    """A word."""
+    """The state of the gateway."""
 
     status: Literal["ok", "ready"]
 
 
 class ErrorDetails(ResponseModel):
-    """What is wrong, and what to do. `code`: a short, stable name of the reason. `param`: the field to blame."""
+    """The details of an error. `message`: what is wrong, and what to do. `code`: a short, stable name of the reason.
+    `param`: the field that caused the error."""
 
     message: str
     type: str
@@ -275,7 +276,7 @@ class Error(ResponseModel):
 
 
 class OpenApi(BaseModel):
-    """This document."""
+    """An OpenAPI document."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""What the routes are given, together, and what each of them asks first: who is calling."""
+"""The dependencies of the routes: services, settings, and the authenticated caller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi.security import HTTPBearer
 from pipeline.gateway.batches.service import Batches
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.http.auth import Authority, Caller, need
+from pipeline.gateway.http.auth import Authority, Caller, require_scope
 from pipeline.gateway.http.bodies import BodyBudget, read_object
 from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.models import ServedModels
@@ -25,17 +25,17 @@ from schemas.requests.limits import Limits
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Bounds of what may be sent; bytes and seconds.
+    """Bounds of requests.
 
     Attributes:
-        most_upload_bytes: of an uploaded file.  uploads_at_once: more than so many are refused, with 503,
-            and more than half of them of one tenant.
-        most_body_bytes: of any other request.  bodies_at_once: bytes of those that are being read, of all together;
-            half of them of one tenant.
-        idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
-        requests_at_once: further ones are refused, with 503.
-        max_websockets: open at once.  max_tenant_websockets: of them, of one tenant.
-        hosts: names of the gateway besides "localhost": while no keys are needed, nothing is served under others.
+        most_upload_bytes: of an uploaded file.  uploads_at_once: concurrent uploads, of which one tenant has half at
+            most; further ones are refused with 503.
+        most_body_bytes: of any other request.  bodies_at_once: bytes of all bodies that are being read, of which one
+            tenant has half at most.
+        idle_seconds: a request that sends nothing for this long is answered with 408.
+        requests_at_once: concurrent requests; further ones are refused with 503.
+        max_websockets: open WebSockets.  max_tenant_websockets: those of one tenant.
+        hosts: host names of the gateway besides "localhost": while no key is needed, other Host headers are refused.
     """
 
     most_upload_bytes: int = 2 << 30
@@ -52,7 +52,7 @@ class GatewaySettings:
 
 @dataclass(frozen=True, slots=True)
 class GatewayDependencies:
-    """What answers."""
+    """The services and settings that the routes use."""
 
     world: World
     authority: Authority
@@ -67,7 +67,7 @@ class GatewayDependencies:
 
 
 async def parts_of(request: Request) -> GatewayDependencies:
-    """The parts of the application that the request came to. On the event loop: a thread costs more than looking."""
+    """The dependencies of the request's application. Async, as a thread would cost more than the attribute access."""
     parts: GatewayDependencies = request.app.state.parts
     return parts
 
@@ -75,23 +75,25 @@ async def parts_of(request: Request) -> GatewayDependencies:
 Parts = Annotated[GatewayDependencies, Depends(parts_of)]
 IdempotencyKey = Annotated[
     str | None,
-    Header(min_length=1, max_length=255, description="With the same key, the same request again makes nothing new."),
+    Header(min_length=1, max_length=255, description="Repeating the request with this key creates nothing new."),
 ]
 _BEARER: Final = HTTPBearer(
     scheme_name="key",
-    description="A key of this installation. One without any key needs none, and serves its own machine only.",
+    description="An API key of this installation. An installation without keys serves requests from its own machine "
+    "only, and needs none.",
     auto_error=False,
 )
 
 
-def calling(scope: Scope | None) -> Any:
-    """A parameter of a route: who calls, which must have this scope. Asked before anything of a body is read."""
+def authenticated_caller(scope: Scope | None) -> Any:
+    """A route parameter: the authenticated caller, which must have this scope. It is resolved before the body is
+    read."""
     shown = Security(_BEARER, scopes=[] if scope is None else [scope.value])
 
     def caller(request: Request, parts: Parts, _shown: Any = shown) -> Caller:
         found = parts.authority.caller(request.headers.get("authorization"))
         if scope is not None:
-            need(found, scope)
+            require_scope(found, scope)
         request.scope["tokenmill.caller"] = found
         add_headers(request, parts.rates.take_request(found))
         return found
@@ -100,15 +102,15 @@ def calling(scope: Scope | None) -> Any:
 
 
 def add_headers(request: Request, headers: Mapping[str, str]) -> None:
-    """Headers that the answer is to have, whatever it is."""
+    """Add headers to the response of a request, also to an error response."""
     request.scope.setdefault("tokenmill.headers", {}).update(headers)
 
 
 def json_body(*, empty: bool = False) -> Any:
-    """A parameter of a route: its body, a JSON object.
+    """A route parameter: the body, a JSON object.
 
     Args:
-        empty: no body at all is an empty object.
+        empty: an empty body is read as an empty object.
     """
 
     async def read(request: Request, parts: Parts) -> dict[str, Any]:

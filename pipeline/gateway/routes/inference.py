@@ -1,4 +1,4 @@
-"""The routes of requests whose callers wait: chat, completions, embeddings, and streams that were cut off."""
+"""The routes of interactive inference: chat, completions, embeddings, and the resumption of streams."""
 
 from __future__ import annotations
 
@@ -12,64 +12,69 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import disconnected
 from pipeline.gateway.inference.responses import Answers
-from pipeline.gateway.inference.sse import STREAM_ID, EventStream, until_gone
-from pipeline.gateway.openapi.document import BODY, takes
-from pipeline.gateway.openapi.document import answers as documented
-from pipeline.gateway.routes.dependencies import add_headers, calling, json_body
+from pipeline.gateway.inference.sse import STREAM_ID, EventStream, wait_for_disconnect
+from pipeline.gateway.openapi.document import BODY, document_body, document_responses
+from pipeline.gateway.routes.dependencies import add_headers, authenticated_caller, json_body
 from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
-InferenceCaller = Annotated[Caller, calling(Scope.INFERENCE)]
+InferenceCaller = Annotated[Caller, authenticated_caller(Scope.INFERENCE)]
 Body = Annotated[dict[str, Any], json_body()]
 LastEvent = Annotated[
-    str, Header(pattern="^(-1|[0-9]{1,15})$", description="The id of the last event that came; -1: none did.")
+    str, Header(pattern="^(-1|[0-9]{1,15})$", description="The id of the last event that was received; -1: none.")
 ]
 
 
 def inference_router(answers: Answers) -> APIRouter:
-    """`/v1/chat/completions` and its like."""
+    """Build the routes of interactive inference."""
     router = APIRouter(tags=["inference"])
 
     async def reply(request: Request, caller: Caller, url: str, body: dict[str, Any]) -> Response:
-        asked = await answers.read(caller, url, body)
-        if asked.ticket is not None:
-            add_headers(request, asked.ticket.headers)
-        if asked.stream:
-            return EventStream(await answers.stream(asked), answers.left)
+        inference = await answers.read(caller, url, body)
+        if inference.ticket is not None:
+            add_headers(request, inference.ticket.headers)
+        if inference.stream:
+            return EventStream(await answers.stream(inference), answers.detach)
         return JSONResponse(
-            await _while_connected(request, answers.whole(asked)), headers={STREAM_ID: asked.request.id}
+            await _while_connected(request, answers.complete(inference)), headers={STREAM_ID: inference.request.id}
         )
 
-    @router.post(CHAT_URL, openapi_extra=takes("ChatBody", _CHAT), response_class=Response, responses=_CHATS)
+    @router.post(CHAT_URL, openapi_extra=document_body("ChatBody", _CHAT), response_class=Response, responses=_CHATS)
     async def chat(request: Request, caller: InferenceCaller, body: Body) -> Response:
-        """Answer a conversation."""
+        """Create a chat completion."""
         return await reply(request, caller, CHAT_URL, body)
 
     @router.post(
-        COMPLETIONS_URL, openapi_extra=takes("CompletionBody", _COMPLETION), response_class=Response, responses=_TEXTS
+        COMPLETIONS_URL,
+        openapi_extra=document_body("CompletionBody", _COMPLETION),
+        response_class=Response,
+        responses=_TEXTS,
     )
     async def complete(request: Request, caller: InferenceCaller, body: Body) -> Response:
-        """Go on with a text."""
+        """Create a text completion."""
         return await reply(request, caller, COMPLETIONS_URL, body)
 
     @router.post(
-        EMBEDDINGS_URL, openapi_extra=takes("EmbeddingBody", _EMBEDDING), response_class=Response, responses=_VECTORS
+        EMBEDDINGS_URL,
+        openapi_extra=document_body("EmbeddingBody", _EMBEDDING),
+        response_class=Response,
+        responses=_VECTORS,
     )
     async def embed(request: Request, caller: InferenceCaller, body: Body) -> Response:
-        """The embedding of a text."""
+        """Create embeddings of texts."""
         return await reply(request, caller, EMBEDDINGS_URL, body)
 
     @router.get("/v1/streams/{stream_id}", response_class=Response, responses=_REST)
     async def go_on(stream_id: str, caller: InferenceCaller, last_event_id: LastEvent = "-1") -> Response:
-        """Go on with a stream that was cut off, behind the event that the header `Last-Event-ID` names."""
-        return EventStream(answers.find(caller.tenant, stream_id), answers.left, int(last_event_id))
+        """Resume an interrupted stream after the event that the header `Last-Event-ID` names."""
+        return EventStream(answers.find(caller.tenant, stream_id), answers.detach, int(last_event_id))
 
     return router
 
 
 async def _while_connected(request: Request, answer: Any) -> Any:
-    """What the coroutine gives; ends it when the client goes."""
+    """The result of the coroutine, which is cancelled when the client disconnects."""
     working = asyncio.ensure_future(answer)
-    gone = asyncio.ensure_future(until_gone(request.receive))
+    gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -92,16 +97,16 @@ def _json(shape: str) -> dict[str, Any]:
 
 
 def _events(*shapes: str) -> dict[str, Any]:
-    """Server-sent events. OpenAPI 3.1 has no word for what each of them holds, so the document says it in one of its
-    own, which 3.2's `itemSchema` is like."""
-    held = [{"$ref": f"#/components/schemas/{shape}"} for shape in (*shapes, "Error")]
-    said = "Server-sent events with ids. Each holds JSON; the last is `[DONE]`."
-    return {"text/event-stream": {"schema": {"type": "string", "description": said}, "x-item-schema": {"anyOf": held}}}
+    """The content of a stream of server-sent events. OpenAPI 3.1 can't describe the events' data, so the document uses
+    the extension `x-item-schema`, which is like `itemSchema` of OpenAPI 3.2."""
+    items = [{"$ref": f"#/components/schemas/{shape}"} for shape in (*shapes, "Error")]
+    text = "Server-sent events with ids. The data of each event is JSON; that of the last is `[DONE]`."
+    return {"text/event-stream": {"schema": {"type": "string", "description": text}, "x-item-schema": {"anyOf": items}}}
 
 
 _ID = (STREAM_ID,)
 _ASKED = (*BODY, 404)
-_CHATS = documented(_json("ChatCompletion") | _events("ChatCompletionChunk"), *_ASKED, headers=_ID)
-_TEXTS = documented(_json("Completion") | _events("Completion"), *_ASKED, headers=_ID)
-_VECTORS = documented(_json("Embeddings"), *_ASKED, headers=_ID)
-_REST = documented(_events("ChatCompletionChunk", "Completion"), 404, headers=_ID)
+_CHATS = document_responses(_json("ChatCompletion") | _events("ChatCompletionChunk"), *_ASKED, headers=_ID)
+_TEXTS = document_responses(_json("TextCompletion") | _events("TextCompletion"), *_ASKED, headers=_ID)
+_VECTORS = document_responses(_json("Embeddings"), *_ASKED, headers=_ID)
+_REST = document_responses(_events("ChatCompletionChunk", "TextCompletion"), 404, headers=_ID)

@@ -1,9 +1,9 @@
-"""`WS /v1/stream`: the same events as over SSE, one request after the other on one connection.
+"""`WS /v1/stream`: the same events as over SSE, with sequential requests on one connection.
 
-From the client, as JSON: `{"type": "request", "url": …, "body": {…}}`, `{"type": "cancel"}`, or
-`{"type": "resume", "stream": ID, "after": NUMBER}`. To it: `{"type": "begin", "stream": ID}`, then
-`{"type": "event", "id": NUMBER, "data": CHUNK}` for each, and `{"type": "done"}`; or `{"type": "error", "error": …}`.
-An error that was never foreseen is `internal_error`, and the connection is closed behind it (1011).
+The client sends JSON: `{"type": "request", "url": …, "body": {…}}`, `{"type": "cancel"}`, or
+`{"type": "resume", "stream": ID, "after": NUMBER}`. The gateway sends `{"type": "begin", "stream": ID}`, then
+`{"type": "event", "id": NUMBER, "data": CHUNK}` for each event, and `{"type": "done"}`; or
+`{"type": "error", "error": …}`. An unexpected error is sent as `internal_error`, and the connection is closed (1011).
 """
 
 from __future__ import annotations
@@ -23,20 +23,27 @@ from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketState
 
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.http.auth import Caller, need
-from pipeline.gateway.http.bodies import parse_aside
-from pipeline.gateway.http.error_mapping import answer_to, api_error
-from pipeline.gateway.http.errors import RETRY_SECONDS, ApiError, bad_request, internal_error, unavailable
+from pipeline.gateway.http.auth import Caller, require_scope
+from pipeline.gateway.http.bodies import parse_object_off_loop
+from pipeline.gateway.http.errors import (
+    RETRY_SECONDS,
+    ApiError,
+    api_error,
+    bad_request,
+    error_response,
+    internal_error,
+    unavailable,
+)
 from pipeline.gateway.http.middleware import code_location
 from pipeline.gateway.inference.chunks import DONE
 from pipeline.gateway.inference.responses import Answers, Stream
-from pipeline.gateway.inference.sse import pieces
+from pipeline.gateway.inference.sse import read_items
 from pipeline.gateway.routes.dependencies import GatewayDependencies, GatewaySettings
 from pipeline.ports import PipelineError
 from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL
 
 _INTERNAL_ERROR: Final = 1011
-"""The WebSocket close code for a server that can't go on (RFC 6455, section 7.4.1)."""
+"""The WebSocket close code for an unexpected server error (RFC 6455, section 7.4.1)."""
 
 _URLS: Final = (CHAT_URL, COMPLETIONS_URL)
 _CANCEL = re.compile(r'\s{0,9}\{\s{0,9}"type"\s{0,9}:\s{0,9}"cancel"\s{0,9}\}\s{0,9}')
@@ -44,11 +51,11 @@ _CANCEL = re.compile(r'\s{0,9}\{\s{0,9}"type"\s{0,9}:\s{0,9}"cancel"\s{0,9}\}\s{
 logger = structlog.get_logger(__name__)
 
 
-class SocketPlaces:
-    """Open WebSockets: bounded for each tenant, and for all together. For one event loop.
+class WebSocketSlots:
+    """Slots for open WebSockets, bounded for each tenant and in total. For one event loop.
 
     Args:
-        max_sockets: of all tenants.  max_of_tenant: of one.
+        max_sockets: of all tenants.  max_of_tenant: of one tenant.
     """
 
     def __init__(self, max_sockets: int, max_of_tenant: int) -> None:
@@ -57,8 +64,8 @@ class SocketPlaces:
         self._open: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def place(self, tenant: str) -> Iterator[None]:
-        """One, until the block ends; raises `ApiError` (429, 503)."""
+    def take_slot(self, tenant: str) -> Iterator[None]:
+        """Hold a slot until the block ends; raises `ApiError` (429, 503)."""
         if self._open[tenant] >= self._max_of_tenant:
             message = f"{self._max_of_tenant} WebSockets of this tenant are open; close one, or ask again later"
             raise ApiError(429, "too_many_websockets", message, headers={"Retry-After": str(RETRY_SECONDS)})
@@ -75,20 +82,20 @@ class SocketPlaces:
 
 
 def websocket_router(answers: Answers, settings: GatewaySettings) -> APIRouter:
-    """`/v1/stream`."""
+    """Build the route `/v1/stream`."""
     router = APIRouter()
-    places = SocketPlaces(settings.max_websockets, settings.max_tenant_websockets)
+    slots = WebSocketSlots(settings.max_websockets, settings.max_tenant_websockets)
 
     @router.websocket("/v1/stream")
     async def stream(socket: WebSocket) -> None:
         parts: GatewayDependencies = socket.app.state.parts
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as slot:
             try:
                 caller = await run_in_threadpool(_caller, socket, parts)
                 socket.scope["tokenmill.caller"] = caller
-                held.enter_context(places.place(caller.tenant))
+                slot.enter_context(slots.take_slot(caller.tenant))
             except PipelineError as error:
-                refused: JSONResponse = answer_to(api_error(error))
+                refused: JSONResponse = error_response(api_error(error))
                 await socket.send_denial_response(refused)
                 return
             await socket.accept()
@@ -99,14 +106,14 @@ def websocket_router(answers: Answers, settings: GatewaySettings) -> APIRouter:
 
 
 def _caller(socket: WebSocket, parts: GatewayDependencies) -> Caller:
-    """Who is at the other end, as its key says now; raises `ApiError`."""
+    """Authenticate the connection's key, which may have been revoked since; raises `ApiError`."""
     caller = parts.authority.caller(socket.headers.get("authorization"))
-    need(caller, Scope.INFERENCE)
+    require_scope(caller, Scope.INFERENCE)
     return caller
 
 
 class _Connection:
-    """A client, and the stream that it reads now."""
+    """A WebSocket connection and its current stream."""
 
     def __init__(self, socket: WebSocket, caller: Caller, answers: Answers, parts: GatewayDependencies) -> None:
         self._socket = socket
@@ -115,10 +122,10 @@ class _Connection:
         self._parts = parts
         self._settings = parts.settings
         self._reading: asyncio.Task[None] | None = None
-        self._told = False  # the end of what is read is on its way: another may be asked for
+        self._has_sent_end = False  # the stream's end is being sent: the client may start the next one
 
     async def serve(self) -> None:
-        """Until the client goes."""
+        """Handle messages until the client disconnects."""
         try:
             while True:
                 message = await self._socket.receive()
@@ -126,68 +133,68 @@ class _Connection:
                     return
                 text = message.get("text") or (message.get("bytes") or b"").decode(errors="replace")
                 try:
-                    await self._hear(text)
+                    await self._handle(text)
                 except PipelineError as error:
                     await self._send({"type": "error", **api_error(error).body()})
                 except Exception as error:  # noqa: BLE001 - of this connection alone
-                    await self._break_off(error)
+                    await self._close_with_error(error)
                     return
         finally:
             await self._stop()
 
-    async def _hear(self, text: str) -> None:
-        """What the client says. Before anything of it is parsed its key must still be good, and it counts as a
-        request, but for the word to stop."""
+    async def _handle(self, text: str) -> None:
+        """Handle a message. Before it is parsed, the key is checked again and the message counts as a request, except
+        for `cancel`."""
         if _CANCEL.fullmatch(text) is None:
             self._caller = await run_in_threadpool(self._admit)
-        await self._take(await parse_aside(text, self._settings.limits.max_json_depth + 1))
+        await self._dispatch(await parse_object_off_loop(text, self._settings.limits.max_json_depth + 1))
 
     def _admit(self) -> Caller:
         caller = _caller(self._socket, self._parts)
         self._parts.rates.take_request(caller)
         return caller
 
-    async def _take(self, message: dict[str, Any]) -> None:
+    async def _dispatch(self, message: dict[str, Any]) -> None:
         kind = message.get("type")
         if kind == "cancel":
             await self._stop()
             return
         if kind not in ("request", "resume"):
             raise bad_request("type must be request, resume or cancel", "type")
-        if self._told and self._reading is not None:
+        if self._has_sent_end and self._reading is not None:
             await asyncio.wait({self._reading})
         if self._reading is not None and not self._reading.done():
             raise ApiError(409, "busy", "a stream is under way on this connection; wait for its end, or cancel it")
-        self._told = False
+        self._has_sent_end = False
         self._reading = asyncio.create_task(self._read(message))
 
     async def _read(self, message: dict[str, Any]) -> None:
-        """One stream, to its end, or until an error that was never foreseen: the connection then ends with that."""
+        """Send one stream to its end; an unexpected error closes the connection."""
         try:
-            await self._pass_on(message)
+            await self._send_stream(message)
         except Exception as error:  # noqa: BLE001 - of this connection alone
-            self._told = True
-            await self._break_off(error)
+            self._has_sent_end = True
+            await self._close_with_error(error)
 
-    async def _pass_on(self, message: dict[str, Any]) -> None:
+    async def _send_stream(self, message: dict[str, Any]) -> None:
         try:
             stream, after = await self._begin(message)
         except PipelineError as error:
-            self._told = True
+            self._has_sent_end = True
             await self._send({"type": "error", **api_error(error).body()})
             return
         try:
             await self._send({"type": "begin", "stream": stream.id})
-            async for items in pieces(stream, after):
+            async for items in read_items(stream, after):
                 for item in items:
                     if item.data != DONE:
                         data = orjson.Fragment(item.data)
                         await self._send({"type": "event", "id": item.number, "data": data})
-            self._told = True
+            self._has_sent_end = True
             await self._send({"type": "done"})
         finally:
-            self._answers.left(stream)
-            await stream.given_back()
+            self._answers.detach(stream)
+            await stream.wait_released()
 
     async def _begin(self, message: dict[str, Any]) -> tuple[Stream, int]:
         if message["type"] == "resume":
@@ -200,8 +207,8 @@ class _Connection:
             raise bad_request(f"url must be {' or '.join(_URLS)}", "url")
         if not isinstance(body, dict):
             raise bad_request("body must be an object, as OpenAI's API takes it", "body")
-        asked = await self._answers.read(self._caller, url, body | {"stream": True})
-        return await self._answers.stream(asked), -1
+        inference = await self._answers.read(self._caller, url, body | {"stream": True})
+        return await self._answers.stream(inference), -1
 
     async def _stop(self) -> None:
         if self._reading is not None:
@@ -210,9 +217,9 @@ class _Connection:
                 await self._reading
             self._reading = None
 
-    async def _break_off(self, error: Exception) -> None:
-        """Close the connection with an error that says nothing of what was inside. Where the client is gone there is
-        nothing to close, and that is most often why it failed."""
+    async def _close_with_error(self, error: Exception) -> None:
+        """Close the connection with an error that holds no details. When the client has disconnected, which is the most
+        frequent reason for the error, nothing is sent."""
         states = {self._socket.client_state, self._socket.application_state}
         if isinstance(error, WebSocketDisconnect | OSError) or states != {WebSocketState.CONNECTED}:
             return

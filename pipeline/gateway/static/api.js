@@ -1,4 +1,4 @@
-// Asking the gateway. The key lives in sessionStorage and in a header, never in an address.
+// Requests to the gateway. The key is in sessionStorage and in a header, never in a URL.
 
 const KEY = "tokenmill.key";
 let inMemory = null; // where storage is switched off
@@ -35,7 +35,7 @@ export function headers(more = {}) {
   return held === null ? more : { ...more, Authorization: `Bearer ${held}` };
 }
 
-/** The answer, which went well; raises `ApiError`, or what `fetch` raises where nobody answers. */
+/** Sends a request; returns the successful response. Raises `ApiError`, or the error of `fetch` without a response. */
 export async function ask(path, options = {}) {
   const answer = await fetch(path, { ...options, headers: headers(options.headers), cache: "no-store", credentials: "omit" });
   if (!answer.ok) throw await failure(answer);
@@ -54,7 +54,7 @@ async function failure(answer) {
   try {
     error = (await answer.json()).error ?? {};
   } catch {
-    // whoever answered is no gateway: the status must do
+    // the response isn't from a gateway: only its status is known
   }
   const after = Number(answer.headers.get("Retry-After")) || null;
   return refused(answer.status, error, after);
@@ -66,7 +66,7 @@ export function refused(status, error, after = null) {
   return new ApiError(status, error?.code ?? "", message, after);
 }
 
-/** Sends a file; `progress` is told the share that has gone. `fetch` can't tell that. */
+/** Uploads a file; `progress` is called with the share that is sent, which `fetch` doesn't report. */
 export function upload(file, progress, signal) {
   const form = new FormData();
   form.append("purpose", "batch");
@@ -86,7 +86,7 @@ export function upload(file, progress, signal) {
   });
 }
 
-/** Lines of an answer as they come, each of `most` characters at the most: what is longer is cut, and marked. */
+/** Yields the lines of a response as they arrive; lines above `most` characters are truncated and marked. */
 export async function* lines(answer, most = Infinity) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -112,7 +112,7 @@ export async function* lines(answer, most = Infinity) {
   }
 }
 
-/** Saves a file. With a key it must come by way of this page, since a link carries no header. */
+/** Saves a file. With a key it is downloaded by this page, since a link sends no header. */
 export async function save(path, name) {
   const link = document.createElement("a");
   link.download = name;

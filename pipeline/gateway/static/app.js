@@ -55,7 +55,7 @@ document.getElementById("skip").addEventListener("click", (event) => {
 addEventListener("hashchange", show);
 for (const kind of ["dragover", "drop"]) addEventListener(kind, (event) => event.preventDefault()); // a missed drop must not leave the page
 
-// -- the theme: the system's, or one that was chosen
+// -- the theme: the system's, or the user's choice
 
 const THEMES = ["system", "light", "dark"];
 const themeButton = document.getElementById("theme");
@@ -77,7 +77,7 @@ themeButton.addEventListener("click", () => {
   showTheme();
 });
 
-// -- the key: asked for when the gateway wants one
+// -- the key: requested when the gateway requires one
 
 const keyInput = document.getElementById("ask-key");
 const keyError = document.getElementById("ask-error");

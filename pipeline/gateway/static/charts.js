@@ -1,4 +1,4 @@
-// A small chart of what was seen while the page is open: one line or two over the last minutes.
+// A small chart of the values since the page was opened: one or two lines over the last minutes.
 
 import { h, say, span, svg } from "./dom.js";
 
@@ -34,7 +34,7 @@ export class Chart {
     this.draw();
   }
 
-  /** What is seen now, a value for each line. `unit`: in place of the one before. */
+  /** Adds the current values, one for each line. `unit`: replaces the previous unit. */
   add(values, unit) {
     const now = Date.now() / 1000;
     this.seen.push([now, ...values]);

@@ -1,4 +1,4 @@
-// A conversation that streams. It lives until the page is closed, and is kept nowhere.
+// A streamed conversation. It exists until the page is closed, and isn't stored.
 
 import { get, lines, post, refused, why } from "./api.js";
 import { announce, count, h, say } from "./dom.js";

@@ -1,4 +1,4 @@
-// Building the page. Whatever comes from outside becomes a text node, never markup; the policy forbids anything else.
+// DOM helpers. External data becomes text nodes, never markup; the Content-Security-Policy enforces that.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -24,12 +24,12 @@ export function svg(name, attributes = {}, ...children) {
   return made;
 }
 
-/** Sets a node's text only where it differs, so that selections and screen readers are left in peace. */
+/** Sets a node's text only if it differs, so that selections and screen readers aren't disturbed. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Tells users of screen readers. */
+/** Announces a text to screen readers. */
 export function announce(text) {
   say(document.getElementById("told"), text);
 }
@@ -44,7 +44,7 @@ export const count = (value) => (value === null || value === undefined ? "–" :
 export const short = (value) => (value === null || value === undefined ? "–" : SHORT.format(value));
 export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
 
-/** A time in milliseconds or seconds, with two figures. */
+/** A time in milliseconds or seconds, with two digits. */
 export function brief(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const [value, unit] = seconds < 0.9995 ? [seconds * 1000, "ms"] : [seconds, "s"];
@@ -80,7 +80,7 @@ export function status(word) {
   return h("span", { className: `status ${/^[a-z_]+$/.test(word) ? word : ""}` }, word.replaceAll("_", " "));
 }
 
-/** What stands where there is nothing, or where something went wrong. */
+/** A notice for an empty view or an error. */
 export function notice(title, text, ...more) {
   return h("div", { className: "notice" }, h("h2", {}, title), h("p", {}, text), ...more);
 }

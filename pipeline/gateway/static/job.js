@@ -1,4 +1,4 @@
-// One job: how it stands, what went wrong, the first of its results, and what can be done about it.
+// The view of a job: its status, its errors, its first results, and its actions.
 
 import { ApiError, ask, get, lines, post, save, why } from "./api.js";
 import { announce, count, cut, h, moment, notice, rate, say, span, status } from "./dom.js";
@@ -161,7 +161,7 @@ function ended(job) {
   return at ? `${moment(at)}, after ${span(at - job.created_at)}` : null;
 }
 
-/** The first rows that are committed. Once there are enough of them, or the job has ended, nothing more is read. */
+/** The first committed rows. Reading stops once there are enough of them, or the job has ended. */
 class Results {
   constructor(signal, path) {
     this.signal = signal;

@@ -1,4 +1,4 @@
-// The list of jobs: rows stay where they are, and only what has changed in them is written anew.
+// The list of jobs: rows keep their positions, and only changed cells are updated.
 
 import { ApiError, get } from "./api.js";
 import { ago, count, cut, h, moment, notice, rate, say, span, status } from "./dom.js";
@@ -86,7 +86,7 @@ class Row {
   }
 }
 
-/** How far a job is, as a bar and in words. */
+/** A job's progress, as a bar and as text. */
 export class Bar {
   constructor() {
     this.bar = h("progress", { max: 1, "aria-label": "Rows done" });

@@ -1,12 +1,12 @@
-// How long requests waited over the last minute: each worker counts since it began, in buckets, so what is new since the
-// last look is the difference. Of a worker that is new, or has begun anew, the first look only says where it stands.
+// Latencies over the last minute: each worker counts in buckets since its start, so new samples are the difference to the
+// previous poll. The first poll of a new or restarted worker is only the baseline.
 
 const WINDOW = 60;
 const KINDS = ["ttft", "itl"];
 const last = new Map(); // worker and model -> its tiers when it was last seen
 const looks = []; // [moment, tier -> kind -> counts]
 
-/** What is new in this answer of /v1/status. */
+/** Adds the new samples of a response of /v1/status. */
 export function learn(status) {
   const now = Date.now() / 1000;
   const fresh = {};
@@ -32,7 +32,7 @@ function add(all, tier, kind, counts, before) {
   counts.forEach((count, place) => (sums[place] = (sums[place] ?? 0) + Math.max(0, count - (before[place] ?? 0))));
 }
 
-/** [p50, p95] in seconds of a tier over the last minute; null: nothing came. */
+/** [p50, p95] in seconds of a tier over the last minute; null: there are no samples. */
 export function quantiles(tier, kind, bounds) {
   const all = {};
   for (const [, fresh] of looks) add(all, tier, kind, fresh[tier]?.[kind] ?? [], []);
@@ -41,7 +41,7 @@ export function quantiles(tier, kind, bounds) {
   return total ? [0.5, 0.95].map((share) => quantile(counts, bounds, share * total)) : null;
 }
 
-/** Where so many samples lie below, as if those of a bucket were spread evenly in it. */
+/** The quantile, by linear interpolation within a bucket. */
 function quantile(counts, bounds, wanted) {
   let below = 0;
   for (let place = 0; place < bounds.length; place++) {
@@ -55,6 +55,6 @@ function quantile(counts, bounds, wanted) {
   return bounds.at(-1);
 }
 
-/** The most urgent tier of which something came in the last minute. */
+/** The most urgent tier with samples in the last minute. */
 export const busiest = (bounds) =>
   ["interactive", "standard", "bulk"].find((tier) => quantiles(tier, "ttft", bounds) || quantiles(tier, "itl", bounds)) ?? null;

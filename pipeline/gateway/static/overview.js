@@ -1,4 +1,4 @@
-// Figures and charts of the whole installation. What was seen outlives the view, so that charts go on.
+// Metrics and charts of the whole installation. Samples outlive the view, so that charts continue.
 
 import { ApiError, ask } from "./api.js";
 import { Chart } from "./charts.js";
@@ -12,7 +12,7 @@ const LINES = ["p50", "p95"];
 
 export const isBusy = (worker) => worker.shards > 0 || worker.waiting_tokens > 0 || (worker.figures?.lane_open ?? 0) > 0;
 
-/** Charts on top of the jobs. */
+/** Charts above the list of jobs. */
 export function charts(signal) {
   const speed = new Chart("Throughput", "tokens/s", rate, seen.tokens, ["answers", "prompts"]);
   const ttft = new Chart("Time to first token", "", brief, seen.ttft, LINES);
@@ -37,7 +37,7 @@ export function charts(signal) {
   return place;
 }
 
-/** Workers, what each has, and what waits for them. */
+/** Workers with their work, and the backlog. */
 export function workersView(signal) {
   const [rows, tiers, kinds] = [h("tbody"), h("tbody"), h("tbody")];
   const lane = h("p", { className: "muted" });
@@ -63,7 +63,7 @@ export function workersView(signal) {
     limits.hidden = most === null;
     if (most !== null) say(limits, `You have ${count(Number(headers.get("x-ratelimit-remaining-requests")))} of ${count(Number(most))} requests a minute left.`);
     fill(rows, status.workers.map(workerRow), "No worker is alive. Jobs are kept, and go on when one starts.");
-    fill(tiers, tierRows(status), "No worker has told its figures yet.");
+    fill(tiers, tierRows(status), "No worker has reported its metrics yet.");
     fill(kinds, status.backlog.kinds.map(kindRow), "Nothing is queued.");
   });
   return place;

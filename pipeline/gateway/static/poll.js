@@ -1,10 +1,10 @@
-// Looking again and again: rarely while nobody looks at the page, and ever more rarely while nobody answers.
+// Polling: at a lower rate while the page is hidden, and with growing delays while the gateway doesn't respond.
 
 const HIDDEN_SECONDS = 60;
 const MOST_SECONDS = 30;
 const trouble = new Set();
 
-/** Calls `look(signal)` until `signal` is aborted; every so many seconds, or as many as it returns. */
+/** Calls `look(signal)` until `signal` is aborted, at the given interval in seconds or the one that it returns. */
 export async function poll(look, seconds, signal) {
   const me = {};
   let failures = 0;
@@ -25,7 +25,7 @@ export async function poll(look, seconds, signal) {
   }
 }
 
-/** So many seconds, or until the page is looked at again. */
+/** Waits for the given seconds, or until the page is visible again. */
 function pause(seconds, signal) {
   return new Promise((resolve) => {
     const hidden = document.hidden;

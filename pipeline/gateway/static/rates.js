@@ -1,9 +1,9 @@
-// How fast jobs go, from what was seen of them one look after the other.
+// Processing rates of jobs, from the differences between polls.
 
 const WINDOW = 60;
 const looks = new Map();
 
-/** What is done of a job, as a share; of one that has ended, what was answered. null: it isn't known. */
+/** A job's progress as a share; of an ended job the share of rows with a response. null: unknown. */
 export function share(job) {
   const counts = job.request_counts;
   return counts.total ? (counts.completed + (isOpen(job) ? counts.failed : 0)) / counts.total : null;
@@ -11,7 +11,7 @@ export function share(job) {
 
 export const isOpen = (job) => ["validating", "in_progress", "finalizing", "cancelling"].includes(job.status);
 
-/** Rows a second over the last minute; null: not known yet. Of the moments at which the numbers were true. */
+/** Rows a second over the last minute, by the times at which the counts were taken; null: not known yet. */
 export function rowRate(job) {
   if (!isOpen(job)) return null;
   const own = job.tokenmill ?? {};
@@ -25,7 +25,7 @@ export function rowRate(job) {
   return done && last[0] - first[0] >= 1 ? Math.max(0, (last[1] - first[1]) / (last[0] - first[0])) : null;
 }
 
-/** Seconds that are left, by the dispatcher's reckoning or else by the rate; null: not known. */
+/** Remaining seconds, by the dispatcher's estimate or else by the rate; null: unknown. */
 export function left(job, rate) {
   if (!isOpen(job)) return null;
   const eta = job.tokenmill?.eta;

@@ -1,4 +1,4 @@
-// Submitting a file: dropped or chosen, uploaded, and made a job.
+// Submission of a file: it is dropped or chosen, uploaded, and becomes a job.
 
 import { get, post, upload, why } from "./api.js";
 import { announce, cut, h, say, size } from "./dom.js";
@@ -109,7 +109,7 @@ class Submit {
   }
 }
 
-/** The `url` of the first line; null where it says none. */
+/** The `url` of the first line; null if it has none. */
 async function endpointOf(file) {
   try {
     const start = await file.slice(0, PEEKED).text();

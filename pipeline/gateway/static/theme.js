@@ -1,8 +1,8 @@
-// Before anything is painted: the theme that was chosen on this machine. A plain script, so that it runs at once.
+// Applies the stored theme before the first paint. A classic script, so that it runs at once.
 "use strict";
 try {
   const chosen = localStorage.getItem("tokenmill.theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
 } catch {
-  // storage is switched off: the system's theme it is
+  // storage is disabled: use the system's theme
 }

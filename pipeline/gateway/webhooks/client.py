@@ -1,7 +1,7 @@
-"""One event to one endpoint: signed as the Standard Webhooks specification says, by a POST that follows no redirect.
+"""Delivery of a webhook event: a POST, signed as in the Standard Webhooks specification, that follows no redirects.
 
-Where an endpoint's name leads is looked up once, and the connection goes to the very address that was judged: so a name
-that leads into our own network, now or in the next moment, is no way in.
+The endpoint's host name is resolved once, and the connection goes to the address that was checked. So neither a name of
+a private network nor DNS rebinding gives access to the internal network (SSRF).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from pipeline.ports import PipelineError
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 _UNICAST: Final = IPv6Network("2000::/3")
 _NOT_PUBLIC: Final = (IPv4Network("192.88.99.0/24"), IPv6Network("3fff::/20"))
-"""Relays of 6to4 (RFC 7526) and documentation (RFC 9637), which `ipaddress` has as global."""
+"""6to4 relays (RFC 7526) and documentation addresses (RFC 9637), which `ipaddress` classifies as global."""
 _READ_BYTES: Final = 4_096
-_MOST_HEADER_BYTES: Final = 32 * 1024
+_MAX_HEADER_BYTES: Final = 32 * 1024
 
 
 class NotDelivered(PipelineError):
-    """Raised when an endpoint can't be told. The message names no path: it may be a secret."""
+    """Raised when an event can't be delivered. The message doesn't hold the URL's path, which may be a secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Who is told.
+    """A webhook endpoint of a tenant.
 
     Attributes:
-        id: names it in the store and in the log; made of tenant and URL.
+        id: its name in the store and in the log, derived from tenant and URL.
         url: http or https.  secret: the key of the signatures.
-        events: types that it wants.
+        events: the event types that it subscribes to.
     """
 
     id: str
@@ -53,36 +53,36 @@ class Endpoint:
 
     @property
     def host(self) -> str:
-        """For the log."""
+        """The host name, for the log."""
         return urlsplit(self.url).hostname or ""
 
 
 class WebhookSender(Protocol):
-    """What the notifier asks of a sender."""
+    """The interface of a sender of webhook events."""
 
     async def post(self, endpoint: Endpoint, headers: Mapping[str, str], payload: bytes) -> int:
-        """The status that is answered; raises `NotDelivered`."""
+        """Send an event; returns the HTTP status of the response. Raises `NotDelivered`."""
         ...
 
 
 def signature_headers(secret: bytes, event: str, at: datetime, payload: bytes) -> dict[str, str]:
-    """What tells the receiver that the payload is ours, and new."""
-    moment = str(int(at.timestamp()))
-    digest = hmac.new(secret, b".".join((event.encode(), moment.encode(), payload)), hashlib.sha256).digest()
+    """The headers by which the receiver verifies the origin and the age of the payload."""
+    timestamp = str(int(at.timestamp()))
+    digest = hmac.new(secret, b".".join((event.encode(), timestamp.encode(), payload)), hashlib.sha256).digest()
     return {
         "webhook-id": event,
-        "webhook-timestamp": moment,
+        "webhook-timestamp": timestamp,
         "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
     }
 
 
 class Sender:
-    """Posts.
+    """Sends webhook events over HTTP.
 
     Args:
-        seconds: from the look-up of the name to the status.
-        allow_private: endpoints may be on this machine or its network.
-        context: of TLS; None: the system's authorities are trusted.
+        seconds: the time-out from the DNS lookup to the response's status.
+        allow_private: allow endpoints on this machine or its private network.
+        context: the TLS context; None: the system's certificate authorities are trusted.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Sender:
         self._context = context or ssl.create_default_context()
 
     async def post(self, endpoint: Endpoint, headers: Mapping[str, str], payload: bytes) -> int:
-        """The status that is answered; raises `NotDelivered`."""
+        """Send an event; returns the HTTP status of the response. Raises `NotDelivered`."""
         try:
             async with asyncio.timeout(self._seconds):
                 return await self._post(endpoint.url, headers, payload)
@@ -103,36 +103,36 @@ class Sender:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
             raise NotDelivered(f"can't be reached: {reason}") from None
         except h11.ProtocolError:
-            raise NotDelivered("what it answers is no HTTP") from None
+            raise NotDelivered("its response is no valid HTTP") from None
 
     async def _post(self, url: str, headers: Mapping[str, str], payload: bytes) -> int:
-        where = urlsplit(url)
-        secure, host = where.scheme == "https", where.hostname or ""
-        port = where.port or (443 if secure else 80)
+        parts = urlsplit(url)
+        secure, host = parts.scheme == "https", parts.hostname or ""
+        port = parts.port or (443 if secure else 80)
         reader, writer = await self._connect(host, port, secure)
         try:
-            target = (where.path or "/") + (f"?{where.query}" if where.query else "")
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             sent = {
-                "Host": where.netloc,
+                "Host": parts.netloc,
                 "User-Agent": "tokenmill",
                 "Content-Type": "application/json",
                 "Content-Length": str(len(payload)),
                 "Connection": "close",
                 **headers,
             }
-            talk = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MOST_HEADER_BYTES)
+            http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEADER_BYTES)
             request = h11.Request(method="POST", target=target, headers=list(sent.items()))
-            parts = (talk.send(request), talk.send(h11.Data(data=payload)), talk.send(h11.EndOfMessage()))
-            writer.write(b"".join(part or b"" for part in parts))
+            data = (http.send(request), http.send(h11.Data(data=payload)), http.send(h11.EndOfMessage()))
+            writer.write(b"".join(part or b"" for part in data))
             await writer.drain()
             while True:
-                event: Any = talk.next_event()
+                event: Any = http.next_event()
                 if event is h11.NEED_DATA:
-                    talk.receive_data(await reader.read(_READ_BYTES))
+                    http.receive_data(await reader.read(_READ_BYTES))
                 elif isinstance(event, h11.Response):
                     return event.status_code
         finally:
-            writer.transport.abort()  # no answer's body is waited for
+            writer.transport.abort()  # the response's body isn't read
 
     async def _connect(self, host: str, port: int, secure: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -153,8 +153,8 @@ class Sender:
 
 
 def is_public(address: str) -> bool:
-    """Whether the address belongs to the Internet at large, as does one that lies within it: none leads to a machine or
-    network of ours."""
+    """Whether the address, and an IPv4 address embedded in it, is on the public Internet, so that it can't reach this
+    machine or a private network."""
     found: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
     if isinstance(found, IPv6Address):
         inner = IPv4Address(int(found) & 0xFFFFFFFF) if found in _NAT64 else found.ipv4_mapped

@@ -1,8 +1,8 @@
-"""Tells tenants' endpoints that their batches have ended, each at least once.
+"""Delivers webhook events to tenants' endpoints when their batches have ended, each at least once.
 
-What is to be told lies in the root (`pipeline.jobs.pending_webhooks`), so whatever dies, another goes on with it. Each
-endpoint is told by itself, one event after the other: one that is dead or slow holds up nobody else. What fails is
-tried again after a while that grows with its age, for days.
+Pending events are stored in the root (`pipeline.jobs.pending_webhooks`), so after a crash another process continues.
+Each endpoint has its own task that sends one event after the other, so a dead or slow endpoint doesn't delay others. A
+failed event is retried with a delay that grows with its age, for days.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pipeline.runtime.supervision import reason_of
 from pipeline.tracing import TRACEPARENT, working_for
 from schemas.jobs.outcome import Manifest
 
-BEGINNING: Final = timedelta(days=1)
-"""A job that was about to be made so long ago never will be."""
+PENDING_GRACE_PERIOD: Final = timedelta(days=1)
+"""A pending webhook without a job is removed after this time: its job was never created."""
 _JITTER: Final = 0.25
 _SWEEP_SECONDS: Final = 3_600.0
 
@@ -40,27 +40,27 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NotifierSettings:
-    """Times in seconds.
+    """Intervals and time-outs in seconds.
 
     Attributes:
-        every: between two looks.
-        first, longest: between two tries of an event, at least and at most.
-        growth: the time until the next try, as a share of the event's age.
-        patience: an event that is so old is not told any more.
+        every: the polling interval.
+        min_retry_seconds, max_retry_seconds: the bounds of the delay between two attempts of an event.
+        growth: the delay until the next attempt, as a share of the event's age.
+        patience: events that are older than this are dropped.
     """
 
     every: float = 1.0
-    first: float = 5.0
-    longest: float = 6 * 3_600.0
+    min_retry_seconds: float = 5.0
+    max_retry_seconds: float = 6 * 3_600.0
     growth: float = 0.5
     patience: float = 3 * 86_400.0
 
 
 class Notifier:
-    """Tells the endpoints. Several may run.
+    """Polls for ended batches and sends their events to the endpoints. Several may run.
 
     Args:
-        lease: of several that run, one works; None: each does, and endpoints hear everything from each.
+        lease: elects the one instance that works; None: each works, and endpoints get every event from each.
     """
 
     def __init__(
@@ -76,54 +76,54 @@ class Notifier:
         self._endpoints = {endpoint.id: endpoint for endpoint in endpoints}
         self._sender = sender
         self._settings = settings or NotifierSettings()
-        self._leading = Leading(lease, world.clock, "telling of batches")
-        self._again: dict[str, float] = {}  # what failed, by key -> when it is tried again (monotonic)
-        self._telling: dict[str, asyncio.Task[None]] = {}
+        self._leading = Leading(lease, world.clock, "running_notifier of batches")
+        self._retry_at: dict[str, float] = {}  # key of a failed event -> when it is retried (monotonic)
+        self._deliveries: dict[str, asyncio.Task[None]] = {}
         self._sweep_at = float("-inf")
 
     def run(self, stop: threading.Event) -> None:
-        """Tell until `stop`; what is under way then is told again by whoever comes next."""
+        """Deliver events until `stop` is set; interrupted deliveries are repeated by the next process."""
         try:
             asyncio.run(self._run(stop))
         finally:
             self._leading.give_up()
 
     async def _run(self, stop: threading.Event) -> None:
-        self._telling.clear()  # tasks of an event loop that has ended
+        self._deliveries.clear()  # tasks of a closed event loop
         while not stop.is_set():
             try:
                 if await asyncio.to_thread(self._leading.now):
-                    await self.look()
+                    await self.poll()
             except PipelineError as error:
-                logger.error("webhooks_not_looked_at", reason=str(error))
+                logger.error("webhooks_poll_failed", reason=str(error))
             await asyncio.to_thread(stop.wait, self._settings.every)
-        for task in self._telling.values():
+        for task in self._deliveries.values():
             task.cancel()
-        await asyncio.gather(*self._telling.values(), return_exceptions=True)
+        await asyncio.gather(*self._deliveries.values(), return_exceptions=True)
 
-    async def look(self) -> None:
-        """Find what has ended, and begin to tell those endpoints that are not being told something already."""
+    async def poll(self) -> None:
+        """Find due events, and start a delivery task for each endpoint without one."""
         due = await asyncio.to_thread(self._find)
-        now, there = self._world.clock.monotonic(), {key for keys in due.values() for key in keys}
-        self._again = {key: at for key, at in self._again.items() if key in there}
-        for name, task in list(self._telling.items()):
+        now, due_keys = self._world.clock.monotonic(), {key for keys in due.values() for key in keys}
+        self._retry_at = {key: at for key, at in self._retry_at.items() if key in due_keys}
+        for name, task in list(self._deliveries.items()):
             if task.done():
-                del self._telling[name]
+                del self._deliveries[name]
                 if isinstance(error := task.exception(), Exception):  # of one endpoint; the others are notified
                     self._world.errors.note("webhooks", error, endpoint=name)
         for name, keys in due.items():
-            ready = [key for key in keys if self._again.get(key, now) <= now]
-            if ready and name not in self._telling:
-                self._telling[name] = asyncio.create_task(self._tell(self._endpoints[name], ready))
+            ready = [key for key in keys if self._retry_at.get(key, now) <= now]
+            if ready and name not in self._deliveries:
+                self._deliveries[name] = asyncio.create_task(self._deliver(self._endpoints[name], ready))
 
-    async def settle(self) -> None:
-        """Until nothing is being told."""
-        await asyncio.gather(*self._telling.values())
+    async def wait_idle(self) -> None:
+        """Wait until no delivery is in progress."""
+        await asyncio.gather(*self._deliveries.values())
 
-    # -- what there is to tell
+    # -- due events
 
     def _find(self) -> Mapping[str, list[str]]:
-        """Keys of what is due, by endpoint: the oldest first."""
+        """The keys of due events by endpoint, the oldest first."""
         wanted = [info.key.removeprefix(WANTED) for info in self._store.list(WANTED)]
         if wanted:
             still_open = {info.key.removeprefix(ACTIVE) for info in self._store.list(ACTIVE)}
@@ -139,8 +139,8 @@ class Notifier:
         }
 
     def _sweep(self, folders: Sequence[str]) -> None:
-        """Now and then, remove what is due to endpoints that are none any more. Not at once: another gateway may have
-        newer settings."""
+        """Remove due events of endpoints that aren't configured, at an interval, and only events older than `patience`:
+        another gateway may have newer settings."""
         now = self._world.clock.monotonic()
         if now < self._sweep_at:
             return
@@ -153,7 +153,7 @@ class Notifier:
                     logger.warning("webhook_without_endpoint", webhook=due.id, job=due.job)
 
     def _end(self, job: str) -> None:
-        """Write down who is to be told of the job, if it has ended."""
+        """Store the due events of the job, if it has ended."""
         try:
             ended = self._ended(job)
         except Exception as error:  # noqa: BLE001 - of one job; the others go on
@@ -170,7 +170,7 @@ class Notifier:
         self._store.delete(WANTED + job)
 
     def _ended(self, name: str) -> tuple[str, str, datetime] | None:
-        """Tenant, type and moment of the job's end, when all that comes of it stands."""
+        """The tenant, event type and time of an ended job; None while its output files aren't committed."""
         ledger = JobLedger(self._store, f"{JOBS}{name}/")
         job = ledger.find_job()
         if job is None:
@@ -182,24 +182,24 @@ class Notifier:
         at = manifest.finished_at
         if find_order(self._store, name) is not None:
             outcome = find_outcome(self._store, name)
-            if outcome is None:  # its files don't stand yet
+            if outcome is None:  # its output files aren't committed yet
                 return None
             at = outcome.at
         return job.tenant, f"batch.{manifest.status.value}", at
 
     def _forget(self, name: str) -> None:
-        """A job that isn't there: it is about to be made, or never was."""
+        """Remove the pending webhook of a missing job, unless the job may still be about to be created."""
         try:
             wanted = parse_stored(self._store.locate(WANTED + name), self._store.read(WANTED + name), WebhookRequest)
         except ObjectNotFound:
             return
-        if wanted.at + BEGINNING <= self._world.clock.now():
+        if wanted.at + PENDING_GRACE_PERIOD <= self._world.clock.now():
             self._store.delete(WANTED + name)
 
-    # -- telling
+    # -- delivery
 
-    async def _tell(self, endpoint: Endpoint, keys: Sequence[str]) -> None:
-        """Tell an endpoint these, until one can't be brought there at all."""
+    async def _deliver(self, endpoint: Endpoint, keys: Sequence[str]) -> None:
+        """Send events to an endpoint, until it can't be reached."""
         try:
             for key in keys:
                 due = await asyncio.to_thread(self._load, key)
@@ -209,16 +209,16 @@ class Notifier:
                     status = await self._post(endpoint, due)
                 except NotDelivered as error:
                     await self._failed(endpoint, key, due, str(error))
-                    again = self._again.get(key, self._world.clock.monotonic() + self._settings.first)
-                    self._again |= dict.fromkeys(keys[keys.index(key) :], again)  # the others would only fail likewise
+                    retry_at = self._retry_at.get(key, self._world.clock.monotonic() + self._settings.min_retry_seconds)
+                    self._retry_at |= dict.fromkeys(keys[keys.index(key) :], retry_at)  # the others would fail, too
                     return
                 if 200 <= status < 300:
                     await asyncio.to_thread(self._store.delete, key)
-                    logger.info("webhook_told", endpoint=endpoint.id, webhook=due.id, job=due.job, status=status)
+                    logger.info("webhook_delivered", endpoint=endpoint.id, webhook=due.id, job=due.job, status=status)
                 else:
                     await self._failed(endpoint, key, due, f"answered {status}")
         except PipelineError as error:
-            logger.error("webhook_not_told", endpoint=endpoint.id, reason=str(error))
+            logger.error("webhook_delivery_failed", endpoint=endpoint.id, reason=str(error))
 
     async def _post(self, endpoint: Endpoint, due: DueWebhook) -> int:
         payload = orjson.dumps(
@@ -234,9 +234,9 @@ class Notifier:
         if not self._world.traces.on:
             return await self._sender.post(endpoint, headers, payload)
         job = await asyncio.to_thread(JobLedger(self._store, f"{JOBS}{due.job}/").find_job)
-        about = {"tokenmill.webhook": endpoint.id, "tokenmill.job.id": due.job}
+        attributes = {"tokenmill.webhook": endpoint.id, "tokenmill.job.id": due.job}
         span = self._world.traces.begin(
-            "webhook", about, kind="client", parent=None if job is None else self._world.traces.of_job(job)
+            "webhook", attributes, kind="client", parent=None if job is None else self._world.traces.of_job(job)
         )
         with working_for(span):
             status = await self._sender.post(endpoint, headers | {TRACEPARENT: str(span.traceparent)}, payload)
@@ -251,28 +251,30 @@ class Notifier:
             return None
 
     async def _failed(self, endpoint: Endpoint, key: str, due: DueWebhook, why: str) -> None:
-        """Try again later: the older it is, the later; or never, when it is too old."""
+        """Schedule a retry after a delay that grows with the event's age, or drop the event when it is too old."""
         settings = self._settings
         age = self._age(due)
-        told = {"endpoint": endpoint.id, "host": endpoint.host, "webhook": due.id, "job": due.job, "reason": why}
+        fields = {"endpoint": endpoint.id, "host": endpoint.host, "webhook": due.id, "job": due.job, "reason": why}
         if age >= settings.patience:
             await asyncio.to_thread(self._store.delete, key)
-            logger.error("webhook_given_up", **told)
+            logger.error("webhook_given_up", **fields)
             return
         chance = int.from_bytes(self._world.random.token(4)) / 2**32
-        wait = min(settings.longest, max(settings.first, settings.growth * age)) * (1 + _JITTER * (2 * chance - 1))
-        self._again[key] = self._world.clock.monotonic() + wait
-        logger.warning("webhook_failed", again_in=round(wait, 1), **told)
+        wait = min(settings.max_retry_seconds, max(settings.min_retry_seconds, settings.growth * age)) * (
+            1 + _JITTER * (2 * chance - 1)
+        )
+        self._retry_at[key] = self._world.clock.monotonic() + wait
+        logger.warning("webhook_failed", again_in=round(wait, 1), **fields)
 
     def _age(self, due: DueWebhook) -> float:
         return (self._world.clock.now() - due.at).total_seconds()
 
 
 def event_id(job: str, kind: str) -> str:
-    """The same in every repeat."""
+    """The event's id, which is the same in every attempt."""
     return f"evt_{hashlib.sha256(f'{job}/{kind}'.encode()).hexdigest()[:32]}"
 
 
 def endpoint_id(tenant: str, url: str) -> str:
-    """Names an endpoint without telling where it is."""
+    """The endpoint's id, from which its URL can't be derived."""
     return hashlib.sha256(f"{tenant}\0{url}".encode(errors="surrogatepass")).hexdigest()[:16]

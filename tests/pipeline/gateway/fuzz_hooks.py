@@ -1,5 +1,5 @@
-"""What schemathesis sends is drawn at random, so it would name no model and no file that there is: most that it names
-are replaced by those."""
+"""Hooks of schemathesis: most random model names and file ids are replaced by existing ones, which random values would
+never hit."""
 
 from __future__ import annotations
 

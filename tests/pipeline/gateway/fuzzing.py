@@ -31,14 +31,14 @@ ROOT = Path(__file__).parents[3]
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 
-def names(house: HttpHouse, key: str) -> dict[str, str]:
-    """Real ids, by the variables that the configuration has them from: otherwise most requests lead nowhere."""
-    client = house.client(key)
+def names(harness: HttpHouse, key: str) -> dict[str, str]:
+    """Ids of existing objects, by the configuration's variables: otherwise most requests would be answered with 404."""
+    client = harness.client(key)
     file = client.files.create(file=("a.jsonl", lines(10)), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     while client.batches.retrieve(batch.id).status != "completed":
         time.sleep(0.02)
-    with house.http(key) as http:
+    with harness.http(key) as http:
         hello = {"model": PIN.name, "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
         asked = {**hello, "stream": True, "tokenmill": {"resume": 60}}
         stream = http.post("/v1/chat/completions", json=asked).headers["x-stream-id"]
@@ -46,31 +46,33 @@ def names(house: HttpHouse, key: str) -> dict[str, str]:
 
 
 @contextmanager
-def fuzzed_house(place: Path) -> Iterator[HttpHouse]:
-    """A gateway that answers shortly, so that nothing takes long."""
+def fuzzed_harness(folder: Path) -> Iterator[HttpHouse]:
+    """A gateway with short responses, for fast tests."""
     most = dict.fromkeys(Tier, 64)
     asking = InferenceSettings(caps=most, default_max_tokens=5)
-    with http_house(place, settings=GatewaySettings(most_upload_bytes=1 << 20), asking=asking) as house:
-        yield house
+    with http_house(folder, settings=GatewaySettings(most_upload_bytes=1 << 20), asking=asking) as harness:
+        yield harness
 
 
-def fuzz(house: HttpHouse, examples: int, seed: int, *more: str, keys: bool = True) -> subprocess.CompletedProcess[str]:
+def fuzz(
+    harness: HttpHouse, examples: int, seed: int, *more: str, keys: bool = True
+) -> subprocess.CompletedProcess[str]:
     """What schemathesis found, in words, with requests that show it again; its status is 0 if it found nothing.
 
     Args:
         examples: for each operation, besides those that follow from bounds.
         keys: one is made, and sent; else the installation has none, and lets everybody in.
     """
-    key = house.keys.create("fuzzed", tuple(Scope))[1] if keys else "none"
-    found = {f"TOKENMILL_FUZZ_{name}": value for name, value in {"KEY": key, **names(house, key)}.items()}
+    key = harness.keys.create("fuzzed", tuple(Scope))[1] if keys else "none"
+    found = {f"TOKENMILL_FUZZ_{name}": value for name, value in {"KEY": key, **names(harness, key)}.items()}
     options = ["--max-examples", str(examples), "--seed", str(seed), "--no-color", *more]
     if not keys:
         options += ["--exclude-checks", "ignored_auth,missing_required_header"]
-    program = [sys.executable, "-m", "schemathesis.cli", "--config-file", CONFIG, "run", f"{house.url}/openapi.json"]
+    program = [sys.executable, "-m", "schemathesis.cli", "--config-file", CONFIG, "run", f"{harness.url}/openapi.json"]
     return subprocess.run(
         [*program, *options],
         env={**os.environ, **found, "PYTHONPATH": str(ROOT)},
-        cwd=house.world.scratch, capture_output=True, text=True, check=False,
+        cwd=harness.world.scratch, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
@@ -83,8 +85,8 @@ def main() -> int:
     worst = 0
     for keys in (True, False):
         print(f"-- seed {given.seed}, {'with' if keys else 'without'} keys", flush=True)
-        with tempfile.TemporaryDirectory() as place, fuzzed_house(Path(place)) as house:
-            found = fuzz(house, given.examples, given.seed, *more, keys=keys)
+        with tempfile.TemporaryDirectory() as folder, fuzzed_harness(Path(folder)) as harness:
+            found = fuzz(harness, given.examples, given.seed, *more, keys=keys)
         print(found.stdout, found.stderr)
         worst = max(worst, abs(found.returncode))
     return worst

@@ -1,5 +1,5 @@
-"""A gateway over a root in a folder, served for real, with a foreman and a worker that answers at once: all but a
-model. All that it answers is held against its OpenAPI document."""
+"""A test harness: a real gateway over a root in a folder, with a job controller and a worker that answers at once
+without a model. Each response is validated against the gateway's OpenAPI document."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from tests.waiting import HANG_SECONDS
 
 
 class ShiftedClock(SystemClock):
-    """The system's, ahead by so many seconds as a test says."""
+    """The system clock, shifted by `ahead` seconds."""
 
     ahead: float = 0.0
 
@@ -72,10 +72,10 @@ class ShiftedClock(SystemClock):
 
 @dataclass
 class HttpHouse:
-    """What a test has in its hands.
+    """A running gateway with its services, for a test.
 
     Attributes:
-        permits: each commit of the worker takes one.
+        permits: a semaphore; each commit of the worker acquires it once.
     """
 
     world: World
@@ -105,7 +105,7 @@ class HttpHouse:
 
 @contextmanager
 def http_house(
-    place: Path,
+    folder: Path,
     *,
     auth: AuthMode = "auto",
     permits: int = 1_000_000,
@@ -126,49 +126,49 @@ def http_house(
     cache: CacheSettings | None = None,
     disk: Disk = LOCAL_DISK,
 ) -> Iterator[HttpHouse]:
-    """The house, until the block ends.
+    """Run a gateway until the block ends.
 
     Args:
-        permits: shards that the worker may commit; more with `HttpHouse.permits`.
-        finalize: files of ended batches are written without anybody asking.
-        s3: the root, in place of a folder.
-        rates: what callers may ask for.  limiter: counts it elsewhere than here.
-        cache: what is kept of answers.
+        permits: shards that the worker may commit; release `HttpHouse.permits` for more.
+        finalize: run the finalizer in the background.
+        s3: the root, instead of a folder.
+        rates: the rate limits.  limiter: a rate limiter instead of one in memory.
+        cache: the bounds of the response cache.
         disk: of the root's folder.
-        grace: seconds that a worker has to end its shards of a batch that is cancelled.
+        grace: seconds that a worker has to finish the shards of a cancelled batch.
     """
     stop, permitted = threading.Event(), threading.Semaphore(permits)
     with ExitStack() as stack:
-        store = stack.enter_context(FolderStore(place / "root", disk=disk) if s3 is None else s3[0])
+        store = stack.enter_context(FolderStore(folder / "root", disk=disk) if s3 is None else s3[0])
         reading = None if s3 is None else s3[1]
         clock = ShiftedClock()
         world = World(store, clock, SystemRandomness(), store.scratch)
         Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=2_048, published_at=clock.now()))
-        together = stack.enter_context(ThreadPoolExecutor(4))
-        files, keys = Files(world, together), ApiKeys(world, believed=0.0)
-        finalizer = Finalizer(world, files, every=0.05)
+        executor = stack.enter_context(ThreadPoolExecutor(4))
+        files, keys = Files(world, executor), ApiKeys(world, believed=0.0)
+        finalizer = Finalizer(world, files, interval_seconds=0.05)
         beats = MemoryHeartbeats(clock, 60.0)
-        figures, dispatched = HttpMetrics(clock), DispatchMetrics()
+        http_metrics, dispatched = HttpMetrics(clock), DispatchMetrics()
         parts = GatewayDependencies(
             world,
             Authority(keys, auth),
             files,
-            Batches(world, Intake(world, intake), files, finalizer, together),
+            Batches(world, Intake(world, intake), files, finalizer, executor),
             ServedModels(store),
             Status(world, beats, 0.0),
             settings or GatewaySettings(),
             limiter or RateLimiter(clock, rates),
-            figures,
+            http_metrics,
             Metrics(
                 [
                     metric_collectors.workers(beats, each=True),
                     metric_collectors.dispatching(dispatched, clock),
-                    metric_collectors.http(figures),
+                    metric_collectors.http(http_metrics),
                 ]
             ),
         )
         lane = MemoryLane(clock)
-        worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01), figures)
+        worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01), http_metrics)
         answers = Answers(
             InferenceRequestBuilder(world, asking, parts.rates, AnswerCache(clock, MemoryAnswers(clock), cache)),
             bridge,
@@ -222,18 +222,18 @@ def _work(
     permits: threading.Semaphore,
     s3: S3Settings | None,
     grace: float,
-    figures: DispatchMetrics,
+    metrics: DispatchMetrics,
 ) -> None:
     queue = MemoryQueue()
     settings = DispatchSettings(grace=grace, cache_every=0.05)
-    dispatcher = Dispatcher(world, queue, beats, settings=settings, figures=figures)
-    foreman = JobController(
+    dispatcher = Dispatcher(world, queue, beats, settings=settings, figures=metrics)
+    controller = JobController(
         world,
         dispatcher,
         lambda pinned: open_pinned(pinned, s3),
         JobControllerSettings(tick_every=0.01, look_every=0.02),
     )
-    thread = threading.Thread(target=foreman.run, args=(stop,))
+    thread = threading.Thread(target=controller.run, args=(stop,))
     thread.start()
     client = ShardClient(
         "w", world, lambda job: JobLedger(world.store, f"jobs/{job}/"), queue, beats, lambda: False, models=MODELS
@@ -248,7 +248,7 @@ def _work(
 
 
 def lines(count: int, url: str = "/v1/chat/completions", **more: Any) -> bytes:
-    """So many requests for the model of the house. Every fifth answer fails."""
+    """`count` requests for the harness's model, as JSONL. Every fifth response fails."""
     body = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
     if url == "/v1/completions":
         body = {"model": PIN.name, "prompt": "hello", "max_tokens": 5}

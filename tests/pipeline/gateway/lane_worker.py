@@ -1,4 +1,4 @@
-"""A worker on the lane that needs no model: it answers with numbered words, as fast as a test says."""
+"""A lane worker without a model: it answers with numbered words, at a configurable speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.pipeline.made_jobs import PIN
 
 
 def words(count: int, choice: int = 0) -> str:
-    """What a choice of so many tokens is answered with."""
+    """The text of a choice of `count` tokens."""
     return "".join(f"{choice}.{n} " for n in range(count))
 
 
@@ -46,7 +46,7 @@ class LaneWorker:
     looks: int = 0
 
     def stop_taking(self) -> None:
-        """What is asked from now on waits."""
+        """Leave new requests waiting."""
         self.hold.set()
         before = self.looks
         while self.looks < before + 2:  # a look that was under way may still take something
@@ -75,7 +75,7 @@ class LaneWorker:
         side.close()
 
     def _step(self, one: _Running) -> list[LaneEvent]:
-        """The next token of each choice, and the end behind the last."""
+        """Emit the next token of each choice, and the end after the last one."""
         request, body = one.request, one.request.body
         if request.url == EMBEDDINGS_URL:
             return [EndEvent(request.id, request.attempt, self._next(one), _vectors(body))]

@@ -21,8 +21,8 @@ def test_a_batch_on_a_bucket(s3_server: MotoServer, unique_name: Callable[[], st
     parts = {"multipart_bytes": 5 << 20, "part_bytes": 5 << 20}
     store = open_s3(s3_server, bucket, "in/here", scratch, **parts)
     content = lines(6)
-    with http_house(tmp_path, s3=(store, settings_for(s3_server, scratch))) as house, house.http() as http:
-        client = house.client()
+    with http_house(tmp_path, s3=(store, settings_for(s3_server, scratch))) as harness, harness.http() as http:
+        client = harness.client()
         large = lines(1) + b" " * (6 << 20) + b"\n"  # in parts
         file = client.files.create(file=("large.jsonl", large), purpose="batch")
         part = http.get(f"/v1/files/{file.id}/content", headers={"Range": "bytes=6000000-6000009"})
@@ -31,8 +31,10 @@ def test_a_batch_on_a_bucket(s3_server: MotoServer, unique_name: Callable[[], st
         done = wait(client, batch.id)
         assert done.status == "completed"
         assert done.output_file_id is not None
-        told = [json.loads(line)["custom_id"] for line in client.files.content(done.output_file_id).text.splitlines()]
-        assert sorted(told) == ["r0", "r1", "r2", "r3", "r5"]
+        received = [
+            json.loads(line)["custom_id"] for line in client.files.content(done.output_file_id).text.splitlines()
+        ]
+        assert sorted(received) == ["r0", "r1", "r2", "r3", "r5"]
         assert len(client.files.list(limit=2).data) == 2
         assert len(list(client.files.list(limit=1))) == 4
         client.files.delete(file.id)

@@ -1,5 +1,5 @@
-"""The OpenAPI document tells the truth, the whole of it: what a gateway answers is documented (`http_house` holds every
-answer of every test against it), and what is documented is answered."""
+"""The OpenAPI document is correct and complete: each response is documented (`http_house` validates all responses of
+all tests), and each documented response occurs."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ UNKNOWN = {"file_id": "file-" + "0" * 25, "batch_id": "job-x", "stream_id": "htt
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Any:
     settings = GatewaySettings(most_upload_bytes=100_000, most_body_bytes=100_000, idle_seconds=0.2)
-    with http_house(tmp_path_factory.mktemp("house"), settings=settings) as house:
-        yield house
+    with http_house(tmp_path_factory.mktemp("harness"), settings=settings) as harness:
+        yield harness
 
 
-class InferenceRequestBuilder:
-    """Asks every operation of the document in its turn, with a good key."""
+class OperationClient:
+    """Calls each operation of the document, with a valid key."""
 
-    def __init__(self, house: HttpHouse) -> None:
-        self.house = house
-        self.document = house.witness.document
-        _, self.key = house.keys.create("acme", ALL)
-        self.client = house.client(self.key)
+    def __init__(self, harness: HttpHouse) -> None:
+        self.harness = harness
+        self.document = harness.witness.document
+        _, self.key = harness.keys.create("acme", ALL)
+        self.client = harness.client(self.key)
 
     def operations(self, status: int) -> list[tuple[str, str]]:
-        """Those that may answer this."""
-        return [(method, path) for method, path, one in sorted(self.house.witness.documented()) if one == status]
+        """The operations with this documented status."""
+        return [(method, path) for method, path, one in sorted(self.harness.witness.documented()) if one == status]
 
     def ask_all(self, status: int, key: str | None = None, content: bytes | None = None, **headers: str) -> None:
-        with self.house.http(self.key if key is None else key) as http:
+        with self.harness.http(self.key if key is None else key) as http:
             for method, path in self.operations(status):
                 http.request(method, path.format(**UNKNOWN), headers=headers, content=content)
 
     def say(self, method: str, path: str, head: str, body: bytes = b"") -> None:
-        """Bytes that no client would send."""
-        host, port = self.house.url.removeprefix("http://").split(":")
+        """Send a raw request that no client library would send."""
+        host, port = self.harness.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), 10) as connection:
             path = path.format(**UNKNOWN)
             wanted = f"{method.upper()} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self.key}\r\n{head}\r\n"
@@ -67,10 +67,10 @@ class InferenceRequestBuilder:
             assert connection.recv(65_536)
 
 
-def test_it_is_an_openapi_document(house: HttpHouse) -> None:
-    with house.http() as http:
+def test_it_is_an_openapi_document(harness: HttpHouse) -> None:
+    with harness.http() as http:
         document = http.get("/openapi.json").json()
-    assert document == house.witness.document
+    assert document == harness.witness.document
     assert document["openapi"].startswith("3.1")
     schemathesis.openapi.from_dict(document).validate()
     for path, operations in document["paths"].items():
@@ -79,34 +79,34 @@ def test_it_is_an_openapi_document(house: HttpHouse) -> None:
             assert operation["responses"].keys() & {"422", "default"} == set()
 
 
-def test_each_refusal_is_in_the_documentation_with_its_codes() -> None:
+def test_each_error_status_is_in_the_documentation_with_its_codes() -> None:
     text = DOCS.read_text(encoding="utf-8").split("## Errors")[1]
     rows = re.findall(r"^\| ([0-9, ]+) \| ([a-z_`, ]+) \|", text, re.MULTILINE)
-    told = {status: codes for statuses, codes in rows for status in statuses.split(", ")}
-    assert sorted(told) == sorted(map(str, REFUSALS))
+    received = {status: codes for statuses, codes in rows for status in statuses.split(", ")}
+    assert sorted(received) == sorted(map(str, REFUSALS))
     for status, refusal in REFUSALS.items():
-        assert set(refusal.codes) <= set(re.findall(r"`(\w+)`", told[str(status)])), status
+        assert set(refusal.codes) <= set(re.findall(r"`(\w+)`", received[str(status)])), status
 
 
 @pytest.mark.slow
-def test_all_that_is_documented_is_answered(house: HttpHouse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asker = InferenceRequestBuilder(house)
-    _good(asker)
-    _refused_by_every_route(asker, monkeypatch)
-    _conflicts(asker, monkeypatch)
+def test_each_documented_response_occurs(harness: HttpHouse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    operations_client = OperationClient(harness)
+    _good(operations_client)
+    _refused_by_every_route(operations_client, monkeypatch)
+    _conflicts(operations_client, monkeypatch)
     with http_house(tmp_path, permits=0) as stopping:
-        _while_it_stops(InferenceRequestBuilder(stopping))
-    missing = house.witness.documented() - house.witness.seen - stopping.witness.seen
+        _while_it_stops(OperationClient(stopping))
+    missing = harness.witness.documented() - harness.witness.seen - stopping.witness.seen
     assert not missing, sorted(missing)
 
 
-def _good(asker: InferenceRequestBuilder) -> None:
-    """What is asked for in order."""
-    client = asker.client
+def _good(operations_client: OperationClient) -> None:
+    """Valid requests to all routes."""
+    client = operations_client.client
     file = client.files.create(file=("a.jsonl", lines(3)), purpose="batch")
     client.files.list()
     client.files.retrieve(file.id)
-    with asker.house.http(asker.key) as http:
+    with operations_client.harness.http(operations_client.key) as http:
         content = f"/v1/files/{file.id}/content"
         tag = http.get(content).headers["etag"]
         for headers, status in (
@@ -135,21 +135,21 @@ def _good(asker: InferenceRequestBuilder) -> None:
             assert http.get(path, headers={"If-None-Match": "*"}).status_code == 304
 
 
-def _refused_by_every_route(asker: InferenceRequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    asker.ask_all(401, "wrong")
-    asker.ask_all(403, Origin="http://evil.example")
-    _, narrow = asker.house.keys.create("acme", ALL, limits=RateLimits(requests_per_minute=1))
-    asker.ask_all(429, narrow)
-    asker.ask_all(429, narrow)
-    asker.ask_all(415, content=b"x", **{"Content-Type": "text/plain"})
-    for method, path in asker.operations(400):
-        asker.say(method, path, "Transfer-Encoding: chunked\r\nContent-Length: 5\r\n")
-    for method, path in asker.operations(413):
+def _refused_by_every_route(operations_client: OperationClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations_client.ask_all(401, "wrong")
+    operations_client.ask_all(403, Origin="http://evil.example")
+    _, narrow = operations_client.harness.keys.create("acme", ALL, limits=RateLimits(requests_per_minute=1))
+    operations_client.ask_all(429, narrow)
+    operations_client.ask_all(429, narrow)
+    operations_client.ask_all(415, content=b"x", **{"Content-Type": "text/plain"})
+    for method, path in operations_client.operations(400):
+        operations_client.say(method, path, "Transfer-Encoding: chunked\r\nContent-Length: 5\r\n")
+    for method, path in operations_client.operations(413):
         kind = "multipart/form-data; boundary=x" if path == "/v1/files" else "application/json"
-        asker.say(method, path, f"Content-Type: {kind}\r\nContent-Length: 1000000\r\n")
-        asker.say(method, path, f"Content-Type: {kind}\r\nContent-Length: 50\r\n", b"--")
-    with asker.house.http(asker.key) as http:
-        for method, path in asker.operations(404):
+        operations_client.say(method, path, f"Content-Type: {kind}\r\nContent-Length: 1000000\r\n")
+        operations_client.say(method, path, f"Content-Type: {kind}\r\nContent-Length: 50\r\n", b"--")
+    with operations_client.harness.http(operations_client.key) as http:
+        for method, path in operations_client.operations(404):
             body = {**HELLO, "model": "none"} if path == CHAT else {"model": "none", "prompt": "a"}
             if path == "/v1/embeddings":
                 body = {"model": "none", "input": "a"}
@@ -160,38 +160,40 @@ def _refused_by_every_route(asker: InferenceRequestBuilder, monkeypatch: pytest.
             more = {"json": body} if method == "post" else {}
             assert http.request(method, path.format(**UNKNOWN), **more).status_code == 404, path
     with monkeypatch.context() as crowded:
-        crowded.setattr(asker.house.app, "_most", 0)
-        asker.ask_all(503)
+        crowded.setattr(operations_client.harness.app, "_max_requests", 0)
+        operations_client.ask_all(503)
     with monkeypatch.context() as broken:
         broken.setattr(Authority, "caller", lambda *_: 1 / 0)
-        asker.ask_all(500)
+        operations_client.ask_all(500)
     with monkeypatch.context() as full:
 
         def fail(*_: object) -> None:
             raise StoreFull("no room")
 
         full.setattr(Authority, "caller", fail)
-        asker.ask_all(507)
+        operations_client.ask_all(507)
 
 
-def _conflicts(asker: InferenceRequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, house = asker.client, asker.house
+def _conflicts(operations_client: OperationClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, harness = operations_client.client, operations_client.harness
     once = {"Idempotency-Key": "once"}
     file = client.files.create(file=("a.jsonl", lines(1)), purpose="batch", extra_headers=once)
     wanted: Any = {"input_file_id": file.id, "endpoint": CHAT}
     batch = client.batches.create(**wanted, completion_window="24h", extra_headers=once)
     wait_for(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
-    with house.http(asker.key) as http:
+    with harness.http(operations_client.key) as http:
         form: Any = {"files": {"file": ("a.jsonl", lines(2))}, "data": {"purpose": "batch"}}
         assert http.post("/v1/files", headers=once, **form).status_code == 409
         asked = {**wanted, "completion_window": "1h"}
         assert http.post("/v1/batches", headers=once, json=asked).status_code == 409
         assert http.post(f"/v1/batches/{batch.id}/cancel").status_code == 409
         assert http.post(f"/v1/batches/{batch.id}/retry").status_code == 409
-        house.ledger(batch.id).create_tombstone(Tombstone(job=batch.id, at=house.clock.now()))
+        harness.ledger(batch.id).create_tombstone(Tombstone(job=batch.id, at=harness.clock.now()))
         assert http.get(f"/v1/batches/{batch.id}/results").status_code == 410
         assert http.post(f"/v1/batches/{batch.id}/retry").status_code == 410
-        house.world.store.create(f"files/{file.id}/readers/job-new.json", b'{"version":1,"at":"2099-01-01T00:00:00Z"}')
+        harness.world.store.create(
+            f"files/{file.id}/readers/job-new.json", b'{"version":1,"at":"2099-01-01T00:00:00Z"}'
+        )
         assert http.delete(f"/v1/files/{file.id}").status_code == 409
         with monkeypatch.context() as full:
             usage = namedtuple("usage", "total used free")
@@ -199,19 +201,19 @@ def _conflicts(asker: InferenceRequestBuilder, monkeypatch: pytest.MonkeyPatch) 
             assert http.post("/v1/files", **form).status_code == 507
 
 
-def _while_it_stops(asker: InferenceRequestBuilder) -> None:
-    house = asker.house
-    file = asker.client.files.create(file=("a.jsonl", lines(1)), purpose="batch")
-    batch = asker.client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-    assert asker.client.batches.cancel(batch.id).cancelling_at
-    house.worker.pause = 0.05
-    reading = threading.Thread(target=lambda: list(asker.client.chat.completions.create(
+def _while_it_stops(operations_client: OperationClient) -> None:
+    harness = operations_client.harness
+    file = operations_client.client.files.create(file=("a.jsonl", lines(1)), purpose="batch")
+    batch = operations_client.client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    assert operations_client.client.batches.cancel(batch.id).cancelling_at
+    harness.worker.pause = 0.05
+    reading = threading.Thread(target=lambda: list(operations_client.client.chat.completions.create(
         **HELLO, max_tokens=60, stream=True)))  # fmt: skip
     reading.start()
-    wait_for(lambda: house.worker.asked, "it did not begin")
-    house.stop.set()
-    with house.http() as http:
+    wait_for(lambda: harness.worker.asked, "it did not begin")
+    harness.stop.set()
+    with harness.http() as http:
         wait_for(lambda: http.get("/readyz").status_code == 503, "it goes on")
-    asker.ask_all(503)
-    house.worker.pause = 0.0
+    operations_client.ask_all(503)
+    harness.worker.pause = 0.0
     reading.join()

@@ -1,4 +1,4 @@
-"""The page's files, and what it shows of the installation."""
+"""The web page's files, and the status of the installation that it shows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.waiting import HANG_SECONDS
 CHAT = "/v1/chat/completions"
 
 
-def test_the_page_is_served_under_a_policy_that_lets_only_its_own_scripts_run(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house, house.http() as http:
+def test_the_page_has_a_content_security_policy_for_its_own_scripts_only(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness, harness.http() as http:
         page = http.get("/")
         assert page.headers["content-type"] == "text/html; charset=utf-8"
         policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
@@ -50,7 +50,7 @@ def test_the_page_is_served_under_a_policy_that_lets_only_its_own_scripts_run(tm
             assert (again.status_code, again.content) == (304, b"")
 
 
-def test_scripts_import_only_files_that_are_there() -> None:
+def test_scripts_import_only_existing_files() -> None:
     here = {path.name for path in FOLDER.iterdir()}
     for path in FOLDER.glob("*.js"):
         text = path.read_text(encoding="utf-8")
@@ -76,85 +76,85 @@ def test_scripts_import_only_files_that_are_there() -> None:
         "/static/..\\page.py",
     ],
 )
-def test_no_path_leads_out_of_the_page(tmp_path: Path, path: str) -> None:
-    with http_house(tmp_path) as house:
-        place = urlsplit(house.url)
-        with socket.create_connection((place.hostname or "", place.port or 0), 10) as connection:
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n\r\n".encode())
+def test_static_files_allow_no_path_traversal(tmp_path: Path, path: str) -> None:
+    with http_house(tmp_path) as harness:
+        address = urlsplit(harness.url)
+        with socket.create_connection((address.hostname or "", address.port or 0), 10) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n".encode())
             answer = b"".join(iter(lambda: connection.recv(65_536), b""))
     assert answer.split(b" ", 2)[1] in (b"404", b"400"), answer[:200]
 
 
 def test_the_page_needs_no_key_and_the_status_does(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        _, allowed = house.keys.create("acme", (Scope.BATCHES,))
-        _, other = house.keys.create("acme", (Scope.INFERENCE, Scope.FILES))
-        with house.http() as nobody, house.http(allowed) as some, house.http(other) as wrong:
+    with http_house(tmp_path) as harness:
+        _, allowed = harness.keys.create("acme", (Scope.BATCHES,))
+        _, other = harness.keys.create("acme", (Scope.INFERENCE, Scope.FILES))
+        with harness.http() as nobody, harness.http(allowed) as some, harness.http(other) as wrong:
             assert nobody.get("/").status_code == 200
             assert nobody.get("/v1/status").status_code == 401
             assert wrong.get("/v1/status").status_code == 403
             assert some.get("/v1/status").status_code == 200
 
 
-def submit(house: HttpHouse, key: str) -> str:
-    client = house.client(key)
+def submit(harness: HttpHouse, key: str) -> str:
+    client = harness.client(key)
     file = client.files.create(file=("in.jsonl", lines(10)), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id
 
 
-def test_the_status_tells_of_workers_and_models_and_of_the_callers_own_backlog(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=0) as house:
+def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Path) -> None:
+    with http_house(tmp_path, permits=0) as harness:
         some = (Scope.FILES, Scope.BATCHES)
-        ours, theirs = (house.keys.create(tenant, some)[1] for tenant in ("a", "b"))
-        _, watching = house.keys.create("a", (*some, Scope.METRICS))
-        _, admin = house.keys.create("c", (Scope.ADMIN,))
-        submit(house, ours)
-        submit(house, theirs)
-        submit(house, theirs)
+        ours, theirs = (harness.keys.create(tenant, some)[1] for tenant in ("a", "b"))
+        _, watching = harness.keys.create("a", (*some, Scope.METRICS))
+        _, admin = harness.keys.create("c", (Scope.ADMIN,))
+        submit(harness, ours)
+        submit(harness, theirs)
+        submit(harness, theirs)
         state = WorkerState("w2", frozenset({PIN.key, "gone"}), frozenset({("j", 1)}), 1_200, 310.5, draining=True)
-        house.beats.beat(state)
+        harness.beats.beat(state)
         figures = WorkerMetrics(model=PIN.name, tiers={Tier.BULK: TierMetrics(ttft=HistogramSample(counts=(0, 4)))})
-        house.beats.tell("w2", figures)
+        harness.beats.tell("w2", figures)
 
-        told = {key: house.http(key).get("/v1/status").json() for key in (ours, theirs, watching, admin)}
-        assert [told[key]["backlog"]["jobs"] for key in (ours, theirs, watching, admin)] == [1, 2, 1, 3]
-        kind = told[ours]["backlog"]["kinds"]
+        received = {key: harness.http(key).get("/v1/status").json() for key in (ours, theirs, watching, admin)}
+        assert [received[key]["backlog"]["jobs"] for key in (ours, theirs, watching, admin)] == [1, 2, 1, 3]
+        kind = received[ours]["backlog"]["kinds"]
         assert [(one["model"], one["tier"], one["jobs"]) for one in kind] == [(PIN.name, "standard", 1)]
-        assert kind[0]["tokens"] == told[ours]["backlog"]["tokens"] > 0
-        assert told[ours]["models"] == [PIN.name]
+        assert kind[0]["tokens"] == received[ours]["backlog"]["tokens"] > 0
+        assert received[ours]["models"] == [PIN.name]
         for key in (watching, admin):
-            worker = next(one for one in told[key]["workers"] if one["name"] == "w2")
+            worker = next(one for one in received[key]["workers"] if one["name"] == "w2")
             assert worker == {
                 "name": "w2", "models": sorted([PIN.name, "gone"]), "shards": 1, "waiting_tokens": 1_200,
                 "tokens_per_second": 310.5, "draining": True, "figures": figures.model_dump(mode="json"),
             }  # fmt: skip
             assert worker["figures"]["tiers"]["bulk"]["ttft"]["counts"] == [0, 4]
-            assert told[key]["lane"] == {"open": 0, "waiting": 0}
+            assert received[key]["lane"] == {"open": 0, "waiting": 0}
         for key in (ours, theirs):  # the samples add up the work of all tenants
             assert {
                 "name": None, "models": sorted([PIN.name, "gone"]), "shards": None, "waiting_tokens": None,
                 "tokens_per_second": None, "draining": True, "figures": None,
-            } in told[key]["workers"]  # fmt: skip
-            assert "w2" not in str(told[key])
-            assert (told[key]["lane"], told[key]["answers"]) == (None, None)
-        assert told[ours]["latency_bounds"] == list(LATENCY_BOUNDS)
+            } in received[key]["workers"]  # fmt: skip
+            assert "w2" not in str(received[key])
+            assert (received[key]["lane"], received[key]["answers"]) == (None, None)
+        assert received[ours]["latency_bounds"] == list(LATENCY_BOUNDS)
 
 
-def test_the_status_tells_how_many_callers_wait(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house, house.http() as http:
+def test_the_status_has_the_number_of_waiting_requests(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness, harness.http() as http:
 
         def lane() -> dict[str, int]:
             found: dict[str, int] = http.get("/v1/status").json()["lane"]
             return found
 
         assert lane() == {"open": 0, "waiting": 0}
-        house.worker.stop_taking()
+        harness.worker.stop_taking()
         body = {"model": PIN.name, "messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
-        house.worker.pause = 0.02
-        asked = threading.Thread(target=lambda: house.http().post(CHAT, json=body))
+        harness.worker.pause = 0.02
+        asked = threading.Thread(target=lambda: harness.http().post(CHAT, json=body))
         asked.start()
         wait_until(lambda: lane() == {"open": 1, "waiting": 1})
-        house.worker.hold.clear()
+        harness.worker.hold.clear()
         wait_until(lambda: lane() == {"open": 1, "waiting": 0})
         asked.join()
         wait_until(lambda: lane() == {"open": 0, "waiting": 0})

@@ -1,5 +1,4 @@
-"""Holds a gateway's answers against its OpenAPI document: whatever a test has it answer, the document must have said
-so."""
+"""Validates a gateway's responses against its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import jsonschema_rs
 import orjson
 
 _MOST_BYTES = 4 << 20
-"""Of a body; a larger one is not looked into."""
+"""The largest body that is validated."""
 
 
 class Witness:
@@ -32,7 +31,7 @@ class Witness:
         self.validator = cache(self._validator)
 
     def documented(self) -> set[tuple[str, str, int]]:
-        """All that may be answered."""
+        """All documented responses: (method, path, status)."""
         return {
             (method, path, int(status))
             for path, operations in self.document["paths"].items()
@@ -55,7 +54,7 @@ class Witness:
         known = next((known for pattern, known in self._paths if pattern.fullmatch(path)), None)
         operations = {} if known is None else self.document["paths"][known]
         if known is None or method not in operations:
-            # Refused before anybody looked where it leads, or because it leads nowhere.
+            # Refused before routing, or because no route matches.
             if status not in (400, 403, 503, 404 if known is None else 405):
                 yield "no operation is here"
                 return
@@ -109,7 +108,7 @@ class Witness:
 
 
 class Watched:
-    """An application, and a witness of what it answers."""
+    """Wraps an application, and passes its responses to a witness."""
 
     def __init__(self, app: Any, witness: Witness) -> None:
         self._app = app
@@ -145,7 +144,7 @@ class Watched:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """Of paths that a template means. A model's name may hold slashes."""
+    """A pattern for the paths of a template. A model's name may hold slashes."""
     parts = re.split(r"\{(\w+)\}", path)
     found = "".join(
         re.escape(part) if at % 2 == 0 else ".+" if part == "model" else "[^/]+" for at, part in enumerate(parts)

@@ -1,4 +1,4 @@
-"""What is refused of batches and files, and how that is said."""
+"""Error responses of the routes for batches and files."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
         ({"priority": 3}, "priority"),
     ],
 )
-def test_what_makes_no_sense_is_a_bad_request(tmp_path: Path, body: dict[str, Any], param: str) -> None:
-    with http_house(tmp_path) as house:
-        client = house.client()
+def test_invalid_bodies_are_bad_requests(tmp_path: Path, body: dict[str, Any], param: str) -> None:
+    with http_house(tmp_path) as harness:
+        client = harness.client()
         with pytest.raises(openai.BadRequestError) as refused:
             begin(client, lines(1), extra_body=body)
         assert refused.value.param == param
         assert refused.value.type == "invalid_request_error"
 
 
-def test_what_is_null_is_as_if_it_were_not_there(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=0) as house:
+def test_null_fields_are_like_missing_ones(tmp_path: Path) -> None:
+    with http_house(tmp_path, permits=0) as harness:
         nothing = dict.fromkeys(("deadline", "on_invalid", "tier", "seed", "limit", "model", "max_output_tokens"))
-        batch = begin(house.client(), lines(1), completion_window="2h", extra_body={"tokenmill": nothing})
+        batch = begin(harness.client(), lines(1), completion_window="2h", extra_body={"tokenmill": nothing})
         assert batch.expires_at == batch.created_at + 7_200
-        assert house.ledger(batch.id).job().settings.on_invalid is OnInvalid.JOB
+        assert harness.ledger(batch.id).job().settings.on_invalid is OnInvalid.JOB
 
 
 def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
     began = int(time.time())
-    with http_house(tmp_path) as house:
-        client = house.client()
+    with http_house(tmp_path) as harness:
+        client = harness.client()
         for name in ("file-" + "a" * 25, "../../etc/passwd", "file-%2e%2e"):
             with pytest.raises(openai.NotFoundError):
                 client.batches.create(input_file_id=name, endpoint=CHAT, completion_window="24h")
         with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):
             begin(client, lines(1), extra_body={"tokenmill": {"model": "gpt-9"}})
-        assert not list(house.world.store.list("finalizing/"))
+        assert not list(harness.world.store.list("finalizing/"))
         assert [model.id for model in client.models.list()] == ["tiny"]
         model = client.models.retrieve("tiny")
         assert (model.owned_by, client.models.list().data[0]) == ("tokenmill", model)
@@ -71,10 +71,10 @@ def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
             client.models.retrieve("org/none")
 
 
-def test_tenants_see_only_what_is_theirs(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        (_, mine), (_, other) = (house.keys.create(tenant, tuple(Scope)) for tenant in ("a/../b", "../a"))
-        client, stranger = house.client(mine), house.client(other)
+def test_tenants_see_only_their_own_objects(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness:
+        (_, mine), (_, other) = (harness.keys.create(tenant, tuple(Scope)) for tenant in ("a/../b", "../a"))
+        client, stranger = harness.client(mine), harness.client(other)
         batch = begin(client, lines(2))
         wait(client, batch.id)
         for attempt in (
@@ -100,13 +100,13 @@ def test_tenants_see_only_what_is_theirs(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Any:
-    with http_house(tmp_path) as house:
-        yield house
+def harness(tmp_path: Path) -> Any:
+    with http_house(tmp_path) as harness:
+        yield harness
 
 
-def test_errors_have_openais_shape_everywhere(house: HttpHouse) -> None:
-    with house.http() as http:
+def test_all_errors_are_openai_error_objects(harness: HttpHouse) -> None:
+    with harness.http() as http:
         for method, path, status in (
             ("GET", "/nowhere", 404),
             ("PUT", "/v1/files", 405),
@@ -132,10 +132,10 @@ def test_errors_have_openais_shape_everywhere(house: HttpHouse) -> None:
         assert http.get("/healthz", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
 
 
-def test_a_batch_that_ends_while_its_retry_is_asked_for_is_retried_or_not(
-    house: HttpHouse, monkeypatch: pytest.MonkeyPatch
+def test_a_batch_that_ends_during_a_retry_request_is_retried_or_refused(
+    harness: HttpHouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = house.client()
+    client = harness.client()
     batch = begin(client, lines(5))
     wait(client, batch.id)
     real, asker, looks = JobLedger.manifest, threading.get_ident(), [0]
@@ -147,6 +147,6 @@ def test_a_batch_that_ends_while_its_retry_is_asked_for_is_retried_or_not(
 
     monkeypatch.setattr(JobLedger, "manifest", manifest)
     with pytest.raises(ApiError) as refused:
-        house.parts.batches.retry("default", batch.id, {"include_invalid": True})
+        harness.parts.batches.retry("default", batch.id, {"include_invalid": True})
     assert (refused.value.status, refused.value.code) == (409, "nothing_to_retry")
-    assert house.parts.batches.retry("default", batch.id, {"include_invalid": True})["object"] == "batch"
+    assert harness.parts.batches.retry("default", batch.id, {"include_invalid": True})["object"] == "batch"

@@ -1,4 +1,4 @@
-"""The whole life of a batch, as the official client sees it, and what it is told when something is wrong."""
+"""The life cycle of a batch through OpenAI's client, and its errors."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def begin(client: OpenAI, content: bytes, **more: Any) -> Batch:
 
 
 def test_the_whole_life_of_a_batch(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        client = house.client()
+    with http_house(tmp_path) as harness:
+        client = harness.client()
         file = client.files.create(file=("my requests.jsonl", lines(12)), purpose="batch")
         assert (file.object, file.purpose, file.bytes) == ("file", "batch", len(lines(12)))
         assert file.filename == "my requests.jsonl"
@@ -85,9 +85,9 @@ def test_the_whole_life_of_a_batch(tmp_path: Path) -> None:
         assert [one.id for one in client.batches.list()] == [batch.id]
 
 
-def test_pages_go_on_behind_any_id_in_both_orders(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        client = house.client()
+def test_pages_start_after_any_id_in_both_orders(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness:
+        client = harness.client()
         made = [client.files.create(file=(f"{n}.jsonl", lines(1)), purpose="batch").id for n in range(7)]
         assert [file.id for file in client.files.list(limit=3)] == made[::-1]
         assert [file.id for file in client.files.list(limit=2, order="asc")] == made
@@ -105,8 +105,8 @@ def test_pages_go_on_behind_any_id_in_both_orders(tmp_path: Path) -> None:
 
 def test_one_invalid_line_fails_the_batch_unless_rows_may_fail_alone(tmp_path: Path) -> None:
     content = lines(3) + b"not json\n" + lines(1, url="/v1/completions", custom_id="other")
-    with http_house(tmp_path) as house:
-        client = house.client()
+    with http_house(tmp_path) as harness:
+        client = harness.client()
         failed = wait(client, begin(client, content).id)
         assert (failed.status, failed.output_file_id, failed.error_file_id) == ("failed", None, None)
         assert failed.failed_at is not None
@@ -119,25 +119,25 @@ def test_one_invalid_line_fails_the_batch_unless_rows_may_fail_alone(tmp_path: P
         assert done.status == "completed"
         assert done.request_counts is not None
         assert (done.request_counts.completed, done.request_counts.failed) == (3, 2)
-        job = house.ledger(done.id).job()
+        job = harness.ledger(done.id).job()
         assert (job.tier, job.settings.seed, job.settings.url) == ("bulk", 3, CHAT)
 
 
 def test_a_batch_may_have_an_error_file_only(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        client = house.client()
+    with http_house(tmp_path) as harness:
+        client = harness.client()
         batch = begin(client, b"nothing\n", extra_body={"tokenmill": {"on_invalid": "row"}})
         done = wait(client, batch.id)
         assert (done.status, done.output_file_id) == ("completed", None)
         assert done.error_file_id is not None
 
 
-def test_cancelled_and_expired_batches_keep_what_was_finished(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=1, intake=SMALL) as house:
-        client = house.client()
+def test_cancelled_and_expired_batches_retain_finished_rows(tmp_path: Path) -> None:
+    with http_house(tmp_path, permits=1, intake=SMALL) as harness:
+        client = harness.client()
         batch = begin(client, lines(20, url=CHAT), extra_body={"tokenmill": {"max_output_tokens": 50}})
         until = time.monotonic() + HANG_SECONDS
-        while not any(number for number, _ in house.ledger(batch.id).parts()):
+        while not any(number for number, _ in harness.ledger(batch.id).parts()):
             assert time.monotonic() < until
             time.sleep(0.02)
         with pytest.raises(openai.ConflictError, match=f"batch {batch.id} reads file"):
@@ -161,7 +161,7 @@ def test_cancelled_and_expired_batches_keep_what_was_finished(tmp_path: Path) ->
 
         late = begin(client, lines(10), completion_window="2m")
         wait(client, late.id, "in_progress")
-        house.clock.ahead = 600
+        harness.clock.ahead = 600
         expired = wait(client, late.id)
         assert (expired.status, expired.completed_at) == ("expired", None)
         assert expired.expired_at is not None
@@ -169,16 +169,16 @@ def test_cancelled_and_expired_batches_keep_what_was_finished(tmp_path: Path) ->
         assert expired.error_file_id is not None
 
 
-def test_results_can_be_read_while_a_batch_runs_and_what_failed_be_tried_again(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=1, intake=SMALL) as house, house.http() as http:
-        client = house.client()
+def test_results_of_a_running_batch_can_be_read_and_failed_rows_retried(tmp_path: Path) -> None:
+    with http_house(tmp_path, permits=1, intake=SMALL) as harness, harness.http() as http:
+        client = harness.client()
         batch = begin(client, lines(15))
         until = time.monotonic() + HANG_SECONDS
         while len((first := http.get(f"/v1/batches/{batch.id}/results")).text.splitlines()) < 5:
             assert time.monotonic() < until
             time.sleep(0.02)
         assert first.headers["x-incomplete"] == "true"
-        house.permits.release(10)
+        harness.permits.release(10)
         done = wait(client, batch.id)
         rest = http.get(f"/v1/batches/{batch.id}/results", params={"without": first.headers["x-parts"]})
         assert (rest.headers["x-incomplete"], rest.headers["x-parts"]) == ("false", "0-3")
@@ -199,9 +199,9 @@ def test_results_can_be_read_while_a_batch_runs_and_what_failed_be_tried_again(t
         assert retried.error_file_id is not None
 
 
-def test_the_same_request_again_is_the_same_object(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        client = house.client()
+def test_a_repeated_idempotent_request_gives_the_same_object(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness:
+        client = harness.client()
         key = {"Idempotency-Key": "once"}
         upload: dict[str, Any] = {"file": ("a.jsonl", lines(2)), "purpose": "batch"}
         file = client.files.create(**upload, extra_headers=key)
@@ -214,7 +214,7 @@ def test_the_same_request_again_is_the_same_object(tmp_path: Path) -> None:
 
         def create() -> None:
             barrier.wait()
-            made.append(house.client().batches.create(**asked, extra_headers=key).id)
+            made.append(harness.client().batches.create(**asked, extra_headers=key).id)
 
         threads = [threading.Thread(target=create) for _ in range(4)]
         for thread in threads:
@@ -227,13 +227,13 @@ def test_the_same_request_again_is_the_same_object(tmp_path: Path) -> None:
         assert client.batches.create(**asked).id != made[0]
 
 
-def test_jobs_of_other_doors_are_batches_too(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
+def test_jobs_of_other_ingest_sources_are_listed_as_batches(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness:
         source = tmp_path / "in.jsonl"
         source.write_bytes(lines(3))
         for job, tenant in (("job-a", "default"), ("job-b", "other")):
-            Intake(house.world).accept(JobDraft(pin_input(source), JobOptions(), tenant, job))
-        client = house.client()
+            Intake(harness.world).accept(JobDraft(pin_input(source), JobOptions(), tenant, job))
+        client = harness.client()
         done = wait(client, "job-a")
         assert (done.status, done.input_file_id, done.output_file_id) == ("completed", None, None)
         assert [one.id for one in client.batches.list()] == ["job-a"]
@@ -241,37 +241,37 @@ def test_jobs_of_other_doors_are_batches_too(tmp_path: Path) -> None:
             client.batches.retrieve("job-b")
 
 
-def test_files_of_a_batch_are_written_by_whoever_comes_after_a_crash(tmp_path: Path) -> None:
-    with http_house(tmp_path, finalize=False) as house:
-        client = house.client()
+def test_output_files_are_written_by_another_gateway_after_a_crash(tmp_path: Path) -> None:
+    with http_house(tmp_path, finalize=False) as harness:
+        client = harness.client()
         batch = begin(client, lines(5))
         until = time.monotonic() + HANG_SECONDS
-        while house.ledger(batch.id).manifest() is None:
+        while harness.ledger(batch.id).manifest() is None:
             assert time.monotonic() < until
             time.sleep(0.02)
-        store = house.world.store
+        store = harness.world.store
         assert [info.key for info in store.list("finalizing/")] == [f"finalizing/{batch.id}"]
         assert client.batches.list().data[0].status == "finalizing", "a listing writes nothing"
-        assert house.finalizer.look() + house.finalizer.look() == 1
+        assert harness.finalizer.look() + harness.finalizer.look() == 1
         assert not list(store.list("finalizing/"))
         before = {info.key: store.read(info.key) for info in store.list("files/")}
         # The outcome and its marker are lost: the same files come again.
         store.delete(f"batches/{batch.id}/outcome.json")
         store.create(f"finalizing/{batch.id}", b"")
-        assert house.finalizer.look() == 1
+        assert harness.finalizer.look() == 1
         assert {info.key: store.read(info.key) for info in store.list("files/")} == before
 
 
-def test_results_are_kept_as_long_as_was_asked(tmp_path: Path) -> None:
+def test_results_expire_after_the_requested_lifetime(tmp_path: Path) -> None:
     life = {"anchor": "created_at", "seconds": 3_600}
-    with http_house(tmp_path) as house:
-        client = house.client()
+    with http_house(tmp_path) as harness:
+        client = harness.client()
         batch = begin(client, lines(5), output_expires_after=life)
         done = wait(client, batch.id)
         assert done.output_file_id is not None
         output = client.files.retrieve(done.output_file_id)
         assert output.expires_at == output.created_at + 3_600
-        house.clock.ahead = 4_000
+        harness.clock.ahead = 4_000
         with pytest.raises(openai.NotFoundError):
             client.files.content(done.output_file_id)
         assert client.batches.retrieve(batch.id).output_file_id == done.output_file_id

@@ -1,4 +1,4 @@
-"""Of a file that is removed while a job is made of it, one of the two happens, or neither; never both."""
+"""When a file is deleted while a job with it is created, one of the two succeeds, or neither; never both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.gateway.files.service import BEGINNING, Files
+from pipeline.gateway.files.service import READER_GRACE_PERIOD, Files
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.records import StoredFile, new_file_id
 from pipeline.ports import World
@@ -55,34 +55,34 @@ def stored(world: World, files: Files, tmp_path: Path) -> StoredFile:
     )  # fmt: skip
 
 
-def test_a_job_that_comes_between_two_looks_keeps_its_file(
+def test_a_job_created_between_two_reader_checks_prevents_the_deletion_of_its_file(
     files: Files, store: Interrupted, stored: StoredFile
 ) -> None:
-    store.before["/deleted"] = lambda: files.keep_for(stored, "job-1")
+    store.before["/deleted"] = lambda: files.add_reader(stored, "job-1")
     with pytest.raises(ApiError, match="job-1 reads file"):
         files.delete("a", stored.id)
     assert files.get("a", stored.id) == stored
     assert files.open(stored).read() == b"{}"
 
 
-def test_a_job_whose_file_goes_before_it_has_left_word_is_not_made(
+def test_a_job_is_not_created_when_its_file_is_deleted_before_its_reader_record(
     files: Files, store: Interrupted, stored: StoredFile
 ) -> None:
     store.before["/readers/"] = lambda: files.delete("a", stored.id)
     with pytest.raises(ApiError) as refused:
-        files.keep_for(stored, "job-1")
+        files.add_reader(stored, "job-1")
     assert (refused.value.status, refused.value.param) == (404, "input_file_id")
     assert not store.objects
 
 
-def test_a_removal_that_was_interrupted_is_seen_by_nobody_and_word_of_a_job_that_never_was_fades(
+def test_an_interrupted_removal_is_invisible_and_reader_records_without_a_job_expire(
     files: Files, store: Interrupted, stored: StoredFile, world: World
 ) -> None:
-    files.keep_for(stored, "job-1")
+    files.add_reader(stored, "job-1")
     with pytest.raises(ApiError):
         files.delete("a", stored.id)
     assert isinstance(world.clock, SimulatedClock)
-    world.clock.sleep(BEGINNING.total_seconds())
+    world.clock.sleep(READER_GRACE_PERIOD.total_seconds())
     store.create(f"files/{stored.id}/deleted", b"")
     with pytest.raises(ApiError):
         files.get("a", stored.id)

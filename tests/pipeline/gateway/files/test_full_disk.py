@@ -1,4 +1,4 @@
-"""A disk that is full: what would be stored is refused with 507, and all else goes on."""
+"""A full disk: writes are refused with 507, and everything else continues."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class SmallDisk(type(LOCAL_DISK)):  # type: ignore[misc]
         return super().write_new(*args, **more)
 
 
-def test_given_a_full_disk_then_writes_are_refused_reads_and_chats_go_on_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_full_disk_refuses_writes_serves_reads_and_chats_and_loses_nothing(tmp_path: Path) -> None:
     disk = SmallDisk()
-    with http_house(tmp_path, disk=disk, finalize=False) as house, house.http() as http:
-        client = house.client()
+    with http_house(tmp_path, disk=disk, finalize=False) as harness, harness.http() as http:
+        client = harness.client()
         form: Any = {"files": {"file": ("a.jsonl", lines(5))}, "data": {"purpose": "batch"}}
         file = http.post("/v1/files", **form).json()["id"]
         asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
         ended = http.post("/v1/batches", json=asked).json()["id"]
-        wait_for(lambda: house.ledger(ended).manifest(), "it does not end")
+        wait_for(lambda: harness.ledger(ended).manifest(), "it does not end")
         # When the disk is full, then all that would be stored is refused, as OpenAI's clients read it
         disk.full = True
         once = {"Idempotency-Key": "again"}
@@ -59,38 +59,38 @@ def test_given_a_full_disk_then_writes_are_refused_reads_and_chats_go_on_and_not
         assert http.get("/readyz").status_code == 200
         said = client.chat.completions.create(model=PIN.name, messages=[{"role": "user", "content": "hello"}])
         assert said.choices[0].message.content
-        assert not list(house.world.scratch.glob("upload-*")), "nothing stays of an upload that was refused"
+        assert not list(harness.world.scratch.glob("upload-*")), "nothing stays of an upload that was refused"
         # When there is room again, then the same requests succeed.
         disk.full = False
         assert http.get(f"/v1/batches/{ended}").json()["status"] == "completed"
         again = http.post("/v1/batches", json=asked, headers=once)
         assert again.status_code == 200
-        wait_for(lambda: house.ledger(again.json()["id"]).manifest(), "it does not end")
+        wait_for(lambda: harness.ledger(again.json()["id"]).manifest(), "it does not end")
         assert http.delete(f"/v1/files/{http.post('/v1/files', **form).json()['id']}").status_code == 200
 
 
-def test_given_an_open_batch_when_the_disk_is_full_then_it_is_cancelled_once_there_is_room(tmp_path: Path) -> None:
+def test_an_open_batch_on_a_full_disk_is_cancelled_once_space_is_free(tmp_path: Path) -> None:
     disk = SmallDisk()
-    with http_house(tmp_path, disk=disk, permits=0) as house, house.http() as http:
+    with http_house(tmp_path, disk=disk, permits=0) as harness, harness.http() as http:
         form: Any = {"files": {"file": ("a.jsonl", lines(5))}, "data": {"purpose": "batch"}}
         file = http.post("/v1/files", **form).json()["id"]
         asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
         batch = http.post("/v1/batches", json=asked).json()["id"]
-        wait_for(lambda: house.beats.workers() and house.beats.workers()[0].held, "no worker takes it")
+        wait_for(lambda: harness.beats.workers() and harness.beats.workers()[0].held, "no worker takes it")
         disk.full = True
         assert http.post(f"/v1/batches/{batch}/cancel").status_code == 507
         assert http.get(f"/v1/batches/{batch}").json()["status"] == "in_progress"
         disk.full = False
         assert http.post(f"/v1/batches/{batch}/cancel").status_code == 200
-        house.permits.release()
-        wait_for(lambda: house.ledger(batch).manifest(), "it does not end")
+        harness.permits.release()
+        wait_for(lambda: harness.ledger(batch).manifest(), "it does not end")
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 503)])
-def test_given_an_upload_that_cant_be_written_then_its_error_says_whether_there_is_room(
+def test_the_error_of_a_failed_write_distinguishes_a_full_disk(
     number: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with http_house(tmp_path) as house, house.http() as http:
+    with http_house(tmp_path) as harness, harness.http() as http:
         real = Path.open
 
         def fail(path: Path, *args: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Uploads and downloads: bounded, whole or not at all, whatever is sent."""
+"""Uploads and downloads: bounded, and complete or absent for any input."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.gateway.files.downloads import UnsatisfiableRange, parse_range, read_range
 from pipeline.gateway.files.uploads import FormReader
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.http.ranges import Unsatisfiable, read_range, wanted_bytes
 from pipeline.gateway.routes.dependencies import GatewaySettings
 from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep
 from tests.pipeline.gateway.batches.test_batches import begin, wait
@@ -31,9 +31,9 @@ SMALL = GatewaySettings(most_upload_bytes=100_000, most_body_bytes=10_000, idle_
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHouse]:
-    with http_house(tmp_path_factory.mktemp("house"), settings=SMALL) as house:
-        yield house
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHouse]:
+    with http_house(tmp_path_factory.mktemp("harness"), settings=SMALL) as harness:
+        yield harness
 
 
 def form(*parts: tuple[str, bytes], boundary: str = "b") -> bytes:
@@ -48,7 +48,7 @@ FILE = ('Content-Disposition: form-data; name="file"; filename="a.jsonl"', b"{}\
 
 
 @given(content=st.binary(min_size=1, max_size=500), cuts=st.lists(st.integers(0, 900), max_size=8), first=st.booleans())
-def test_a_form_is_read_however_it_is_cut(content: bytes, cuts: list[int], first: bool) -> None:
+def test_a_form_is_parsed_for_any_split_of_its_bytes(content: bytes, cuts: list[int], first: bool) -> None:
     parts = [PURPOSE, (FILE[0], content)]
     data = form(*(parts if first else parts[::-1]), boundary="a-rather-long-boundary-0123456789")
     reader, got = FormReader(b"a-rather-long-boundary-0123456789", 1_000), b""
@@ -82,7 +82,7 @@ def test_a_form_is_read_however_it_is_cut(content: bytes, cuts: list[int], first
         (form(PURPOSE, (FILE[0], b"x" * 1_001)), "file_too_large"),
     ],
 )
-def test_what_is_no_upload_is_refused(body: bytes, code: str) -> None:
+def test_invalid_uploads_are_refused(body: bytes, code: str) -> None:
     def read() -> None:
         reader = FormReader(b"b", 1_000)
         for start in range(0, len(body), 100):
@@ -94,28 +94,28 @@ def test_what_is_no_upload_is_refused(body: bytes, code: str) -> None:
     assert refused.value.code == code
 
 
-def test_what_is_too_large_is_refused_and_leaves_nothing(house: HttpHouse) -> None:
-    client = house.client()
-    with pytest.raises(openai.APIStatusError) as told:
+def test_too_large_uploads_are_refused_and_leave_no_files(harness: HttpHouse) -> None:
+    client = harness.client()
+    with pytest.raises(openai.APIStatusError) as received:
         client.files.create(file=("a.jsonl", b"x" * 300_000), purpose="batch")
-    assert told.value.status_code == 413
+    assert received.value.status_code == 413
 
-    def chunks() -> Iterator[bytes]:  # its length isn't told
+    def chunks() -> Iterator[bytes]:  # its length isn't received
         yield form(PURPOSE, (FILE[0], b""))[:-7]
         for _ in range(20):
             yield b"x" * 10_000
 
-    with house.http() as http:
+    with harness.http() as http:
         answer = http.post("/v1/files", content=chunks(), headers={"Content-Type": "multipart/form-data; boundary=b"})
         assert answer.status_code == 413
         json = {"Content-Type": "application/json"}
         assert http.post("/v1/batches", content=b"x" * 10_001, headers=json).status_code == 413
         assert http.post("/v1/files", content=b"x").status_code == 415
-    assert not list(house.world.scratch.glob("upload-*"))
+    assert not list(harness.world.scratch.glob("upload-*"))
 
 
-def test_whoever_stops_in_the_middle_is_not_waited_for(house: HttpHouse) -> None:
-    host, port = house.url.removeprefix("http://").split(":")
+def test_a_body_that_stops_midway_times_out(harness: HttpHouse) -> None:
+    host, port = harness.url.removeprefix("http://").split(":")
     head = f"POST /v1/files HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: multipart/form-data; boundary=b\r\n"
     with socket.create_connection((host, int(port))) as slow:
         slow.sendall(f"{head}Content-Length: 5000\r\n\r\n".encode() + form(PURPOSE, FILE)[:100])
@@ -124,25 +124,25 @@ def test_whoever_stops_in_the_middle_is_not_waited_for(house: HttpHouse) -> None
     with socket.create_connection((host, int(port))) as gone:
         gone.sendall(f"{head}Content-Length: 5000\r\n\r\n".encode() + form(PURPOSE, FILE)[:100])
     until = time.monotonic() + HANG_SECONDS
-    while list(house.world.scratch.glob("upload-*")):
+    while list(harness.world.scratch.glob("upload-*")):
         assert time.monotonic() < until
         time.sleep(0.02)
 
 
-def elsewhere(house: HttpHouse) -> set[Path]:
+def elsewhere(harness: HttpHouse) -> set[Path]:
     """Files that are not where uploads belong."""
-    everything = house.world.scratch.parent.parent.parent.rglob("*")
+    everything = harness.world.scratch.parent.parent.parent.rglob("*")
     return {path for path in everything if path.is_file() and "files" not in path.parts}
 
 
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "/etc/passwd", "a\x00b", "ü 文.jsonl", 'a";x="', "x" * 2_000, "."]
 )
-def test_a_filename_is_data(house: HttpHouse, name: str) -> None:
+def test_a_filename_is_data(harness: HttpHouse, name: str) -> None:
     before = {
-        path for path in house.world.scratch.parent.parent.rglob("*") if path.is_file() and "files" not in path.parts
+        path for path in harness.world.scratch.parent.parent.rglob("*") if path.is_file() and "files" not in path.parts
     }
-    client = house.client()
+    client = harness.client()
     try:
         file = client.files.create(file=(name, lines(1)), purpose="batch")
     except openai.BadRequestError:
@@ -152,16 +152,16 @@ def test_a_filename_is_data(house: HttpHouse, name: str) -> None:
     assert len(shown) <= 255
     assert shown.isprintable()
     after = {
-        path for path in house.world.scratch.parent.parent.rglob("*") if path.is_file() and "files" not in path.parts
+        path for path in harness.world.scratch.parent.parent.rglob("*") if path.is_file() and "files" not in path.parts
     }
     assert after == before
 
 
-def test_ranges_of_a_file_and_when_it_is_known(house: HttpHouse) -> None:
+def test_range_and_conditional_requests_of_a_file(harness: HttpHouse) -> None:
     content = lines(5)
-    file = house.client().files.create(file=("a.jsonl", content), purpose="batch")
+    file = harness.client().files.create(file=("a.jsonl", content), purpose="batch")
     where = f"/v1/files/{file.id}/content"
-    with house.http() as http:
+    with harness.http() as http:
         whole = http.get(where)
         assert whole.headers["content-length"] == str(len(content))
         tag = whole.headers["etag"]
@@ -177,7 +177,7 @@ def test_ranges_of_a_file_and_when_it_is_known(house: HttpHouse) -> None:
 
 
 @given(size=st.integers(0, 50), first=st.integers(0, 60) | st.none(), last=st.integers(0, 60) | st.none())
-def test_a_range_is_what_slicing_gives(size: int, first: int | None, last: int | None) -> None:
+def test_a_range_is_equal_to_a_slice(size: int, first: int | None, last: int | None) -> None:
     data = bytes(range(size))
     header = f"bytes={'' if first is None else first}-{'' if last is None else last}"
     if first is None:
@@ -185,20 +185,20 @@ def test_a_range_is_what_slicing_gives(size: int, first: int | None, last: int |
     else:
         expected = data[first:] if last is None else data[first : last + 1] if last >= first else data
     try:
-        wanted = wanted_bytes(header, size)
-    except Unsatisfiable:
+        wanted = parse_range(header, size)
+    except UnsatisfiableRange:
         assert not expected
         return
     got = b"".join(read_range(io.BytesIO(data), range(size) if wanted is None else wanted))
     assert got == expected
 
 
-def test_parquet_is_an_upload_too(tmp_path: Path) -> None:
+def test_parquet_files_can_be_uploaded(tmp_path: Path) -> None:
     table = pa.table({"custom_id": ["a", "b"], "prompt": ["one", "two"]})
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
-    with http_house(tmp_path) as house:
-        client = house.client()
+    with http_house(tmp_path) as harness:
+        client = harness.client()
         batch = begin(
             client, buffer.getvalue(), endpoint="/v1/completions", extra_body={"tokenmill": {"model": "tiny"}}
         )
@@ -206,11 +206,11 @@ def test_parquet_is_an_upload_too(tmp_path: Path) -> None:
         assert done.status == "completed", done
 
 
-def test_files_go_when_their_time_is_over_unless_an_open_batch_reads_them(tmp_path: Path) -> None:
+def test_expired_files_are_removed_unless_an_open_batch_reads_them(tmp_path: Path) -> None:
     life: Any = {"anchor": "created_at", "seconds": 3_600}
-    with http_house(tmp_path, permits=0) as house:
-        client = house.client()
-        read, free, kept = (
+    with http_house(tmp_path, permits=0) as harness:
+        client = harness.client()
+        read, free, retained = (
             client.files.create(file=("a.jsonl", lines(1)), purpose="batch", **more)
             for more in ({"expires_after": life}, {"expires_after": life}, {})
         )
@@ -219,26 +219,26 @@ def test_files_go_when_their_time_is_over_unless_an_open_batch_reads_them(tmp_pa
             input_file_id=read.id, endpoint="/v1/chat/completions", completion_window="24h",
             extra_headers={"Idempotency-Key": "k"},
         )  # fmt: skip
-        store = house.world.store
-        house.clock.ahead = 7_200
+        store = harness.world.store
+        harness.clock.ahead = 7_200
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(free.id)
-        counted = RetentionSweep(house.world, dry_run=True).run()
-        found = RetentionSweep(house.world).run()
+        counted = RetentionSweep(harness.world, dry_run=True).run()
+        found = RetentionSweep(harness.world).run()
         assert found.objects == counted.objects
         assert found.objects[RemovedKind.FILE] == 4, "content, two markers, paper"
         assert not list(store.list(f"files/{free.id}/"))
         assert list(store.list(f"files/{read.id}/content"))
-        assert list(store.list(f"files/{kept.id}/content"))
-        house.permits.release(10)
+        assert list(store.list(f"files/{retained.id}/content"))
+        harness.permits.release(10)
         assert wait(client, batch.id).status == "completed"
-        RetentionSweep(house.world).run()
+        RetentionSweep(harness.world).run()
         assert not list(store.list(f"files/{read.id}/"))
         assert [file.purpose for file in client.files.list()] == ["batch_output", "batch"]
         # What an upload left that never ended, and words on requests, go by their age.
-        store.create("files/file-" + kept.id[5:14] + "0" * 16 + "/content", b"x")
-        assert RetentionSweep(house.world).run().objects[RemovedKind.FILE] == 0
-        house.clock.ahead = timedelta(days=31).total_seconds()
-        found = RetentionSweep(house.world, RetentionSettings()).run()
+        store.create("files/file-" + retained.id[5:14] + "0" * 16 + "/content", b"x")
+        assert RetentionSweep(harness.world).run().objects[RemovedKind.FILE] == 0
+        harness.clock.ahead = timedelta(days=31).total_seconds()
+        found = RetentionSweep(harness.world, RetentionSettings()).run()
         assert (found.objects[RemovedKind.FILE] >= 1, found.objects[RemovedKind.TICKET]) == (True, 1)
-        assert list(store.list(f"files/{kept.id}/content"))
+        assert list(store.list(f"files/{retained.id}/content"))

@@ -1,4 +1,4 @@
-"""API keys: who gets in, for what, and for how long."""
+"""API keys: authentication, scopes, expiry and revocation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from pipeline.gateway.http.api_keys import ApiKeys, KeyNotFound, Scope
-from pipeline.gateway.http.auth import Authority, need
+from pipeline.gateway.http.auth import Authority, require_scope
 from pipeline.gateway.http.errors import ApiError
 from pipeline.ports import ObjectInfo, World
 from tests.pipeline.gateway.http_harness import http_house, lines
@@ -25,7 +25,7 @@ from tests.waiting import HANG_SECONDS
 ALL = tuple(Scope)
 
 
-def test_a_key_lets_in_its_tenant_until_it_expires_or_is_revoked(world: World) -> None:
+def test_a_key_authenticates_its_tenant_until_it_expires_or_is_revoked(world: World) -> None:
     keys, elsewhere = ApiKeys(world), ApiKeys(world, believed=5.0)
     key, text = keys.create("acme", (Scope.FILES,), expires_at=world.clock.now() + timedelta(hours=1))
     assert elsewhere.check(text) == key
@@ -46,7 +46,7 @@ def test_a_key_lets_in_its_tenant_until_it_expires_or_is_revoked(world: World) -
 @pytest.mark.parametrize(
     "text", ["", "tm-", "tm-0123456789abcdef-" + "0" * 64, "tm-../../etc/passwd-" + "0" * 64, "sk-1", "tm-" + "é" * 81]
 )
-def test_what_is_no_key_lets_nobody_in(world: World, text: str) -> None:
+def test_invalid_keys_are_refused(world: World, text: str) -> None:
     keys = ApiKeys(world)
     _, real = keys.create("acme", ALL)
     assert keys.check(text) is None
@@ -69,7 +69,7 @@ def test_an_installation_that_had_keys_never_becomes_open_again(world: World) ->
         Authority(ApiKeys(world), "keys").caller("Bearer x")
 
 
-def test_scopes_are_asked_for(world: World) -> None:
+def test_routes_require_their_scopes(world: World) -> None:
     keys = ApiKeys(world)
     authority = Authority(keys)
     for scopes, may in (((Scope.FILES,), {Scope.FILES}), ((Scope.ADMIN,), set(Scope)), ((), set())):
@@ -77,10 +77,10 @@ def test_scopes_are_asked_for(world: World) -> None:
         caller = authority.caller(f"bearer {text}")
         for scope in Scope:
             if scope in may:
-                need(caller, scope)
+                require_scope(caller, scope)
             else:
                 with pytest.raises(ApiError) as refused:
-                    need(caller, scope)
+                    require_scope(caller, scope)
                 assert refused.value.status == 403
 
 
@@ -98,7 +98,7 @@ class Counted(MemoryStore):
         return super().list(prefix, after)
 
 
-def test_a_flood_of_made_up_keys_costs_the_store_next_to_nothing_and_keeps_nobody_out(world: World) -> None:
+def test_a_flood_of_invented_keys_adds_few_store_reads_and_blocks_no_valid_key(world: World) -> None:
     store = Counted()
     world = replace(world, store=store)
     keys = ApiKeys(world)
@@ -119,66 +119,66 @@ def test_a_flood_of_made_up_keys_costs_the_store_next_to_nothing_and_keeps_nobod
     assert keys.check(new) is not None, "within seconds"
 
 
-def test_of_two_authorization_headers_none_counts(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        _, good = house.keys.create("acme", ALL)
+def test_two_authorization_headers_are_refused(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness:
+        _, good = harness.keys.create("acme", ALL)
         for values in ((good, "bad"), ("bad", good), (good, good)):
             headers = [("Authorization", f"Bearer {value}") for value in values]
-            with house.http() as http:
+            with harness.http() as http:
                 answer = http.get("/v1/models", headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "several_credentials")
             with (
                 pytest.raises(InvalidStatus) as refused,
-                connect(house.url.replace("http", "ws") + "/v1/stream", additional_headers=headers),
+                connect(harness.url.replace("http", "ws") + "/v1/stream", additional_headers=headers),
             ):
                 pass
             assert refused.value.response.status_code == 400
 
 
-def test_over_http_they_are_what_openais_client_sends(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        _, files = house.keys.create("acme", (Scope.FILES,))
-        _, capped = house.keys.create("acme", (Scope.INFERENCE,), max_tokens=3)
+def test_openais_client_reads_pages_over_http(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness:
+        _, files = harness.keys.create("acme", (Scope.FILES,))
+        _, capped = harness.keys.create("acme", (Scope.INFERENCE,), max_tokens=3)
         for wrong in ("none", files[:-1]):
             with pytest.raises(openai.AuthenticationError) as refused:
-                house.client(wrong).models.list()
+                harness.client(wrong).models.list()
             assert refused.value.code == "invalid_api_key"
-        uploader = house.client(files)
+        uploader = harness.client(files)
         assert uploader.models.list().data
         assert uploader.files.create(file=("a.jsonl", lines(1)), purpose="batch").id
-        for attempt in (uploader.batches.list, lambda: house.client(capped).files.list()):
+        for attempt in (uploader.batches.list, lambda: harness.client(capped).files.list()):
             with pytest.raises(openai.PermissionDeniedError):
                 attempt()
         hello: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         with pytest.raises(openai.BadRequestError, match="this API key allows at most 3"):
-            house.client(capped).chat.completions.create(**hello, max_tokens=4)
-        answer = house.client(capped).chat.completions.create(**hello)
+            harness.client(capped).chat.completions.create(**hello, max_tokens=4)
+        answer = harness.client(capped).chat.completions.create(**hello)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 3
-        (asked,) = house.worker.asked.values()
+        (asked,) = harness.worker.asked.values()
         assert asked.tenant == "acme"
-        with house.http() as http:
+        with harness.http() as http:
             assert http.get("/v1/models").headers["www-authenticate"] == "Bearer"
             assert http.get("/healthz").status_code == 200
 
 
-def test_pages_of_other_sites_may_not_ask(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house, house.http() as http:
+def test_requests_from_pages_of_other_sites_are_refused(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness, harness.http() as http:
         for origin in ("http://evil.example", "null", "http://[", "file://"):
             answer = http.get("/v1/models", headers={"Origin": origin})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "other_origin"), origin
-        assert http.get("/v1/models", headers={"Origin": house.url}).status_code == 200
+        assert http.get("/v1/models", headers={"Origin": harness.url}).status_code == 200
 
 
 @pytest.mark.parametrize("ends", ["revoked", "expired"])
-def test_a_websocket_is_good_for_nothing_more_when_its_key_is(tmp_path: Path, ends: str) -> None:
+def test_a_websocket_refuses_requests_once_its_key_is_revoked(tmp_path: Path, ends: str) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     asked = {"type": "request", "url": "/v1/chat/completions", "body": body | {"tokenmill": {"resume": 30}}}
-    with http_house(tmp_path) as house:
-        until = house.clock.now() + timedelta(hours=1)
-        key, text = house.keys.create("acme", (Scope.INFERENCE,), expires_at=until)
+    with http_house(tmp_path) as harness:
+        until = harness.clock.now() + timedelta(hours=1)
+        key, text = harness.keys.create("acme", (Scope.INFERENCE,), expires_at=until)
         headers = {"Authorization": f"Bearer {text}"}
-        with connect(house.url.replace("http", "ws") + "/v1/stream", additional_headers=headers) as socket:
+        with connect(harness.url.replace("http", "ws") + "/v1/stream", additional_headers=headers) as socket:
 
             def said(message: dict[str, Any]) -> list[dict[str, Any]]:
                 socket.send(orjson.dumps(message))
@@ -192,9 +192,9 @@ def test_a_websocket_is_good_for_nothing_more_when_its_key_is(tmp_path: Path, en
             again = {"type": "resume", "stream": begun[0]["stream"]}
             assert said(again)[-1]["type"] == "done"
             if ends == "revoked":
-                house.keys.revoke(key.id)
+                harness.keys.revoke(key.id)
             else:
-                house.clock.ahead = 3_601
+                harness.clock.ahead = 3_601
             for message in (asked, again):
                 (refused,) = said(message)
                 assert refused["error"]["code"] == "invalid_api_key"

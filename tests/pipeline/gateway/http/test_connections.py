@@ -1,4 +1,4 @@
-"""What holds for connections, whatever is asked over them."""
+"""Connections: bounds, time-outs, and errors below the routes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.waiting import HANG_SECONDS, wait_for
 SIZE = 40 << 20
 
 
-def dial(house: HttpHouse) -> socket.socket:
-    host, port = house.url.removeprefix("http://").split(":")
+def dial(harness: HttpHouse) -> socket.socket:
+    host, port = harness.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     connection.settimeout(HANG_SECONDS)
     return connection
 
 
-def told(connection: socket.socket, request: bytes) -> tuple[int, dict[str, str], Any]:
+def exchange(connection: socket.socket, request: bytes) -> tuple[int, dict[str, str], Any]:
     """Status, headers by lower-case names, and JSON, up to when the server hangs up."""
     connection.sendall(request)
     said = b""
@@ -50,7 +50,7 @@ def told(connection: socket.socket, request: bytes) -> tuple[int, dict[str, str]
     return int(first.split()[1]), headers, json.loads(body)
 
 
-def test_an_answers_body_does_not_wait_until_its_headers_are_acknowledged(
+def test_a_response_body_is_sent_before_its_headers_are_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels acknowledge what comes alone after 40 ms, and a socket without TCP_NODELAY waits for that."""
@@ -62,60 +62,60 @@ def test_an_answers_body_does_not_wait_until_its_headers_are_acknowledged(
         options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
     monkeypatch.setattr(HttpProtocol, "connection_made", connection_made)
-    with http_house(tmp_path) as house, house.http() as http:
+    with http_house(tmp_path) as harness, harness.http() as http:
         assert http.get("/healthz").status_code == 200
     assert options
     assert all(options)
 
 
-def test_connections_beyond_the_bound_are_told_so_and_closed(tmp_path: Path) -> None:
-    with http_house(tmp_path, most_connections=3) as house, ExitStack() as open_ones:
+def test_connections_above_the_bound_get_503_and_are_closed(tmp_path: Path) -> None:
+    with http_house(tmp_path, most_connections=3) as harness, ExitStack() as open_ones:
         for _ in range(3):
-            idle = open_ones.enter_context(dial(house))
+            idle = open_ones.enter_context(dial(harness))
             idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b" 200 " in idle.recv(65_536)
-        with dial(house) as further:
-            status, headers, body = told(further, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        with dial(harness) as further:
+            status, headers, body = exchange(further, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (status, body["error"]["code"], headers["retry-after"]) == (503, "too_many_connections", "5")
         assert headers["x-request-id"].startswith("req-")
         idle.close()
-        with house.http() as http:
+        with harness.http() as http:
             assert http.get("/healthz").status_code == 200
 
 
-def test_even_what_is_no_http_is_answered_with_an_id(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house, dial(house) as connection:
-        status, headers, body = told(connection, b"what?\r\n\r\n")
+def test_invalid_http_is_answered_with_a_request_id(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness, dial(harness) as connection:
+        status, headers, body = exchange(connection, b"what?\r\n\r\n")
     assert (status, body["error"]["code"]) == (400, "invalid_request")
     assert headers["x-request-id"].startswith("req-")
 
 
-def test_a_websocket_that_is_refused_is_told_why_as_any_request_is(
+def test_a_refused_websocket_gets_the_same_error_object_as_a_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusal(path: str, **more: Any) -> tuple[int, str, Any]:
-        with pytest.raises(InvalidStatus) as refused, connect(house.url.replace("http", "ws") + path, **more):
+        with pytest.raises(InvalidStatus) as refused, connect(harness.url.replace("http", "ws") + path, **more):
             pass
         answer = refused.value.response
         assert answer.headers["x-request-id"].startswith("req-")
         return answer.status_code, json.loads(answer.body)["error"]["code"], answer.headers.get("retry-after")
 
-    with http_house(tmp_path) as house:
+    with http_house(tmp_path) as harness:
         assert refusal("/v1/streams") == (404, "not_found", None)
         assert refusal("/v1/stream", origin="http://evil.example") == (403, "other_origin", None)
         with monkeypatch.context() as broken:
             broken.setattr(Authority, "caller", lambda *_: 1 / 0)
             assert refusal("/v1/stream") == (500, "internal_error", None)
-        house.app._most = 0
+        harness.app._max_requests = 0
         assert refusal("/v1/stream") == (503, "too_many_requests", "5")
-        house.app._most = 10
-        with connect(house.url.replace("http", "ws") + "/v1/stream") as good:
+        harness.app._max_requests = 10
+        with connect(harness.url.replace("http", "ws") + "/v1/stream") as good:
             assert good.response is not None
             assert good.response.headers["x-request-id"].startswith("req-")
-            assert house.app.active == 1
+            assert harness.app.active == 1
 
 
-def test_given_a_request_that_nobody_foresaw_then_it_is_a_500_and_others_are_answered(
+def test_an_unexpected_error_is_a_500_and_other_requests_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unforeseen(Exception):
@@ -124,7 +124,7 @@ def test_given_a_request_that_nobody_foresaw_then_it_is_a_500_and_others_are_ans
     def broken(*_: object) -> None:
         raise Unforeseen("planted")
 
-    with http_house(tmp_path) as house, house.http() as http:
+    with http_house(tmp_path) as harness, harness.http() as http:
         with monkeypatch.context() as planted:
             planted.setattr(ServedModels, "get", broken)
             answer = http.get("/v1/models/tiny")
@@ -134,8 +134,8 @@ def test_given_a_request_that_nobody_foresaw_then_it_is_a_500_and_others_are_ans
         assert http.get("/v1/models/tiny").status_code == 200
 
 
-@pytest.mark.parametrize("where", ["read", "stream", "pieces"])
-def test_given_an_error_that_nobody_foresaw_on_a_websocket_then_it_is_told_and_other_sockets_go_on(
+@pytest.mark.parametrize("where", ["read", "stream", "read_items"])
+def test_an_unexpected_error_on_a_websocket_is_reported_and_other_websockets_continue(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unforeseen(Exception):
@@ -146,12 +146,12 @@ def test_given_an_error_that_nobody_foresaw_on_a_websocket_then_it_is_told_and_o
 
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     request = json.dumps({"type": "request", "url": "/v1/chat/completions", "body": body})
-    with http_house(tmp_path) as house, capture_logs() as logs:
-        url = house.url.replace("http", "ws") + "/v1/stream"
+    with http_house(tmp_path) as harness, capture_logs() as logs:
+        url = harness.url.replace("http", "ws") + "/v1/stream"
         with connect(url) as hit, connect(url) as other:
             with monkeypatch.context() as planted:
-                if where == "pieces":
-                    planted.setattr(websocket, "pieces", broken)
+                if where == "read_items":
+                    planted.setattr(websocket, "read_items", broken)
                 else:
                     planted.setattr(Answers, where, broken)
                 hit.send(request)
@@ -166,34 +166,34 @@ def test_given_an_error_that_nobody_foresaw_on_a_websocket_then_it_is_told_and_o
             assert line["error"] == "Unforeseen"
             assert "test_connections.py" in line["at"][-1]
             other.send(request)
-            told = [json.loads(other.recv(HANG_SECONDS))["type"]]
-            while told[-1] not in ("done", "error"):
-                told.append(json.loads(other.recv(HANG_SECONDS))["type"])
-            assert (told[0], told[-1]) == ("begin", "done")
-        wait_for(lambda: not house.app.active, "a connection stays")
+            types = [json.loads(other.recv(HANG_SECONDS))["type"]]
+            while types[-1] not in ("done", "error"):
+                types.append(json.loads(other.recv(HANG_SECONDS))["type"])
+            assert (types[0], types[-1]) == ("begin", "done")
+        wait_for(lambda: not harness.app.active, "a connection stays")
 
 
-def test_a_reader_who_takes_nothing_is_hung_up_on_and_a_slow_one_is_not(tmp_path: Path) -> None:
-    with http_house(tmp_path, write_seconds=0.5) as house, house.http() as http:
+def test_a_stalled_reader_is_disconnected_and_a_slow_one_is_not(tmp_path: Path) -> None:
+    with http_house(tmp_path, write_seconds=0.5) as harness, harness.http() as http:
         form: Any = {"files": {"file": ("a.jsonl", b"x" * SIZE)}, "data": {"purpose": "batch"}}
         file = http.post("/v1/files", **form).json()["id"]
         wanted = f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
-        with dial(house) as idle, dial(house) as slow:
+        with dial(harness) as idle, dial(harness) as slow:
             for connection in (idle, slow):
                 connection.sendall(wanted)
-            wait_for(lambda: house.app.active == 2, "they did not begin")
+            wait_for(lambda: harness.app.active == 2, "they did not begin")
             came, began = 0, time.monotonic()
             while piece := slow.recv(1 << 20):
                 came += len(piece)
                 time.sleep(0.05)
             assert came > SIZE
             assert time.monotonic() - began > 1.5, "it was not slow"
-            wait_for(lambda: not house.app.active, "it is waited for")
+            wait_for(lambda: not harness.app.active, "it is waited for")
 
 
-def test_a_message_that_is_too_large_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_too_large_message_is_refused_before_its_end(tmp_path: Path) -> None:
     """It is hung up on as soon as it says how large it is."""
-    with http_house(tmp_path) as house, connect(house.url.replace("http", "ws") + "/v1/stream") as socket:
+    with http_house(tmp_path) as harness, connect(harness.url.replace("http", "ws") + "/v1/stream") as socket:
         socket.socket.sendall(b"\x81\xff" + ((1 << 20) + 1).to_bytes(8) + bytes(4))
         with pytest.raises(ConnectionClosedError) as closed:
             socket.recv(HANG_SECONDS)
@@ -204,12 +204,12 @@ def test_a_message_that_is_too_large_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "beginning", [b"\x81\xa0abcd" + b"x" * 5, b"\x01\x81abcdx"], ids=["of a frame", "of fragments"]
 )
-def test_a_message_that_does_not_come_to_its_end_is_not_waited_for(tmp_path: Path, beginning: bytes) -> None:
+def test_an_incomplete_message_times_out(tmp_path: Path, beginning: bytes) -> None:
     with (
-        http_house(tmp_path, message_seconds=0.5) as house,
-        connect(house.url.replace("http", "ws") + "/v1/stream") as socket,
+        http_house(tmp_path, message_seconds=0.5) as harness,
+        connect(harness.url.replace("http", "ws") + "/v1/stream") as socket,
     ):
-        for fragment in (["{", "}"], ["{}"]):  # both are whole in time, and told what is wrong with them
+        for fragment in (["{", "}"], ["{}"]):  # both are complete in time, and get an error
             socket.send(fragment)
             assert json.loads(socket.recv(HANG_SECONDS))["type"] == "error"
             time.sleep(0.3)
@@ -235,9 +235,9 @@ def upgrade(connection: socket.socket, more: str = "") -> bytes:
     return head.lower()
 
 
-def stream_of(house: HttpHouse, key: str | None = None) -> ClientConnection:
+def stream_of(harness: HttpHouse, key: str | None = None) -> ClientConnection:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    address = house.url.replace("http", "ws") + "/v1/stream"
+    address = harness.url.replace("http", "ws") + "/v1/stream"
     return connect(address, additional_headers=headers, ping_interval=None)  # a busy machine may be late with pongs
 
 
@@ -250,7 +250,7 @@ def close_code(socket: ClientConnection) -> int:
 
 
 def test_a_compressed_message_is_refused_and_never_inflated(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house, dial(house) as connection:
+    with http_house(tmp_path) as harness, dial(harness) as connection:
         assert b"permessage-deflate" not in upgrade(connection, "Sec-WebSocket-Extensions: permessage-deflate\r\n")
         deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
         data = deflate.compress(b"A" * 100_000) + deflate.flush(zlib.Z_SYNC_FLUSH)
@@ -265,17 +265,17 @@ def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: P
     """From when they are received, whole or not, until they are parsed."""
     unfinished = b"\x81\xff" + (500_000).to_bytes(8) + bytes(4) + b"x" * 60_000
     with (
-        http_house(tmp_path, auth="keys", settings=GatewaySettings(bodies_at_once=200_000)) as house,
+        http_house(tmp_path, auth="keys", settings=GatewaySettings(bodies_at_once=200_000)) as harness,
         ExitStack() as opened,
     ):
-        keys = {tenant: house.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in ("greedy", "other", "third")}
-        http = {tenant: opened.enter_context(house.http(key)) for tenant, key in keys.items()}
-        with stream_of(house, keys["greedy"]) as first, stream_of(house, keys["greedy"]) as second:
+        keys = {tenant: harness.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in ("greedy", "other", "third")}
+        http = {tenant: opened.enter_context(harness.http(key)) for tenant, key in keys.items()}
+        with stream_of(harness, keys["greedy"]) as first, stream_of(harness, keys["greedy"]) as second:
             first.socket.sendall(unfinished)
-            wait_for(lambda: house.app.bodies._held >= 60_000, "it is not counted")
+            wait_for(lambda: harness.app.bodies._total >= 60_000, "it is not counted")
             second.socket.sendall(unfinished)
             assert close_code(second) == 1013, "a tenant has half of the budget"
-            with stream_of(house, keys["other"]) as others:
+            with stream_of(harness, keys["other"]) as others:
                 body = {"model": "x" * 60_000}
                 refused = http["greedy"].post("/v1/chat/completions", json=body)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
@@ -284,36 +284,36 @@ def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: P
                     http["other"].post("/v1/chat/completions", json=body).json()["error"]["code"] == "invalid_request"
                 )
                 others.socket.sendall(unfinished)
-                wait_for(lambda: house.app.bodies._held >= 120_000, "it is not counted")
+                wait_for(lambda: harness.app.bodies._total >= 120_000, "it is not counted")
                 refused = http["third"].post("/v1/chat/completions", json={"model": "x" * 90_000})
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_requests")
-        wait_for(lambda: not house.app.bodies._held, "it is not given back")
-        with stream_of(house, keys["third"]) as third:
+        wait_for(lambda: not harness.app.bodies._total, "it is not released")
+        with stream_of(harness, keys["third"]) as third:
             for size in (40_000, 90_000, 90_000):
                 third.send(json.dumps({"type": "x" * size}))
                 assert json.loads(third.recv(60))["type"] == "error"
             third.socket.sendall(unfinished)
-        wait_for(lambda: not house.app.bodies._held, "it is not given back")
-        assert not house.app.bodies._held_of_senders
+        wait_for(lambda: not harness.app.bodies._total, "it is not released")
+        assert not harness.app.bodies._by_sender
 
 
-def test_a_message_of_empty_fragments_is_too_large_in_the_end(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house, stream_of(house) as socket:
+def test_a_message_of_many_empty_fragments_is_refused_as_too_large(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness, stream_of(harness) as socket:
         socket.socket.sendall(b"\x01\x81abcdx" + b"\x00\x80abcd" * 450_000)
         assert close_code(socket) == 1009
-        wait_for(lambda: not house.app.bodies._held, "it is not given back")
+        wait_for(lambda: not harness.app.bodies._total, "it is not released")
 
 
-def test_messages_that_wait_are_bounded_in_number(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house, stream_of(house) as socket:
+def test_the_number_of_unread_messages_is_bounded(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness, stream_of(harness) as socket:
         socket.socket.sendall(b"\x81\x82\0\0\0\0{}" * 30_000)
         assert close_code(socket) == 1008
-        wait_for(lambda: not house.app.bodies._held, "it is not given back")
+        wait_for(lambda: not harness.app.bodies._total, "it is not released")
 
 
 def test_a_peer_that_sends_pings_and_reads_nothing_gets_no_further_pongs(tmp_path: Path) -> None:
     pings, batch = 80_000, 1_000
-    with http_house(tmp_path) as house, dial(house) as connection:
+    with http_house(tmp_path) as harness, dial(harness) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
         upgrade(connection)
         connection.settimeout(120)
@@ -324,20 +324,20 @@ def test_a_peer_that_sends_pings_and_reads_nothing_gets_no_further_pongs(tmp_pat
     assert 0 < came < 0.9 * pings * 127
 
 
-def test_open_websockets_are_bounded_by_tenant_and_in_all(tmp_path: Path) -> None:
+def test_open_websockets_are_bounded_by_tenant_and_in_total(tmp_path: Path) -> None:
     def refusal(key: str) -> tuple[int, str, str | None]:
-        with pytest.raises(InvalidStatus) as refused, stream_of(house, key):
+        with pytest.raises(InvalidStatus) as refused, stream_of(harness, key):
             pass
         answer = refused.value.response
         return answer.status_code, json.loads(answer.body)["error"]["code"], answer.headers.get("retry-after")
 
     settings = GatewaySettings(max_websockets=3, max_tenant_websockets=2)
-    with http_house(tmp_path, settings=settings) as house:
-        ours, theirs, others = (house.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in "abc")
-        with stream_of(house, ours), stream_of(house, theirs):
-            with stream_of(house, ours):
+    with http_house(tmp_path, settings=settings) as harness:
+        ours, theirs, others = (harness.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in "abc")
+        with stream_of(harness, ours), stream_of(harness, theirs):
+            with stream_of(harness, ours):
                 assert refusal(ours) == (429, "too_many_websockets", "5")
                 assert refusal(others) == (503, "too_many_connections", "5")
-            wait_for(lambda: house.app.active == 2, "it is still open")
-            with stream_of(house, others):
+            wait_for(lambda: harness.app.active == 2, "it is still open")
+            with stream_of(harness, others):
                 pass

@@ -1,4 +1,4 @@
-"""A name of somebody else that leads to this machine is no way in to a gateway that needs no key."""
+"""DNS rebinding gives no access to a gateway that needs no key."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ OTHERS = (
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[HttpHouse]:
-    with http_house(tmp_path, settings=GatewaySettings(hosts=("LLM.example",))) as house:
-        yield house
+def harness(tmp_path: Path) -> Iterator[HttpHouse]:
+    with http_house(tmp_path, settings=GatewaySettings(hosts=("LLM.example",))) as harness:
+        yield harness
 
 
-def test_only_our_own_names_are_served_while_no_key_is_needed(house: HttpHouse) -> None:
-    with house.http() as http:
+def test_other_host_names_are_refused_while_no_key_is_needed(harness: HttpHouse) -> None:
+    with harness.http() as http:
         for host in OURS:
             assert http.get("/v1/files", headers={"Host": host}).status_code == 200, host
         for host in OTHERS:
@@ -47,15 +47,17 @@ def test_only_our_own_names_are_served_while_no_key_is_needed(house: HttpHouse) 
                 answer = http.get("/v1/files", headers=headers)
                 assert answer.status_code == 403, host
                 assert answer.json()["error"]["code"] in ("other_host", "other_origin")
-        told = http.get("/v1/files", headers={"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}).json()
-        assert told["error"]["code"] == "other_host"
-        assert "TOKENMILL_GATEWAY__HOSTS" in told["error"]["message"]
+        received = http.get(
+            "/v1/files", headers={"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}
+        ).json()
+        assert received["error"]["code"] == "other_host"
+        assert "TOKENMILL_GATEWAY__HOSTS" in received["error"]["message"]
         assert http.get("/", headers={"Host": "evil.example"}).status_code == 403
         assert http.get("/healthz", headers={"Host": "evil.example"}).status_code == 200
 
 
-def test_websockets_too(house: HttpHouse) -> None:
-    host, port = house.url.removeprefix("http://").split(":")
+def test_websockets_are_served_over_the_same_limits(harness: HttpHouse) -> None:
+    host, port = harness.url.removeprefix("http://").split(":")
     with (
         socket.create_connection((host, int(port))) as dialled,
         pytest.raises(InvalidStatus) as refused,
@@ -65,7 +67,7 @@ def test_websockets_too(house: HttpHouse) -> None:
     assert refused.value.response.status_code == 403
 
 
-def test_where_keys_are_needed_any_name_does(house: HttpHouse) -> None:
-    _, key = house.keys.create("acme", (Scope.FILES,))
-    with house.http(key) as http:
+def test_any_host_name_is_served_where_keys_are_required(harness: HttpHouse) -> None:
+    _, key = harness.keys.create("acme", (Scope.FILES,))
+    with harness.http(key) as http:
         assert http.get("/v1/files", headers={"Host": "anything.example"}).status_code == 200

@@ -1,4 +1,4 @@
-"""Bodies of any kind are judged and parsed without holding up anybody."""
+"""JSON bodies are checked and parsed without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from websockets.sync.client import connect
 
-from pipeline.gateway.http.bodies import parse_aside, parse_object
+from pipeline.gateway.http.bodies import parse_object, parse_object_off_loop
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.http.json_limits import MOST_PLACES, MOST_VALUES, check_bounds
+from pipeline.gateway.http.json_limits import MAX_CONTAINERS_AND_KEYS, MAX_VALUES, check_bounds
 from pipeline.gateway.limits.rate_limits import RateSettings
 from pipeline.planner.readers.jsonl import nested_deeper
 from schemas.requests.limits import RateLimits
@@ -37,14 +37,14 @@ BODIES = {
     "backslashes": b'{"a":"' + b"\\\\" * (SIZE // 2) + b'"}',
     "quoted quotes": b'{"a":"' + b'\\"' * (SIZE // 2) + b'"}',
     "text": b'{"a":"' + "é😀[,".encode() * (SIZE // 8) + b'"}',
-    "as many numbers as may be": b'{"a":[' + b"12345," * (MOST_VALUES - 1) + b"1]}",
-    "as many strings as may be": b'{"a":[' + b'"ab",' * (MOST_VALUES - 1) + b'"a"]}',
-    "as many lists as may be": b'{"a":[' + b"[]," * (MOST_PLACES - 4) + b"[]]}",
-    "as many keys as may be": b"{" + b",".join(b'"%d":1' % n for n in range(MOST_PLACES - 1)) + b"}",
+    "as many numbers as may be": b'{"a":[' + b"12345," * (MAX_VALUES - 1) + b"1]}",
+    "as many strings as may be": b'{"a":[' + b'"ab",' * (MAX_VALUES - 1) + b'"a"]}',
+    "as many lists as may be": b'{"a":[' + b"[]," * (MAX_CONTAINERS_AND_KEYS - 4) + b"[]]}",
+    "as many keys as may be": b"{" + b",".join(b'"%d":1' % n for n in range(MAX_CONTAINERS_AND_KEYS - 1)) + b"}",
 }
 
 
-def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     parsers: list[threading.Thread] = []
 
     def parse(data: bytes) -> object:
@@ -52,7 +52,7 @@ def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.Monkey
         return orjson.loads(data)
 
     monkeypatch.setattr("pipeline.gateway.http.bodies.orjson", SimpleNamespace(loads=parse))
-    asyncio.run(parse_aside(BODIES["text"], 64))
+    asyncio.run(parse_object_off_loop(BODIES["text"], 64))
     assert len(parsers) == 1
     assert parsers[0] is not threading.main_thread()
 
@@ -72,7 +72,7 @@ def test_bounds_are_checked_window_by_window(name: str, monkeypatch: pytest.Monk
     assert 0 < max(sizes) <= 64 << 10
 
 
-def test_more_than_a_parser_should_make_is_refused() -> None:
+def test_bodies_with_too_many_values_are_refused() -> None:
     for name in ("lists", "objects", "strings", "quotes", "numbers", "keys"):
         with pytest.raises(ApiError) as refused:
             parse_object(BODIES[name], 64)
@@ -91,7 +91,7 @@ def _texts() -> st.SearchStrategy[bytes]:
 
 
 @given(_texts(), st.integers(0, 8), st.integers(1, 9))
-def test_depth_is_counted_as_elsewhere_wherever_windows_end(text: bytes, depth: int, window: int) -> None:
+def test_depth_is_counted_correctly_for_any_window_boundary(text: bytes, depth: int, window: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("pipeline.gateway.http.json_limits._WINDOW", window)
         try:
@@ -104,11 +104,11 @@ def test_depth_is_counted_as_elsewhere_wherever_windows_end(text: bytes, depth: 
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    with http_house(tmp_path, rates=RateSettings(tenant=RateLimits(requests_per_minute=3), window=86_400)) as house:
-        yield house.url.replace("http", "ws") + "/v1/stream"
+    with http_house(tmp_path, rates=RateSettings(tenant=RateLimits(requests_per_minute=3), window=86_400)) as harness:
+        yield harness.url.replace("http", "ws") + "/v1/stream"
 
 
-def test_each_message_of_a_websocket_counts_before_it_is_parsed(url: str) -> None:
+def test_each_websocket_message_counts_as_a_request_before_it_is_parsed(url: str) -> None:
     with connect(url) as socket:
         for said, code in (
             ("{", "invalid_json"), ("[" * 99, "invalid_json"), ('{"type": "resume"}', "invalid_request"),

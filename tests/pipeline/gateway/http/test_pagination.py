@@ -1,4 +1,4 @@
-"""Pages read no further than they are long, in either order, however much a tenant has."""
+"""A page reads only its length, in either order, for any number of a tenant's objects."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def stored() -> tuple[Counting, list[str]]:
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("behind", [None, 0, MANY // 2, MANY - 8])
-def test_a_page_of_very_many_reads_a_page(
+def test_a_page_of_a_large_index_reads_only_its_length(
     world: World, stored: tuple[Counting, list[str]], order: Order, behind: int | None
 ) -> None:
     store, made = stored
     ids = made if order == "asc" else made[::-1]
-    with ThreadPoolExecutor(1) as together:
-        files = Files(replace(world, store=store), together)
+    with ThreadPoolExecutor(1) as executor:
+        files = Files(replace(world, store=store), executor)
         store.listings = store.listed = store.reads = 0
         page = files.page("acme", PageRequest(20, None if behind is None else ids[behind], order))
     first = 0 if behind is None else behind + 1
@@ -90,7 +90,7 @@ def test_a_page_of_very_many_reads_a_page(
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_a_page_of_batches_costs_the_same_however_many_there_are(world: World, order: Order) -> None:
+def test_a_page_of_batches_has_the_same_cost_for_any_number_of_batches(world: World, order: Order) -> None:
     store = Counting()
     world = replace(world, store=store)
     unused: Any = None
@@ -115,7 +115,7 @@ def test_a_page_of_batches_costs_the_same_however_many_there_are(world: World, o
 @given(names=st.lists(NAMES, unique=True, max_size=20), after=st.none() | NAMES)
 @example(names=["a", "ab", "ab.", "aB", "y", "yy", "-".join("zz")], after="ab")
 @example(names=["job-1", "job-10", "job-2"], after="job-1")
-def test_whatever_ids_are_the_two_orders_are_each_others_reverse(names: list[str], after: str | None) -> None:
+def test_the_two_orders_are_each_others_reverse_for_any_ids(names: list[str], after: str | None) -> None:
     store, shelf = MemoryStore(), TenantIndex("tenants/t-a/", "batches")
     for name in names:
         shelf.add(store, name)

@@ -1,4 +1,4 @@
-"""Requests whose callers wait, through the official client and by hand: whole, as a stream, cut off, gone on with."""
+"""Interactive requests, through OpenAI's client and over raw HTTP: complete, streamed, interrupted, resumed."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[HttpHouse]:
-    with http_house(tmp_path, asking=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})) as house:
-        yield house
+def harness(tmp_path: Path) -> Iterator[HttpHouse]:
+    with http_house(tmp_path, asking=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})) as harness:
+        yield harness
 
 
-def test_a_whole_answer(house: HttpHouse) -> None:
-    client = house.client()
+def test_a_complete_response(harness: HttpHouse) -> None:
+    client = harness.client()
     answer = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=4, n=2)
     assert [choice.message.content for choice in answer.choices] == [words(4), words(4, 1)]
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8
     text = client.completions.create(model="tiny", prompt="Once", max_tokens=3)
     assert (text.choices[0].text, text.choices[0].finish_reason) == (words(3), "length")
-    (first, _) = house.worker.asked.values()
+    (first, _) = harness.worker.asked.values()
     assert (first.tier, first.tenant, first.url) == (Tier.INTERACTIVE, "default", CHAT)
-    assert len(house.bridge) == 0
+    assert len(harness.bridge) == 0
 
 
-def test_a_stream_has_openais_shape(house: HttpHouse) -> None:
-    client = house.client()
+def test_a_stream_has_openais_format(harness: HttpHouse) -> None:
+    client = harness.client()
     chunks = list(
         client.chat.completions.create(
             model="tiny", messages=HELLO, max_tokens=4, n=2, stream=True, logprobs=True,
@@ -73,7 +73,7 @@ def test_a_stream_has_openais_shape(house: HttpHouse) -> None:
     assert texts[-1].choices[0].finish_reason == "length"
 
 
-def test_many_streams_at_once_lose_and_mix_nothing(house: HttpHouse) -> None:
+def test_concurrent_streams_lose_and_mix_no_events(harness: HttpHouse) -> None:
     import asyncio  # noqa: PLC0415
 
     async def read(client: AsyncOpenAI, number: int) -> str:
@@ -84,15 +84,15 @@ def test_many_streams_at_once_lose_and_mix_nothing(house: HttpHouse) -> None:
 
     async def all_of_them() -> list[str]:
         async with AsyncOpenAI(
-            base_url=f"{house.url}/v1", timeout=HANG_SECONDS, api_key="none", max_retries=0
+            base_url=f"{harness.url}/v1", timeout=HANG_SECONDS, api_key="none", max_retries=0
         ) as client:
             return await asyncio.gather(*(read(client, number) for number in range(100)))
 
     assert asyncio.run(all_of_them()) == [words(20 + number % 7) for number in range(100)]
 
 
-def test_refusals_are_plain_answers_and_later_failures_are_events(house: HttpHouse) -> None:
-    client = house.client()
+def test_early_errors_are_plain_responses_and_later_ones_are_events(harness: HttpHouse) -> None:
+    client = harness.client()
     refused: Any = [{"role": "user", "content": "refuse"}]
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as error:
@@ -106,7 +106,7 @@ def test_refusals_are_plain_answers_and_later_failures_are_events(house: HttpHou
     assert said == words(2)
     with pytest.raises(openai.APIError, match="it broke"):
         next(stream)
-    with house.http() as http:
+    with harness.http() as http:
         text = http.post(CHAT, json={"model": "tiny", "messages": broken, "stream": True}).text
     assert text.endswith("data: [DONE]\n\n")
 
@@ -127,7 +127,7 @@ def test_refusals_are_plain_answers_and_later_failures_are_events(house: HttpHou
         ({"nonsense": 1}, 400, "nonsense"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_by_name(
+def test_unsupported_parameters_are_refused_by_name(
     shared: HttpHouse, body: dict[str, Any], status: int, param: str
 ) -> None:
     with shared.http() as http:
@@ -139,27 +139,27 @@ def test_what_cannot_be_asked_is_refused_by_name(
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHouse]:
     with http_house(
         tmp_path_factory.mktemp("shared"), asking=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
-    ) as house:
-        yield house
+    ) as harness:
+        yield harness
 
 
-def test_whoever_goes_away_is_computed_for_no_longer(house: HttpHouse) -> None:
-    house.worker.pause = 0.01
-    client = house.client()
+def test_the_request_of_a_disconnected_client_is_cancelled(harness: HttpHouse) -> None:
+    harness.worker.pause = 0.01
+    client = harness.client()
     stream = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=50_000, stream=True)
     next(iter(stream))
     stream.close()
-    wait_for(lambda: house.worker.unwanted, "the stream was not cancelled")
+    wait_for(lambda: harness.worker.unwanted, "the stream was not cancelled")
     with pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=50_000, timeout=0.3)
-    wait_for(lambda: len(house.worker.unwanted) == 2, "the request was not cancelled")
-    assert len(house.bridge) == 0
+    wait_for(lambda: len(harness.worker.unwanted) == 2, "the request was not cancelled")
+    assert len(harness.bridge) == 0
 
 
-def test_whoever_goes_away_while_the_request_is_sent_is_cancelled_when_it_is(
-    house: HttpHouse, monkeypatch: pytest.MonkeyPatch
+def test_a_request_is_cancelled_after_its_send_when_the_client_disconnects_meanwhile(
+    harness: HttpHouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lane, let, sent = house.worker.lane, threading.Event(), list[LaneRequest]()
+    lane, let, sent = harness.worker.lane, threading.Event(), list[LaneRequest]()
     send = lane.send
 
     def slow(request: LaneRequest) -> None:
@@ -168,41 +168,41 @@ def test_whoever_goes_away_while_the_request_is_sent_is_cancelled_when_it_is(
         sent.append(request)
 
     monkeypatch.setattr(lane, "send", slow)
-    house.worker.stop_taking()
+    harness.worker.stop_taking()
     with pytest.raises(openai.APITimeoutError):
-        house.client().chat.completions.create(model="tiny", messages=HELLO, timeout=0.3)
-    wait_for(lambda: len(house.bridge) == 0, "it was not noticed")
+        harness.client().chat.completions.create(model="tiny", messages=HELLO, timeout=0.3)
+    wait_for(lambda: len(harness.bridge) == 0, "it was not noticed")
     let.set()
     wait_for(lambda: sent, "it was not sent")
     wait_for(lambda: lane.lost(sent), "it was not cancelled")
-    house.worker.hold.clear()
-    house.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
-    assert len(house.worker.asked) == 1
+    harness.worker.hold.clear()
+    harness.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
+    assert len(harness.worker.asked) == 1
 
 
-def test_a_request_whose_time_is_over_is_computed_once(house: HttpHouse) -> None:
-    house.worker.pause = 0.02
-    client = house.client().with_options(max_retries=2)
+def test_a_request_that_times_out_is_not_retried(harness: HttpHouse) -> None:
+    harness.worker.pause = 0.02
+    client = harness.client().with_options(max_retries=2)
     with pytest.raises(openai.APIStatusError) as late:
         client.chat.completions.create(
             model="tiny", messages=HELLO, max_tokens=50_000, extra_body={"tokenmill": {"timeout": 0.3}}
         )
     assert late.value.status_code == 408
     assert late.value.response.headers["x-should-retry"] == "false"
-    assert len(house.worker.asked) == 1
+    assert len(harness.worker.asked) == 1
 
 
-def test_a_slow_reader_ends_itself_and_nobody_else(tmp_path: Path) -> None:
+def test_a_slow_reader_ends_only_its_own_stream(tmp_path: Path) -> None:
     with http_house(
         tmp_path,
         asking=InferenceSettings(caps={Tier.INTERACTIVE: 10**9}),
         streams=StreamSettings(buffer_bytes=64 * 1024),
-    ) as house:
-        house.worker.text, house.worker.pause = "x" * 2_000, 0.001
-        with ask_and_read_little(house, max_tokens=100_000) as slow:
-            wait_for(lambda: house.worker.unwanted, "the slow reader's request went on")
-            house.worker.text = None
-            answer = house.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=4)
+    ) as harness:
+        harness.worker.text, harness.worker.pause = "x" * 2_000, 0.001
+        with ask_and_read_little(harness, max_tokens=100_000) as slow:
+            wait_for(lambda: harness.worker.unwanted, "the slow reader's request went on")
+            harness.worker.text = None
+            answer = harness.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=4)
             assert answer.choices[0].message.content == words(4)
             received = b""
             slow.settimeout(HANG_SECONDS)
@@ -213,9 +213,9 @@ def test_a_slow_reader_ends_itself_and_nobody_else(tmp_path: Path) -> None:
         assert len(received) < 400_000, "what had been written when its stream ended: the kernel took too much of it"
 
 
-def ask_and_read_little(house: HttpHouse, **more: Any) -> socket.socket:
+def ask_and_read_little(harness: HttpHouse, **more: Any) -> socket.socket:
     """A connection that asks for a stream, takes little and reads nothing."""
-    host, port = house.url.removeprefix("http://").split(":")
+    host, port = harness.url.removeprefix("http://").split(":")
     body = json.dumps({"model": "tiny", "messages": HELLO, "stream": True, **more}).encode()
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
@@ -225,27 +225,27 @@ def ask_and_read_little(house: HttpHouse, **more: Any) -> socket.socket:
     return slow
 
 
-def test_who_takes_nothing_for_long_is_cut_off(tmp_path: Path) -> None:
+def test_a_peer_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
     asking = InferenceSettings(caps={Tier.INTERACTIVE: 10**9})
     large = StreamSettings(buffer_bytes=1 << 30)  # else the overrun may end a stream, and its connection stays
-    with http_house(tmp_path, asking=asking, streams=large, write_seconds=0.5) as house:
-        house.worker.text = "x" * 2_000
-        url = house.url.replace("http", "ws") + "/v1/stream"
+    with http_house(tmp_path, asking=asking, streams=large, write_seconds=0.5) as harness:
+        harness.worker.text = "x" * 2_000
+        url = harness.url.replace("http", "ws") + "/v1/stream"
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 100_000}
         with (
-            ask_and_read_little(house, max_tokens=100_000),
+            ask_and_read_little(harness, max_tokens=100_000),
             connect(url, max_queue=1, compression=None, close_timeout=0.1) as other,
         ):
             other.send(json.dumps({"type": "request", "url": CHAT, "body": body}))
-            wait_for(lambda: house.app.active == 2, "they did not begin")
-            wait_for(lambda: house.app.active == 0, "connections that nobody reads stay open")
-        assert len(house.worker.unwanted) == 2
+            wait_for(lambda: harness.app.active == 2, "they did not begin")
+            wait_for(lambda: harness.app.active == 0, "connections that nobody reads stay open")
+        assert len(harness.worker.unwanted) == 2
 
 
-def test_who_reads_slowly_but_reads_is_waited_for(tmp_path: Path) -> None:
-    with http_house(tmp_path, write_seconds=0.5) as house:
-        house.worker.text = "x" * 20_000
-        with ask_and_read_little(house, max_tokens=20) as slow:
+def test_a_slow_reader_that_makes_progress_is_not_disconnected(tmp_path: Path) -> None:
+    with http_house(tmp_path, write_seconds=0.5) as harness:
+        harness.worker.text = "x" * 20_000
+        with ask_and_read_little(harness, max_tokens=20) as slow:
             received = b""
             while not received.endswith(b"0\r\n\r\n") and (data := slow.recv(4_096)):
                 received += data
@@ -253,12 +253,12 @@ def test_who_reads_slowly_but_reads_is_waited_for(tmp_path: Path) -> None:
         assert received.count(b"x" * 20_000) == 20
 
 
-def test_a_stream_that_was_cut_off_is_gone_on_with(house: HttpHouse) -> None:
-    house.worker.pause = 0.01
+def test_an_interrupted_stream_can_be_resumed(harness: HttpHouse) -> None:
+    harness.worker.pause = 0.01
     body = {
         "model": "tiny", "messages": HELLO, "max_tokens": 60, "stream": True, "tokenmill": {"resume": 30},
     }  # fmt: skip
-    with house.http() as http:
+    with harness.http() as http:
         with http.stream("POST", CHAT, json=body) as first:
             name, seen = first.headers["x-stream-id"], ""
             for piece in first.iter_text():
@@ -266,7 +266,7 @@ def test_a_stream_that_was_cut_off_is_gone_on_with(house: HttpHouse) -> None:
                 if seen.count("data:") >= 5:
                     break
         time.sleep(0.1)
-        assert not house.worker.unwanted
+        assert not harness.worker.unwanted
         whole = seen[: seen.rindex("\n\n") + 2]
         last = whole.rsplit("id: ", 1)[1].split("\n")[0]
         rest = http.get(f"/v1/streams/{name}", headers={"Last-Event-ID": last}).text
@@ -279,41 +279,46 @@ def test_a_stream_that_was_cut_off_is_gone_on_with(house: HttpHouse) -> None:
         assert http.get(f"/v1/streams/{name}").text.count("data:") == len(datas), "from the beginning, and again"
         assert http.get("/v1/streams/http-unknown").status_code == 404
         assert http.get(f"/v1/streams/{name}", headers={"Last-Event-ID": "x"}).status_code == 400
-        _, other = house.keys.create("other", tuple(Scope))
+        _, other = harness.keys.create("other", tuple(Scope))
         answer = http.get(f"/v1/streams/{name}", headers={"Authorization": f"Bearer {other}"})
         assert answer.status_code == 404
 
 
-def test_nobody_comes_back_to_a_stream_and_it_is_cancelled(house: HttpHouse) -> None:
-    house.worker.pause = 0.01
+def test_a_resumable_stream_without_a_reader_is_cancelled(harness: HttpHouse) -> None:
+    harness.worker.pause = 0.01
     body = {
         "model": "tiny", "messages": HELLO, "max_tokens": 50_000, "stream": True, "tokenmill": {"resume": 0.3},
     }  # fmt: skip
-    with house.http() as http:
+    with harness.http() as http:
         with http.stream("POST", CHAT, json=body) as first:
             next(first.iter_text())
             name = first.headers["x-stream-id"]
-        wait_for(lambda: house.worker.unwanted, "it was not cancelled")
+        wait_for(lambda: harness.worker.unwanted, "it was not cancelled")
         assert http.get(f"/v1/streams/{name}").status_code == 404
 
 
-def test_a_stream_that_is_silent_says_that_it_lives_and_times_out(tmp_path: Path) -> None:
-    with http_house(tmp_path, streams=StreamSettings(keep_alive=0.1, patience=0.2)) as house, house.http() as http:
-        house.worker.stop_taking()
+def test_a_silent_stream_sends_keep_alives_and_times_out(tmp_path: Path) -> None:
+    with (
+        http_house(
+            tmp_path, streams=StreamSettings(keep_alive_seconds=0.1, first_event_timeout_seconds=0.2)
+        ) as harness,
+        harness.http() as http,
+    ):
+        harness.worker.stop_taking()
         body = {"model": "tiny", "messages": HELLO, "stream": True, "tokenmill": {"timeout": 0.8}}
         text = http.post(CHAT, json=body).text
         assert text.count(": keep-alive\n\n") >= 2
         assert '"request_timeout"' in text
         assert text.endswith("data: [DONE]\n\n")
         with pytest.raises(openai.APIStatusError) as late:
-            house.client().chat.completions.create(
+            harness.client().chat.completions.create(
                 model="tiny", messages=HELLO, extra_body={"tokenmill": {"timeout": 0.2}}
             )
         assert late.value.status_code == 408
 
 
-def test_the_same_events_over_a_websocket(house: HttpHouse) -> None:
-    url = house.url.replace("http", "ws") + "/v1/stream"
+def test_the_same_events_over_a_websocket(harness: HttpHouse) -> None:
+    url = harness.url.replace("http", "ws") + "/v1/stream"
     request = {"type": "request", "url": CHAT, "body": {"model": "tiny", "messages": HELLO, "max_tokens": 4}}
     with connect(url) as client:
         for _ in range(2):  # one after the other
@@ -324,39 +329,39 @@ def test_the_same_events_over_a_websocket(house: HttpHouse) -> None:
                 events.append(message)
             assert message == {"type": "done"}
             assert [event["id"] for event in events] == list(range(len(events)))
-            told = "".join(event["data"]["choices"][0]["delta"].get("content") or "" for event in events)
-            assert told == words(4)
+            text = "".join(event["data"]["choices"][0]["delta"].get("content") or "" for event in events)
+            assert text == words(4)
         client.send(json.dumps({"type": "nonsense"}))
         assert json.loads(client.recv())["error"]["param"] == "type"
         client.send(json.dumps({**request, "body": {"model": "gpt-9", "messages": HELLO}}))
         assert json.loads(client.recv())["error"]["code"] == "model_not_found"
         client.send("not json")
         assert json.loads(client.recv())["error"]["code"] == "invalid_json"
-        house.worker.pause = 0.01
+        harness.worker.pause = 0.01
         long = {**request, "body": {**request["body"], "max_tokens": 50_000}}  # type: ignore[dict-item]
         client.send(json.dumps(long))
         assert json.loads(client.recv())["type"] == "begin"
         client.send(json.dumps(long))
         wait_for(lambda: "busy" in str(client.recv()), "a second stream was begun")
         client.send(json.dumps({"type": "cancel"}))
-        wait_for(lambda: len(house.worker.unwanted) == 1, "it was not cancelled")
+        wait_for(lambda: len(harness.worker.unwanted) == 1, "it was not cancelled")
         client.send(json.dumps(long))
-        wait_for(lambda: len(house.bridge) == 1, "it did not begin")
-    wait_for(lambda: len(house.worker.unwanted) == 2, "whoever goes cancels")
+        wait_for(lambda: len(harness.bridge) == 1, "it did not begin")
+    wait_for(lambda: len(harness.worker.unwanted) == 2, "a disconnect cancels")
     with pytest.raises(InvalidStatus) as refused, connect(url, origin="http://evil.example"):  # type: ignore[arg-type]
         pass
     assert refused.value.response.status_code == 403
-    house.keys.create("other", tuple(Scope))
+    harness.keys.create("other", tuple(Scope))
     with pytest.raises(InvalidStatus) as refused, connect(url):
         pass
     assert refused.value.response.status_code == 401
     assert json.loads(refused.value.response.body)["error"]["code"] == "invalid_api_key"
 
 
-def test_told_to_stop_it_ends_what_is_under_way_and_sends_new_requests_elsewhere(tmp_path: Path) -> None:
-    with http_house(tmp_path, drain_seconds=1.0) as house, house.http() as http:
-        house.worker.pause = 0.02
-        client, said = house.client(), dict[int, Any]()
+def test_shutdown_drains_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
+    with http_house(tmp_path, drain_seconds=1.0) as harness, harness.http() as http:
+        harness.worker.pause = 0.02
+        client, said = harness.client(), dict[int, Any]()
 
         def read(count: int) -> None:
             try:
@@ -370,22 +375,22 @@ def test_told_to_stop_it_ends_what_is_under_way_and_sends_new_requests_elsewhere
         threads = [threading.Thread(target=read, args=(count,)) for count in (25, 4_000)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(house.worker.asked) == 2, "they did not begin")
+        wait_for(lambda: len(harness.worker.asked) == 2, "they did not begin")
         assert http.get("/readyz").status_code == 200
-        house.stop.set()
+        harness.stop.set()
         wait_for(lambda: http.get("/readyz").status_code == 503, "it says that it is ready")
         assert http.get("/healthz").status_code == 200
         refused = http.post(CHAT, json={"model": "tiny", "messages": HELLO})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert refused.headers["retry-after"] == "1"
         assert refused.headers["connection"] == "close"
-        with pytest.raises(InvalidStatus) as socket_refused, connect(house.url.replace("http", "ws") + "/v1/stream"):
+        with pytest.raises(InvalidStatus) as socket_refused, connect(harness.url.replace("http", "ws") + "/v1/stream"):
             pass
         answer = socket_refused.value.response
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert json.loads(answer.body)["error"]["code"] == "draining"
         assert answer.headers["x-request-id"].startswith("req-")
-        assert refused_at_length(house.url).startswith(b"HTTP/1.1 503")
+        assert refused_at_length(harness.url).startswith(b"HTTP/1.1 503")
         for thread in threads:
             thread.join(HANG_SECONDS)
         assert said == {25: words(25), 4_000: "draining"}
@@ -403,15 +408,15 @@ def refused_at_length(url: str) -> bytes:
     return answer
 
 
-def test_what_is_cut_off_by_the_word_to_stop_is_computed_for_no_longer(tmp_path: Path) -> None:
+def test_requests_cut_off_by_shutdown_are_cancelled_at_the_worker(tmp_path: Path) -> None:
     asking = InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
-    with http_house(tmp_path, drain_seconds=0.3, asking=asking) as house:
-        house.worker.pause = 0.02
+    with http_house(tmp_path, drain_seconds=0.3, asking=asking) as harness:
+        harness.worker.pause = 0.02
         codes = dict[bool, Any]()
 
         def read(stream: bool) -> None:
             try:
-                made = house.client().chat.completions.create(
+                made = harness.client().chat.completions.create(
                     model="tiny", messages=HELLO, max_tokens=50_000, stream=stream
                 )
                 codes[stream] = list(made) and None
@@ -421,9 +426,9 @@ def test_what_is_cut_off_by_the_word_to_stop_is_computed_for_no_longer(tmp_path:
         threads = [threading.Thread(target=read, args=(stream,)) for stream in (False, True)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(house.worker.asked) == 2, "they did not begin")
-        house.stop.set()
+        wait_for(lambda: len(harness.worker.asked) == 2, "they did not begin")
+        harness.stop.set()
         for thread in threads:
             thread.join(HANG_SECONDS)
         assert codes == {False: "draining", True: "draining"}
-        wait_for(lambda: len(house.worker.unwanted) == 2, "they are still computed")
+        wait_for(lambda: len(harness.worker.unwanted) == 2, "they are still computed")

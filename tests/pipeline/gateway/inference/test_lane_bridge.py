@@ -1,4 +1,4 @@
-"""Between the lane and the event loop: what goes wrong with one request is kept from all others."""
+"""The bridge between the lane and the event loop: a failure of one request doesn't affect others."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest
 from tests.waiting import HANG_SECONDS
 
 
-def test_given_an_event_that_cant_be_taken_in_then_it_ends_its_own_request_and_others_get_theirs() -> None:
+def test_an_event_that_cant_be_handled_ends_only_its_own_request() -> None:
     clock = SystemClock()
     lane, stop = MemoryLane(clock), threading.Event()
     bridge = LaneBridge(lane, clock, CallSettings(look=0.01), HttpMetrics(clock))
-    told: dict[str, list[LaneEvent]] = {"bad": [], "good": []}
+    events: dict[str, list[LaneEvent]] = {"bad": [], "good": []}
 
     async def calls() -> None:
         both = asyncio.Event()
 
-        def take_in(event: LaneEvent) -> None:
+        def handle_event(event: LaneEvent) -> None:
             if event.request == "bad" and isinstance(event, EndEvent):
                 raise KeyError("choices")
-            told[event.request].append(event)
-            if all(told.values()):
+            events[event.request].append(event)
+            if all(events.values()):
                 both.set()
 
-        for name in told:
-            await bridge.start(LaneRequest(name, "m", {}), take_in)
+        for name in events:
+            await bridge.start(LaneRequest(name, "m", {}), handle_event)
         worker = lane.worker("w")
         assert len(worker.take(["m"], 2, 2.0)) == 2
-        worker.emit([EndEvent(name, 1, 0, {}) for name in told])
+        worker.emit([EndEvent(name, 1, 0, {}) for name in events])
         running = threading.Thread(target=bridge.run, args=(stop,))
         running.start()
         try:
@@ -44,7 +44,7 @@ def test_given_an_event_that_cant_be_taken_in_then_it_ends_its_own_request_and_o
             await asyncio.to_thread(running.join, 10)
 
     asyncio.run(calls())
-    (bad,), (good,) = told["bad"], told["good"]
+    (bad,), (good,) = events["bad"], events["good"]
     assert isinstance(good, EndEvent)
     assert isinstance(bad, ErrorEvent)
     assert (bad.code, bad.status) == ("internal_error", 500)

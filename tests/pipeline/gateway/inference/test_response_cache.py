@@ -1,4 +1,4 @@
-"""Answers that are given again: to whom, for what, for how long, and how they look."""
+"""The response cache: keys, lifetimes, bounds, and the format of cached responses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CACHED: Any = {"extra_body": {"tokenmill": {"cache": True}}}
 @pytest.fixture(params=["memory", "redis"])
 def store(request: pytest.FixtureRequest, unique_name: Callable[[], str]) -> Iterator[AnswerStore]:
     if request.param == "memory":
-        yield MemoryAnswers(SystemClock(), most_bytes=1_000)
+        yield MemoryAnswers(SystemClock(), max_bytes=1_000)
         return
     server: RedisServer = request.getfixturevalue("redis_server")
     client = RedisClient(RedisSettings(server.url, prefix=unique_name()))
@@ -47,58 +47,58 @@ def store(request: pytest.FixtureRequest, unique_name: Callable[[], str]) -> Ite
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[HttpHouse]:
-    with http_house(tmp_path) as house:
-        yield house
+def harness(tmp_path: Path) -> Iterator[HttpHouse]:
+    with http_house(tmp_path) as harness:
+        yield harness
 
 
-def kept(house: HttpHouse, **more: Any) -> Any:
-    """The second answer to a request. It was kept in between, which happens behind the first one's back."""
+def cached_response(harness: HttpHouse, **more: Any) -> Any:
+    """The second response to a request. The first one is cached in the background."""
     limit = time.monotonic() + HANG_SECONDS
     while True:
-        answer = house.client().chat.completions.create(**{**HELLO, **more}, **CACHED)
+        answer = harness.client().chat.completions.create(**{**HELLO, **more}, **CACHED)
         if (answer.usage.model_extra or {}).get("tokenmill_cached"):
             return answer
         assert time.monotonic() < limit, "it is not given again"
 
 
-def test_the_same_request_is_computed_once(house: HttpHouse) -> None:
-    first = house.client().chat.completions.create(**HELLO, **CACHED)
+def test_the_same_request_is_computed_once(harness: HttpHouse) -> None:
+    first = harness.client().chat.completions.create(**HELLO, **CACHED)
     assert first.usage is not None
     assert not first.usage.model_extra
-    second = kept(house)
-    asked = len(house.worker.asked)
+    second = cached_response(harness)
+    asked = len(harness.worker.asked)
     for more in ({}, {"user": "someone"}, {"metadata": {"a": "b"}}, {"top_p": 1.0}):
-        again = house.client().chat.completions.create(**HELLO, **more, **CACHED)
+        again = harness.client().chat.completions.create(**HELLO, **more, **CACHED)
         assert again.choices == first.choices == second.choices
         assert again.usage.completion_tokens == 4
         assert again.usage.tokenmill_cached is True
-    assert len(house.worker.asked) == asked
+    assert len(harness.worker.asked) == asked
 
 
-def test_another_request_or_tenant_or_model_is_another_answer(house: HttpHouse) -> None:
-    kept(house)
-    asked = len(house.worker.asked)
+def test_another_request_tenant_or_model_has_its_own_cache_entry(harness: HttpHouse) -> None:
+    cached_response(harness)
+    asked = len(harness.worker.asked)
     others: list[dict[str, Any]] = [{"max_tokens": 5}, {"seed": 1}, {"stop": ["x"]}, {"n": 2}]
     others += [{"messages": [{"role": "user", "content": "hello "}]}]
     for number, more in enumerate(others):
-        house.client().chat.completions.create(**{**HELLO, **more}, **CACHED)
-        assert len(house.worker.asked) == asked + number + 1, more
+        harness.client().chat.completions.create(**{**HELLO, **more}, **CACHED)
+        assert len(harness.worker.asked) == asked + number + 1, more
     text: Any = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 4}
-    house.client().completions.create(**text, **CACHED)
-    house.client().chat.completions.create(**HELLO)
-    assert len(house.worker.asked) == asked + len(others) + 2, "and who doesn't ask for it gets a new one"
-    _, key = house.keys.create("other", tuple(Scope))
-    house.client(key).chat.completions.create(**HELLO, **CACHED)
-    assert len(house.worker.asked) == asked + len(others) + 3
+    harness.client().completions.create(**text, **CACHED)
+    harness.client().chat.completions.create(**HELLO)
+    assert len(harness.worker.asked) == asked + len(others) + 2, "and who doesn't ask for it gets a new one"
+    _, key = harness.keys.create("other", tuple(Scope))
+    harness.client(key).chat.completions.create(**HELLO, **CACHED)
+    assert len(harness.worker.asked) == asked + len(others) + 3
 
 
-def test_streams_are_given_again(house: HttpHouse) -> None:
+def test_streams_are_served_from_the_cache(harness: HttpHouse) -> None:
     streaming: Any = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "n": 2}
-    kept(house, logprobs=True, n=2)
-    asked = len(house.worker.asked)
-    chunks = list(house.client().chat.completions.create(**{**HELLO, **streaming}, **CACHED))
-    assert len(house.worker.asked) == asked
+    cached_response(harness, logprobs=True, n=2)
+    asked = len(harness.worker.asked)
+    chunks = list(harness.client().chat.completions.create(**{**HELLO, **streaming}, **CACHED))
+    assert len(harness.worker.asked) == asked
     for index in range(2):
         mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
         assert mine[0].delta.role == "assistant"
@@ -106,21 +106,21 @@ def test_streams_are_given_again(house: HttpHouse) -> None:
         assert mine[-1].finish_reason == "length"
     assert chunks[-1].usage.tokenmill_cached is True
     assert chunks[-1].usage.completion_tokens == 8
-    new = list(house.client().chat.completions.create(**{**HELLO, "max_tokens": 6}, stream=True, **CACHED))
-    assert len(new) > 6, "computed, and told as it came"
-    whole = kept(house, max_tokens=6)
-    assert whole.choices[0].message.content == words(6), "a stream's answer is kept too"
+    new = list(harness.client().chat.completions.create(**{**HELLO, "max_tokens": 6}, stream=True, **CACHED))
+    assert len(new) > 6, "computed, and catalog_policies as it came"
+    whole = cached_response(harness, max_tokens=6)
+    assert whole.choices[0].message.content == words(6), "a stream's answer is cached_response too"
     text: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 3}
-    house.client().completions.create(**text, **CACHED)
+    harness.client().completions.create(**text, **CACHED)
     time.sleep(0.1)
-    asked = len(house.worker.asked)
-    texts = list(house.client().completions.create(**text, stream=True, **CACHED))
+    asked = len(harness.worker.asked)
+    texts = list(harness.client().completions.create(**text, stream=True, **CACHED))
     assert "".join(chunk.choices[0].text for chunk in texts) == words(3)
-    assert len(house.worker.asked) == asked
+    assert len(harness.worker.asked) == asked
 
 
-def test_what_has_many_answers_and_what_went_wrong_is_not_kept(house: HttpHouse) -> None:
-    client = house.client()
+def test_nondeterministic_and_failed_responses_are_not_cached(harness: HttpHouse) -> None:
+    client = harness.client()
     with pytest.raises(openai.BadRequestError, match="cache needs temperature 0 or a seed"):
         client.chat.completions.create(**{**HELLO, "temperature": 1}, **CACHED)
     broken = {**HELLO, "messages": [{"role": "user", "content": "break"}]}
@@ -128,85 +128,85 @@ def test_what_has_many_answers_and_what_went_wrong_is_not_kept(house: HttpHouse)
         with pytest.raises(openai.InternalServerError):
             client.chat.completions.create(**broken, **CACHED)
         time.sleep(0.1)
-    assert len(house.worker.asked) == 2
+    assert len(harness.worker.asked) == 2
     cache = AnswerCache(SystemClock(), MemoryAnswers(SystemClock()))
     usage = {"total_tokens": 1}
     for reason in ("content_filter", "tool_calls", None):
-        cache.keep("a", "x", {"usage": usage, "choices": [{"finish_reason": reason}]})
+        cache.add("a", "x", {"usage": usage, "choices": [{"finish_reason": reason}]})
         assert cache.find("a", "x") is None
-    cache.keep("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2, "more": "x" * (1 << 18)})
+    cache.add("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2, "more": "x" * (1 << 18)})
     assert cache.find("a", "x") is None, "too large"
-    cache.keep("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2})
+    cache.add("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2})
     assert cache.find("a", "x")
 
 
-def test_an_answer_is_given_again_under_the_policies_only_that_judged_it(
+def test_a_cached_response_is_used_only_with_the_same_content_policies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.gateway.inference.request_builder._BELIEVED", 0.0)
-    with http_house(tmp_path) as house:
-        catalog = Catalog(house.world.store)
+    monkeypatch.setattr("pipeline.gateway.inference.request_builder._CATALOG_CACHE_SECONDS", 0.0)
+    with http_house(tmp_path) as harness:
+        catalog = Catalog(harness.world.store)
 
-        def judged_by(worker: str | None, told: str | None) -> None:
-            house.worker.policies = worker
-            catalog.publish(CatalogEntry(pin=PIN, max_model_len=2_048, policies=told))
+        def judged_by(worker: str | None, catalog_policies: str | None) -> None:
+            harness.worker.policies = worker
+            catalog.publish(CatalogEntry(pin=PIN, max_model_len=2_048, policies=catalog_policies))
 
-        kept(house)
-        # Given another policy, when the same is asked, then it is computed anew, and kept under that one.
+        cached_response(harness)
+        # Given another policy, when the same is asked, then it is computed anew, and cached_response under that one.
         judged_by("new", "new")
-        asked = len(house.worker.asked)
-        house.client().chat.completions.create(**HELLO, **CACHED)
-        assert len(house.worker.asked) == asked + 1
-        kept(house)
+        asked = len(harness.worker.asked)
+        harness.client().chat.completions.create(**HELLO, **CACHED)
+        assert len(harness.worker.asked) == asked + 1
+        cached_response(harness)
         # An older worker that still answers has not asked the policy that the catalog names.
         judged_by("new", "newer")
-        asked = len(house.worker.asked)
+        asked = len(harness.worker.asked)
         for _ in range(3):
-            house.client().chat.completions.create(**HELLO, **CACHED)
+            harness.client().chat.completions.create(**HELLO, **CACHED)
             time.sleep(0.1)
-        assert len(house.worker.asked) == asked + 3, "kept under a name that didn't judge it"
+        assert len(harness.worker.asked) == asked + 3, "cached_response under a name that didn't judge it"
         judged_by("newer", "newer")
-        kept(house)
+        cached_response(harness)
         # And what the first worker said without any policy is found where there is none.
         judged_by(None, None)
-        asked = len(house.worker.asked)
-        kept(house)
-        assert len(house.worker.asked) == asked
+        asked = len(harness.worker.asked)
+        cached_response(harness)
+        assert len(harness.worker.asked) == asked
 
 
-def test_it_can_be_for_all_that_dont_say_no(tmp_path: Path) -> None:
-    with http_house(tmp_path, cache=CacheSettings(always=True)) as house:
-        kept(house)
-        asked = len(house.worker.asked)
-        house.client().chat.completions.create(**HELLO)
-        assert len(house.worker.asked) == asked
-        house.client().chat.completions.create(**HELLO, extra_body={"tokenmill": {"cache": False}})
-        house.client().chat.completions.create(**{**HELLO, "temperature": 1})
-        assert len(house.worker.asked) == asked + 2
+def test_caching_can_be_the_default(tmp_path: Path) -> None:
+    with http_house(tmp_path, cache=CacheSettings(always=True)) as harness:
+        cached_response(harness)
+        asked = len(harness.worker.asked)
+        harness.client().chat.completions.create(**HELLO)
+        assert len(harness.worker.asked) == asked
+        harness.client().chat.completions.create(**HELLO, extra_body={"tokenmill": {"cache": False}})
+        harness.client().chat.completions.create(**{**HELLO, "temperature": 1})
+        assert len(harness.worker.asked) == asked + 2
 
 
-def test_an_answer_that_is_given_again_takes_no_tokens_and_no_place(tmp_path: Path) -> None:
+def test_a_cached_response_takes_no_tokens_and_no_slot(tmp_path: Path) -> None:
     limits = RateLimits(tokens_per_minute=200, running_requests=1)
-    with http_house(tmp_path, rates=RateSettings(tenant=limits)) as house:
+    with http_house(tmp_path, rates=RateSettings(tenant=limits)) as harness:
         for _ in range(300):
             with suppress(openai.RateLimitError):
-                house.client().chat.completions.create(**HELLO, **CACHED)
-            if len(house.worker.asked) >= 1:
+                harness.client().chat.completions.create(**HELLO, **CACHED)
+            if len(harness.worker.asked) >= 1:
                 break
         time.sleep(0.1)
         for stream in (False, True) * 15:
             limit = time.monotonic() + HANG_SECONDS
             while True:
                 try:
-                    made: Any = house.client().chat.completions.create(**HELLO, stream=stream, **CACHED)
+                    made: Any = harness.client().chat.completions.create(**HELLO, stream=stream, **CACHED)
                     list(made)
                     break
                 except openai.RateLimitError:
-                    assert time.monotonic() < limit, "its place or its tokens are not given back"
-        assert len(house.worker.asked) == 1
+                    assert time.monotonic() < limit, "its slot or its tokens are not released"
+        assert len(harness.worker.asked) == 1
 
 
-def test_stores_keep_what_is_put_for_so_long_and_no_more_of_it(store: AnswerStore) -> None:
+def test_stores_expire_entries_and_evict_the_oldest(store: AnswerStore) -> None:
     store.put("a", "1", b"one", 60.0, 3)
     assert (store.get("a", "1"), store.get("b", "1"), store.get("a", "2")) == (b"one", None, None)
     store.put("a", "1", b"two", 60.0, 3)
@@ -222,7 +222,7 @@ def test_stores_keep_what_is_put_for_so_long_and_no_more_of_it(store: AnswerStor
     assert store.get("b", "1") == b"theirs", "one tenant's put out none of another's"
 
 
-def test_other_weights_are_another_answer() -> None:
+def test_other_weights_have_their_own_cache_entry() -> None:
     body = {"messages": [], "model": "tiny"}
     asked = LaneRequest("x", "0123456789abcdef", body, "/v1/chat/completions")
     keys = {
@@ -237,14 +237,14 @@ def test_other_weights_are_another_answer() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    store = MemoryAnswers(SystemClock(), most_bytes=1_000)
+    store = MemoryAnswers(SystemClock(), max_bytes=1_000)
     for number in range(100):
         store.put(f"tenant-{number}", "1", b"x" * 100, 60.0, 10)
     assert [number for number in range(100) if store.get(f"tenant-{number}", "1")] == list(range(90, 100))
 
 
-def test_a_tenant_that_fills_the_memory_puts_out_its_own_answers() -> None:
-    store = MemoryAnswers(SystemClock(), most_bytes=10_000)
+def test_a_tenant_that_fills_the_cache_evicts_its_own_responses() -> None:
+    store = MemoryAnswers(SystemClock(), max_bytes=10_000)
     for number in range(20):
         store.put("small", str(number), b"x" * 100, 60.0, 1_000)
     for number in range(1_000):
@@ -253,42 +253,42 @@ def test_a_tenant_that_fills_the_memory_puts_out_its_own_answers() -> None:
     assert [number for number in range(1_000) if store.get("large", str(number))] == list(range(968, 1_000))
 
 
-def test_on_redis_a_tenants_answers_have_a_bound_of_bytes(
+def test_cached_responses_of_a_tenant_on_redis_are_bounded_in_bytes(
     redis_server: RedisServer, unique_name: Callable[[], str]
 ) -> None:
     client = RedisClient(RedisSettings(redis_server.url, prefix=unique_name()))
     store = RedisAnswers(client, max_tenant_bytes=1_000)
 
-    def kept() -> list[int]:
+    def cached_numbers() -> list[int]:
         return [number for number in range(12) if store.get("a", str(number))]
 
     store.put("b", "1", b"x" * 900, 60.0, 100)
     for number in range(12):
         store.put("a", str(number), b"x" * 200, 60.0, 100)
         time.sleep(0.005)
-    assert kept() == list(range(7, 12))
+    assert cached_numbers() == list(range(7, 12))
     for _ in range(20):  # what is put again counts once
         store.put("a", "11", b"x" * 200, 60.0, 100)
-    assert kept() == list(range(7, 12))
+    assert cached_numbers() == list(range(7, 12))
     for number in range(5):
         store.put("a", str(number), b"x" * 200, 0.05, 100)
     time.sleep(0.1)
     store.put("a", "6", b"x" * 1_000, 60.0, 100)
-    assert kept() == [6], "what has run out counts no more"
+    assert cached_numbers() == [6], "what has run out counts no more"
     assert store.get("b", "1")
     client.close()
 
 
-def test_without_redis_answers_are_computed(redis_server: RedisServer, unique_name: Callable[[], str]) -> None:
+def test_responses_are_computed_without_redis(redis_server: RedisServer, unique_name: Callable[[], str]) -> None:
     client = RedisClient(RedisSettings(redis_server.url, prefix=unique_name()))
     cache = AnswerCache(SystemClock(), RedisAnswers(client))
     answer: dict[str, Any] = {"usage": {"total_tokens": 1}, "choices": []}
-    cache.keep("a", "x", answer)
+    cache.add("a", "x", answer)
     assert cache.find("a", "x") == {"usage": {"total_tokens": 1, "tokenmill_cached": True}, "choices": []}
     redis_server.kill()
     with capture_logs() as logs:
         for _ in range(3):
             assert cache.find("a", "x") is None
-            cache.keep("a", "x", answer)
+            cache.add("a", "x", answer)
     assert [log["event"] for log in logs] == ["cache_not_used"]
     client.close()

@@ -1,4 +1,4 @@
-"""What waits for a reader: numbered, bounded, and gone when nobody can have it any more."""
+"""The stream buffer: events are numbered, bounded, and evicted once no reader can take them."""
 
 from __future__ import annotations
 
@@ -13,72 +13,72 @@ def items(*numbers: int) -> list[Item]:
     return [Item(number, b"%d" % number) for number in numbers]
 
 
-def fill(feed: StreamBuffer, count: int) -> StreamBuffer:
+def fill(buffer: StreamBuffer, count: int) -> StreamBuffer:
     for number in range(count):
-        feed.push(b"%d" % number)
-    return feed
+        buffer.push(b"%d" % number)
+    return buffer
 
 
-def test_what_comes_in_the_moment_in_which_a_reader_stops_waiting_is_not_lost() -> None:
+def test_an_event_that_arrives_at_a_readers_time_out_is_not_lost() -> None:
     async def read() -> None:
-        feed = StreamBuffer(100, keep=False)
-        taking = asyncio.create_task(feed.take(-1, 0.0))
+        buffer = StreamBuffer(100, retain=False)
+        taking = asyncio.create_task(buffer.take(-1, 0.0))
         for _ in range(2):  # it waits; its time is over, which it does not know yet
             await asyncio.sleep(0)
-        feed.push(b"0")
-        feed.end()
+        buffer.push(b"0")
+        buffer.end()
         assert not taking.done()
         assert await taking == items(0), "a reader would take this for the end"
 
     asyncio.run(read())
 
 
-def test_a_reader_gets_everything_once_and_in_order() -> None:
+def test_a_reader_gets_each_event_once_and_in_order() -> None:
     async def read() -> None:
-        feed = fill(StreamBuffer(100, keep=False), 3)
-        assert await feed.take(-1, 1.0) == items(0, 1, 2)
-        taking = asyncio.create_task(feed.take(2, 5.0))
+        buffer = fill(StreamBuffer(100, retain=False), 3)
+        assert await buffer.take(-1, 1.0) == items(0, 1, 2)
+        taking = asyncio.create_task(buffer.take(2, 5.0))
         await asyncio.sleep(0)
-        feed.push(b"3")
+        buffer.push(b"3")
         assert await taking == items(3)
-        assert await feed.take(3, 0.01) == [], "nothing has come"
-        feed.end()
-        assert await feed.take(3, 5.0) == [], "nothing will come"
+        assert await buffer.take(3, 0.01) == [], "nothing has come"
+        buffer.end()
+        assert await buffer.take(3, 5.0) == [], "nothing will come"
 
     asyncio.run(read())
 
 
-def test_one_that_is_too_slow_is_told_and_nothing_is_kept_for_it() -> None:
+def test_a_too_slow_reader_gets_an_error_and_its_events_are_evicted() -> None:
     async def read() -> None:
-        feed = fill(StreamBuffer(10, keep=False), 11)
-        assert feed.overrun
-        assert not feed._items
+        buffer = fill(StreamBuffer(10, retain=False), 11)
+        assert buffer.overrun
+        assert not buffer._items
         with pytest.raises(Overrun):
-            await feed.take(-1, 1.0)
+            await buffer.take(-1, 1.0)
 
     asyncio.run(read())
 
 
-def test_what_is_kept_is_the_newest_that_fits_for_every_reader() -> None:
+def test_a_resumable_buffer_retains_the_newest_events_for_every_reader() -> None:
     async def read() -> None:
-        feed = fill(StreamBuffer(10, keep=True), 10)
-        taking = [asyncio.create_task(feed.take(9, 5.0)) for _ in range(2)]
+        buffer = fill(StreamBuffer(10, retain=True), 10)
+        taking = [asyncio.create_task(buffer.take(9, 5.0)) for _ in range(2)]
         await asyncio.sleep(0)
-        feed.push(b"10")
+        buffer.push(b"10")
         assert [await one for one in taking] == [items(10)] * 2
-        assert not feed.overrun
+        assert not buffer.overrun
         for _ in range(2):
-            assert await feed.take(6, 1.0) == items(7, 8, 9, 10)
+            assert await buffer.take(6, 1.0) == items(7, 8, 9, 10)
         with pytest.raises(Overrun):
-            await feed.take(0, 1.0)
+            await buffer.take(0, 1.0)
 
     asyncio.run(read())
 
 
 def test_one_event_is_never_too_large() -> None:
     async def read() -> None:
-        feed = StreamBuffer(10, keep=False)
-        feed.push(b"x" * 11)
-        assert await feed.take(-1, 1.0) == [Item(0, b"x" * 11)]
+        buffer = StreamBuffer(10, retain=False)
+        buffer.push(b"x" * 11)
+        assert await buffer.take(-1, 1.0) == [Item(0, b"x" * 11)]
 
     asyncio.run(read())

@@ -1,5 +1,5 @@
-"""A place among the requests that run at once is free before the caller has the last of its answer: whoever asks again
-at once is not refused, however slowly places are given back."""
+"""A concurrency slot is released before the caller gets the end of its response, so that its next request isn't
+refused, however slow the release is."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class SlowRunning(MemoryRunning):
         super().leave(name, request, rows)
 
 
-def slow_house(place: Path, running: MemoryRunning | None = None, **more: Any) -> Any:
+def slow_harness(folder: Path, running: MemoryRunning | None = None, **more: Any) -> Any:
     clock = SystemClock()
     limiter = RateLimiter(clock, RateSettings(tenant=LIMITS, window=86_400), running=running or SlowRunning(clock))
-    return http_house(place, limiter=limiter, **more)
+    return http_house(folder, limiter=limiter, **more)
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[HttpHouse]:
-    with slow_house(tmp_path) as house:
-        yield house
+def harness(tmp_path: Path) -> Iterator[HttpHouse]:
+    with slow_harness(tmp_path) as harness:
+        yield harness
 
 
 def body(said: str = "hello", **more: Any) -> dict[str, Any]:
@@ -107,18 +107,18 @@ def again(http: httpx2.Client) -> None:
         pytest.param(stream_until(b"engine_error", "break"), id="a stream's error"),
     ],
 )
-def test_whoever_has_the_end_of_an_answer_can_ask_again_at_once(
-    house: HttpHouse, ask: Callable[[httpx2.Client], None]
+def test_a_caller_with_the_end_of_a_response_can_send_its_next_request_at_once(
+    harness: HttpHouse, ask: Callable[[httpx2.Client], None]
 ) -> None:
-    with house.http() as http:
+    with harness.http() as http:
         for _ in range(2):
             ask(http)
             again(http)
 
 
-def test_answers_that_are_given_again_have_a_place_only_while_they_are(house: HttpHouse) -> None:
+def test_a_cached_response_holds_a_slot_only_while_it_is_sent(harness: HttpHouse) -> None:
     asked = body(temperature=0, tokenmill={"cache": True})
-    with house.http() as http:
+    with harness.http() as http:
         http.post(CHAT, json=asked)
 
         def cached() -> bool:
@@ -126,13 +126,13 @@ def test_answers_that_are_given_again_have_a_place_only_while_they_are(house: Ht
             assert answer.status_code == 200
             return bool(answer.json()["usage"].get("tokenmill_cached"))
 
-        wait_for(cached, "the answer is not kept")
+        wait_for(cached, "the answer is not response")
         again(http)
         stream_until(b"[DONE]", temperature=0, tokenmill={"cache": True})(http)
 
 
-def test_tokens_that_were_not_used_are_back_with_the_answer(house: HttpHouse) -> None:
-    client = house.client()
+def test_unused_tokens_are_released_with_the_response(harness: HttpHouse) -> None:
+    client = harness.client()
     left = []
     for _ in range(3):
         answer = client.chat.completions.with_raw_response.create(**body(max_tokens=None))
@@ -141,19 +141,19 @@ def test_tokens_that_were_not_used_are_back_with_the_answer(house: HttpHouse) ->
     assert [left[0] - left[1], left[1] - left[2]] == [8, 8]
 
 
-def test_a_stream_that_no_worker_takes_gives_back_its_place(tmp_path: Path) -> None:
-    with slow_house(tmp_path, streams=StreamSettings(most_kept=0)) as house, house.http() as http:
-        kept = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 5}))
-        assert (kept.status_code, kept.json()["error"]["code"]) == (429, "too_many_streams")
+def test_a_stream_without_a_worker_releases_its_slot(tmp_path: Path) -> None:
+    with slow_harness(tmp_path, streams=StreamSettings(max_resumable=0)) as harness, harness.http() as http:
+        response = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 5}))
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "too_many_streams")
         again(http)
 
 
-def test_a_tenant_whose_streams_are_all_kept_is_no_hindrance_to_others(tmp_path: Path) -> None:
-    with http_house(tmp_path, streams=StreamSettings(most_kept=3, most_kept_by_one=2)) as house:
-        keys = {name: house.keys.create(name, (Scope.INFERENCE,))[1] for name in ("one", "other", "third")}
+def test_resumable_streams_of_one_tenant_dont_block_other_tenants(tmp_path: Path) -> None:
+    with http_house(tmp_path, streams=StreamSettings(max_resumable=3, max_resumable_per_tenant=2)) as harness:
+        keys = {name: harness.keys.create(name, (Scope.INFERENCE,))[1] for name in ("one", "other", "third")}
 
         def begin(name: str) -> str:
-            with house.http(keys[name]) as http:
+            with harness.http(keys[name]) as http:
                 answer = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 60}))
             error = answer.json()["error"] if answer.status_code == 429 else {"message": "begun", "code": "begun"}
             assert error["code"] in ("begun", "too_many_streams")
@@ -167,30 +167,33 @@ def full(of: str) -> str:
     return f"{of} streams that can be gone on with are open"
 
 
-def test_a_reader_that_was_too_slow_can_ask_again(tmp_path: Path) -> None:
-    with slow_house(tmp_path, streams=StreamSettings(buffer_bytes=2_000, patience=0.0)) as house, house.http() as http:
-        house.worker.text = "x" * 1_500
+def test_a_too_slow_reader_can_send_its_request_again(tmp_path: Path) -> None:
+    with (
+        slow_harness(tmp_path, streams=StreamSettings(buffer_bytes=2_000, first_event_timeout_seconds=0.0)) as harness,
+        harness.http() as http,
+    ):
+        harness.worker.text = "x" * 1_500
         stream_until(b"stream_overrun", max_tokens=2_000)(http)
 
 
-def test_a_stream_that_takes_too_long_for_a_gateway_that_stops_gives_back_its_place_first(tmp_path: Path) -> None:
+def test_a_stream_cut_off_by_shutdown_releases_its_slot_before_its_last_event(tmp_path: Path) -> None:
     running = SlowRunning(SystemClock())
-    with slow_house(tmp_path, running, drain_seconds=0.1) as house:
-        house.worker.pause = 0.01
-        with house.http() as http, http.stream("POST", CHAT, json=body(max_tokens=2_000, stream=True)) as answer:
+    with slow_harness(tmp_path, running, drain_seconds=0.1) as harness:
+        harness.worker.pause = 0.01
+        with harness.http() as http, http.stream("POST", CHAT, json=body(max_tokens=2_000, stream=True)) as answer:
             came = b""
             for data in answer.iter_bytes():
                 came += data
-                house.stop.set()
+                harness.stop.set()
                 if b'"draining"' in came:
-                    assert running.enter("tenant/default", "another", 1, 1.0), "there is no place"
+                    assert running.enter("tenant/default", "another", 1, 1.0), "there is no folder"
                     return
     pytest.fail(f"it was not ended: {came[-500:]!r}")
 
 
 @pytest.fixture
-def socket(house: HttpHouse) -> Iterator[ClientConnection]:
-    with connect(f"{house.url.replace('http', 'ws')}/v1/stream") as socket:
+def socket(harness: HttpHouse) -> Iterator[ClientConnection]:
+    with connect(f"{harness.url.replace('http', 'ws')}/v1/stream") as socket:
         yield socket
 
 
@@ -207,8 +210,8 @@ def heard(socket: ClientConnection) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("said", "last"), [("hello", "done"), ("break", "done"), ("refuse", "error")])
-def test_on_a_websocket_too(house: HttpHouse, socket: ClientConnection, said: str, last: str) -> None:
-    with house.http() as http:
+def test_cached_responses_over_a_websocket(harness: HttpHouse, socket: ClientConnection, said: str, last: str) -> None:
+    with harness.http() as http:
         for _ in range(3):
             ask_on(socket, said)
             assert heard(socket)[-1]["type"] == last
@@ -219,11 +222,11 @@ def test_on_a_websocket_too(house: HttpHouse, socket: ClientConnection, said: st
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_what_is_cancelled_on_a_websocket_has_no_place_when_the_next_is_asked(
-    house: HttpHouse, socket: ClientConnection, after: int
+def test_a_request_cancelled_on_a_websocket_releases_its_slot_before_the_next(
+    harness: HttpHouse, socket: ClientConnection, after: int
 ) -> None:
     """Also where it is cancelled before it has begun."""
-    house.worker.pause = 0.01
+    harness.worker.pause = 0.01
     for _ in range(3):
         ask_on(socket, max_tokens=1_000)
         for _ in range(after):

@@ -1,4 +1,4 @@
-"""Rate limits: what tenants and keys may ask for, here and on Redis, as the official client meets them."""
+"""Rate limits of tenants and keys, in memory and on Redis, also through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_requests_are_counted_by_tenant_and_by_key(makes: Makes) -> None:
     assert limiter.take_request(Caller("free", frozenset(Scope)))["x-ratelimit-limit-requests"] == "5", "without keys"
 
 
-def test_what_is_refused_by_one_limit_is_not_counted_by_another(makes: Makes) -> None:
+def test_a_request_refused_by_one_limit_does_not_count_against_another(makes: Makes) -> None:
     limiter = makes(RateSettings(tenant=RateLimits(requests_per_minute=3)))
     narrow, wide = caller(requests_per_minute=1), caller(key="1" * 16)
     assert limiter.take_request(narrow)["x-ratelimit-remaining-requests"] == "0"
@@ -110,7 +110,7 @@ def test_what_is_refused_by_one_limit_is_not_counted_by_another(makes: Makes) ->
     assert limiter.take_request(wide)["x-ratelimit-remaining-requests"] == "1"
 
 
-def test_a_tenants_own_limits_and_a_keys_own_come_first(makes: Makes) -> None:
+def test_limits_of_a_tenant_and_of_a_key_have_precedence(makes: Makes) -> None:
     settings = RateSettings(
         tenant=RateLimits(requests_per_minute=1), tenants={"big": RateLimits(requests_per_minute=9)},
         key=RateLimits(requests_per_minute=1, running_requests=7),
@@ -122,7 +122,7 @@ def test_a_tenants_own_limits_and_a_keys_own_come_first(makes: Makes) -> None:
     assert caller(requests_per_minute=4).limits.over(settings.key).running_requests == 7
 
 
-def test_waiting_as_long_as_is_said_helps(makes: Makes) -> None:
+def test_a_request_succeeds_after_retry_after(makes: Makes) -> None:
     limiter = makes(RateSettings(key=RateLimits(requests_per_minute=2, tokens_per_minute=100), window=2))
     at_a_windows_beginning(2)
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_waiting_as_long_as_is_said_helps(makes: Makes) -> None:
     time.sleep(float(error.headers["Retry-After"]))
     headers = limiter.take_request(caller())
     assert headers["x-ratelimit-remaining-requests"] in ("0", "1"), "it was counted"
-    limiter.done(limiter.admit(caller(), "a", 90, 60.0), None)
+    limiter.release(limiter.admit(caller(), "a", 90, 60.0), None)
     error = refused(lambda: limiter.admit(caller(), "b", 40, 60.0))
     assert 1 <= int(error.headers["Retry-After"]) <= 4
     time.sleep(float(error.headers["Retry-After"]))
@@ -140,14 +140,14 @@ def test_waiting_as_long_as_is_said_helps(makes: Makes) -> None:
     assert 0 <= int(ticket.headers["x-ratelimit-remaining-tokens"]) <= 60, "it was counted"
 
 
-def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Makes) -> None:
+def test_tokens_are_taken_at_admission_and_unused_ones_are_released(makes: Makes) -> None:
     limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=100), window=DAY))
     ticket = limiter.admit(caller(), "a", 80, 60.0)
     assert ticket.headers["x-ratelimit-remaining-tokens"] == "20"
     error = refused(lambda: limiter.admit(caller(), "b", 30, 60.0))
     assert "this tenant has 100 tokens a minute, and too few are left now" in error.message
     assert error.headers["x-ratelimit-remaining-tokens"] == "20", "what is refused takes none"
-    limiter.done(ticket, 10)
+    limiter.release(ticket, 10)
     assert limiter.admit(caller(), "c", 90, 60.0).headers["x-ratelimit-remaining-tokens"] == "0"
     too_large = refused(lambda: limiter.admit(caller(), "d", 101, 60.0))
     assert too_large.headers["x-should-retry"] == "false"
@@ -156,59 +156,59 @@ def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Mak
     at_a_windows_beginning(1)
     ticket = late.admit(caller("late"), "a", 10, 60.0)
     time.sleep(2.1)
-    late.done(ticket, 0)
+    late.release(ticket, 0)
     again = late.admit(caller("late"), "b", 10, 60.0)
     assert again.headers["x-ratelimit-remaining-tokens"] == "0", "what was given back too late counts nowhere"
     refused(lambda: late.admit(caller("late"), "c", 10, 60.0))
 
 
-def test_what_was_taken_from_a_window_is_not_given_back_to_the_next(makes: Makes) -> None:
+def test_tokens_of_a_window_are_not_released_into_the_next_one(makes: Makes) -> None:
     # Given all of a window's tokens taken,
     limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=1_000), window=2))
     at_a_windows_beginning(2)
     ticket = limiter.admit(caller(), "a", 1_000, 60)
     # when the request ends right behind the window, almost without having used any,
     time.sleep(max(0.0, ticket.until - time.monotonic()) + 0.05)
-    limiter.done(ticket, 10)
+    limiter.release(ticket, 10)
     # then the next window has no more than what is forgotten of the one before.
     refused(lambda: limiter.admit(caller(), "b", 800, 60))
     assert limiter.admit(caller(), "c", 5, 60).headers["x-ratelimit-limit-tokens"] == "1000"
 
 
-def test_requests_that_run_at_once_have_places(makes: Makes) -> None:
+def test_concurrent_requests_take_slots(makes: Makes) -> None:
     limiter = makes(RateSettings(tenant=RateLimits(running_requests=3), key=RateLimits(running_requests=2)))
     tickets = [limiter.admit(caller(), name, 1, 60.0) for name in "ab"]
     assert "this API key has 2 requests under way" in refused(lambda: limiter.admit(caller(), "c", 1, 60.0)).message
     other = limiter.admit(caller(key="1" * 16), "d", 1, 60.0)
     assert other.names == ("tenant/acme", f"key/{'1' * 16}")
     assert "this tenant has 3" in refused(lambda: limiter.admit(caller(key="1" * 16), "e", 1, 60.0)).message
-    limiter.done(tickets[0], 1)
+    limiter.release(tickets[0], 1)
     began = time.monotonic()
     limiter.admit(caller(), "f", 1, 0.5)
-    limiter.done(other, 1)
+    limiter.release(other, 1)
 
     def enter() -> bool:
         with suppress(ApiError):
             return bool(limiter.admit(caller(), "g", 1, 60.0).names)
         return False
 
-    wait_for(enter, "a place is kept for longer than a request takes")
+    wait_for(enter, "a slot is held for longer than a request takes")
     assert time.monotonic() - began >= 0.5, "it was given away"
 
 
-def test_a_request_that_too_many_tokens_keep_out_takes_no_place(makes: Makes) -> None:
+def test_a_request_refused_by_the_token_limit_takes_no_concurrency_slot(makes: Makes) -> None:
     limiter = makes(RateSettings(tenant=RateLimits(running_requests=1, tokens_per_minute=10)))
     error = refused(lambda: limiter.admit(caller(), "a", 11, 60.0))
     assert "this request may need 11 tokens, but this tenant has 10 a minute" in error.message
     assert error.headers["x-should-retry"] == "false"
     ticket = limiter.admit(caller(), "b", 10, 60.0)
-    assert ticket.names == ("tenant/acme",), "it has the only place"
+    assert ticket.names == ("tenant/acme",), "it holds the only slot"
     error = refused(lambda: limiter.admit(caller(), "c", 1, 60.0))
     assert "this tenant has 1 requests under way" in error.message
     assert error.headers == {"Retry-After": "1"}
 
 
-def test_of_many_at_once_exactly_as_many_are_let_in_as_may_be(makes: Makes) -> None:
+def test_concurrent_requests_are_admitted_exactly_up_to_the_limit(makes: Makes) -> None:
     limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=1_000, running_requests=12)))
     admitted: list[int] = []
 
@@ -225,7 +225,7 @@ def test_of_many_at_once_exactly_as_many_are_let_in_as_may_be(makes: Makes) -> N
     assert len(admitted) == 12
 
 
-def test_two_gateways_count_together(redis_server: RedisServer, prefix: str) -> None:
+def test_two_gateways_share_their_counts(redis_server: RedisServer, prefix: str) -> None:
     settings = RateSettings(tenant=RateLimits(requests_per_minute=3, running_requests=1))
     clients = [RedisClient(RedisSettings(redis_server.url, prefix=prefix)) for _ in range(2)]
     one, two = (RateLimiter(SystemClock(), settings, redis_windows(it), RedisRunning(it)) for it in clients)
@@ -233,7 +233,7 @@ def test_two_gateways_count_together(redis_server: RedisServer, prefix: str) -> 
     assert two.take_request(caller())["x-ratelimit-remaining-requests"] == "1"
     ticket = one.admit(caller(), "a", 1, 60.0)
     assert "1 requests under way" in refused(lambda: two.admit(caller(), "b", 1, 60.0)).message
-    one.done(ticket, 1)
+    one.release(ticket, 1)
     assert two.admit(caller(), "b", 1, 60.0).names == ("tenant/acme",)
     assert "1 requests under way" in refused(lambda: one.admit(caller(), "c", 1, 60.0)).message
     assert one.take_request(caller())["x-ratelimit-remaining-requests"] == "0"
@@ -242,7 +242,9 @@ def test_two_gateways_count_together(redis_server: RedisServer, prefix: str) -> 
         client.close()
 
 
-def test_without_redis_everything_is_let_through_and_the_log_says_so(redis_server: RedisServer, prefix: str) -> None:
+def test_all_requests_are_admitted_and_a_warning_is_logged_without_redis(
+    redis_server: RedisServer, prefix: str
+) -> None:
     client = RedisClient(RedisSettings(redis_server.url, prefix=prefix))
     limits = RateLimits(requests_per_minute=1, running_requests=1)
     limiter = RateLimiter(SystemClock(), RateSettings(tenant=limits), redis_windows(client), RedisRunning(client))
@@ -251,13 +253,13 @@ def test_without_redis_everything_is_let_through_and_the_log_says_so(redis_serve
     with capture_logs() as logs:
         for number in range(5):
             limiter.take_request(caller())
-            limiter.done(limiter.admit(caller(), str(number), 1, 60.0), 1)
+            limiter.release(limiter.admit(caller(), str(number), 1, 60.0), 1)
     assert [log["event"] for log in logs] == ["limits_not_counted"], "once, and not for each request"
     assert logs[0]["log_level"] == "warning"
     client.close()
 
 
-def test_rows_that_run_at_once_are_counted_with_n(makes: Makes) -> None:
+def test_concurrent_rows_are_counted_with_n(makes: Makes) -> None:
     limiter = makes(RateSettings(tenant=RateLimits(running_rows=10)))
     first = limiter.admit(caller(), "a", 1, 60.0, rows=8)
     assert first.names == ("tenant/acme:rows",)
@@ -267,7 +269,7 @@ def test_rows_that_run_at_once_are_counted_with_n(makes: Makes) -> None:
     limiter.admit(caller(), "c", 1, 60.0, rows=2)
     refused(lambda: limiter.admit(caller(key="1" * 16), "d", 1, 60.0))
     limiter.admit(caller("other"), "e", 1, 60.0, rows=10)
-    limiter.done(first, 1)
+    limiter.release(first, 1)
     limiter.admit(caller(), "f", 1, 60.0, rows=8)
     error = refused(lambda: limiter.admit(caller(), "g", 1, 60.0, rows=11))
     assert (error.param, error.headers) == ("n", {"x-should-retry": "false"}), "it would never be let in"
@@ -289,7 +291,7 @@ def test_tenants_with_keys_have_a_limit_of_rows_unless_one_is_set(makes: Makes) 
         limiter(tenants={"set": chosen}).admit(caller("set"), "f", 1, 60.0, rows=100)
 
 
-def test_the_default_of_rows_grows_with_the_workers_that_live() -> None:
+def test_the_default_limit_of_rows_grows_with_the_live_workers() -> None:
     clock = SystemClock()
     beats = MemoryHeartbeats(clock, 60.0)
     assert TenantCapacity(clock, beats, 64).rows() == 64
@@ -298,7 +300,7 @@ def test_the_default_of_rows_grows_with_the_workers_that_live() -> None:
     assert TenantCapacity(clock, beats, 64).rows() == 192
 
 
-def test_the_default_of_rows_stays_while_no_heartbeat_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_limit_of_rows_is_unchanged_while_heartbeats_cant_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimulatedClock()
     beats = MemoryHeartbeats(clock, 1_000.0)
     for name in "abc":
@@ -314,23 +316,23 @@ def test_the_default_of_rows_stays_while_no_heartbeat_can_be_read(monkeypatch: p
     assert capacity.rows() == 192
 
 
-def test_a_chat_with_n_takes_so_many_rows(tmp_path: Path) -> None:
-    with http_house(tmp_path, rates=RateSettings(default_rows=lambda: 8)) as house:
-        ours, theirs = (house.client(house.keys.create(tenant, ALL)[1]) for tenant in ("a", "b"))
-        house.worker.stop_taking()
+def test_a_chat_request_takes_n_rows(tmp_path: Path) -> None:
+    with http_house(tmp_path, rates=RateSettings(default_rows=lambda: 8)) as harness:
+        ours, theirs = (harness.client(harness.keys.create(tenant, ALL)[1]) for tenant in ("a", "b"))
+        harness.worker.stop_taking()
         waiting = threading.Thread(target=lambda: ours.chat.completions.create(**HELLO, n=8))
         waiting.start()
-        wait_for(lambda: house.bridge.figures.callers()["open"] == 1, "it is not asked")
+        wait_for(lambda: harness.bridge.metrics.callers()["open"] == 1, "it is not asked")
         with pytest.raises(openai.RateLimitError) as error:
             ours.chat.completions.create(**HELLO)
         assert (error.value.code, error.value.response.headers["retry-after"]) == ("rate_limit_exceeded", "1")
-        house.worker.hold.clear()
+        harness.worker.hold.clear()
         theirs.chat.completions.create(**HELLO, n=8)
         waiting.join()
         ours.chat.completions.create(**HELLO, n=8)
 
 
-def test_a_place_in_memory_is_forgotten_in_time(world: World) -> None:
+def test_a_concurrency_slot_in_memory_expires(world: World) -> None:
     running: ConcurrencySlots = MemoryRunning(world.clock)
     assert running.enter("a", "1", 1, 10.0)
     assert not running.enter("a", "2", 1, 10.0)
@@ -340,10 +342,10 @@ def test_a_place_in_memory_is_forgotten_in_time(world: World) -> None:
     assert not running.enter("a", "3", 1, 10.0)
 
 
-def test_openais_client_waits_as_it_is_told_and_then_succeeds(tmp_path: Path) -> None:
-    with http_house(tmp_path, rates=RateSettings(key=RateLimits(requests_per_minute=2), window=2)) as house:
-        _, text = house.keys.create("acme", ALL)
-        hasty, patient = house.client(text), house.client(text, max_retries=3)
+def test_openais_client_waits_for_retry_after_and_then_succeeds(tmp_path: Path) -> None:
+    with http_house(tmp_path, rates=RateSettings(key=RateLimits(requests_per_minute=2), window=2)) as harness:
+        _, text = harness.keys.create("acme", ALL)
+        hasty, patient = harness.client(text), harness.client(text, max_retries=3)
         at_a_windows_beginning(2)
         raw = hasty.chat.completions.with_raw_response.create(**HELLO)
         assert raw.headers["x-ratelimit-limit-requests"] == "2"
@@ -357,16 +359,16 @@ def test_openais_client_waits_as_it_is_told_and_then_succeeds(tmp_path: Path) ->
         assert 1 <= int(limited.value.response.headers["retry-after"]) <= 4
         began = time.monotonic()
         assert [model.id for model in patient.models.list().data] == ["tiny"]
-        assert time.monotonic() - began >= 0.9, "it waited as it was told"
-        _, free = house.keys.create("acme", ALL, limits=RateLimits(requests_per_minute=1_000))
-        answers = [house.client(free).models.with_raw_response.list() for _ in range(5)]
+        assert time.monotonic() - began >= 0.9, "it waited for Retry-After"
+        _, free = harness.keys.create("acme", ALL, limits=RateLimits(requests_per_minute=1_000))
+        answers = [harness.client(free).models.with_raw_response.list() for _ in range(5)]
         assert {answer.headers["x-ratelimit-limit-requests"] for answer in answers} == {"1000"}, "its own"
 
 
-def test_tokens_and_places_of_whole_answers_and_of_streams(tmp_path: Path) -> None:
+def test_tokens_and_slots_of_complete_responses_and_of_streams(tmp_path: Path) -> None:
     limits = RateLimits(tokens_per_minute=1_000, running_requests=1)
-    with http_house(tmp_path, rates=RateSettings(tenant=limits, window=DAY)) as house:
-        client = house.client()
+    with http_house(tmp_path, rates=RateSettings(tenant=limits, window=DAY)) as harness:
+        client = harness.client()
 
         def left(**more: Any) -> int:
             answer = client.chat.completions.with_raw_response.create(**HELLO, **more)
@@ -382,7 +384,7 @@ def test_tokens_and_places_of_whole_answers_and_of_streams(tmp_path: Path) -> No
         assert limited.value.response.headers["x-should-retry"] == "false"
         assert "retry-after" not in limited.value.response.headers
         assert limited.value.response.headers["x-ratelimit-remaining-tokens"] == str(1_000 - used)
-        house.worker.pause = 0.1
+        harness.worker.pause = 0.1
         with client.chat.completions.create(**HELLO, max_tokens=30, stream=True) as stream:
             next(iter(stream))
             with pytest.raises(openai.RateLimitError, match="this tenant has 1 requests under way") as limited:
@@ -395,7 +397,7 @@ def test_tokens_and_places_of_whole_answers_and_of_streams(tmp_path: Path) -> No
                 return True
             return False
 
-        wait_for(admitted, "who goes away keeps its place")
+        wait_for(admitted, "a disconnected client holds its slot")
 
 
 def estimated(**more: Any) -> int:
@@ -404,10 +406,10 @@ def estimated(**more: Any) -> int:
     return round(len(dump_body(body)) * DEFAULT_TOKENS_PER_BYTE)
 
 
-def test_a_tenant_has_so_many_open_jobs_and_no_more(tmp_path: Path) -> None:
+def test_open_jobs_of_a_tenant_are_limited(tmp_path: Path) -> None:
     rates = RateSettings(tenant=RateLimits(running_jobs=2))
-    with http_house(tmp_path, permits=0, rates=rates) as house:
-        client = house.client()
+    with http_house(tmp_path, permits=0, rates=rates) as harness:
+        client = harness.client()
         file = client.files.create(file=("a.jsonl", lines(3)), purpose="batch")
         wanted: Any = {
             "input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h",
@@ -422,17 +424,17 @@ def test_a_tenant_has_so_many_open_jobs_and_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limited", ["jobs", "tokens"])
-def test_a_retry_is_a_job_like_any_other(tmp_path: Path, limited: str) -> None:
+def test_a_retry_counts_as_a_job(tmp_path: Path, limited: str) -> None:
     # Given a batch with a row that failed, of a tenant who may have one open job, or a backlog of a token,
     rates = RateSettings(tenant=RateLimits(running_jobs=1 if limited == "jobs" else None))
     intake = IntakeSettings(tenant_tokens=1 if limited == "tokens" else None, look_every=0.5)
-    with http_house(tmp_path, permits=1, rates=rates, intake=intake) as house:
-        client = house.client()
+    with http_house(tmp_path, permits=1, rates=rates, intake=intake) as harness:
+        client = harness.client()
         file = client.files.create(file=("a.jsonl", lines(5)), purpose="batch")
         wanted: Any = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         batch = client.batches.create(**wanted)
         wait_for(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
-        wait_for(lambda: house.parts.batches.open_jobs("default") == 0, "it counts for ever")
+        wait_for(lambda: harness.parts.batches.open_jobs("default") == 0, "it counts for ever")
 
         def retry(**more: Any) -> Any:
             return client.post(f"/batches/{batch.id}/retry", cast_to=Batch, body={"include_invalid": True, **more})
@@ -444,16 +446,16 @@ def test_a_retry_is_a_job_like_any_other(tmp_path: Path, limited: str) -> None:
             assert retry().id == made.id
             with pytest.raises(openai.RateLimitError) as refused:
                 retry(max_output_tokens=3)
-            told = ("rate_limit_exceeded", "30") if limited == "jobs" else ("backlog_full", "60")
-            assert (refused.value.code, refused.value.response.headers["retry-after"]) == told
+            expected = ("rate_limit_exceeded", "30") if limited == "jobs" else ("backlog_full", "60")
+            assert (refused.value.code, refused.value.response.headers["retry-after"]) == expected
             time.sleep(0.6)
         client.batches.cancel(made.id)
 
 
-def test_more_requests_than_are_taken_at_once_are_answered_in_openais_shape(tmp_path: Path) -> None:
-    with http_house(tmp_path, settings=GatewaySettings(requests_at_once=2)) as house:
-        house.worker.stop_taking()
-        client = house.client()
+def test_requests_above_the_concurrency_bound_get_openai_errors(tmp_path: Path) -> None:
+    with http_house(tmp_path, settings=GatewaySettings(requests_at_once=2)) as harness:
+        harness.worker.stop_taking()
+        client = harness.client()
 
         def wait() -> None:
             with suppress(openai.APIError):
@@ -462,12 +464,12 @@ def test_more_requests_than_are_taken_at_once_are_answered_in_openais_shape(tmp_
         waiting = [threading.Thread(target=wait) for _ in range(2)]
         for thread in waiting:
             thread.start()
-        wait_for(lambda: len(house.bridge) == 2, "they don't wait")
+        wait_for(lambda: len(harness.bridge) == 2, "they don't wait")
         with pytest.raises(openai.InternalServerError) as full:
             client.models.list()
         assert (full.value.status_code, full.value.code) == (503, "too_many_requests")
-        with house.http() as http:
+        with harness.http() as http:
             assert http.get("/healthz").status_code == 200
-        house.worker.hold.clear()
+        harness.worker.hold.clear()
         for thread in waiting:
             thread.join()

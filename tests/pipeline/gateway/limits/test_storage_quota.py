@@ -1,4 +1,4 @@
-"""How much tenants may store: refused as OpenAI refuses, counted without a listing for each upload."""
+"""Storage quotas of tenants: refused with OpenAI's error, and counted without a listing for each upload."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def gateway(world: World) -> Files:
     return Files(world, ThreadPoolExecutor(1))
 
 
-def upload(files: Files, world: World, place: Path, size: int, quota: StorageQuota, purpose: str = "batch") -> str:
-    content = place / "content"
+def upload(files: Files, world: World, folder: Path, size: int, quota: StorageQuota, purpose: str = "batch") -> str:
+    content = folder / "content"
     content.write_bytes(b"x" * size)
     now = world.clock.now()
     made = StoredFile(
@@ -68,18 +68,18 @@ def upload(files: Files, world: World, place: Path, size: int, quota: StorageQuo
     return files.add(made, content, quota).id
 
 
-def refusal(files: Files, world: World, place: Path, size: int, quota: StorageQuota) -> ApiError:
+def refusal(files: Files, world: World, folder: Path, size: int, quota: StorageQuota) -> ApiError:
     with pytest.raises(ApiError) as refused:
-        upload(files, world, place, size, quota)
+        upload(files, world, folder, size, quota)
     assert (refused.value.status, refused.value.code) == (400, "storage_quota_exceeded")
     return refused.value
 
 
-def test_an_upload_beyond_the_quota_is_refused_until_files_are_deleted(tmp_path: Path) -> None:
+def test_an_upload_above_the_quota_is_refused_until_files_are_deleted(tmp_path: Path) -> None:
     content = lines(4)
     limits = RateLimits(stored_bytes=2 * len(content), stored_files=4)
-    with http_house(tmp_path, rates=RateSettings(tenants={"a": limits})) as house:
-        ours, theirs = (house.client(house.keys.create(tenant, tuple(Scope))[1]) for tenant in "ab")
+    with http_house(tmp_path, rates=RateSettings(tenants={"a": limits})) as harness:
+        ours, theirs = (harness.client(harness.keys.create(tenant, tuple(Scope))[1]) for tenant in "ab")
         first = ours.files.create(file=("1.jsonl", content), purpose="batch")
         second = ours.files.create(file=("2.jsonl", content), purpose="batch")
         with pytest.raises(openai.BadRequestError, match="exceeded your file storage quota") as refused:
@@ -99,7 +99,7 @@ def test_an_upload_beyond_the_quota_is_refused_until_files_are_deleted(tmp_path:
         assert made[0] == made[1], "the same upload again is refused by no quota"
 
 
-def test_uploads_list_once_in_a_while_and_read_no_files(counted: World, store: Counting, tmp_path: Path) -> None:
+def test_uploads_list_markers_at_an_interval_and_read_no_files(counted: World, store: Counting, tmp_path: Path) -> None:
     files, quota = gateway(counted), StorageQuota(max_bytes=10_000, max_files=1_000)
     for _ in range(50):
         upload(files, counted, tmp_path, 100, quota)
@@ -115,7 +115,7 @@ def test_uploads_list_once_in_a_while_and_read_no_files(counted: World, store: C
     assert store.listings <= 3
 
 
-def test_gateways_see_what_others_have_stored_and_removed(counted: World, tmp_path: Path) -> None:
+def test_gateways_count_files_that_others_store_and_remove(counted: World, tmp_path: Path) -> None:
     one, two, quota = gateway(counted), gateway(counted), StorageQuota(max_files=2)
     upload(one, counted, tmp_path, 1, quota)
     removed = upload(two, counted, tmp_path, 1, quota)
@@ -126,7 +126,7 @@ def test_gateways_see_what_others_have_stored_and_removed(counted: World, tmp_pa
     upload(one, counted, tmp_path, 1, quota)
 
 
-def test_a_file_that_is_being_stored_counts_though_files_are_listed_meanwhile(
+def test_a_file_in_upload_counts_even_during_a_listing(
     counted: World, store: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, quota, create = gateway(counted), StorageQuota(100), store.create
@@ -145,9 +145,7 @@ def test_a_file_that_is_being_stored_counts_though_files_are_listed_meanwhile(
         files.usage.check("a", 41, quota)
 
 
-def test_a_marker_that_an_interrupted_upload_left_behind_counts_no_longer_than_until_files_are_listed(
-    counted: World, tmp_path: Path
-) -> None:
+def test_a_marker_of_an_interrupted_upload_is_removed_when_files_are_listed(counted: World, tmp_path: Path) -> None:
     files, quota = gateway(counted), StorageQuota(max_files=1)
     files_of("a").add(counted.store, f"{new_file_id(counted.clock.now(), counted.random)}.batch.5")
     refusal(files, counted, tmp_path, 1, quota)
@@ -156,7 +154,7 @@ def test_a_marker_that_an_interrupted_upload_left_behind_counts_no_longer_than_u
     upload(files, counted, tmp_path, 1, quota)
 
 
-def test_files_of_other_purposes_are_not_read(counted: World, store: Counting, tmp_path: Path) -> None:
+def test_a_page_with_a_purpose_reads_no_other_files(counted: World, store: Counting, tmp_path: Path) -> None:
     files, none = gateway(counted), StorageQuota()
     for number in range(100):
         counted.clock.sleep(1.0)

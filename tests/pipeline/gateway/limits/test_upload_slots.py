@@ -1,4 +1,4 @@
-"""Nobody keeps others from uploading: not with many uploads, and not with slow ones after a quick beginning."""
+"""One tenant can't block the uploads of others, neither with many uploads nor with slow ones after a fast start."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ START = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r
 FORM: Any = {"files": {"file": ("a.jsonl", lines(1))}, "data": {"purpose": "batch"}}
 
 
-def begin(house: HttpHouse, key: str) -> socket.socket:
+def begin(harness: HttpHouse, key: str) -> socket.socket:
     """An upload that isn't gone on with."""
-    host, port = house.url.removeprefix("http://").split(":")
+    host, port = harness.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     connection.settimeout(HANG_SECONDS)
     head = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Length: 90000000\r\n"
@@ -27,28 +27,28 @@ def begin(house: HttpHouse, key: str) -> socket.socket:
     return connection
 
 
-def test_a_tenant_has_half_of_the_places(tmp_path: Path) -> None:
-    with http_house(tmp_path, settings=GatewaySettings(uploads_at_once=4)) as house, ExitStack() as held:
-        _, mine = house.keys.create("acme", (Scope.FILES,))
-        _, other = house.keys.create("other", (Scope.FILES,))
+def test_a_tenant_holds_at_most_half_of_the_upload_slots(tmp_path: Path) -> None:
+    with http_house(tmp_path, settings=GatewaySettings(uploads_at_once=4)) as harness, ExitStack() as held:
+        _, mine = harness.keys.create("acme", (Scope.FILES,))
+        _, other = harness.keys.create("other", (Scope.FILES,))
         for _ in range(2):
-            held.enter_context(begin(house, mine))
+            held.enter_context(begin(harness, mine))
         time.sleep(0.2)
-        with house.http(mine) as http:
+        with harness.http(mine) as http:
             refused = http.post("/v1/files", **FORM)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_uploads")
-        with house.http(other) as http:
+        with harness.http(other) as http:
             assert http.post("/v1/files", **FORM).status_code == 200
             for _ in range(2):
-                held.enter_context(begin(house, other))
+                held.enter_context(begin(harness, other))
             time.sleep(0.2)
             assert http.post("/v1/files", **FORM).status_code == 503
 
 
-def test_a_burst_buys_no_time_to_trickle(tmp_path: Path) -> None:
-    with http_house(tmp_path, settings=GatewaySettings(idle_seconds=0.3)) as house:
-        _, key = house.keys.create("acme", (Scope.FILES,))
-        with begin(house, key) as connection:
+def test_a_fast_start_allows_no_slow_rest_of_an_upload(tmp_path: Path) -> None:
+    with http_house(tmp_path, settings=GatewaySettings(idle_seconds=0.3)) as harness:
+        _, key = harness.keys.create("acme", (Scope.FILES,))
+        with begin(harness, key) as connection:
             connection.sendall(b"x" * (16 << 20))
             connection.settimeout(0.05)
             said = b""

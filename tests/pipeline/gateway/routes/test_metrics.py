@@ -1,4 +1,4 @@
-"""`/metrics` of a gateway that is served for real, against what was asked of it."""
+"""`/metrics` of a real gateway, compared with the requests that it served."""
 
 from __future__ import annotations
 
@@ -30,56 +30,56 @@ CHAT = "/v1/chat/completions"
 ASKED = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 
 
-def told(house: HttpHouse, key: str | None = None) -> Scrape:
-    return scrape(f"{house.url}/metrics", key)
+def scrape_gateway(harness: HttpHouse, key: str | None = None) -> Scrape:
+    return scrape(f"{harness.url}/metrics", key)
 
 
-def told_when(house: HttpHouse, so: Callable[[Scrape], bool]) -> Scrape:
+def scrape_when(harness: HttpHouse, so: Callable[[Scrape], bool]) -> Scrape:
     until = time.monotonic() + HANG_SECONDS
-    while not so(found := told(house)):
+    while not so(found := scrape_gateway(harness)):
         assert time.monotonic() < until, found.families
         time.sleep(0.02)
     return found
 
 
-def batch(house: HttpHouse, data: bytes, **more: Any) -> Any:
-    client = house.client()
+def batch(harness: HttpHouse, data: bytes, **more: Any) -> Any:
+    client = harness.client()
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **more)
 
 
-def test_where_keys_are_needed_only_those_for_it_see_it(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house, house.http() as nobody:
+def test_metrics_require_their_scope_where_keys_are_required(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness, harness.http() as nobody:
         assert nobody.get("/metrics").status_code == 200
-        keys = {scope: house.keys.create("acme", (scope,))[1] for scope in Scope}
+        keys = {scope: harness.keys.create("acme", (scope,))[1] for scope in Scope}
         assert nobody.get("/metrics").status_code == 401
         for scope, key in keys.items():
-            with house.http(key) as http:
+            with harness.http(key) as http:
                 status = http.get("/metrics").status_code
             assert status == (200 if scope in (Scope.METRICS, Scope.ADMIN) else 403), scope
-        with house.http(keys[Scope.METRICS]) as http:
+        with harness.http(keys[Scope.METRICS]) as http:
             assert http.get("/v1/status").status_code == 403, "a key for it is good for nothing else"
 
 
-def test_a_page_of_another_site_sees_nothing(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house, house.http() as http:
+def test_a_page_of_another_site_gets_no_data(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness, harness.http() as http:
         assert http.get("/metrics", headers={"Origin": "https://evil.example"}).status_code == 403
-        assert http.get("/metrics", headers={"Origin": house.url}).status_code == 200
+        assert http.get("/metrics", headers={"Origin": harness.url}).status_code == 200
 
 
 def test_rows_and_tokens_are_those_of_the_manifests(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        jobs = [batch(house, lines(23)), batch(house, lines(7))]
-        client = house.client()
+    with http_house(tmp_path) as harness:
+        jobs = [batch(harness, lines(23)), batch(harness, lines(7))]
+        client = harness.client()
         options = {"extra_body": {"tokenmill": {"on_invalid": "row", "tier": "bulk"}}}
-        jobs.append(batch(house, lines(4) + b"not json\n", **options))
+        jobs.append(batch(harness, lines(4) + b"not json\n", **options))
         until = time.monotonic() + HANG_SECONDS
         while any(client.batches.retrieve(job.id).status != "completed" for job in jobs):
             assert time.monotonic() < until
             time.sleep(0.02)
-        found = told_when(house, lambda seen: sum(seen.all("tokenmill_jobs_ended_total").values()) == 3)
+        found = scrape_when(harness, lambda seen: sum(seen.all("tokenmill_jobs_ended_total").values()) == 3)
 
-        manifests = [house.ledger(job.id).manifest() for job in jobs]
+        manifests = [harness.ledger(job.id).manifest() for job in jobs]
         for tier, ended in (("standard", manifests[:2]), ("bulk", manifests[2:])):
             for status in ("succeeded", "failed", "expired", "cancelled"):
                 expected = sum(getattr(one.counts, status) for one in ended if one is not None)
@@ -97,60 +97,62 @@ def test_rows_and_tokens_are_those_of_the_manifests(tmp_path: Path) -> None:
         assert "tokenmill_cost_total" not in found.names, "no price was configured"
 
 
-def test_open_work_is_told_until_it_is_done(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=0) as house:
-        job = batch(house, lines(30))
-        found = told_when(house, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
+def test_open_jobs_are_in_the_metrics_until_they_end(tmp_path: Path) -> None:
+    with http_house(tmp_path, permits=0) as harness:
+        job = batch(harness, lines(30))
+        found = scrape_when(harness, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
         assert found.sum("tokenmill_backlog_tokens", model=PIN.name, tier="standard") > 0
         assert found.sum("tokenmill_jobs", tier="standard", status="in_progress") == 1
-        assert found.sum("tokenmill_jobs_ended_total") == 0, "told from the start, so that the first one is an increase"
+        assert found.sum("tokenmill_jobs_ended_total") == 0, (
+            "scrape_gateway from the start, so that the first one is an increase"
+        )
         before = sum(found.all("tokenmill_committed_rows_total", status="succeeded").values())
         assert before == 0
-        house.permits.release(1_000)
+        harness.permits.release(1_000)
         until = time.monotonic() + HANG_SECONDS
-        while house.client().batches.retrieve(job.id).status != "completed":
+        while harness.client().batches.retrieve(job.id).status != "completed":
             assert time.monotonic() < until
             time.sleep(0.02)
-        found = told_when(house, lambda seen: not seen.all("tokenmill_backlog_tokens"))
+        found = scrape_when(harness, lambda seen: not seen.all("tokenmill_backlog_tokens"))
         assert not found.all("tokenmill_jobs")
         assert not found.all("tokenmill_oldest_waiting_seconds")
 
 
-def test_a_job_of_which_nobody_takes_a_shard_grows_old(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=0) as house:
-        batch(house, lines(10))
-        told_when(house, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
-        batch(house, lines(10))  # the worker has its hands full
-        told_when(house, lambda seen: bool(seen.all("tokenmill_oldest_waiting_seconds")))
-        house.clock.ahead = 500.0
-        found = told_when(house, lambda seen: seen.sum("tokenmill_oldest_waiting_seconds") > 499)
+def test_the_age_of_a_job_without_a_worker_grows(tmp_path: Path) -> None:
+    with http_house(tmp_path, permits=0) as harness:
+        batch(harness, lines(10))
+        scrape_when(harness, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
+        batch(harness, lines(10))  # the worker has its hands full
+        scrape_when(harness, lambda seen: bool(seen.all("tokenmill_oldest_waiting_seconds")))
+        harness.clock.ahead = 500.0
+        found = scrape_when(harness, lambda seen: seen.sum("tokenmill_oldest_waiting_seconds") > 499)
         assert found.sum("tokenmill_oldest_waiting_seconds", tier="standard") < 530
 
 
 def test_a_job_that_fails_as_a_whole_is_counted(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        batch(house, lines(2) + b"not json\n")
-        found = told_when(house, lambda seen: seen.sum("tokenmill_jobs_ended_total") == 1)
+    with http_house(tmp_path) as harness:
+        batch(harness, lines(2) + b"not json\n")
+        found = scrape_when(harness, lambda seen: seen.sum("tokenmill_jobs_ended_total") == 1)
         assert found.sum("tokenmill_jobs_ended_total", status="failed", tier="standard") == 1
 
 
-def test_answers_are_counted_as_they_end(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        client = house.client()
+def test_responses_are_counted_by_result(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness:
+        client = harness.client()
         cached = {**ASKED, "temperature": 0, "extra_body": {"tokenmill": {"cache": True}}}
         for _ in range(3):
             client.chat.completions.create(**cached)
-            time.sleep(0.1)  # for the answer to be kept
+            time.sleep(0.1)  # for the response to be cached
         list(client.chat.completions.create(**ASKED, stream=True))
-        house.worker.stop_taking()
-        going = house.http().stream("POST", CHAT, json={**ASKED, "stream": True, "max_tokens": 100})
-        house.worker.pause = 0.05
-        house.worker.hold.clear()
+        harness.worker.stop_taking()
+        going = harness.http().stream("POST", CHAT, json={**ASKED, "stream": True, "max_tokens": 100})
+        harness.worker.pause = 0.05
+        harness.worker.hold.clear()
         with going as answer:
             pieces = answer.iter_bytes()
             next(pieces)
-            assert told(house).sum("tokenmill_callers", state="open") == 1
-        found = told_when(house, lambda seen: seen.sum("tokenmill_answers_total", result="cancelled") == 1)
+            assert scrape_gateway(harness).sum("tokenmill_callers", state="open") == 1
+        found = scrape_when(harness, lambda seen: seen.sum("tokenmill_answers_total", result="cancelled") == 1)
         assert found.all("tokenmill_answers_total", tier="interactive") == {
             ("answered",): 2, ("cached",): 2, ("cancelled",): 1, ("failed",): 0,
         }  # fmt: skip
@@ -160,14 +162,14 @@ def test_answers_are_counted_as_they_end(tmp_path: Path) -> None:
         assert found.sum("tokenmill_callers", state="waiting") == 0
 
 
-def test_requests_are_told_by_route_and_never_by_what_was_asked_for(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house, house.http() as http:
+def test_request_metrics_are_labelled_by_route_and_never_by_path(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness, harness.http() as http:
         for number in range(8):
             http.get(f"/v1/files/file-{number}")
             http.get(f"/nothing/{number}")
             http.request(f"MADE{number}", "/v1/files")
         http.get("/v1/models")
-        found = told(house)
+        found = scrape_gateway(harness)
         requests = found.all("tokenmill_http_requests_total")
         assert requests["404", "GET", "/v1/files/{file_id}"] == 8
         assert requests["404", "GET", "none"] == 8
@@ -177,7 +179,7 @@ def test_requests_are_told_by_route_and_never_by_what_was_asked_for(tmp_path: Pa
         assert found.sum("tokenmill_http_requests_in_progress") == 1, "this one"
 
 
-FIGURES = WorkerMetrics(
+WORKER_METRICS = WorkerMetrics(
     model="a",
     seconds=60,
     tiers={
@@ -200,13 +202,13 @@ FIGURES = WorkerMetrics(
 )  # fmt: skip
 
 
-def test_the_figures_of_each_worker_that_lives_are_told(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        for name, figures in (("w1", FIGURES), ("w2", WorkerMetrics(model="b", generated=7))):
-            house.beats.beat(WorkerState(name))
-            house.beats.tell(name, figures)
-        house.beats.beat(WorkerState("w3"))
-        found = told(house)
+def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
+    with http_house(tmp_path) as harness:
+        for name, figures in (("w1", WORKER_METRICS), ("w2", WorkerMetrics(model="b", generated=7))):
+            harness.beats.beat(WorkerState(name))
+            harness.beats.tell(name, figures)
+        harness.beats.beat(WorkerState("w3"))
+        found = scrape_gateway(harness)
         one = {"worker": "w1", "model": "a"}
         assert found.all("tokenmill_workers") == {("a",): 1, ("b",): 1, ("other",): 1}
         assert found.all("tokenmill_requests_total", **one) == {

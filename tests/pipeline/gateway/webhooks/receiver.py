@@ -1,4 +1,4 @@
-"""A server that receives webhooks: a real one, which a test kills and starts again, and tells how to answer."""
+"""A real HTTP server that receives webhooks; a test can stop and restart it, and set its responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass(frozen=True)
 class Received:
-    """A request that came. `path` with its query."""
+    """A received request. `path` includes the query."""
 
     path: str
     headers: dict[str, str]
@@ -64,7 +64,7 @@ class Receiver:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def kill(self) -> None:
-        """Nobody listens there any more."""
+        """Stop listening."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -1,4 +1,4 @@
-"""How a webhook is sent: signed, in time, and nowhere else than where it should be."""
+"""The webhook sender: signatures, time-outs, and no requests to private networks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PRIVATE = (
 )
 
 
-def test_the_specifications_example_is_signed_like_this() -> None:
+def test_the_signature_matches_the_specifications_example() -> None:
     """The example of the Standard Webhooks libraries' own tests."""
     key = webhook_key(SecretStr("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"))
     at = datetime.fromtimestamp(1614265330, UTC)
@@ -38,21 +38,21 @@ def test_the_specifications_example_is_signed_like_this() -> None:
     assert headers["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
 
-def test_private_addresses_are_known() -> None:
+def test_private_addresses_are_not_public() -> None:
     assert [one for one in PRIVATE.split() if is_public(one)] == []
     public = "8.8.8.8 1.1.1.1 2606:4700::1111 ::ffff:8.8.8.8 64:ff9b::808:808"
     assert [one for one in public.split() if not is_public(one)] == []
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0x7f.1", "2130706433", "0"])
-def test_our_own_network_is_not_asked(receiver: Receiver, host: str) -> None:
+def test_private_networks_are_not_contacted(receiver: Receiver, host: str) -> None:
     with pytest.raises(NotDelivered, match="private network"):
         asyncio.run(Sender().post(endpoint(receiver.url(host=host)), {}, b"{}"))
     assert not receiver.received
     assert asyncio.run(Sender(allow_private=True).post(endpoint(receiver.url()), {}, b"{}")) == 200
 
 
-def test_what_cant_be_told_says_why_in_time(receiver: Receiver) -> None:
+def test_a_failed_delivery_has_a_reason_within_the_time_out(receiver: Receiver) -> None:
     def why(url: str) -> str:
         with pytest.raises(NotDelivered) as error:
             asyncio.run(Sender(0.5, allow_private=True).post(endpoint(url), {}, b"{}"))
@@ -92,7 +92,7 @@ def _drips() -> Iterator[int]:
     thread.join()
 
 
-def test_over_tls_the_receiver_must_be_who_it_says(tmp_path: Path) -> None:
+def test_the_receivers_tls_certificate_is_verified(tmp_path: Path) -> None:
     certificate, key = _certificate(tmp_path, "localhost")
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(certificate, key)

@@ -1,4 +1,4 @@
-"""Settings of webhooks: what is wrong is refused, and no secret is shown."""
+"""Settings of webhooks: invalid ones are refused, and secrets are hidden."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.pipeline.gateway.webhooks.webhook_tools import SECRET, endpoint
         ("https://a.example/", SECRET.removeprefix("whsec_"), "random bytes"),
     ],
 )
-def test_settings_that_are_wrong_are_refused_and_not_shown(url: str, secret: str, why: str) -> None:
+def test_invalid_settings_are_refused_without_showing_secrets(url: str, secret: str, why: str) -> None:
     with pytest.raises(InvalidSettingsError, match=why) as error:
         load_settings(gateway={"webhooks": {"endpoints": {"a": [{"url": url, "secret": secret}]}}})
     assert "hunter2" not in str(error.value)
     assert SECRET not in str(error.value)
 
 
-def test_settings_show_no_secret() -> None:
+def test_settings_hide_secrets() -> None:
     webhooks = {"endpoints": {"a": [{"url": "http://a.example/hunter2", "secret": SECRET}]}, "allow_http": True}
     shown = repr(load_settings(gateway={"webhooks": webhooks}))
     assert "hunter2" not in shown

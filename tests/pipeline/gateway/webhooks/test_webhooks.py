@@ -1,4 +1,4 @@
-"""Webhooks: every end of a batch is told at least once, whatever happens to whoever tells it or is told."""
+"""Webhooks: each end of a batch is delivered at least once, despite crashes of the sender or the receiver."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from pipeline.jobs.pending_webhooks import DUE, WANTED, DueWebhook, WebhookReque
 from pipeline.ports import World
 from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
 from tests.pipeline.gateway.webhooks.receiver import Receiver
-from tests.pipeline.gateway.webhooks.webhook_tools import SECRET, endpoint, telling
+from tests.pipeline.gateway.webhooks.webhook_tools import SECRET, endpoint, running_notifier
 from tests.pipeline.simulation import MemoryStore
 from tests.waiting import wait_for
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[HttpHouse]:
-    with http_house(tmp_path, intake=IntakeSettings(noticed=frozenset({"default"}))) as house:
-        yield house
+def harness(tmp_path: Path) -> Iterator[HttpHouse]:
+    with http_house(tmp_path, intake=IntakeSettings(noticed=frozenset({"default"}))) as harness:
+        yield harness
 
 
-def submit(house: HttpHouse, count: int = 3, data: bytes | None = None, **more: Any) -> Any:
-    client = house.client()
+def submit(harness: HttpHouse, count: int = 3, data: bytes | None = None, **more: Any) -> Any:
+    client = harness.client()
     file = client.files.create(file=("a.jsonl", lines(count) if data is None else data), purpose="batch")
     wanted: Any = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h", **more}
     return client.batches.create(**wanted)
@@ -45,48 +45,50 @@ def due(world: World) -> list[str]:
     return [info.key for prefix in (WANTED, DUE) for info in world.store.list(prefix)]
 
 
-def test_openais_client_reads_the_end_of_a_batch(house: HttpHouse, receiver: Receiver) -> None:
-    with telling(house.world, endpoint(receiver.url("/hook?token=1"))):
-        batch = submit(house)
-        wait_for(lambda: receiver.received, "nothing was told")
-        wait_for(lambda: not due(house.world), "what was told stays due")
-    (told,) = receiver.received
-    event = OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(told.body, told.headers)
+def test_openais_client_reads_the_end_of_a_batch(harness: HttpHouse, receiver: Receiver) -> None:
+    with running_notifier(harness.world, endpoint(receiver.url("/hook?token=1"))):
+        batch = submit(harness)
+        wait_for(lambda: receiver.received, "nothing was delivered")
+        wait_for(lambda: not due(harness.world), "a delivered event stays due")
+    (delivery,) = receiver.received
+    event = OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(delivery.body, delivery.headers)
     assert (event.type, event.object) == ("batch.completed", "event")
     assert isinstance(event, openai.types.webhooks.BatchCompletedWebhookEvent)
     assert event.data.id == batch.id
-    assert event.id == told.headers["webhook-id"] == event_id(batch.id, "batch.completed")
-    ended = house.client().batches.retrieve(batch.id)
-    assert ended.output_file_id, "told when its files stand, and not before"
+    assert event.id == delivery.headers["webhook-id"] == event_id(batch.id, "batch.completed")
+    ended = harness.client().batches.retrieve(batch.id)
+    assert ended.output_file_id, "delivered only after its files are committed"
     assert event.created_at == ended.completed_at
-    assert told.path == "/hook?token=1"
-    assert told.headers["content-type"] == "application/json"
-    for wrong in (told.body + b" ", told.body.replace(b"completed", b"cancelled")):
+    assert delivery.path == "/hook?token=1"
+    assert delivery.headers["content-type"] == "application/json"
+    for wrong in (delivery.body + b" ", delivery.body.replace(b"completed", b"cancelled")):
         with pytest.raises(openai.InvalidWebhookSignatureError):
-            OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(wrong, told.headers)
+            OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(wrong, delivery.headers)
 
 
-def test_each_way_to_end_is_told_to_whoever_wants_it(tmp_path: Path, receiver: Receiver) -> None:
+def test_each_final_status_is_sent_to_its_subscribers(tmp_path: Path, receiver: Receiver) -> None:
     noticed = IntakeSettings(noticed=frozenset({"default"}))
     only = endpoint(receiver.url("/only"), events=frozenset({"batch.cancelled"}))
     other = endpoint(receiver.url("/other"), tenant="other")
     with (
-        http_house(tmp_path, permits=0, intake=noticed) as house,
-        telling(house.world, endpoint(receiver.url("/all")), only, other),
+        http_house(tmp_path, permits=0, intake=noticed) as harness,
+        running_notifier(harness.world, endpoint(receiver.url("/all")), only, other),
     ):
-        cancelled = submit(house)
-        wait_for(lambda: house.client().batches.retrieve(cancelled.id).status == "in_progress", "it did not begin")
-        house.client().batches.cancel(cancelled.id)
-        wait_for(lambda: receiver.received, "nothing was told")
-        expired = submit(house)
-        wait_for(lambda: house.client().batches.retrieve(expired.id).status == "in_progress", "it did not begin")
-        house.clock.ahead = 25 * 3_600
-        wait_for(lambda: len(receiver.received) >= 3, "its expiry was not told")
-        failed = submit(house, data=b"no json\n")
-        wait_for(lambda: len(receiver.received) >= 4, "its failure was not told")
-        wait_for(lambda: not due(house.world), "something stays due")
-    told = {(one.path, json.loads(one.body)["type"], json.loads(one.body)["data"]["id"]) for one in receiver.received}
-    assert told == {
+        cancelled = submit(harness)
+        wait_for(lambda: harness.client().batches.retrieve(cancelled.id).status == "in_progress", "it did not begin")
+        harness.client().batches.cancel(cancelled.id)
+        wait_for(lambda: receiver.received, "nothing was delivered")
+        expired = submit(harness)
+        wait_for(lambda: harness.client().batches.retrieve(expired.id).status == "in_progress", "it did not begin")
+        harness.clock.ahead = 25 * 3_600
+        wait_for(lambda: len(receiver.received) >= 3, "its expiry was not delivered")
+        failed = submit(harness, data=b"no json\n")
+        wait_for(lambda: len(receiver.received) >= 4, "its failure was not delivered")
+        wait_for(lambda: not due(harness.world), "something stays due")
+    delivered = {
+        (one.path, json.loads(one.body)["type"], json.loads(one.body)["data"]["id"]) for one in receiver.received
+    }
+    assert delivered == {
         ("/all", "batch.cancelled", cancelled.id),
         ("/only", "batch.cancelled", cancelled.id),
         ("/all", "batch.expired", expired.id),
@@ -94,110 +96,110 @@ def test_each_way_to_end_is_told_to_whoever_wants_it(tmp_path: Path, receiver: R
     }
 
 
-def test_a_retry_is_told_too(tmp_path: Path, receiver: Receiver) -> None:
+def test_a_retried_batch_sends_a_webhook_too(tmp_path: Path, receiver: Receiver) -> None:
     noticed = IntakeSettings(noticed=frozenset({"default"}))
     with (
-        http_house(tmp_path, permits=0, intake=noticed) as house,
-        telling(house.world, endpoint(receiver.url())),
-        house.http() as http,
+        http_house(tmp_path, permits=0, intake=noticed) as harness,
+        running_notifier(harness.world, endpoint(receiver.url())),
+        harness.http() as http,
     ):
-        first = submit(house)
-        house.client().batches.cancel(first.id)
-        wait_for(lambda: receiver.received, "nothing was told")
-        house.permits.release(10)
+        first = submit(harness)
+        harness.client().batches.cancel(first.id)
+        wait_for(lambda: receiver.received, "nothing was delivered")
+        harness.permits.release(10)
         second = http.post(f"/v1/batches/{first.id}/retry").raise_for_status().json()
-        wait_for(lambda: len(receiver.received) == 2, "the retry was not told")
-    told = [(json.loads(one.body)["type"], json.loads(one.body)["data"]["id"]) for one in receiver.received]
-    assert told == [("batch.cancelled", first.id), ("batch.completed", second["id"])]
+        wait_for(lambda: len(receiver.received) == 2, "the retry was not delivered")
+    delivered = [(json.loads(one.body)["type"], json.loads(one.body)["data"]["id"]) for one in receiver.received]
+    assert delivered == [("batch.cancelled", first.id), ("batch.completed", second["id"])]
 
 
-def test_a_dead_receiver_is_told_when_it_is_back_and_always_the_same(house: HttpHouse, receiver: Receiver) -> None:
+def test_an_event_is_delivered_unchanged_when_a_dead_receiver_recovers(harness: HttpHouse, receiver: Receiver) -> None:
     receiver.status = 500
-    with telling(house.world, endpoint(receiver.url())):
-        submit(house)
+    with running_notifier(harness.world, endpoint(receiver.url())):
+        submit(harness)
         wait_for(lambda: len(receiver.received) >= 2, "it was not tried again")
         receiver.kill()
         time.sleep(0.3)
         receiver.status = 200
         count = len(receiver.received)
         receiver.start()
-        wait_for(lambda: len(receiver.received) > count, "it was not told when it was back")
-        wait_for(lambda: not due(house.world), "it stays due")
+        wait_for(lambda: len(receiver.received) > count, "it was not delivered after the restart")
+        wait_for(lambda: not due(harness.world), "it stays due")
     assert len({(one.headers["webhook-id"], one.body) for one in receiver.received}) == 1
     last = receiver.received[-1]
     OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(last.body, last.headers)
     assert abs(int(last.headers["webhook-timestamp"]) - last.at) <= 2, "the time is that of the try"
 
 
-def test_whoever_dies_in_between_repeats_it_and_forgets_nothing(house: HttpHouse, receiver: Receiver) -> None:
+def test_after_a_crash_events_are_repeated_and_none_is_lost(harness: HttpHouse, receiver: Receiver) -> None:
     """Killed after each step: when the receiver has answered, when the due is written, and before anything."""
-    world, told = house.world, endpoint(receiver.url())
-    batch = submit(house)
-    wait_for(lambda: house.client().batches.retrieve(batch.id).status == "completed", "it did not end")
+    world, target = harness.world, endpoint(receiver.url())
+    batch = submit(harness)
+    wait_for(lambda: harness.client().batches.retrieve(batch.id).status == "completed", "it did not end")
     assert due(world) == [WANTED + batch.id], "before anybody looked"
-    with telling(world, told):
-        wait_for(lambda: len(receiver.received) == 1, "it was not told")
+    with running_notifier(world, target):
+        wait_for(lambda: len(receiver.received) == 1, "it was not delivered")
         wait_for(lambda: not due(world), "it stays due")
     want_notice(world.store, batch.id, world.clock.now())  # as if it had died before it removed this
-    with telling(world, told):
-        wait_for(lambda: len(receiver.received) == 2, "it was not told again")
+    with running_notifier(world, target):
+        wait_for(lambda: len(receiver.received) == 2, "it was not delivered again")
         wait_for(lambda: not due(world), "it stays due")
-    kept = DueWebhook(
+    repeated = DueWebhook(
         id=event_id(batch.id, "batch.completed"), type="batch.completed", job=batch.id, at=world.clock.now()
     )
-    world.store.create(f"{DUE}{told.id}/{batch.id}", kept.to_json())  # as if it had died when it was answered
-    with telling(world, told):
-        wait_for(lambda: len(receiver.received) == 3, "it was not told again")
+    world.store.create(f"{DUE}{target.id}/{batch.id}", repeated.to_json())  # as if it had died when it was answered
+    with running_notifier(world, target):
+        wait_for(lambda: len(receiver.received) == 3, "it was not delivered again")
     assert len({one.headers["webhook-id"] for one in receiver.received}) == 1
 
 
-def test_an_endpoint_that_is_slow_or_dead_holds_up_nobody_else(house: HttpHouse, receiver: Receiver) -> None:
+def test_a_slow_or_dead_endpoint_does_not_delay_others(harness: HttpHouse, receiver: Receiver) -> None:
     slow, dead = Receiver(), Receiver()
     slow.slow = 1.5
     dead.kill()
-    with telling(house.world, *(endpoint(one.url()) for one in (slow, dead, receiver)), timeout=1.0):
+    with running_notifier(harness.world, *(endpoint(one.url()) for one in (slow, dead, receiver)), timeout=1.0):
         for _ in range(3):
-            submit(house)
+            submit(harness)
         wait_for(lambda: len(receiver.received) == 3, "it waited for others")
         wait_for(lambda: slow.received, "the slow one was left out")
-        assert due(house.world)
+        assert due(harness.world)
     slow.kill()
 
 
-def test_nobody_is_led_elsewhere(house: HttpHouse, receiver: Receiver) -> None:
+def test_redirects_are_not_followed(harness: HttpHouse, receiver: Receiver) -> None:
     elsewhere = Receiver()
     receiver.status, receiver.location = 307, elsewhere.url("/stolen")
-    with telling(house.world, endpoint(receiver.url())), capture_logs() as logs:
-        submit(house)
+    with running_notifier(harness.world, endpoint(receiver.url())), capture_logs() as logs:
+        submit(harness)
         wait_for(lambda: len(receiver.received) >= 2, "a redirect is a failure, and tried again")
     assert not elsewhere.received
-    assert due(house.world)
+    assert due(harness.world)
     failed = next(log for log in logs if log["event"] == "webhook_failed")
     assert failed["reason"] == "answered 307"
     assert "/hook" not in str(failed), "where it is may be a secret"
     elsewhere.kill()
 
 
-def test_what_could_not_be_told_for_days_is_given_up(world: World) -> None:
+def test_an_event_that_fails_for_days_is_dropped(world: World) -> None:
     class Nobody:
         async def post(self, endpoint: Endpoint, headers: Any, payload: bytes) -> int:
             tries.append(world.clock.now())
             raise NotDelivered("nobody is there")
 
     tries: list[datetime] = []
-    told = endpoint("https://a.example/")
+    target = endpoint("https://a.example/")
     now = world.clock.now()
     world.store.create(
-        f"{DUE}{told.id}/job", DueWebhook(id="evt_1", type="batch.completed", job="job", at=now).to_json()
+        f"{DUE}{target.id}/job", DueWebhook(id="evt_1", type="batch.completed", job="job", at=now).to_json()
     )
     world.store.create(f"{DUE}gone/job", DueWebhook(id="evt_1", type="batch.completed", job="job", at=now).to_json())
     world.store.create(f"{WANTED}never", WebhookRequest(at=now).to_json())
-    notifier = Notifier(world, [told], Nobody())
+    notifier = Notifier(world, [target], Nobody())
 
     async def wait() -> None:
         while due(world) and world.clock.now() < now + timedelta(days=10):
-            await notifier.look()
-            await notifier.settle()
+            await notifier.poll()
+            await notifier.wait_idle()
             world.clock.sleep(5.0 if world.clock.now() < now + timedelta(hours=1) else 600.0)
 
     with capture_logs() as logs:

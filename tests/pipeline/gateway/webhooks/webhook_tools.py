@@ -1,4 +1,4 @@
-"""What tests of webhooks share."""
+"""Helpers for tests of webhooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.ports import World
 KEY = bytes(range(32))
 SECRET = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="
 ALL = frozenset({"batch.completed", "batch.failed", "batch.expired", "batch.cancelled"})
-HASTY = NotifierSettings(every=0.02, first=0.1, growth=0.1)
+HASTY = NotifierSettings(every=0.02, min_retry_seconds=0.1, growth=0.1)
 
 
 def endpoint(url: str, tenant: str = "default", events: frozenset[str] = ALL) -> Endpoint:
@@ -21,10 +21,10 @@ def endpoint(url: str, tenant: str = "default", events: frozenset[str] = ALL) ->
 
 
 @contextmanager
-def telling(
+def running_notifier(
     world: World, *endpoints: Endpoint, settings: NotifierSettings = HASTY, timeout: float = 2.0
 ) -> Iterator[None]:
-    """A notifier that works, until the block ends."""
+    """Run a notifier until the block ends."""
     stop = threading.Event()
     notifier = Notifier(world, endpoints, Sender(timeout, allow_private=True), settings)
     thread = threading.Thread(target=notifier.run, args=(stop,))
