@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from tokenmill.errors import InputUnusable, UserError
-from tokenmill.jobs.locator import is_id
+from tokenmill.jobs.backend import is_id
 
 KEYS: Final = ("TOKENMILL_API_KEY", "OPENAI_API_KEY")
 TIMES: Final = httpx2.Timeout(60.0, connect=10.0)
