@@ -110,7 +110,7 @@ def estimate(
     path = model_path(chosen.source.path)
     spec = describe_model(path, dtype=resolve_model_dtype(path, dtype, resolve_device("auto"))).spec
     pin = ModelPin(name=chosen.name, source=str(path), dtype=dtype_name(spec), quantization=quantize, kv_dtype=kv_dtype)
-    rehearsals = _Rehearsals.of(inputs, pin, wanted, path, exact=exact)
+    dry_runs = _DryRuns.of(inputs, pin, wanted, path, exact=exact)
     speed = bench_results.recall(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
         kv_dtype=kv_dtype,
@@ -119,15 +119,15 @@ def estimate(
     options = EngineOptions(
         dtype=dtype, threads=threads, quantize=quantize, kv_dtype=kv_dtype, kv_block_size=settings.kv_block_size
     )
-    team = min(workers, max(1, rehearsals.planned.shards))
-    amount = rehearsals.amount(options)
+    team = min(workers, max(1, dry_runs.planned.shards))
+    amount = dry_runs.amount(options)
     times = []
     if speed is not None:
-        times.append(_as_measured(rehearsals, options, speed, "this machine", prices.here(), team))
+        times.append(_as_measured(dry_runs, options, speed, "this machine", prices.here(), team))
     for file in measured_there or []:
         there = _measured_there(file, model_digest(path))
         its = replace(options, kv_cache_bytes=there.cache_bytes)
-        times.append(_as_measured(rehearsals, its, there, there.machine, prices.given(), team))
+        times.append(_as_measured(dry_runs, its, there, there.machine, prices.given(), team))
     times += [_elsewhere(amount, spec, name, prices.of_device(name), team) for name in hardware or []]
     if as_json:
         output.print_json({**asdict(amount), "workers": team, "times": times})
@@ -140,7 +140,7 @@ def estimate(
 
 
 @dataclass(slots=True)
-class _Rehearsals:
+class _DryRuns:
     """A job that was read and validated as planning would, and what workers would do with it.
 
     Attributes:
@@ -155,7 +155,7 @@ class _Rehearsals:
     _made: dict[tuple[Any, ...], tuple[DryRunResult, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _Rehearsals:
+    def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _DryRuns:
         """In a temporary place, which is gone afterwards."""
         from engine.models.load import describe_model, is_encoder
         from pipeline.adapters.folder.store import FolderStore
@@ -195,13 +195,13 @@ class _Rehearsals:
     def of_worker(self, options: EngineOptions, workers: int) -> tuple[DryRunResult, float]:
         """What one of so many workers would do with its part of the job, or of the sample; and how many times as much
         its whole part is."""
-        from tokenmill.local.dry_run import engine_config, rehearse
+        from tokenmill.local.dry_run import dry_run, engine_config
 
         key = workers, options.kv_cache_bytes
         if key not in self._made:
             tables, whole = self._sample.shards(workers)
             config = engine_config(self.planned, options, alone=workers == 1)
-            self._made[key] = rehearse(self._job, tables, self._path, config), whole
+            self._made[key] = dry_run(self._job, tables, self._path, config), whole
         return self._made[key]
 
 
@@ -260,15 +260,15 @@ def _measured_there(file: Path, digest: str) -> MeasuredSpeed:
 
 
 def _as_measured(
-    rehearsals: _Rehearsals, options: EngineOptions, speed: MeasuredSpeed, on: str, price: float | None, workers: int
+    dry_runs: _DryRuns, options: EngineOptions, speed: MeasuredSpeed, on: str, price: float | None, workers: int
 ) -> dict[str, Any]:
     """Time and cost on a machine that was measured; each worker has its part."""
     from pipeline.planner.estimates.timing import seconds_of
 
-    made, whole = rehearsals.of_worker(options, workers)
+    made, whole = dry_runs.of_worker(options, workers)
     seconds = seconds_of(made.steps, made.waiting, made.progress, speed.times, whole)
     basis = f"measured {speed.measured_at}, {output.arithmetic(speed)}, batch {speed.batch}"
-    return _entry(rehearsals.amount(options), on, seconds, price, workers, basis)
+    return _entry(dry_runs.amount(options), on, seconds, price, workers, basis)
 
 
 def _elsewhere(amount: InputEstimate, spec: ModelSpec, name: str, price: float | None, workers: int) -> dict[str, Any]:

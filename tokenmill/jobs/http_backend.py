@@ -34,7 +34,7 @@ ENDED: Final = ("completed", "failed", "expired", "cancelled")
 DEFAULT_WINDOW: Final = "24h"
 CHAT: Final = "/v1/chat/completions"
 _PAGE: Final = 100
-_MOST_FIRST_LINE: Final = 1 << 20
+_MAX_FIRST_LINE_BYTES: Final = 1 << 20
 
 
 class HttpJobs:
@@ -142,9 +142,9 @@ def _window(deadline: timedelta | None) -> str | None:
 
 
 def first_url(source: Path) -> str | None:
-    """The `url` of the first line of a JSONL file; None where it says none."""
+    """The `url` of the first line of a JSONL file; None where it has none."""
     with source.open("rb") as stream:
-        line = stream.readline(_MOST_FIRST_LINE)
+        line = stream.readline(_MAX_FIRST_LINE_BYTES)
     try:
         document = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -154,7 +154,7 @@ def first_url(source: Path) -> str | None:
 
 
 class _Output:
-    """A file that is there when the block has ended well."""
+    """A file that appears at the end of the block, unless that raised."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
@@ -193,12 +193,12 @@ def _umask() -> int:
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Whole lines. What comes after the last newline is none: the answer was cut off there."""
-    held = b""
+    """Complete lines. Raises `UserError` for text after the last newline, where the response was cut off."""
+    rest = b""
     for piece in pieces:
-        *whole, held = (held + piece).split(b"\n")
+        *whole, rest = (rest + piece).split(b"\n")
         yield from whole
-    if held:
+    if rest:
         raise UserError("the results broke off in the middle of a line; export again")
 
 
@@ -209,9 +209,9 @@ def _failed(gateway: GatewayClient, line: bytes) -> bool:
         raise UserError(f"{gateway.url}: a line of the results can't be read; is a tokenmill gateway there?") from error
 
 
-def _batches(gateway: GatewayClient, most: int) -> Iterator[Json]:
+def _batches(gateway: GatewayClient, limit: int) -> Iterator[Json]:
     """The newest first, page by page."""
-    query: dict[str, Any] = {"limit": min(most, _PAGE)}
+    query: dict[str, Any] = {"limit": min(limit, _PAGE)}
     while True:
         page = gateway.get("/v1/batches", **query)
         yield from page["data"]
@@ -235,14 +235,14 @@ def _described(batch: Json) -> str:
 
 def _row(batch: Json) -> tuple[object, ...]:
     counts = batch["request_counts"]
-    figures = (counts["total"], counts["completed"] + counts["failed"], counts["failed"])
-    return batch["id"], batch["status"], batch["model"], *map(output.count, figures), batch["tokenmill"]["eta"]
+    numbers = (counts["total"], counts["completed"] + counts["failed"], counts["failed"])
+    return batch["id"], batch["status"], batch["model"], *map(output.count, numbers), batch["tokenmill"]["eta"]
 
 
 def _facts(batch: Json) -> list[tuple[str, object]]:
     own, usage = batch["tokenmill"], batch["usage"]
     names = ("created", "in_progress", "expires", "completed", "failed", "expired", "cancelled")
-    moments = [(name.replace("_", " "), _moment(batch[f"{name}_at"])) for name in names if batch.get(f"{name}_at")]
+    times = [(name.replace("_", " "), _timestamp(batch[f"{name}_at"])) for name in names if batch.get(f"{name}_at")]
     counts = [(name, output.count(value)) for name, value in own["counts"].items() if value]
     more = [(name, value) for name, value in batch["metadata"].items()]
     return [
@@ -250,14 +250,14 @@ def _facts(batch: Json) -> list[tuple[str, object]]:
         ("endpoint", batch["endpoint"]), *((f"rows {name}", value) for name, value in counts),
         ("prompt tokens", output.count(usage["input_tokens"])), ("answer tokens", output.count(usage["output_tokens"])),
         ("cost", own["cost"]), ("cost limit", own["max_cost"]),
-        ("cost of a million tokens", own["cost_per_million_tokens"]), ("should be done", own["eta"]), *moments,
+        ("cost of a million tokens", own["cost_per_million_tokens"]), ("should be done", own["eta"]), *times,
         ("needs attention", own.get("attention")),
         ("retry of", own["retry_of"]),
         ("answers", batch["output_file_id"]), ("errors", batch["error_file_id"]), *more,
     ]  # fmt: skip
 
 
-def _moment(seconds: int) -> str:
+def _timestamp(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 

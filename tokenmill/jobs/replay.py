@@ -1,4 +1,4 @@
-"""How a dead letter gets back to its door from the command line."""
+"""Replay of dead letters to their ingest source, from the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ KAFKA = "kafka"
 
 @contextmanager
 def sender(letter: DeadLetter, settings: Settings) -> Iterator[Send | None]:
-    """What sends the letter's original to where it came from; None where removing a marker is enough, or no way leads.
+    """A function that sends the dead letter's original to its source; None where removing a marker is enough, or where
+    replay isn't possible.
 
     Raises:
         UserError: Kafka's brokers are not named.

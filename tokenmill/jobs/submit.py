@@ -28,13 +28,13 @@ class Submission:
 
     Attributes:
         job: the id that it has, or will have once it is ingested.
-        place: the URL of the file or record.
+        url: of the file or record.
         root: URL of the root that the job will be in; None: the target doesn't say.
         marker: prefix of the root's records about the fate of an ingested file.
     """
 
     job: str
-    place: str
+    url: str
     root: str | None
     marker: str | None = None
 
@@ -53,8 +53,8 @@ def submit(given: str, target: str, options: Mapping[str, Any], endpoint: str | 
         raise UserError("--endpoint is for gateways; elsewhere each line says its own")
     settings = read_settings()
     sent = _send(given, target, options, settings)
-    document = {"job": sent.job, "submitted": sent.place, "root": sent.root}
-    return NewJob(sent.job, document, [f"{sent.place}: submitted"], partial(_follow, sent, settings, document))
+    document = {"job": sent.job, "submitted": sent.url, "root": sent.root}
+    return NewJob(sent.job, document, [f"{sent.url}: submitted"], partial(_follow, sent, settings, document))
 
 
 def _send(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
@@ -105,9 +105,9 @@ def _to_bucket(source: Path, target: str, options: Mapping[str, Any], settings: 
     above = prefix.rstrip("/") + "/" if prefix.rstrip("/") else ""
     name = new_name(source, SystemRandomness())
     format_of(name)
-    place = f"{above}{INCOMING}"
-    where, job = upload_to_bucket(s3_connection(settings), bucket, place, source, name, options)
-    return Submission(job, where, target, markers_of(join_url(bucket, place)) + file_hash(where))
+    incoming = f"{above}{INCOMING}"
+    url, job = upload_to_bucket(s3_connection(settings), bucket, incoming, source, name, options)
+    return Submission(job, url, target, markers_of(join_url(bucket, incoming)) + file_hash(url))
 
 
 def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
@@ -129,10 +129,10 @@ def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Set
         raise UserError(f"--to {target}: give kafka://HOST[:PORT][,HOST[:PORT]…]/TOPIC")
     options_of_brokers = settings.kafka.model_copy(update={"bootstrap": brokers})
     connection = replace(kafka_connection(options_of_brokers), client_id="tokenmill-submit")
-    place, job = send_reference(
+    position, job = send_reference(
         connection, topic, uri, options, epoch=settings.kafka.epoch, idempotence=settings.kafka.idempotence
     )
-    return Submission(job, f"{KAFKA}{','.join(brokers)}/{place}", settings.root)
+    return Submission(job, f"{KAFKA}{','.join(brokers)}/{position}", settings.root)
 
 
 def _follow(sent: Submission, settings: Settings, document: dict[str, Any]) -> JobEnd:
@@ -161,6 +161,6 @@ def _check_refused(sent: Submission, store: ObjectStore) -> None:
         marker = parse_stored(store.locate(info.key), store.read(info.key), TakenMarker)
         if marker.dead_letter is not None:
             raise UserError(
-                f"{sent.place}: was refused; "
+                f"{sent.url}: was refused; "
                 f"'tokenmill deadletters show {marker.dead_letter} --root {sent.root}' says why"
             )

@@ -1,4 +1,4 @@
-"""What an hour of a worker costs: as it was given, or as the price book says of the machine."""
+"""The price of a worker's hour: the given one, or the price book's for the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def read_book(path: Path | None) -> PriceBook:
-    """The price book; raises `UserError`."""
+    """Read the price book; raises `UserError`."""
     try:
         return read_price_book(path)
     except PriceBookError as error:
@@ -24,7 +24,7 @@ def read_book(path: Path | None) -> PriceBook:
 
 
 def of_this_instance(instance: InstanceOptions) -> InstanceOptions:
-    """With what the instance says of itself. Raises `UserError` where it can't be asked."""
+    """The options, updated from the instance's metadata. Raises `UserError` where that isn't available."""
     try:
         kind, region, life = ask("instance-type", "placement/region", "instance-life-cycle")
     except OSError as error:
@@ -37,8 +37,8 @@ def of_this_instance(instance: InstanceOptions) -> InstanceOptions:
 
 
 def price_of_worker(settings: Settings, given: float | None = None) -> float | None:
-    """Of a worker with these settings: what the command line says, else the settings, else the book's price of the
-    instance, shared by the workers on it; None: nothing is said. Raises `UserError` where the book has no such price.
+    """The price of a worker: the command line's, else the settings', else the book's price of the instance, divided by
+    the workers on it; None: unknown. Raises `UserError` where the book has no such price.
     """
     if given is not None:
         return given
@@ -58,7 +58,7 @@ def price_of_worker(settings: Settings, given: float | None = None) -> float | N
 
 
 def check_limit(plan: RunPlan) -> None:
-    """A limit needs a price; raises `UserError`."""
+    """Check that a plan with a spending limit has a price; raises `UserError`."""
     if plan.max_cost is not None and plan.price_per_hour is None:
         raise UserError(
             "--max-cost can't be kept: nobody says what an hour of this machine costs; give --price-per-hour, or set "

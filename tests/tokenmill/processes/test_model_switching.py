@@ -15,7 +15,7 @@ from pipeline.worker_client.protocol import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
 from schemas.workers.lane import HandBackEvent, LaneRequest
 from tests.pipeline.simulation import SimulatedClock
-from tokenmill.processes.model_switching import LOOK_SECONDS, ModelRotation, RotatingShardSource
+from tokenmill.processes.model_switching import POLL_SECONDS, ModelRotation, RotatingShardSource
 
 A, B, C = ((name, queue_name(name, Tier.BULK)) for name in "abc")
 
@@ -79,7 +79,7 @@ def test_without_anything_to_do_a_model_stays(queue: MemoryQueue, clock: Simulat
         assert not source.finished()
     assert turns.loaded == "a"
     queue.put(B[1], ShardTask("job", 1))
-    clock.sleep(LOOK_SECONDS)
+    clock.sleep(POLL_SECONDS)
     source.take(0)
     assert source.finished()
     assert turns.loaded == "b"
@@ -114,7 +114,7 @@ def test_a_model_that_is_asked_for_on_the_lane_is_loaded_and_its_request_waits_f
     source.take(0)
     assert not source.finished(), "callers of the loaded model are being answered"
     busy[0] = False
-    clock.sleep(LOOK_SECONDS)
+    clock.sleep(POLL_SECONDS)
     source.take(0)
     assert source.finished()
     assert turns.loaded == "b"

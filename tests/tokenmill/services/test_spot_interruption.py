@@ -25,7 +25,7 @@ def test_the_notice_stops_the_worker_and_its_absence_or_an_error_does_not(metada
     notice = '{"action": "terminate", "time": "2026-01-01T10:00:00Z"}'
     metadata.notices = [(404, ""), (500, "broken"), (404, ""), (200, notice)]
     stop = threading.Event()
-    watch_for_notice(stop, look_seconds=0.01)
+    watch_for_notice(stop, poll_seconds=0.01)
     assert stop.is_set()
     assert metadata.noticed == 4
 
