@@ -62,24 +62,24 @@ def this_machine() -> str:
     return f"{platform.node()} {platform.machine()} {os.cpu_count()} cores"
 
 
-def keep(speed: MeasuredSpeed, cache: Path) -> Path:
+def store_result(speed: MeasuredSpeed, cache: Path) -> Path:
     """Store a measurement in the model cache; it replaces one of the same model, options and machine."""
     path = cache / FILE
-    others = [kept for kept in _read(path) if _key(kept) != _key(speed)]
+    others = [result for result in _read(path) if _key(result) != _key(speed)]
     cache.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=cache, prefix=".measured-")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump([asdict(kept) for kept in [*others, speed]], file, indent=2)
+        json.dump([asdict(result) for result in [*others, speed]], file, indent=2)
     Path(name).replace(path)
     return path
 
 
-def recall(
+def find_result(
     cache: Path, *, model: str, dtype: str, threads: int | None, quantization: str, kv_dtype: str
 ) -> MeasuredSpeed | None:
     """The latest measurement of these weights with these options on this machine, or None."""
     wanted = (model, dtype, threads, quantization, kv_dtype, this_machine())
-    return next((kept for kept in _read(cache / FILE) if _key(kept) == wanted), None)
+    return next((result for result in _read(cache / FILE) if _key(result) == wanted), None)
 
 
 def read_bench(path: Path) -> MeasuredSpeed:

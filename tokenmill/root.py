@@ -45,13 +45,13 @@ class Root:
     Attributes:
         url: as given.  world: its store, the store's time, and this machine's randomness.
         s3: a client for S3, where the root or settings need one; else inputs there use AWS's default configuration.
-        came_in: metrics of this process's ingest.
+        ingest_metrics: metrics of this process's ingest.
     """
 
     url: str
     world: World
     s3: S3Connection | None
-    came_in: IntakeMetrics = field(default_factory=IntakeMetrics)
+    ingest_metrics: IntakeMetrics = field(default_factory=IntakeMetrics)
 
     @property
     def folder(self) -> Path | None:
@@ -117,7 +117,7 @@ def _world(store: FolderStore | S3Store, read_only: bool, traces: Traces) -> Wor
     return World(store, clock, random, scratch, traces)
 
 
-def requests_at_once(root: Root, threads: int) -> Executor:
+def request_executor(root: Root, threads: int) -> Executor:
     """An executor for this many concurrent requests to the root's store; a folder, which is fast, needs no threads."""
     return InlineExecutor() if root.folder else ThreadPoolExecutor(threads, thread_name_prefix="store")
 
@@ -132,7 +132,7 @@ def s3_connection(settings: Settings) -> S3Connection:
 
 def open_intake(root: Root, settings: Settings) -> Intake:
     """The intake, which creates jobs from ingest sources."""
-    return Intake(root.world, intake_settings(settings), root.came_in)
+    return Intake(root.world, intake_settings(settings), root.ingest_metrics)
 
 
 def intake_settings(settings: Settings) -> IntakeSettings:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from workers.shards.dry_run import DryRunResult
 
 DEVICES = ("b200", "h200", "h100", "a100", "l40s", "a10g", "l4", "t4")
-"""The names in `pipeline.planner.estimates.capacity.HARDWARE`, which takes longer to import than --help may take."""
+"""The names in `pipeline.planner.estimates.capacity.HARDWARE`, whose import would slow down --help."""
 
 
 def _device(name: str) -> str:
@@ -111,7 +111,7 @@ def estimate(
     spec = describe_model(path, dtype=resolve_model_dtype(path, dtype, resolve_device("auto"))).spec
     pin = ModelPin(name=chosen.name, source=str(path), dtype=dtype_name(spec), quantization=quantize, kv_dtype=kv_dtype)
     dry_runs = _DryRuns.of(inputs, pin, wanted, path, exact=exact)
-    speed = bench_results.recall(
+    speed = bench_results.find_result(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
         kv_dtype=kv_dtype,
     )  # fmt: skip
@@ -119,18 +119,18 @@ def estimate(
     options = EngineOptions(
         dtype=dtype, threads=threads, quantize=quantize, kv_dtype=kv_dtype, kv_block_size=settings.kv_block_size
     )
-    team = min(workers, max(1, dry_runs.planned.shards))
+    num_workers = min(workers, max(1, dry_runs.planned.shards))
     amount = dry_runs.amount(options)
     times = []
     if speed is not None:
-        times.append(_as_measured(dry_runs, options, speed, "this machine", prices.here(), team))
+        times.append(_as_measured(dry_runs, options, speed, "this machine", prices.here(), num_workers))
     for file in measured_there or []:
         there = _measured_there(file, model_digest(path))
         its = replace(options, kv_cache_bytes=there.cache_bytes)
-        times.append(_as_measured(dry_runs, its, there, there.machine, prices.given(), team))
-    times += [_elsewhere(amount, spec, name, prices.of_device(name), team) for name in hardware or []]
+        times.append(_as_measured(dry_runs, its, there, there.machine, prices.given(), num_workers))
+    times += [_lower_bound(amount, spec, name, prices.of_device(name), num_workers) for name in hardware or []]
     if as_json:
-        output.print_json({**asdict(amount), "workers": team, "times": times})
+        output.print_json({**asdict(amount), "workers": num_workers, "times": times})
         return
     _show(amount, times)
     if not amount.rows:
@@ -141,10 +141,10 @@ def estimate(
 
 @dataclass(slots=True)
 class _DryRuns:
-    """A job that was read and validated as planning would, and what workers would do with it.
+    """Dry runs of a job, which is read and validated as in planning.
 
     Attributes:
-        planned: what planning finds.
+        planned: the estimate of planning.
     """
 
     planned: InputEstimate
@@ -156,7 +156,7 @@ class _DryRuns:
 
     @classmethod
     def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _DryRuns:
-        """In a temporary place, which is gone afterwards."""
+        """Plan the job in a temporary folder."""
         from engine.models.load import describe_model, is_encoder
         from pipeline.adapters.folder.store import FolderStore
         from pipeline.adapters.system import SystemClock, SystemRandomness
@@ -178,7 +178,7 @@ class _DryRuns:
         return cls(planned, job, path, sample, encoder)
 
     def amount(self, options: EngineOptions) -> InputEstimate:
-        """What planning finds, with the tokens that one worker's tokenizer and prefix cache would find."""
+        """The estimate of planning, with the tokens of one worker's tokenizer and prefix cache."""
         if self._encoder or not self.planned.unique:
             return self.planned
         made, _ = self.of_worker(options, workers=1)
@@ -193,8 +193,8 @@ class _DryRuns:
         return replace(planned, prompt_tokens=prompts, shared_prefix_tokens=shared, exact=exact)
 
     def of_worker(self, options: EngineOptions, workers: int) -> tuple[DryRunResult, float]:
-        """What one of so many workers would do with its part of the job, or of the sample; and how many times as much
-        its whole part is."""
+        """The dry run of one of these workers on its part of the job, or of the sample; and the factor from that to
+        its whole part."""
         from tokenmill.local.dry_run import dry_run, engine_config
 
         key = workers, options.kv_cache_bytes
@@ -206,8 +206,7 @@ class _DryRuns:
 
 
 class _Prices:
-    """What an hour of a worker costs, where somebody says so. Raises `UserError` where the price book lacks what is
-    asked of it."""
+    """Prices of a worker's hour, where known. Raises `UserError` where the price book lacks a required price."""
 
     def __init__(
         self,
@@ -226,23 +225,23 @@ class _Prices:
         self._named = instance is not None
 
     def here(self) -> float | None:
-        """Of this machine."""
+        """The price of this machine."""
         from tokenmill.local.pricing import price_of_worker
 
         return price_of_worker(self._settings, self._per_hour)
 
     def given(self) -> float | None:
-        """Of another machine: only what was asked for."""
+        """The price of another machine, only if an option gives one."""
         return self.here() if self._named else self._per_hour
 
     def of_device(self, name: str) -> float | None:
-        """Of an accelerator: what was asked for, else its own in the book."""
-        from tokenmill.local.pricing import read_book
+        """The price of an accelerator: that of an option, else the book's."""
+        from tokenmill.local.pricing import load_price_book
 
         if self._named or self._per_hour is not None:
             return self.given()
         instance = self._settings.instance
-        found = read_book(self._settings.price_book).find(name, instance.region, instance.market)
+        found = load_price_book(self._settings.price_book).find(name, instance.region, instance.market)
         return None if found is None else found.per_hour
 
 
@@ -262,7 +261,7 @@ def _measured_there(file: Path, digest: str) -> MeasuredSpeed:
 def _as_measured(
     dry_runs: _DryRuns, options: EngineOptions, speed: MeasuredSpeed, on: str, price: float | None, workers: int
 ) -> dict[str, Any]:
-    """Time and cost on a machine that was measured; each worker has its part."""
+    """Time and cost on a measured machine; each worker computes its part."""
     from pipeline.planner.estimates.timing import seconds_of
 
     made, whole = dry_runs.of_worker(options, workers)
@@ -271,8 +270,10 @@ def _as_measured(
     return _entry(dry_runs.amount(options), on, seconds, price, workers, basis)
 
 
-def _elsewhere(amount: InputEstimate, spec: ModelSpec, name: str, price: float | None, workers: int) -> dict[str, Any]:
-    """The least time and cost on devices of a kind; seconds None where the model doesn't fit."""
+def _lower_bound(
+    amount: InputEstimate, spec: ModelSpec, name: str, price: float | None, workers: int
+) -> dict[str, Any]:
+    """A lower bound of time and cost on devices of a kind; seconds None where the model doesn't fit."""
     from pipeline.planner.estimates.capacity import HARDWARE, DoesNotFit, ModelShape, bound
 
     try:

@@ -1,4 +1,4 @@
-"""`tokenmill submit`: a file of requests to an installation that runs elsewhere."""
+"""`tokenmill submit`: submission of a file of requests to a running installation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmill.errors import UserError
 
 
 def _amount(given: str) -> str:
-    """Checked here, and sent as it was written: it counts from when the job is accepted."""
+    """Validate an amount of time; it is sent as written, and counts from the job's acceptance."""
     amount_of_time(given)
     return given.strip()
 

@@ -22,7 +22,7 @@ from tokenmill.local.run_plan import RunPlan, load_model
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.processes.logging import log_to_stderr
 from tokenmill.processes.replicas import ReplicaConnection, Replicas, ReplicaTask, environments
-from tokenmill.processes.signals import until_told
+from tokenmill.processes.signals import stop_on_signals
 from workers.model.loaded_model import LoadedModel
 from workers.policies.loader import load_policies
 from workers.policies.policy import NO_POLICIES
@@ -54,7 +54,7 @@ def _compute(
     """The task of a replica: it computes shards of the job in the plan's folder."""
     log_to_stderr()
     settings = replace(plan.worker, policies=load_policies(policies))
-    with until_told() as stop, FolderStore(plan.output) as store:
+    with stop_on_signals() as stop, FolderStore(plan.output) as store:
         ledger = JobLedger(store)
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         queue, heartbeats = ParentShardQueue(line), ParentHeartbeats(line)

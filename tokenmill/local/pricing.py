@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tokenmill.local.run_plan import RunPlan
 
 
-def read_book(path: Path | None) -> PriceBook:
+def load_price_book(path: Path | None) -> PriceBook:
     """Read the price book; raises `UserError`."""
     try:
         return read_price_book(path)
@@ -23,7 +23,7 @@ def read_book(path: Path | None) -> PriceBook:
         raise UserError(str(error)) from error
 
 
-def of_this_instance(instance: InstanceOptions) -> InstanceOptions:
+def describe_instance(instance: InstanceOptions) -> InstanceOptions:
     """The options, updated from the instance's metadata. Raises `UserError` where that isn't available."""
     try:
         kind, region, life = ask("instance-type", "placement/region", "instance-life-cycle")
@@ -46,10 +46,10 @@ def price_of_worker(settings: Settings, given: float | None = None) -> float | N
     if settings.price_per_hour is not None:
         return settings.price_per_hour
     if instance.ask_ec2:
-        instance = of_this_instance(instance)
+        instance = describe_instance(instance)
     if instance.type is None:
         return None
-    book = read_book(settings.price_book)
+    book = load_price_book(settings.price_book)
     try:
         found = book.must(instance.type, instance.region, instance.market, settings.price_book)
     except PriceBookError as error:

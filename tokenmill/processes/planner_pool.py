@@ -23,7 +23,7 @@ from pipeline.jobs.planning import PlanningCancelled, PlanningFailed, PlanOutcom
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import Clock, PipelineError
 from tokenmill.processes.logging import LogFormat
-from tokenmill.processes.planner_process import END_SECONDS, TOLD_TO_STOP, end_planner, start_planner
+from tokenmill.processes.planner_process import END_SECONDS, EXIT_STOPPED, end_planner, start_planner
 
 _MALLOC: Final = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
 """Allocators that reserve no more than they use, so that the limit applies to used memory."""
@@ -211,6 +211,6 @@ class PlannerPool:
         if attempt.is_stuck:
             limit = f"{self._stuck_seconds:g} s (setting planner_stuck_seconds)"
             return PlanningFailed(f"planning made no progress for {limit}, and its process was killed")
-        if attempt.process.returncode in (TOLD_TO_STOP, -signal.SIGTERM):  # a service manager may stop all processes
+        if attempt.process.returncode in (EXIT_STOPPED, -signal.SIGTERM):  # a service manager may stop all processes
             return PipelineError("a planner process was told to stop")
         return PlanningFailed(f"the planner's process ended {how}; planning may have needed more than {self._limit}")

@@ -53,7 +53,7 @@ PROGRESS_SECONDS: Final = 0.2
 
 _FAILED: Final = 3
 
-TOLD_TO_STOP: Final = 128 + signal.SIGTERM
+EXIT_STOPPED: Final = 128 + signal.SIGTERM
 """Its exit status after SIGTERM."""
 
 
@@ -257,7 +257,7 @@ def data_bytes() -> int:
 
 def _end(number: int, _frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the exit
-    sys.exit(TOLD_TO_STOP)
+    sys.exit(EXIT_STOPPED)
 
 
 def _listen(lines: SimpleQueue[str]) -> None:

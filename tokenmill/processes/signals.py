@@ -114,7 +114,7 @@ class StopSignal(Event):
 
 
 @contextmanager
-def until_told() -> Iterator[StopSignal]:
+def stop_on_signals() -> Iterator[StopSignal]:
     """A stop signal that SIGTERM or Ctrl-C sets; the second one ends the process at once, which is safe too. An aborted
     start ends here."""
     stop = StopSignal()

@@ -85,9 +85,9 @@ class DecisionEndpoint:
             return next((json.dumps(described(one)).encode() for one in decisions if one.pool == name), None)
         return None
 
-    def tell(self, told: Samples) -> None:
-        """For `/metrics`."""
+    def write_samples(self, samples: Samples) -> None:
+        """Write the metrics."""
         with self._lock:
             decisions = self._decisions
         for one in decisions:
-            told.value("tokenmill_desired_workers", one.desired, one.pool)
+            samples.value("tokenmill_desired_workers", one.desired, one.pool)

@@ -49,7 +49,7 @@ def in_process_backends(root: Root) -> Backends:
 
 
 @contextmanager
-def workers_on_servers(settings: Settings) -> Iterator[tuple[Heartbeats, LaneMonitor]]:
+def redis_worker_backends(settings: Settings) -> Iterator[tuple[Heartbeats, LaneMonitor]]:
     """The heartbeats of workers and the lane, on Redis. Raises `UserError` when none is named."""
     from pipeline.adapters.redis.connection import RedisSettings
     from pipeline.adapters.redis.heartbeats import RedisHeartbeats

@@ -91,10 +91,10 @@ class CandidateWorker:
         self._serving: WorkerService | None = None
         self._client: ShadowClient | None = None
 
-    def figures(self) -> WorkerMetrics | None:
+    def metrics(self) -> WorkerMetrics | None:
         """The worker's metrics of its current activity; None: none yet."""
         if self._serving is not None:
-            return self._serving.figures()
+            return self._serving.metrics()
         return None if self._client is None else self._client.figures
 
     def __call__(self, stop: threading.Event) -> None:

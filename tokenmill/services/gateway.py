@@ -120,7 +120,7 @@ class GatewayService:
             metric_collectors.workers(backends.heartbeats, each=settings.metrics.workers),
             dispatching or metric_collectors.installation(status),
             metric_collectors.http(http_metrics),
-            metric_collectors.intake(root.came_in, root.world.letters),
+            metric_collectors.intake(root.ingest_metrics, root.world.letters),
             metric_collectors.unexpected_errors(root.world.errors),
         ]
         self._parts = GatewayDependencies(

@@ -71,14 +71,14 @@ class Readiness:
         logger.info("model ready", model=model.name, digest=model.digest, canary=compared, **took)
         return model
 
-    def tell(self) -> Source:
+    def samples(self) -> Source:
         """The durations of each model's preparation, as metrics."""
 
-        def tell(told: Samples) -> None:
+        def write(samples: Samples) -> None:
             for (model, part), seconds in sorted(self._seconds.items()):
-                told.value("tokenmill_warmup_seconds", seconds, model, part)
+                samples.value("tokenmill_warmup_seconds", seconds, model, part)
 
-        return tell
+        return write
 
     def _outlast(self, use: Callable[[], Answer], stop: threading.Event | None) -> Answer:
         return use() if stop is None else wait_out(use, self._world.clock, stop)

@@ -25,7 +25,7 @@ from tokenmill.processes.logging import LogFormat, log_to_stderr
 from tokenmill.processes.model_switching import ModelRotation, RotatingShardSource
 from tokenmill.processes.replicas import ReplicaConnection, Replicas, ReplicaTask
 from tokenmill.processes.runtime import settled_heap, unique_name
-from tokenmill.processes.signals import until_told
+from tokenmill.processes.signals import stop_on_signals
 from tokenmill.root import Root
 from tokenmill.services.backends import Backends
 from tokenmill.services.readiness import LoadModel, Readiness
@@ -94,7 +94,7 @@ def run_replicas(
     """As `run_worker`, in a process for each of these environments. Each exports its metrics on a port of its own, from
     the given one upwards, and has an equal share of the price. Raises `UserError` when one of them fails, after all
     have ended."""
-    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
+    report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
     port = settings.metrics.port if metrics_port is None else metrics_port
     names = [name for name, _ in policies.named]
     price = None if price_per_hour is None else price_per_hour / len(environments)
@@ -105,8 +105,8 @@ def run_replicas(
         )
         for number in range(len(environments))
     ]
-    with until_told() as stop, Replicas(tasks, environments) as replicas:
-        tell(f"{len(tasks)} workers begin")
+    with stop_on_signals() as stop, Replicas(tasks, environments) as replicas:
+        report_up(f"{len(tasks)} workers begin")
         stop.begin()
         replicas.wait(stop)
 
@@ -172,7 +172,7 @@ class WorkerService:
         self._settings = worker_settings(settings, backends, policies)
         self.greeting = f"working for {root.url} with {', '.join(self.models)}"
 
-    def figures(self) -> WorkerMetrics | None:
+    def metrics(self) -> WorkerMetrics | None:
         """The worker's metrics since it began to serve the loaded model; None: none yet."""
         client = self._client
         return None if client is None else client.figures

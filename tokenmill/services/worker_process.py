@@ -14,7 +14,7 @@ from schemas.workers.metrics import WorkerMetrics
 from tokenmill.processes.logging import LogFormat, log_to_stderr
 from tokenmill.processes.metrics_server import metrics_served
 from tokenmill.processes.runtime import run_together
-from tokenmill.processes.signals import until_told
+from tokenmill.processes.signals import stop_on_signals
 from tokenmill.processes.tracing import traces_of
 from tokenmill.root import Root, open_root
 from tokenmill.services.backends import Backends, redis_backends
@@ -36,7 +36,7 @@ class WorkerPart(Protocol):
     def greeting(self) -> str:
         """The process's message after its start."""
 
-    def figures(self) -> WorkerMetrics | None:
+    def metrics(self) -> WorkerMetrics | None:
         """The current metrics; None: none yet."""
 
     def __call__(self, stop: threading.Event) -> None:
@@ -54,20 +54,20 @@ def run_worker_process(
 
     Raises `UserError` for missing settings, and what `make` and the work raise.
     """
-    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
+    report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
     with (
-        until_told() as stop,
+        stop_on_signals() as stop,
         traces_of("worker") as traces,
         open_root(root_url, settings, traces=traces) as root,
         redis_backends(settings) as backends,
     ):
         worker = make(root, backends)
-        tell(worker.greeting)
+        report_up(worker.greeting)
         with metrics_served(
             settings,
             metrics_port,
-            own_work(worker.figures),
-            worker.readiness.tell(),
+            own_work(worker.metrics),
+            worker.readiness.samples(),
             unexpected_errors(root.world.errors),
         ):
             run_together(stop, root.world, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})

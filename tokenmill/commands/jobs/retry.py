@@ -1,5 +1,5 @@
-"""`tokenmill jobs retry`: the rows of a job that got no answer, as a new job: in a folder, run here and now, or in the
-root of the first one, for its workers."""
+"""`tokenmill jobs retry`: a new job of the rows that got no answer, in a folder and run here, or in the first job's
+root for its workers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class EndedRow(StrEnum):
-    """How a row ended that got no answer."""
+    """The status of a row without an answer."""
 
     FAILED = "failed"
     EXPIRED = "expired"
@@ -67,7 +67,7 @@ ONLY_HERE: Final = {
     "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens", "kv_cache_memory": "--kv-cache-memory",
 }  # fmt: skip
-"""Options of a retry that is run here: in a root they are its workers'."""
+"""Options of a retry in a folder; in a root the workers' settings apply."""
 
 
 def retry(
@@ -193,7 +193,7 @@ def _plan(
     price_per_hour: float | None,
     content_policy: list[str] | None,
 ) -> RunPlan:
-    """Everything that can be found out, and refused, before a retry is run here."""
+    """Validate the options of a retry in a folder, and build its plan."""
     from pipeline.jobs.retry import limit_of_retry, retried_settings
     from tokenmill.config import job_options
     from tokenmill.local.run_plan import RunPlan
@@ -234,7 +234,7 @@ def _local_option(context: typer.Context) -> str | None:
 
 
 def _first(out: Path, new: Path, statuses: Collection[RowStatus], *, include_invalid: bool, other_model: bool) -> Retry:
-    """The job to try again, and its rows. Raises `UserError` or the pipeline's own."""
+    """The first job, and its rows to retry. Raises `UserError` or the pipeline's own errors."""
     from pipeline.adapters.folder.store import FolderStore
     from pipeline.jobs.retry import choose_rows
     from pipeline.jobs.summaries import find_ledger
@@ -246,7 +246,7 @@ def _first(out: Path, new: Path, statuses: Collection[RowStatus], *, include_inv
 
 
 def _same_input(job: Job, given: str | None) -> InputRef:
-    """The input of the first job, which must hold the same bytes: rows are told by their index."""
+    """Pin the input of the first job, which must have the same bytes, since rows are identified by their index."""
     from tokenmill.config.inputs import pin
 
     found = pin(given or job.input.uri, job.input)
@@ -256,12 +256,12 @@ def _same_input(job: Job, given: str | None) -> InputRef:
 
 
 def _bytes_of(file: InputFile) -> tuple[int, str | None, str | None]:
-    """What tells the bytes of a file; an object in S3 isn't hashed."""
+    """The identity of a file's bytes; an object in S3 isn't hashed."""
     return file.size, file.sha256, None if file.sha256 is not None else file.etag
 
 
 def _models(job: Job, given: list[str], cache: Path, *, same_template: bool) -> tuple[ChosenModel, ...]:
-    """The models that the job is pinned to, or those given in their place, under the names that the requests use."""
+    """The job's pinned models, or the given replacements, under the names of the requests."""
     from tokenmill.config import job_options
     from tokenmill.models.sources import ModelSource
 

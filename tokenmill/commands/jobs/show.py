@@ -1,4 +1,4 @@
-"""`tokenmill jobs`: looking at jobs, in folders of their own and in roots; what changes them has modules of its own."""
+"""`tokenmill jobs list`, `show` and `watch`, and the registration of the other subcommands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenmill jobs verify`: whether a job's results are still those that were committed."""
+"""`tokenmill jobs verify`: a comparison of a job's results with its manifest."""
 
 from __future__ import annotations
 
