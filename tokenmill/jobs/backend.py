@@ -1,6 +1,6 @@
 """The `jobs` commands' port: a job in a folder of its own, in the root of an installation, or behind a gateway.
 
-An implementation is bound to one job, or to the place whose jobs are listed; `open_jobs` and `open_job_list` choose it.
+An implementation is bound to one job, or to a location whose jobs are listed; see `open_jobs` and `open_job_list`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RetryRequest:
 
 
 class JobsBackend(Protocol):
-    """Where a job is. Each method raises `UserError` or `PipelineError`, also for what this kind of place can't do."""
+    """Operations on a job at its location. Each raises `UserError` or `PipelineError`, also if it isn't supported."""
 
     def list_jobs(self, limit: int, *, active: bool) -> JobList:
         """The newest `limit` jobs.
@@ -171,7 +171,7 @@ def open_jobs(job: str, root_url: str | None, url: str | None) -> JobsBackend:
     """The backend of one job: a gateway if `url` names one, else the job's own folder or its root.
 
     Raises:
-        InputUnusable: it is no folder, and no root is named or it can't be an id.  UserError: two places are named.
+        InputUnusable: it is no folder, and no root is named or it can't be an id.  UserError: two locations are named.
         JobNotFound: there is no job in the folder, or there are several.
     """
     if url is not None:
@@ -185,7 +185,7 @@ def open_job_list(folder: str | None, root_url: str | None, url: str | None) -> 
     """The backend whose jobs are listed: a gateway, the root that is named, else a folder (default: the current one).
 
     Raises:
-        UserError: two places are named.  InputUnusable: there is no such folder.
+        UserError: two locations are named.  InputUnusable: there is no such folder.
     """
     if url is not None:
         return _open_gateway_jobs(url, "", folder, root_url)

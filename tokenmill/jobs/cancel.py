@@ -32,8 +32,8 @@ from tokenmill.root import Root
 WAIT_SECONDS: Final = 60.0
 """Time for an active run to end its job; it may still be planning."""
 
-LOOK_SECONDS: Final = 0.2
-ROOT_LOOK_SECONDS: Final = 0.5
+POLL_SECONDS: Final = 0.2
+ROOT_POLL_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def cancel_job(folder: Path, price_per_hour: float | None = None, wait: float = 
         PipelineError: the folder can't be written, or the rest of the input, which the plan needs, can't be read or has
             changed; the job stays cancelled, and the next attempt ends it.
     """
-    with FolderStore(folder, read_only=True) as looking:
-        ledger = find_ledger(looking)
+    with FolderStore(folder, read_only=True) as readable:
+        ledger = find_ledger(readable)
         job, manifest = ledger.job(), ledger.manifest()
         prefix = ledger.prefix
     if manifest is not None:
@@ -68,15 +68,15 @@ def cancel_job(folder: Path, price_per_hour: float | None = None, wait: float = 
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         ledger, lock = JobLedger(store, prefix), RunLock(folder, patience=0.0)
         ledger.create_closing(Closing(kind="cancel", at=world.clock.now()))
-        until, told = world.clock.monotonic() + wait, False
+        until, reported = world.clock.monotonic() + wait, False
         while (manifest := ledger.manifest()) is None and world.clock.monotonic() < until:
             try:
                 lock.acquire()
             except OutputLocked:
-                if not told:
+                if not reported:
                     say(f"{folder}: a run is at this job; it ends it, and keeps what is finished")
-                told = True
-                world.clock.sleep(LOOK_SECONDS)
+                reported = True
+                world.clock.sleep(POLL_SECONDS)
                 continue
             try:
                 manifest = _end(ledger, world, price_per_hour)
@@ -97,12 +97,12 @@ def cancel_in_root(root: Root, job: str, wait: float = WAIT_SECONDS) -> Cancelle
     if manifest is not None:
         return Cancelled(job, manifest, before=True)
     ledger.create_closing(Closing(kind="cancel", at=clock.now()))
-    until, told = clock.monotonic() + wait, False
+    until, reported = clock.monotonic() + wait, False
     while (manifest := ledger.manifest()) is None and clock.monotonic() < until:
-        if not told:
+        if not reported:
             say(f"{job}: cancelled; waiting for the dispatcher to end it")
-        told = True
-        clock.sleep(ROOT_LOOK_SECONDS)
+        reported = True
+        clock.sleep(ROOT_POLL_SECONDS)
     return Cancelled(job, manifest, before=False)
 
 
@@ -114,8 +114,8 @@ def _end(ledger: JobLedger, world: World, price_per_hour: float | None) -> Manif
     if ledger.wanted_parts() is None and not in_s3(job.input.uri):  # an object is only read as it was pinned
         job = job.model_copy(update={"input": pin_again(job.input)})
     plan_job(ledger, job, world, open_input=open_input)
-    nobody = MemoryHeartbeats(world.clock, 0.0)
-    dispatcher = Dispatcher(world, MemoryQueue(), nobody, settings=DispatchSettings(price_per_hour=price_per_hour))
+    no_workers = MemoryHeartbeats(world.clock, 0.0)
+    dispatcher = Dispatcher(world, MemoryQueue(), no_workers, settings=DispatchSettings(price_per_hour=price_per_hour))
     dispatcher.add(ledger)
     while not dispatcher.finished():
         dispatcher.tick()

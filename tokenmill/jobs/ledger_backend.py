@@ -79,7 +79,7 @@ class _LedgerJobs(ABC):
 
     @abstractmethod
     def _found(self, limit: int, *, active: bool) -> tuple[str, list[tuple[str, JobSummary]]]:
-        """The place that was read, and its jobs, each with its own place."""
+        """The listed folder or root, and its jobs, each with its location."""
 
     exact = True
     """Whether `show` reads the footers of all parts."""
@@ -159,7 +159,7 @@ class _LedgerJobs(ABC):
         return ExportResult(done.succeeded, done.others)
 
     def verify(self) -> tuple[Manifest, str, int]:
-        """Compare the files of the ended job's results with its manifest; returns it, the job's place and a file count.
+        """Compare an ended job's result files with its manifest; returns that, the job's location and a file count.
 
         Raises:
             UserError: the job has not ended.  ResultsDamaged: a file is missing or is another.

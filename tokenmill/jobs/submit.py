@@ -151,7 +151,7 @@ def _follow(sent: Submission, settings: Settings, document: dict[str, Any]) -> J
 
 
 def _check_refused(sent: Submission, store: ObjectStore) -> None:
-    """Raises `UserError` when the ingest source made a dead letter of it."""
+    """Raises `UserError` when ingest refused the file and wrote a dead letter."""
     from pipeline.ingest.files.source import TakenMarker
     from pipeline.ledger.ledger import parse_stored
 

@@ -126,7 +126,7 @@ def print_end(end: JobEnd, *, as_json: bool) -> None:
 
 
 def describe(summary: JobSummary, now: datetime | None = None) -> str:
-    """How a job stands, in a line without its name."""
+    """A job's state, in a line without its name."""
     words = [str(summary.status)]
     counts = summary.counts
     if counts is not None and counts.total:

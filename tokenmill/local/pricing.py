@@ -32,8 +32,8 @@ def describe_instance(instance: InstanceOptions) -> InstanceOptions:
             f"the instance's metadata service can't be asked what this machine is ({error}); unset "
             "TOKENMILL_INSTANCE__ASK_EC2 where it isn't Amazon's, and set TOKENMILL_INSTANCE__TYPE"
         ) from error
-    said = {"type": kind, "region": region, "market": "spot" if life == "spot" else "on-demand"}
-    return instance.model_copy(update={name: value for name, value in said.items() if value is not None})
+    found = {"type": kind, "region": region, "market": "spot" if life == "spot" else "on-demand"}
+    return instance.model_copy(update={name: value for name, value in found.items() if value is not None})
 
 
 def price_of_worker(settings: Settings, given: float | None = None) -> float | None:

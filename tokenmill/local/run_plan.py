@@ -1,4 +1,4 @@
-"""What a run was told, and the shape that its engine takes for it: no more rows and blocks than the job can use."""
+"""The parameters of a run, and the size of its engine: no more rows and blocks than the job can use."""
 
 from __future__ import annotations
 

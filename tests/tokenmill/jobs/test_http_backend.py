@@ -172,7 +172,7 @@ def test_urls_that_cannot_be_gateways_are_refused(tokenmill: Any, url: str, why:
 
 
 @pytest.mark.parametrize("job", ["..", "../files", "job?x=1", "a/cancel", "%2e%2e", "x" * 300])
-def test_what_is_no_id_is_never_sent(tokenmill: Any, job: str) -> None:
+def test_an_invalid_id_is_never_sent(tokenmill: Any, job: str) -> None:
     for command in ("show", "watch", "cancel", "retry"):
         ended = tokenmill("jobs", command, "--url", "http://127.0.0.1:9", "--", job)
         assert (ended.code, "no job's id" in ended.error) == (1, True)
@@ -190,7 +190,7 @@ def test_what_is_no_id_is_never_sent(tokenmill: Any, job: str) -> None:
         ("chat", " ", "--url", "http://h"),
     ],
 )
-def test_what_cannot_go_together_is_refused_before_anything_is_sent(tokenmill: Any, given: tuple[str, ...]) -> None:
+def test_invalid_combinations_are_refused_before_a_request_is_sent(tokenmill: Any, given: tuple[str, ...]) -> None:
     ended = tokenmill(*given)
     assert ended.code in (1, 2)
     assert ended.err.count("error: ") == 1
@@ -205,7 +205,7 @@ def faulty(house: HttpHouse) -> Iterator[FaultyHttp]:
         yield proxy
 
 
-def test_a_busy_gateway_is_asked_again_and_an_upload_that_got_lost_is_one_file(
+def test_requests_to_a_busy_gateway_are_retried_and_a_lost_upload_is_one_file(
     house: HttpHouse, faulty: FaultyHttp, source: Path
 ) -> None:
     waited: list[float] = []
@@ -233,7 +233,7 @@ def test_a_gateway_that_stays_busy_is_given_up(faulty: FaultyHttp, tokenmill: An
         nobody.get("/v1/models")
 
 
-def test_what_may_not_be_done_twice_is_not_sent_again_when_its_answer_is_lost(faulty: FaultyHttp) -> None:
+def test_a_request_that_is_not_idempotent_is_not_retried_when_its_answer_is_lost(faulty: FaultyHttp) -> None:
     waited: list[float] = []
     faulty.faults.append(Fault("lost", method="POST"))
     with GatewayClient(faulty.endpoint, sleep=waited.append) as gateway, pytest.raises(UserError):

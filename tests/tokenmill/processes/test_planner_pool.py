@@ -162,7 +162,7 @@ def test_given_a_planner_that_is_killed_then_its_job_is_blamed_and_another_proce
     assert pid not in pool.pids
 
 
-def test_given_a_planner_that_is_told_to_stop_by_another_then_its_job_is_not_blamed(
+def test_given_a_planner_that_another_process_stops_then_its_job_has_no_failure(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
     with being_planned(root, pool, tmp_path) as (_large, planning):
@@ -182,7 +182,7 @@ def test_given_a_plan_under_way_when_the_pool_is_closed_then_its_processes_end_a
     assert not pool.pids
 
 
-def test_given_a_job_that_was_closed_before_it_was_planned_then_the_pool_says_how_it_ended(
+def test_given_a_job_that_was_closed_before_it_was_planned_then_the_pool_returns_its_outcome(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
     closed = submitted(root, "closed", requests(tmp_path / "closed.jsonl"))
@@ -314,17 +314,17 @@ class Installed:
     def __init__(self, root: Root) -> None:
         self._root = root
         self._stop = threading.Event()
-        hints = in_process_backends(root)
-        dispatch = dispatcher_part(root, hints, Settings(), DispatchMetrics())
+        backends = in_process_backends(root)
+        dispatch = dispatcher_part(root, backends, Settings(), DispatchMetrics())
         self._threads = [
-            threading.Thread(target=dispatch, args=(self._stop,)), threading.Thread(target=self._work, args=(hints,))
+            threading.Thread(target=dispatch, args=(self._stop,)), threading.Thread(target=self._work, args=(backends,))
         ]  # fmt: skip
         for thread in self._threads:
             thread.start()
 
-    def _work(self, hints: Backends) -> None:
+    def _work(self, backends: Backends) -> None:
         world, ledger = self._root.world, self._root.ledger
-        client = ShardClient("w", world, ledger, hints.queue, hints.heartbeats, lambda: False, models=MODELS)
+        client = ShardClient("w", world, ledger, backends.queue, backends.heartbeats, lambda: False, models=MODELS)
         while not self._stop.is_set():
             if (shard := client.take(0.01)) is not None:
                 client.begin(shard)

@@ -86,7 +86,7 @@ def test_a_model_shared_by_two_processes_writes_the_same_table(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", ["replica", "rank"])
-def test_what_dies_ends_the_run_and_the_same_command_goes_on(
+def test_a_dead_process_ends_the_run_and_the_same_command_goes_on(
     victim: str, place: Path, model_folder: Path, chat: Any, write_lines: Any, results: Any, tokenmill: Tokenmill
 ) -> None:
     """Two replicas of two ranks each: a process of either kind is killed, and none outlives the run."""

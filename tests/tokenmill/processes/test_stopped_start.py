@@ -131,7 +131,7 @@ def check_end(process: subprocess.Popen[bytes], place: Path) -> str:
         ("dispatcher", "fcntl.flock", None, FINALIZED),
     ],
 )
-def test_given_the_word_at_a_moment_of_the_start_then_nothing_is_begun(
+def test_given_a_stop_signal_during_the_start_then_no_part_starts(
     place: Path, arguments: Any, start: Any, part: str, event: str, name: str | None, how: str
 ) -> None:
     (place / "told.py").write_text(TOLD.format(event=event, name=name, how=how))
@@ -142,7 +142,7 @@ def test_given_the_word_at_a_moment_of_the_start_then_nothing_is_begun(
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc tells when a process listens for SIGTERM")
 @pytest.mark.parametrize("part", PARTS)
-def test_given_the_word_as_soon_as_it_listens_and_at_any_time_from_then_then_it_ends_with_0(
+def test_given_a_stop_signal_at_any_time_since_the_handler_is_installed_then_it_ends_with_0(
     place: Path, arguments: Any, start: Any, part: str
 ) -> None:
     for told_after in (0.0, random.Random().uniform(0.0, LONGEST)):

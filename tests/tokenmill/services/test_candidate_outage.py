@@ -129,10 +129,10 @@ def test_given_a_store_that_is_away_when_a_model_is_changed_then_the_worker_wait
         return LoadedModel.load(folders[name], name=name, config=config)
 
     root = Root("memory:", house.world, None)
-    hints = in_process_backends(root)
-    worker = WorkerService(root, hints, [lambda: load("first"), lambda: load("second")], Settings(), 60.0)
+    backends = in_process_backends(root)
+    worker = WorkerService(root, backends, [lambda: load("first"), lambda: load("second")], Settings(), 60.0)
     pin = LoadedModel.load(folders["second"], name="second", config=config).pin()
-    hints.queue.put(queue_name(pin.key, Tier.STANDARD), ShardTask("no-such-job", 1))
+    backends.queue.put(queue_name(pin.key, Tier.STANDARD), ShardTask("no-such-job", 1))
     stop, errors = threading.Event(), []
 
     def work() -> None:

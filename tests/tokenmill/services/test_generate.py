@@ -119,7 +119,7 @@ def content(body: dict[str, Any]) -> str:
     return text
 
 
-def test_many_ask_at_once_and_a_revoked_one_gives_its_place_up(house: House, chat: Any) -> None:
+def test_concurrent_requests_are_answered_and_a_revoked_one_frees_its_slot(house: House, chat: Any) -> None:
     worker, intake = house.null_worker(rows=4, step_ms=5), house.intake()
     house.wait_for_model()
     # Far more wait than the door has threads,

@@ -91,7 +91,7 @@ def finished_at(job: Path) -> datetime:
 
 
 @pytest.mark.exhaustive
-def test_given_one_worker_of_two_models_then_both_get_their_turn(
+def test_given_one_worker_of_two_models_then_both_are_served_in_rotation(
     cluster: Cluster, model_folder: Path, chat: Any, tmp_path: Path, results: Any
 ) -> None:
     twin = tmp_path / "twin"  # other weights, as far as anybody can tell

@@ -198,7 +198,7 @@ class Again:
             raise self._errors[0]
 
 
-def test_dashboards_have_what_they_ask_for_and_alerts_fire_and_end(house: House) -> None:
+def test_dashboards_have_their_metrics_and_alerts_fire_and_end(house: House) -> None:
     fired: set[str] = set()
 
     def incident(*names: str) -> None:

@@ -62,7 +62,7 @@ def is_inert(page: Page) -> bool:
     return "taken" not in page.title() and page.locator("main img, main script, main [onerror]").count() == 0
 
 
-def test_a_dropped_file_is_answered_and_read_and_a_chat_streams(
+def test_an_ingested_file_is_answered_and_read_and_a_chat_streams(
     processes: Processes, browser: Browser, model_folder: Path, chat: Any
 ) -> None:
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
@@ -199,7 +199,7 @@ def test_hostile_answers_are_inert_and_a_stream_can_be_stopped(tmp_path: Path, b
         assert said == []
 
 
-def test_a_key_is_asked_for_and_kept_out_of_addresses(tmp_path: Path, browser: Browser) -> None:
+def test_a_key_is_prompted_for_and_never_in_urls(tmp_path: Path, browser: Browser) -> None:
     from pipeline.gateway.http.api_keys import Scope  # noqa: PLC0415
     from tests.pipeline.gateway.http_harness import http_house  # noqa: PLC0415
 

@@ -76,7 +76,7 @@ def world(place: Path) -> Iterator[World]:
 
 
 @pytest.mark.slow
-def test_given_a_record_that_says_otherwise_when_a_worker_starts_then_it_ends_with_71_and_is_in_no_catalog(
+def test_given_a_differing_record_when_a_worker_starts_then_it_ends_with_71_and_is_in_no_catalog(
     processes: Processes, world: World, model_folder: Path, tokenmill: Any, place: Path
 ) -> None:
     # given what the model answers, with one log-probability that it doesn't have

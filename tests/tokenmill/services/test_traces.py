@@ -47,9 +47,7 @@ SERVER, CLIENT, CONSUMER = 2, 3, 5
         (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
     ],
 )
-def test_given_opentelemetrys_variables_then_they_say_whether_there_are_traces(
-    environment: dict[str, str], wanted: bool
-) -> None:
+def test_given_opentelemetrys_variables_then_they_enable_traces(environment: dict[str, str], wanted: bool) -> None:
     assert wants_traces(environment) is wanted
 
 
@@ -61,7 +59,7 @@ def test_given_opentelemetrys_variables_then_they_say_whether_there_are_traces(
         ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", "http/protobuf"),
     ],
 )
-def test_given_what_cannot_be_had_then_the_variable_and_what_is_right_are_named(
+def test_given_an_unsupported_value_then_the_variable_and_valid_values_are_named(
     name: str, value: str, right: str
 ) -> None:
     with pytest.raises(UserError, match=f"{name} .*{value}.*{right}"):
@@ -161,7 +159,7 @@ def below(span: Received, above: Received) -> bool:
 
 
 @pytest.mark.slow
-def test_given_a_trace_at_any_door_then_it_reaches_the_workers_shard_and_whoever_is_told(
+def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_and_the_published_events(
     house: House, receiver: OtlpReceiver
 ) -> None:
     # HTTP: a batch, with the webhook of its end.
@@ -276,7 +274,7 @@ def check_logs(house: House) -> None:
             assert [one for one in told if len(one.get("trace_id", "")) == 32], (command, told)
 
 
-def test_given_a_collector_that_is_away_then_what_is_left_is_given_up_in_time(
+def test_given_an_unreachable_collector_then_remaining_spans_are_discarded_in_time(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver.close()

@@ -170,7 +170,7 @@ def test_given_a_killed_run_when_the_same_command_runs_then_it_finishes_and_comm
         "models pull",
     ],
 )
-def test_given_help_when_asked_then_it_is_there_and_nothing_heavy_is_loaded(place: Path, arguments: str) -> None:
+def test_given_help_when_called_then_it_is_printed_and_nothing_heavy_is_imported(place: Path, arguments: str) -> None:
     script = (
         "import sys; from tokenmill.cli import main; code = main(sys.argv[1:]); "
         "heavy = {'torch', 'transformers', 'pyarrow', 'pydantic_settings', 'numpy'} & set(sys.modules); "
