@@ -28,14 +28,14 @@ def main() -> int:
 
             from tokenmill.cli import main as run
 
-            code = run(stopped=lambda: starting.asked)
+            code = run(stopped=lambda: starting.has_signal)
         except BaseException as error:
             if interrupted(error):
                 raise KeyboardInterrupt from error
-            if not (starting.asked or isinstance(error, StoppedWhileStarting)):
+            if not (starting.has_signal or isinstance(error, StoppedWhileStarting)):
                 raise
             code = 0
-        if starting.asked:
+        if starting.has_signal:
             sys.stderr.write("told to stop\n")
             return 0
         return code

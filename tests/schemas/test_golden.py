@@ -27,7 +27,7 @@ SAMPLES = samples()
 
 
 def lacks(given: Any, wanted: Any, place: str = "") -> list[str]:
-    """Where `given` doesn't have what `wanted` has; it may have more keys."""
+    """The paths where `given` differs from `wanted`; it may have more keys."""
     if isinstance(wanted, dict) and isinstance(given, dict):
         return [
             line
@@ -59,7 +59,7 @@ def test_given_all_papers_that_bear_a_version_then_each_has_a_golden_file() -> N
 
 
 def numbered(kind: type[StoredModel]) -> bool:
-    """Whether it says in which version of the format it is written."""
+    """Whether the file has a format version."""
     return "version" in kind.model_fields and kind.model_fields["version"].default == 1
 
 

@@ -1,4 +1,4 @@
-"""A job's papers refuse what does not add up, and come back from JSON as they went in."""
+"""A job's stored models refuse inconsistent values, and survive a round trip through JSON."""
 
 from __future__ import annotations
 

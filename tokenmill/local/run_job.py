@@ -90,10 +90,10 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         def begin(progress: Progress) -> None:
             nonlocal before, planner
             before = progress.counts.total - progress.counts.pending
-            tracker.planned(progress.counts, expected_tokens(output, segments), whole=segments[-1].last)
+            tracker.set_plan(progress.counts, expected_tokens(output, segments), whole=segments[-1].last)
             if not segments[-1].last:
                 planner = stack.enter_context(
-                    PlannerProcess(plan.output, output.lock, output.ledger, plan.inputs, tracker.more, stop.set)
+                    PlannerProcess(plan.output, output.lock, output.ledger, plan.inputs, tracker.add_segment, stop.set)
                 )
 
         def work(given: EmbeddedWork) -> None:

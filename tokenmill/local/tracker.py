@@ -60,7 +60,7 @@ class RunTracker:
         """Start a phase without counts."""
         self._replace(phase=name)
 
-    def planned(self, counts: Counts, expected_tokens: int, *, whole: bool = True) -> None:
+    def set_plan(self, counts: Counts, expected_tokens: int, *, whole: bool = True) -> None:
         """Set the counts of the plan, or (not `whole`) of its first part: rows at the start of this run, and the
         expected output tokens of pending rows."""
         done = counts.total - counts.pending
@@ -73,7 +73,7 @@ class RunTracker:
             planning=not whole,
         )
 
-    def more(self, segment: PlanSegment) -> None:
+    def add_segment(self, segment: PlanSegment) -> None:
         """Add a segment of the plan."""
         expected = sum(shard.expected_tokens for shard in segment.shards)
         with self._lock:

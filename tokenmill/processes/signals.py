@@ -49,11 +49,11 @@ class StartupSignals:
     """The handler of SIGTERM while a command is loaded.
 
     Attributes:
-        asked: whether a stop signal has arrived.
+        has_signal: whether a stop signal has arrived.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.has_signal = False
 
     def listen(self, arguments: Sequence[str]) -> None:
         """Install the handler, if the command is a long-running one. `arguments`: without the program's name."""
@@ -62,7 +62,7 @@ class StartupSignals:
             signal.signal(signal.SIGTERM, self)
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        self.asked = True
+        self.has_signal = True
         raise StoppedWhileStarting
 
 
@@ -71,26 +71,26 @@ class StopSignal(Event):
     `StoppedWhileStarting`.
 
     Attributes:
-        asked: whether a stop signal has arrived.  starting: whether the parts don't run yet.
+        has_signal: whether a stop signal has arrived.  starting: whether the parts don't run yet.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = False
+        self.has_signal = False
         self.starting = True
         self._signals: SimpleQueue[int | None] = SimpleQueue()
 
     def begin(self) -> None:
         """End the start. Raises `StoppedWhileStarting` if a stop signal has arrived."""
-        if self.asked:
+        if self.has_signal:
             raise StoppedWhileStarting
         self.starting = False
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal. No lock is taken, because the interrupted thread may hold this event's lock or the log's."""
-        if self.asked:
+        if self.has_signal:
             raise KeyboardInterruption
-        self.asked = True
+        self.has_signal = True
         self._signals.put(number)
         if self.starting:
             raise StoppedWhileStarting
@@ -123,13 +123,13 @@ def stop_on_signals() -> Iterator[StopSignal]:
         with stop._listening():
             for number in SIGNALS:
                 signal.signal(number, stop.on_signal)
-            if any(isinstance(handler, StartupSignals) and handler.asked for handler in before.values()):
+            if any(isinstance(handler, StartupSignals) and handler.has_signal for handler in before.values()):
                 raise StoppedWhileStarting
             yield stop
     except KeyboardInterruption:
         raise
     except BaseException:
-        if not (stop.starting and stop.asked):
+        if not (stop.starting and stop.has_signal):
             raise
     finally:
         for number, handler in before.items():

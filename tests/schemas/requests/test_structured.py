@@ -1,4 +1,4 @@
-"""Formats, grammars and tools in a body: what is taken, what is refused by name, and what is kept."""
+"""Formats, grammars and tools in a body: accepted, refused by name, and stored."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_unsupported_parameters_are_refused_by_name(
 
 
 def test_requests_with_other_tools_or_calls_begin_otherwise() -> None:
-    """The planner sorts by what prompts begin with: tools stand first, and a call is part of its message."""
+    """The planner sorts by the prompts' prefixes: tools come first, and a call is part of its message."""
     other = {"type": "function", "function": {"name": "other"}}
     prompts = [
         prompt_bytes(chat(**fields))[0]

@@ -28,7 +28,7 @@ ORDERS_WITHIN = {
     "canary-failure": {"pin"},
     "part-summary": {"counts"},
 }
-"""What of a report is read as strictly as in an order: which weights, and sums that must hold."""
+"""Parts of a report that are read as strictly as a job: the weights, and sums that must hold."""
 
 OPEN = {"metadata", "engine", "versions", "accounted", "worked", "tiers", "speeds", "pools"}
 """Whose keys are data."""

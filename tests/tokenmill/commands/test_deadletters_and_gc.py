@@ -47,7 +47,7 @@ def root(place: Path) -> Path:
 
 
 def take(store: FolderStore) -> int:
-    """An intake takes what lies there; the number of jobs then."""
+    """Ingest the files in the inbox; the number of jobs afterwards."""
     clock = SimulatedClock()
     world = World(store, clock, SystemRandomness(), store.scratch)
     door = FileIngestSource(FolderInbox(store, clock, settle=1.0), Intake(world), world)

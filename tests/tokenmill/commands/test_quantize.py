@@ -1,4 +1,4 @@
-"""`tokenmill quantize` writes a checkpoint that `run` takes, says what it cost, and leaves nothing half made."""
+"""`tokenmill quantize` writes a checkpoint for `run`, reports the loss of quality, and leaves no incomplete files."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def processes(place: Path) -> Iterator[Processes]:
 
 
 def metrics_url(processes: Processes, number: int) -> str:
-    """Where a process says that it tells its figures."""
+    """The URL of a process's metrics, from its log."""
 
     def said() -> str | None:
         found = re.search(r"http://[0-9.:]+/metrics", processes.log(number).read_text())

@@ -1,4 +1,4 @@
-"""`tokenmill submit`: to a folder, a bucket and a topic, each with the real door behind it."""
+"""`tokenmill submit`: to a folder, a bucket and a topic, each with its real ingest source."""
 
 from __future__ import annotations
 

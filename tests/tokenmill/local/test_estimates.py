@@ -1,4 +1,4 @@
-"""What `estimate` foresees beside what `run` then counts, on a model that really runs."""
+"""The estimates of `estimate`, compared with the counts of `run` on a real model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker costs: as it is told, as its settings say, or as the instance says of itself."""
+"""The price of a worker: from an option, the settings, or the instance's metadata."""
 
 from __future__ import annotations
 

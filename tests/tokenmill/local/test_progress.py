@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on and when it has ended."""
+"""The progress display of a run, and its summary."""
 
 from __future__ import annotations
 

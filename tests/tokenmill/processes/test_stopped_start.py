@@ -35,14 +35,14 @@ class Late:
 class Made:
     late = Late()
 """
-"""Python 3.11 raises a RuntimeError in the place of what a `__set_name__` has raised."""
+"""Python 3.11 replaces an exception of `__set_name__` by a RuntimeError."""
 FINALIZED = """
 class Late:
     def __del__(self):
         signal.raise_signal(signal.SIGTERM)
 Late()
 """
-"""Python swallows what a finalizer has raised, and prints a traceback."""
+"""Python swallows an exception of a finalizer, and prints a traceback."""
 PARTS = ("serve", "worker", "dispatcher", "intake", "gateway")
 
 TOLD = """
@@ -100,7 +100,7 @@ def start(place: Path, variables: dict[str, str]) -> Iterator[Callable[..., subp
 
 
 def check_end(process: subprocess.Popen[bytes], place: Path) -> str:
-    """It ends soon and in order, and leaves no process and no half-written file; what it said."""
+    """It ends soon and gracefully, and leaves no process and no incomplete file; its output."""
     code, said = process.wait(SOON), (place / "log").read_text()
     assert code == 0, said
     assert "Traceback" not in said

@@ -1,4 +1,4 @@
-"""Intakes of a bucket as real processes: two at once, told of all twice, one killed and one stopped for a while."""
+"""Intakes of a bucket as real processes: two at once, with duplicate events, one killed and one stopped for a while."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILES = 30
 
 @pytest.fixture
 def bucket(s3_server: MotoServer, unique_name: Callable[[], str]) -> str:
-    """A bucket that tells a queue of the same name of what is dropped."""
+    """A bucket with event notifications to a queue of the same name."""
     name = s3_server.make_bucket(f"intakes-{unique_name()[-8:]}")
     queues = s3_server.client("sqs")
     url = queues.create_queue(QueueName=name)["QueueUrl"]

@@ -1,4 +1,4 @@
-"""All of an installation as real processes on real servers: every door gives the same table, once."""
+"""A whole installation as real processes on real servers: every ingest source gives the same table, once."""
 
 from __future__ import annotations
 

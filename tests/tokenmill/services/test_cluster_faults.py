@@ -1,4 +1,4 @@
-"""A short run of faults on a whole installation: what `make cluster-faults` does at length. `make chaos` runs it."""
+"""A short run of faults on a whole installation; `make cluster-faults` is the long one. `make chaos` runs it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class S3(SeaweedServer):
 
 
 class Compose:
-    """The services as processes. `places`: what stands in compose.yaml -> what it is here."""
+    """The services as processes. `places`: address in compose.yaml -> address here."""
 
     def __init__(self, folder: Path, places: dict[str, str], model: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Settings of the deployed form, seen in real processes: what CloudWatch is told, how long connections idle."""
+"""Settings of the deployment, in real processes: CloudWatch metrics, and idle times of connections."""
 
 from __future__ import annotations
 

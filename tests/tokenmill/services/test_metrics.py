@@ -1,4 +1,4 @@
-"""What real processes tell at /metrics, against what they were asked to do."""
+"""Metrics of real processes at /metrics, compared with the requests that they served."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def processes(place: Path) -> Iterator[Processes]:
 
 
 def metrics_url(processes: Processes, number: int) -> str:
-    """Where a process says that it tells its figures."""
+    """The URL of a process's metrics, from its log."""
 
     def said() -> str | None:
         assert processes.running[number].poll() is None, processes.log(number).read_text()
@@ -211,7 +211,7 @@ def test_the_metrics_port_serves_nothing_else_and_withstands_silent_clients(
 
 
 def told_when_it_can(url: str) -> None:
-    """The places of those that went are free again, soon."""
+    """The slots of closed connections are soon free again."""
     until = time.monotonic() + HANG_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Null workers as real processes: what they answer can be worked out, whoever dies on the way."""
+"""Null workers as real processes: their answers are predictable, though processes die meanwhile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[3]
 
 @contextmanager
 def running(place: Path, name: str, *program: object, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block; what it said is shown."""
+    """A process that ends with the block; its output is printed."""
     log = place / f"{name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(

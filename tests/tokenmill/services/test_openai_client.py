@@ -46,7 +46,7 @@ LONG = 3_000
 
 
 class Order(BaseModel):
-    """What an answer is to be read as."""
+    """The model of a structured answer."""
 
     colour: Literal["red", "green", "blue"]
     count: Literal[1, 2, 3]
@@ -307,7 +307,7 @@ TOOLS = [openai.pydantic_function_tool(Count, name=name) for name in ("count", "
 
 
 def test_tools_are_called_whole_and_streamed(served: Served) -> None:
-    """By a model that knows no end, so some of its answers are cut off: what counts is that both say the same."""
+    """The model has no end token, so some answers are cut off; both must have the same finish reason."""
     asked = ask(1, max_tokens=200, tools=TOOLS, tool_choice="required", temperature=1, seed=4, n=8)
     whole = served.client.chat.completions.create(**asked)
     told = {choice.index: (choice.finish_reason, called(choice.message.tool_calls)) for choice in whole.choices}
@@ -345,7 +345,7 @@ def called(calls: Any) -> list[tuple[str, str]]:
 
 
 def read_calls(stream: Any) -> dict[int, tuple[str | None, list[tuple[str, str]]]]:
-    """Of each choice: why it ended, and what it called, put together piece by piece as OpenAI says."""
+    """Finish reason and tool calls of each choice, joined from the deltas as OpenAI specifies."""
     reasons: dict[int, str | None] = {}
     calls: dict[int, list[tuple[str, str]]] = {}
     ids: set[str] = set()

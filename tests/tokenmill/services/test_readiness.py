@@ -1,4 +1,4 @@
-"""What a model has to do before anybody is told that it is served, and by how much its answers may differ."""
+"""Checks of a model before it is published as served, and the tolerance of its canary answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may read what lies in a root: prompts, answers, hashes of keys."""
+"""File permissions in a root, which holds prompts, answers and hashes of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The long-running commands as real processes: what is dropped is answered, whoever is killed meanwhile."""
+"""The long-running commands as real processes: ingested files are answered, though processes are killed meanwhile."""
 
 from __future__ import annotations
 

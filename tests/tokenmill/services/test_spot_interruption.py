@@ -1,4 +1,4 @@
-"""A spot instance's notice ends a worker in order; whatever else the metadata service says doesn't."""
+"""A spot instance's interruption notice stops a worker gracefully; other answers of the metadata service don't."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def backends(root: Root) -> Backends:
 
 
 class Planted:
-    """Raises the first time it is called, and is then what it replaces, or only waits (`waits`)."""
+    """Raises at the first call; later it calls the replaced function, or only waits (`waits`)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, waits: bool) -> None:
         self.works = threading.Event()
@@ -198,7 +198,7 @@ def test_given_an_unexpected_error_then_its_part_is_restarted(
 def test_given_interactive_tasks_when_one_poll_fails_then_the_next_one_works(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The part within Celery's that looks after `tokenmill.generate`."""
+    """The part of Celery ingest that serves `tokenmill.generate`."""
     planted = Planted(monkeypatch, GenerateCalls, "run", waits=True)
     stop = threading.Event()
     calls = GenerateCalls.__new__(GenerateCalls)
@@ -225,7 +225,7 @@ def test_given_a_part_that_cant_go_on_then_the_process_ends_with_its_reason(
 
 
 def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
-    """The loss of what the process is for: a worker's engine."""
+    """The loss of the process's main part: a worker's engine."""
 
     def lost(_stop: threading.Event) -> None:
         raise Unforeseen("the engine is gone")

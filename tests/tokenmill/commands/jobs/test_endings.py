@@ -38,7 +38,7 @@ ROWS_PER_PART = 3
 
 @pytest.fixture
 def start(place: Path, model_folder: Path) -> Iterator[Start]:
-    """Starts a run in a process of its own, that computes one row at a time; what still runs at the end is killed."""
+    """Starts a run in a process of its own, that computes one row at a time; it is killed at the test's end."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[4]),

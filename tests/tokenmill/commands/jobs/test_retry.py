@@ -1,4 +1,4 @@
-"""`jobs retry` and `jobs export --merged`: what was left over is answered by a job of its own, and joined again."""
+"""`jobs retry` and `jobs export --merged`: unanswered rows become a new job, and the results are joined."""
 
 from __future__ import annotations
 

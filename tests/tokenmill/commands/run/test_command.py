@@ -36,7 +36,7 @@ BIG = 11 * 1024 * 1024
 
 
 def digests(out: Path) -> dict[str, str]:
-    """What stands in a job's results, byte for byte."""
+    """The bytes of a job's result files."""
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (out / "results").iterdir()}
 
 

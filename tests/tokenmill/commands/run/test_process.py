@@ -46,7 +46,7 @@ def command(place: Path, model_folder: Path, chat: Chat, write_lines: Callable[.
 
 @pytest.fixture
 def start(place: Path, command: list[str]) -> Iterator[Start]:
-    """Starts the run; what still runs at the end of the test is killed."""
+    """Starts the run; it is killed at the test's end."""
     environment = {**os.environ, "TOKENMILL_PLAN__MAX_SHARD_ROWS": str(ROWS_PER_PART)}
     environment["PYTHONPATH"] = str(Path(__file__).parents[4])
     started: list[subprocess.Popen[str]] = []
@@ -78,7 +78,7 @@ def wait_for_parts(process: subprocess.Popen[str], out: Path, count: int) -> Non
 
 
 def custom_ids(out: Path) -> dict[str, list[str | None]]:
-    """What each reader sees at this moment."""
+    """The current view of each reader."""
     folder = out / "results"
     with duckdb.connect() as database:
         found = database.sql(f"select custom_id from '{folder}/*.parquet'").fetchall()  # noqa: S608 - our own path

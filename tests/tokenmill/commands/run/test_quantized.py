@@ -1,4 +1,4 @@
-"""--quantize and --kv-dtype as a user meets them: told, kept, part of the order, and never ignored."""
+"""--quantize and --kv-dtype in `run`: reported, stored in job and manifest, and never ignored."""
 
 from __future__ import annotations
 

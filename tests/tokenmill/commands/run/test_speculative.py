@@ -1,4 +1,4 @@
-"""--speculate as a user meets it: told, kept in the manifest, no part of the order, and without effect on answers."""
+"""--speculate in `run`: reported, stored in the manifest, not in the job, and without effect on answers."""
 
 from __future__ import annotations
 

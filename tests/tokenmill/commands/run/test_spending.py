@@ -1,4 +1,4 @@
-"""A run that may only cost so much: it keeps what it has, says why the rest has no answer, and a retry goes on."""
+"""A run with a spending limit: it keeps its results, records the reason for the other rows, and a retry goes on."""
 
 from __future__ import annotations
 
