@@ -138,16 +138,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quietly\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[tokenmill.content_policies]\nquiet = quietly:Quiet\n")
     (folder / "quietly.py").write_text(
-        "from workers.content_policies import ALLOWED, Answer, Prompt, Verdict\n\n\n"
+        "from workers.policies.policy import ALLOWED, Answer, PolicyVerdict, Prompt\n\n\n"
         "class Quiet:\n"
         "    window = 1\n\n"
         "    def __init__(self, argument: str | None) -> None:\n"
         "        self.mark = argument or '!'\n"
         "        self.fingerprint = f'1 {self.mark}'\n\n"
-        "    def before(self, prompt: Prompt) -> Verdict:\n"
+        "    def before(self, prompt: Prompt) -> PolicyVerdict:\n"
         "        shouts = any(self.mark in text for text in prompt.texts)\n"
-        "        return Verdict(False, 'shouts') if shouts else ALLOWED\n\n"
-        "    def after(self, answer: Answer) -> Verdict:\n"
+        "        return PolicyVerdict(False, 'shouts') if shouts else ALLOWED\n\n"
+        "    def after(self, answer: Answer) -> PolicyVerdict:\n"
         "        if 'Falcon' in answer.text:\n"
         "            raise RuntimeError(answer.text)\n"
         "        return ALLOWED\n",
