@@ -1,4 +1,4 @@
-"""Which model answers: pinned by a job, and listed by those who serve it."""
+"""Models: the pin of a job, and the catalog entry of a served one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from schemas.stored import StoredModel
 
 
 class ModelPin(StoredModel):
-    """The very weights a job runs on. A worker that can't give exactly this refuses the shard.
+    """The exact weights that a job runs on. A worker without them refuses the shard.
 
     Attributes:
-        name: what requests call it (`body.model`).
-        source: folder, GGUF file or hub name it is loaded from.
+        name: the model's name in requests (`body.model`).
+        source: folder, GGUF file or hub name of its weights.
         digest: of the weight files, "sha256:…".
         revision: of a hub repository.
         quantization: of the weights at load; "none": as they are stored, "int8" quantizes activations too.
@@ -32,21 +32,21 @@ class ModelPin(StoredModel):
 
     @property
     def key(self) -> str:
-        """The same for all who compute the same: short, of letters and digits."""
+        """A short id of letters and digits, equal for equal weights and arithmetic."""
         weights = self.digest or f"{self.name}\0{self.source}\0{self.revision}"
         facts = "\0".join((weights, self.dtype, self.quantization, self.kv_dtype))
         return sha256(facts.encode()).hexdigest()[:16]
 
 
 class CatalogEntry(StoredModel):
-    """A model that jobs can be submitted for.
+    """A model for which jobs can be submitted.
 
     Attributes:
-        pin: what they are pinned to.
+        pin: of its jobs.
         max_model_len: tokens of prompt and answer together.
-        policies: the fingerprint of the content policies that judge its prompts and answers; None: there are none. No
-            part of the pin: another policy doesn't strand the jobs that are open.
-        published_at: since when it is served like this; None: it was written down before this was.
+        policies: the fingerprint of the content policies for its prompts and answers; None: there are none. It isn't
+            part of the pin, so that open jobs can go on under another policy.
+        published_at: since when it is served like this; None: the entry was written before this field existed.
     """
 
     version: Literal[1] = 1
@@ -56,5 +56,5 @@ class CatalogEntry(StoredModel):
     published_at: AwareDatetime | None = None
 
     def same(self, other: CatalogEntry) -> bool:
-        """Whether both describe the same, whenever they were published."""
+        """Whether both are equal but for their time of publication."""
         return self == other.model_copy(update={"published_at": self.published_at})

@@ -1,4 +1,4 @@
-"""The price book: what machines cost by the hour, in a file that people edit.
+"""The price book: prices of machines by the hour, in a file that operators edit.
 
     currency = "USD"
 
@@ -10,7 +10,7 @@
     as_of = 2026-11-22
     source = "Amazon's price list"
 
-An instance type may be anything that has a price of its own: a cloud's machine, or an accelerator by its name.
+An instance type is anything with a price of its own: a cloud's machine, or an accelerator by its name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 Market = Literal["on-demand", "spot"]
 ANY_REGION: Final = "any"
-"""A price that holds in each region which has none of its own."""
+"""The region of prices that apply wherever a region has none of its own."""
 
 SHIPPED: Final = Path(__file__).with_name("prices.toml")
 """The book that comes with tokenmill."""
@@ -41,8 +41,8 @@ class Price(BaseModel):
 
     Attributes:
         per_hour: of the whole machine, in the book's currency.
-        as_of, source: when and where it was read: prices change.
-        device, devices: the accelerators in it, as `estimate --hardware` names them; None: none that is known.
+        as_of, source: when and where the price was read, since prices change.
+        device, devices: its accelerators, by the names of `estimate --hardware`; None: no known one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,7 +58,7 @@ class Price(BaseModel):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The entry's name in messages."""
         return f"{self.instance_type} in {self.region}, {self.market}"
 
 
@@ -84,7 +84,7 @@ class PriceBook(BaseModel):
         return found.get(region) or found.get(ANY_REGION)
 
     def must(self, instance_type: str, region: str, market: Market, where: Path | None = None) -> Price:
-        """The same; raises `PriceBookError` that names the entries there are."""
+        """The price as `find` returns it; raises `PriceBookError` with the known entries if there is none."""
         found = self.find(instance_type, region, market)
         if found is None:
             known = sorted({one.name for one in self.price if one.instance_type == instance_type})
@@ -112,7 +112,7 @@ def read_price_book(path: Path | None = None) -> PriceBook:
 
 
 def _place(raw: dict[str, object], steps: tuple[int | str, ...]) -> str:
-    """Where in the book, as its user sees it: the third entry, and whose it is."""
+    """The location of an error in the book, for its user: the entry's number and its instance type."""
     words = [str(step) for step in steps if not isinstance(step, int)]
     number = next((step for step in steps if isinstance(step, int)), None)
     if number is None:

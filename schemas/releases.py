@@ -1,5 +1,5 @@
-"""Papers of releases: what a model answers to the canary prompts, which version is tried against which, and what came
-of it. All but the record of failures are written once."""
+"""Records of releases: canary answers, a release with its two versions, and its outcome. All but the record of failures
+are written once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class CanaryAnswer(StoredModel):
-    """What a model made of one canary prompt.
+    """A model's answer to one canary prompt.
 
     Attributes:
         prompt: its token ids.
-        tokens: of the greedy answer.  logprobs: of each of them.  runners_up: of the second likeliest in each place.
-        vector: of a model that makes vectors only, of length 1.
+        tokens: of the greedy answer.  logprobs: of each token.  runners_up: of the second most likely token at each
+            position.
+        vector: of an embedding model, normalized to length 1.
     """
 
     prompt: tuple[Count, ...]
@@ -37,7 +38,7 @@ class CanaryAnswer(StoredModel):
 
 
 class CanaryRecord(StoredModel):
-    """`canaries/KEY.json`: what the model of this pin answers to the canary prompts, as its first worker found it."""
+    """`canaries/KEY.json`: the answers of this pin's model to the canary prompts, as its first worker computed them."""
 
     version: Literal[1] = 1
     pin: ModelPin
@@ -47,7 +48,7 @@ class CanaryRecord(StoredModel):
 
 
 class CanaryFailure(StoredReport):
-    """`canaries/failed/KEY-WORKER.json`: a worker found other answers, and did not serve."""
+    """`canaries/failed/KEY-WORKER.json`: a worker computed other answers and did not serve."""
 
     version: Literal[1] = 1
     pin: ModelPin
@@ -57,8 +58,8 @@ class CanaryFailure(StoredReport):
 
 
 class LogprobDrift(StoredReport):
-    """`releases/…/drift.json`: how far the log-probabilities of a candidate lie from the stable version's, on the
-    answers that this one gave to the canary prompts (nats)."""
+    """`releases/…/drift.json`: the differences between the log-probabilities of a candidate and of the stable version,
+    on the stable version's answers to the canary prompts (nats)."""
 
     version: Literal[1] = 1
     mean: Annotated[float, Field(ge=0)]
@@ -67,12 +68,12 @@ class LogprobDrift(StoredReport):
 
 
 class Release(StoredModel):
-    """`releases/NAME/NNNNN/release.json`: one version is to take another's place.
+    """`releases/NAME/NNNNN/release.json`: one version is to replace another.
 
     Attributes:
-        id: its place below `releases/`; NAME is a hash of the model's name.  number: counts the model's releases.
-        mode: "canary": decided by comparison; "shadow": compared, and left to somebody to decide; "direct": somebody
-            decided it as it started.
+        id: its key below `releases/`; NAME is a hash of the model's name.  number: of the model's release, from 1.
+        mode: "canary": decided by comparison; "shadow": compared, and decided by an operator; "direct": decided by an
+            operator at its start.
         stable, candidate: both under the model's name.
     """
 
@@ -87,12 +88,12 @@ class Release(StoredModel):
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """The model's name."""
         return self.stable.pin.name
 
 
 class Bounds(StoredReport):
-    """A mean, and between which bounds it lies with the confidence of the look."""
+    """A mean and its confidence interval."""
 
     mean: float
     low: float
@@ -100,14 +101,14 @@ class Bounds(StoredReport):
 
 
 class ReleaseComparison(StoredReport):
-    """What is known of a candidate beside the stable version, on the same rows.
+    """The comparison of a candidate with the stable version, on the same rows.
 
     Attributes:
-        shards, rows: that were compared.
+        shards, rows: numbers of those compared.
         failed: rows that only the candidate failed.  mended: rows that only the stable version failed.
-        more_errors: the share of the former less that of the latter.
-        agreement: likeness of answers, 0 to 1.
-        latency: how many times as long a token took.
+        more_errors: the share of failed rows minus that of mended ones.
+        agreement: similarity of answers, 0 to 1.
+        latency: time per token, as a multiple of the stable version's.
         drift: of log-probabilities on the canary prompts; None: one of the two has no record.
     """
 
@@ -134,7 +135,7 @@ class ReleaseOutcome(StoredModel):
 
 
 class ShadowHead(StoredReport):
-    """The footer of a shadow copy's results: what they are of, and when they were made."""
+    """The footer of a shadow copy's results: their shard, and when they were computed."""
 
     version: Literal[1] = 1
     release: str

@@ -1,7 +1,7 @@
-"""Bases of what is stored as JSON: each paper is an object in the store, written once.
+"""Base classes of models that are stored as JSON: each is an object in the store, written once.
 
-All carry `version`; a reader that meets a later one must refuse it rather than guess. Within a version fields may be
-added: who doesn't know them refuses an order (`StoredModel`), and reads over them in a report (`StoredReport`).
+All have a `version`; a reader must refuse a later one. Within a version fields may be added: an older reader refuses
+unknown fields of a `StoredModel`, and ignores those of a `StoredReport`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class StoredModel(BaseModel):
-    """Base of what is stored as JSON. A field that isn't known is refused: it may say how to read the others."""
+    """Base of stored models. An unknown field is refused, since it may change the meaning of the others."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -24,7 +24,7 @@ class StoredModel(BaseModel):
 
 
 class StoredReport(StoredModel):
-    """Base of papers that say what was done, and order nothing. A later version may say more: it is left out by who
-    doesn't know it, and what that one knows means what it always did."""
+    """Base of stored reports, which order no work. An unknown field is ignored, and the known fields keep their
+    meaning."""
 
     model_config = ConfigDict(extra="ignore")

@@ -1,1 +1,1 @@
-"""The roof: the command line and the wiring of settings to parts. Nobody imports it."""
+"""The command line, and the wiring of services by the settings. No other package imports it."""

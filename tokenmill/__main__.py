@@ -1,8 +1,7 @@
 """`python -m tokenmill`, and the command `tokenmill`.
 
-Importing the command line takes most of a short command's time, and longer in those that load an engine. So it happens
-where Ctrl-C, and SIGTERM to a long-running command, are endings like any other already, and nothing that takes long is
-imported before.
+Importing the command line takes most of a short command's time, and more in commands that load an engine. So the
+handlers of Ctrl-C and SIGTERM are installed first, and nothing that takes long is imported before.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ def main() -> int:
 
             from tokenmill.cli import main as run
 
-            code = run(stopped=lambda: starting.asked)
+            code = run(stopped=lambda: starting.has_signal)
         except BaseException as error:
             if interrupted(error):
                 raise KeyboardInterrupt from error
-            if not (starting.asked or isinstance(error, StoppedWhileStarting)):
+            if not (starting.has_signal or isinstance(error, StoppedWhileStarting)):
                 raise
             code = 0
-        if starting.asked:
+        if starting.has_signal:
             sys.stderr.write("told to stop\n")
             return 0
         return code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        return 130  # EXIT_INTERRUPTED, which may not be there yet
+        return 130  # EXIT_INTERRUPTED, which may not be imported yet
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `bench` measured on this machine, kept so that `estimate` can say how long a job takes here."""
+"""Stored results of `bench` on this machine, from which `estimate` computes the time of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.planner.estimates.timing import StepTimes
 FILE = "measured.json"
 
 LARGE_STEP = 2048
-"""Prompt tokens of a step that prefill's rate is taken to be of, where nothing else was measured."""
+"""Assumed prompt tokens of a step for prefill's rate, where no step sizes were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class MeasuredSpeed:
     """Speed of one model on one machine.
 
     Attributes:
-        model: digest of its weights.  dtype, threads: how it was computed (threads None: torch's choice).
+        model: digest of its weights.  dtype, threads: of the computation (threads None: torch's choice).
         quantization, kv_dtype: of weights and KV cache.
-        machine: what was measured on.  measured_at: ISO 8601, UTC.
+        machine: the measured machine.  measured_at: ISO 8601, UTC.
         prefill, decode: tokens per second; decode at a batch of `batch` rows.
-        step_sizes: (positions computed, seconds of a step of so many, less what follows); empty: not measured.
-        logit, read, pair: seconds, as `StepTimes` has them.
-        cache_bytes: that a KV cache may take there; None: not known.
+        step_sizes: (computed positions, seconds of such a step, less the terms below); empty: not measured.
+        logit, read, pair: seconds; see `StepTimes`.
+        cache_bytes: available for a KV cache there; None: not known.
     """
 
     model: str
@@ -50,7 +50,7 @@ class MeasuredSpeed:
 
     @property
     def times(self) -> StepTimes:
-        """What steps take; of a measurement of an earlier version roughly."""
+        """The durations of steps; rough ones for results of an earlier version."""
         if not self.step_sizes:
             step = self.batch / self.decode
             return StepTimes({self.batch: step, self.batch + LARGE_STEP: step + LARGE_STEP / self.prefill})
@@ -58,32 +58,32 @@ class MeasuredSpeed:
 
 
 def this_machine() -> str:
-    """A name for the hardware: another machine that shares the home folder must not take these figures for its own."""
+    """A name for the hardware, so that another machine with the same home folder doesn't use these results."""
     return f"{platform.node()} {platform.machine()} {os.cpu_count()} cores"
 
 
-def keep(speed: MeasuredSpeed, cache: Path) -> Path:
-    """Remember a measurement beside the models; an older one of the same model, options and machine goes."""
+def store_result(speed: MeasuredSpeed, cache: Path) -> Path:
+    """Store a measurement in the model cache; it replaces one of the same model, options and machine."""
     path = cache / FILE
-    others = [kept for kept in _read(path) if _key(kept) != _key(speed)]
+    others = [result for result in _read(path) if _key(result) != _key(speed)]
     cache.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=cache, prefix=".measured-")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump([asdict(kept) for kept in [*others, speed]], file, indent=2)
+        json.dump([asdict(result) for result in [*others, speed]], file, indent=2)
     Path(name).replace(path)
     return path
 
 
-def recall(
+def find_result(
     cache: Path, *, model: str, dtype: str, threads: int | None, quantization: str, kv_dtype: str
 ) -> MeasuredSpeed | None:
-    """The latest measurement of these weights, computed like this, on this machine, or None."""
+    """The latest measurement of these weights with these options on this machine, or None."""
     wanted = (model, dtype, threads, quantization, kv_dtype, this_machine())
-    return next((kept for kept in _read(cache / FILE) if _key(kept) == wanted), None)
+    return next((result for result in _read(cache / FILE) if _key(result) == wanted), None)
 
 
 def read_bench(path: Path) -> MeasuredSpeed:
-    """What 'tokenmill bench --json' printed, on this or another machine; raises ValueError."""
+    """Read the output of 'tokenmill bench --json', from this or another machine; raises ValueError."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return _speed({name: document[name] for name in MeasuredSpeed.__slots__ if name in document})
@@ -101,7 +101,7 @@ def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str, str, str]:
 
 
 def _read(path: Path) -> list[MeasuredSpeed]:
-    """What is kept; nothing when the file is missing, or is not ours to read: it can always be measured again."""
+    """The stored measurements; none if the file is missing or invalid, since they can be measured again."""
     if not path.is_file():
         return []
     try:

@@ -1,4 +1,4 @@
-"""The command line: commands are put together here, and every error becomes one line and an exit code.
+"""The command line: it registers the commands, and turns every error into one line and an exit code.
 
 0: done (failed rows included). 1: the job could not run. 2: bad usage. 130: interrupted.
 """
@@ -100,13 +100,13 @@ def main(arguments: Sequence[str] | None = None, stopped: Callable[[], bool] = l
     """Run one command; the process's exit code. Never raises, and prints a traceback only with --debug.
 
     Args:
-        stopped: whether the word to stop has come while the command was starting. What fails then is its end: libraries
-            make another error of what is raised while they are imported (before Python 3.12 each class with a
+        stopped: whether a stop signal has arrived while the command was starting. Any error then is the result of it:
+            libraries replace exceptions that are raised while they are imported (before Python 3.12 each class with a
             `__set_name__` does).
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        # Not standalone: typer would print a box of many lines, and would end the process by itself.
+        # Not standalone: typer would print a box of many lines and exit by itself.
         code = app(args=given, prog_name="tokenmill", standalone_mode=False)
     except typer.TyperException as error:
         return _usage(error)
@@ -117,16 +117,16 @@ def main(arguments: Sequence[str] | None = None, stopped: Callable[[], bool] = l
         say("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away: nothing is left to tell anyone
+        sys.stderr.close()  # the reader of the output is gone
         return EXIT_FAILED
-    except Exception as error:  # noqa: BLE001  # the last floor: whatever arrives here is told, never lost
+    except Exception as error:  # noqa: BLE001  # the outermost handler: every error is reported
         if stopped():
             return EXIT_OK
         if interrupted(error):
             say("interrupted")
             return EXIT_INTERRUPTED
         return _failed(error, debug="--debug" in given)
-    if code == EXIT_INTERRUPTED:  # what typer makes of a KeyboardInterrupt in a command
+    if code == EXIT_INTERRUPTED:  # typer's code for a KeyboardInterrupt in a command
         say("interrupted")
     return code if isinstance(code, int) else EXIT_OK
 

@@ -1,4 +1,4 @@
-"""What the command line tells its user when something can't be done: one line, and an exit code."""
+"""Errors of the command line: one line for the user, and an exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXIT_INTERRUPTED = 130
 
 
 class UserError(Exception):
-    """Raised when a command can't do what was asked. The message is one line: what, where, what to do."""
+    """Raised when a command can't be executed. The message is one line: problem, location, remedy."""
 
     exit_code = EXIT_FAILED
 
@@ -21,32 +21,32 @@ class ModelError(UserError):
 
 
 class InputUnusable(UserError):
-    """Raised when an input can't be read at all, or a job's folder isn't one."""
+    """Raised when an input can't be read, or a folder holds no job."""
 
 
 class Interrupted(UserError):
-    """Raised when the user stopped a run; what was committed stays."""
+    """Raised when the user stopped a run; its committed results stay."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 class StoppedWatching(Exception):
-    """Raised when the user has seen enough of a job that others work at: nothing was interrupted, and that is said."""
+    """Raised when the user stops watching a job, which goes on elsewhere."""
 
 
 class KeyboardInterruption(KeyboardInterrupt):
-    """Ctrl-C. A plain `KeyboardInterrupt` that has passed through text given to `exec` (as many libraries do while they
-    are imported) makes Python end the process by the signal, whatever has caught it since; this one has it exit."""
+    """Ctrl-C. After a plain `KeyboardInterrupt` has passed through `exec` (as many libraries use it while they are
+    imported), Python ends the process by the signal, even if it was caught; with this subclass the process exits."""
 
 
 def interrupt(_number: int, _frame: FrameType | None) -> None:
-    """What to do about SIGINT when there is nothing to be finished first."""
+    """The handler of SIGINT while no work must be completed first."""
     raise KeyboardInterruption
 
 
 def interrupted(error: BaseException) -> bool:
-    """Whether Ctrl-C is what ended it: libraries make another error of what is raised while they are imported (before
-    Python 3.12 each class with a `__set_name__` does)."""
+    """Whether Ctrl-C is the cause of the error: libraries replace exceptions that are raised while they are imported
+    (before Python 3.12 each class with a `__set_name__` does)."""
     causes = [error]
     while (cause := causes[-1].__cause__) is not None and cause not in causes:  # one may be its own
         causes.append(cause)
@@ -54,7 +54,7 @@ def interrupted(error: BaseException) -> bool:
 
 
 def explain(error: Exception) -> str:
-    """An error as one line. Those that were raised on purpose speak for themselves; others say how to learn more."""
+    """An error as one line. An unexpected one refers to --debug."""
     text = " ".join(str(error).split())
     if isinstance(error, UserError) or _ours(error):
         return text or type(error).__name__
@@ -62,7 +62,7 @@ def explain(error: Exception) -> str:
 
 
 def _ours(error: Exception) -> bool:
-    """Whether the error comes from one of our rooms (each has a tree of its own; the roof knows them by where they
-    were defined, so that this check loads none of them)."""
-    rooms = ("schemas", "engine", "pipeline", "workers")
-    return any(kind.__module__.split(".")[0] in rooms for kind in type(error).__mro__)
+    """Whether the error's class is defined in one of our packages. Their names are compared, so that none is
+    imported."""
+    packages = ("schemas", "engine", "pipeline", "workers")
+    return any(kind.__module__.split(".")[0] in packages for kind in type(error).__mro__)

@@ -1,4 +1,4 @@
-"""How commands speak: results on stdout (a table, or one JSON document), everything else on stderr."""
+"""Output of commands: results on stdout (a table, or one JSON document), everything else on stderr."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from tokenmill.bench_results import MeasuredSpeed
 
 PIPED_WIDTH = 4_000
-"""Columns of a table that goes to a file or another program, which has no width to keep to."""
+"""Columns of a table that is written to a file or another program, which have no width."""
 
 
 def stdout() -> Console:
-    """Where results go."""
+    """The console for results."""
     return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
 def stderr() -> Console:
-    """Where everything else goes."""
+    """The console for everything else."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def say(message: str) -> None:
-    """A line for the person who waits."""
+    """Print a line to stderr for the user."""
     stderr().print(Text(message))
 
 
 def print_json(document: Any) -> None:
-    """The one JSON document of a command. Values that JSON lacks (dates, paths) become text."""
+    """Print the one JSON document of a command. Types that JSON lacks (dates, paths) become text."""
     json.dump(document, sys.stdout, indent=2, ensure_ascii=False, default=str)
     sys.stdout.write("\n")
 
@@ -58,13 +58,13 @@ def count(value: float | None) -> str:
 
 
 def arithmetic(of: MeasuredSpeed | ModelPin) -> str:
-    """What a model is computed in, such as "bfloat16, weights int8, KV int8"."""
+    """A model's dtype and quantization, such as "bfloat16, weights int8, KV int8"."""
     weights = "" if of.quantization == "none" else f", weights {of.quantization}"
     return f"{of.dtype}{weights}" + ("" if of.kv_dtype == "auto" else f", KV {of.kv_dtype}")
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as people read them."""
+    """A size in bytes, for people."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -73,7 +73,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them."""
+    """A duration in seconds, for people."""
     if seconds < 0.95:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 60:

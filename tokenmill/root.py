@@ -43,16 +43,15 @@ class Root:
     """An opened root.
 
     Attributes:
-        url: as it was given.  world: its store, the store's time, and this machine's randomness.
-        s3: a client for S3, where the root or settings say how it is reached; else inputs there are reached as AWS's
-            tools do.
-        came_in: counts what comes in at the doors of this process.
+        url: as given.  world: its store, the store's time, and this machine's randomness.
+        s3: a client for S3, where the root or settings need one; else inputs there use AWS's default configuration.
+        ingest_metrics: metrics of this process's ingest.
     """
 
     url: str
     world: World
     s3: S3Connection | None
-    came_in: IntakeMetrics = field(default_factory=IntakeMetrics)
+    ingest_metrics: IntakeMetrics = field(default_factory=IntakeMetrics)
 
     @property
     def folder(self) -> Path | None:
@@ -64,7 +63,7 @@ class Root:
         return JobLedger(self.world.store, f"{JOBS}{job}/")
 
     def pin(self, uri: str) -> InputRef:
-        """What lies at the URI now."""
+        """The current state of the input at the URI."""
         return pin_uri(uri, s3=self.s3)
 
     def open_input(self, pinned: InputRef, on_read: Callable[[], None] | None = None) -> PinnedInput:
@@ -76,11 +75,11 @@ class Root:
 def open_root(
     url: str | None, settings: Settings, *, read_only: bool = False, traces: Traces = NO_TRACES
 ) -> Iterator[Root]:
-    """The root at a path or an s3:// URL; by default the one that the settings name. What is made in a folder, and the
-    folder itself, is its owner's alone: prompts, answers and hashes of keys lie there.
+    """Open the root at a path or an s3:// URL; by default the one in the settings. A folder and its new files are
+    accessible to their owner only, because they hold prompts, answers and hashes of keys.
 
     Args:
-        read_only: only look: nothing is made, not even a missing folder, and a bucket isn't probed by writing.
+        read_only: nothing is created, not even a missing folder, and a bucket isn't probed by writing.
 
     Raises:
         UserError: none is named.  StoreError: it can't be used.
@@ -102,7 +101,7 @@ def open_root(
 
 
 def warn_if_readable_by_all(root: Root) -> None:
-    """Log it where every user of this machine may enter the folder."""
+    """Log a warning if every user of this machine may enter the folder."""
     if root.folder is not None and (mode := stat.S_IMODE(root.folder.stat().st_mode)) & stat.S_IRWXO:
         logger.warning(
             "root_readable_by_all", root=str(root.folder), mode=f"{mode:04o}", advice=f"run: chmod 700 {root.folder}"
@@ -110,7 +109,7 @@ def warn_if_readable_by_all(root: Root) -> None:
 
 
 def _world(store: FolderStore | S3Store, read_only: bool, traces: Traces) -> World:
-    """Who only looks builds no files, so there is no place for them."""
+    """The root's world; a read-only one has no scratch folder."""
     random = SystemRandomness()
     # A folder's times are this machine's own.
     clock = SystemClock() if isinstance(store, FolderStore) else StoreClock(SystemClock(), store.time_offset)
@@ -118,13 +117,13 @@ def _world(store: FolderStore | S3Store, read_only: bool, traces: Traces) -> Wor
     return World(store, clock, random, scratch, traces)
 
 
-def requests_at_once(root: Root, threads: int) -> Executor:
-    """Makes so many requests to the root's store at once; a folder answers at once by itself."""
+def request_executor(root: Root, threads: int) -> Executor:
+    """An executor for this many concurrent requests to the root's store; a folder, which is fast, needs no threads."""
     return InlineExecutor() if root.folder else ThreadPoolExecutor(threads, thread_name_prefix="store")
 
 
 def s3_connection(settings: Settings) -> S3Connection:
-    """S3, as the settings say that it is reached."""
+    """A connection to S3 by the settings."""
     from pipeline.adapters.s3.client import S3Connection
     from pipeline.adapters.s3.settings import S3Settings
 
@@ -132,12 +131,12 @@ def s3_connection(settings: Settings) -> S3Connection:
 
 
 def open_intake(root: Root, settings: Settings) -> Intake:
-    """What makes jobs of what comes in at a door."""
-    return Intake(root.world, intake_settings(settings), root.came_in)
+    """The intake, which creates jobs from ingest sources."""
+    return Intake(root.world, intake_settings(settings), root.ingest_metrics)
 
 
 def intake_settings(settings: Settings) -> IntakeSettings:
-    """What stands in where a job says nothing."""
+    """The defaults and limits of ingested jobs."""
     return IntakeSettings(
         default_model=settings.default_model,
         default_tier=settings.default_tier,
@@ -156,7 +155,7 @@ def retention_settings(
     letters: timedelta | None = None,
     intake: timedelta | None = None,
 ) -> RetentionSettings:
-    """How long things are kept: as given, else as the settings say."""
+    """Retention times: the given ones, else those of the settings."""
     chosen = settings.retention
     return RetentionSettings(
         outputs=chosen.outputs if outputs is None else outputs,

@@ -1,4 +1,4 @@
-"""The installation's settings, with mistakes turned into one line."""
+"""The installation's settings; invalid ones are reported in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def read_settings() -> Settings:
-    """Settings from TOKENMILL_ variables and tokenmill.toml; raises `UserError`."""
+    """Read the settings from TOKENMILL_ variables and tokenmill.toml; raises `UserError`."""
     from schemas.settings.settings import InvalidSettingsError, load_settings
 
     try:

@@ -1,7 +1,7 @@
-"""Checkpoints: what an attempt on a shard has reached, so that nothing logged is ever computed again.
+"""Checkpoints of an attempt on a shard. Logged rows and tokens are never computed again.
 
-One object holds two Arrow IPC streams behind a header: rows that have finished, as results, and choices that are being
-computed, as token ids. Each says what is new since the attempt's last one.
+One object holds two Arrow IPC streams behind a header: finished rows, as results, and running choices, as token ids.
+Each checkpoint holds only the difference from the attempt's previous one.
 
     magic (8 bytes) | sha256 of all that follows (32) | length of the head (4, big-endian) | head | finished | running
 """
@@ -29,7 +29,7 @@ _LENGTH = 4
 _HEADER = len(MAGIC) + _SHA + _LENGTH
 
 ROW_USAGE = ("prompt", "cached", "completion", "drafted", "accepted")
-"""What a row can cost, as `Usage` names it."""
+"""The fields of `Usage` that a row can have."""
 
 USAGE_FIELDS = tuple(pa.field(f"usage_{name}", pa.int64(), nullable=False) for name in ROW_USAGE)
 FINISHED_SCHEMA = pa.schema([*RESULT_FIELDS, *USAGE_FIELDS])
@@ -39,30 +39,30 @@ RUNNING_SCHEMA = pa.schema(
     [
         pa.field("row", pa.int64(), nullable=False),
         pa.field("choice", pa.int32(), nullable=False),
-        pa.field("start", pa.int32(), nullable=False),  # place in the answer of the first of `token_ids`
+        pa.field("start", pa.int32(), nullable=False),  # index in the answer of the first of `token_ids`
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("finish_reason", pa.string()),
         pa.field("stop_token_id", pa.int32()),
         pa.field("logprobs", pa.list_(pa.float32())),  # of each token, when the request asks for them
-        pa.field("top_ids", pa.list_(pa.int32())),  # the likeliest, row after row
+        pa.field("top_ids", pa.list_(pa.int32())),  # the most likely ones, token after token
         pa.field("top", pa.list_(pa.float32())),
     ]
 )
 
 
 class DamagedCheckpoint(ValueError):
-    """Raised when bytes are no whole checkpoint: what it said is computed again."""
+    """Raised when bytes are no whole checkpoint. Its rows are computed again."""
 
 
 class CheckpointHead(StoredModel):
-    """What a checkpoint says about itself.
+    """The header of a checkpoint.
 
     Attributes:
-        sequence: counts the attempt's checkpoints, from 0.
-        final: the attempt gave the shard back; it did not die.
-        generated: tokens that the attempt has sampled so far; says what all earlier ones said, which may be gone.
-        exposed: tokens that its engine sampled since then, for all shards together: what a death can cost.
-        worked: what the attempt has taken of its worker so far.
+        sequence: index of the checkpoint in its attempt, from 0.
+        final: the attempt released the shard; it did not die.
+        generated: tokens that the attempt has sampled so far; cumulative, since earlier checkpoints may be gone.
+        exposed: tokens that its engine sampled since the previous one, for all shards: the most that a crash can lose.
+        worked: the attempt's worker time so far.
     """
 
     version: Literal[1] = 1
@@ -78,7 +78,7 @@ class CheckpointHead(StoredModel):
 
 @dataclass(frozen=True, slots=True)
 class LoggedLogprobs:
-    """Log-probabilities along logged tokens: `chosen` float32 [tokens], the likeliest `top_ids` int32 [tokens, k] and
+    """Log-probabilities along logged tokens: `chosen` float32 [tokens], the most likely `top_ids` int32 [tokens, k] and
     `top` float32 [tokens, k]."""
 
     chosen: NDArray[np.float32]
@@ -91,9 +91,9 @@ class LoggedChoice:
     """A choice of a row that has not finished.
 
     Attributes:
-        start: place in the answer of the first of `token_ids`.
+        start: index in the answer of the first of `token_ids`.
         token_ids: int32 [tokens], without an end token.
-        finish_reason, stop_token_id: how it ended, when only its siblings go on.
+        finish_reason, stop_token_id: how it ended, while other choices of the row still run.
         logprobs: along the tokens, when the request asks for them.
     """
 
@@ -108,7 +108,7 @@ class LoggedChoice:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRows:
-    """Results of rows that have finished; `usages[i]` is what `rows[i]` cost (a copy costs nothing)."""
+    """Results of rows that have finished; `usages[i]` are the tokens of `rows[i]` (0 for a copy)."""
 
     rows: Sequence[ResultRow]
     usages: Sequence[Usage]
@@ -164,8 +164,8 @@ def decode(data: bytes) -> Checkpoint:
 
 
 def join(pieces: Sequence[LoggedChoice]) -> LoggedChoice | None:
-    """What one attempt's pieces of one choice (in order) amount to, from the first token to the first gap; None if
-    the first is missing. A piece that starts at 0 again is a fresh try, which replaces what came before."""
+    """Join one attempt's pieces of one choice (in order), from the first token to the first gap; None if the first
+    piece is missing. A piece that starts at 0 again is a new try and replaces the pieces before it."""
     whole: list[LoggedChoice] = []
     known = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What is announced, at least once, after the fact: each event is derived from committed objects, and its `id` is the
+"""Events of jobs and releases, delivered at least once. Each is derived from committed objects, and its `id` is the
 same in every repeat."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from schemas.stored import Count, StoredReport
 
 
 class Event(StoredReport):
-    """What all events carry. `at` is when it happened, by the announcer's clock."""
+    """The common fields of all events. `at`: when it happened, by the emitter's clock."""
 
     version: Literal[1] = 1
     id: str
@@ -30,7 +30,7 @@ class JobChanged(Event):
 
 
 class ShardCommitted(Event):
-    """A part became visible."""
+    """A part was committed."""
 
     type: Literal["shard.committed"] = "shard.committed"
     shard: Count
@@ -40,7 +40,7 @@ class ShardCommitted(Event):
 
 
 class ProgressMade(Event):
-    """How far a job is; only for display."""
+    """A job's progress; only for display."""
 
     type: Literal["job.progress"] = "job.progress"
     counts: Counts

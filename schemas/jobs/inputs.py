@@ -1,4 +1,4 @@
-"""What a job reads: the files of its input, as they were when it was made."""
+"""The input of a job: its files, as they were when the job was created."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class InputFormat(StrEnum):
 
 
 class FileStamp(StoredModel):
-    """Changes whenever a file's bytes do, and sometimes when they don't. Times in nanoseconds since 1970; `ctime` is
-    the system's own, which no program sets back."""
+    """A file's metadata, which changes whenever its bytes do and sometimes when they don't. Times in nanoseconds since
+    1970; `ctime` is set by the system and can't be set back by programs."""
 
     mtime: int
     ctime: int
@@ -27,9 +27,8 @@ class FileStamp(StoredModel):
 class InputFile(StoredModel):
     """One file of an input. `size` in bytes; `sha256` where it was computed.
 
-    `stamp` is what the file system said of the file when it was hashed: a file that still has it is not read again.
-    `version` (where the bucket keeps versions) and `etag` fix an object in S3, which is not hashed: no other state of
-    it is ever read.
+    `stamp` is the file's metadata at the time of hashing: a file that still has it is not read again.
+    `version` (in a versioned bucket) and `etag` pin an object in S3, which is not hashed: no other state of it is read.
     """
 
     uri: str
@@ -41,7 +40,7 @@ class InputFile(StoredModel):
 
 
 class InputRef(StoredModel):
-    """What a job reads: the uri as given, and the files behind it in reading order (one, unless it is a folder)."""
+    """A job's input: the uri as given, and its files in reading order (one, unless it is a folder)."""
 
     uri: str
     format: InputFormat

@@ -1,4 +1,4 @@
-"""The order for a job, as it was accepted, and the word that ends it before its time."""
+"""A job as it was accepted, and the record that ends it early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class Tier(StrEnum):
-    """How urgent: the streaming lane, with a deadline, or whenever there is room."""
+    """Priority class: interactive (the streaming lane), standard (usually with a deadline) or bulk (spare capacity)."""
 
     INTERACTIVE = "interactive"
     STANDARD = "standard"
@@ -28,25 +28,25 @@ class Tier(StrEnum):
 
 
 class OnInvalid(StrEnum):
-    """What an invalid line does: fail by itself, or stop the job before anything is computed."""
+    """The effect of an invalid line: it fails alone, or stops the job before anything is computed."""
 
     ROW = "row"
     JOB = "job"
 
 
 class JobSettings(StoredModel):
-    """Everything that changes a job's answers or its plan; frozen at submission, so that planning twice is the same.
+    """The settings that change a job's answers or its plan; frozen at submission, so that planning is deterministic.
 
     Attributes:
-        seed: of sampled requests that bring none; the draw of each row is keyed by it and the row.
-        on_invalid: what an invalid line does.
-        limit: read only so many rows of the input.
-        rows: answer these only, under the index that they have in the input; None: all.
+        seed: of sampled requests without one; each row's random numbers are keyed by it and the row's index.
+        on_invalid: the effect of an invalid line.
+        limit: maximum number of input rows to read.
+        rows: the only rows to answer, under their index in the input; None: all.
         default_max_tokens: for requests without max_tokens (or what is left of the context, if less).
-        max_output_tokens: a request that asks for more is refused.
-        url: of all requests; one that names another is invalid. None: each says its own.
-        content_policies: the fingerprint of those that the order itself names, as `run` does; None: it names none. In a
-            root they are the workers' matter.
+        max_output_tokens: requests for more are refused.
+        url: of all requests; a request with another is invalid. None: each request has its own.
+        content_policies: the fingerprint of the job's own policies, as `run` sets them; None: it has none. In a root
+            the workers' settings decide.
     """
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
@@ -62,14 +62,14 @@ class JobSettings(StoredModel):
 
 
 class Job(StoredModel):
-    """`jobs/ID/job.json`: the order, as accepted.
+    """`jobs/ID/job.json`: the job, as accepted.
 
     Attributes:
         deadline: rows that have no answer by then expire.
-        max_cost: what it may cost; no shard is begun that would pass that, and at that it ends. None: no limit.
-        refuse_late: if it can't be done by then, as it looks before it is planned, nothing of it is done.
-        output_expires_after: how long the results are kept after the end; None: as the installation says.
-        traceparent: what the job belongs to, where its door traces; no part of the order.
+        max_cost: spending limit; no shard starts that would exceed it, and the job ends there. None: no limit.
+        refuse_late: fail without computing if the estimate before planning is later than the deadline.
+        output_expires_after: retention of the results after the end; None: the installation's.
+        traceparent: span context of the submission, where the ingest source traces; it doesn't change the job.
     """
 
     version: Literal[1] = 1
@@ -101,15 +101,15 @@ class Job(StoredModel):
 
 
 ClosedBy = Literal["cancel", "expire", "spend"]
-"""Its user wanted it, its deadline passed, or it would cost more than it may."""
+"""A user cancelled it, its deadline passed, or it reached its spending limit."""
 
 
 class Closing(StoredModel):
-    """`closing.json`: why the job ends before its time. The first one written counts.
+    """`closing.json`: the reason why the job ends early. The first one written counts.
 
     Attributes:
-        kind: what ends it.
-        reason: more about that, for the rows that get no answer.
+        kind: the cause.
+        reason: details, for the rows that get no answer.
     """
 
     version: Literal[1] = 1

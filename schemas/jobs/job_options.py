@@ -1,5 +1,4 @@
-"""What whoever submits a job may ask for, at any door: the command line, a sidecar file, headers, a task's
-arguments."""
+"""The options of a job, alike for all ingest sources: the command line, a sidecar file, headers, a task's arguments."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from schemas.jobs.job import MetadataKey, MetadataValue, OnInvalid, Tier
 
 _AMOUNT = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 AMOUNT_PATTERN: Final = f"^{_AMOUNT.pattern}$"
-"""An amount of time, in JSON schemas."""
+"""Pattern of an amount of time, for JSON schemas."""
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 MOST_DAYS: Final = 3_650
 
 
 def parse_amount(text: str) -> timedelta:
-    """ "90s", "30m", "6h" or "2d"; raises `ValueError`."""
+    """Parse "90s", "30m", "6h" or "2d"; raises `ValueError`."""
     match = _AMOUNT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text[:40]!r} is no amount of time; write a number and s, m, h or d, as in 6h")
@@ -47,27 +46,26 @@ def _amount(given: Any) -> Any:
 
 
 Amount = Annotated[timedelta, BeforeValidator(_amount), WithJsonSchema({"type": "string", "pattern": AMOUNT_PATTERN})]
-"""An amount of time, written as `parse_amount` reads it."""
+"""An amount of time, in the format of `parse_amount`."""
 
 
 class PartialJobOptions(BaseModel):
-    """Options as one of several places may say them, each for itself. Everything is optional; the installation's
-    settings stand in.
+    """Options from one of several sources. All are optional; the defaults are the installation's settings.
 
     Attributes:
-        model: what rows run on that name no model of their own, by its name in the catalog. With it the job's rows may
-            name no other; without it, any in the catalog.
-        deadline: an amount of time ("6h"), which counts from the job's acceptance, or a moment with its zone.
-        max_cost: what the job may cost, in the currency of the installation's prices: no shard is begun that would pass
-            it. Rows without an answer then end with `spend_limit`.
-        refuse_late: when the deadline can't be met, by what is open and how fast the workers are, the job fails at once
-            with `deadline_unreachable` and nothing is computed.
-        seed: of sampled requests that bring none.
-        on_invalid: what an invalid line does.
-        limit: read only so many rows.
-        max_output_tokens: a request that asks for more is refused; no more than the tier's cap.
-        output_expires_after: how long the results are kept after the job's end; else it is as the installation says.
-        metadata: 16 pairs at most, kept with the job.
+        model: the catalog name of the model for rows that name none. With it the job's rows may name no other model;
+            without it, any in the catalog.
+        deadline: an amount of time ("6h") from the job's acceptance, or a time with its zone.
+        max_cost: spending limit, in the currency of the installation's prices: no shard starts that would exceed it.
+            Rows without an answer then end with `spend_limit`.
+        refuse_late: if the backlog and the workers' speed make the deadline unreachable, the job fails at once with
+            `deadline_unreachable` and nothing is computed.
+        seed: of sampled requests without one.
+        on_invalid: the effect of an invalid line.
+        limit: maximum number of rows to read.
+        max_output_tokens: requests for more are refused; at most the tier's cap.
+        output_expires_after: retention of the results after the job's end; default: the installation's.
+        metadata: at most 16 pairs, stored with the job.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -113,10 +111,10 @@ class PartialJobOptions(BaseModel):
 
 
 class JobOptions(PartialJobOptions):
-    """All that is said of a job, together."""
+    """All options of a job, joined from their sources."""
 
     @model_validator(mode="after")
-    def _late_for_what(self) -> JobOptions:
+    def _check_refuse_late(self) -> JobOptions:
         if self.refuse_late and self.deadline is None:
             raise ValueError("refuse_late needs a deadline")
         return self

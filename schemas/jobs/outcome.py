@@ -1,4 +1,4 @@
-"""How a job ended: what was counted, used and spent on the way."""
+"""The outcome of a job: counts, usage and cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from schemas.stored import Count, Sha256, StoredModel, StoredReport
 
 
 class Counts(StoredModel):
-    """Rows by status; `pending` have no result yet. They always sum to `total`."""
+    """Numbers of rows by status; `pending` have no result yet. They always sum to `total`."""
 
     total: Count = 0
     succeeded: Count = 0
@@ -45,18 +45,18 @@ class Usage(StoredReport):
 
 
 class WorkerTime(StoredReport):
-    """What an attempt took of its worker.
+    """The worker time of an attempt.
 
     Attributes:
-        seconds: of the engine's steps, its share of each: workers compute several shards side by side.
-        price_per_hour: of the worker; None: it doesn't say.
+        seconds: its share of the engine's steps, in which workers compute several shards concurrently.
+        price_per_hour: of the worker; None: it reports none.
     """
 
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
     def cost(self, otherwise: float | None) -> float | None:
-        """What that is worth; `otherwise` is the price where the worker doesn't say. None: nobody knows."""
+        """The cost; `otherwise` is the price where the worker reports none. None: unknown."""
         price = otherwise if self.price_per_hour is None else self.price_per_hour
         if not self.seconds:
             return 0.0
@@ -64,13 +64,13 @@ class WorkerTime(StoredReport):
 
 
 class ModelSpending(StoredReport):
-    """What the shards of one model have cost.
+    """The cost of one model's shards.
 
     Attributes:
         model: its name.
-        busy_seconds: that workers computed for them, repeated work included.
+        busy_seconds: worker time spent on them, repeated work included.
         prompt, completion: tokens of their results, as in `Usage`.
-        cost: None: of some of the time nobody knows what it cost.
+        cost: None: the price of some of the time is unknown.
         cost_per_million_tokens: prompts and answers.  cost_per_million_output_tokens: all of the cost, over answers.
     """
 
@@ -93,7 +93,7 @@ class FileEntry(StoredReport):
 
 
 class JobStatus(StrEnum):
-    """As OpenAI's batch object has it."""
+    """The statuses of OpenAI's batch object."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -106,7 +106,7 @@ class JobStatus(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether the job has its outcome."""
+        """Whether the status is final."""
         return self in (JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED)
 
 
@@ -123,17 +123,17 @@ class Manifest(StoredReport):
     """`manifest.json`: the outcome, written once and last.
 
     Attributes:
-        repeated_at_most: `usage.repeated`, and for each death twice the most that an engine was seen to sample between
-            two checkpoints.
-        wall_seconds: from acceptance to the last part, without the time when no run was at it.
+        repeated_at_most: `usage.repeated`, plus for each crash twice the largest number of tokens that an engine was
+            observed to sample between two checkpoints.
+        wall_seconds: from acceptance to the last part, without the time when no run was active.
         engine_seconds: from the first step to the last.
         tokens_per_second: output tokens over engine seconds.  total_tokens_per_second: with prompt tokens.
-        busy_seconds: that workers computed for it, each by itself: two that worked for a minute make two.
-        price_per_hour: what such an hour cost, on the mean.
-        cost: of each worker's busy time at its own price; None: of some of it nobody knows the price.
+        busy_seconds: worker time, summed over workers: two that computed for a minute make two minutes.
+        price_per_hour: the mean price of such an hour.
+        cost: of each worker's busy time at its own price; None: the price of some of it is unknown.
         cost_per_million_tokens: prompts and answers.  spending: the same by model.
-        ended_by: of a job that ended before its time, what ended it.
-        errors: for a failed job, why.
+        ended_by: the cause of an early end.
+        errors: the causes of a failure.
     """
 
     version: Literal[1] = 1

@@ -1,4 +1,4 @@
-"""How a job was cut: segments of its input, and their shards."""
+"""The plan of a job: segments of its input, and their shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ShardRef(StoredModel):
 
     Attributes:
         key: the object, relative to the job.
-        rows: results it will give.  computed_rows: requests it computes (the others are copies).
+        rows: results of the shard.  computed_rows: requests that are computed (the others are copies).
         prompt_tokens, expected_tokens: estimates for the computed rows.
     """
 
@@ -30,7 +30,7 @@ class ShardRef(StoredModel):
 
 
 class RejectsRef(StoredModel):
-    """The part of a segment's refused rows, as the planner stored it: anybody can make the part by copying it.
+    """The part of a segment's refused rows, as the planner stored it. Any process can commit the part by copying it.
 
     Attributes:
         number: of the part; 0 in the first segment, which has such a part even if it is empty.
@@ -48,19 +48,19 @@ class PlanSegment(StoredModel):
     """`plan/NNNNN.json`: decides whose shards count for the input rows `first_row` up to, not including, `end_row`.
 
     Attributes:
-        job: the id of the job that it is of.
-        attempt: the planner's, under whose name the shards lie.
-        blank_lines: lines without anything, skipped: they have a row index but no result.
-        unselected: lines that the job leaves out.
+        job: the id of its job.
+        attempt: of the planner; prefix of the shards' keys.
+        blank_lines: empty lines, which have a row index but no result.
+        unselected: lines that the job doesn't select.
         rejected: rows refused in planning.  rejects: their results; None when a segment behind the first has none.
         unique: requests that are computed.
-        prefix_groups: groups of requests that share a prefix worth keeping.
+        prefix_groups: groups of requests that share a prefix worth caching.
         shared_prefix_tokens: estimated, of computed requests: prompt tokens that an earlier one shares.
         max_tokens: the most that the computed requests may generate.
-        certain_tokens: of the longest answer that nothing can end before.
+        certain_tokens: of the longest answer that can't end early.
         sequences: of the computed requests, one for each choice.
-        tokens_per_byte: what the first segment's planner learnt from a sample of its prompts; later segments are
-            estimated with it, whoever plans them.
+        tokens_per_byte: measured by the first segment's planner on a sample of its prompts; the estimates of later
+            segments use it, whichever process plans them.
         last: no further segment follows.
     """
 
@@ -107,6 +107,6 @@ class PlanSegment(StoredModel):
 
     @property
     def parts(self) -> dict[int, int]:
-        """Rows of each part that the segment leads to, by the part's number."""
+        """Rows of each of the segment's parts, by the part's number."""
         rejects = {} if self.rejects is None else {self.rejects.number: self.rejects.rows}
         return rejects | {shard.number: shard.rows for shard in self.shards}

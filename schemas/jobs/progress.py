@@ -1,4 +1,4 @@
-"""How far a job is: a cache, which anybody can make anew from what is committed."""
+"""The progress of a job: a cache, which can be rebuilt from the committed objects."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from schemas.stored import Count, StoredReport
 
 
 class Progress(StoredReport):
-    """`progress.json`: a cache of what the parts say, true at `as_of`.
+    """`progress.json`: a cache of the parts' counts, true at `as_of`.
 
     Attributes:
         tokens_left: estimated, prompts and answers, of the planned shards without a part; None while the plan isn't
-            whole.
-        cost: of what is committed; None: nobody knows what an hour of its workers costs.
-        attention: why the job stands still until somebody repairs it; None: it doesn't.
-        eta: when the job should be done, by what its model's workers have measured; None: nothing is known yet.
+            complete.
+        cost: of the committed parts; None: the price of its workers is unknown.
+        attention: why the job is stuck until an operator repairs it; None: it isn't.
+        eta: expected end of the job, by the measured speed of its model's workers; None: not known yet.
     """
 
     version: Literal[1] = 1

@@ -1,4 +1,4 @@
-"""One result, and many of them as an Arrow table. A plain slotted class: a job has millions."""
+"""Result rows, and their Arrow table. A row is a plain slotted class, because a job has millions."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class ResultRow:
         finished_at: datetime | None = None,
         attempt: int | None = None,
     ) -> ResultRow:
-        """The result of a row that ends with `error`. The message says the line: that of the whole input, or, where the
-        error names one of several files, that of the file if it is another."""
+        """The result of a row that ends with `error`. The message contains the line number: in the whole input, or in
+        the file that the error names if that number is another."""
         where = f"line {row + 1} of the input" if error.line in (None, row + 1) else f"line {error.line}"
         return cls(
             custom_id=custom_id,

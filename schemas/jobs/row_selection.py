@@ -1,4 +1,4 @@
-"""Some rows of an input, small enough to be part of an order: one bit a row, compressed."""
+"""A selection of input rows, small enough to be stored in a job: one bit a row, compressed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrow schemas of what is stored with many rows: shards (private) and results (what users read)."""
+"""Arrow schemas of the stored tables: shards (private) and results (public)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHARD_FIELDS: tuple[pa.Field, ...] = (
 
 def result_schema(carried: pa.Schema | None = None) -> pa.Schema:
     """The fixed schema of every part of a job; `carried` are the extra columns of a Parquet input, prefixed where their
-    names are taken: by results, or by shards, in which the same columns travel."""
+    names are those of results or of shards, which have the same columns."""
     names = {field.name for field in (*RESULT_FIELDS, *SHARD_FIELDS)}
     extra: list[pa.Field] = []
     for field in carried or ():

@@ -1,7 +1,7 @@
-"""The bodies a request may carry: what the OpenAI client sends, plus vLLM's usual extras.
+"""Request bodies: OpenAI's fields, plus vLLM's usual extensions.
 
-Strict: a bool is not a number, "5" is not 5, and a field nobody reads is refused. Fields that are known but can't be
-honoured are refused one floor up, in `schemas.requests.requests`, with a message of their own.
+Validation is strict: a bool is not a number, "5" is not 5, and an unknown field is refused. Known but unsupported
+fields are refused in `schemas.requests.requests`, with a message of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from schemas.requests.structured import (
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
 UNSUPPORTED = "unsupported_parameter"
-"""Type of the validation errors that mean "understood, but not supported"."""
+"""Type of validation errors for fields that are known but not supported."""
 
 
 def unsupported(message: str) -> PydanticCustomError:
@@ -98,7 +98,7 @@ class ChatMessage(BaseModel):
 
 
 def _check_conversation(messages: tuple[ChatMessage, ...]) -> None:
-    """Refuse contents that are missing, and results of calls that nobody made."""
+    """Refuse missing contents, and results of calls that no message made."""
     made: set[str] = set()
     for at, message in enumerate(messages):
         if message.tool_calls and message.role != "assistant":
@@ -185,9 +185,9 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 class GenerationBody(BaseModel):
-    """What chat and completions share.
+    """The common fields of chat and completions.
 
-    `top_k` 0 or -1 is off. `user`, `metadata`, `store` and their like don't change an answer and are only carried.
+    `top_k` 0 or -1 is off. `user`, `metadata`, `store` and the like are accepted and don't change an answer.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -217,23 +217,23 @@ class GenerationBody(BaseModel):
 
     @property
     def output_limit(self) -> int | None:
-        """Most tokens to generate, in tokens; None: the job's default."""
+        """Maximum number of tokens to generate; None: the job's default."""
         raise NotImplementedError
 
     @property
     def deterministic(self) -> bool:
-        """Whether computing the request again must give the same answer."""
+        """Whether a repeated computation must give the same answer."""
         return self.temperature == 0 or self.seed is not None
 
     @property
     def constrained(self) -> bool:
-        """Whether not every text may be the answer."""
+        """Whether the form of the answer is constrained."""
         return self.response_format is not None or self.structured_outputs is not None
 
     @model_validator(mode="before")
     @classmethod
     def _take_guided(cls, fields: Any) -> Any:
-        """vLLM's older names say the same as `structured_outputs`."""
+        """Map vLLM's older `guided_*` names to `structured_outputs`."""
         names = [name for name in GUIDED if isinstance(fields, dict) and name in fields]
         if not names:
             return fields
@@ -319,9 +319,9 @@ class EmbeddingBody(BaseModel):
     """Body of /v1/embeddings.
 
     Attributes:
-        input: the texts, or their token ids; one alone is a list of one here.
-        dimensions: numbers that each vector is cut to.
-        prompt_name: which of the model's prompts goes before each text; None: its default one, if it has one.
+        input: the texts, or their token ids; a single one is wrapped in a list.
+        dimensions: length to which each vector is truncated.
+        prompt_name: the model's named prompt that is put before each text; None: its default one, if it has one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

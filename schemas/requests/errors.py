@@ -1,4 +1,4 @@
-"""Why a row failed, as users see it: one vocabulary for planner, workers and results."""
+"""Error codes of rows, shared by planner, workers and results."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ STATUS_CODES: dict[RowErrorCode, int] = {
     RowErrorCode.SPEND_LIMIT: 402,
     RowErrorCode.ENGINE_ERROR: 500,
 }
-"""The `status_code` an HTTP server would have answered with."""
+"""The HTTP status of each error code."""
 
 
 class RowError(Exception):
-    """One request can't be answered. It ends as a failed row; nothing else is lost.
+    """Raised when a request can't be answered. It ends as a failed row; other rows aren't affected.
 
     Attributes:
-        code: what kind.  message: what is wrong and what to do.  param: the body's field, if one is to blame.
+        code: the kind of error.  message: the problem and its remedy.  param: the invalid field of the body, if any.
         line: 1-based line of the input file, when known.
     """
 
@@ -58,6 +58,6 @@ class RowError(Exception):
 
 
 def error_body(code: str, message: str, status: int, param: str | None = None) -> dict[str, dict[str, str | None]]:
-    """What is answered instead of a response, in OpenAI's shape; `status`: as HTTP would answer."""
+    """An error body in OpenAI's format; `status`: the HTTP status."""
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,4 +1,4 @@
-"""How the fields of bodies are judged where pydantic's own rules don't do, and what their JSON schema says of them."""
+"""Custom validators of body fields, and their JSON schemas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME: Final[JsonSchemaValue] = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,6
 
 
 def one_of(*schemas: JsonSchemaValue) -> JsonSchemaValue:
-    """What any of them takes."""
+    """A schema that accepts whatever one of these accepts."""
     return {"anyOf": list(schemas)}
 
 
@@ -38,10 +38,10 @@ def or_null(kind: str) -> JsonSchemaValue:
 
 @dataclass(frozen=True, slots=True)
 class only:  # noqa: N801 - read as a word: Annotated[int, only(check, takes)]
-    """Lets `check` alone judge a field. (pydantic's PlainValidator would lose the type when writing it.)
+    """Validates a field by `check` alone. (pydantic's PlainValidator would lose the type in serialization.)
 
     Args:
-        takes: what it lets pass, as a JSON schema.
+        takes: the JSON schema of accepted values.
     """
 
     check: Callable[[Any], Any]
@@ -56,7 +56,7 @@ class only:  # noqa: N801 - read as a word: Annotated[int, only(check, takes)]
 
 @dataclass(frozen=True, slots=True)
 class defaulting:  # noqa: N801 - the same
-    """JSON null means the default, as with OpenAI."""
+    """Replaces JSON null by the default, as OpenAI does."""
 
     default: Any
 
@@ -105,7 +105,7 @@ MESSAGE: Final = one_of(
         "required": ["role", "tool_calls"],
     },
 )
-"""What a message needs, by who says it."""
+"""The required fields of a message, by its role."""
 
 RESPONSE_FORMAT: Final = one_of(
     record(("type",), type={"enum": ["text", "json_object"]}, json_schema=NULL),

@@ -1,5 +1,5 @@
-"""Limits on what a request may ask for and on how a job is cut: part of a job, so that planning it twice gives the
-same plan."""
+"""Limits of requests, and the settings of planning. Both are stored in a job, so that planning it twice gives the same
+plan."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Positive = Annotated[int, Field(ge=1, strict=False)]  # not strict: environment 
 
 
 class Limits(BaseModel):
-    """What an input and its lines may hold.
+    """Limits of an input and its lines.
 
     Attributes:
-        max_rows: of an input, all of its files together; blank lines count. A job of more fails.
-        max_line_bytes: a longer line is an invalid_json row; it is skipped, never held in memory whole.
+        max_rows: of an input, over all of its files; blank lines count. A larger job fails.
+        max_line_bytes: a longer line is an invalid_json row; it is skipped without being held in memory.
         max_carried_bytes: most bytes of a Parquet row's columns that are carried through to the results.
         max_json_depth: deepest nesting of brackets, counted before anything is parsed.
         max_custom_id_chars: longest custom_id.
         max_stop_sequences: most stop strings (OpenAI takes 4, vLLM any number) and most stop_token_ids.
         max_choices: largest `n`.
         max_embedding_inputs: most texts of one request for embeddings.
-        max_embedding_tokens: most tokens of them together.
+        max_embedding_tokens: most tokens of them in total.
         max_tools: most functions in `tools`.
-        max_schema_bytes: largest schema, regex or grammar of a request, and all schemas of its tools together.
+        max_schema_bytes: largest schema, regex or grammar of a request, and largest sum of its tools' schemas.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,14 +43,14 @@ class Limits(BaseModel):
 
 
 class RateLimits(BaseModel):
-    """How much may be asked for over HTTP. None: no limit.
+    """Rate limits and quotas of HTTP. None: no limit.
 
     Attributes:
         requests_per_minute: of any kind.
-        tokens_per_minute: prompts, as they are estimated, and the most that may be answered, of requests to a model.
-        running_requests: to a model, at once.  running_rows: their answers, at once: a request with `n` has so many.
-        running_jobs: of the tenant, at once; further ones are not taken.
-        stored_bytes, stored_files: of the tenant's files, results among them; further uploads are not taken.
+        tokens_per_minute: estimated prompt tokens plus the maximum answer tokens, of requests to a model.
+        running_requests: concurrent requests to a model.  running_rows: their concurrent answers, `n` for a request.
+        running_jobs: concurrent jobs of the tenant; further ones are refused.
+        stored_bytes, stored_files: of the tenant's files, including results; further uploads are refused.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,12 +64,12 @@ class RateLimits(BaseModel):
     stored_files: Positive | None = None
 
     def over(self, others: RateLimits) -> RateLimits:
-        """These, and where they say nothing the others."""
+        """These limits, with those of `others` where they are None."""
         return others.model_copy(update=self.model_dump(exclude_none=True))
 
 
 class SpendLimits(BaseModel):
-    """What a tenant's jobs may cost, in the currency of the prices. None: no limit.
+    """Spending limits of a tenant's jobs, in the currency of the prices. None: no limit.
 
     Attributes:
         per_day, per_month: by the calendar, UTC. A shard counts when it is committed.
@@ -85,19 +85,19 @@ class SpendLimits(BaseModel):
 
 
 class PlanSettings(BaseModel):
-    """How a job is cut into segments and shards.
+    """Settings of the planner, which divides a job into segments and shards.
 
     Attributes:
         segment_rows: most input rows planned together; copies and prefix groups are found within a segment.
-        first_segment_rows: rows of the first segment; each next one has twice as many, up to the most. Work begins
-            when the first one stands.
-        shard_tokens: estimated tokens (prompt and answer) a shard aims at: a minute or two of work.
-        max_shard_rows: most rows a shard computes; copies come on top.
+        first_segment_rows: rows of the first segment; each next one has twice as many, up to `segment_rows`. Computing
+            begins when the first one is committed.
+        shard_tokens: target size of a shard in estimated tokens (prompt and answer): a minute or two of work.
+        max_shard_rows: most computed rows of a shard; copies are not counted.
         min_group_rows: a prefix group of fewer rows is never split between shards.
-        max_copies: most copies of one request that wait for one answer; the next one is computed again.
-        min_prefix_bytes: a shared prefix of fewer bytes of text is not worth a group.
-        answer_fraction: the part of max_tokens that an answer is expected to use, unless it ignores end tokens.
-        max_invalid_errors: how many errors are listed when invalid lines stop a job.
+        max_copies: most copies of one request that share one answer; the next one is computed again.
+        min_prefix_bytes: shared prefixes of fewer bytes of text form no group.
+        answer_fraction: the expected share of max_tokens that an answer uses, unless it ignores end tokens.
+        max_invalid_errors: most errors that are listed when invalid lines stop a job.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

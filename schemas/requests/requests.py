@@ -1,7 +1,7 @@
-"""One input line in OpenAI's batch format, and the way from parsed JSON to it.
+"""Input lines in OpenAI's batch format, and their validation from parsed JSON.
 
-Whatever a line asks for that can't be honoured is refused by name: a parameter is never ignored in silence. Only
-values that mean "as if absent" (null, `stream: false`, `tools: []`, …) and fields that can't change an answer pass.
+An unsupported parameter is refused by name and never ignored silently. Only values that mean "as if absent" (null,
+`stream: false`, `tools: []`, …) and fields that can't change an answer are accepted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ BODIES: Final[Mapping[str, type[ChatBody] | type[CompletionBody] | type[Embeddin
 }
 
 NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
-    # Known parameters that are not honoured, and the values (besides null) under which they change nothing.
+    # Known unsupported parameters, and the values (besides null) that mean the same as their absence.
     "functions": ([],),
     "function_call": ("none",),
     "stream": (False,),
@@ -103,7 +103,7 @@ TYPE_NAMES: Final[Mapping[str, str]] = {
 
 
 class RequestLine(BaseModel):
-    """One line of a job. `body` is still as it came; `parse_body` makes it one of the three bodies."""
+    """One line of a job. `body` is not validated yet; `parse_body` converts it to one of the three bodies."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -114,7 +114,7 @@ class RequestLine(BaseModel):
 
 
 def parse_line(obj: object, limits: Limits | None = None) -> RequestLine:
-    """The input line `obj` (parsed JSON) stands for; raises `RowError` when it is none."""
+    """Validate an input line (parsed JSON); raises `RowError`."""
     limits = limits or Limits()
     if not isinstance(obj, dict):
         raise RowError(RowErrorCode.INVALID_JSON, f"the line holds {_kind(obj)}, but must hold a JSON object")
@@ -133,7 +133,7 @@ def parse_line(obj: object, limits: Limits | None = None) -> RequestLine:
 
 
 def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) -> Body:
-    """The checked body for `url`; raises `RowError` naming the field that is wrong and what would be right."""
+    """Validate the body for `url`; raises `RowError` that names the invalid field and the valid values."""
     limits = limits or Limits()
     kept = _without_no_ops(body)
     if url == CHAT_URL and isinstance(messages := kept.get("messages"), list):
@@ -156,7 +156,7 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
 
 
 def unsupported_url(url: str) -> RowError:
-    """Why a request to another url is refused."""
+    """The error of a request to an unsupported url."""
     known = f"{', '.join(list(BODIES)[:-1])} or {list(BODIES)[-1]}"
     return RowError(RowErrorCode.UNSUPPORTED_URL, f"url is {url[:200]!r}, but must be {known}", param="url")
 
@@ -172,7 +172,7 @@ def load_body(url: str, data: bytes | str) -> Body:
 
 
 def _without_no_ops(fields: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """A copy without known parameters that are set to what their absence means; refuses those set otherwise."""
+    """A copy without unsupported parameters whose values mean their absence; refuses other values."""
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         neutral = NO_CHANGE.get(name)
@@ -196,7 +196,7 @@ def _check_limits(body: GenerationBody, limits: Limits) -> None:
 
 
 def _check_sizes(body: GenerationBody, limits: Limits) -> None:
-    """Refuse more schemas and grammars than anyone should compile."""
+    """Refuse schemas and grammars above the size limits."""
     most = limits.max_schema_bytes
     given: dict[str, int] = {}
     if body.response_format is not None and body.response_format.json_schema is not None:
@@ -218,7 +218,7 @@ def _refuse(name: str, text: str) -> RowError:
 
 
 def _row_error(error: ValidationError) -> RowError:
-    """The first thing pydantic found wrong, in our words."""
+    """The first of pydantic's errors, as a `RowError`."""
     detail = error.errors(include_url=False)[0]
     path = ""
     for step in detail["loc"]:
@@ -259,7 +259,7 @@ def _explain(detail: ErrorDetails) -> str:
 
 
 def _kind(value: object) -> str:
-    """A value as a message may show it: short, and never a whole prompt."""
+    """A value for error messages: short, and never a whole prompt."""
     if value is None:
         return "null"
     if isinstance(value, bool):

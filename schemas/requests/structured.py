@@ -1,7 +1,7 @@
-"""What a body may say about the form of its answer: a format, a grammar, or tools that the model may call.
+"""Structured outputs: the response format, grammar or tools of a request body.
 
-Only shapes and sizes are checked here, where there is no tokenizer: whether a schema can be compiled is the worker's to
-say. The order of a schema's properties is kept, since answers have it.
+Only shapes and sizes are checked here, without a tokenizer; the worker compiles the schema. The order of a schema's
+properties is preserved, because answers follow it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pydantic_core import PydanticCustomError, from_json, to_json
 NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
 FORMATS: Final = ("text", "json_object", "json_schema")
 KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")
-"""What vLLM's `structured_outputs` may name; one at a time."""
+"""The kinds of vLLM's `structured_outputs`; one at a time."""
 
 
 def invalid(message: str, param: str | None = None) -> PydanticCustomError:
-    """A validation error whose text is ours; `param` names the field when a check looks at several."""
+    """A validation error with this text; `param` names the field where a check covers several."""
     return PydanticCustomError("invalid_request", "{text}", {"text": message, "param": param})
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's `response_format`, but `text`, which means none. `json_schema`: {name, schema, strict, description}."""
+    """OpenAI's `response_format`, except `text`, which is None. `json_schema`: {name, schema, strict, description}."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -39,12 +39,12 @@ class ResponseFormat(BaseModel):
 
     @property
     def lenient(self) -> bool:
-        """Whether keywords that can't be kept to may be left out: only where strict is said to be false."""
+        """Whether unsupported schema keywords may be ignored: only where `strict` is false."""
         return self.json_schema is not None and self.json_schema.get("strict") is False
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's `structured_outputs`: one of its fields is set."""
+    """vLLM's `structured_outputs`: exactly one field is set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -90,7 +90,7 @@ class NamedTool(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """What was called; `arguments` is JSON text, an object."""
+    """A called function; `arguments` is the JSON text of an object."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -177,7 +177,7 @@ def check_structured_outputs(value: Any) -> Any:
 
 
 def _as_schema(setting: Any) -> dict[str, Any]:
-    """A schema, which vLLM takes as text too."""
+    """A schema, given as an object or, as vLLM accepts too, as text."""
     if isinstance(setting, str):
         try:
             setting = from_json(setting)
@@ -202,7 +202,7 @@ def check_tool_choice(value: Any) -> Any:
 
 
 def check_tools(tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool) -> None:
-    """Refuse what doesn't go together."""
+    """Refuse invalid combinations of tools and choice."""
     names = [tool.function.name for tool in tools]
     if not tools:
         if choice not in (None, "none"):

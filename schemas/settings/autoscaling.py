@@ -1,4 +1,4 @@
-"""How many workers there may be, who decides it, and what is remembered between two decisions."""
+"""Settings of the autoscaler, and the state that it stores between two decisions."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ AtLeastOne = Annotated[int, Field(ge=1, strict=False)]
 
 
 class ScalingLimits(BaseModel):
-    """What the policy of `pipeline.scaling.policy` may do; times in seconds.
+    """Limits of the scaling policy (`pipeline.scaling.policy`); times in seconds.
 
     Attributes:
-        least, most: workers. With `least` 0 a pool without work has none.
-        cold_start: from the wish for a worker until it computes: machine, image, weights.
-        reserve, reserve_share: deadlines are to be met so long before, plus this share of the time that is left.
-        margin: work is taken for so many times what is estimated.
-        aim: of the time until a deadline, the share in which work should be done where haste costs little.
-        busy: a worker is started for that only where so much work waits for each.
-        gather, gather_share: from no worker at all, work with a deadline and bulk work may wait so long for more to
-            share the start of one, but no more than this share of the time from its arrival to its deadline; not where
-            a deadline would then need more workers, nor when `busy` is there already. 0: it is begun at once.
-        keep: workers are let go only when less work than this waits for each.
-        standard_within, bulk_within: work without a deadline is to be done so long after it came.
-        overdue_within: and what has waited longer than that, from now.
-        down_after: fewer must have been enough for so long.
-        up_cooldown, down_cooldown: after any change, until there may be more, or fewer.
-        up_step, down_step: workers that one change starts or ends at most.
-        changes_an_hour: of the wish, at most; letting workers go leaves half of them for starting some.
-        tolerance: a growth of this share or less isn't worth a change, unless a deadline asks for it.
-        ttft: of requests whose callers wait, 95 % should have their first token so soon.
-        ttft_settled: below this share of it the pool may shrink.
-        kv_full: share of the KV caches from which on callers who wait for a place count as kept waiting.
-        pressure_share: of the workers, so many more for that; one at least.
+        least, most: bounds of the number of workers. With `least` 0 a pool without work has none.
+        cold_start: from the request for a worker until it computes: machine, image, weights.
+        reserve, reserve_share: safety margin before deadlines, plus this share of the remaining time.
+        margin: factor on the estimated work.
+        aim: target share of the time until a deadline, where finishing earlier costs little.
+        busy: work for each worker from which on a worker is started for `aim`.
+        gather, gather_share: with no worker running, the longest time that work with a deadline and bulk work wait for
+            more work to share a cold start, as seconds and as a share of the time from arrival to deadline. It doesn't
+            wait where a deadline would then need more workers, nor once `busy` is reached. 0: it starts at once.
+        keep: work for each worker below which workers are removed.
+        standard_within, bulk_within: target time from arrival to completion of work without a deadline.
+        overdue_within: target time from now for work that has waited longer than that.
+        down_after: how long fewer workers must have been enough before a scale-down.
+        up_cooldown, down_cooldown: from any change to the next scale-up, or scale-down.
+        up_step, down_step: most workers that one change starts or ends.
+        changes_an_hour: most changes of the desired number; scale-downs leave half of them for scale-ups.
+        tolerance: a growth of this share or less causes no change, unless a deadline needs it.
+        ttft: target of the 95th percentile of interactive requests' time to the first token.
+        ttft_settled: share of `ttft` below which the pool may shrink.
+        kv_full: share of the KV caches from which on queued interactive requests count as pressure.
+        pressure_share: share of the workers that are added under pressure; one at least.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,7 +80,7 @@ class PoolOptions(BaseModel):
     """Workers that serve the same models.
 
     Attributes:
-        models: as requests call them.  limits: None: those of all pools.
+        models: their names in requests.  limits: None: those of all pools.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -90,12 +90,12 @@ class PoolOptions(BaseModel):
 
 
 class AutoscaleOptions(BaseModel):
-    """How many workers are wished for.
+    """Settings of the autoscaler.
 
     Attributes:
-        every_seconds: between two decisions.
-        limits: of pools that have none of their own.
-        pools: by name, each with its models; a model that is in none is a pool by itself, of its own name.
+        every_seconds: interval of decisions.
+        limits: of pools without their own.
+        pools: by name, each with its models; a model in none is a pool by itself, under its own name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -113,10 +113,10 @@ class AutoscaleOptions(BaseModel):
 
 
 class PoolMemory(StoredReport):
-    """What is remembered of one pool; see `pipeline.scaling.policy.PolicyState`. Moments are seconds since 1970.
+    """The stored state of one pool; see `pipeline.scaling.policy.PolicyState`. Times are seconds since 1970.
 
     Attributes:
-        ttft_counts, ttft_since: what workers had counted by then of times to first tokens, in their buckets.
+        ttft_counts, ttft_since: the workers' TTFT histogram at that time, by bucket.
     """
 
     desired: Count | None = None
@@ -130,11 +130,11 @@ class PoolMemory(StoredReport):
 
 
 class StoredScaling(StoredReport):
-    """`scaling/decided.json`: what was decided last, for whoever decides next. A cache: without it a pool's past is
-    forgotten, and cooldowns begin anew.
+    """`scaling/decided.json`: the last decision, for the next one. A cache: without it a pool's history is lost, and
+    cooldowns restart.
 
     Attributes:
-        speeds: tokens a second that a worker of each model measured last; they hold when the workers are gone.
+        speeds: last measured tokens a second of a worker of each model; used while there are no workers.
     """
 
     version: Literal[1] = 1

@@ -17,12 +17,12 @@ BatchEvent = Literal["batch.completed", "batch.failed", "batch.expired", "batch.
 
 
 class WebhookOptions(BaseModel):
-    """An endpoint that is told when a batch of its tenant has ended.
+    """An endpoint that receives a notification when a batch of its tenant has ended.
 
     Attributes:
-        url: https://…; it may hold what only the receiver knows, so it is shown nowhere.
+        url: https://…; it may contain secrets, so it is never shown.
         secret: the key of the signatures: "whsec_" and 24 to 64 random bytes in base64.
-        events: that it wants.
+        events: its subscriptions.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,7 +59,7 @@ class WebhookOptions(BaseModel):
 
 
 def webhook_key(secret: SecretStr) -> bytes:
-    """The bytes of a secret as the Standard Webhooks specification writes it; raises ValueError, without it."""
+    """Decode a secret in the format of the Standard Webhooks specification; raises ValueError, without the secret."""
     text = secret.get_secret_value()
     try:
         key = b64decode(text.removeprefix("whsec_"), validate=True)
@@ -71,13 +71,13 @@ def webhook_key(secret: SecretStr) -> bytes:
 
 
 class WebhooksOptions(BaseModel):
-    """Who is told when batches have ended.
+    """Settings of webhooks, which report the ends of batches.
 
     Attributes:
         endpoints: tenant -> its endpoints.
         allow_http: endpoints may be http://.  allow_private: they may be in a private network, or on this machine.
-        timeout_seconds: of one try.
-        give_up_after: such as "3d": an event that couldn't be told for so long is dropped.
+        timeout_seconds: of one attempt.
+        give_up_after: such as "3d": an event that couldn't be delivered for so long is discarded.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,13 +97,13 @@ class WebhooksOptions(BaseModel):
 
 
 class CacheOptions(BaseModel):
-    """Answers that are given again to the same request, where it asks for that (`tokenmill: {"cache": true}`).
+    """Settings of the response cache, which requests opt into (`tokenmill: {"cache": true}`).
 
     Attributes:
-        always: also where it says nothing, as far as its answer is always the same.
+        always: cache without opt-in, where the answer is deterministic.
         keep: an amount of time, such as "1h".
-        entries: of each tenant.  entry_bytes: of the largest.
-        memory_bytes: of all of them, where there is no Redis.  tenant_bytes: of each tenant's, on Redis.
+        entries: most entries of a tenant.  entry_bytes: largest entry.
+        memory_bytes: of all entries, without Redis.  tenant_bytes: of each tenant's, on Redis.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -117,36 +117,35 @@ class CacheOptions(BaseModel):
 
 
 class GatewayOptions(BaseModel):
-    """How HTTP is served.
+    """Settings of HTTP.
 
     Attributes:
-        auth: when API keys are needed. "auto": as soon as there is one; "keys": always; "off": never.
-        max_upload_bytes: of an uploaded file.  uploads_at_once: by one gateway, half of them of one tenant;
-            further ones are refused.
-        max_body_bytes: of any other request.  bodies_at_once: bytes of those that are being read, and of messages over
-            WebSockets, of all together, half of them of one tenant; further ones are refused. At least twice
+        auth: when API keys are required. "auto": as soon as one exists; "keys": always; "off": never.
+        max_upload_bytes: of an uploaded file.  uploads_at_once: most concurrent uploads of a gateway, at most half of
+            them by one tenant; further ones are refused.
+        max_body_bytes: of any other request.  bodies_at_once: most bytes of all bodies that are being read, and of
+            messages over WebSockets, at most half of them by one tenant; further ones are refused. At least twice
             max_body_bytes.
-        max_message_bytes: of a message over a WebSocket; no more than of a body. Larger requests go over HTTP.
-        max_websockets: open at one gateway.  max_tenant_websockets: of them, of one tenant; further ones are refused.
-        idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
-        request_seconds: after which a request to a model is given up, or earlier if it says so.
-        drain_seconds: that requests have to come to their end when the gateway is told to stop.
-        keep_alive_seconds: for which a connection may idle between two requests; a proxy in front should give up
-            earlier.
-        requests_at_once: by one gateway; further ones are refused.
-        stream_bytes: of a stream, that wait for its reader; one that lets more pile up ends with an error.
-        unsent_bytes: of any answer, that wait in the kernel beyond what is on its way.
-        write_seconds: who takes nothing of an answer for so long is cut off.
-        hosts: names, without ports, by which a gateway that needs no keys may be asked, besides localhost, the one that
-            it listens at, and addresses.
+        max_message_bytes: of a message over a WebSocket; at most that of a body. Larger requests need HTTP.
+        max_websockets: most open ones of a gateway.  max_tenant_websockets: of one tenant; further ones are refused.
+        idle_seconds: time-out of a sender that is silent in the middle of a request.
+        request_seconds: time-out of a request to a model; a request may set an earlier one.
+        drain_seconds: time for running requests to end after the stop signal.
+        keep_alive_seconds: idle time of a connection between two requests; a proxy in front should have a shorter one.
+        requests_at_once: most concurrent requests of a gateway; further ones are refused.
+        stream_bytes: most buffered bytes of a stream; a reader that falls further behind gets an error.
+        unsent_bytes: most bytes of an answer that wait in the kernel, beyond those in flight.
+        write_seconds: time-out of a client that reads nothing of an answer.
+        hosts: host names, without ports, that a gateway without keys accepts, besides localhost, its own listening
+            address, and IP addresses.
         tls_certificate, tls_key: PEM files; both or none.
-        tenant_limits: of each tenant, over all of its keys.  tenants: tenant -> its own, in place of these.
-        key_limits: of each key that brings none of its own.
+        tenant_limits: of each tenant, over all of its keys.  tenants: tenant -> its own limits, in place of these.
+        key_limits: of each key without its own.
         default_limits: "auto": a tenant with API keys for which neither it nor its key has a limit of running requests
-            rows has one of rows: `default_rows_per_worker` for each live worker. It may store 100 GiB and 100,000
-            files, unless it or its key has other limits. "off": none of this holds.
-        default_rows_per_worker: None: half of the batch where one process does everything, else 64.
-        webhooks: who is told when batches have ended.  cache: of answers.
+            or rows gets a limit of rows: `default_rows_per_worker` for each live worker. It may store 100 GiB and
+            100,000 files, unless it or its key has other limits. "off": no default limits.
+        default_rows_per_worker: None: half of the batch where one process runs all parts, else 64.
+        webhooks: notifications of ended batches.  cache: of responses.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

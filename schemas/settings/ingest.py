@@ -1,4 +1,4 @@
-"""Settings of what comes in: S3, its drops, Kafka and Celery."""
+"""Settings of S3 and of the ingest sources: buckets, Kafka and Celery."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from schemas.requests.limits import Positive
 
 
 class S3Options(BaseModel):
-    """How to reach S3. Credentials are found where AWS's tools look for them, and never stand here.
+    """Connection settings of S3. Credentials come from AWS's credential chain, never from here.
 
     Attributes:
-        endpoint: URL of another server than AWS's.  path_style: the bucket in the path; None: with an endpoint.
-        encryption: at rest: SSE-S3 ("AES256"), SSE-KMS ("aws:kms"), or as the bucket is set up ("").
+        endpoint: URL of a server other than AWS's.  path_style: the bucket in the path; None: with an endpoint.
+        encryption: at rest: SSE-S3 ("AES256"), SSE-KMS ("aws:kms"), or the bucket's default ("").
         kms_key: id or ARN of the key for SSE-KMS.
-        checksums: "when_required" for servers that don't know S3's newer checksums.
+        checksums: "when_required" for servers without S3's newer checksums.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,13 +30,13 @@ class S3Options(BaseModel):
 
 
 class BucketOptions(BaseModel):
-    """Where files are dropped, when the root is a bucket.
+    """Ingest of files from a root that is a bucket.
 
     Attributes:
-        places: prefix below the root -> the tenant whose place it is.
-        queue_url: the SQS queue that the bucket tells of new objects; None: only sweeps find them.
-        queue_endpoint: URL of another server than AWS's; None: as for S3.
-        sweep_seconds: between two listings of the places.
+        places: prefix below the root -> its tenant.
+        queue_url: the SQS queue of the bucket's event notifications; None: only sweeps find new objects.
+        queue_endpoint: URL of a server other than AWS's; None: as for S3.
+        sweep_seconds: interval of listing the prefixes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,22 +48,21 @@ class BucketOptions(BaseModel):
 
 
 class KafkaOptions(BaseModel):
-    """How Kafka is reached, and what of it is used.
+    """Connection settings of Kafka, and its topics.
 
     Attributes:
         bootstrap: "host:port" of some brokers; none: Kafka is not used.
-        security, mechanism, username, password, ca_file, cert_file, key_file, key_password: as Kafka's clients know
-            them.
+        security, mechanism, username, password, ca_file, cert_file, key_file, key_password: as in Kafka's clients.
         topic_prefix: of requests, jobs, results, events and deadletter.
         requests, jobs: topic -> tenant; empty: the prefix's topic, for the tenant "default".
-        group: of the consumers.  epoch: names the cluster, where its topics have no ids.
-        start: where a group begins that has no offset, or one out of range.
-        batch_records, batch_seconds: a batch is stored when it has so many records, or its first has waited so long.
+        group: of the consumers.  epoch: name of the cluster, where its topics have no ids.
+        start: position of a group without an offset, or with one out of range.
+        batch_records, batch_seconds: a batch is stored at this size, or at this age of its first record.
         reply_topics: topics that a record's `reply_to` may name.
-        uri_prefixes: tenant -> beginnings of the URIs that its jobs may name.
-        announce_all: jobs of other doors, too.
+        uri_prefixes: tenant -> allowed prefixes of its jobs' URIs.
+        announce_all: also publish jobs from other ingest sources.
         idempotence: of the producer.
-        session_timeout: seconds without a sign of life after which a consumer's partitions go to others.
+        session_timeout: seconds without a heartbeat after which a consumer's partitions are reassigned.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,14 +92,14 @@ class KafkaOptions(BaseModel):
 
 
 class CeleryOptions(BaseModel):
-    """The door for Celery's tasks.
+    """Ingest from Celery tasks.
 
     Attributes:
-        queues: queue -> the tenant whose it is; none: there is no such door.
+        queues: queue -> its tenant; none: Celery is not used.
         result_url: of the result backend; None: the broker, where that is Redis.
-        uri_prefixes: tenant -> beginnings of the URIs that its jobs may name; each ends with "/".
-        generate_seconds: after which a request whose caller waits is given up, or earlier if it says so.
-        generate_waiting: such requests of one process at once; further ones are tried again later.
+        uri_prefixes: tenant -> allowed prefixes of its jobs' URIs; each ends with "/".
+        generate_seconds: time-out of an interactive request; a request may set an earlier one.
+        generate_waiting: most concurrent interactive requests of a process; further ones are retried later.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,4 +1,4 @@
-"""Settings of what is told of an installation, for those who watch it."""
+"""Settings of monitoring."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class CloudWatchOptions(BaseModel):
-    """The backlog of each model, told to Amazon's CloudWatch by dispatchers. Credentials are found where AWS's tools
-    look for them; the region is S3's.
+    """Metrics of each model's backlog, sent to Amazon's CloudWatch by dispatchers. Credentials come from AWS's
+    credential chain; the region is S3's.
 
     Attributes:
-        namespace: of the metrics; None: nothing is told.
+        namespace: of the metrics; None: none are sent.
         installation: the value of their dimension Installation.
-        every_seconds: between two values; a little less than a minute leaves none of CloudWatch's without one.
-        worker_tokens_per_second: that a worker is assumed to compute, until one has measured it.
+        every_seconds: interval; a little less than a minute gives each of CloudWatch's minutes a value.
+        worker_tokens_per_second: assumed speed of a worker, until one has been measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -27,10 +27,10 @@ class CloudWatchOptions(BaseModel):
 
 
 class TracingOptions(BaseModel):
-    """What traces hold. Whether there are any, and where they go, OpenTelemetry's own variables say.
+    """Settings of traces. OpenTelemetry's own variables enable them and name their target.
 
     Attributes:
-        step_seconds: between two steps of a worker's engine that get a span; 0: none does.
+        step_seconds: between two spans of engine steps; 0: no steps get a span.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,4 +1,4 @@
-"""Settings of how a worker proves itself before it serves, and of how a new version of a model is compared."""
+"""Settings of a worker's warm-up and canary check, and of the comparison of model versions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from schemas.requests.limits import Positive
 
 
 class WarmupOptions(BaseModel):
-    """What a worker computes between loading a model and serving it.
+    """Settings of a worker's warm-up, between loading a model and serving it.
 
     Attributes:
-        prompt_tokens: of the one long prompt.
-        rows: sizes of the batches that are computed, as far as the running batch has so many rows.
-        tolerance: by which log-probabilities of the canary prompts may differ from those that were recorded (nats);
-            None: 0.05 at float32, 0.3 at 16 bits, where another batch or another processor rounds differently.
+        prompt_tokens: length of the one long prompt.
+        rows: batch sizes to compute, as far as the running batch allows them.
+        tolerance: allowed difference of the canary prompts' log-probabilities from the recorded ones (nats); None: 0.05
+            at float32, 0.3 at 16 bits, where another batch or another processor rounds differently.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -26,26 +26,26 @@ class WarmupOptions(BaseModel):
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     def tolerance_of(self, dtype: str) -> float:
-        """For a model that computes in this dtype (nats)."""
+        """The tolerance for a model of this dtype (nats)."""
         return self.tolerance if self.tolerance is not None else 0.05 if dtype == "float32" else 0.3
 
 
 class ReleaseRules(BaseModel):
-    """When a new version of a model takes the place of the one that is served, and when it doesn't; frozen into each
-    release as it starts. `pipeline.models.evaluation` says how.
+    """The rules by which a new version of a model is promoted or rolled back; stored in each release at its start.
+    `pipeline.models.evaluation` applies them.
 
     Attributes:
-        share: of the stable version's committed shards that the new one computes, too.
-        least_shards: compared before anything is decided.  most_shards: if it is still not decided then, it is rolled
-            back.
-        longest_seconds: so is one that has not been decided after this time.
-        confidence: that a new version which is just within all limits isn't rolled back, and that one which is just
-            beyond one isn't promoted.
-        agreement: the mean likeness of answers, from 0 to 1, that is enough.
-        more_errors: the share of rows that may fail with the new version only.
-        slower: times as long as the stable version's that a token may take.
-        drift: the mean difference of log-probabilities that is taken (nats), on the canary prompts' answers as the
-            stable version gave them; None: any.
+        share: share of the stable version's committed shards that the candidate computes, too.
+        least_shards: minimum number of compared shards for a decision.  most_shards: an undecided release is rolled
+            back at this number.
+        longest_seconds: an undecided release is rolled back after this time.
+        confidence: that a candidate just within all limits isn't rolled back, and that one just beyond a limit isn't
+            promoted.
+        agreement: minimum mean similarity of answers, from 0 to 1.
+        more_errors: maximum share of rows that fail with the candidate only.
+        slower: maximum time per token, as a multiple of the stable version's.
+        drift: maximum mean difference of log-probabilities (nats), on the stable version's answers to the canary
+            prompts; None: any.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

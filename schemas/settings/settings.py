@@ -46,7 +46,7 @@ Attention = Literal["auto", "reference", "paged-sdpa", "native", "triton", "flas
 
 
 def check_speculate(given: str) -> str:
-    """A way to guess tokens, as it was given; raises ValueError."""
+    """Validate a method of speculative decoding; raises ValueError."""
     method, _, path = given.partition(":")
     if given in ("off", "ngram", "auto") or (method in ("draft", "eagle3") and path):
         return given
@@ -54,11 +54,11 @@ def check_speculate(given: str) -> str:
 
 
 class InvalidSettingsError(ValueError):
-    """Raised when settings can't be used; the message is one line that names the setting and what would be right."""
+    """Raised for invalid settings; the message is one line that names the setting and the valid values."""
 
 
 class TierCaps(BaseModel):
-    """The largest max_tokens a request of each tier may ask for, in tokens."""
+    """The largest max_tokens of a request, by tier."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,16 +71,16 @@ class TierCaps(BaseModel):
 
 
 class PaceOptions(BaseModel):
-    """What requests whose callers wait are promised by a worker's engine, and what it weighs against other work.
+    """The SLOs of interactive requests in a worker's engine, and their weights against batch work.
 
     Attributes:
-        hold_back: other work is held back where the promises can't be kept beside it.
+        hold_back: throttle batch work where the SLOs can't be met otherwise.
         ttft_seconds: from a request's arrival in the engine until its first token.
         itl_seconds: between two of its tokens.
         quantile: share of the first tokens, and of the later ones, that should be in time.
-        weight_ttft, weight_itl, weight_drops: of those that are late, and of requests that run out of time.
-        weight_utilisation: of other work that is held back. The larger, the more may be late.
-        least_tokens: of an engine's step that other work always keeps.
+        weight_ttft, weight_itl, weight_drops: weights of late tokens, and of requests that time out.
+        weight_utilisation: weight of throttled batch work. With a larger one more tokens may be late.
+        least_tokens: tokens of an engine's step that are always reserved for batch work.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,12 +97,12 @@ class PaceOptions(BaseModel):
 
 
 class LaneOptions(BaseModel):
-    """How a worker serves the requests whose callers wait.
+    """Settings of interactive requests at a worker.
 
     Attributes:
-        most_requests: that a worker has at once; None: a few more than its batch has rows.
-        drain_seconds: that they have to come to their end when the worker is told to stop; the others go on elsewhere.
-        pace: what they are promised.
+        most_requests: most concurrent ones of a worker; None: a few more than its batch has rows.
+        drain_seconds: time for running ones to end after the stop signal; the others go on at another worker.
+        pace: their SLOs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -113,15 +113,15 @@ class LaneOptions(BaseModel):
 
 
 class GpuOptions(BaseModel):
-    """How an engine uses a CUDA device.
+    """Settings of an engine on a CUDA device.
 
     Attributes:
-        memory_utilization: share of its memory that may be taken, where the KV cache's size is not given: what weights
-            and the largest step leave of it is the cache's.
-        cuda_graphs: record the forward passes of small steps when the engine starts, which takes seconds and saves
+        memory_utilization: share of its memory to use, where the KV cache's size is not given: the cache gets what
+            weights and the largest step leave of it.
+        cuda_graphs: record the forward passes of small steps at the engine's start, which takes seconds and saves
             launches; None: where model and attention allow it. True: refuse to start where they don't.
-        graph_tokens: most tokens of a step that is recorded.
-        plan_ahead: plan a step while the one before it is computed; None: on a CUDA device.
+        graph_tokens: most tokens of a recorded step.
+        plan_ahead: plan a step while the previous one is computed; None: on a CUDA device.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -133,13 +133,13 @@ class GpuOptions(BaseModel):
 
 
 class MetricsOptions(BaseModel):
-    """Figures for programs that watch.
+    """Settings of the metrics endpoint.
 
     Attributes:
-        port: on which each process tells its own, without a key; 0: any that is free; None: none. A gateway tells them
+        port: where each process exports its metrics, without a key; 0: any free one; None: none. A gateway exports them
             among its routes, too.
-        host: the address for that.
-        workers: a gateway tells the figures of each worker that lives, too.
+        host: its address.
+        workers: a gateway also exports the metrics of each live worker.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -150,13 +150,13 @@ class MetricsOptions(BaseModel):
 
 
 class RetentionOptions(BaseModel):
-    """How long things are kept: amounts of time, such as "30d".
+    """Settings of retention: amounts of time, such as "30d".
 
     Attributes:
-        outputs: results, from the end of a job that doesn't say so itself; None: for ever.
-        deadletters: from when they were written; None: for ever.
-        intake: what intakes wrote down to know an event again. Longer than any source repeats its events.
-        every: between two collections by `serve` and `dispatcher`.
+        outputs: of results, from the end of a job without a retention of its own; None: for ever.
+        deadletters: from their creation; None: for ever.
+        intake: of the records that identify repeated events. Must be longer than any source repeats its events.
+        every: interval of garbage collections by `serve` and `dispatcher`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -168,13 +168,13 @@ class RetentionOptions(BaseModel):
 
 
 class InstanceOptions(BaseModel):
-    """What a worker runs on, by the names of the price book.
+    """The machine of a worker, by the names of the price book.
 
     Attributes:
-        type: such as g6.xlarge; None: its price isn't looked up.  region: such as us-east-1; "any" fits all.
-        market: how it is paid.
-        workers: that share it, and its price.
-        ask_ec2: a worker on Amazon's EC2 asks the instance for type, region and market.
+        type: such as g6.xlarge; None: without a price from the book.  region: such as us-east-1; "any" fits all.
+        market: on demand or spot.
+        workers: number of workers that share it, and its price.
+        ask_ec2: on Amazon's EC2, read type, region and market from the instance's metadata.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -187,12 +187,12 @@ class InstanceOptions(BaseModel):
 
 
 class SpendingOptions(SpendLimits):
-    """What tenants may spend.
+    """Spending limits of tenants.
 
     Attributes:
         per_day, per_month: of each tenant that `tenants` doesn't name.
-        tenants: limits of those that have their own; those of the others don't hold for them.
-        wait: jobs of a tenant that has reached its limit wait for its next day or month; else they end.
+        tenants: tenant -> its own limits, in place of these.
+        wait: jobs of a tenant at its limit wait for the next day or month; else they end.
     """
 
     tenants: dict[str, SpendLimits] = Field(default_factory=dict)
@@ -205,47 +205,45 @@ class SpendingOptions(SpendLimits):
 
 
 class Settings(BaseSettings):
-    """All settings. Make one with `load_settings`, which turns mistakes into one clear line.
+    """All settings. `load_settings` creates one and reports invalid settings in one line.
 
     Attributes:
-        default_max_tokens: tokens a request without max_tokens may generate (or what is left of the context, if less).
+        default_max_tokens: max_tokens of requests without it (or what is left of the context, if less).
         max_output_tokens: the tiers' caps.
-        price_per_hour: of a worker, for what its work costs; in whatever currency. None: as the price book says of
-            `instance`.
+        price_per_hour: of a worker, for the cost of its work; in any currency. None: the price book's of `instance`.
         price_book: a file of prices; None: the one that comes with tokenmill.
-        instance: what a worker runs on.
-        spending: what tenants may spend.
-        model_cache: where pulled weights are kept.
+        instance: the machine of a worker.
+        spending: spending limits of tenants.
+        model_cache: folder of pulled weights.
         root: the folder or s3:// URL that holds all jobs of this installation.
-        s3: how to reach S3.  bucket, kafka, celery: the doors there.  gateway: HTTP.  lane: for requests whose callers
-            wait.
+        s3: connection to S3.  bucket, kafka, celery: ingest sources.  gateway: HTTP.  lane: interactive requests.
         redis_url: for heartbeats and locks.  broker_url: that Celery uses for shards; None: the same Redis.
-        default_model: of jobs that name none; None: their rows may name any model that is served.
+        default_model: of jobs that name none; None: their rows may name any served model.
         default_tier: of jobs that name none.
-        tenant_tokens: a tenant with so many tokens in open jobs is taken no more from; None: no limit.
-        tenant_weights: in the sharing of what is computed; others have 1.
-        planners: jobs planned at once by one dispatcher, each in a process of its own. Where there are several, one
-            tenant occupies at most all but one.
-        planner_memory_bytes: that planning a job may take; a job that needs more fails. Counted are the process's
+        tenant_tokens: most tokens of a tenant's open jobs; further jobs are not accepted. None: no limit.
+        tenant_weights: tenant -> its weight in fair sharing; default: 1.
+        planners: most jobs that a dispatcher plans concurrently, each in a process of its own. Where there are several,
+            one tenant occupies at most all but one.
+        planner_memory_bytes: memory limit of planning a job; a job that needs more fails. Counted are the process's
             private writable pages, of which about 140 MiB are there before any job.
         planner_stuck_seconds: a planner process that has read nothing, checked no row and stored no shard for so long
             is killed, and planning has failed once.
-        retention: how long things are kept.  metrics: figures for programs that watch.
-        cloudwatch: where the backlog is told.  autoscale: how many workers are wished for.
-        tracing: what traces hold.  log_format: how long-running commands write their logs.
-        warmup: what a worker computes before it serves.  releases: when a new version of a model is promoted.
-        checkpoint_seconds: between two checkpoints of what is being computed; what a kill costs at most.
-        request_timeout: seconds that a request may compute; None: as long as it takes.
-        stuck_seconds: a worker that has made no step for so long ends itself, to be started again.
-        rank_seconds: that a process waits in a step for others that share its model, before the engine ends.
-        spot_notice: a worker ends in order when Amazon says that its spot instance will be taken away.
-        instruction_set: of the native CPU kernels; "auto": the most that the processor has.
-        gpu: how an engine uses a CUDA device.
-        attention: what attends; "auto": the best that the device, the model and what is installed allow.
+        retention: retention of stored objects.  metrics: the metrics endpoint.
+        cloudwatch: metrics of the backlog.  autoscale: the autoscaler.
+        tracing: traces.  log_format: format of long-running commands' logs.
+        warmup: a worker's warm-up.  releases: rules of promoting a new version of a model.
+        checkpoint_seconds: interval of checkpoints; the most work that a kill loses.
+        request_timeout: longest time in seconds that a request may compute; None: no limit.
+        stuck_seconds: a worker without a step for so long exits, to be restarted.
+        rank_seconds: longest wait in a step for the other ranks of a model, before the engine ends.
+        spot_notice: a worker stops gracefully at Amazon's notice that its spot instance will be interrupted.
+        instruction_set: of the native CPU kernels; "auto": the best of the processor.
+        gpu: the engine on a CUDA device.
+        attention: the attention kernels; "auto": the best that device, model and installed packages allow.
         kv_block_size: tokens of a block of the KV cache; flash2 and torch-varlen take multiples of 256 only.
-        speculate: how the next tokens are guessed, where a command doesn't say: off, ngram, draft:MODEL,
-            eagle3:HEAD or auto.
-        content_policies: judge prompts and answers, where a command doesn't say: NAME or NAME:ARGUMENT each.
+        speculate: the method of speculative decoding, where a command sets none: off, ngram, draft:MODEL, eagle3:HEAD
+            or auto.
+        content_policies: checks of prompts and answers, where a command sets none: NAME or NAME:ARGUMENT each.
     """
 
     model_config = SettingsConfigDict(

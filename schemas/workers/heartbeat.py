@@ -1,5 +1,5 @@
-"""A worker's heartbeat as it is kept on a server that all can write to: what doesn't hold this, within its bounds, is
-none. A newer worker may say more: an older dispatcher must not take it for dead."""
+"""A worker's heartbeat as it is stored on a server that many can write to. Data outside these bounds is no heartbeat.
+Unknown fields are ignored, so that an older dispatcher doesn't take a newer worker for dead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=255)]
 
 
 class StoredHeartbeat(StoredReport):
-    """What a worker says of itself; see `pipeline.ports.WorkerState`."""
+    """A worker's state; see `pipeline.ports.WorkerState`."""
 
     name: Name
     models: tuple[Name, ...] = ()

@@ -1,6 +1,6 @@
-"""What travels on the lane: a request whose answer somebody waits for, and the events of its answer, as JSON.
+"""Messages of the lane: interactive requests, and the events of their answers, as JSON.
 
-Plain frozen dataclasses, checked by pydantic where they are read: whoever reaches the server can write there.
+Plain frozen dataclasses, validated by pydantic on reading, because any client of the server can write them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 class Position(NamedTuple):
-    """A place in the events of a request: the attempt, and the number of an event in it, from 0."""
+    """The position of an event in a request's stream: the attempt, and the event's index in it, from 0."""
 
     attempt: int
     sequence: int
@@ -30,17 +30,17 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaneRequest:
-    """A request, as one attempt at it.
+    """One attempt at a request.
 
     Attributes:
-        id: the caller's; an answer belongs to it.
-        model: `ModelPin.key` of the model that is to answer.
-        url: which of OpenAI's endpoints the body is for.
+        id: chosen by the caller; the answer's events carry it.
+        model: `ModelPin.key` of the requested model.
+        url: the OpenAI endpoint of the body.
         body: OpenAI's request body.
-        attempt: from 1; only events of the last attempt that was sent count.
-        deadline: nobody wants the answer after that; None: for as long as the lane keeps requests.
-        tokens: token ids that earlier attempts gave, for each choice: the answer goes on behind them.
-        traceparent: what it belongs to, where its sender traces.
+        attempt: from 1; only events of the latest attempt count.
+        deadline: the answer is useless after that; None: as long as the lane retains requests.
+        tokens: token ids from earlier attempts, for each choice; the answer continues after them.
+        traceparent: the sender's span context, if it traces.
     """
 
     __pydantic_config__ = _STRICT
@@ -59,7 +59,7 @@ class LaneRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """What all events of an answer say: whose they are, and where they stand."""
+    """The common fields of an answer's events: its request, and the event's position."""
 
     __pydantic_config__ = _STRICT
 
@@ -70,9 +70,9 @@ class _Event:
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent(_Event):
-    """Tokens that were added to a choice, and the text they add (perhaps none yet: half a letter is kept back, and what
-    may be the beginning of a stop string). `logprobs`: of these tokens, for chat; a completion's are in the response.
-    `tool_calls`: what they add to calls, as `delta.tool_calls` of OpenAI's streams has it; the text holds none of that.
+    """Tokens that were added to a choice, and their text (perhaps none yet: an incomplete character is held back, and a
+    possible beginning of a stop string). `logprobs`: of these tokens, for chat; a completion's are in the response.
+    `tool_calls`: their additions to calls, as in `delta.tool_calls` of OpenAI's streams; the text contains none of it.
     """
 
     choice: Choice = 0
@@ -85,8 +85,8 @@ class TokensEvent(_Event):
 
 @dataclass(frozen=True, slots=True)
 class EndEvent(_Event):
-    """The answer is whole. `response`: OpenAI's response body, of all attempts together. `policies`: the fingerprint of
-    the content policies that judged it; None: none did."""
+    """The answer is complete. `response`: OpenAI's response body, over all attempts. `policies`: the fingerprint of the
+    content policies that checked it; None: none did."""
 
     response: dict[str, Any] = field(default_factory=dict)
     policies: Text | None = None
@@ -95,7 +95,7 @@ class EndEvent(_Event):
 
 @dataclass(frozen=True, slots=True)
 class ErrorEvent(_Event):
-    """There will be no (more of an) answer. `status`: as HTTP would answer; `param`: the field that is to blame."""
+    """The answer failed; no more of it follows. `status`: the HTTP status; `param`: the invalid field."""
 
     code: Text
     message: str
@@ -106,7 +106,7 @@ class ErrorEvent(_Event):
 
 @dataclass(frozen=True, slots=True)
 class HandBackEvent(_Event):
-    """The worker is being stopped, and will not go on with this attempt: the next one is the caller's to send."""
+    """The worker stops and ends this attempt; the caller sends the next one."""
 
     kind: Literal["hand_back"] = "hand_back"
 
@@ -120,7 +120,7 @@ def closes_attempt(event: LaneEvent) -> bool:
 
 
 def position_of(event: LaneEvent) -> Position:
-    """Where the event stands."""
+    """The event's position."""
     return Position(event.attempt, event.sequence)
 
 

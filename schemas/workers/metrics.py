@@ -1,8 +1,8 @@
-"""What a worker tells of its work, for whoever watches: how it stands, and what it has counted since it began to serve
-the model that it has loaded. Nothing is decided by it.
+"""A worker's metrics for monitoring: its state, and its counters since it began to serve the loaded model. Scheduling
+doesn't use them.
 
-Times are counted in fixed buckets, so those of many workers can be added up. Figures are a few kilobytes, whatever the
-worker does.
+Times are counted in fixed buckets, so that histograms of many workers can be summed. The metrics of a worker are a few
+kilobytes, whatever its load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LATENCY_BOUNDS: Final = (
     0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5,
     1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
-"""Upper ends of the buckets, seconds, each included; the last bucket has none. As an engine counts
+"""Inclusive upper bounds of the buckets, seconds; the last bucket has none. The same as the engine's
 (`engine.scheduler.latency.BOUNDS`)."""
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -27,11 +27,11 @@ Signed = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class HistogramSample(StoredReport):
-    """Samples of a time.
+    """A histogram of durations.
 
     Attributes:
-        counts: by bucket; zeros at the end are left out.
-        seconds: of all samples together.
+        counts: by bucket; trailing zeros are omitted.
+        seconds: sum of all samples.
     """
 
     counts: Annotated[tuple[Count, ...], Field(max_length=len(LATENCY_BOUNDS) + 1)] = ()
@@ -39,17 +39,17 @@ class HistogramSample(StoredReport):
 
     @property
     def samples(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         return sum(self.counts)
 
 
 class TierMetrics(StoredReport):
-    """One tier's requests at one worker: rows of jobs, and requests whose callers wait. A row's copies are none.
+    """One tier's requests at one worker: rows of jobs (without their copies), and interactive requests.
 
     Attributes:
-        running, waiting: in the engine's batch, and here without a place in it; now.
-        answered, failed: that have ended.
-        usage: tokens of those that have ended.
+        running, waiting: current numbers in the engine's batch, and queued for it.
+        answered, failed: numbers of ended requests.
+        usage: tokens of ended requests.
         ttft: from a request's arrival in the engine to its first token.  itl: between two tokens of an answer.
         whole: from a request's arrival in the engine to its end.
     """
@@ -68,7 +68,7 @@ class TokenRates(StoredReport):
     """Tokens a second over the last seconds, busy or not.
 
     Attributes:
-        prompt: of prompts, computed.  cached: of prompts, found in the prefix cache instead.  generated: of answers.
+        prompt: computed prompt tokens.  cached: prompt tokens from the prefix cache.  generated: answer tokens.
     """
 
     prompt: Amount = 0.0
@@ -77,7 +77,7 @@ class TokenRates(StoredReport):
 
 
 class PaceWeights(StoredReport):
-    """A number for each term of the objective that pacing lowers."""
+    """A number for each term of the objective that the SLO controller minimizes."""
 
     ttft: Amount = 0.0
     itl: Amount = 0.0
@@ -86,14 +86,14 @@ class PaceWeights(StoredReport):
 
 
 class PaceMetrics(StoredReport):
-    """How well the promises to callers who wait are kept.
+    """How well the SLOs of interactive requests are met.
 
     Attributes:
-        weights, terms: w1 to w4 of the objective, and what they weigh now: TTFT and ITL as multiples of what is
-            promised, the share of steps that work was held back from, the share of requests that ran out of time.
-        others: of the tokens in steps with such requests, the share of other work.
-        beside_streams, beside_prompts: tokens of a step that are allowed beside answers, and beside prompts.
-        late_first_tokens, late_tokens, drops: that missed their promise, and requests that ran out of time.
+        weights, terms: w1 to w4 of the objective, and its current terms: TTFT and ITL as multiples of their SLOs, the
+            share of steps with throttled batch work, the share of requests that timed out.
+        others: of the tokens in steps with such requests, the share of batch work.
+        beside_streams, beside_prompts: batch tokens allowed in a step with interactive answers, or prompts.
+        late_first_tokens, late_tokens, drops: tokens that missed their SLO, and requests that timed out.
     """
 
     weights: PaceWeights
@@ -107,18 +107,18 @@ class PaceMetrics(StoredReport):
 
     @property
     def objective(self) -> float:
-        """The sum of the terms, each times its weight."""
+        """The weighted sum of the terms."""
         by, now = self.weights, self.terms
         return by.ttft * now.ttft + by.itl * now.itl + by.utilisation * now.utilisation + by.drops * now.drops
 
 
 class SpeculationMetrics(StoredReport):
-    """What guessed tokens bring.
+    """The effect of speculative decoding.
 
     Attributes:
-        drafted, accepted: guesses, and those that were right.
-        gained: tokens beyond what the same time would have brought without guesses: an estimate, less than 0 where they
-            cost more than they bring.  seconds: of the steps that it is estimated over.
+        drafted, accepted: numbers of draft tokens, and of accepted ones.
+        gained: estimated tokens beyond those that the same time would have produced without drafts; negative where
+            drafts cost more than they gain.  seconds: of the steps that it is estimated over.
     """
 
     drafted: Count = 0
@@ -128,22 +128,22 @@ class SpeculationMetrics(StoredReport):
 
 
 class WorkerMetrics(StoredReport):
-    """One worker; tokens unless said otherwise.
+    """The metrics of one worker, in tokens unless stated otherwise.
 
     Attributes:
         model: its name.
-        seconds: since it began to serve it.
-        tiers: those of which there was anything.
+        seconds: since the worker began to serve it.
+        tiers: those with any requests.
         rates: by kind.
         computed, prompt, generated: positions computed, those of prompts among them, and tokens sampled.
-        recomputed: of the computed ones, those that had been computed before, ahead of a preemption.
-        prefix_queried, prefix_hits: of prompts, looked up in the prefix cache, and found there.
-        steps: their times.  step_rows: rows in them, together.
-        preemptions: rows put back.
-        kv_blocks, kv_blocks_used: of the KV cache; none where the model has none.
-        lane_open, lane_waiting: requests whose callers wait: in the engine, and taken but not in it yet.
-        pace: None: nothing is promised.  speculation: None: nothing was guessed.
-        store_outage: why the store can't be used now, so that the worker waits for it; None: it can.
+        recomputed: of the computed ones, those that had been computed before a preemption.
+        prefix_queried, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
+        steps: durations of steps.  step_rows: sum of their rows.
+        preemptions: preempted rows.
+        kv_blocks, kv_blocks_used: of the KV cache; 0 where the model has none.
+        lane_open, lane_waiting: interactive requests: in the engine, and accepted but not in it yet.
+        pace: None: there is no SLO.  speculation: None: nothing was drafted.
+        store_outage: why the store is unavailable, so that the worker waits for it; None: it is available.
     """
 
     model: Annotated[str, Field(min_length=1)]

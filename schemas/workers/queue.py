@@ -1,5 +1,5 @@
-"""A shard's name on the queue: the body of a Celery task message (protocol 2). Anybody who reaches the broker can put
-there what he likes, so what isn't exactly this is no task."""
+"""A shard on the queue: the body of a Celery task message (protocol 2). Any client of the broker can write messages, so
+only exact matches are accepted."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def samples() -> dict[str, Golden]:
 
 
 def _plain(paper: StoredModel) -> Any:
-    """What the bytes said, without what a reader of today adds."""
+    """The content of the bytes, without the current reader's defaults."""
     return paper.model_dump(mode="json", exclude_unset=True)
 
 

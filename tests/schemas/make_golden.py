@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def same(path: Path, golden: Golden) -> bool:
-    """Whether the file says what would be written today. (Parquet's own bytes change with its library.)"""
+    """Whether the file has the content that is written today. (Parquet's bytes change with its library.)"""
     return bool(golden.read(path.read_bytes()) == golden.read(golden.data))
 
 

@@ -27,7 +27,7 @@ SAMPLES = samples()
 
 
 def lacks(given: Any, wanted: Any, place: str = "") -> list[str]:
-    """Where `given` doesn't have what `wanted` has; it may have more keys."""
+    """The paths where `given` differs from `wanted`; it may have more keys."""
     if isinstance(wanted, dict) and isinstance(given, dict):
         return [
             line
@@ -42,7 +42,7 @@ def lacks(given: Any, wanted: Any, place: str = "") -> list[str]:
     return [] if given == wanted else [f"{place}: {given!r}, not {wanted!r}"]
 
 
-def test_given_what_is_written_today_when_golden_files_are_counted_then_each_kind_has_one() -> None:
+def test_given_the_current_models_when_golden_files_are_counted_then_each_kind_has_one() -> None:
     assert {path.name for path in FILES} == set(SAMPLES), "python -m tests.schemas.make_golden writes those that lack"
 
 
@@ -59,7 +59,7 @@ def test_given_all_papers_that_bear_a_version_then_each_has_a_golden_file() -> N
 
 
 def numbered(kind: type[StoredModel]) -> bool:
-    """Whether it says in which version of the format it is written."""
+    """Whether the file has a format version."""
     return "version" in kind.model_fields and kind.model_fields["version"].default == 1
 
 
@@ -70,7 +70,7 @@ def below(kind: type[StoredModel]) -> Iterator[type[StoredModel]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_given_a_file_of_a_former_version_when_it_is_read_then_it_says_what_it_said(path: Path) -> None:
+def test_given_a_file_of_a_former_version_when_it_is_read_then_its_values_are_the_same(path: Path) -> None:
     golden = SAMPLES[path.name]
     read = golden.read(path.read_bytes())
     assert lacks(golden.read(golden.data), read) == [], "today's reader makes something else of it"
@@ -103,7 +103,7 @@ def added(former: pa.Schema, now: pa.Schema) -> str | None:
     return next((f"column {field.name} is new, and isn't nullable" for field in new if not field.nullable), None)
 
 
-def test_given_other_changes_than_allowed_ones_when_compared_then_each_is_told() -> None:
+def test_given_other_changes_than_allowed_ones_when_compared_then_each_is_reported() -> None:
     former = pa.schema([pa.field("a", pa.int32(), nullable=False), pa.field("b", pa.string())])
     assert added(former, former.append(pa.field("c", pa.string()))) is None
     assert "new" in (added(former, former.append(pa.field("c", pa.string(), nullable=False))) or "")

@@ -1,4 +1,4 @@
-"""The price book: what it takes, and what it says of a mistake."""
+"""The price book: valid entries, and messages for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's papers refuse what does not add up, and come back from JSON as they went in."""
+"""A job's stored models refuse inconsistent values, and survive a round trip through JSON."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_usage_adds_up_by_kind() -> None:
     assert Usage(prompt=1, cached=2) + Usage(prompt=3, accepted=4) == Usage(prompt=4, cached=2, accepted=4)
 
 
-def test_events_come_back_as_what_they_were() -> None:
+def test_events_survive_a_round_trip() -> None:
     for event in (
         JobChanged(id="e", job="j", at=NOW, status=JobStatus.COMPLETED, counts=Counts(total=1, succeeded=1)),
         ShardCommitted(id="e", job="j", at=NOW, shard=1, rows=2, attempt=1, usage=Usage(prompt=3)),
@@ -144,7 +144,7 @@ def test_events_come_back_as_what_they_were() -> None:
 
 
 @pytest.mark.parametrize("code", list(RowErrorCode))
-def test_a_refused_row_says_what_where_and_as_which_status(code: RowErrorCode) -> None:
+def test_a_refused_row_has_message_line_and_status(code: RowErrorCode) -> None:
     row = ResultRow.refused(6, "id", RowError(code, "is wrong", line=7), created_at=NOW, finished_at=NOW)
     expected = {
         RowErrorCode.BATCH_EXPIRED: RowStatus.EXPIRED,

@@ -1,4 +1,4 @@
-"""Commands as processes, and what tests ask of those that serve HTTP."""
+"""Commands as processes, with helpers for those that serve HTTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Processes:
         return self.place / f"process-{number}.log"
 
     def url(self, number: int) -> str:
-        """Where a process says that it serves."""
+        """The URL of a gateway process, from its output."""
 
         def said() -> str | None:
             assert self.running[number].poll() is None, self.log(number).read_text()

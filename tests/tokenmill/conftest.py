@@ -1,4 +1,4 @@
-"""A tiny served model, and the command line as a function: what a user types, and what they see."""
+"""A tiny served model, and the command line as a function: arguments in, output and exit code out."""
 
 from __future__ import annotations
 

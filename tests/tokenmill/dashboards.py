@@ -11,13 +11,13 @@ from infra.dashboards import FOLDER
 from tests.servers.prometheus import PrometheusServer
 
 CHOSEN: Final = {"$__rate_interval": "10s", "$__range": "60s", "$model": ".+", "$instance": ".+"}
-"""What Grafana puts in the place of its variables."""
+"""Grafana's values for its variables."""
 
 OF_RELEASES: Final = {
     "Releases", "Candidates beside the served version", "Rows that candidates computed, too",
     "Workers that failed their canary prompts",
 }  # fmt: skip
-"""Panels that have an answer only beside a release (`test_releases`)."""
+"""Panels that have data only during a release (`test_releases`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def questions() -> list[Question]:
 
 
 def variables() -> set[str]:
-    """What the readers' choices are taken from: questions that have an answer."""
+    """The queries of the dashboards' variables, which must have results."""
     asked = set()
     for path in FOLDER.glob("*.json"):
         for variable in json.loads(path.read_text(encoding="utf-8"))["templating"]["list"]:
@@ -70,7 +70,7 @@ class Answers:
         self.left = asked
 
     def look(self) -> list[Question]:
-        """Ask those that have had none; what is left."""
+        """Repeat the queries without a result so far; those that still have none."""
         self.left = [one for one in self.left if not self._has_answer(one.real)]
         return self.left
 

@@ -81,7 +81,7 @@ class Installation:
         self._start(lambda: foreman.run(self.stop))
 
     def start_worker(self, permits: threading.Semaphore | None = None) -> None:
-        """Each shard is committed only when there is a permit, if any are asked for."""
+        """Each shard is committed only with a permit, if permits are used."""
 
         def work() -> None:
             client = ShardClient("w", self.world, self.ledger, self.queue, self.beats, lambda: False, models=MODELS)
@@ -103,7 +103,7 @@ class Installation:
 
 @contextmanager
 def installation(url: str, store: ObjectStore, scratch: Path, inputs: Path) -> Iterator[Installation]:
-    """What was started in it ends with the block."""
+    """The end of the block ends the processes that were started in it."""
     inputs.mkdir(exist_ok=True)
     # What its threads log would stand between what the command says.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))

@@ -1,4 +1,4 @@
-"""`tokenmill autoscale`: how many workers each pool should have, told to whoever starts and ends them."""
+"""`tokenmill autoscale`: the desired number of workers of each pool, for the system that starts and ends them."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def autoscale(
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
     from tokenmill.processes.runtime import run_together, wait_for_stop
-    from tokenmill.processes.signals import until_told
-    from tokenmill.root import open_root, requests_at_once
+    from tokenmill.processes.signals import stop_on_signals
+    from tokenmill.root import open_root, request_executor
     from tokenmill.services.autoscaler import DecisionEndpoint, DecisionPrinter
-    from tokenmill.services.backends import workers_on_servers
+    from tokenmill.services.backends import redis_worker_backends
 
     log_to_stderr(logging.WARNING if once else logging.INFO)
     settings = read_settings()
@@ -86,19 +86,19 @@ def autoscale(
     if interval is not None:
         options = options.model_copy(update={"every_seconds": interval})
     with (
-        until_told() as stop,
+        stop_on_signals() as stop,
         open_root(root_url, settings) as root,
-        workers_on_servers(settings) as (heartbeats, lane),
-        requests_at_once(root, AT_ONCE) as readers,
+        redis_worker_backends(settings) as (heartbeats, lane),
+        request_executor(root, AT_ONCE) as readers,
     ):
-        look = BacklogReader(root.world, heartbeats, settings.cloudwatch.worker_tokens_per_second, lane, readers)
-        scaler = Autoscaler(root.world, look, heartbeats, options, targets, keep=not dry_run)
+        backlog = BacklogReader(root.world, heartbeats, settings.cloudwatch.worker_tokens_per_second, lane, readers)
+        scaler = Autoscaler(root.world, backlog, heartbeats, options, targets, keep=not dry_run)
         if once:
             scaler.once()
             return
         documents = served.document if "http" in chosen else None
         with metrics_served(
-            settings, metrics_port, served.tell, unexpected_errors(root.world.errors), documents=documents
+            settings, metrics_port, served.write_samples, unexpected_errors(root.world.errors), documents=documents
         ):
             run_together(stop, root.world, wait_for_stop, {"autoscaler": scaler.run})
 

@@ -86,7 +86,7 @@ def bench(
         read=times.read,
         pair=times.pair,
     )
-    kept = bench_results.keep(speed, cache)
+    stored_in = bench_results.store_result(speed, cache)
     if as_json:
         output.print_json(
             {
@@ -98,7 +98,9 @@ def bench(
         )
         return
     _show(results, rows_per_second)
-    output.say(f"{chosen.name}, {output.arithmetic(speed)}, {engine.attention_name}, {speed.machine}; kept in {kept}")
+    output.say(
+        f"{chosen.name}, {output.arithmetic(speed)}, {engine.attention_name}, {speed.machine}; kept in {stored_in}"
+    )
 
 
 def _show(results: list[Measurement], rows_per_second: float) -> None:

@@ -1,4 +1,4 @@
-"""`tokenmill chat`: talking to a model over HTTP, one message or many."""
+"""`tokenmill chat`: a chat with a model over HTTP, of one message or several."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ def chat(
         if temperature is not None:
             settings["temperature"] = temperature
         body = {name: value for name, value in settings.items() if value is not None}
-        said = [] if system is None else [{"role": "system", "content": system}]
+        messages = [] if system is None else [{"role": "system", "content": system}]
         if text is None:
-            _talk(gateway, body, said)
+            _talk(gateway, body, messages)
             return
-        said.append({"role": "user", "content": text})
-        if not _answer(gateway, body, said):
+        messages.append({"role": "user", "content": text})
+        if not _answer(gateway, body, messages):
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _talk(gateway: GatewayClient, body: dict[str, Any], said: list[dict[str, str]]) -> None:
-    """Until the end of stdin. What fails is told, and the talk goes on."""
-    asks = "> " if sys.stdin.isatty() else ""
-    if asks:
+def _talk(gateway: GatewayClient, body: dict[str, Any], messages: list[dict[str, str]]) -> None:
+    """Run the conversation until the end of stdin. In a terminal, errors are printed and it goes on."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    if prompt:
         output.say(f"{body['model']} at {gateway.url}; Ctrl-C cancels an answer, Ctrl-D ends")
     while True:
         try:
-            line = input(asks).strip()
+            line = input(prompt).strip()
         except EOFError:
-            if asks:
+            if prompt:
                 print()
             return
         except KeyboardInterrupt:
@@ -74,22 +74,22 @@ def _talk(gateway: GatewayClient, body: dict[str, Any], said: list[dict[str, str
             continue
         if not line:
             continue
-        said.append({"role": "user", "content": line})
+        messages.append({"role": "user", "content": line})
         try:
-            if not _answer(gateway, body, said):
-                said.pop()
+            if not _answer(gateway, body, messages):
+                messages.pop()
         except UserError as error:
-            said.pop()
-            if not asks:
+            messages.pop()
+            if not prompt:
                 raise
             output.say(f"error: {error}")
 
 
-def _answer(gateway: GatewayClient, body: dict[str, Any], said: list[dict[str, str]]) -> bool:
-    """Print an answer as it comes and append it to what was said; False: the user cancelled it."""
+def _answer(gateway: GatewayClient, body: dict[str, Any], messages: list[dict[str, str]]) -> bool:
+    """Stream an answer to stdout and append it to the messages; False: the user cancelled it."""
     parts: list[str] = []
     try:
-        for part in _parts(gateway, body | {"messages": said, "stream": True}):
+        for part in _parts(gateway, body | {"messages": messages, "stream": True}):
             parts.append(part)
             sys.stdout.write(_shown(part))
             sys.stdout.flush()
@@ -102,12 +102,12 @@ def _answer(gateway: GatewayClient, body: dict[str, Any], said: list[dict[str, s
             print()
         raise
     print()
-    said.append({"role": "assistant", "content": "".join(parts)})
+    messages.append({"role": "assistant", "content": "".join(parts)})
     return True
 
 
 def _parts(gateway: GatewayClient, body: dict[str, Any]) -> Iterator[str]:
-    """The text of an answer, as it comes. Raises `UserError`, also for a stream that ends before its end."""
+    """The streamed text of an answer. Raises `UserError`, also for an incomplete stream."""
     from tokenmill.jobs.http_client import error_of
 
     with gateway.stream("POST", "/v1/chat/completions", body) as answer:
@@ -138,7 +138,7 @@ def _only_model(gateway: GatewayClient) -> str:
 
 
 def _shown(text: str) -> str:
-    """In a terminal without control characters: an answer must not move the cursor, or change what is shown."""
+    """Remove control characters in a terminal, so that an answer can't move the cursor or change the screen."""
     if not sys.stdout.isatty():
         return text
     return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())

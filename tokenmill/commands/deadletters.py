@@ -1,4 +1,4 @@
-"""`tokenmill deadletters`: what could not become a request or a job, and sending it again."""
+"""`tokenmill deadletters`: listing, showing and replaying dead letters."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def show_letter(letter: Letter, root_url: RootUrl = None, as_json: Json = False,
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings()) as opened:
-        letters = DeadLetters(opened.world)
-        found = letters.find(letter)
-        original = letters.original(found.letter)
-        replays = letters.replays(letter)
+        dead_letters = DeadLetters(opened.world)
+        found = dead_letters.find(letter)
+        original = dead_letters.original(found.letter)
+        replays = dead_letters.replays(letter)
     dead = found.letter
     beginning = original[:SHOWN_BYTES].decode(errors="backslashreplace")
     if as_json:
@@ -122,9 +122,9 @@ def replay_letter(
 
     settings = read_settings()
     with open_root(root_url, settings) as opened:
-        letters = DeadLetters(opened.world)
-        with sender(letters.find(letter).letter, settings) as send:
-            outcome = letters.replay(letter, send, again=again)
+        dead_letters = DeadLetters(opened.world)
+        with sender(dead_letters.find(letter).letter, settings) as send:
+            outcome = dead_letters.replay(letter, send, again=again)
     if as_json:
         output.print_json({"id": letter, "outcome": outcome})
     else:
@@ -132,7 +132,7 @@ def replay_letter(
 
 
 def _document(found: DeadLetterEntry) -> dict[str, Any]:
-    """A letter for programs."""
+    """A dead letter as JSON."""
     letter = found.letter
     return letter.model_dump(mode="json", include=set(_SHOWN)) | {"replays": found.replays}
 

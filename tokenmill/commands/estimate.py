@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from workers.shards.dry_run import DryRunResult
 
 DEVICES = ("b200", "h200", "h100", "a100", "l40s", "a10g", "l4", "t4")
-"""The names in `pipeline.planner.estimates.capacity.HARDWARE`, which takes longer to import than --help may take."""
+"""The names in `pipeline.planner.estimates.capacity.HARDWARE`, whose import would slow down --help."""
 
 
 def _device(name: str) -> str:
@@ -110,8 +110,8 @@ def estimate(
     path = model_path(chosen.source.path)
     spec = describe_model(path, dtype=resolve_model_dtype(path, dtype, resolve_device("auto"))).spec
     pin = ModelPin(name=chosen.name, source=str(path), dtype=dtype_name(spec), quantization=quantize, kv_dtype=kv_dtype)
-    rehearsals = _Rehearsals.of(inputs, pin, wanted, path, exact=exact)
-    speed = bench_results.recall(
+    dry_runs = _DryRuns.of(inputs, pin, wanted, path, exact=exact)
+    speed = bench_results.find_result(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
         kv_dtype=kv_dtype,
     )  # fmt: skip
@@ -119,18 +119,18 @@ def estimate(
     options = EngineOptions(
         dtype=dtype, threads=threads, quantize=quantize, kv_dtype=kv_dtype, kv_block_size=settings.kv_block_size
     )
-    team = min(workers, max(1, rehearsals.planned.shards))
-    amount = rehearsals.amount(options)
+    num_workers = min(workers, max(1, dry_runs.planned.shards))
+    amount = dry_runs.amount(options)
     times = []
     if speed is not None:
-        times.append(_as_measured(rehearsals, options, speed, "this machine", prices.here(), team))
+        times.append(_as_measured(dry_runs, options, speed, "this machine", prices.here(), num_workers))
     for file in measured_there or []:
         there = _measured_there(file, model_digest(path))
         its = replace(options, kv_cache_bytes=there.cache_bytes)
-        times.append(_as_measured(rehearsals, its, there, there.machine, prices.given(), team))
-    times += [_elsewhere(amount, spec, name, prices.of_device(name), team) for name in hardware or []]
+        times.append(_as_measured(dry_runs, its, there, there.machine, prices.given(), num_workers))
+    times += [_lower_bound(amount, spec, name, prices.of_device(name), num_workers) for name in hardware or []]
     if as_json:
-        output.print_json({**asdict(amount), "workers": team, "times": times})
+        output.print_json({**asdict(amount), "workers": num_workers, "times": times})
         return
     _show(amount, times)
     if not amount.rows:
@@ -140,11 +140,11 @@ def estimate(
 
 
 @dataclass(slots=True)
-class _Rehearsals:
-    """A job that was read and validated as planning would, and what workers would do with it.
+class _DryRuns:
+    """Dry runs of a job, which is read and validated as in planning.
 
     Attributes:
-        planned: what planning finds.
+        planned: the estimate of planning.
     """
 
     planned: InputEstimate
@@ -155,8 +155,8 @@ class _Rehearsals:
     _made: dict[tuple[Any, ...], tuple[DryRunResult, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _Rehearsals:
-        """In a temporary place, which is gone afterwards."""
+    def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _DryRuns:
+        """Plan the job in a temporary folder."""
         from engine.models.load import describe_model, is_encoder
         from pipeline.adapters.folder.store import FolderStore
         from pipeline.adapters.system import SystemClock, SystemRandomness
@@ -178,7 +178,7 @@ class _Rehearsals:
         return cls(planned, job, path, sample, encoder)
 
     def amount(self, options: EngineOptions) -> InputEstimate:
-        """What planning finds, with the tokens that one worker's tokenizer and prefix cache would find."""
+        """The estimate of planning, with the tokens of one worker's tokenizer and prefix cache."""
         if self._encoder or not self.planned.unique:
             return self.planned
         made, _ = self.of_worker(options, workers=1)
@@ -193,21 +193,20 @@ class _Rehearsals:
         return replace(planned, prompt_tokens=prompts, shared_prefix_tokens=shared, exact=exact)
 
     def of_worker(self, options: EngineOptions, workers: int) -> tuple[DryRunResult, float]:
-        """What one of so many workers would do with its part of the job, or of the sample; and how many times as much
-        its whole part is."""
-        from tokenmill.local.dry_run import engine_config, rehearse
+        """The dry run of one of these workers on its part of the job, or of the sample; and the factor from that to
+        its whole part."""
+        from tokenmill.local.dry_run import dry_run, engine_config
 
         key = workers, options.kv_cache_bytes
         if key not in self._made:
             tables, whole = self._sample.shards(workers)
             config = engine_config(self.planned, options, alone=workers == 1)
-            self._made[key] = rehearse(self._job, tables, self._path, config), whole
+            self._made[key] = dry_run(self._job, tables, self._path, config), whole
         return self._made[key]
 
 
 class _Prices:
-    """What an hour of a worker costs, where somebody says so. Raises `UserError` where the price book lacks what is
-    asked of it."""
+    """Prices of a worker's hour, where known. Raises `UserError` where the price book lacks a required price."""
 
     def __init__(
         self,
@@ -226,23 +225,23 @@ class _Prices:
         self._named = instance is not None
 
     def here(self) -> float | None:
-        """Of this machine."""
+        """The price of this machine."""
         from tokenmill.local.pricing import price_of_worker
 
         return price_of_worker(self._settings, self._per_hour)
 
     def given(self) -> float | None:
-        """Of another machine: only what was asked for."""
+        """The price of another machine, only if an option gives one."""
         return self.here() if self._named else self._per_hour
 
     def of_device(self, name: str) -> float | None:
-        """Of an accelerator: what was asked for, else its own in the book."""
-        from tokenmill.local.pricing import read_book
+        """The price of an accelerator: that of an option, else the book's."""
+        from tokenmill.local.pricing import load_price_book
 
         if self._named or self._per_hour is not None:
             return self.given()
         instance = self._settings.instance
-        found = read_book(self._settings.price_book).find(name, instance.region, instance.market)
+        found = load_price_book(self._settings.price_book).find(name, instance.region, instance.market)
         return None if found is None else found.per_hour
 
 
@@ -260,19 +259,21 @@ def _measured_there(file: Path, digest: str) -> MeasuredSpeed:
 
 
 def _as_measured(
-    rehearsals: _Rehearsals, options: EngineOptions, speed: MeasuredSpeed, on: str, price: float | None, workers: int
+    dry_runs: _DryRuns, options: EngineOptions, speed: MeasuredSpeed, on: str, price: float | None, workers: int
 ) -> dict[str, Any]:
-    """Time and cost on a machine that was measured; each worker has its part."""
+    """Time and cost on a measured machine; each worker computes its part."""
     from pipeline.planner.estimates.timing import seconds_of
 
-    made, whole = rehearsals.of_worker(options, workers)
+    made, whole = dry_runs.of_worker(options, workers)
     seconds = seconds_of(made.steps, made.waiting, made.progress, speed.times, whole)
     basis = f"measured {speed.measured_at}, {output.arithmetic(speed)}, batch {speed.batch}"
-    return _entry(rehearsals.amount(options), on, seconds, price, workers, basis)
+    return _entry(dry_runs.amount(options), on, seconds, price, workers, basis)
 
 
-def _elsewhere(amount: InputEstimate, spec: ModelSpec, name: str, price: float | None, workers: int) -> dict[str, Any]:
-    """The least time and cost on devices of a kind; seconds None where the model doesn't fit."""
+def _lower_bound(
+    amount: InputEstimate, spec: ModelSpec, name: str, price: float | None, workers: int
+) -> dict[str, Any]:
+    """A lower bound of time and cost on devices of a kind; seconds None where the model doesn't fit."""
     from pipeline.planner.estimates.capacity import HARDWARE, DoesNotFit, ModelShape, bound
 
     try:

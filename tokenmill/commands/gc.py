@@ -1,4 +1,4 @@
-"""`tokenmill gc`: removing from a root what nobody needs any more."""
+"""`tokenmill gc`: garbage collection in a root."""
 
 from __future__ import annotations
 

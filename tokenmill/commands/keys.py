@@ -1,4 +1,4 @@
-"""`tokenmill keys`: who may use HTTP, and for what."""
+"""`tokenmill keys`: API keys of HTTP, and their scopes."""
 
 from __future__ import annotations
 

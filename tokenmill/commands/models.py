@@ -1,4 +1,4 @@
-"""`tokenmill models`: what is in the local cache, and getting more into it."""
+"""`tokenmill models`: listing and pulling models in the local cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenmill prices`: the price book that estimates and costs are made with."""
+"""`tokenmill prices`: the price book, for estimates and costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from tokenmill import output
 from tokenmill.config.cli_options import Debug, Json
 from tokenmill.errors import EXIT_USAGE
-from tokenmill.local.pricing import price_of_worker, read_book
+from tokenmill.local.pricing import load_price_book, price_of_worker
 from tokenmill.settings import read_settings
 
 app = typer.Typer(help="Prices of machines: list them, check a book.", rich_markup_mode=None)
@@ -33,7 +33,7 @@ def root(context: typer.Context) -> None:
 @app.command("list", short_help="The prices of a book.")
 def list_prices(book: Book = None, as_json: Json = False, _debug: Debug = False) -> None:
     """List what machines cost by the hour, where and by which market, since when and who says so."""
-    found = read_book(book or read_settings().price_book)
+    found = load_price_book(book or read_settings().price_book)
     if as_json:
         output.print_json(found.model_dump(mode="json"))
         return
@@ -50,7 +50,7 @@ def check_prices(book: Book = None, as_json: Json = False, _debug: Debug = False
     """Read a book, and say what an hour of a worker with these settings costs. Exit code 1: the book can't be used, or
     lacks the configured instance."""
     settings = read_settings()
-    found = read_book(book or settings.price_book)
+    found = load_price_book(book or settings.price_book)
     price = price_of_worker(settings.model_copy(update={"price_book": book or settings.price_book}))
     if as_json:
         output.print_json({"prices": len(found.price), "currency": found.currency, "price_per_hour": price})

@@ -27,7 +27,7 @@ Method = Literal["rtn", "smoothquant", "gptq"]
 
 WINDOW = 512
 HELD_OUT_SHARE = 4
-"""Of the windows of a calibration text, one in so many is kept for the report."""
+"""One in so many windows of a calibration text is held out for the report."""
 
 
 def quantize(
@@ -109,7 +109,7 @@ def _make(
     scored: list[TokenIds],
     threads: int | None,
 ) -> dict[str, Any]:
-    """The checkpoint, made beside its place and put there when it is whole; returns the report, which lies in it."""
+    """Write the checkpoint to a temporary folder next to `out` and rename it when complete; returns its report."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as made:
         folder = Path(made) / "checkpoint"
@@ -126,26 +126,26 @@ def _make(
 
 
 def _texts(
-    path: Path, method: Method, calibration: Path | None, held_out: Path | None, most: int
+    path: Path, method: Method, calibration: Path | None, held_out: Path | None, max_windows: int
 ) -> tuple[list[TokenIds], list[TokenIds]]:
-    """Windows to calibrate with, and others for the report."""
+    """The windows for calibration, and others for the report."""
     from workers.model.quality import read_windows
     from workers.text.tokenizer import Tokenizer
 
     if calibration is None and held_out is None:
         return [], []
     tokenizer = Tokenizer.load(path)
-    found = [] if calibration is None else read_windows(calibration, tokenizer, WINDOW, most)
+    found = [] if calibration is None else read_windows(calibration, tokenizer, WINDOW, max_windows)
     if held_out is not None:
-        return found, read_windows(held_out, tokenizer, WINDOW, most)
+        return found, read_windows(held_out, tokenizer, WINDOW, max_windows)
     if method == "rtn":
         return [], found
     if len(found) < 2:
         raise UserError(
             f"{calibration} fills {len(found)} window of {WINDOW} tokens; two are needed, or --held-out FILE"
         )
-    kept = max(1, len(found) // HELD_OUT_SHARE)
-    return found[:-kept], found[-kept:]
+    held_out_windows = max(1, len(found) // HELD_OUT_SHARE)
+    return found[:-held_out_windows], found[-held_out_windows:]
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""`tokenmill release`: a new version of a model beside the one that is served, compared, promoted or rolled back."""
+"""`tokenmill release`: comparison of a new model version with the served one, promotion and rollback."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def status(
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings(), read_only=True) as root:
-        book, catalog = ModelRegistry(root.world.store), Catalog(root.world.store)
-        served, versions, found = catalog.find(name), catalog.versions(name), book.history(name)
+        registry, catalog = ModelRegistry(root.world.store), Catalog(root.world.store)
+        served, versions, found = catalog.find(name), catalog.versions(name), registry.history(name)
         if served is None and not versions:
             raise UserError(f"no worker has served {name} in {root.url}; 'tokenmill worker --model {name}=…' does")
-        shown = [_document(root, book, one) for one in (found if history else found[-1:])]
+        shown = [_document(root, registry, one) for one in (found if history else found[-1:])]
     if as_json:
         output.print_json({
             "model": name,
@@ -129,15 +129,15 @@ def _end(name: str, verdict: Literal["promoted", "rolled_back"], root_url: str |
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings()) as root:
-        book, now = ModelRegistry(root.world.store), root.world.clock.now()
-        last = book.last(name)
+        registry, now = ModelRegistry(root.world.store), root.world.clock.now()
+        last = registry.last(name)
         if last is not None and last.outcome is None:
-            ended = ReleaseState(last.release, book.end(last.release, verdict, "operator", now))
+            ended = ReleaseState(last.release, registry.end(last.release, verdict, "operator", now))
         elif verdict == "rolled_back":
-            ended = book.go_back(name, now)
+            ended = registry.go_back(name, now)
         else:
             raise ReleaseError(f"no release of {name} is open; 'tokenmill release start' begins one")
-        document = _document(root, book, ended)
+        document = _document(root, registry, ended)
     if as_json:
         output.print_json(document)
         return
@@ -148,7 +148,7 @@ def _end(name: str, verdict: Literal["promoted", "rolled_back"], root_url: str |
 
 
 def _version(root: Root, given: str) -> tuple[str, CatalogEntry]:
-    """The model's name, and the one version that is meant. Raises `UserError`."""
+    """The model's name, and the one matching version. Raises `UserError`."""
     from pipeline.models.catalog import BY_DIGEST, Catalog
     from tokenmill.errors import UserError
 
@@ -164,10 +164,10 @@ def _version(root: Root, given: str) -> tuple[str, CatalogEntry]:
     raise UserError(f"{given}: {what} (there are: {known}); start one with 'tokenmill worker --candidate'")
 
 
-def _document(root: Root, book: ModelRegistry, standing: ReleaseState) -> dict[str, Any]:
+def _document(root: Root, registry: ModelRegistry, state: ReleaseState) -> dict[str, Any]:
     from pipeline.models.rollout_controller import compared_now
 
-    release, outcome = standing.release, standing.outcome
+    release, outcome = state.release, state.outcome
     comparison = outcome.comparison if outcome is not None else compared_now(root.world, release)
     return {
         "release": release.number,
@@ -192,11 +192,11 @@ def _lines(document: dict[str, Any]) -> list[str]:
     lines = [f"release {document['release']} ({document['mode']}): {word}; {document['candidate']} is tried"]
     lines += [f"  {reason}" for reason in document["reasons"]]
     if document["comparison"] is not None:
-        lines += [f"  {line}" for line in _figures(ReleaseComparison.model_validate(document["comparison"]))]
+        lines += [f"  {line}" for line in _comparison_lines(ReleaseComparison.model_validate(document["comparison"]))]
     return lines
 
 
-def _figures(found: ReleaseComparison) -> list[str]:
+def _comparison_lines(found: ReleaseComparison) -> list[str]:
     lines = [f"compared: {found.rows} rows of {found.shards} shards; {found.failed} failed with the new version only"]
     named: list[tuple[str, Bounds | None]] = [("agreement", found.agreement), ("time of a token", found.latency)]
     for what, bounds in named:

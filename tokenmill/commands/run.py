@@ -1,4 +1,4 @@
-"""`tokenmill run`: the main job. A file of requests becomes a folder of Parquet, on this machine."""
+"""`tokenmill run`: it answers a file of requests on this machine, into a folder of Parquet."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _plan(
     max_cost: float | None,
     content_policy: list[str] | None,
 ) -> RunPlan:
-    """Everything that can be found out, and refused, before a job is made. Cheap checks come first."""
+    """Validate the options and build the run's plan, before a job is created. Cheap checks come first."""
     from schemas.jobs.job import Tier as JobTier
     from tokenmill.config import job_options
     from tokenmill.local.run_plan import RunPlan

@@ -103,7 +103,7 @@ def serve(
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
     from tokenmill.processes.runtime import run_together
-    from tokenmill.processes.signals import until_told
+    from tokenmill.processes.signals import stop_on_signals
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
     from tokenmill.services import dispatcher as service
@@ -112,37 +112,39 @@ def serve(
     from tokenmill.services.worker import WorkerService
 
     settings = read_settings()
-    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "serve")
+    report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "serve")
     policies = content_policies(content_policy, settings)
     options = engine_options(
         settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
         speculate, tensor_parallel,
     )  # fmt: skip
     with (
-        until_told() as stop,
+        stop_on_signals() as stop,
         traces_of("serve") as traces,
         open_root(str(data), settings, traces=traces) as root,
         RunLock(data.expanduser()),
     ):
-        hints = in_process_backends(root)
+        backends = in_process_backends(root)
         price = price_of_worker(settings, price_per_hour)
-        figures = DispatchMetrics()
-        told = metric_collectors.all_of(
-            metric_collectors.dispatching(figures, root.world.clock), metric_collectors.prices(hints.heartbeats, price)
+        metrics = DispatchMetrics()
+        sources = metric_collectors.all_of(
+            metric_collectors.dispatching(metrics, root.world.clock),
+            metric_collectors.prices(backends.heartbeats, price),
         )
-        gateway = GatewayService(root, settings, hints, host, port, dispatching=told, batch_rows=max_num_seqs)
+        gateway = GatewayService(root, settings, backends, host, port, dispatching=sources, batch_rows=max_num_seqs)
         folders = service.folder_part(root, settings, settle)
         loads = _loads(model, settings, options, chat_template)
-        work = WorkerService(root, hints, loads, settings, switch_after, policies, price)
-        place = data.expanduser() / "incoming"
-        tell(
-            f"serving {', '.join(work.models)}: {gateway.url}/v1, and files dropped into {place}; Ctrl-C ends in order"
+        worker_service = WorkerService(root, backends, loads, settings, switch_after, policies, price)
+        incoming = data.expanduser() / "incoming"
+        report_up(
+            f"serving {', '.join(worker_service.models)}: {gateway.url}/v1, and files dropped into {incoming}; "
+            "Ctrl-C ends in order"
         )
-        dispatching = service.dispatcher_part(root, hints, settings, figures, price, "serve", log_format)
-        keeping = service.housekeeping_part(root, hints, settings)
-        parts = {"dispatcher": dispatching, "folder": folders, "housekeeping": keeping}
+        dispatching = service.dispatcher_part(root, backends, settings, metrics, price, "serve", log_format)
+        housekeeping = service.housekeeping_part(root, backends, settings)
+        parts = {"dispatcher": dispatching, "folder": folders, "housekeeping": housekeeping}
         with metrics_served(settings, metrics_port, *gateway.sources):
-            run_together(stop, root.world, work, parts | gateway.parts)
+            run_together(stop, root.world, worker_service, parts | gateway.parts)
 
 
 def worker(
@@ -199,8 +201,8 @@ def worker(
         run_candidate(root_url, settings, loads[0], switch_after, policies, metrics_port, log_format, price)
         return
     if replicas > 1:
-        own = environments(replicas, tensor_parallel, on_gpus=options.on_gpus)
-        run_replicas(own, root_url, settings, loads, switch_after, policies, metrics_port, log_format, price)
+        variables = environments(replicas, tensor_parallel, on_gpus=options.on_gpus)
+        run_replicas(variables, root_url, settings, loads, switch_after, policies, metrics_port, log_format, price)
     else:
         run_worker(root_url, settings, loads, switch_after, policies, metrics_port, log_format, price)
 
@@ -220,40 +222,40 @@ def dispatcher(
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
     from tokenmill.processes.runtime import run_together, wait_for_stop
-    from tokenmill.processes.signals import until_told
+    from tokenmill.processes.signals import stop_on_signals
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
     from tokenmill.services import dispatcher as service
     from tokenmill.services.backends import redis_backends
 
     settings = read_settings()
-    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "dispatcher")
+    report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "dispatcher")
     with (
-        until_told() as stop,
+        stop_on_signals() as stop,
         traces_of("dispatcher") as traces,
         open_root(root_url, settings, traces=traces) as root,
-        redis_backends(settings) as hints,
+        redis_backends(settings) as backends,
     ):
-        tell(f"dispatching for {root.url}")
+        report_up(f"dispatching for {root.url}")
         price = price_of_worker(settings, price_per_hour)
-        figures = DispatchMetrics()
-        dispatching = service.dispatcher_part(root, hints, settings, figures, price, log_format=log_format)
-        told = (
-            metric_collectors.dispatching(figures, root.world.clock),
-            metric_collectors.workers(hints.heartbeats, each=False),
-            metric_collectors.prices(hints.heartbeats, price),
+        metrics = DispatchMetrics()
+        dispatching = service.dispatcher_part(root, backends, settings, metrics, price, log_format=log_format)
+        sources = (
+            metric_collectors.dispatching(metrics, root.world.clock),
+            metric_collectors.workers(backends.heartbeats, each=False),
+            metric_collectors.prices(backends.heartbeats, price),
             metric_collectors.unexpected_errors(root.world.errors),
         )
-        keeper = RolloutController(root.world)
+        rollouts = RolloutController(root.world)
         parts = {
             "dispatcher": dispatching,
-            "housekeeping": service.housekeeping_part(root, hints, settings),
-            "releases": keeper.run,
+            "housekeeping": service.housekeeping_part(root, backends, settings),
+            "releases": rollouts.run,
         }
-        telling = service.backlog_part(root, hints, settings)
-        if telling is not None:
-            parts["backlog"] = telling
-        with metrics_served(settings, metrics_port, *told, metric_collectors.releases(lambda: keeper.figures)):
+        backlog = service.backlog_part(root, backends, settings)
+        if backlog is not None:
+            parts["backlog"] = backlog
+        with metrics_served(settings, metrics_port, *sources, metric_collectors.releases(lambda: rollouts.figures)):
             run_together(stop, root.world, wait_for_stop, parts)
 
 
@@ -273,22 +275,22 @@ def intake(
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
     from tokenmill.processes.runtime import run_together, wait_for_stop
-    from tokenmill.processes.signals import until_told
+    from tokenmill.processes.signals import stop_on_signals
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
     from tokenmill.services.intake import ingest_services
 
     settings = read_settings()
-    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "intake")
+    report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "intake")
     with (
-        until_told() as stop,
+        stop_on_signals() as stop,
         traces_of("intake") as traces,
         open_root(root_url, settings, traces=traces) as root,
     ):
         parts = ingest_services(root, settings)
-        tell(f"taking in for {root.url}: {', '.join(parts)}")
+        report_up(f"taking in for {root.url}: {', '.join(parts)}")
         with metrics_served(
-            settings, metrics_port, metric_collectors.intake(root.came_in, root.world.letters),
+            settings, metrics_port, metric_collectors.intake(root.ingest_metrics, root.world.letters),
             metric_collectors.unexpected_errors(root.world.errors),
         ):  # fmt: skip
             run_together(stop, root.world, wait_for_stop, parts)
@@ -309,23 +311,23 @@ def gateway(
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
     from tokenmill.processes.runtime import run_together, wait_for_stop
-    from tokenmill.processes.signals import until_told
+    from tokenmill.processes.signals import stop_on_signals
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
     from tokenmill.services.backends import redis_backends
     from tokenmill.services.gateway import GatewayService, shared_on_redis
 
     settings = read_settings()
-    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "gateway")
+    report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "gateway")
     with (
-        until_told() as stop,
+        stop_on_signals() as stop,
         traces_of("gateway") as traces,
         open_root(root_url, settings, traces=traces) as root,
-        redis_backends(settings) as hints,
+        redis_backends(settings) as backends,
         shared_on_redis(root, settings) as shared,
     ):
-        served = GatewayService(root, settings, hints, host, port, shared)
-        tell(f"serving {served.url}/v1 for {root.url}")
+        served = GatewayService(root, settings, backends, host, port, shared)
+        report_up(f"serving {served.url}/v1 for {root.url}")
         with metrics_served(settings, metrics_port, *served.sources):
             run_together(stop, root.world, wait_for_stop, served.parts)
 
@@ -333,7 +335,7 @@ def gateway(
 def _loads(
     models: list[str], settings: Settings, options: EngineOptions, chat_template: Path | None
 ) -> list[Callable[[], LoadedModel]]:
-    """What loads each of the models. Raises what `choose_models` and `read_template` raise."""
+    """A loader of each of the models. Raises what `choose_models` and `read_template` raise."""
     from tokenmill.config.engine_options import pace_config
     from tokenmill.config.job_options import choose_models, read_template
     from tokenmill.services.worker import load_any

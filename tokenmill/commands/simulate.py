@@ -1,4 +1,4 @@
-"""`tokenmill simulate`: a day of an installation in seconds, and what could have been done."""
+"""`tokenmill simulate`: simulation of an installation, compared with an optimal schedule."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def simulate(
     """
     from pipeline.simulator.report import report
     from pipeline.simulator.settings import SimulationSettings
-    from pipeline.simulator.simulation import simulate as play
+    from pipeline.simulator.simulation import simulate as run_simulation
     from pipeline.simulator.trace import TraceSettings, draw_trace, read_trace
     from pipeline.simulator.worker_model import EXAMPLE, read_worker_model
 
@@ -100,7 +100,7 @@ def simulate(
     else:
         drawn = read_trace(trace)
     limits = settings.autoscale.limits
-    mill = SimulationSettings(
+    simulation = SimulationSettings(
         model,
         limits.model_copy(update={"most": gpus, "least": min(limits.least, gpus)}),
         fixed=gpus if fixed else None,
@@ -109,23 +109,23 @@ def simulate(
         answer_error=answer_error,
         seed=seed,
     )
-    begun = time.perf_counter()
-    found = report(drawn, mill, play(drawn, mill), price_per_hour)
-    seconds = time.perf_counter() - begun
+    started = time.perf_counter()
+    found = report(drawn, simulation, run_simulation(drawn, simulation), price_per_hour)
+    seconds = time.perf_counter() - started
     if as_json:
-        output.print_json({**asdict(found), "seed": seed, "settings": _settings(mill), "simulated_in": seconds})
+        output.print_json({**asdict(found), "seed": seed, "settings": _settings(simulation), "simulated_in": seconds})
         return
     _show(found)
     output.say(f"simulated {found.hours:.1f} hours in {output.duration(seconds)}; worker: {found.worker}")
 
 
-def _settings(mill: SimulationSettings) -> dict[str, object]:
+def _settings(simulation: SimulationSettings) -> dict[str, object]:
     return {
-        "worker": mill.worker.model_dump(),
-        "scaling": None if mill.fixed else mill.scaling.model_dump(),
-        "every": mill.every,
-        "plan": mill.plan.model_dump(),
-        "answer_error": mill.answer_error,
+        "worker": simulation.worker.model_dump(),
+        "scaling": None if simulation.fixed else simulation.scaling.model_dump(),
+        "every": simulation.every,
+        "plan": simulation.plan.model_dump(),
+        "answer_error": simulation.answer_error,
     }
 
 

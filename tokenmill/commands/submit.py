@@ -1,19 +1,18 @@
-"""`tokenmill submit`: a file of requests to an installation that runs elsewhere."""
+"""`tokenmill submit`: submission of a file of requests to a running installation."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
-from tokenmill import output
 from tokenmill.config.cli_options import Debug, Json, MaxCost, MaxOutputTokens, OnInvalid, Tier, amount_of_time
 from tokenmill.errors import UserError
-from tokenmill.settings import read_settings
 
 
 def _amount(given: str) -> str:
-    """Checked here, and sent as it was written: it counts from when the job is accepted."""
+    """Validate an amount of time; it is sent as written, and counts from the job's acceptance."""
     amount_of_time(given)
     return given.strip()
 
@@ -74,7 +73,8 @@ def submit(
     all rows have ended, as for 'run', and Ctrl-C ends the watching only. S3 and Kafka are reached as TOKENMILL_S3__…
     and TOKENMILL_KAFKA__… say.
     """
-    from tokenmill.jobs import submit as submitting
+    from tokenmill.jobs import submit as submission
+    from tokenmill.jobs.watch import print_new_job
 
     if refuse_late and deadline is None:
         raise UserError("--refuse-late needs a --deadline")
@@ -82,34 +82,6 @@ def submit(
         "model": model, "tier": tier, "deadline": deadline, "refuse_late": refuse_late or None, "max_cost": max_cost,
         "seed": seed, "max_output_tokens": max_output_tokens, "on_invalid": on_invalid, "limit": limit,
     }  # fmt: skip
-    wanted = {name: value for name, value in chosen.items() if value is not None}
-    if to.startswith(submitting.GATEWAYS):
-        from tokenmill.jobs import http_backend
-
-        http_backend.submit(input_, to, wanted, endpoint, watch=watch, as_json=as_json)
-        return
-    if endpoint is not None:
-        raise UserError("--endpoint is for gateways; elsewhere each line says its own")
-    settings = read_settings()
-    sent = submitting.send(input_, to, wanted, settings)
-    document: dict[str, Any] = {"job": sent.job, "submitted": sent.place, "root": sent.root}
-    if not watch:
-        output.print_json(document) if as_json else print(sent.job)
-        output.say(f"{sent.place}: submitted")
-        return
-    if not as_json:
-        print(sent.job, flush=True)
-    _tell(submitting.follow(sent, settings), document, as_json=as_json)
-
-
-def _tell(manifest: Any, document: dict[str, Any], *, as_json: bool) -> None:
-    """The outcome; raises `UserError` for a job that was refused as a whole."""
-    from schemas.jobs.outcome import JobStatus
-    from tokenmill.jobs.watch import tell_end
-    from tokenmill.local.summary import summary_table
-
-    if as_json:
-        output.print_json(document | {"manifest": manifest.model_dump(mode="json")})
-    if manifest.status is not JobStatus.FAILED:
-        output.stderr().print(summary_table(manifest))
-    tell_end(manifest, f"{document['root']}/jobs/{document['job']}")
+    options = {name: value for name, value in chosen.items() if value is not None}
+    made = submission.submit(input_, to, options, endpoint)
+    print_new_job(made if not watch else replace(made, notes=()), watch=watch, as_json=as_json)

@@ -1,4 +1,4 @@
-"""How the engine is to run, by a command's options and the settings."""
+"""The engine's options, from a command's options and the settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workers.model.loaded_model import model_path
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the engine is to run, as the command line has it; `kv_cache_bytes` None: from the machine and the work."""
+    """The engine's options of the command line; `kv_cache_bytes` None: chosen by the machine and the work."""
 
     dtype: DType = "auto"
     device: Device = "auto"
@@ -51,7 +51,7 @@ class EngineOptions:
     def config(
         self, tokens_per_sequence: int | None = None, sequences: int | None = None, rows: int | None = None
     ) -> EngineConfig:
-        """The engine's settings, for so many sequences of about this length (tokens), at most `rows` at once."""
+        """The engine's settings for `sequences` of this mean length (tokens), at most `rows` of them concurrently."""
         sharing = 1 if self.on_gpus else self.replicas  # those that compute on one processor
         return EngineConfig(
             dtype=self.dtype,
@@ -82,7 +82,7 @@ class EngineOptions:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether it computes on GPUs."""
+        """Whether the engine computes on GPUs."""
         return resolve_device(self.device).type == "cuda"
 
     def _speculation(self) -> SpeculationConfig:
@@ -91,7 +91,7 @@ class EngineOptions:
 
 
 def pace_config(settings: Settings) -> SloConfig | None:
-    """What a worker promises to requests whose callers wait."""
+    """A worker's SLOs for interactive requests."""
     pace = settings.lane.pace
     if not pace.hold_back:
         return None
@@ -116,8 +116,8 @@ def engine_options(
     tensor_parallel: int = 1,
     replicas: int = 1,
 ) -> EngineOptions:
-    """How the engine is to run, by a command's options and the settings. `kv_cache_memory` in bytes; `speculate`: None
-    is what the settings say.
+    """The engine's options, from a command's options and the settings. `kv_cache_memory` in bytes; `speculate`: None
+    is the settings' method.
 
     Raises:
         ModelError: there is no such draft model or head.

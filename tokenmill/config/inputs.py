@@ -1,5 +1,4 @@
-"""Inputs of the commands that compute here: files and folders of this machine, and objects in S3, reached as the
-settings say."""
+"""Inputs of the commands that compute on this machine: local files and folders, and objects in S3."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ S3: Final = "s3://"
 
 
 def pin(given: str, known: InputRef | None = None) -> InputRef:
-    """What lies at the path or s3:// URL now; see `pin_uri`."""
+    """Pin the input at the path or s3:// URL; see `pin_uri`."""
     if in_s3(given):
         return pin_uri(given, s3=_connection())
     return pin_uri(given if "://" in given else str(Path(given).expanduser()), known)
@@ -29,7 +28,7 @@ def open_input(pinned: InputRef) -> PinnedInput:
 
 
 def in_s3(uri: str) -> bool:
-    """Whether it is an object, or a prefix of some."""
+    """Whether the URI is an object or a prefix in S3."""
     return uri.lower().startswith(S3)
 
 

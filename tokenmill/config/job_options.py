@@ -1,4 +1,4 @@
-"""What `run` and `estimate` are told, brought into the form that the rooms below understand."""
+"""Conversion of the options of `run` and `estimate` to the types of the packages below."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChosenModel:
-    """A model on this machine, and what requests call it.
+    """A model on this machine, and its name in requests.
 
     Attributes:
-        digest: that weights and chat template must have; None: any.
+        digest: required digest of weights and chat template; None: any.
     """
 
     name: str
@@ -36,7 +36,7 @@ class ChosenModel:
 
 
 def choose_model(given: str, cache: Path) -> ChosenModel:
-    """`MODEL` or `NAME=MODEL`; pulled if it is not here. Raises `ModelError`."""
+    """Resolve `MODEL` or `NAME=MODEL`, and pull it if needed. Raises `ModelError`."""
     name, source = split_name(given)
     return ChosenModel(name, sources.pull(source, cache, say))
 
@@ -71,8 +71,7 @@ def choose_models(given: Sequence[str], cache: Path) -> tuple[ChosenModel, ...]:
 
 
 def read_input(given: str, out: Path | None = None) -> InputRef:
-    """The input's files, and what tells them from later ones, for a job in `out`. Raises
-    `InputUnusable` or the pipeline's own errors."""
+    """Pin the input's files for a job in `out`. Raises `InputUnusable` or the pipeline's own errors."""
     from tokenmill.config.inputs import pin
 
     if not given:
@@ -81,7 +80,7 @@ def read_input(given: str, out: Path | None = None) -> InputRef:
 
 
 def known_input(out: Path) -> InputRef | None:
-    """What the job in `out` reads, once it is planned whole: before, it has to be read again anyway, and is hashed."""
+    """The input of the job in `out`, if it is planned completely; else the input is read and hashed again anyway."""
     from pipeline.adapters.folder.store import FolderStore
     from pipeline.ledger.ledger import JobLedger
 
@@ -95,7 +94,7 @@ def known_input(out: Path) -> InputRef | None:
 def job_settings(
     settings: Settings, *, tier: str, seed: int, on_invalid: str, limit: int | None, max_output_tokens: int | None
 ) -> JobSettings:
-    """Everything that changes a job's answers or its plan. Raises `UserError`."""
+    """The settings that change a job's answers or its plan. Raises `UserError`."""
     from schemas.jobs.job import JobSettings, OnInvalid, Tier
 
     cap = settings.max_output_tokens.of(Tier(tier))
@@ -113,7 +112,7 @@ def job_settings(
 
 
 def check_cap(max_output_tokens: int, cap: int, tier: str) -> None:
-    """Whether --max-output-tokens is within the tier's cap. Raises `UserError`."""
+    """Check --max-output-tokens against the tier's cap. Raises `UserError`."""
     if max_output_tokens > cap:
         raise UserError(
             f"--max-output-tokens {max_output_tokens} is above the tier's cap of {cap}; "
@@ -122,14 +121,14 @@ def check_cap(max_output_tokens: int, cap: int, tier: str) -> None:
 
 
 def content_policies(given: Sequence[str] | None, settings: Settings) -> Policies:
-    """The policies that a command's options name, else the settings. Raises what loading them raises."""
+    """Load the policies of a command's options, else those of the settings. Raises what loading them raises."""
     from workers.policies.loader import load_policies
 
     return load_policies(given or settings.content_policies)
 
 
 def read_template(path: Path | None) -> str | None:
-    """A chat template's text. Raises `UserError`."""
+    """Read a chat template. Raises `UserError`."""
     if path is None:
         return None
     try:
@@ -139,7 +138,7 @@ def read_template(path: Path | None) -> str | None:
 
 
 def template_tokens(path: Path) -> TemplateTokens:
-    """What the model's chat template puts around messages; a rule of thumb where it has none, or refuses these."""
+    """The tokens that the model's chat template adds; an estimate where it has none or refuses the sample messages."""
     from pipeline.planner.tokens import TemplateTokens
     from schemas.requests.errors import RowError
     from schemas.requests.requests import ChatMessage
@@ -162,12 +161,12 @@ def template_tokens(path: Path) -> TemplateTokens:
     message = (several - alone) // 2
     try:
         return TemplateTokens(alone, around("system", "user"), message)
-    except RowError:  # it takes no system message
+    except RowError:  # it accepts no system message
         return TemplateTokens(alone, alone + message, message)
 
 
 def token_counter(path: Path, chat_template: str | None = None) -> Callable[[str], int]:
-    """Counts the tokens of a text with the model's own tokenizer, for the planner's estimates."""
+    """A function that counts a text's tokens with the model's tokenizer, for the planner's estimates."""
     from workers.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(path, chat_template)

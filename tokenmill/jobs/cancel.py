@@ -1,8 +1,8 @@
-"""Cancelling a job: the closing first, then whoever can ends the job.
+"""Cancellation of a job: it writes the job's closing, and then ends the job or waits for its end.
 
-In a root that is a dispatcher: it is only waited for. In a folder of its own a live run holds the folder and ends the
-job itself, since it alone knows what its rows have reached. When none does, the job is ended here: no model is loaded
-for that. It is tried again and again, so it makes no difference when a run dies or appears meanwhile.
+In a root a dispatcher ends the job, and this process waits. In a folder of its own an active run holds the lock and
+ends the job itself, since it alone has the progress of its rows. Without an active run the job is ended here, without
+loading a model. The lock is tried repeatedly, so a run may start or die meanwhile.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tokenmill.output import say
 from tokenmill.root import Root
 
 WAIT_SECONDS: Final = 60.0
-"""How long a live run may take to end its job: it may still be planning."""
+"""Time for an active run to end its job; it may still be planning."""
 
-LOOK_SECONDS: Final = 0.2
-ROOT_LOOK_SECONDS: Final = 0.5
+POLL_SECONDS: Final = 0.2
+ROOT_POLL_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """What came of it.
+    """The outcome of a cancellation.
 
     Attributes:
-        manifest: the outcome; None: the run that holds the folder, or the root's dispatcher, has not ended the job yet.
+        manifest: None: the run that holds the folder, or the root's dispatcher, has not ended the job yet.
         before: the job had ended already, and nothing was changed.
     """
 
@@ -51,15 +51,15 @@ class Cancelled:
 
 
 def cancel_job(folder: Path, price_per_hour: float | None = None, wait: float = WAIT_SECONDS) -> Cancelled:
-    """Cancel the job in `folder`, which must hold one; waits up to `wait` seconds for a run that is at it.
+    """Cancel the job in `folder`, which must hold one; waits up to `wait` seconds for an active run.
 
     Raises:
         JobNotFound: there is no job, or there are several.
-        PipelineError: the folder can't be written, or the rest of the input, which the plan needs, can't be read or is
-            not what it was; the job stays cancelled, and is ended by the next try.
+        PipelineError: the folder can't be written, or the rest of the input, which the plan needs, can't be read or has
+            changed; the job stays cancelled, and the next attempt ends it.
     """
-    with FolderStore(folder, read_only=True) as looking:
-        ledger = find_ledger(looking)
+    with FolderStore(folder, read_only=True) as readable:
+        ledger = find_ledger(readable)
         job, manifest = ledger.job(), ledger.manifest()
         prefix = ledger.prefix
     if manifest is not None:
@@ -68,15 +68,15 @@ def cancel_job(folder: Path, price_per_hour: float | None = None, wait: float = 
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         ledger, lock = JobLedger(store, prefix), RunLock(folder, patience=0.0)
         ledger.create_closing(Closing(kind="cancel", at=world.clock.now()))
-        until, told = world.clock.monotonic() + wait, False
+        until, reported = world.clock.monotonic() + wait, False
         while (manifest := ledger.manifest()) is None and world.clock.monotonic() < until:
             try:
                 lock.acquire()
             except OutputLocked:
-                if not told:
+                if not reported:
                     say(f"{folder}: a run is at this job; it ends it, and keeps what is finished")
-                told = True
-                world.clock.sleep(LOOK_SECONDS)
+                reported = True
+                world.clock.sleep(POLL_SECONDS)
                 continue
             try:
                 manifest = _end(ledger, world, price_per_hour)
@@ -97,25 +97,25 @@ def cancel_in_root(root: Root, job: str, wait: float = WAIT_SECONDS) -> Cancelle
     if manifest is not None:
         return Cancelled(job, manifest, before=True)
     ledger.create_closing(Closing(kind="cancel", at=clock.now()))
-    until, told = clock.monotonic() + wait, False
+    until, reported = clock.monotonic() + wait, False
     while (manifest := ledger.manifest()) is None and clock.monotonic() < until:
-        if not told:
+        if not reported:
             say(f"{job}: cancelled; waiting for the dispatcher to end it")
-        told = True
-        clock.sleep(ROOT_LOOK_SECONDS)
+        reported = True
+        clock.sleep(ROOT_POLL_SECONDS)
     return Cancelled(job, manifest, before=False)
 
 
 def _end(ledger: JobLedger, world: World, price_per_hour: float | None) -> Manifest | None:
-    """End a closed job that nobody else works on. Each line gets a row: so what isn't planned yet is planned first."""
+    """End a closed job without an active run. Each line gets a row, so the rest of the input is planned first."""
     job = ledger.job()
-    # The time since the last run was nobody's work, and is not billed.
+    # The time since the last run is not billed.
     ledger.record_run(world.random.token(8).hex(), RunRecord(started_at=world.clock.now()))
     if ledger.wanted_parts() is None and not in_s3(job.input.uri):  # an object is only read as it was pinned
         job = job.model_copy(update={"input": pin_again(job.input)})
     plan_job(ledger, job, world, open_input=open_input)
-    nobody = MemoryHeartbeats(world.clock, 0.0)
-    dispatcher = Dispatcher(world, MemoryQueue(), nobody, settings=DispatchSettings(price_per_hour=price_per_hour))
+    no_workers = MemoryHeartbeats(world.clock, 0.0)
+    dispatcher = Dispatcher(world, MemoryQueue(), no_workers, settings=DispatchSettings(price_per_hour=price_per_hour))
     dispatcher.add(ledger)
     while not dispatcher.finished():
         dispatcher.tick()

@@ -1,37 +1,117 @@
-"""`submit` and `jobs` where the installation is reached over HTTP: the same commands, and OpenAI's batch objects."""
+"""Jobs behind a gateway, as OpenAI's batch objects over HTTP."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import orjson
-from rich.live import Live
-from rich.text import Text
 
 from tokenmill import output
-from tokenmill.errors import InputUnusable, StoppedWatching, UserError
+from tokenmill.errors import InputUnusable, UserError
+from tokenmill.jobs.backend import (
+    POLL_SECONDS,
+    CancelResult,
+    ExportRequest,
+    ExportResult,
+    JobEnd,
+    JobList,
+    JobView,
+    NewJob,
+    RetryRequest,
+)
 from tokenmill.jobs.http_client import GatewayClient, Json, open_gateway, path_of
-from tokenmill.jobs.watch import LOOK_SECONDS, MOST_ERRORS
+from tokenmill.jobs.watch import MAX_ERROR_CHARACTERS, follow
 
 ENDED: Final = ("completed", "failed", "expired", "cancelled")
 DEFAULT_WINDOW: Final = "24h"
 CHAT: Final = "/v1/chat/completions"
 _PAGE: Final = 100
-_MOST_FIRST_LINE: Final = 1 << 20
+_MAX_FIRST_LINE_BYTES: Final = 1 << 20
 
 
-def submit(
-    given: str, url: str, options: Mapping[str, Any], endpoint: str | None, *, watch: bool, as_json: bool
-) -> None:
-    """Upload the file, make a batch of it, and print its id. Raises `UserError`."""
+class HttpJobs:
+    """Batches of the gateway at `url`; `job` is the id of one of them."""
+
+    def __init__(self, url: str, job: str) -> None:
+        self._url, self._job = url, job
+
+    def list_jobs(self, limit: int, *, active: bool) -> JobList:
+        with open_gateway(self._url) as gateway:
+            batches = (batch for batch in _batches(gateway, limit) if not active or batch["status"] not in ENDED)
+            found, where = list(islice(batches, limit)), gateway.url
+        return JobList(
+            found,
+            ("job", "status", "model", "rows", "done", "failed", "should be done"),
+            [_row(batch) for batch in found],
+            f"no open jobs at {where}" if active else f"no jobs at {where}; 'tokenmill submit' makes one",
+        )
+
+    def show(self) -> JobView:
+        with open_gateway(self._url) as gateway:
+            batch = gateway.get(path_of(self._job))
+        return JobView(batch, [output.table(None, ("", ""), _facts(batch))], _errors(batch))
+
+    def watch(self, interval_seconds: float = POLL_SECONDS) -> JobEnd:
+        with open_gateway(self._url) as gateway:
+            path = path_of(self._job)
+
+            def poll() -> tuple[str, Json | None]:
+                batch = gateway.get(path)
+                return _described(batch), batch if batch["status"] in ENDED else None
+
+            batch = follow(self._job, poll, interval_seconds)
+        failure = None
+        if batch["status"] == "failed":
+            why = "; ".join(_errors(batch))[:MAX_ERROR_CHARACTERS] or "it does not say why"
+            failure = f"{batch['id']}: the job failed as a whole: {why}"
+        return JobEnd(lambda: batch, f"{gateway.url}, {batch['id']}: {_described(batch)}", failure)
+
+    def cancel(self) -> CancelResult:
+        with open_gateway(self._url) as gateway:
+            batch = gateway.get(path_of(self._job))
+            if batch["status"] != "cancelled":  # again changes nothing
+                batch = gateway.post(f"{path_of(self._job)}/cancel", {})
+        return CancelResult(batch, [f"{self._job}: {batch['status']}"])
+
+    def retry(self, request: RetryRequest) -> NewJob:
+        request.refuse_local_option(self._job, self._url)
+        body = {
+            "only": request.only, "include_invalid": request.include_invalid or None, "tier": request.tier,
+            "completion_window": _window(request.deadline), "max_output_tokens": request.max_output_tokens,
+            "max_cost": request.max_cost,
+        }  # fmt: skip
+        with open_gateway(self._url) as gateway:
+            given = {name: value for name, value in body.items() if value is not None}
+            batch = gateway.post(f"{path_of(self._job)}/retry", given)
+        return NewJob(batch["id"], batch, (), HttpJobs(self._url, batch["id"]).watch)
+
+    def export(self, request: ExportRequest) -> ExportResult:
+        """Files appear whole, or not at all."""
+        if request.merged or request.retries or request.in_input_order:
+            raise UserError("--merged and --in-input-order need the job's folder or root; leave them out with --url")
+        done = [0, 0]
+        with open_gateway(self._url) as gateway, ExitStack() as closing:
+            good = closing.enter_context(_Output(request.to))
+            bad = good if request.errors_to is None else closing.enter_context(_Output(request.errors_to))
+            with gateway.stream("GET", f"{path_of(self._job)}/results") as answer:
+                incomplete = answer.headers.get("x-incomplete") == "true"
+                for line in _lines(answer.iter_bytes()):
+                    failed = _failed(gateway, line)
+                    done[failed] += 1
+                    (bad if failed else good).write(line)
+        return ExportResult(done[0], done[1], f"{self._job}: has not ended; more may come" if incomplete else None)
+
+
+def submit(given: str, url: str, options: Mapping[str, Any], endpoint: str | None) -> NewJob:
+    """Upload the file and make a batch of it. Raises `UserError`."""
     source = Path(given).expanduser()
     if "://" in given or not source.is_file():
         raise InputUnusable(f"{given}: is no local file; over HTTP a file is sent, JSONL or Parquet")
@@ -47,104 +127,24 @@ def submit(
         }
         batch = gateway.post("/v1/batches", body, key=f"batch-{uuid.uuid4().hex}")
         place = f"{gateway.url}/v1/files/{file['id']}"
-        if not watch:
-            output.print_json({"job": batch["id"], "submitted": place, "root": None}) if as_json else print(batch["id"])
-            output.say(f"{place}: submitted")
-            return
-        if not as_json:
-            print(batch["id"], flush=True)
-        _tell(gateway, _followed(gateway, batch["id"]), as_json=as_json)
+    document = {"job": batch["id"], "submitted": place, "root": None}
+    return NewJob(batch["id"], document, [f"{place}: submitted"], HttpJobs(url, batch["id"]).watch)
 
 
-def list_jobs(url: str, limit: int, *, active: bool, as_json: bool) -> None:
-    """Print the newest batches. Raises `UserError`."""
-    with open_gateway(url) as gateway:
-        found: list[Json] = []
-        for batch in _batches(gateway, limit + 1):
-            if not active or batch["status"] not in ENDED:
-                found.append(batch)
-            if len(found) > limit:
-                break
-        where = gateway.url
-    shown = found[:limit]
-    if as_json:
-        output.print_json(shown)
-    else:
-        columns = ("job", "status", "model", "rows", "done", "failed", "should be done")
-        output.stdout().print(output.table(None, columns, [_row(batch) for batch in shown], right=columns[3:6]))
-    if len(found) > limit:
-        output.say(f"only the newest {limit}; --limit shows more")
-    if not found:
-        output.say(f"no open jobs at {where}" if active else f"no jobs at {where}; 'tokenmill submit' makes one")
-
-
-def show(url: str, job: str, *, as_json: bool) -> None:
-    """Print how a batch stands. Raises `UserError`."""
-    with open_gateway(url) as gateway:
-        batch = gateway.get(path_of(job))
-    if as_json:
-        output.print_json(batch)
-        return
-    output.stdout().print(output.table(None, ("", ""), _facts(batch)))
-    for wrong in _errors(batch):
-        output.stdout().print(Text(wrong))
-
-
-def watch(url: str, job: str, every: float, *, as_json: bool) -> None:
-    """Tell how a batch stands until it has ended. Raises `UserError`, also for one that failed as a whole."""
-    with open_gateway(url) as gateway:
-        _tell(gateway, _followed(gateway, job, every), as_json=as_json)
-
-
-def cancel(url: str, job: str, *, as_json: bool) -> None:
-    """End a batch before its time. Raises `UserError`."""
-    with open_gateway(url) as gateway:
-        batch = gateway.get(path_of(job))
-        if batch["status"] != "cancelled":  # again changes nothing
-            batch = gateway.post(f"{path_of(job)}/cancel", {})
-    if as_json:
-        output.print_json(batch)
-    output.say(f"{job}: {batch['status']}")
-
-
-def retry(
-    url: str, job: str, body: Mapping[str, Any], *, watch: bool, as_json: bool, every: float = LOOK_SECONDS
-) -> None:
-    """A batch of the rows that got no answer; the same again finds it. Raises `UserError`."""
-    with open_gateway(url) as gateway:
-        batch = gateway.post(f"{path_of(job)}/retry", dict(body))
-        if not as_json:
-            print(batch["id"], flush=True)
-        if watch:
-            _tell(gateway, _followed(gateway, batch["id"], every), as_json=as_json)
-        elif as_json:
-            output.print_json(batch)
-
-
-def export(url: str, job: str, to: Path, errors_to: Path | None, *, as_json: bool) -> None:
-    """Write what is committed. Files appear whole, or not at all. Raises `UserError`."""
-    done = [0, 0]
-    with open_gateway(url) as gateway, ExitStack() as closing:
-        good = closing.enter_context(_Output(to))
-        bad = good if errors_to is None else closing.enter_context(_Output(errors_to))
-        with gateway.stream("GET", f"{path_of(job)}/results") as answer:
-            incomplete = answer.headers.get("x-incomplete") == "true"
-            for line in _lines(answer.iter_bytes()):
-                failed = _failed(gateway, line)
-                done[failed] += 1
-                (bad if failed else good).write(line)
-    if as_json:
-        output.print_json({"to": to, "errors_to": errors_to, "succeeded": done[0], "others": done[1]})
-        return
-    output.say(f"{to}: {output.count(done[0])} rows succeeded, {output.count(done[1])} did not")
-    if incomplete:
-        output.say(f"{job}: has not ended; more may come")
+def _window(deadline: timedelta | None) -> str | None:
+    """A batch's window in whole minutes, never longer than the deadline."""
+    if deadline is None:
+        return None
+    minutes = int(deadline.total_seconds() // 60)
+    if minutes < 1:
+        raise UserError("--deadline: a gateway takes whole minutes; give 1m at least")
+    return f"{minutes}m"
 
 
 def first_url(source: Path) -> str | None:
-    """The `url` of the first line of a JSONL file; None where it says none."""
+    """The `url` of the first line of a JSONL file; None where it has none."""
     with source.open("rb") as stream:
-        line = stream.readline(_MOST_FIRST_LINE)
+        line = stream.readline(_MAX_FIRST_LINE_BYTES)
     try:
         document = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -154,7 +154,7 @@ def first_url(source: Path) -> str | None:
 
 
 class _Output:
-    """A file that is there when the block has ended well."""
+    """A file that appears at the end of the block, unless that raised."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
@@ -193,12 +193,12 @@ def _umask() -> int:
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Whole lines. What comes after the last newline is none: the answer was cut off there."""
-    held = b""
+    """Complete lines. Raises `UserError` for text after the last newline, where the response was cut off."""
+    rest = b""
     for piece in pieces:
-        *whole, held = (held + piece).split(b"\n")
+        *whole, rest = (rest + piece).split(b"\n")
         yield from whole
-    if held:
+    if rest:
         raise UserError("the results broke off in the middle of a line; export again")
 
 
@@ -209,46 +209,15 @@ def _failed(gateway: GatewayClient, line: bytes) -> bool:
         raise UserError(f"{gateway.url}: a line of the results can't be read; is a tokenmill gateway there?") from error
 
 
-def _batches(gateway: GatewayClient, most: int) -> Iterator[Json]:
+def _batches(gateway: GatewayClient, limit: int) -> Iterator[Json]:
     """The newest first, page by page."""
-    query: dict[str, Any] = {"limit": min(most, _PAGE)}
+    query: dict[str, Any] = {"limit": min(limit, _PAGE)}
     while True:
         page = gateway.get("/v1/batches", **query)
         yield from page["data"]
         if not page["has_more"]:
             return
         query["after"] = page["last_id"]
-
-
-def _followed(gateway: GatewayClient, job: str, every: float = LOOK_SECONDS) -> Json:
-    """The batch, when it has ended. In a terminal one line that changes, elsewhere a line when something has."""
-    console, told = output.stderr(), ""
-    try:
-        with ExitStack() as closing:
-            live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-            if live is not None:
-                closing.enter_context(live)
-            while (batch := gateway.get(path_of(job)))["status"] not in ENDED:
-                line = f"{job}: {_described(batch)}"
-                if live is not None:
-                    live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
-                elif line != told:
-                    console.print(Text(line))
-                told = line
-                time.sleep(every)
-            return batch
-    except KeyboardInterrupt:
-        raise StoppedWatching(f"{job}: no longer watched; the job goes on") from None
-
-
-def _tell(gateway: GatewayClient, batch: Json, *, as_json: bool) -> None:
-    """The end of a batch; raises `UserError` for one that failed as a whole."""
-    if as_json:
-        output.print_json(batch)
-    if batch["status"] == "failed":
-        why = "; ".join(_errors(batch))
-        raise UserError(f"{batch['id']}: the job failed as a whole: {why[:MOST_ERRORS] or 'it does not say why'}")
-    output.say(f"{gateway.url}, {batch['id']}: {_described(batch)}")
 
 
 def _described(batch: Json) -> str:
@@ -266,14 +235,14 @@ def _described(batch: Json) -> str:
 
 def _row(batch: Json) -> tuple[object, ...]:
     counts = batch["request_counts"]
-    figures = (counts["total"], counts["completed"] + counts["failed"], counts["failed"])
-    return batch["id"], batch["status"], batch["model"], *map(output.count, figures), batch["tokenmill"]["eta"]
+    numbers = (counts["total"], counts["completed"] + counts["failed"], counts["failed"])
+    return batch["id"], batch["status"], batch["model"], *map(output.count, numbers), batch["tokenmill"]["eta"]
 
 
 def _facts(batch: Json) -> list[tuple[str, object]]:
     own, usage = batch["tokenmill"], batch["usage"]
     names = ("created", "in_progress", "expires", "completed", "failed", "expired", "cancelled")
-    moments = [(name.replace("_", " "), _moment(batch[f"{name}_at"])) for name in names if batch.get(f"{name}_at")]
+    times = [(name.replace("_", " "), _timestamp(batch[f"{name}_at"])) for name in names if batch.get(f"{name}_at")]
     counts = [(name, output.count(value)) for name, value in own["counts"].items() if value]
     more = [(name, value) for name, value in batch["metadata"].items()]
     return [
@@ -281,14 +250,14 @@ def _facts(batch: Json) -> list[tuple[str, object]]:
         ("endpoint", batch["endpoint"]), *((f"rows {name}", value) for name, value in counts),
         ("prompt tokens", output.count(usage["input_tokens"])), ("answer tokens", output.count(usage["output_tokens"])),
         ("cost", own["cost"]), ("cost limit", own["max_cost"]),
-        ("cost of a million tokens", own["cost_per_million_tokens"]), ("should be done", own["eta"]), *moments,
+        ("cost of a million tokens", own["cost_per_million_tokens"]), ("should be done", own["eta"]), *times,
         ("needs attention", own.get("attention")),
         ("retry of", own["retry_of"]),
         ("answers", batch["output_file_id"]), ("errors", batch["error_file_id"]), *more,
     ]  # fmt: skip
 
 
-def _moment(seconds: int) -> str:
+def _timestamp(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 

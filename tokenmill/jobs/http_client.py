@@ -1,7 +1,7 @@
-"""A gateway, as the command line's client: each call has its time, is tried again where that is safe and can help, and
-ends in one line that says what is wrong.
+"""The command line's HTTP client of a gateway. Calls have time-outs, are retried where that is safe and useful, and
+report errors in one line.
 
-The key comes from the environment alone: options are seen by whoever lists processes, and are kept in histories.
+The key comes from the environment only, because options are visible in process lists and stored in shell histories.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from urllib.parse import urlsplit
 import httpx2
 
 from tokenmill.errors import InputUnusable, UserError
-from tokenmill.jobs.locator import is_id
+from tokenmill.jobs.backend import is_id
 
 KEYS: Final = ("TOKENMILL_API_KEY", "OPENAI_API_KEY")
 TIMES: Final = httpx2.Timeout(60.0, connect=10.0)
-"""Gateways say every 15 s that a stream lives."""
+"""Gateways send a keep-alive on a stream every 15 s."""
 UPLOAD_TIMES: Final = httpx2.Timeout(60.0, connect=10.0, read=900.0)
-"""An upload is answered when the root has all of it: a gateway may have to send gigabytes on to a bucket first."""
+"""The response to an upload comes when the root has stored it: a gateway may first send gigabytes to a bucket."""
 
 ATTEMPTS: Final = 6
-LONGEST_WAIT: Final = 60.0
+MAX_WAIT_SECONDS: Final = 60.0
 _AGAIN: Final = (429, 503)
-_MOST_ERROR_BYTES: Final = 1 << 20
+_MAX_ERROR_BYTES: Final = 1 << 20
 
 Json = dict[str, Any]
 
@@ -41,10 +41,10 @@ class GatewayClient:
 
     Args:
         key: None: none is sent.
-        sleep: waits so many seconds between two attempts.
+        sleep: waits between two attempts (seconds).
 
     Raises:
-        UserError: the URL can't be one, or carries credentials.
+        UserError: the URL is invalid, or carries credentials.
     """
 
     def __init__(self, url: str, key: str | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -60,37 +60,37 @@ class GatewayClient:
         self._client.close()
 
     def get(self, path: str, **query: Any) -> Json:
-        """A document. Raises `UserError`."""
+        """GET a JSON document. Raises `UserError`."""
         return self._document("GET", path, params=query)
 
     def post(self, path: str, body: Json, *, key: str | None = None) -> Json:
-        """Ask for something to be done. Raises `UserError`.
+        """POST a JSON body. Raises `UserError`.
 
         Args:
-            key: of idempotency: the same again is the same, so it is tried again also when the connection broke.
+            key: idempotency key; with it the request is retried after a broken connection, too.
         """
         return self._document("POST", path, json=body, headers={} if key is None else {"Idempotency-Key": key})
 
     def upload(self, path: Path) -> Json:
-        """Send a file of requests. Raises `UserError`."""
+        """Upload a file of requests. Raises `UserError`."""
         try:
             stream = path.open("rb")
         except OSError as error:
             raise InputUnusable(f"{path}: can't be read: {error.strerror}; check the input's path") from error
         with stream:
 
-            def again() -> dict[str, Any]:
+            def make_body() -> dict[str, Any]:
                 stream.seek(0)
                 return {"files": {"file": (path.name, stream)}, "data": {"purpose": "batch"}}
 
             headers = {"Idempotency-Key": f"file-{uuid.uuid4().hex}"}
-            answer = self._send("POST", "/v1/files", again, headers=headers, stream=False, times=UPLOAD_TIMES)
+            answer = self._send("POST", "/v1/files", make_body, headers=headers, stream=False, times=UPLOAD_TIMES)
             return self._read(answer)
 
     @contextmanager
     def stream(self, method: str, path: str, body: Json | None = None) -> Iterator[httpx2.Response]:
-        """An answer whose body is read as it comes; closed with the block. Raises `UserError`, also for a connection
-        that breaks in the block."""
+        """A streamed response, closed with the block. Raises `UserError`, also for a connection that breaks in the
+        block."""
         more = {} if body is None else {"json": body}
         answer = self._send(method, path, lambda: more, headers={}, stream=True)
         try:
@@ -123,14 +123,14 @@ class GatewayClient:
         stream: bool,
         times: httpx2.Timeout | None = None,
     ) -> httpx2.Response:
-        """An answer that went well. Waits and tries again where the gateway asks for it, or can't be reached."""
+        """A successful response. Retries where the gateway asks for it, or can't be reached."""
         repeatable = method == "GET" or "Idempotency-Key" in headers
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 request = self._client.build_request(method, path, headers=headers, timeout=times or TIMES, **what())
                 answer = self._client.send(request, stream=stream)
             except httpx2.HTTPError as error:
-                # Nothing was sent where no connection came about.
+                # Without a connection nothing was sent.
                 if attempt == ATTEMPTS or not (repeatable or isinstance(error, httpx2.ConnectError)):
                     raise UserError(
                         f"{self.url}: can't be reached: {_reason(error)}; check the URL, and that a gateway runs there"
@@ -139,17 +139,17 @@ class GatewayClient:
                 continue
             if answer.status_code < 300:
                 return answer
-            if answer.status_code in _AGAIN and attempt < ATTEMPTS and _comes_again(answer):
-                wait = _told(answer, attempt)
+            if answer.status_code in _AGAIN and attempt < ATTEMPTS and _is_worth_retrying(answer):
+                wait = _retry_delay(answer, attempt)
                 answer.close()
                 self._sleep(wait)
                 continue
-            raise _refused(self.url, answer)
+            raise _error_of(self.url, answer)
         raise AssertionError("the last attempt returns or raises")
 
 
 def open_gateway(url: str) -> GatewayClient:
-    """The gateway, with the key of the environment, if it has one. Raises `UserError`."""
+    """A client of the gateway, with the key of the environment, if there is one. Raises `UserError`."""
     key = next((os.environ[name].strip() for name in KEYS if os.environ.get(name, "").strip()), None)
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError("the API key in the environment has letters that no key has; copy it again")
@@ -157,14 +157,14 @@ def open_gateway(url: str) -> GatewayClient:
 
 
 def path_of(job: str) -> str:
-    """The route of a batch. Raises `InputUnusable` for what can't be an id, which might be another route."""
+    """The route of a batch. Raises `InputUnusable` for an invalid id, which might be another route."""
     if not is_id(job):
         raise InputUnusable(f"{job[:200]}: is no job's id; 'tokenmill jobs list --url URL' shows them")
     return f"/v1/batches/{job}"
 
 
 def error_of(document: Any) -> str:
-    """What an error's document says."""
+    """The message of an error document."""
     error = document.get("error") if isinstance(document, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return message if isinstance(message, str) else ""
@@ -186,14 +186,14 @@ def _checked(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
-def _comes_again(answer: httpx2.Response) -> bool:
-    """Whether waiting can help within our patience."""
+def _is_worth_retrying(answer: httpx2.Response) -> bool:
+    """Whether the gateway's retry-after is short enough to wait for."""
     wait = answer.headers.get("retry-after", "")
-    return not wait.isdigit() or int(wait) <= LONGEST_WAIT
+    return not wait.isdigit() or int(wait) <= MAX_WAIT_SECONDS
 
 
-def _told(answer: httpx2.Response, attempt: int) -> float:
-    """Seconds to wait: as the gateway says, and a little more, so that not all come back at once."""
+def _retry_delay(answer: httpx2.Response, attempt: int) -> float:
+    """Seconds to wait: the gateway's retry-after, plus some jitter."""
     wait = answer.headers.get("retry-after", "")
     return int(wait) + random.uniform(0, 0.5) if wait.isdigit() else _backoff(attempt)
 
@@ -202,13 +202,13 @@ def _backoff(attempt: int) -> float:
     return min(0.5 * 2.0 ** (attempt - 1), 10.0) * random.uniform(0.75, 1.25)
 
 
-def _refused(url: str, answer: httpx2.Response) -> UserError:
+def _error_of(url: str, answer: httpx2.Response) -> UserError:
     data = bytearray()
     document: Any = None
     with suppress(httpx2.HTTPError, ValueError):
         for piece in answer.iter_bytes():
             data += piece
-            if len(data) > _MOST_ERROR_BYTES:
+            if len(data) > _MAX_ERROR_BYTES:
                 break
         document = json.loads(bytes(data))
     answer.close()

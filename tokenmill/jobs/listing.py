@@ -1,5 +1,5 @@
-"""The jobs that stand in a folder or in a root, the newest first: read side by side, for a bucket answers each question
-late but many at once."""
+"""The jobs in a folder or root, the newest first. They are read concurrently, because each request to a bucket is slow
+but many may run at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pipeline.ledger.ledger import JobLedger
     from pipeline.ports import ObjectStore
 
-LOOKERS: Final = 16
-AT_ONCE: Final = 32
+READERS: Final = 16
+CHUNK_JOBS: Final = 32
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -27,7 +27,7 @@ def jobs_in(store: ObjectStore, limit: int, *, active: bool) -> list[JobSummary]
     """The newest `limit` jobs of a root, or the one that the store's folder is.
 
     Args:
-        active: only those that have not ended; of a root the others aren't looked at.
+        active: only those that have not ended; in a root the others aren't read.
     """
     from pipeline.jobs.summaries import find_ledgers
     from pipeline.ledger.active_index import marked_jobs
@@ -35,20 +35,20 @@ def jobs_in(store: ObjectStore, limit: int, *, active: bool) -> list[JobSummary]
 
     marked = active and store.info(JOB) is None
     ledgers = marked_jobs(store) if marked else find_ledgers(store)
-    with closing(_side_by_side(partial(_glance, active=active), ledgers)) as summaries:
+    with closing(_map_concurrently(partial(_glance, active=active), ledgers)) as summaries:
         found = islice((summary for summary in summaries if summary is not None), limit)
-        return sorted(found, key=_age)  # a retry's id stands beside that of its first job
+        return sorted(found, key=_age)  # a retry's id sorts next to that of its first job
 
 
 def jobs_below(folder: Path, limit: int, *, active: bool) -> list[tuple[Path, JobSummary]]:
-    """The newest `limit` jobs of a local folder, with the place where each was found: the folder itself if it is a job
-    or a root of jobs, else those directly in it that are."""
+    """The newest `limit` jobs of a local folder, each with its location: the folder itself if it is a job or a root,
+    else its subfolders that are."""
     from pipeline.adapters.folder.store import FolderStore
 
     found: list[tuple[Path, JobSummary]] = []
-    for place in _places(folder):
-        with FolderStore(place, read_only=True) as store:
-            found += [(place, summary) for summary in jobs_in(store, limit, active=active)]
+    for location in _locations(folder):
+        with FolderStore(location, read_only=True) as store:
+            found += [(location, summary) for summary in jobs_in(store, limit, active=active)]
     return sorted(found, key=lambda one: _age(one[1]))[:limit]
 
 
@@ -59,24 +59,24 @@ def _glance(ledger: JobLedger, *, active: bool) -> JobSummary | None:
     return None if active and not is_open(ledger) else glance(ledger)
 
 
-def _side_by_side(work: Callable[[Given], Made], items: Iterable[Given]) -> Generator[Made]:
-    """Like `map`, on threads, some items ahead."""
+def _map_concurrently(work: Callable[[Given], Made], items: Iterable[Given]) -> Generator[Made]:
+    """Like `map`, on threads, a chunk at a time."""
     left = iter(items)
-    with ThreadPoolExecutor(LOOKERS, thread_name_prefix="looker") as pool:
-        while chunk := list(islice(left, AT_ONCE)):
+    with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
+        while chunk := list(islice(left, CHUNK_JOBS)):
             yield from pool.map(work, chunk)
 
 
 def _age(summary: JobSummary) -> float:
-    """Less for newer jobs; those that can't be read come first, so that they are seen."""
+    """A sort key, less for newer jobs; unreadable ones come first, so that they are seen."""
     return float("-inf") if summary.job is None else -summary.job.created_at.timestamp()
 
 
-def _places(folder: Path) -> list[Path]:
-    if _is_place(folder):
+def _locations(folder: Path) -> list[Path]:
+    if _holds_jobs(folder):
         return [folder]
-    return [place for place in sorted(folder.iterdir()) if place.is_dir() and _is_place(place)]
+    return [child for child in sorted(folder.iterdir()) if child.is_dir() and _holds_jobs(child)]
 
 
-def _is_place(folder: Path) -> bool:
+def _holds_jobs(folder: Path) -> bool:
     return (folder / "job.json").is_file() or (folder / "jobs").is_dir()

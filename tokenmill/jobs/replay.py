@@ -1,4 +1,4 @@
-"""How a dead letter gets back to its door from the command line."""
+"""Replay of dead letters to their ingest source, from the command line."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ KAFKA = "kafka"
 
 
 @contextmanager
-def sender(letter: DeadLetter, settings: Settings) -> Iterator[Send | None]:
-    """What sends the letter's original to where it came from; None where removing a marker is enough, or no way leads.
+def sender(dead_letter: DeadLetter, settings: Settings) -> Iterator[Send | None]:
+    """A function that sends the dead letter's original to its source; None where removing a marker is enough, or where
+    replay isn't possible.
 
     Raises:
         UserError: Kafka's brokers are not named.
     """
     from pipeline.ingest.dead_letters import BUCKET_EVENTS
 
-    if letter.door == BUCKET_EVENTS:
-        yield _to_queue(letter, settings)
-    elif letter.door == KAFKA:
-        with _to_topic(letter, settings) as send:
+    if dead_letter.door == BUCKET_EVENTS:
+        yield _to_queue(dead_letter, settings)
+    elif dead_letter.door == KAFKA:
+        with _to_topic(dead_letter, settings) as send:
             yield send
     else:
         yield None
 
 
-def _to_queue(letter: DeadLetter, settings: Settings) -> Send:
+def _to_queue(dead_letter: DeadLetter, settings: Settings) -> Send:
     from pipeline.adapters.s3.sqs import SqsQueue, SqsSettings
 
     endpoint = settings.bucket.queue_endpoint or settings.s3.endpoint
-    queue = SqsQueue(SqsSettings(letter.place, region=settings.s3.region, endpoint=endpoint))
-    return lambda _, original: f"sent to {letter.place} as {queue.send(original.decode())}"
+    queue = SqsQueue(SqsSettings(dead_letter.place, region=settings.s3.region, endpoint=endpoint))
+    return lambda _, original: f"sent to {dead_letter.place} as {queue.send(original.decode())}"
 
 
 @contextmanager
-def _to_topic(letter: DeadLetter, settings: Settings) -> Iterator[Send]:
+def _to_topic(dead_letter: DeadLetter, settings: Settings) -> Iterator[Send]:
     if not settings.kafka.bootstrap:
-        raise UserError(f"{letter.id}: came from Kafka; name its brokers in TOKENMILL_KAFKA__BOOTSTRAP")
+        raise UserError(f"{dead_letter.id}: came from Kafka; name its brokers in TOKENMILL_KAFKA__BOOTSTRAP")
     from pipeline.adapters.kafka.producer import KafkaSender, ProducerSettings
     from pipeline.ingest.kafka.dead_letters import replay
     from tokenmill.services.intake import kafka_connection

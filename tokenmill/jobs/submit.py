@@ -1,18 +1,20 @@
-"""`tokenmill submit`: by the target's URL to the sender's side of a door, and what becomes of the job."""
+"""Submission of an input, by the target's URL to a gateway, a root's incoming folder or a topic."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from tokenmill.errors import UserError
+from tokenmill.jobs.backend import JobEnd, NewJob
+from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from pipeline.ports import ObjectStore
-    from schemas.jobs.outcome import Manifest
     from schemas.settings.settings import Settings
 
 KAFKA: Final = "kafka://"
@@ -22,27 +24,40 @@ GATEWAYS: Final = ("http://", "https://")
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What was sent.
+    """An input that was sent.
 
     Attributes:
-        job: the id that it has, or will have as soon as it is taken.
-        place: where it lies, or the record that names it.
+        job: the id that it has, or will have once it is ingested.
+        url: of the file or record.
         root: URL of the root that the job will be in; None: the target doesn't say.
-        marker: below which it is noted in the root what became of a dropped file.
+        marker: prefix of the root's records about the fate of an ingested file.
     """
 
     job: str
-    place: str
+    url: str
     root: str | None
     marker: str | None = None
 
 
-def send(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
-    """Hand the input to the target's door.
+def submit(given: str, target: str, options: Mapping[str, Any], endpoint: str | None) -> NewJob:
+    """Send the input to the target: a gateway, a topic, or the incoming folder of a root.
 
     Raises:
         UserError: a target that can't be used.  PipelineError: it can't be sent.
     """
+    if target.startswith(GATEWAYS):
+        from tokenmill.jobs import http_backend
+
+        return http_backend.submit(given, target, options, endpoint)
+    if endpoint is not None:
+        raise UserError("--endpoint is for gateways; elsewhere each line says its own")
+    settings = read_settings()
+    sent = _send(given, target, options, settings)
+    document = {"job": sent.job, "submitted": sent.url, "root": sent.root}
+    return NewJob(sent.job, document, [f"{sent.url}: submitted"], partial(_follow, sent, settings, document))
+
+
+def _send(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
     if target.startswith(KAFKA):
         return _to_topic(given, target, options, settings)
     if "://" in target and not target.startswith(S3):
@@ -90,14 +105,12 @@ def _to_bucket(source: Path, target: str, options: Mapping[str, Any], settings: 
     above = prefix.rstrip("/") + "/" if prefix.rstrip("/") else ""
     name = new_name(source, SystemRandomness())
     format_of(name)
-    place = f"{above}{INCOMING}"
-    where, job = upload_to_bucket(s3_connection(settings), bucket, place, source, name, options)
-    return Submission(job, where, target, markers_of(join_url(bucket, place)) + file_hash(where))
+    incoming = f"{above}{INCOMING}"
+    url, job = upload_to_bucket(s3_connection(settings), bucket, incoming, source, name, options)
+    return Submission(job, url, target, markers_of(join_url(bucket, incoming)) + file_hash(url))
 
 
 def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
-    from dataclasses import replace
-
     from pipeline.ingest.client import send_reference
     from tokenmill.services.intake import kafka_connection
 
@@ -116,29 +129,29 @@ def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Set
         raise UserError(f"--to {target}: give kafka://HOST[:PORT][,HOST[:PORT]…]/TOPIC")
     options_of_brokers = settings.kafka.model_copy(update={"bootstrap": brokers})
     connection = replace(kafka_connection(options_of_brokers), client_id="tokenmill-submit")
-    place, job = send_reference(
+    position, job = send_reference(
         connection, topic, uri, options, epoch=settings.kafka.epoch, idempotence=settings.kafka.idempotence
     )
-    return Submission(job, f"{KAFKA}{','.join(brokers)}/{place}", settings.root)
+    return Submission(job, f"{KAFKA}{','.join(brokers)}/{position}", settings.root)
 
 
-def follow(sent: Submission, settings: Settings) -> Manifest:
-    """Tell how the job stands until it has ended; its outcome.
-
-    Raises:
-        UserError: it was refused.  StoppedWatching: the user pressed Ctrl-C.
-    """
-    from tokenmill.jobs.watch import watch
+def _follow(sent: Submission, settings: Settings, document: dict[str, Any]) -> JobEnd:
+    """Report the job's progress until it has ended. Raises `UserError` when it was refused, or `StoppedWatching`."""
+    from tokenmill.jobs.watch import end_of, follow_ledger
+    from tokenmill.local.summary import summary_table
     from tokenmill.root import open_root
 
     if sent.root is None:
         raise UserError(f"job {sent.job} was submitted, but can't be watched: TOKENMILL_ROOT doesn't say where it is")
     with open_root(sent.root, settings, read_only=True) as root:
-        return watch(root.ledger(sent.job), missing=lambda: _check_refused(sent, root.world.store))
+        manifest = follow_ledger(root.ledger(sent.job), missing=lambda: _check_refused(sent, root.world.store))
+    ended = document | {"manifest": manifest.model_dump(mode="json")}
+    end = end_of(manifest, f"{sent.root}/jobs/{sent.job}", lambda: ended)
+    return replace(end, table=summary_table(manifest))
 
 
 def _check_refused(sent: Submission, store: ObjectStore) -> None:
-    """Raises `UserError` when the door made a dead letter of it."""
+    """Raises `UserError` when ingest refused the file and wrote a dead letter."""
     from pipeline.ingest.files.source import TakenMarker
     from pipeline.ledger.ledger import parse_stored
 
@@ -148,6 +161,6 @@ def _check_refused(sent: Submission, store: ObjectStore) -> None:
         marker = parse_stored(store.locate(info.key), store.read(info.key), TakenMarker)
         if marker.dead_letter is not None:
             raise UserError(
-                f"{sent.place}: was refused; "
+                f"{sent.url}: was refused; "
                 f"'tokenmill deadletters show {marker.dead_letter} --root {sent.root}' says why"
             )

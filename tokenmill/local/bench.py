@@ -1,7 +1,7 @@
-"""What this machine does with a model: prefill and decode apart, and everything around it with nothing to compute.
+"""Benchmarks of this machine: prefill and decode of a model, and the scheduler and pipeline without a model.
 
 Prompts are random token ids from a fixed seed, so that no two share a prefix, and answers ignore end tokens, so that
-every run computes exactly the same positions. Decode is measured after every prompt is in the cache.
+every run computes the same positions. Decode is measured after all prompts are in the cache.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ PREFILL_TOKENS = 256
 PREFILL_ROWS = 16
 SHORT_TOKENS = 128
 LONGEST_TOKENS = 1984
-"""A prompt whose tokens look at many others, within a step of 2,048 positions."""
+"""A prompt whose tokens attend to many others, within a step of 2,048 positions."""
 DECODE_PROMPT_TOKENS = 32
 DECODE_TOKENS = 64
 LONG_TOKENS = 512
 LONG_ROWS = 32
-"""Together more keys and values than a processor's caches hold, as in a real batch."""
+"""In total more keys and values than a processor's caches hold, as in a real batch."""
 LONG_ANSWERS = 16
 SCHEDULER_ROWS = 256
 WORDS = ("river", "stone", "lantern", "copper", "autumn", "window", "garden", "bridge", "letter", "harbour", "winter")
@@ -61,11 +61,11 @@ WORDS = ("river", "stone", "lantern", "copper", "autumn", "window", "garden", "b
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One thing that was measured.
+    """One measurement.
 
     Attributes:
-        name: what.  rows: sequences in the batch.
-        tokens_per_second: the median over repeats.  slowest, fastest: of the repeats, likewise tokens per second.
+        name: what was measured.  rows: sequences in the batch.
+        tokens_per_second: the median over repeats.  slowest, fastest: of the repeats, in tokens per second.
         step_ms: median time of a step, in milliseconds.
     """
 
@@ -86,11 +86,11 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests whose prompts share nothing.
+    """A workload of requests without shared prefixes.
 
     Attributes:
-        rows: how many.  prompt, answer: tokens of each.
-        decoding: only the steps count that follow when all prompts are computed; else answers have one token.
+        rows: number of requests.  prompt, answer: tokens of each.
+        decoding: measure only the steps after all prompts are computed; else answers have one token.
     """
 
     rows: int
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def behind_long(self) -> bool:
-        """Whether answers follow long prompts."""
+        """Whether decode is measured after long prompts."""
         return self.decoding and self.prompt != DECODE_PROMPT_TOKENS
 
     @property
@@ -113,11 +113,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class TimedWork:
-    """What an engine's steps had to do, and how long they took.
+    """The work of an engine's steps, and their duration.
 
     Attributes:
-        case, measurement: as people read it.  steps: float64 [steps, 4] (`StepTimes.fit`).  seconds: of all of them,
-            the median over repeats.
+        case, measurement: for people.  steps: float64 [steps, 4] (`StepTimes.fit`).  seconds: of all steps, the median
+            over repeats.
     """
 
     case: Case
@@ -127,7 +127,7 @@ class TimedWork:
 
 
 def timed(engine: Engine, case: Case, repeats: int) -> TimedWork:
-    """Compute it, once to warm up (kernels are chosen, memory is touched) and then `repeats` times."""
+    """Measure a case: once to warm up (kernels are chosen, memory is touched) and then `repeats` times."""
     runs = []
     for repeat in range(repeats + 1):
         _fill(engine, _prompts(engine, case.rows, case.prompt, repeat), case.answer)
@@ -141,8 +141,8 @@ def timed(engine: Engine, case: Case, repeats: int) -> TimedWork:
 
 
 def step_times(works: Sequence[TimedWork]) -> StepTimes:
-    """What the parts of a step take. Where the keys that answers read are measured, the positions computed are as many
-    as elsewhere: they have no price of their own."""
+    """Fit the durations of a step's parts. Cases that measure reading keys compute as many positions as other cases, so
+    they add no step size."""
     sizes = {
         work.case.rows if work.case.decoding else int(work.steps[:, 0].max())
         for work in works
@@ -152,8 +152,8 @@ def step_times(works: Sequence[TimedWork]) -> StepTimes:
 
 
 def cases(engine: Engine, batches: Sequence[int]) -> list[Case]:
-    """What tells the parts of a step's time apart: prompts and answers, steps of few and of many positions, tokens that
-    look at few others and at many; as far as the engine has room for it."""
+    """The cases that separate the parts of a step's time: prompts and answers, steps of few and of many positions,
+    tokens that attend to few others and to many; as far as the engine's memory allows."""
     positions = engine.spec.max_position
     if positions < DECODE_PROMPT_TOKENS + DECODE_TOKENS:
         needed = DECODE_PROMPT_TOKENS + DECODE_TOKENS
@@ -173,25 +173,25 @@ def cases(engine: Engine, batches: Sequence[int]) -> list[Case]:
 
 
 def _steps(engine: Engine, case: Case) -> NDArray[np.float64]:
-    """What the steps of a case have to do."""
+    """The work of a case's steps, by a dry run."""
     blocks = case.rows * (-(-(case.prompt + case.answer) // engine.config.cache.block_size) + 1) + 1
     layers = engine.spec.num_layers
     windows = cache_windows(engine.spec.windows)
     of_window = [tuple(i for i in range(layers) if engine.spec.windows[i] == window) for window in windows]
     groups = tuple(CacheGroup(own, window, blocks) for own, window in zip(of_window, windows, strict=True))
-    rehearsal = DryRun(engine.config, engine.spec, groups)
-    _fill(rehearsal, _prompts(engine, case.rows, case.prompt, 0), case.answer)
+    dry_run = DryRun(engine.config, engine.spec, groups)
+    _fill(dry_run, _prompts(engine, case.rows, case.prompt, 0), case.answer)
     steps, computing = [], list[bool]()
     while True:
-        computing.append(rehearsal.scheduler.stats.computed_tokens < case.rows * case.prompt)
-        if (done := rehearsal.step()) is None:
+        computing.append(dry_run.scheduler.stats.computed_tokens < case.rows * case.prompt)
+        if (done := dry_run.step()) is None:
             break
         steps.append(done[0][:4])
     return np.array([s for s, prompts in zip(steps, computing, strict=False) if prompts != case.decoding], dtype=float)
 
 
 def scheduler(steps: int = 200) -> Measurement:
-    """The engine's own work per step: the same loop with a model that answers at once."""
+    """Measure the engine's overhead per step: the same loop with a model that answers at once."""
     block_size = CacheConfig().block_size
     config = EngineConfig(schedule=ScheduleConfig(max_num_seqs=SCHEDULER_ROWS, max_num_batched_tokens=8192))
     length = DECODE_PROMPT_TOKENS + steps + 1
@@ -203,7 +203,7 @@ def scheduler(steps: int = 200) -> Measurement:
 
 
 def pipeline(model: ChosenModel, rows: int) -> float:
-    """Rows per second of everything but the model: reading, planning, tokenizing, scheduling, results, commits."""
+    """Measure rows per second without the model: reading, planning, tokenizing, scheduling, results, commits."""
     with tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as name:
         folder = Path(name)
         requests = folder / "requests.jsonl"
@@ -218,16 +218,16 @@ def pipeline(model: ChosenModel, rows: int) -> float:
             settings=JobSettings(),
             engine=EngineOptions(dtype="float32", max_num_seqs=SCHEDULER_ROWS, max_num_batched_tokens=8192),
         )
-        begun = time.perf_counter()
+        started = time.perf_counter()
         done = run_job(plan, RunTracker(), threading.Event(), _without_model)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
     if done.counts.succeeded != rows:
         raise EngineError(f"{done.counts.failed} of {rows} rows failed without a model; this is a defect of tokenmill")
     return rows / seconds
 
 
 def _request_line(model: str, row: int, context: int) -> str:
-    """A request of 24 words and 32 tokens, or of fewer that fit a small context whatever the tokenizer."""
+    """A request of 24 words and 32 tokens, or of fewer that fit a small context with any tokenizer."""
     words = " ".join(WORDS[(row * 7 + i * i) % len(WORDS)] for i in range(min(24, context // 10)))
     answer = min(32, context // 8)
     body = {"model": model, "prompt": f"{row}: {words}", "max_tokens": answer, "temperature": 0, "ignore_eos": True}
@@ -274,7 +274,7 @@ def _fill(engine: Engine | DryRun, prompts: Iterator[NDArray[np.int32]], max_tok
 
 
 def _until_all_decode(engine: Engine, prompt_tokens: int) -> None:
-    """Step until all prompts are computed: the steps after that compute one token a row."""
+    """Step until all prompts are computed; later steps compute one token a row."""
     before = engine.stats().computed
     while engine.stats().computed - before < prompt_tokens:
         if engine.step():
@@ -282,16 +282,16 @@ def _until_all_decode(engine: Engine, prompt_tokens: int) -> None:
 
 
 def _drain(engine: Engine) -> _Run:
-    """Run until nothing is left, with the clock on."""
+    """Run the engine until it is idle, and measure its steps."""
     before, steps = engine.stats().computed, []
-    begun = time.perf_counter()
+    started = time.perf_counter()
     while engine.has_work:
-        step_begun = time.perf_counter()
+        step_started = time.perf_counter()
         for completion in engine.step():
             if completion.error is not None:
                 raise EngineError(f"a row failed: {completion.error}")
-        steps.append(time.perf_counter() - step_begun)
-    return _Run(engine.stats().computed - before, time.perf_counter() - begun, tuple(steps))
+        steps.append(time.perf_counter() - step_started)
+    return _Run(engine.stats().computed - before, time.perf_counter() - started, tuple(steps))
 
 
 def _measured(name: str, rows: int, runs: list[_Run]) -> Measurement:

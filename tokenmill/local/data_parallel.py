@@ -1,4 +1,4 @@
-"""A run by several replicas: the command hands out shards, and each replica takes them over its line."""
+"""A run by several replicas: the command dispatches shards, and each replica takes them over its connection."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pipeline.worker_client.shard_client import ShardClient
 from schemas.models import ModelPin
 from schemas.workers.metrics import WorkerMetrics
 from tokenmill.local.embedded import SILENCE, EmbeddedWork
-from tokenmill.local.model_rotation import compute_in_turns
+from tokenmill.local.model_rotation import compute_in_rotation
 from tokenmill.local.run_plan import RunPlan, load_model
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.processes.logging import log_to_stderr
 from tokenmill.processes.replicas import ReplicaConnection, Replicas, ReplicaTask, environments
-from tokenmill.processes.signals import until_told
+from tokenmill.processes.signals import stop_on_signals
 from workers.model.loaded_model import LoadedModel
 from workers.policies.loader import load_policies
 from workers.policies.policy import NO_POLICIES
@@ -31,19 +31,19 @@ from workers.policies.policy import NO_POLICIES
 def divide(
     plan: RunPlan, pins: Sequence[ModelPin], given: EmbeddedWork, tracker: RunTracker, stop: threading.Event
 ) -> None:
-    """Let replicas compute the job, each the shards that it takes. Raises `UserError` when one of them fails."""
+    """Compute the job by replicas, each of which takes shards. Raises `UserError` when one of them fails."""
     count = plan.engine.replicas
     names = [name for name, _ in plan.worker.policies.named]
     sent = replace(plan, worker=replace(plan.worker, policies=NO_POLICIES))
     tasks = [ReplicaTask(_compute, (sent, pins, names, number)) for number in range(count)]
     methods: dict[str, Callable[..., Any]] = {
-        "progress": tracker.told, "finished": given.finished,
+        "progress": tracker.update, "finished": given.finished,
         "put": given.queue.put, "take": given.queue.take, "beat": given.heartbeats.beat,
         "leave": given.heartbeats.leave, "tell": given.heartbeats.tell, "figures": given.heartbeats.figures,
         "workers": given.heartbeats.workers, "since": given.heartbeats.since,
     }  # fmt: skip
     own = environments(count, plan.engine.tensor_parallel, on_gpus=plan.engine.on_gpus)
-    # None begins before all are loaded, or the first would take most of a small job.
+    # All start when all are loaded, or the first would take most of a small job.
     with Replicas(tasks, own, methods, tracker.computing, keep=(given.output.lock.descriptor,)) as replicas:
         replicas.wait(stop)
 
@@ -51,10 +51,10 @@ def divide(
 def _compute(
     line: ReplicaConnection, plan: RunPlan, pins: Sequence[ModelPin], policies: Sequence[str], number: int
 ) -> None:
-    """`run`'s task: this replica's part of the shards of the job in the plan's folder."""
+    """The task of a replica: it computes shards of the job in the plan's folder."""
     log_to_stderr()
     settings = replace(plan.worker, policies=load_policies(policies))
-    with until_told() as stop, FolderStore(plan.output) as store:
+    with stop_on_signals() as stop, FolderStore(plan.output) as store:
         ledger = JobLedger(store)
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         queue, heartbeats = ParentShardQueue(line), ParentHeartbeats(line)
@@ -75,11 +75,11 @@ def _compute(
         def observe(turn: int) -> RotationObserver:
             return RotationObserver(partial(line.call, "progress"), number + turn * plan.engine.replicas)
 
-        compute_in_turns(pins, load, client, observe, queue, world.clock, settings, stop)
+        compute_in_rotation(pins, load, client, observe, queue, world.clock, settings, stop)
 
 
 class ParentShardQueue:
-    """The command's `ShardQueue`."""
+    """The command's `ShardQueue`, called from a replica."""
 
     def __init__(self, line: ReplicaConnection) -> None:
         self._line = line
@@ -89,7 +89,7 @@ class ParentShardQueue:
         self._line.call("put", queue, task)
 
     def take(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
-        """See `ShardQueue.take`. The line is not held while there is nothing to take."""
+        """See `ShardQueue.take`. The connection stays free while the queue is empty."""
         until = time.monotonic() + timeout
         while True:
             task: ShardTask | None = self._line.call("take", queues, 0.0)
@@ -100,7 +100,7 @@ class ParentShardQueue:
 
 
 class ParentHeartbeats:
-    """The command's `Heartbeats`."""
+    """The command's `Heartbeats`, called from a replica."""
 
     def __init__(self, line: ReplicaConnection) -> None:
         self._line = line

@@ -1,5 +1,4 @@
-"""What `run` would do with a job on this machine or another, rehearsed: the same shards, cache and schedule, and no
-model."""
+"""Dry run of a job on this machine or another: with the shards, cache and schedule of `run`, but without a model."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ ENOUGH_BYTES = 1 << 60
 
 
 def cache_groups(spec: ModelSpec, config: EngineConfig, limit: int) -> tuple[CacheGroup, ...]:
-    """The cache's pools; where this machine has no room for the model, those of one that has."""
+    """The cache's pools; where this machine's memory is too small, those of a machine with enough."""
     device = resolve_device(config.device)
     planned = spec, config.cache, config.schedule, limit, device, config.kv_dtype
     try:
@@ -42,7 +41,7 @@ def cache_groups(spec: ModelSpec, config: EngineConfig, limit: int) -> tuple[Cac
 
 
 def cache_bytes(engine: Engine) -> int:
-    """Bytes that an engine like this one may take here for its cache: its own are a part of what is free."""
+    """Bytes available for the cache of such an engine on this machine; this engine's own cache counts as free."""
     config, spec = engine.config, engine.spec
     device = resolve_device(config.device)
     share = config.cache.gpu_memory_utilization if device.type == "cuda" else config.cache.memory_fraction
@@ -53,7 +52,7 @@ def cache_bytes(engine: Engine) -> int:
 
 
 def engine_config(amount: InputEstimate, options: EngineOptions, *, alone: bool) -> EngineConfig:
-    """As `run` has it, which knows the job (`alone`), or a worker that does not."""
+    """The engine's settings of `run`, which depend on the job (`alone`), or of a worker."""
     if not alone or amount.segments > 1 or not amount.sequences:
         return options.config()
     mean = -(-(amount.prompt_tokens + amount.max_tokens) // amount.sequences)
@@ -61,15 +60,15 @@ def engine_config(amount: InputEstimate, options: EngineOptions, *, alone: bool)
     return options.config(max(MIN_TOKENS_PER_SEQUENCE, mean), amount.sequences, rows)
 
 
-def rehearse(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig) -> DryRunResult:
-    """One worker's way through these shards of the job, whose first model is at `path`. Raises what reading a model
+def dry_run(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig) -> DryRunResult:
+    """Dry-run these shards of the job on one worker; the job's first model is at `path`. Raises what reading a model
     raises; `UnsupportedModel` for an encoder."""
     pin = job.models[0]
     dtype = resolve_dtype(pin.dtype, resolve_device(config.device))
     spec = describe_model(path, dtype=dtype).spec
     groups = cache_groups(spec, config, min(config.max_model_len or spec.max_position, spec.max_position))
     stand_in = replace(config, dtype=pin.dtype)
-    enough = -(-spec.max_position // config.cache.block_size) + 1  # nothing runs on it
+    enough = -(-spec.max_position // config.cache.block_size) + 1  # it computes nothing
     model = LoadedModel.without_weights(path, name=pin.name, config=stand_in, num_blocks=enough, digest=None)
     embedding = embedding_settings(path)
     if embedding is not None:
@@ -80,5 +79,5 @@ def rehearse(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig)
         ShardWork(job, number, attempt=1, attempt_id="rehearsal", table=table, started_at=clock.now())
         for number, table in enumerate(tables)
     )
-    rehearsal = DryRun(config, spec, groups)
-    return ShardDryRun(ShardReader(model), rehearsal, config.schedule.max_num_seqs).run(works)
+    engine = DryRun(config, spec, groups)
+    return ShardDryRun(ShardReader(model), engine, config.schedule.max_num_seqs).run(works)

@@ -1,7 +1,7 @@
-"""The pipeline in one process, without any server: a folder, an in-process queue, the system's clock.
+"""The pipeline in one process, without servers: a folder, an in-process queue, the system's clock.
 
-The same parts as in any other form; only the adapters behind the ports are local. The worker's loop runs on the calling
-thread and the dispatcher on one of its own, so that a long engine step never delays it.
+Its parts are the same as in an installation, with local adapters. The worker's loop runs on the calling thread and the
+dispatcher on its own, so that a long engine step never delays it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from schemas.models import ModelPin
 WORKER = "local"
 
 SILENCE = 20 * HEARTBEAT_SECONDS
-"""Seconds without a heartbeat after which the one worker counts as gone: its thread can only be slow."""
+"""Seconds without a heartbeat after which the worker counts as dead; it is long, since its thread can only be slow."""
 
 TICK_SECONDS = 0.05
-"""The dispatcher looks often: in one process a look is cheap, and a small job should not wait for it."""
+"""A short interval: in one process a poll is cheap, and a small job should not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Output:
 
 @contextmanager
 def open_output(folder: Path) -> Iterator[Output]:
-    """Hold an output folder for one run.
+    """Open and lock an output folder for one run.
 
     Raises:
-        StoreError: it can't be written, or its file system can't keep what is promised.
-        OutputLocked: another run is at it.
+        StoreError: it can't be written, or its file system lacks a required guarantee.
+        OutputLocked: another run holds it.
     """
     with FolderStore(folder) as store, RunLock(folder) as lock:
         yield Output(World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store), lock)
@@ -59,10 +59,10 @@ def open_output(folder: Path) -> Iterator[Output]:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedWork:
-    """What workers of the one job that is open need to take part.
+    """The interface of the open job for its workers.
 
     Attributes:
-        queue, heartbeats: this process's.  finished: whether the job has ended.
+        queue, heartbeats: of this process.  finished: whether the job has ended.
         price_per_hour: of a worker.
     """
 
@@ -73,7 +73,7 @@ class EmbeddedWork:
     price_per_hour: float | None = None
 
     def client(self, pin: ModelPin) -> ShardClient:
-        """For a worker in this process, with one of the job's models."""
+        """A client for a worker in this process, with one of the job's models."""
         return ShardClient(
             WORKER, self.output.world, lambda _: self.output.ledger, self.queue, self.heartbeats, self.finished,
             models=[pin.key], price_per_hour=self.price_per_hour,
@@ -87,17 +87,17 @@ def dispatch(
     price_per_hour: float | None,
     workers: int = 1,
 ) -> Manifest | None:
-    """Hand the job's open shards to `work`, on this thread, until the job ends or `work` returns. Shards may still be
-    planned meanwhile.
+    """Dispatch the job's open shards to `work`, on this thread, until the job ends or `work` returns. Shards may still
+    be planned meanwhile.
 
     Args:
-        begin: told how the job stands, before `work` is called.
-        work: a worker's loop over a client, which is its source and its sink. Not called when no shard is open, so no
-            model need be loaded for a job that lacks nothing but its manifest.
-        price_per_hour: of each of them.  workers: that `work` has.
+        begin: called with the job's progress, before `work`.
+        work: a worker's loop over a client, which is its source and its sink. Not called when no shard is open, so that
+            no model is loaded for a job that lacks only its manifest.
+        price_per_hour: of each worker.  workers: their number in `work`.
 
-    Returns the outcome, or None when `work` returned early. Raises what either side raises; a dispatcher that failed
-    has the worker end with the shards it holds.
+    Returns the outcome, or None when `work` returned early. Raises what either side raises; when the dispatcher fails,
+    the worker ends with the shards that it holds.
     """
     heartbeats = MemoryHeartbeats(output.world.clock, SILENCE)
     queue = MemoryQueue()

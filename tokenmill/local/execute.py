@@ -1,4 +1,4 @@
-"""Running a planned job while somebody watches: progress on stderr, Ctrl-C, and what is said at the end."""
+"""Execution of a planned job in a terminal: progress on stderr, Ctrl-C, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOSED: Final = {"cancelled": "was cancelled", "expired": "has expired"}
 
 
 def execute(plan: RunPlan, *, as_json: bool) -> None:
-    """Bring the job to its end and tell the outcome. Raises what `run_job` raises, and `Interrupted`."""
+    """Run the job and print its outcome. Raises what `run_job` raises, and `Interrupted`."""
     _report(_run(plan), plan, as_json=as_json)
 
 
@@ -50,9 +50,9 @@ def _run(plan: RunPlan) -> JobRun:
 
 @contextmanager
 def _stopping(stop: threading.Event, tracker: RunTracker) -> Iterator[None]:
-    """Ctrl-C, and SIGTERM likewise: while the engine computes, the first one stops it after the current step, so that
-    what is done is still committed. At any other time, and the second time, everything ends at once: that is safe too,
-    only more is to be done again."""
+    """Handle Ctrl-C and SIGTERM: while the engine computes, the first one stops it after the current step, so that
+    finished rows are committed. At any other time, and at the second signal, everything ends at once: that is safe too,
+    but more work is repeated."""
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.is_set() or not tracker.is_computing:
@@ -69,7 +69,7 @@ def _stopping(stop: threading.Event, tracker: RunTracker) -> Iterator[None]:
 
 
 def _report(done: JobRun, plan: RunPlan, *, as_json: bool) -> None:
-    """The outcome: summary on stderr, the document on stdout with --json. Raises `Interrupted` when there is none."""
+    """Print the outcome: summary on stderr, the document on stdout with --json. Raises `Interrupted` without one."""
     from tokenmill.local import summary
 
     manifest = done.manifest
@@ -95,7 +95,7 @@ def _report(done: JobRun, plan: RunPlan, *, as_json: bool) -> None:
 
 
 def _at_limit(manifest: Manifest, plan: RunPlan) -> str:
-    """How a job ended at its spending limit: what it has cost may be more, by what ran until the workers were told."""
+    """The message of a job's end at its spending limit; its cost may be higher by the shards in flight."""
     limit = "its spending limit" if plan.max_cost is None else f"its spending limit of {plan.max_cost:g}"
     if manifest.cost is None:
         return f"has reached {limit}"

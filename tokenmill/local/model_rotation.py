@@ -1,7 +1,6 @@
-"""A job's models, one after the other in one process: one is loaded at a time, and computes its shards until none is
-left on its queue.
+"""A job's models in rotation in one process: one is loaded at a time, and computes its shards until its queue is empty.
 
-What is planned later may need a model that has had its turn: it is then loaded again.
+A shard that is planned later may need an earlier model, which is then loaded again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from workers.settings import WorkerSettings
 from workers.shards.worker import ShardWorker
 
 
-def compute_in_turns(
+def compute_in_rotation(
     models: Sequence[ModelPin],
     load: Callable[[ModelPin, int], LoadedModel],
     make_client: Callable[[ModelPin], ShardClient],
@@ -33,13 +32,13 @@ def compute_in_turns(
     settings: WorkerSettings,
     stop: threading.Event,
 ) -> None:
-    """Compute a job's shards until no more will come, or `stop` is set.
+    """Compute a job's shards until the job ends, or `stop` is set.
 
     Args:
-        models: the first one is loaded first.
+        models: in order of rotation.
         load: loads a model for the turn of this number, from 0.
-        make_client: source and sink of a model's shards.
-        observe: what observes the turn of this number; a turn's counts begin at 0.
+        make_client: creates the source and sink of a model's shards.
+        observe: creates the observer of the turn of this number; a turn's counts begin at 0.
 
     Raises what loading and `ShardWorker.run` raise.
     """

@@ -1,4 +1,4 @@
-"""What an hour of a worker costs: as it was given, or as the price book says of the machine."""
+"""The price of a worker's hour: the given one, or the price book's for the machine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from tokenmill.local.run_plan import RunPlan
 
 
-def read_book(path: Path | None) -> PriceBook:
-    """The price book; raises `UserError`."""
+def load_price_book(path: Path | None) -> PriceBook:
+    """Read the price book; raises `UserError`."""
     try:
         return read_price_book(path)
     except PriceBookError as error:
         raise UserError(str(error)) from error
 
 
-def of_this_instance(instance: InstanceOptions) -> InstanceOptions:
-    """With what the instance says of itself. Raises `UserError` where it can't be asked."""
+def describe_instance(instance: InstanceOptions) -> InstanceOptions:
+    """The options, updated from the instance's metadata. Raises `UserError` where that isn't available."""
     try:
         kind, region, life = ask("instance-type", "placement/region", "instance-life-cycle")
     except OSError as error:
@@ -32,13 +32,13 @@ def of_this_instance(instance: InstanceOptions) -> InstanceOptions:
             f"the instance's metadata service can't be asked what this machine is ({error}); unset "
             "TOKENMILL_INSTANCE__ASK_EC2 where it isn't Amazon's, and set TOKENMILL_INSTANCE__TYPE"
         ) from error
-    said = {"type": kind, "region": region, "market": "spot" if life == "spot" else "on-demand"}
-    return instance.model_copy(update={name: value for name, value in said.items() if value is not None})
+    found = {"type": kind, "region": region, "market": "spot" if life == "spot" else "on-demand"}
+    return instance.model_copy(update={name: value for name, value in found.items() if value is not None})
 
 
 def price_of_worker(settings: Settings, given: float | None = None) -> float | None:
-    """Of a worker with these settings: what the command line says, else the settings, else the book's price of the
-    instance, shared by the workers on it; None: nothing is said. Raises `UserError` where the book has no such price.
+    """The price of a worker: the command line's, else the settings', else the book's price of the instance, divided by
+    the workers on it; None: unknown. Raises `UserError` where the book has no such price.
     """
     if given is not None:
         return given
@@ -46,10 +46,10 @@ def price_of_worker(settings: Settings, given: float | None = None) -> float | N
     if settings.price_per_hour is not None:
         return settings.price_per_hour
     if instance.ask_ec2:
-        instance = of_this_instance(instance)
+        instance = describe_instance(instance)
     if instance.type is None:
         return None
-    book = read_book(settings.price_book)
+    book = load_price_book(settings.price_book)
     try:
         found = book.must(instance.type, instance.region, instance.market, settings.price_book)
     except PriceBookError as error:
@@ -58,7 +58,7 @@ def price_of_worker(settings: Settings, given: float | None = None) -> float | N
 
 
 def check_limit(plan: RunPlan) -> None:
-    """A limit needs a price; raises `UserError`."""
+    """Check that a plan with a spending limit has a price; raises `UserError`."""
     if plan.max_cost is not None and plan.price_per_hour is None:
         raise UserError(
             "--max-cost can't be kept: nobody says what an hour of this machine costs; give --price-per-hour, or set "

@@ -1,6 +1,6 @@
 """Progress of a run on stderr: one live line in a terminal, a plain line every few seconds elsewhere.
 
-The display asks for a snapshot when it wants one, from a thread of its own; the run itself never waits for it.
+The display takes snapshots on a thread of its own; the run never waits for it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ BAR_WIDTH = 24
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        phase: what is being done, in a word or two.
-        total: rows of the job; 0 while it is not known.  done: rows with a result.  before: of them, those that had one
-            when this run began.  failed: of them, how many failed.
+        phase: the current activity, in a word or two.
+        total: rows of the job; 0 while unknown.  done: rows with a result.  before: those of them from earlier runs.
+            failed: those of them that failed.
         prompt_tokens, cached_tokens, output_tokens: of this run so far; cached ones were not computed again.
-        expected_tokens: output tokens that this run was expected to need when it began.
+        expected_tokens: expected output tokens of this run, at its start.
         seconds: since this run began to compute; 0 before.
-        planning: whether there may be more rows than are counted so far.
+        planning: whether more rows may be planned.
     """
 
     phase: str
@@ -51,10 +51,10 @@ class RunSnapshot:
 
     @property
     def eta(self) -> float | None:
-        """Seconds that are left, roughly; None while that would be a guess.
+        """A rough estimate of the remaining seconds; None while there is too little data.
 
-        By tokens at first, since the long answers start early and few rows end; by rows later, since by then they tell
-        how long answers really are, which was only expected.
+        It is based on tokens at first, since the long answers start early and few rows end; later on rows, since by
+        then the real lengths of answers are known.
         """
         rows, all_rows = self.done - self.before, self.total - self.before
         if self.planning or self.seconds < 1 or self.output_tokens == 0 or rows == 0:
@@ -88,7 +88,7 @@ class ProgressDisplay:
     """Shows snapshots while the `with` block runs.
 
     Args:
-        console: where to write (stderr).  snapshot: asked from another thread; must be quick and safe to call there.
+        console: the output (stderr).  snapshot: called from another thread; it must be fast and thread-safe.
         interval: seconds between plain lines.
     """
 
@@ -125,7 +125,7 @@ class ProgressDisplay:
     def _render(self) -> Table:
         snapshot = self._snapshot()
         line = Table.grid(padding=(0, 1))
-        # Without a total there is nothing to measure: the bar then pulses.
+        # Without a total the bar pulses.
         bar = ProgressBar(total=snapshot.total or None, completed=snapshot.done, width=BAR_WIDTH)
         line.add_row(bar, Text(describe(snapshot), overflow="ellipsis", no_wrap=True))
         return line
@@ -134,6 +134,6 @@ class ProgressDisplay:
         last = ""
         while not self._ended.wait(self._interval):
             text = describe(self._snapshot())
-            if text != last:  # a phase without figures is said once
+            if text != last:  # a phase without numbers is printed once
                 self._console.print(Text(text))
             last = text

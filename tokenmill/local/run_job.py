@@ -1,8 +1,8 @@
-"""From what `run` was told to a finished job: the embedded form, everything in this process, on one folder.
+"""Execution of `run`'s job in this process, on one folder.
 
-Nothing expensive happens before something cheap could refuse it: the input is looked at before a model is pulled, the
-model's header is read before a job is made of it, the plan's first segment stands before weights are loaded, and a job
-that has ended loads nothing. What is left to plan is planned beside the work.
+Cheap checks come before expensive steps: the input is read before a model is pulled, the model's header is read before
+the job is created, the plan's first segment is committed before weights are loaded, and a job that has ended loads
+nothing. The rest of the plan is made while the first part is computed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tokenmill.config.job_options import ChosenModel, token_counter
 from tokenmill.errors import ModelError
 from tokenmill.local.data_parallel import divide
 from tokenmill.local.embedded import EmbeddedWork, Output, dispatch, open_output
-from tokenmill.local.model_rotation import compute_in_turns
+from tokenmill.local.model_rotation import compute_in_rotation
 from tokenmill.local.run_plan import RunPlan, load_model
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.processes.planner_process import PlannerProcess
@@ -41,10 +41,10 @@ from workers.model.loaded_model import LoadedModel, dtype_name, model_digest, mo
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
-        manifest: the outcome; None: the run was stopped before the job's end.
+        manifest: the job's outcome; None: the run was stopped before the job's end.
         counts: rows by status; pending ones have no result yet.
         before: rows that had a result from earlier runs.
     """
@@ -55,16 +55,16 @@ class JobRun:
 
 
 Load = Callable[[RunPlan, ModelPin, list[PlanSegment]], LoadedModel]
-"""Loads the pinned model for the plan's segments, as far as they stand."""
+"""Loads the pinned model for the committed segments of the plan."""
 
 
 def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Load = load_model) -> JobRun:
-    """Bring a job to its end, or as far as it goes until `stop` is set.
+    """Run a job to its end, or until `stop` is set.
 
     Args:
-        load: only called when there is something to compute.
+        load: called only if shards are open.
 
-    Raises what submitting, planning, loading and working raise; what was committed by then stays.
+    Raises what submitting, planning, loading and working raise; committed results stay.
     """
     tracker.phase("checking the model")
     only_name = plan.models[0].name if len(plan.models) == 1 else None
@@ -90,10 +90,10 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         def begin(progress: Progress) -> None:
             nonlocal before, planner
             before = progress.counts.total - progress.counts.pending
-            tracker.planned(progress.counts, expected_tokens(output, segments), whole=segments[-1].last)
+            tracker.set_plan(progress.counts, expected_tokens(output, segments), whole=segments[-1].last)
             if not segments[-1].last:
                 planner = stack.enter_context(
-                    PlannerProcess(plan.output, output.lock, output.ledger, plan.inputs, tracker.more, stop.set)
+                    PlannerProcess(plan.output, output.lock, output.ledger, plan.inputs, tracker.add_segment, stop.set)
                 )
 
         def work(given: EmbeddedWork) -> None:
@@ -110,8 +110,8 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
                 tracker.computing()
                 return model
 
-            compute_in_turns(
-                wanted, load_for_turn, given.client, partial(RotationObserver, tracker.told), given.queue,
+            compute_in_rotation(
+                wanted, load_for_turn, given.client, partial(RotationObserver, tracker.update), given.queue,
                 output.world.clock, plan.worker, stop,
             )  # fmt: skip
 
@@ -124,9 +124,8 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
 
 
 def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_template: str | None) -> ModelPin:
-    """What a job is pinned to: the weights' digest, the dtype they are computed in, and how weights and cache are
-    quantized. Reads every byte of the weights (which are then in the page cache when they are loaded), after a look at
-    the header said that they can be used."""
+    """Pin a job's model: the weights' digest, the computed dtype, and the quantization of weights and cache. It checks
+    the header first, and then reads every byte of the weights (which are then in the page cache for loading)."""
     if is_encoder(path):
         check_encoder_config(options.config())
     spec = describe_model(path, dtype=resolve_model_dtype(path, options.dtype, resolve_device(options.device))).spec
@@ -142,7 +141,7 @@ def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_templ
 
 
 def _checked_pin(plan: RunPlan, model: ChosenModel) -> ModelPin:
-    """The pin of one of the plan's models. Raises `ModelError` where its digest is not the one that is asked for."""
+    """The pin of one of the plan's models. Raises `ModelError` if its digest is not the required one."""
     path = model_path(model.source.path)
     pin = pin_model(model, path, plan.engine, plan.chat_template)
     if model.digest is not None and pin.digest != model.digest:
@@ -155,17 +154,17 @@ def _checked_pin(plan: RunPlan, model: ChosenModel) -> ModelPin:
 
 def open_shards(output: Output, segments: list[PlanSegment]) -> list[ShardRef]:
     """The planned shards without a part."""
-    standing = {number for number, _ in output.ledger.parts()}
-    return [shard for segment in segments for shard in segment.shards if shard.number not in standing]
+    committed = {number for number, _ in output.ledger.parts()}
+    return [shard for segment in segments for shard in segment.shards if shard.number not in committed]
 
 
 def expected_tokens(output: Output, segments: list[PlanSegment]) -> int:
-    """Output tokens that the shards without a part are expected to need."""
+    """The expected output tokens of the shards without a part."""
     return sum(shard.expected_tokens for shard in open_shards(output, segments))
 
 
 def models_by_need(output: Output, segments: list[PlanSegment], pins: Sequence[ModelPin]) -> list[ModelPin]:
-    """Those first that open shards need: the first one is loaded at once."""
+    """The models with open shards first, since the first one is loaded at once."""
     needed = {shard.model for shard in open_shards(output, segments)} if len(pins) > 1 else set()
     return sorted(pins, key=lambda pin: pin.name not in needed)
 

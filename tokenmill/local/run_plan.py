@@ -1,4 +1,4 @@
-"""What a run was told, and the shape that its engine takes for it: no more rows and blocks than the job can use."""
+"""The parameters of a run, and the size of its engine: no more rows and blocks than the job can use."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from workers.settings import WorkerSettings
 MIN_TOKENS_PER_SEQUENCE = 256
 
 ROWS_MARGIN = 1.1
-"""Rows beyond what the work needs if it could be packed without gaps, and prompts cost no steps."""
+"""Factor on the rows that the work needs if it is packed without gaps, and prompts cost no steps."""
 
 ROWS_STEP = 16
-"""Rows come in multiples: those of a tile of the matrix units."""
+"""Rows are multiples of this, the size of a tile of the matrix units."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Everything a run needs to know.
+    """The parameters of a run.
 
     Attributes:
-        models: what answers; one of them is loaded at a time.
-        output: the job's folder.  fresh: forget the job that stands there.
+        models: one of them is loaded at a time.
+        output: the job's folder.  fresh: forget the job in it.
         chat_template: replaces the model's own.
-        price_per_hour: of this machine; None: no cost is shown.  max_cost: that the job may have; None: any.
-        worker: how the worker works.
-        deadline: counted from the job's acceptance; rows that have no answer by then expire.
-        retry_of: the id of the job whose rows are tried again.
+        price_per_hour: of this machine; None: no cost is shown.  max_cost: spending limit; None: none.
+        worker: the worker's settings.
+        deadline: from the job's acceptance; rows that have no answer by then expire.
+        retry_of: the id of the job whose rows are retried.
     """
 
     inputs: InputRef
@@ -55,12 +55,12 @@ class RunPlan:
 
     @property
     def price_of_worker(self) -> float | None:
-        """What an hour of one replica costs: they share the machine."""
+        """The price of one replica's hour: its share of the machine's."""
         return None if self.price_per_hour is None else self.price_per_hour / self.engine.replicas
 
 
 def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
-    """The model that was pinned, with a KV cache no larger than these requests can use."""
+    """Load the pinned model, with a KV cache no larger than these requests can use."""
     return LoadedModel.load(
         Path(pin.source),
         name=pin.name,
@@ -72,16 +72,16 @@ def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> Loa
 
 
 def sequences(segments: list[PlanSegment]) -> int | None:
-    """Of all computed requests; None while more may be planned."""
+    """The number of sequences of all computed requests; None while more may be planned."""
     return sum(segment.sequences for segment in segments) or None if segments[-1].last else None
 
 
 def rows_at_once(segments: list[PlanSegment]) -> int | None:
-    """Sequences side by side with which the job takes no longer than its longest answer must; None: the more the
-    better, or more may be planned.
+    """The number of concurrent sequences with which the job takes no longer than its longest answer; None: as many as
+    possible, or more may be planned.
 
-    Each step gives an answer one token, so the job takes as many steps as the longest one has tokens. With so many rows
-    all others are done by then, even if each is as long as it may be; more rows would only stand empty at the end.
+    Each step adds one token to an answer, so the job takes as many steps as the longest answer has tokens. With this
+    number of rows all others end by then, even if each has its maximum length; more rows would only be idle at the end.
     """
     longest = max(segment.certain_tokens for segment in segments)
     if not segments[-1].last:
@@ -90,13 +90,13 @@ def rows_at_once(segments: list[PlanSegment]) -> int | None:
 
 
 def rows_for(max_tokens: int, longest: int) -> int | None:
-    """The same, of a job whose answers have so many tokens at most, the longest one so many for certain."""
+    """The same for a job with at most `max_tokens` answer tokens, whose longest answer certainly has `longest`."""
     return ceil(ROWS_MARGIN * max_tokens / longest / ROWS_STEP) * ROWS_STEP if longest else None
 
 
 def tokens_per_sequence(segments: list[PlanSegment]) -> int | None:
-    """The mean length of these sequences if each answer is as long as it may be: with a cache for that, running out of
-    blocks, and computing something again for it, stays the exception."""
+    """The mean length of these sequences if each answer has its maximum length. With a cache of that size, preemption
+    for lack of blocks stays the exception."""
     count = sum(segment.sequences for segment in segments)
     if not count:
         return None

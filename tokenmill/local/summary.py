@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def summary_table(manifest: Manifest, max_cost: float | None = None) -> Table:
-    """Everything a manifest says that one wants to see at the end of a run, beside what it might cost."""
+    """The table of a manifest for the end of a run, with the spending limit."""
     counts, usage = manifest.counts, manifest.usage
     rows: list[tuple[str, str]] = [("rows", count(counts.total))]
     by_status = (("failed", counts.failed), ("expired", counts.expired), ("cancelled", counts.cancelled))
@@ -50,14 +50,14 @@ def summary_table(manifest: Manifest, max_cost: float | None = None) -> Table:
 
 
 def _per_million(manifest: Manifest) -> list[tuple[str, float]]:
-    """What a million tokens cost, by model where there are several."""
+    """The costs of a million tokens, by model where there are several."""
     several = len(manifest.spending) > 1
     found = [(f", {one.model}" if several else "", one.cost_per_million_tokens) for one in manifest.spending]
     return [(model, value) for model, value in found if value is not None]
 
 
 def last_line(counts: Counts, output: Path | str) -> str:
-    """The line that a run ends with: it always says how many rows failed. `output`: the job's folder or URL."""
+    """The last line of a run, which always has the number of failed rows. `output`: the job's folder or URL."""
     not_good = counts.total - counts.succeeded
     what = [f"{count(counts.succeeded)} of {count(counts.total)} rows succeeded", f"{count(counts.failed)} failed"]
     if not_good > counts.failed:
@@ -66,17 +66,17 @@ def last_line(counts: Counts, output: Path | str) -> str:
 
 
 def results_of(output: Path | str) -> str:
-    """Where the results of the job at this folder or URL lie."""
+    """The location of the results of the job at this folder or URL."""
     return f"{str(output).rstrip('/')}/results"
 
 
 def as_document(manifest: Manifest, output: Path | str) -> dict[str, Any]:
-    """The manifest for `--json`, and where the job lies."""
+    """The manifest for `--json`, with the job's location."""
     return {"output": str(output), "results": results_of(output), **manifest.model_dump(mode="json")}
 
 
 def show(manifest: Manifest, output: Path, max_cost: float | None = None) -> None:
-    """Summary and last line, on stderr."""
+    """Print summary and last line on stderr."""
     console = stderr()
     console.print(summary_table(manifest, max_cost))
     console.print(last_line(manifest.counts, output), markup=False)

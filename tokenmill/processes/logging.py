@@ -1,8 +1,8 @@
-"""Logs go to stderr, beside the progress: stdout belongs to results.
+"""Logging to stderr; stdout is for results.
 
-Two forms of the same events, one a line: `key=value` for people, JSON for programs. In JSON what libraries say (Kafka's
-client, Celery, the HTTP server) and what the command says to a person come as events, too, so that each line is a
-document. Where traces are on, lines of what has a span bear `trace_id` and `span_id`.
+Events have two formats, one a line: `key=value` for people, JSON for programs. In JSON the logs of libraries (Kafka's
+client, Celery, the HTTP server) and the command's messages are events, too, so that each line is a document. With
+traces on, log lines within a span have its `trace_id` and `span_id`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def log_to_stderr(
     """Set up this process's logs, once, before the parts start: one event a line, from `level` up.
 
     Args:
-        command: in JSON each event says which one it is of.
+        command: name of the command, for JSON events.
 
     Returns:
-        What tells a person that the process is up: a plain line, or an event.
+        A function that reports that the process is up: by a plain line, or an event.
     """
     before: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -41,11 +41,11 @@ def log_to_stderr(
         after: list[structlog.types.Processor] = [structlog.processors.KeyValueRenderer(key_order=_ORDER)]
     else:
 
-        def of_command(_logger: Any, _name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        def add_command(_logger: Any, _name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
             event["command"] = command
             return event
 
-        before += [of_command, structlog.processors.format_exc_info]
+        before += [add_command, structlog.processors.format_exc_info]
         after = [structlog.processors.JSONRenderer(_one_line)]
         _catch_libraries(before, after)
     structlog.configure(
@@ -53,20 +53,20 @@ def log_to_stderr(
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    return say if log_format == "text" else _event
+    return say if log_format == "text" else _log_up
 
 
-def _event(message: str) -> None:
+def _log_up(message: str) -> None:
     structlog.get_logger(__name__).info("up", message=message)
 
 
 def _catch_libraries(before: list[structlog.types.Processor], after: list[structlog.types.Processor]) -> None:
-    """What goes through Python's own logging, from warnings up, in the same form."""
+    """Format the events of Python's own logging, from warnings up, in the same way."""
     handler = logging.StreamHandler(sys.stderr)
-    drop: structlog.types.Processor = structlog.stdlib.ProcessorFormatter.remove_processors_meta
-    named: structlog.types.Processor = structlog.stdlib.add_logger_name
+    remove_meta: structlog.types.Processor = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    add_name: structlog.types.Processor = structlog.stdlib.add_logger_name
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=[*before, named], processors=[drop, *after])
+        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=[*before, add_name], processors=[remove_meta, *after])
     )
     handler.setLevel(logging.WARNING)
     logging.getLogger().addHandler(handler)
@@ -74,5 +74,5 @@ def _catch_libraries(before: list[structlog.types.Processor], after: list[struct
 
 
 def _one_line(event: Any, **_how: Any) -> str:
-    """In ASCII: whatever a name of a file holds, half letters and line ends of other scripts included, is one line."""
+    """JSON in ASCII, so that any file name (with surrogates, or other scripts' line ends) stays on one line."""
     return json.dumps(event, default=str, skipkeys=True)

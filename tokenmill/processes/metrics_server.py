@@ -1,5 +1,4 @@
-"""Figures for programs that watch, on a port of their own: for processes that serve no HTTP, and for scrapers without a
-key."""
+"""The metrics endpoint on a port of its own, for processes without HTTP and for scrapers without a key."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 
 PATH: Final = "/metrics"
 _SCRAPER_SECONDS: Final = 10.0
-_AT_ONCE: Final = 16
+_MAX_SCRAPES: Final = 16
 
 Documents = Callable[[str], bytes | None]
-"""What is at a path; None: nothing. Called by the threads that answer."""
+"""Returns the JSON document at a path; None: there is none. Called by the server's threads."""
 
 logger = structlog.get_logger(__name__)
 
@@ -36,8 +35,8 @@ logger = structlog.get_logger(__name__)
 def metrics_served(
     settings: Settings, port: int | None, *sources: Source, documents: Documents | None = None
 ) -> Iterator[None]:
-    """What the sources tell, at `/metrics`, until the block ends. `port` None: as the settings say; nothing is served
-    where they say nothing either. `documents`: JSON at other paths. Raises `UserError` where it can't be."""
+    """Serve the sources' metrics at `/metrics` until the block ends. `port` None: the settings' port; without one
+    nothing is served. `documents`: JSON at other paths. Raises `UserError` if the port can't be opened."""
     port = settings.metrics.port if port is None else port
     if port is None:
         yield
@@ -71,38 +70,38 @@ def _listen(host: str, port: int, metrics: Metrics, documents: Documents | None)
 
 
 class MetricsServer(ThreadingHTTPServer):
-    """A few scrapers at once; further ones are hung up on."""
+    """A server for a few concurrent scrapes; it closes the connections of further ones."""
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int, metrics: Metrics, documents: Documents | None = None) -> None:
         self.metrics = metrics
         self.documents = documents or (lambda _path: None)
-        self._places = threading.BoundedSemaphore(_AT_ONCE)
+        self._slots = threading.BoundedSemaphore(_MAX_SCRAPES)
         self.address_family = socket.AF_INET6 if _is_v6(host) else socket.AF_INET
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """As `HTTPServer`, without asking a name server what this machine is called."""
+        """Bind as `HTTPServer` does, but without a DNS query for this machine's name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """On a thread of its own, while there is a place."""
-        if self._places.acquire(blocking=False):
+        """Handle a request on a thread of its own, if a slot is free."""
+        if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and make room."""
+        """Handle a request, and free its slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that went away or was silent is no more than a line in the log."""
+        """Log a failed scrape (a closed or silent connection) in one line."""
         logger.warning("a scrape failed", error=type(sys.exception()).__name__)
 
 
@@ -128,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, *_what: Any) -> None:
-        """Nothing: it is the same every few seconds."""
+        """Log no requests, which repeat every few seconds."""
 
 
 def _is_v6(host: str) -> bool:

@@ -1,10 +1,10 @@
-"""Plans a root's jobs in a few long-lived processes, so that an input costs its own job only, whatever it is made of.
+"""A pool of long-lived processes that plan a root's jobs, so that a malformed input fails only its own job.
 
-Each process plans one job at a time, within a limit of memory: when one dies it is known whose job it was, and another
-takes its place. They are started when they are first needed, by whichever thread needs one.
+Each process plans one job at a time, within a memory limit. When one dies, its job is known, and another process
+replaces it. A thread that needs a process starts it on demand.
 
-A plan may take as long as its input is large, so its time is not limited. A process reports that planning moves on; one
-that is silent for too long (it is stopped, or loops) is killed, and that is a failure of its job.
+The time of planning is not limited, since it depends on the input's size. A process reports progress; one that is
+silent for too long (it is stopped, or loops) is killed, and that is a failure of its job.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pipeline.jobs.planning import PlanningCancelled, PlanningFailed, PlanOutcom
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import Clock, PipelineError
 from tokenmill.processes.logging import LogFormat
-from tokenmill.processes.planner_process import END_SECONDS, TOLD_TO_STOP, end_planner, start_planner
+from tokenmill.processes.planner_process import END_SECONDS, EXIT_STOPPED, end_planner, start_planner
 
 _MALLOC: Final = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
-"""Allocators that reserve no more than they use, so that the limit is one on what is used."""
+"""Allocators that reserve no more than they use, so that the limit applies to used memory."""
 
 _OUTCOME: Final = TypeAdapter(PlanOutcome)
 _ENDING: Final = "planning ends with this process"
@@ -37,8 +37,8 @@ class _Attempt:
     """One job in one process.
 
     Attributes:
-        progress_at: when the process last reported that it moves on (monotonic), or took the job.
-        is_cancelled: `cancel` ends the process.  is_stuck: it was killed because it was silent for too long.
+        progress_at: when the process last reported progress (monotonic), or took the job.
+        is_cancelled: `cancel` ends the process.  is_stuck: it was killed for its silence.
     """
 
     process: subprocess.Popen[str]
@@ -48,11 +48,11 @@ class _Attempt:
 
 
 class PlannerPool:
-    """`JobPlanner` in other processes; as many as threads plan at once.
+    """A `JobPlanner` in other processes, as many as threads that plan concurrently.
 
     Args:
-        root: the root's URL.  command: whose logs and traces the processes' are.
-        memory_bytes: that planning may take in one process.
+        root: the root's URL.  command: in the processes' logs and traces.
+        memory_bytes: memory limit of one process.
         stuck_seconds: a process that reports no progress for so long is killed.
     """
 
@@ -73,11 +73,11 @@ class PlannerPool:
         """See `JobPlanner`.
 
         Raises:
-            PlanningFailed: planning raised something, took too much memory, or its process died or was stuck.
-            PlanningCancelled: `cancel` has ended it.
-            PipelineError: no process could be started, or the job can't be planned now. Not counted against the job.
+            PlanningFailed: planning raised an error, took too much memory, or its process died or was stuck.
+            PlanningCancelled: `cancel` ended it.
+            PipelineError: no process could be started, or the job can't be planned now. This is no failure of the job.
         """
-        attempt = self._ask(ledger.name, {"job": ledger.name, "in_time": in_time})
+        attempt = self._send(ledger.name, {"job": ledger.name, "in_time": in_time})
         answer = self._answer(attempt)
         with self._lock:  # from here on neither `cancel` nor `end_stuck` finds the process, which may plan another job
             del self._attempts[ledger.name]
@@ -119,7 +119,7 @@ class PlannerPool:
                     attempt.process.kill()
 
     def close(self) -> None:
-        """End the processes; what they were planning is left to the next dispatcher."""
+        """End the processes; the next dispatcher plans their jobs."""
         with self._lock:
             self._closed = True
             processes, self._idle = list(self._all), []
@@ -130,7 +130,7 @@ class PlannerPool:
 
     @property
     def pids(self) -> set[int]:
-        """Of the processes that live."""
+        """The ids of the live processes."""
         with self._lock:
             return {process.pid for process in self._all if process.poll() is None}
 
@@ -138,8 +138,8 @@ class PlannerPool:
     def _limit(self) -> str:
         return f"{self._memory_bytes >> 20} MiB of memory (setting planner_memory_bytes)"
 
-    def _ask(self, job: str, task: dict[str, Any]) -> _Attempt:
-        """The process that has taken the task in."""
+    def _send(self, job: str, task: dict[str, Any]) -> _Attempt:
+        """Send the task to a process."""
         while True:
             attempt = self._take(job)
             assert attempt.process.stdin is not None
@@ -159,7 +159,7 @@ class PlannerPool:
                 raise PipelineError(_ENDING)
             idle = self._idle.pop() if self._idle else None
             attempt = self._attempts[job] = _Attempt(idle or self._start(), self._clock.monotonic())
-        if idle is None and self._read(attempt) is None:  # it opens the root first, and then says that it is ready
+        if idle is None and self._read(attempt) is None:  # it opens the root, and then reports that it is ready
             with self._lock:
                 del self._attempts[job]
             how = self._ended(attempt.process)
@@ -178,7 +178,7 @@ class PlannerPool:
         return process
 
     def _answer(self, attempt: _Attempt) -> dict[str, Any] | None:
-        """How planning ended, behind the reports that it moves on; None: the process has ended."""
+        """The result of planning, after the progress reports; None: the process has ended."""
         while (answer := self._read(attempt)) is not None and "progress" in answer:
             pass
         return answer
@@ -197,7 +197,7 @@ class PlannerPool:
             self._all.discard(process)
 
     def _ended(self, process: subprocess.Popen[str]) -> str:
-        """How a process ended that has closed its stdout."""
+        """The exit status, in words, of a process that has closed its stdout."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # a signal now would hide why it ends
             process.wait(END_SECONDS)
         self._discard(process)
@@ -211,6 +211,6 @@ class PlannerPool:
         if attempt.is_stuck:
             limit = f"{self._stuck_seconds:g} s (setting planner_stuck_seconds)"
             return PlanningFailed(f"planning made no progress for {limit}, and its process was killed")
-        if attempt.process.returncode in (TOLD_TO_STOP, -signal.SIGTERM):  # a service manager may stop all processes
+        if attempt.process.returncode in (EXIT_STOPPED, -signal.SIGTERM):  # a service manager may stop all processes
             return PipelineError("a planner process was told to stop")
         return PlanningFailed(f"the planner's process ended {how}; planning may have needed more than {self._limit}")

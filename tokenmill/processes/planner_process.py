@@ -1,10 +1,10 @@
-"""Plans jobs in processes of their own: for `run` the rest of its one job, beside the work on what is planned already;
-for a dispatcher one job of its root after the other (`planner_pool`), within a limit of memory.
+"""A planner in a process of its own: for `run` the rest of its one job, while the planned part is computed; for a
+dispatcher one job of its root after the other (`planner_pool`), within a memory limit.
 
-A thread would share the interpreter with the engine's, which would wait for its turn again and again; a process takes
-the core that the engine leaves. The two share nothing but the ledger, where whoever creates a segment first decides. So
-the planner may be killed at any moment: it ends with its parent, and the next run goes on at the first missing segment.
-That run begins when both are gone: the planner of a run holds the folder's lock with its parent.
+A planner thread would contend with the engine for the interpreter; a process uses a core that the engine leaves free.
+The two share only the ledger, where the first creator of a segment wins. So the planner may be killed at any moment: it
+ends with its parent, and the next run goes on at the first missing segment. That run starts after both have ended,
+because the planner of a run holds the folder's lock with its parent.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from tokenmill.processes.tracing import traces_of
 from tokenmill.root import open_root
 from tokenmill.settings import read_settings
 
-LOOK_SECONDS: Final = 0.5
+POLL_SECONDS: Final = 0.5
 NICENESS: Final = 10
-"""The engine goes first: when it runs short of shards, it leaves the planner enough time by itself."""
+"""The engine has priority: when it runs short of shards, it leaves the planner enough time."""
 
 END_SECONDS: Final = 5.0
-"""It gets so long to remove what it was building; what is left is swept by the next run."""
+"""Time to remove unfinished files; the next run removes the rest."""
 
 PROGRESS_SECONDS: Final = 0.2
-"""Between two reports that planning moves on, at least."""
+"""Minimum interval of progress reports."""
 
 _FAILED: Final = 3
 
-TOLD_TO_STOP: Final = 128 + signal.SIGTERM
+EXIT_STOPPED: Final = 128 + signal.SIGTERM
 """Its exit status after SIGTERM."""
 
 
 def start_planner(
     task: Mapping[str, Any], *, pass_fds: Sequence[int] = (), variables: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.Popen[str]:
-    """A process that plans, and what it is told first: `{"folder", "inputs"}` for one job in an output folder, or
-    `{"root", "command", "log_format", "memory_bytes"}` for jobs of a root, which then are requested line by line."""
+    """Start a planner process and send its task: `{"folder", "inputs"}` for one job in an output folder, or
+    `{"root", "command", "log_format", "memory_bytes"}` for jobs of a root, which are then requested line by line."""
     process = subprocess.Popen(
         [sys.executable, "-m", __spec__.name],
         stdin=subprocess.PIPE,
@@ -78,7 +78,7 @@ def start_planner(
 
 
 def end_planner(process: subprocess.Popen[str]) -> None:
-    """End it, in order if it can."""
+    """End a planner process, by SIGTERM first."""
     process.terminate()
     try:
         process.wait(END_SECONDS)
@@ -91,10 +91,10 @@ class PlannerProcess:
     """Plans the job in an output folder while the `with` block runs.
 
     Args:
-        folder: the output folder.  inputs: where the input lies now.
-        lock: the run's, on this folder. The process holds it too: outliving its parent, it may still write there.
-        on_segment: told of each segment that has come to stand; on a thread of its own.
-        on_failure: called once when planning can't go on; `check` then raises.
+        folder: the output folder.  inputs: the current location of the input.
+        lock: the run's, on this folder. The process holds it too, because it may still write after its parent's end.
+        on_segment: called with each new segment; on a thread of its own.
+        on_failure: called once when planning fails; `check` then raises.
     """
 
     def __init__(
@@ -135,15 +135,15 @@ class PlannerProcess:
         return self._process.pid
 
     def check(self) -> None:
-        """Raises `PipelineError` when planning couldn't go on."""
+        """Raises `PipelineError` when planning failed."""
         if self._failure is not None:
             raise PipelineError(self._failure)
 
     def _watch(self) -> None:
         while True:
-            ended = self._process.poll() is not None  # looked at first: what it committed before is then seen
+            ended = self._process.poll() is not None  # read first, so that its last segments are found below
             try:
-                self._tell()
+                self._report_segments()
             except PipelineError as error:
                 self._fail(str(error))
                 return
@@ -151,13 +151,13 @@ class PlannerProcess:
                 return
             if ended:
                 break
-            self._stopping.wait(LOOK_SECONDS)
+            self._stopping.wait(POLL_SECONDS)
         if self._process.returncode:
             assert self._process.stdout is not None
-            said = self._process.stdout.read().strip()
-            self._fail(said or f"the planner ended with code {self._process.returncode}; run the same command again")
+            message = self._process.stdout.read().strip()
+            self._fail(message or f"the planner ended with code {self._process.returncode}; run the same command again")
 
-    def _tell(self) -> None:
+    def _report_segments(self) -> None:
         for segment in self._ledger.segments(self._known):
             self._known = segment.index + 1
             self._on_segment(segment)
@@ -168,7 +168,7 @@ class PlannerProcess:
 
 
 def main() -> None:
-    """What the process does: the first line on stdin says what to plan, and stdin's end that the parent is gone."""
+    """Execute the task in the first line of stdin; the end of stdin means that the parent is gone."""
     lines: SimpleQueue[str] = SimpleQueue()
     signal.signal(signal.SIGTERM, _end)
     threading.Thread(target=_listen, args=(lines,), daemon=True).start()
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def _plan_folder(folder: Path, inputs: InputRef) -> None:
-    """The rest of the one job of an output folder."""
+    """Plan the rest of an output folder's job."""
     os.nice(NICENESS)
     try:
         with FolderStore(folder) as store:
@@ -194,7 +194,7 @@ def _plan_folder(folder: Path, inputs: InputRef) -> None:
 
 
 def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
-    """Jobs of a root as they are requested, one at a time. Stdout has one line when the root is open, lines with
+    """Plan jobs of a root as they are requested, one at a time. Stdout gets one line when the root is open, lines with
     `progress` while a job is planned, and one with its outcome."""
     answers = _Answers(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -208,9 +208,9 @@ def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
         answers.write({"ready": True})
         ends = False
         while not ends:
-            asked = json.loads(lines.get())
+            request = json.loads(lines.get())
             try:
-                outcome = plan_open_job(root.ledger(asked["job"]), world, open_input, in_time=asked["in_time"])
+                outcome = plan_open_job(root.ledger(request["job"]), world, open_input, in_time=request["in_time"])
                 answer = asdict(outcome)
             except PipelineError as error:
                 answer = {"later": str(error)}
@@ -221,12 +221,12 @@ def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
                     "failed": type(error).__name__,
                     "traceback": "".join(traceback.format_tb(error.__traceback__)),
                 }
-            ends = ends or data_bytes() > limit // 2  # what is left of this job must not fail the next one
+            ends = ends or data_bytes() > limit // 2  # leftover memory of this job must not fail the next one
             answers.write(answer | {"ends": ends})
 
 
 class _Answers:
-    """The lines for the parent. Threads share it: Arrow reads on its own."""
+    """Writes the lines for the parent. It is thread-safe, because Arrow reads on threads of its own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -239,7 +239,7 @@ class _Answers:
             self._stream.flush()
 
     def report_progress(self) -> None:
-        """Planning has moved on; written at most once in `PROGRESS_SECONDS`."""
+        """Report progress, at most once in `PROGRESS_SECONDS`."""
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + PROGRESS_SECONDS
@@ -247,7 +247,7 @@ class _Answers:
 
 
 def data_bytes() -> int:
-    """What `RLIMIT_DATA` limits, of this process: private memory that can be written (Linux)."""
+    """This process's private writable memory in bytes (Linux), which `RLIMIT_DATA` limits."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -256,8 +256,8 @@ def data_bytes() -> int:
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # the end is under way: another word would interrupt it
-    sys.exit(TOLD_TO_STOP)
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the exit
+    sys.exit(EXIT_STOPPED)
 
 
 def _listen(lines: SimpleQueue[str]) -> None:

@@ -1,4 +1,4 @@
-"""A replica's process: it gets one task over its line, does it, and ends with the command that started it."""
+"""The main module of a replica's process: it receives one task, executes it, and ends with its command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmill.processes.replicas import END_SECONDS, ReplicaConnection
 
 
 def _end_with_command() -> None:
-    """stdin's end means that the command is gone: end in order, and if that takes too long, at once."""
+    """Wait for stdin's end, when the command is gone; then stop gracefully, and if that takes too long, at once."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_SECONDS)
@@ -24,15 +24,15 @@ def _end_with_command() -> None:
 
 
 def main() -> None:
-    """What the process does; the number of its socket is its one argument."""
+    """Execute the task that arrives on the socket whose number is the one argument."""
     threading.Thread(target=_end_with_command, daemon=True).start()
     connection: Any = Connection(int(sys.argv[1]))
     line = ReplicaConnection(connection)
     try:
         task = line.task()
         task.function(line, *task.arguments)
-    except Exception as error:  # noqa: BLE001 - the command says it as it says its own
-        with suppress(EOFError, OSError):  # if there is anybody to tell
+    except Exception as error:  # noqa: BLE001 - the command reports it like its own errors
+        with suppress(EOFError, OSError):  # the command may be gone
             line.call("fail", explain(error))
         sys.exit(EXIT_FAILED)
 

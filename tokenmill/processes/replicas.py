@@ -1,8 +1,8 @@
-"""Several engines of one command, each in a process of its own, on devices of its own: data parallelism on one machine.
+"""Data parallelism on one machine: several engines of one command, each in its own process on its own devices.
 
-Each replica is a worker like any other, with its own name, and shares nothing with the others but the ledger. What is
-only a hint (queue, heartbeats, progress) stays with the command's own process, and replicas ask for it over a line.
-When one of them fails all of them end: the command says which, and what is committed stays.
+Each replica is a worker with its own name, and shares only the ledger with the others. Coordination state (queue,
+heartbeats, progress) stays in the command's process, and replicas use it by remote calls. When one replica fails, all
+end: the command reports which one, and committed results stay.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ import structlog
 
 from tokenmill.errors import UserError
 
-LOOK_SECONDS: Final = 0.05
+POLL_SECONDS: Final = 0.05
 
 END_SECONDS: Final = 60.0
-"""After the word to stop, before a replica is killed; more than a worker takes to give back what it has."""
+"""From the stop signal until a replica is killed; more than a worker takes to release its shards."""
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTask:
-    """What a replica does: `function(line, *arguments)`, in its process. All of it must be picklable."""
+    """A replica's task: `function(line, *arguments)` in its process. All of it must be picklable."""
 
     function: Callable[..., None]
     arguments: tuple[Any, ...]
 
 
 class ReplicaConnection:
-    """A replica's line to the command's process. Threads may share it."""
+    """A replica's connection to the command's process. It is thread-safe."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
     def task(self) -> ReplicaTask:
-        """The first thing that comes."""
+        """Receive the task, which is the first message."""
         found: ReplicaTask = self._connection.recv()
         return found
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What the command's method `name` returns; raises what it raises, and `EOFError` when nobody is there."""
+        """Call the command's method `name`; raises what it raises, and `EOFError` when the command is gone."""
         with self._lock:
             self._connection.send((name, arguments))
             answer, error = self._connection.recv()
@@ -66,7 +66,7 @@ class _Replica:
     def __init__(self, number: int, task: ReplicaTask, environment: Mapping[str, str], keep: Sequence[int]) -> None:
         self.number = number
         ours, theirs = socket.socketpair()
-        for end in (ours, theirs):  # which they aren't where some library has set a timeout for all new sockets
+        for end in (ours, theirs):  # a library may have set a default time-out for new sockets
             end.setblocking(True)
         with theirs:
             self.process = subprocess.Popen(
@@ -82,13 +82,13 @@ class _Replica:
 
 
 class Replicas:
-    """Processes that do these tasks while the `with` block runs.
+    """Processes that execute these tasks while the `with` block runs.
 
     Args:
-        tasks: one for each.  environments: what each has in its environment beside the command's own.
-        methods: what they may call on their lines, beside `ready`, which waits for all of them; on threads of ours.
-        on_ready: called when all are.
-        keep: descriptors that they inherit, such as a lock's.
+        tasks: one for each.  environments: additional environment variables of each.
+        methods: remote methods, besides `ready`, which waits for all replicas; called on threads of this process.
+        on_ready: called when all are ready.
+        keep: inherited descriptors, such as a lock's.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Replicas:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes."""
+        """The processes' ids."""
         return [replica.process.pid for replica in self._replicas]
 
     def __enter__(self) -> Replicas:
@@ -130,7 +130,7 @@ class Replicas:
         self._kill()
 
     def wait(self, stop: threading.Event) -> None:
-        """Until all have ended, or `stop` is set and they have ended in order. Raises `UserError` when one failed."""
+        """Wait until all have ended, or `stop` is set and they have stopped. Raises `UserError` when one failed."""
         until: float | None = None
         while any(thread.is_alive() for thread in self._threads):
             if until is None and (stop.is_set() or self._failure is not None):
@@ -140,7 +140,7 @@ class Replicas:
                     replica.process.terminate()
             if until is not None and time.monotonic() > until:
                 break
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         if self._failure is not None:
             raise UserError(self._failure)
 
@@ -156,7 +156,7 @@ class Replicas:
                     continue
                 try:
                     answer, error = self._methods[name](*arguments), None
-                except Exception as raised:  # noqa: BLE001 - it is raised again where it was called
+                except Exception as raised:  # noqa: BLE001 - it is raised again in the caller
                     answer, error = None, raised
                 replica.line.send((answer, error))
         except (EOFError, OSError):
@@ -191,7 +191,7 @@ class Replicas:
 
 
 def environments(replicas: int, devices_each: int, *, on_gpus: bool) -> list[dict[str, str]]:
-    """What each replica has in its environment: on GPUs the devices that are its own, of those that are visible.
+    """The additional environment variables of each replica: on GPUs its share of the visible devices.
 
     Raises:
         UserError: there are too few.

@@ -1,4 +1,4 @@
-"""What all long-running commands have in common: parts on threads, one stop, and an orderly end."""
+"""The runtime of long-running commands: parts on threads, one stop signal, and a graceful end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from pipeline.runtime.supervision import supervise
 from tokenmill.processes.signals import StopSignal
 
 Part = Callable[[threading.Event], None]
-"""Works until the event is set. Called again when it has raised something, so it begins with nothing in mind."""
+"""Works until the event is set. It is called again after it has raised an error, so it must keep no state."""
 
 logger = structlog.get_logger(__name__)
 
 
 @contextmanager
 def settled_heap() -> Iterator[None]:
-    """Leave what is loaded by now (up to a million objects: modules, vocabulary, model) out of garbage collection.
+    """Exclude the objects that exist now (up to a million: modules, vocabulary, model) from garbage collection.
 
-    It stays to the end anyway, and looking through it again and again cost a quarter of a big job's processor time.
+    They live to the end anyway, and traversing them repeatedly cost a quarter of a big job's processor time.
     """
     gc.collect()
     gc.freeze()
@@ -38,9 +38,9 @@ def settled_heap() -> Iterator[None]:
 
 
 def run_together(stop: StopSignal, world: World, main: Part, others: Mapping[str, Part]) -> None:
-    """Run `main` on this thread and the others beside it, until `stop` is set. An exception ends a turn of a part in
-    `others`, which then begins anew (`supervise`); one of `main`, whose loss is the process's end, ends all. When one
-    of them returns, all do. Raises what `main` raised, or the first part that can't go on (`PartStopped`).
+    """Run `main` on this thread and the others on threads of their own, until `stop` is set. A part in `others` is
+    restarted after an exception (`supervise`); an exception of `main` ends all. When one of them returns, all stop.
+    Raises what `main` raised, or the first part's `PartStopped`.
     """
     with settled_heap():
         stop.begin()
@@ -69,11 +69,11 @@ def _run_together(stop: threading.Event, world: World, main: Part, others: Mappi
 
 
 def wait_for_stop(stop: threading.Event) -> None:
-    """The main thread's part where all others are on threads of their own; signals get through to it."""
+    """The main part where all others run on threads of their own; signals interrupt its wait."""
     while not stop.wait(1.0):
         pass
 
 
 def unique_name(random: Randomness) -> str:
-    """Of this process among all that ever were: where it runs, and something by chance."""
+    """A unique name of this process: host, process id and a random suffix."""
     return f"{socket.gethostname()[:40]}-{os.getpid()}-{random.token(4).hex()}"

@@ -1,11 +1,11 @@
-"""The word to stop (SIGTERM, Ctrl-C), from a long-running command's first moment to its last.
+"""Stop signals (SIGTERM, Ctrl-C) of long-running commands, from the start of the process to its end.
 
-While a command starts, the word breaks the start off: it is raised, so that what has been opened is closed in order.
-Once its parts work, it is an event that they look at. Libraries may swallow what is raised while they are imported, or
-raise something else in its place; so it is also written down, and looked at where a start ends. Python swallows what is
-raised in a finalizer or in the callback of a weak reference, and prints a traceback: `on_unraisable` takes its place.
+While a command starts, a stop signal aborts the start by an exception, so that opened resources are closed. Once its
+parts run, the signal sets an event. Libraries may swallow or replace an exception that is raised while they are
+imported, so the signal is also recorded, and checked at the end of the start. Python swallows an exception in a
+finalizer or in the callback of a weak reference, and prints a traceback: `on_unraisable` handles these.
 
-Nothing that takes long is imported here: `python -m tokenmill` listens for the word before all else.
+Nothing that takes long is imported here: `python -m tokenmill` installs the handlers first.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class StoppedWhileStarting(BaseException):
-    """Raised on the main thread when the word to stop comes while a command starts. It is no failure."""
+    """Raised on the main thread for a stop signal while a command starts. It is no failure."""
 
 
 RAISED_AGAIN_SECONDS: Final = 0.05
 
 
 def on_unraisable(raised: sys.UnraisableHookArgs) -> None:
-    """`sys.unraisablehook`. `StoppedWhileStarting` is written down where it was raised. Ctrl-C is not, and would be
-    lost: it is sent again when the finalizer is over."""
+    """`sys.unraisablehook`. `StoppedWhileStarting` is already recorded. Ctrl-C isn't, and would be lost: it is sent
+    again after the finalizer."""
     if isinstance(raised.exc_value, StoppedWhileStarting):
         return
     if isinstance(raised.exc_value, KeyboardInterruption):
@@ -46,52 +46,52 @@ def on_unraisable(raised: sys.UnraisableHookArgs) -> None:
 
 
 class StartupSignals:
-    """What to do about SIGTERM while a command is loaded.
+    """The handler of SIGTERM while a command is loaded.
 
     Attributes:
-        asked: the word has come.
+        has_signal: whether a stop signal has arrived.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.has_signal = False
 
     def listen(self, arguments: Sequence[str]) -> None:
-        """From now on, if this is the start of a long-running command. `arguments`: without the program's name."""
+        """Install the handler, if the command is a long-running one. `arguments`: without the program's name."""
         command = next((argument for argument in arguments if not argument.startswith("-")), None)
         if command in LONG_RUNNING:
             signal.signal(signal.SIGTERM, self)
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        self.asked = True
+        self.has_signal = True
         raise StoppedWhileStarting
 
 
 class StopSignal(Event):
-    """Set by the word to stop, once the parts of a command work; while it starts, the word is raised
-    (`StoppedWhileStarting`).
+    """An event that a stop signal sets, once the parts of a command run; while it starts, the signal raises
+    `StoppedWhileStarting`.
 
     Attributes:
-        asked: the word has come.  starting: the parts don't work yet.
+        has_signal: whether a stop signal has arrived.  starting: whether the parts don't run yet.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = False
+        self.has_signal = False
         self.starting = True
-        self._heard: SimpleQueue[int | None] = SimpleQueue()
+        self._signals: SimpleQueue[int | None] = SimpleQueue()
 
     def begin(self) -> None:
-        """The parts begin to work. Raises `StoppedWhileStarting` if they are not to."""
-        if self.asked:
+        """End the start. Raises `StoppedWhileStarting` if a stop signal has arrived."""
+        if self.has_signal:
             raise StoppedWhileStarting
         self.starting = False
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Takes no lock: the thread that it interrupts may hold any, that of this event and those of the log too."""
-        if self.asked:
+        """Handle a signal. No lock is taken, because the interrupted thread may hold this event's lock or the log's."""
+        if self.has_signal:
             raise KeyboardInterruption
-        self.asked = True
-        self._heard.put(number)
+        self.has_signal = True
+        self._signals.put(number)
         if self.starting:
             raise StoppedWhileStarting
 
@@ -102,34 +102,34 @@ class StopSignal(Event):
         try:
             yield
         finally:
-            self._heard.put(None)
+            self._signals.put(None)
             thread.join()
 
     def _listen(self) -> None:
         import structlog
 
-        while (number := self._heard.get()) is not None:
+        while (number := self._signals.get()) is not None:
             structlog.get_logger(__name__).info("told to stop", signal=signal.Signals(number).name)
             self.set()
 
 
 @contextmanager
-def until_told() -> Iterator[StopSignal]:
-    """Set by SIGTERM or Ctrl-C; the second one ends the process at once, which is safe too. A start that is broken off
-    ends here."""
+def stop_on_signals() -> Iterator[StopSignal]:
+    """A stop signal that SIGTERM or Ctrl-C sets; the second one ends the process at once, which is safe too. An aborted
+    start ends here."""
     stop = StopSignal()
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         with stop._listening():
             for number in SIGNALS:
                 signal.signal(number, stop.on_signal)
-            if any(isinstance(handler, StartupSignals) and handler.asked for handler in before.values()):
+            if any(isinstance(handler, StartupSignals) and handler.has_signal for handler in before.values()):
                 raise StoppedWhileStarting
             yield stop
     except KeyboardInterruption:
         raise
     except BaseException:
-        if not (stop.starting and stop.asked):
+        if not (stop.starting and stop.has_signal):
             raise
     finally:
         for number, handler in before.items():

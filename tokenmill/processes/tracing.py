@@ -1,4 +1,4 @@
-"""Traces, where OpenTelemetry's own variables ask for them; nothing of it is imported where they don't."""
+"""Setup of traces by OpenTelemetry's variables; without them OpenTelemetry isn't imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = structlog.get_logger(__name__)
 
 
 def wants_traces(environment: Mapping[str, str]) -> bool:
-    """Whether OTEL_TRACES_EXPORTER says so, or an endpoint is named. Raises `UserError` for what can't be had."""
+    """Whether OTEL_TRACES_EXPORTER or an endpoint enables traces. Raises `UserError` for unsupported values."""
     exporter = environment.get("OTEL_TRACES_EXPORTER") or None
     endpoint = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter == "none":
@@ -41,13 +41,13 @@ def wants_traces(environment: Mapping[str, str]) -> bool:
 
 @contextmanager
 def traces_of(command: str) -> Iterator[Traces]:
-    """Of this process, until the block ends; then what is left is sent.
+    """This process's traces, until the block ends; it then sends the remaining spans.
 
     Args:
-        command: becomes `service.name`, as in tokenmill-worker, unless OTEL_SERVICE_NAME says otherwise.
+        command: part of `service.name`, as in tokenmill-worker, unless OTEL_SERVICE_NAME is set.
 
     Raises:
-        UserError: traces are asked for, and can't be had.
+        UserError: traces are enabled, but not available.
     """
     if not wants_traces(os.environ):
         yield NO_TRACES

@@ -1,4 +1,4 @@
-"""Where the autoscaler's decisions go: lines for people, JSON over HTTP for KEDA, and figures for Prometheus."""
+"""Outputs of the autoscaler's decisions: lines for people, JSON over HTTP for KEDA, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def described(one: PoolDecision) -> dict[str, Any]:
 
 
 class DecisionPrinter:
-    """Tells stdout: a line for each pool, or a JSON document for each decision of all (a line each)."""
+    """Prints decisions to stdout: a line for each pool, or a JSON line for each decision over all pools."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
 
-    def put(self, _figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
+    def put(self, _metrics: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         """Print them."""
         if self._as_json:
             print(json.dumps({"pools": [described(one) for one in decisions]}), flush=True)
@@ -62,20 +62,20 @@ class DecisionPrinter:
 
 
 class DecisionEndpoint:
-    """What was decided last, at `/autoscale` (all pools) and `/autoscale/POOL` (one), as KEDA's metrics-api scaler
-    reads it (valueLocation "desired", targetValue "1"); and as a source of metrics. On any thread."""
+    """Serves the last decisions at `/autoscale` (all pools) and `/autoscale/POOL` (one), for KEDA's metrics-api scaler
+    (valueLocation "desired", targetValue "1"), and as metrics. It is thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._decisions: tuple[PoolDecision, ...] = ()
 
-    def put(self, _figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
-        """Remember them."""
+    def put(self, _metrics: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
+        """Store them."""
         with self._lock:
             self._decisions = tuple(decisions)
 
     def document(self, path: str) -> bytes | None:
-        """What is at a path. A pool of which nothing is known is not one of no workers: there is nothing then."""
+        """The JSON at a path; None for an unknown pool, which must not be taken for one without workers."""
         with self._lock:
             decisions = self._decisions
         if path == PATH and decisions:
@@ -85,9 +85,9 @@ class DecisionEndpoint:
             return next((json.dumps(described(one)).encode() for one in decisions if one.pool == name), None)
         return None
 
-    def tell(self, told: Samples) -> None:
-        """For `/metrics`."""
+    def write_samples(self, samples: Samples) -> None:
+        """Write the metrics."""
         with self._lock:
             decisions = self._decisions
         for one in decisions:
-            told.value("tokenmill_desired_workers", one.desired, one.pool)
+            samples.value("tokenmill_desired_workers", one.desired, one.pool)

@@ -1,4 +1,4 @@
-"""What carries hints between the parts of an installation: queue, heartbeats, lane and lease, here or on servers."""
+"""Coordination back ends of an installation (queue, heartbeats, lane, leases), in this process or on servers."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from tokenmill.errors import UserError
 from tokenmill.root import Root
 
 SILENCE: Final = 4 * HEARTBEAT_SECONDS
-"""Seconds without a heartbeat after which a worker counts as dead, and its shards are given to others."""
+"""Seconds without a heartbeat after which a worker counts as dead, and its shards are reassigned."""
 
-REMOTE_LOOK_SECONDS: Final = 0.2
+REMOTE_POLL_SECONDS: Final = 0.2
 
 LEASE_SECONDS: Final = 6.0
-"""A dispatcher or an announcer that is gone is followed by another after this long."""
+"""Time after which another process takes over from a dead dispatcher or publisher."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """What carries hints between the parts: nothing that is lost here is lost for good.
+    """The coordination back ends. Their contents may be lost without losing results.
 
-    `lease`, `housekeeping`: of who dispatches, and of who has collected lately.
+    `lease`, `housekeeping`: leases of the active dispatcher, and of the last garbage collection.
     """
 
     queue: ShardQueue
     heartbeats: Heartbeats
     lane: OpenLane
-    look_seconds: float
+    poll_seconds: float
     settle: float = 0.0
     lease: Lease | None = None
     housekeeping: Lease | None = None
 
 
 def in_process_backends(root: Root) -> Backends:
-    """Between threads of this process."""
+    """Back ends for threads of this process."""
     clock = root.world.clock
-    return Backends(MemoryQueue(), MemoryHeartbeats(clock, SILENCE), MemoryLane(clock), look_seconds=0.02)
+    return Backends(MemoryQueue(), MemoryHeartbeats(clock, SILENCE), MemoryLane(clock), poll_seconds=0.02)
 
 
 @contextmanager
-def workers_on_servers(settings: Settings) -> Iterator[tuple[Heartbeats, LaneMonitor]]:
-    """How workers and their callers stand, on Redis. Raises `UserError` when none is named."""
+def redis_worker_backends(settings: Settings) -> Iterator[tuple[Heartbeats, LaneMonitor]]:
+    """The heartbeats of workers and the lane, on Redis. Raises `UserError` when none is named."""
     from pipeline.adapters.redis.connection import RedisSettings
     from pipeline.adapters.redis.heartbeats import RedisHeartbeats
     from pipeline.adapters.system import SystemClock
@@ -68,7 +68,7 @@ def workers_on_servers(settings: Settings) -> Iterator[tuple[Heartbeats, LaneMon
 
 @contextmanager
 def redis_backends(settings: Settings) -> Iterator[Backends]:
-    """On Redis, and on the broker that Celery uses. Raises `UserError` when none is named."""
+    """Back ends on Redis, and on Celery's broker. Raises `UserError` when none is named."""
     from pipeline.adapters.celery.shard_queue import CeleryQueue, CeleryQueueSettings
     from pipeline.adapters.redis.connection import RedisSettings
     from pipeline.adapters.redis.heartbeats import RedisHeartbeats
@@ -94,12 +94,12 @@ def redis_backends(settings: Settings) -> Iterator[Backends]:
             stack.callback(lease.close)
         lane = RedisLane(RedisSettings(redis_url), SystemClock())
         stack.callback(lane.close)
-        yield Backends(queue, heartbeats, lane, REMOTE_LOOK_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)
+        yield Backends(queue, heartbeats, lane, REMOTE_POLL_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)
 
 
 @contextmanager
 def publisher_lease(settings: Settings, world: World) -> Iterator[Lease | None]:
-    """What announcers contend for; None where there is no Redis: then each of them sends everything."""
+    """The lease of the active publisher; None without Redis: then each publisher sends everything."""
     from pipeline.adapters.redis.connection import RedisSettings
     from pipeline.adapters.redis.lease import RedisLease
 

@@ -1,5 +1,5 @@
-"""A worker with a new version of a model: it works on copies while a release is open, and for real once that has
-promoted it."""
+"""A worker with a new version of a model: it computes shadow copies while a release is open, and serves after its
+promotion."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from workers.shards.store_outage import OutageTolerantClient
 from workers.shards.worker import ShardWorker
 
 IDLE_SECONDS: Final = 1.0
-"""Between two looks whether there is a release."""
+"""Interval of polling for a release."""
 
 logger = structlog.get_logger(__name__)
 
@@ -46,27 +46,27 @@ def run_candidate(
     log_format: LogFormat | None = None,
     price_per_hour: float | None = None,
 ) -> None:
-    """A process with a candidate, until told to stop. Raises as `run_worker` does."""
+    """Run a process with a candidate until a stop signal. Raises as `run_worker` does."""
 
-    def make(root: Root, hints: Backends) -> CandidateWorker:
-        return CandidateWorker(root, hints, load, settings, switch_after, policies, price_per_hour)
+    def make(root: Root, backends: Backends) -> CandidateWorker:
+        return CandidateWorker(root, backends, load, settings, switch_after, policies, price_per_hour)
 
     run_worker_process(root_url, settings, make, metrics_port, log_format)
 
 
 class CandidateWorker:
-    """A `Part`. Before a release, and after one that was rolled back, it waits: for the next one, or to be stopped.
+    """A `Part`. Before a release, and after a rollback, it waits for the next release or the stop signal.
 
     Attributes:
-        version: what its model is called, with the digest.
-        readiness: knows how long it took to get ready.
-        greeting: what its process says of it.
+        version: name and digest of its model.
+        readiness: has the durations of loading and warm-up.
+        greeting: the process's message after its start.
     """
 
     def __init__(
         self,
         root: Root,
-        hints: Backends,
+        backends: Backends,
         load: LoadModel,
         settings: Settings,
         switch_after: float,
@@ -75,35 +75,35 @@ class CandidateWorker:
     ) -> None:
         self._root = root
         self._name = unique_name(root.world.random)
-        self._book = ModelRegistry(root.world.store)
+        self._registry = ModelRegistry(root.world.store)
         self._watchdog = Watchdog(settings.stuck_seconds)
-        own = worker_settings(settings, hints, policies)
-        self._settings = replace(own, checkpoint_seconds=float("inf"))  # a copy that is lost costs nobody anything
+        own = worker_settings(settings, backends, policies)
+        self._settings = replace(own, checkpoint_seconds=float("inf"))  # a lost copy is no loss
         self.readiness = Readiness(root.world, settings.warmup, self._name)
         self._model = model = self.readiness.load(load)
         self._pin = model.pin()
-        self._book.publish(entry_of(model, policies, root), candidate=True)
+        self._registry.publish(entry_of(model, policies, root), candidate=True)
         self.version = f"{self._pin.name}@{self._pin.digest}"
         self.greeting = f"ready to be released in {root.url}: {self.version}"
         self._promote = partial(
-            WorkerService, root, hints, [lambda: model], settings, switch_after, policies, price_per_hour
+            WorkerService, root, backends, [lambda: model], settings, switch_after, policies, price_per_hour
         )
         self._serving: WorkerService | None = None
         self._client: ShadowClient | None = None
 
-    def figures(self) -> WorkerMetrics | None:
-        """What the worker counted since it began with what it does now; None: nothing yet."""
+    def metrics(self) -> WorkerMetrics | None:
+        """The worker's metrics of its current activity; None: none yet."""
         if self._serving is not None:
-            return self._serving.figures()
+            return self._serving.metrics()
         return None if self._client is None else self._client.figures
 
     def __call__(self, stop: threading.Event) -> None:
-        """Work until `stop` is set. The model is kept while the store can't be used."""
+        """Work until `stop` is set. The model stays loaded while the store is unavailable."""
         state: str
         logged: str | None = None
         while not stop.is_set():
             try:
-                last = self._book.last(self._pin.name)
+                last = self._registry.last(self._pin.name)
                 if self._is_served(last):
                     serving = self._promote()
                     break
@@ -134,7 +134,7 @@ class CandidateWorker:
     def _shadow(self, release: Release, stop: threading.Event) -> None:
         """Compute copies until the release has ended, or until `stop`."""
         logger.info("working on copies", model=self.version, release=release.number, share=release.rules.share)
-        self._note_drift(release)
+        self._record_drift(release)
         self._client = client = ShadowClient(self._name, self._root.world, release)
         clock = self._root.world.clock
         tolerant = OutageTolerantClient(client, clock, stop)
@@ -144,11 +144,11 @@ class CandidateWorker:
         finally:
             self._client = None
 
-    def _note_drift(self, release: Release) -> None:
-        """How far its log-probabilities are from what the stable version recorded, unless another worker said so."""
+    def _record_drift(self, release: Release) -> None:
+        """Record its drift from the stable version's log-probabilities, unless another worker already has."""
         record = Canaries(self._root.world.store).find(release.stable.pin)
-        if record is None or self._model.weightless or self._book.drift(release) is not None:
+        if record is None or self._model.weightless or self._registry.drift(release) is not None:
             return
         drift = drift_from(self._model, record.answers)
         if drift is not None:
-            self._book.note_drift(release, drift)
+            self._registry.note_drift(release, drift)

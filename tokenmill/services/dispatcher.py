@@ -1,7 +1,7 @@
-"""The parts of an installation, each as something that works until it is told to stop.
+"""The parts of an installation, each of which works until a stop signal.
 
 `serve` runs all of them in one process on a folder; the separate commands run one each, with Redis between them. The
-parts are the same: only what stands behind the ports of queue and heartbeats differs.
+parts are the same: only the adapters of queue and heartbeats differ.
 """
 
 from __future__ import annotations
@@ -26,55 +26,55 @@ from tokenmill.errors import UserError
 from tokenmill.processes.logging import LogFormat
 from tokenmill.processes.planner_pool import PlannerPool
 from tokenmill.processes.runtime import Part
-from tokenmill.root import Root, open_intake, requests_at_once, retention_settings
+from tokenmill.root import Root, open_intake, request_executor, retention_settings
 from tokenmill.services.backends import Backends
 
 FOLDER_SWEEP_SECONDS: Final = 1.0
-"""A folder tells of nothing: it is listed often."""
+"""A folder has no notifications, so it is listed often."""
 
 
 def dispatcher_part(
     root: Root,
-    hints: Backends,
+    backends: Backends,
     settings: Settings,
-    figures: DispatchMetrics,
+    metrics: DispatchMetrics,
     price_per_hour: float | None = None,
     command: str = "dispatcher",
     log_format: LogFormat | None = None,
 ) -> Part:
-    """Finds open jobs, plans them, hands out their shards, and ends them. `figures`: where it tells how jobs stand.
-    `command`, `log_format`: of the processes that plan."""
+    """The dispatcher: it finds open jobs, plans them, dispatches their shards, and ends them. It updates `metrics`.
+    `command`, `log_format`: of the planner processes."""
     limits = settings.spending
     dispatching = DispatchSettings(
-        settle=hints.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour,
+        settle=backends.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour,
         spending=SpendSettings(limits.of_each, limits.tenants, limits.wait),
     )  # fmt: skip
 
     def dispatch(stop: threading.Event) -> None:
-        # A folder answers at once; a bucket is worth asking many things at a time.
-        with requests_at_once(root, AT_ONCE) as together, requests_at_once(root, BESIDE) as beside:
+        # Requests to a bucket run concurrently; a folder is fast.
+        with request_executor(root, AT_ONCE) as readers, request_executor(root, BESIDE) as others:
             dispatcher = Dispatcher(
-                root.world, hints.queue, hints.heartbeats,
-                settings=dispatching, together=together, beside=beside, figures=figures,
+                root.world, backends.queue, backends.heartbeats,
+                settings=dispatching, together=readers, beside=others, figures=metrics,
             )  # fmt: skip
             planning = JobControllerSettings(planners=settings.planners)
             planner = PlannerPool(
                 root.url, command, log_format or settings.log_format,
                 settings.planner_memory_bytes, settings.planner_stuck_seconds, root.world.clock,
             )  # fmt: skip
-            JobController(root.world, dispatcher, settings=planning, lease=hints.lease, planner=planner).run(stop)
+            JobController(root.world, dispatcher, settings=planning, lease=backends.lease, planner=planner).run(stop)
 
     return dispatch
 
 
-def housekeeping_part(root: Root, hints: Backends, settings: Settings) -> Part:
-    """Removes what nobody needs any more, every now and then."""
-    every = GarbageCollectorSettings(settings.retention.every.total_seconds())
-    return GarbageCollector(root.world, retention_settings(settings), every, hints.housekeeping).run
+def housekeeping_part(root: Root, backends: Backends, settings: Settings) -> Part:
+    """The periodic garbage collector."""
+    interval = GarbageCollectorSettings(settings.retention.every.total_seconds())
+    return GarbageCollector(root.world, retention_settings(settings), interval, backends.housekeeping).run
 
 
-def backlog_part(root: Root, hints: Backends, settings: Settings) -> Part | None:
-    """Tells CloudWatch how much work waits and how many workers it needs; None where the settings name no namespace."""
+def backlog_part(root: Root, backends: Backends, settings: Settings) -> Part | None:
+    """Sends backlog and desired workers to CloudWatch; None where the settings name no namespace."""
     chosen = settings.cloudwatch
     if chosen.namespace is None:
         return None
@@ -84,19 +84,21 @@ def backlog_part(root: Root, hints: Backends, settings: Settings) -> Part | None
     options = settings.autoscale.model_copy(update={"every_seconds": chosen.every_seconds})
 
     def scale(stop: threading.Event) -> None:
-        with requests_at_once(root, AT_ONCE) as readers:
-            look = BacklogReader(root.world, hints.heartbeats, chosen.worker_tokens_per_second, hints.lane, readers)
-            Autoscaler(root.world, look, hints.heartbeats, options, [target]).run(stop)
+        with request_executor(root, AT_ONCE) as readers:
+            reader = BacklogReader(
+                root.world, backends.heartbeats, chosen.worker_tokens_per_second, backends.lane, readers
+            )
+            Autoscaler(root.world, reader, backends.heartbeats, options, [target]).run(stop)
 
     return scale
 
 
 def folder_part(root: Root, settings: Settings, settle: float) -> Part:
-    """Makes jobs of what is dropped into the folder's incoming/."""
+    """Ingests files from the folder's incoming/."""
     store = root.world.store
     if not isinstance(store, FolderStore):
         raise UserError(f"{root.url}: only a folder can be watched; a bucket tells of drops through a queue")
     (store.root / INCOMING).mkdir(exist_ok=True)
     inbox = FolderInbox(store, root.world.clock, settle=settle)
-    door = FileIngestSource(inbox, open_intake(root, settings), root.world)
-    return FileIngestWatcher([door], root.world, WatchSettings(sweep_every=FOLDER_SWEEP_SECONDS)).run
+    source = FileIngestSource(inbox, open_intake(root, settings), root.world)
+    return FileIngestWatcher([source], root.world, WatchSettings(sweep_every=FOLDER_SWEEP_SECONDS)).run

@@ -1,4 +1,4 @@
-"""HTTP as a part of an installation: by itself (`gateway`), or in the process that does everything (`serve`)."""
+"""HTTP as a part of an installation: by itself (`gateway`), or in the process that runs all parts (`serve`)."""
 
 from __future__ import annotations
 
@@ -31,51 +31,51 @@ if TYPE_CHECKING:
     from tokenmill.processes.runtime import Part
     from tokenmill.services.backends import Backends
 
-_LOOKS_AT_ONCE = 16
+_MAX_READS = 16
 _STORED_BYTES = 100 << 30
 _STORED_FILES = 100_000
 _BATCH_ROWS = 128
-"""Of a worker's batch, unless it is started with another --max-num-seqs: a gateway isn't told."""
+"""Rows of a worker's batch by default; a gateway doesn't get a worker's --max-num-seqs."""
 
-_REMOTE_LOOK_SECONDS = 2.0
-_LANE_LOOK_SECONDS = 0.01
-_REMOTE_LANE_LOOK_SECONDS = 0.03
+_REMOTE_POLL_SECONDS = 2.0
+_LANE_POLL_SECONDS = 0.01
+_REMOTE_LANE_POLL_SECONDS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBackends:
-    """What several gateways share. None: there is only one.
+    """The state that several gateways share. None: there is only one gateway.
 
     Attributes:
-        lease: one of them writes the files of batches that have ended.  telling: one tells the webhooks.
-        windows, running: where rate limits are counted.  answers: where they are kept.
+        lease: of the gateway that writes the files of ended batches.  webhooks: of the one that sends webhooks.
+        windows, running: counters of rate limits.  answers: the response cache.
     """
 
     lease: Lease | None = None
     windows: RedisStorage | None = None
     running: ConcurrencySlots | None = None
-    telling: Lease | None = None
+    webhooks: Lease | None = None
     answers: AnswerStore | None = None
 
 
 class GatewayService:
-    """The parts of HTTP, listening already: `url` says where, and `sources` tell what is told at `/metrics`.
+    """The parts of HTTP, which listen at `url` already; `sources` are the metrics at `/metrics`.
 
     Args:
-        shared: with other gateways; None: there are none.
-        dispatching: tells how jobs stand, where this process dispatches them.
+        shared: state shared with other gateways; None: there are none.
+        dispatching: metrics of jobs, where this process dispatches them.
         batch_rows: of the engine's batch, where the engine is in this process.
 
     Raises:
-        UserError: what it needs is not installed, or anybody on the network could use it without a key.
-        CantListen: the address can't be had.
+        UserError: a package is missing, or HTTP would be open to the network without a key.
+        CantListen: the address isn't available.
     """
 
     def __init__(
         self,
         root: Root,
         settings: Settings,
-        hints: Backends,
+        backends: Backends,
         host: str,
         port: int,
         shared: SharedBackends | None = None,
@@ -108,48 +108,50 @@ class GatewayService:
         keys = ApiKeys(root.world)
         _check_open(settings, host, keys.exist())
         warn_if_readable_by_all(root)
-        self._together = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="looks")
-        files = Files(root.world, self._together)
-        every = 0.5 if root.folder else _REMOTE_LOOK_SECONDS
-        self._finalizer = Finalizer(root.world, files, every, shared.lease)
-        self._notifier = _notifier(root, settings, every, shared.telling)
+        self._executor = ThreadPoolExecutor(_MAX_READS, thread_name_prefix="reads")
+        files = Files(root.world, self._executor)
+        interval_seconds = 0.5 if root.folder else _REMOTE_POLL_SECONDS
+        self._finalizer = Finalizer(root.world, files, interval_seconds, shared.lease)
+        self._notifier = _notifier(root, settings, interval_seconds, shared.webhooks)
         intake = open_intake(root, settings)
-        status = Status(root.world, hints.heartbeats, 1.0 if root.folder else _REMOTE_LOOK_SECONDS)
-        figures = HttpMetrics(root.world.clock)
+        status = Status(root.world, backends.heartbeats, 1.0 if root.folder else _REMOTE_POLL_SECONDS)
+        http_metrics = HttpMetrics(root.world.clock)
         self.sources: list[Source] = [
-            metric_collectors.workers(hints.heartbeats, each=settings.metrics.workers),
+            metric_collectors.workers(backends.heartbeats, each=settings.metrics.workers),
             dispatching or metric_collectors.installation(status),
-            metric_collectors.http(figures),
-            metric_collectors.intake(root.came_in, root.world.letters),
+            metric_collectors.http(http_metrics),
+            metric_collectors.intake(root.ingest_metrics, root.world.letters),
             metric_collectors.unexpected_errors(root.world.errors),
         ]
         self._parts = GatewayDependencies(
             world=root.world,
             authority=Authority(keys, settings.gateway.auth),
             files=files,
-            batches=Batches(root.world, intake, files, self._finalizer, self._together),
+            batches=Batches(root.world, intake, files, self._finalizer, self._executor),
             models=ServedModels(root.world.store),
             status=status,
-            settings=_bounds(settings, host),
+            settings=_gateway_settings(settings, host),
             rates=RateLimiter(
-                root.world.clock, _rates(root, settings, hints, batch_rows), shared.windows, shared.running
+                root.world.clock, _rates(root, settings, backends, batch_rows), shared.windows, shared.running
             ),
-            figures=figures,
+            figures=http_metrics,
             metrics=Metrics([metric_collectors.build, *self.sources]),
         )
         cache = _cache(root, settings, shared.answers)
-        self._asker = InferenceRequestBuilder(root.world, _asking(settings), self._parts.rates, cache)
+        self._request_builder = InferenceRequestBuilder(
+            root.world, _inference_settings(settings), self._parts.rates, cache
+        )
         self._streams = StreamSettings(buffer_bytes=settings.gateway.stream_bytes)
-        # A request that is new isn't heard of before a look at the others ends.
-        self._call = CallSettings(look=_LANE_LOOK_SECONDS if hints.lease is None else _REMOTE_LANE_LOOK_SECONDS)
-        self._lane = hints.lane
+        # The poll interval bounds the delay of a new request, which waits until the poll of the others ends.
+        self._call = CallSettings(look=_LANE_POLL_SECONDS if backends.lease is None else _REMOTE_LANE_POLL_SECONDS)
+        self._lane = backends.lane
         listening = _server(settings, host, port)
         self._server = GatewayServer(listening, listen(listening))
         self.url = self._server.url
 
     @property
     def parts(self) -> dict[str, Part]:
-        """What works until it is told to stop, by name."""
+        """The parts, which work until a stop signal, by name."""
         found: dict[str, Part] = {"http": self._serve, "finalizer": self._finalizer.run}
         return found if self._notifier is None else found | {"webhooks": self._notifier.run}
 
@@ -161,9 +163,9 @@ class GatewayService:
         clock = self._parts.world.clock
         traces, ended = self._parts.world.traces, threading.Event()
         bridge = LaneBridge(self._lane, clock, self._call, self._parts.figures, traces=traces)
-        answers = Answers(self._asker, bridge, clock, self._streams)
-        looking = ("lane calls", bridge.run, ended, self._parts.world)
-        calls = threading.Thread(target=supervise, args=looking, name="lane calls", daemon=True)
+        answers = Answers(self._request_builder, bridge, clock, self._streams)
+        arguments = ("lane calls", bridge.run, ended, self._parts.world)
+        calls = threading.Thread(target=supervise, args=arguments, name="lane calls", daemon=True)
         calls.start()
         try:
             app = make_app(self._parts, self._server.draining.is_set, answers)
@@ -173,12 +175,12 @@ class GatewayService:
         finally:
             ended.set()
             calls.join()
-            self._together.shutdown(wait=False, cancel_futures=True)
+            self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 @contextmanager
 def shared_on_redis(root: Root, settings: Settings) -> Iterator[SharedBackends]:
-    """What gateways have in common; nothing where there is no Redis: then each of them does everything."""
+    """The state that gateways share; empty without Redis: then each gateway does everything."""
     from pipeline.adapters.redis.connection import RedisClient, RedisSettings
     from pipeline.adapters.redis.lease import RedisLease
     from pipeline.adapters.redis.rate_limits import RedisRunning, redis_windows
@@ -190,19 +192,19 @@ def shared_on_redis(root: Root, settings: Settings) -> Iterator[SharedBackends]:
             yield SharedBackends()
             return
         connection = RedisSettings(settings.redis_url.get_secret_value())
-        lease, telling = (
+        lease, webhooks = (
             RedisLease(connection, name, LEASE_SECONDS, root.world.clock, root.world.random)
             for name in ("finalizer", "webhooks")
         )
         closing.callback(lease.close)
-        closing.callback(telling.close)
+        closing.callback(webhooks.close)
         client = RedisClient(connection)
         closing.callback(client.close)
         yield SharedBackends(
             lease,
             redis_windows(client),
             RedisRunning(client),
-            telling,
+            webhooks,
             RedisAnswers(client, settings.gateway.cache.tenant_bytes),
         )
 
@@ -217,7 +219,7 @@ def _check_open(settings: Settings, host: str, has_keys: bool) -> None:
         )
 
 
-def _bounds(settings: Settings, host: str) -> GatewaySettings:
+def _gateway_settings(settings: Settings, host: str) -> GatewaySettings:
     from pipeline.gateway.routes.dependencies import GatewaySettings
 
     chosen = settings.gateway
@@ -235,7 +237,7 @@ def _bounds(settings: Settings, host: str) -> GatewaySettings:
     )
 
 
-def _rates(root: Root, settings: Settings, hints: Backends, batch_rows: int | None) -> RateSettings:
+def _rates(root: Root, settings: Settings, backends: Backends, batch_rows: int | None) -> RateSettings:
     from pipeline.gateway.limits.rate_limits import RateSettings
     from pipeline.gateway.limits.storage_quota import StorageQuota
     from pipeline.gateway.limits.tenant_capacity import TenantCapacity
@@ -243,13 +245,15 @@ def _rates(root: Root, settings: Settings, hints: Backends, batch_rows: int | No
     chosen, default_rows, stored = settings.gateway, None, StorageQuota()
     if chosen.default_limits == "auto":
         half = max(1, (batch_rows or _BATCH_ROWS) // 2)
-        default_rows = TenantCapacity(root.world.clock, hints.heartbeats, chosen.default_rows_per_worker or half).rows
+        default_rows = TenantCapacity(
+            root.world.clock, backends.heartbeats, chosen.default_rows_per_worker or half
+        ).rows
         stored = StorageQuota(_STORED_BYTES, _STORED_FILES)
     return RateSettings(chosen.tenant_limits, chosen.tenants, chosen.key_limits, default_rows, stored)
 
 
-def _notifier(root: Root, settings: Settings, every: float, lease: Lease | None) -> Notifier | None:
-    """None: nobody wants to be told."""
+def _notifier(root: Root, settings: Settings, interval_seconds: float, lease: Lease | None) -> Notifier | None:
+    """The sender of webhooks; None: there are no endpoints."""
     from pipeline.gateway.webhooks.client import Endpoint, Sender
     from pipeline.gateway.webhooks.service import Notifier, NotifierSettings, endpoint_id
     from schemas.settings.gateway import webhook_key
@@ -269,8 +273,10 @@ def _notifier(root: Root, settings: Settings, every: float, lease: Lease | None)
     if not endpoints:
         return None
     sender = Sender(chosen.timeout_seconds, allow_private=chosen.allow_private)
-    patience = chosen.give_up_after.total_seconds()
-    return Notifier(root.world, endpoints, sender, NotifierSettings(every=every, patience=patience), lease)
+    retry_timeout_seconds = chosen.give_up_after.total_seconds()
+    return Notifier(
+        root.world, endpoints, sender, NotifierSettings(every=interval_seconds, patience=retry_timeout_seconds), lease
+    )
 
 
 def _cache(root: Root, settings: Settings, answers: AnswerStore | None) -> AnswerCache:
@@ -281,7 +287,7 @@ def _cache(root: Root, settings: Settings, answers: AnswerStore | None) -> Answe
     return AnswerCache(clock, answers or MemoryAnswers(clock, chosen.memory_bytes), bounds)
 
 
-def _asking(settings: Settings) -> InferenceSettings:
+def _inference_settings(settings: Settings) -> InferenceSettings:
     from pipeline.gateway.inference.request_builder import InferenceSettings
 
     return InferenceSettings(

@@ -1,7 +1,7 @@
-"""What an instance of Amazon's EC2 can ask about itself.
+"""The metadata service of Amazon's EC2 instances.
 
-Its metadata service is asked in sessions of version 2, since instances may refuse others (Amazon EC2 User Guide, "Use
-the Instance Metadata Service to access instance metadata").
+It is queried in sessions of version 2, since instances may refuse others (Amazon EC2 User Guide, "Use the Instance
+Metadata Service to access instance metadata").
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import urllib.request
 from typing import Final
 
 ENDPOINT_VARIABLE: Final = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-"""As AWS's own tools have it."""
+"""The variable of AWS's own tools."""
 ENDPOINT: Final = "http://169.254.169.254"
 TOKEN: Final = "/latest/api/token"
 DATA: Final = "/latest/meta-data/"
 TOKEN_SECONDS: Final = 600
 TIMEOUT: Final = 2.0
-"""Seconds for each question: the service is on the instance itself, or nowhere."""
+"""Seconds for each query; the service is on the instance itself."""
 
 
 def ask(*names: str) -> list[str | None]:
-    """What the service says under each name, such as instance-type; None where it knows none. Raises `OSError` where
-    it can't be asked."""
+    """The values of these names, such as instance-type; None where the service has none. Raises `OSError` where the
+    service can't be reached."""
     endpoint = os.environ.get(ENDPOINT_VARIABLE, ENDPOINT).rstrip("/")
     wanted = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
     token = _read(urllib.request.Request(endpoint + TOKEN, headers=wanted, method="PUT"))

@@ -1,4 +1,4 @@
-"""The doors of the deployed form, from settings: a bucket's events, Kafka's topics, and what is announced there."""
+"""Ingest and publishing services of an installation, by its settings: bucket events, Kafka and Celery."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def ingest_services(root: Root, settings: Settings) -> dict[str, Part]:
-    """What the settings ask for, by name. Raises `UserError` when that is nothing, or contradicts itself."""
+    """The services by name. Raises `UserError` if the settings name none, or contradict each other."""
     parts: dict[str, Part] = {}
     if root.url.startswith(S3):
         parts["bucket"] = _bucket(root, settings)
@@ -53,7 +53,7 @@ def _bucket(root: Root, settings: Settings) -> Part:
     inboxes = [
         BucketInbox(connection, bucket, f"{above}{place}", tenant) for place, tenant in settings.bucket.places.items()
     ]
-    doors = [FileIngestSource(inbox, intake, root.world) for inbox in inboxes]
+    sources = [FileIngestSource(inbox, intake, root.world) for inbox in inboxes]
     events = None
     if settings.bucket.queue_url:
         queue = SqsQueue(
@@ -63,9 +63,9 @@ def _bucket(root: Root, settings: Settings) -> Part:
                 endpoint=settings.bucket.queue_endpoint or settings.s3.endpoint,
             )
         )
-        events = BucketEvents(queue, list(zip(inboxes, doors, strict=True)), root.world)
+        events = BucketEvents(queue, list(zip(inboxes, sources, strict=True)), root.world)
     watch = WatchSettings(sweep_every=settings.bucket.sweep_seconds)
-    return FileIngestWatcher(doors, root.world, watch, events).run
+    return FileIngestWatcher(sources, root.world, watch, events).run
 
 
 def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
@@ -95,10 +95,10 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
     sender = KafkaSender(ProducerSettings(reading.connection, idempotence=options.idempotence))
     intake = open_intake(root, settings)
 
-    def take_in(stop: threading.Event) -> None:  # a door that has ended can't be used again
+    def ingest(stop: threading.Event) -> None:  # an ended source can't be used again
         build_kafka_ingest(reading, root.world, intake, sender, root.pin, settings.limits).run(stop)
 
-    announcing = PublisherSettings(
+    publishing = PublisherSettings(
         f"{prefix}.results",
         f"{prefix}.events",
         reading.deadletter_topic,
@@ -106,16 +106,16 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
         all_jobs=options.announce_all,
     )
 
-    def announce(stop: threading.Event) -> None:
+    def publish(stop: threading.Event) -> None:
         with publisher_lease(settings, root.world) as lease:
-            Publisher(root.world, sender, announcing, lease).run(stop)
+            Publisher(root.world, sender, publishing, lease).run(stop)
 
-    news = ReleaseEventPublisher(root.world.store, sender, announcing.events_topic)
-    return {"kafka": take_in, "announcer": announce, "release news": news.run}
+    releases = ReleaseEventPublisher(root.world.store, sender, publishing.events_topic)
+    return {"kafka": ingest, "announcer": publish, "release news": releases.run}
 
 
 def kafka_connection(options: KafkaOptions) -> KafkaConnection:
-    """How the settings say that Kafka is reached."""
+    """The connection to Kafka by the settings."""
     from pipeline.adapters.kafka.connection import KafkaConnection
 
     return KafkaConnection(
@@ -151,25 +151,25 @@ def _celery(root: Root, settings: Settings) -> Part:
         root.pin,
         TaskSettings(uri_prefixes=options.uri_prefixes),
     )
-    door = CeleryIngestSettings(
+    ingest = CeleryIngestSettings(
         broker.get_secret_value(),
         None if options.result_url is None else options.result_url.get_secret_value(),
         queues=options.queues,
     )
     if settings.redis_url is None:
-        return lambda stop: CeleryIngestWorker(tasks, door, root.world).run(stop)
+        return lambda stop: CeleryIngestWorker(tasks, ingest, root.world).run(stop)
     lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock)
-    asking = GenerateSettings(
+    limits = GenerateSettings(
         longest=options.generate_seconds,
         most_waiting=options.generate_waiting,
         default_model=settings.default_model,
         limits=settings.limits,
     )
-    generating = GenerateCalls(lane, Catalog(root.world.store), root.world.clock, asking, root.world.traces)
+    generating = GenerateCalls(lane, Catalog(root.world.store), root.world.clock, limits, root.world.traces)
 
     def run(stop: threading.Event) -> None:
         try:
-            CeleryIngestWorker(tasks, door, root.world, generating).run(stop)
+            CeleryIngestWorker(tasks, ingest, root.world, generating).run(stop)
         finally:
             lane.close()
 

@@ -1,4 +1,4 @@
-"""A model is loaded, warmed up and proven before anybody is told that it is served."""
+"""Readiness of a model: it is loaded, warmed up and checked by canary prompts before it is published as served."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ logger = structlog.get_logger(__name__)
 
 
 class CanaryFailed(UserError):
-    """Raised when a model answers the canary prompts otherwise than was recorded: nobody should be answered by it."""
+    """Raised when a model's answers to the canary prompts differ from the recorded ones; it must not serve."""
 
     exit_code = EXIT_CANARY
 
 
 class Readiness:
-    """Makes models ready for one worker.
+    """Loads and checks models for one worker.
 
     Args:
         worker: the worker's name.
@@ -46,14 +46,14 @@ class Readiness:
         self._seconds: dict[tuple[str, str], float] = {}  # model, part
 
     def load(self, load: LoadModel, stop: threading.Event | None = None) -> LoadedModel:
-        """Load a model, warm it up, and have it answer the canary prompts; how long each took is logged. What nobody
-        has recorded yet is recorded.
+        """Load a model, warm it up, and compare its answers to the canary prompts with the record; the durations are
+        logged. Without a record the answers are recorded.
 
         Args:
-            stop: where it is given, an outage of the store is waited for until it is set.
+            stop: if given, outages of the store are waited out until it is set.
 
         Raises what loading raises, `BrokenEngineError` and `CanaryFailed`; `StoreUnavailable` for an outage that isn't
-        waited for.
+        waited out.
         """
         begun = time.perf_counter()
         model = self._outlast(load, stop)
@@ -71,20 +71,20 @@ class Readiness:
         logger.info("model ready", model=model.name, digest=model.digest, canary=compared, **took)
         return model
 
-    def tell(self) -> Source:
-        """How long each model took to get ready."""
+    def samples(self) -> Source:
+        """The durations of each model's preparation, as metrics."""
 
-        def tell(told: Samples) -> None:
+        def write(samples: Samples) -> None:
             for (model, part), seconds in sorted(self._seconds.items()):
-                told.value("tokenmill_warmup_seconds", seconds, model, part)
+                samples.value("tokenmill_warmup_seconds", seconds, model, part)
 
-        return tell
+        return write
 
     def _outlast(self, use: Callable[[], Answer], stop: threading.Event | None) -> Answer:
         return use() if stop is None else wait_out(use, self._world.clock, stop)
 
     def _compare(self, model: LoadedModel, answers: tuple[CanaryAnswer, ...]) -> str:
-        """What its answers were compared with."""
+        """Compare the answers with the record, or record them; the result for the log."""
         canaries, pin = Canaries(self._world.store), model.pin()
         record = canaries.find(pin)
         if record is None:

@@ -1,7 +1,7 @@
-"""Amazon's notice that a spot instance will be taken away, two minutes before: the worker then ends in order.
+"""Amazon's notice of a spot instance's interruption, two minutes before it; the worker then stops gracefully.
 
-The notice stands at the instance's metadata service, which is asked every few seconds (Amazon EC2 User Guide, "Spot
-Instance interruption notices").
+The instance's metadata service has the notice, and is polled every few seconds (Amazon EC2 User Guide, "Spot Instance
+interruption notices").
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import structlog
 from tokenmill.services.instance_metadata import ask
 
 NOTICE: Final = "spot/instance-action"
-LOOK_SECONDS: Final = 5.0
+POLL_SECONDS: Final = 5.0
 
 logger = structlog.get_logger(__name__)
 
 
-def watch_for_notice(stop: threading.Event, look_seconds: float = LOOK_SECONDS) -> None:
-    """Set `stop` once the notice stands. Returns when it is set, by whomever."""
-    heard = True
+def watch_for_notice(stop: threading.Event, poll_seconds: float = POLL_SECONDS) -> None:
+    """Poll for the notice and set `stop` then. Returns when `stop` is set."""
+    reachable = True
     while not stop.is_set():
         try:
             (notice,) = ask(NOTICE)
         except OSError as error:
-            if heard:  # once: it may be so for months
+            if reachable:  # only once: the state may last for months
                 logger.warning("the metadata service can't be asked for a spot notice", reason=str(error))
-            heard, notice = False, None
+            reachable, notice = False, None
         else:
-            heard = True
+            reachable = True
         if notice is not None:
             logger.warning("the instance will be taken away", notice=notice)
             stop.set()
-        stop.wait(look_seconds)
+        stop.wait(poll_seconds)

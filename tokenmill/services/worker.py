@@ -1,4 +1,4 @@
-"""A worker as a part of an installation: which models it serves, and what may end it."""
+"""A worker as a part of an installation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tokenmill.processes.logging import LogFormat, log_to_stderr
 from tokenmill.processes.model_switching import ModelRotation, RotatingShardSource
 from tokenmill.processes.replicas import ReplicaConnection, Replicas, ReplicaTask
 from tokenmill.processes.runtime import settled_heap, unique_name
-from tokenmill.processes.signals import until_told
+from tokenmill.processes.signals import stop_on_signals
 from tokenmill.root import Root
 from tokenmill.services.backends import Backends
 from tokenmill.services.readiness import LoadModel, Readiness
@@ -43,8 +43,8 @@ logger = structlog.get_logger(__name__)
 
 
 def load_any(chosen: ChosenModel, config: EngineConfig, chat_template: str | None) -> LoadedModel:
-    """A model for any job that may come. One that is called NAME@sha256:DIGEST is called NAME, and must have that
-    digest: raises `ModelError`, and what loading raises."""
+    """Load a model for any job. One named NAME@sha256:DIGEST is served as NAME, and must have that digest: raises
+    `ModelError`, and what loading raises."""
     path = Path(chosen.source.path)
     name, mark, digits = chosen.name.rpartition(BY_DIGEST)
     model = LoadedModel.load(
@@ -69,13 +69,13 @@ def run_worker(
     log_format: LogFormat | None = None,
     price_per_hour: float | None = None,
 ) -> None:
-    """A worker process with the models that these load, one at a time, until told to stop.
+    """Run a worker process with these models, one loaded at a time, until a stop signal.
 
-    Raises `UserError` where settings lack something, and what loading and the work raise.
+    Raises `UserError` for missing settings, and what loading and the work raise.
     """
 
-    def make(root: Root, hints: Backends) -> WorkerService:
-        return WorkerService(root, hints, models, settings, switch_after, policies, price_per_hour)
+    def make(root: Root, backends: Backends) -> WorkerService:
+        return WorkerService(root, backends, models, settings, switch_after, policies, price_per_hour)
 
     run_worker_process(root_url, settings, make, metrics_port, log_format)
 
@@ -91,10 +91,10 @@ def run_replicas(
     log_format: LogFormat | None = None,
     price_per_hour: float | None = None,
 ) -> None:
-    """As `run_worker`, in a process for each of these environments; each tells its figures on a port of its own, the
-    first on the one that is given, and has its part of the price. Raises `UserError` when one of them fails, after all
+    """As `run_worker`, in a process for each of these environments. Each exports its metrics on a port of its own, from
+    the given one upwards, and has an equal share of the price. Raises `UserError` when one of them fails, after all
     have ended."""
-    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
+    report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
     port = settings.metrics.port if metrics_port is None else metrics_port
     names = [name for name, _ in policies.named]
     price = None if price_per_hour is None else price_per_hour / len(environments)
@@ -105,8 +105,8 @@ def run_replicas(
         )
         for number in range(len(environments))
     ]
-    with until_told() as stop, Replicas(tasks, environments) as replicas:
-        tell(f"{len(tasks)} workers begin")
+    with stop_on_signals() as stop, Replicas(tasks, environments) as replicas:
+        report_up(f"{len(tasks)} workers begin")
         stop.begin()
         replicas.wait(stop)
 
@@ -122,31 +122,31 @@ def _replica(
     log_format: LogFormat | None,
     price_per_hour: float | None,
 ) -> None:
-    """A replica's task: `run_worker`, with policies by their names."""
-    judges = load_policies(policies)
-    run_worker(root_url, settings, models, switch_after, judges, metrics_port, log_format, price_per_hour)
+    """The task of a replica: `run_worker`, with policies by their names."""
+    loaded = load_policies(policies)
+    run_worker(root_url, settings, models, switch_after, loaded, metrics_port, log_format, price_per_hour)
 
 
 class WorkerService:
-    """A `Part`: announces its models, and works on their shards, one model at a time, with the lane's requests beside
-    them. What is unfinished at the end is given back with its tokens.
+    """A `Part`: it publishes its models and computes their shards, one model at a time, together with the lane's
+    requests. At the end it releases unfinished shards with their tokens.
 
-    All models are loaded here once and made ready, so that one that can't be is known at once.
+    All models are loaded once at the start and checked, so that an unusable one is reported at once.
 
     Args:
-        switch_after: seconds after which a model with work makes room for another that is asked for.
-        policies: judge prompts and answers.
+        switch_after: seconds after which a model with work is replaced by another that has requests.
+        policies: checks of prompts and answers.
 
     Attributes:
-        models: their names, in the order of their turns.
-        readiness: knows how long each took to get ready.
-        greeting: what its process says of it.
+        models: their names, in order of rotation.
+        readiness: has the durations of loading and warm-up.
+        greeting: the process's message after its start.
     """
 
     def __init__(
         self,
         root: Root,
-        hints: Backends,
+        backends: Backends,
         models: Sequence[LoadModel],
         settings: Settings,
         switch_after: float,
@@ -155,7 +155,7 @@ class WorkerService:
     ) -> None:
         self._root = root
         self._price = price_per_hour
-        self._hints = hints
+        self._backends = backends
         self._name = unique_name(root.world.random)
         self.readiness = Readiness(root.world, settings.warmup, self._name)
         pins = [_publish(root, self.readiness.load(load), policies) for load in models[1:]]
@@ -164,16 +164,16 @@ class WorkerService:
         self.models = [pin.name for pin in pins]
         self._loads = {pin.key: load for pin, load in zip(pins, models, strict=True)}
         self._client: ShardClient | None = None
-        self._lane = hints.lane.worker(self._name)
-        self._turns = ModelRotation(list(self._loads), hints.queue, self._lane, root.world.clock, switch_after)
+        self._lane = backends.lane.worker(self._name)
+        self._rotation = ModelRotation(list(self._loads), backends.queue, self._lane, root.world.clock, switch_after)
         self._lane_rules = lane_rules(settings, policies)
         self._serving = LaneServing(most=settings.lane.most_requests, grace=settings.lane.drain_seconds)
         self._watchdog = Watchdog(settings.stuck_seconds)
-        self._settings = worker_settings(settings, hints, policies)
+        self._settings = worker_settings(settings, backends, policies)
         self.greeting = f"working for {root.url} with {', '.join(self.models)}"
 
-    def figures(self) -> WorkerMetrics | None:
-        """What the worker counted since it began to serve the model that it has loaded; None: nothing yet."""
+    def metrics(self) -> WorkerMetrics | None:
+        """The worker's metrics since it began to serve the loaded model; None: none yet."""
         client = self._client
         return None if client is None else client.figures
 
@@ -182,35 +182,35 @@ class WorkerService:
         try:
             while not stop.is_set():
                 try:
-                    model = self._first or self.readiness.load(self._loads[self._turns.loaded], stop)
-                except StoreUnavailable:  # it was waited for until the word to stop
+                    model = self._first or self.readiness.load(self._loads[self._rotation.loaded], stop)
+                except StoreUnavailable:  # the outage lasted until the stop signal
                     break
                 self._first = None
                 self._serve(model, stop)
                 del model
-                gc.collect()  # what the next one needs may not be free beside this one
+                gc.collect()  # the next model needs the memory
         finally:
             self._lane.close()
         logger.info("worker ended", worker=self._name)
 
     def _serve(self, model: LoadedModel, stop: threading.Event) -> None:
-        """Until the model's turn is over, or the worker is told to stop."""
+        """Serve the model until its turn is over or the stop signal."""
         key, world = model.pin().key, self._root.world
         client = ShardClient(
-            self._name, world, self._root.ledger, self._hints.queue, self._hints.heartbeats, lambda: False,
+            self._name, world, self._root.ledger, self._backends.queue, self._backends.heartbeats, lambda: False,
             models=[key], price_per_hour=self._price,
         )  # fmt: skip
         self._client = client
         server = LaneServer(model, self._lane, world.clock, self._lane_rules, self._serving, traces=world.traces)
         logger.info("model's turn", model=model.name, key=key)
         try:
-            with settled_heap(), self._watchdog.watching(), server.running(stop) as beside:
-                self._turns.begin()
+            with settled_heap(), self._watchdog.watching(), server.running(stop) as side_work:
+                self._rotation.begin()
                 tolerant = OutageTolerantClient(client, world.clock, stop)
-                source = RotatingShardSource(tolerant, self._turns, lambda: beside.busy)
+                source = RotatingShardSource(tolerant, self._rotation, lambda: side_work.busy)
                 ShardWorker(
                     model, source, tolerant, world.clock, self._settings, self._watchdog,
-                    beside=beside, traces=world.traces,
+                    beside=side_work, traces=world.traces,
                 ).run(stop)  # fmt: skip
         finally:
             self._client = None
@@ -218,7 +218,7 @@ class WorkerService:
 
 
 def _publish(root: Root, model: LoadedModel, policies: Policies) -> ModelPin:
-    """Let jobs be submitted for the model; its pin."""
+    """Publish the model in the catalog; its pin."""
     entry = entry_of(model, policies, root)
     if not ModelRegistry(root.world.store).publish(entry):
         logger.info("another version is served under this name", model=entry.pin.name, digest=entry.pin.digest)
@@ -226,7 +226,7 @@ def _publish(root: Root, model: LoadedModel, policies: Policies) -> ModelPin:
 
 
 def lane_rules(settings: Settings, policies: Policies) -> LaneRules:
-    """What the lane's requests may ask for, by the same settings as jobs' rows."""
+    """The limits of the lane's requests, by the same settings as those of jobs' rows."""
     return LaneRules(
         default_max_tokens=settings.default_max_tokens,
         caps={tier: settings.max_output_tokens.of(tier) for tier in Tier},

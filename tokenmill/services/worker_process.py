@@ -1,4 +1,4 @@
-"""What the processes of workers have in common, whether they serve a model or only try it (`working`, `candidate`)."""
+"""The common parts of worker processes, for workers that serve a model and for candidates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schemas.workers.metrics import WorkerMetrics
 from tokenmill.processes.logging import LogFormat, log_to_stderr
 from tokenmill.processes.metrics_server import metrics_served
 from tokenmill.processes.runtime import run_together
-from tokenmill.processes.signals import until_told
+from tokenmill.processes.signals import stop_on_signals
 from tokenmill.processes.tracing import traces_of
 from tokenmill.root import Root, open_root
 from tokenmill.services.backends import Backends, redis_backends
@@ -26,18 +26,18 @@ from workers.settings import WorkerSettings
 
 
 class WorkerPart(Protocol):
-    """A `Part` whose models are ready."""
+    """A `Part` with loaded and checked models."""
 
     @property
     def readiness(self) -> Readiness:
-        """Knows how long they took to get so."""
+        """Has the durations of loading and warm-up."""
 
     @property
     def greeting(self) -> str:
-        """What the process says of it to whoever started it."""
+        """The process's message after its start."""
 
-    def figures(self) -> WorkerMetrics | None:
-        """What it counts now; None: nothing yet."""
+    def metrics(self) -> WorkerMetrics | None:
+        """The current metrics; None: none yet."""
 
     def __call__(self, stop: threading.Event) -> None:
         """Work until `stop` is set."""
@@ -50,35 +50,35 @@ def run_worker_process(
     metrics_port: int | None,
     log_format: LogFormat | None,
 ) -> None:
-    """A process with the worker that `make` makes, until told to stop or the spot instance's notice comes.
+    """Run a process with the worker of `make`, until a stop signal or the spot instance's interruption notice.
 
-    Raises `UserError` where settings lack something, and what `make` and the work raise.
+    Raises `UserError` for missing settings, and what `make` and the work raise.
     """
-    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
+    report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
     with (
-        until_told() as stop,
+        stop_on_signals() as stop,
         traces_of("worker") as traces,
         open_root(root_url, settings, traces=traces) as root,
-        redis_backends(settings) as hints,
+        redis_backends(settings) as backends,
     ):
-        worker = make(root, hints)
-        tell(worker.greeting)
+        worker = make(root, backends)
+        report_up(worker.greeting)
         with metrics_served(
             settings,
             metrics_port,
-            own_work(worker.figures),
-            worker.readiness.tell(),
+            own_work(worker.metrics),
+            worker.readiness.samples(),
             unexpected_errors(root.world.errors),
         ):
             run_together(stop, root.world, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
 
 
-def worker_settings(settings: Settings, hints: Backends, policies: Policies) -> WorkerSettings:
-    """How shards are worked on in an installation."""
+def worker_settings(settings: Settings, backends: Backends, policies: Policies) -> WorkerSettings:
+    """A worker's settings in an installation."""
     return WorkerSettings(
         request_timeout=settings.request_timeout,
         checkpoint_seconds=settings.checkpoint_seconds,
-        look_seconds=hints.look_seconds,
+        look_seconds=backends.poll_seconds,
         stuck_seconds=settings.stuck_seconds,
         policies=policies,
         traced_step_seconds=settings.tracing.step_seconds,
@@ -86,7 +86,7 @@ def worker_settings(settings: Settings, hints: Backends, policies: Policies) -> 
 
 
 def entry_of(model: LoadedModel, policies: Policies, root: Root) -> CatalogEntry:
-    """The model as the catalog has it."""
+    """The catalog entry of the model."""
     return CatalogEntry(
         pin=model.pin(),
         max_model_len=model.limits.max_model_len,

@@ -208,7 +208,7 @@ def embedding(given: Any, limits: Limits | None = None, **more: Any) -> Embeddin
         (["hi", [3]], ("hi", (3,))),
     ],
 )
-def test_what_is_embedded_is_a_list_however_it_comes(given: Any, inputs: Any) -> None:
+def test_embedding_inputs_are_always_a_list(given: Any, inputs: Any) -> None:
     body = embedding(given)
     assert body.input == inputs
     # and survives being stored
@@ -229,7 +229,7 @@ def test_what_is_embedded_is_a_list_however_it_comes(given: Any, inputs: Any) ->
         ({"text": "hi"}, "must be a string or a list"),
     ],
 )
-def test_what_can_not_be_embedded_is_named(given: Any, message: str) -> None:
+def test_texts_that_can_not_be_embedded_are_named(given: Any, message: str) -> None:
     with pytest.raises(RowError, match=message) as refused:
         embedding(given)
     assert (refused.value.code, refused.value.param) == (RowErrorCode.INVALID_REQUEST, "input")
@@ -288,7 +288,7 @@ FIELDS = [*ChatBody.model_fields, *CompletionBody.model_fields, *NO_CHANGE, "non
 
 
 @given(st.sampled_from([CHAT_URL, COMPLETIONS_URL]), st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4))
-def test_any_body_is_taken_or_refused_in_one_line_and_what_is_taken_survives_storing(
+def test_any_body_is_accepted_or_refused_in_one_line_and_accepted_ones_survive_storing(
     url: str, fields: dict[str, Any]
 ) -> None:
     base = {"model": "demo", "messages": MESSAGES} if url == CHAT_URL else {"model": "demo", "prompt": "hi"}

@@ -1,4 +1,4 @@
-"""Formats, grammars and tools in a body: what is taken, what is refused by name, and what is kept."""
+"""Formats, grammars and tools in a body: accepted, refused by name, and stored."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def chat(**fields: Any) -> ChatBody:
         {"messages": [*CALLED, {"role": "tool", "tool_call_id": "call_1", "content": "42"}]},
     ],
 )
-def test_what_a_body_asks_for_reaches_the_worker_as_it_was_given(fields: dict[str, Any]) -> None:
+def test_the_options_of_a_body_reach_the_worker_unchanged(fields: dict[str, Any]) -> None:
     body = chat(**fields)
     read = load_body(CHAT_URL, dump_body(body))
     assert read == body
@@ -55,7 +55,7 @@ def test_what_a_body_asks_for_reaches_the_worker_as_it_was_given(fields: dict[st
     assert stored_and_hash(CHAT_URL, body)[1] != stored_and_hash(CHAT_URL, chat())[1]
 
 
-def test_the_order_of_a_schemas_properties_is_kept() -> None:
+def test_the_order_of_a_schemas_properties_is_preserved() -> None:
     body = load_body(CHAT_URL, dump_body(chat(response_format=FORMAT)))
     assert isinstance(body, ChatBody)
     assert body.response_format is not None
@@ -63,7 +63,7 @@ def test_the_order_of_a_schemas_properties_is_kept() -> None:
     assert chat(response_format={"type": "json_object"}).response_format.schema_of_answer == {"type": "object"}  # type: ignore[union-attr]
 
 
-def test_what_means_nothing_is_as_if_absent() -> None:
+def test_neutral_values_are_as_if_absent() -> None:
     for neutral in (
         {"response_format": {"type": "text"}},
         {"response_format": None},
@@ -88,7 +88,7 @@ def test_what_means_nothing_is_as_if_absent() -> None:
         ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
     ],
 )
-def test_vllms_older_names_say_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+def test_vllms_older_names_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
     assert chat(**old) == chat(structured_outputs=new)
 
 
@@ -159,7 +159,7 @@ def test_vllms_older_names_say_the_same(old: dict[str, Any], new: dict[str, Any]
         ({"functions": [TOOL["function"]]}, UNSUPPORTED, "functions", "not supported"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_honoured_is_refused_by_name(
+def test_unsupported_parameters_are_refused_by_name(
     fields: dict[str, Any], code: RowErrorCode, param: str, message: str
 ) -> None:
     with pytest.raises(RowError, match=re.escape(message)) as refused:
@@ -168,7 +168,7 @@ def test_what_can_not_be_honoured_is_refused_by_name(
 
 
 def test_requests_with_other_tools_or_calls_begin_otherwise() -> None:
-    """The planner sorts by what prompts begin with: tools stand first, and a call is part of its message."""
+    """The planner sorts by the prompts' prefixes: tools come first, and a call is part of its message."""
     other = {"type": "function", "function": {"name": "other"}}
     prompts = [
         prompt_bytes(chat(**fields))[0]

@@ -28,7 +28,7 @@ ORDERS_WITHIN = {
     "canary-failure": {"pin"},
     "part-summary": {"counts"},
 }
-"""What of a report is read as strictly as in an order: which weights, and sums that must hold."""
+"""Parts of a report that are read as strictly as a job: the weights, and sums that must hold."""
 
 OPEN = {"metadata", "engine", "versions", "accounted", "worked", "tiers", "speeds", "pools"}
 """Whose keys are data."""
@@ -58,7 +58,7 @@ def with_more(paper: StoredModel) -> Iterator[tuple[tuple[str | int, ...], bytes
 
 
 @pytest.mark.parametrize("name", sorted(REPORTS))
-def test_given_a_report_that_says_more_when_it_is_read_then_it_says_what_is_known(name: str) -> None:
+def test_given_a_report_with_unknown_fields_when_it_is_read_then_known_fields_are_kept(name: str) -> None:
     paper, read = PAPERS_HERE[name], 0
     for path, data in with_more(paper):
         if ORDERS_WITHIN.get(name, set()).isdisjoint(map(str, path)):
@@ -97,7 +97,7 @@ def test_given_counts_by_a_status_that_is_not_known_then_they_are_refused_since_
 
 
 @pytest.mark.parametrize("name", sorted(EVENTS))
-def test_given_an_event_that_says_more_when_it_is_read_then_it_says_what_is_known(name: str) -> None:
+def test_given_an_event_with_unknown_fields_when_it_is_read_then_known_fields_are_kept(name: str) -> None:
     event = EVENTS[name]
     assert read_event(json.dumps(json.loads(event.to_json()) | {"unheard_of": 1})) == event
     with pytest.raises(ValueError, match="unheard_of"):
@@ -112,7 +112,7 @@ def test_given_lane_messages_with_a_field_too_many_then_they_are_refused() -> No
         read_lane_request(json.dumps(json.loads(request_json(REQUEST)) | {"unheard_of": 1}))
 
 
-def test_given_a_report_then_none_of_what_it_holds_can_be_changed() -> None:
+def test_given_a_report_then_it_is_immutable() -> None:
     assert all(issubclass(type(PAPERS_HERE[name]), StoredReport) for name in REPORTS)
     with pytest.raises(ValueError, match="frozen"):
         SUMMARY.part = 2  # type: ignore[misc]

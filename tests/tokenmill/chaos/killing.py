@@ -42,7 +42,7 @@ EARLY = 0.2
 """Share of the kills that come while the run starts up, at most; the first one always does."""
 
 LIVES_OF_A_KILL = 4
-"""Checkpoints that a life has time for between two kills, so that their moments differ in what was logged before."""
+"""Checkpoints between two kills, so that different amounts were logged before each."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Attack:
         self._next_look = time.monotonic() + self._chance.uniform(0.2, 1.2)
 
     def _end(self, process: subprocess.Popen[str], seconds: float, early: bool) -> Life:
-        """Send the signal. The process is stopped before, so that what is durable then is what a kill would leave."""
+        """Send the signal. The process is stopped before, so that the durable files are those that a kill leaves."""
         process.send_signal(signal.SIGSTOP)
         durable, files = self._log.tokens(), [*self._out.glob("work/0*/*-*[0-9]"), *self._out.glob("results/*")]
         times: list[float] = []
@@ -203,7 +203,7 @@ class Attack:
 def attack(
     setup: Setup, source: Path, calm: Calm, chance: random.Random, kills: int, how: signal.Signals
 ) -> dict[str, Any]:
-    """Kill the job so many times, and judge; raises AssertionError with what went wrong."""
+    """Kill the job this often and check it; raises AssertionError with the violations."""
     interval = min(1.0, calm.working / (LIVES_OF_A_KILL * kills))
     often = ("TOKENMILL_CHECKPOINT_SECONDS", str(interval))
     hurried = Setup(setup.model, setup.folder, setup.options, (*setup.environment, often))
@@ -240,7 +240,7 @@ def attack(
 
 
 def judge_job(out: Path, calm: Calm, story: Story, how: signal.Signals) -> None:
-    """What must hold for a job that has ended, whatever was done to it."""
+    """The invariants of a job that has ended."""
     got = answers(out)
     assert set(got) == set(calm.answers), "not one row for each request"
     assert got == calm.answers, {row: (want, got[row]) for row, want in calm.answers.items() if want != got[row]}

@@ -1,4 +1,4 @@
-"""Real runs of the command line: how they are started, what they are given, and when one is up."""
+"""Real runs of the command line: their start, their input, and their readiness."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 GRACE = 900.0
-"""Seconds for what takes one or two: also on a machine that is ten times slower."""
+"""A time-out in seconds for steps of one or two seconds, for machines that are ten times slower."""
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -33,7 +33,7 @@ class Setup:
 
     @property
     def model_name(self) -> str:
-        """What requests call the model."""
+        """The model's name in requests."""
         return self.model.split("=")[0]
 
     def start(self, source: Path, out: Path, *more: str, **variables: str) -> subprocess.Popen[str]:

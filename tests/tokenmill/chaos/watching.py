@@ -1,4 +1,4 @@
-"""What can be seen of a job from outside while its process runs, is stopped, or is dead: files, and nothing else."""
+"""External observation of a job while its process runs, is stopped, or is dead: by its files only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.results.parts import FOOTER_KEY
 from schemas.jobs.checkpoints import CheckpointHead, decode
 
 REFUSED = "part-00000.parquet"
-"""The rows refused in planning: this part stands before any work is done."""
+"""The rows refused in planning: this part is committed before anything is computed."""
 
 
 class Log:
@@ -30,7 +30,7 @@ class Log:
         self._parts: dict[Path, int] = {}
 
     def tokens(self) -> int:
-        """Sampled for what stands: in committed parts, and in the checkpoints of open shards."""
+        """Sampled tokens in committed parts, and in the checkpoints of open shards."""
         logged: defaultdict[int, dict[str, int]] = defaultdict(dict)
         for head in self._standing():  # before the parts are listed: a part stands before its checkpoints go
             known = logged[head.shard]
@@ -63,12 +63,12 @@ class Log:
 
 
 def parts(out: Path) -> list[Path]:
-    """The parts that stand, as files."""
+    """The committed parts, as files."""
     return sorted(out.glob("results/*.parquet"))
 
 
 def digests(out: Path) -> dict[str, str]:
-    """The parts that stand, by name."""
+    """The committed parts, by name."""
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in parts(out)}
 
 
@@ -89,7 +89,7 @@ def look(out: Path) -> int:
 
 
 def answers(out: Path) -> dict[int, tuple[Any, ...]]:
-    """What users compare: everything but times and what was cached."""
+    """The comparable columns: all but times and cached tokens."""
     found = {}
     for row in pq.read_table(out / "results").to_pylist():
         texts = None

@@ -59,7 +59,7 @@ def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {row["custom_id"]: row for row in rows}
 
 
-def test_given_rules_when_run_then_the_table_says_what_was_refused_and_nothing_else_is_lost(
+def test_given_rules_when_run_then_the_table_has_the_refused_rows_and_all_others(
     tokenmill: Cli, place: Path, run: tuple[object, ...], rules: str, results: Results
 ) -> None:
     assert tokenmill(*run, "-o", place / "plain").code == 0

@@ -47,7 +47,7 @@ def root(place: Path) -> Path:
 
 
 def take(store: FolderStore) -> int:
-    """An intake takes what lies there; the number of jobs then."""
+    """Ingest the files in the inbox; the number of jobs afterwards."""
     clock = SimulatedClock()
     world = World(store, clock, SystemRandomness(), store.scratch)
     door = FileIngestSource(FolderInbox(store, clock, settle=1.0), Intake(world), world)
@@ -57,7 +57,7 @@ def take(store: FolderStore) -> int:
     return sum(1 for _ in find_ledgers(store))
 
 
-def test_given_a_refused_file_when_listed_shown_and_replayed_then_the_door_takes_it(tokenmill: Cli, root: Path) -> None:
+def test_given_a_refused_file_when_listed_shown_and_replayed_then_it_is_ingested(tokenmill: Cli, root: Path) -> None:
     table = tokenmill("deadletters", "list", "--root", root)
     assert "model_not_found" in table.out
     assert "bad.jsonl" in table.out
@@ -79,7 +79,7 @@ def test_given_a_refused_file_when_listed_shown_and_replayed_then_the_door_takes
     assert "replayed before" in twice.error
 
 
-def test_given_a_record_when_shown_then_its_bytes_and_headers_can_be_read_and_it_needs_its_door(
+def test_given_a_record_when_shown_then_its_bytes_and_headers_can_be_read_and_it_needs_kafka(
     tokenmill: Cli, place: Path
 ) -> None:
     with FolderStore(place / "root") as store:
@@ -125,7 +125,7 @@ def test_given_a_record_when_replayed_then_it_is_on_its_topic_again_with_key_and
     assert (record.key, record.value, list(record.headers)) == (b"k", b"{broken \xff", headers)
 
 
-def test_given_no_dead_letters_then_it_says_so(tokenmill: Cli, place: Path) -> None:
+def test_given_no_dead_letters_then_a_message_says_so(tokenmill: Cli, place: Path) -> None:
     (place / "root").mkdir()
     nothing = tokenmill("deadletters", "list", "--root", place / "root")
     assert nothing.code == 0
@@ -136,7 +136,9 @@ def test_given_no_dead_letters_then_it_says_so(tokenmill: Cli, place: Path) -> N
     assert "no root is named" in nowhere.error
 
 
-def test_given_an_old_job_when_collected_then_its_results_go_and_jobs_show_says_so(tokenmill: Cli, root: Path) -> None:
+def test_given_an_old_job_when_collected_then_its_results_are_removed_and_jobs_show_reports_it(
+    tokenmill: Cli, root: Path
+) -> None:
     with FolderStore(root) as store:
         (ledger,) = find_ledgers(store)
         job = ledger.job()

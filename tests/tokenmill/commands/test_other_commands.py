@@ -52,7 +52,7 @@ def test_given_a_folder_of_jobs_when_listed_and_shown_then_people_and_programs_s
     assert "requests.jsonl" in shown.out
 
 
-def test_given_a_job_when_exported_then_the_lines_have_openai_form_and_the_asked_order(
+def test_given_a_job_when_exported_then_the_lines_have_openai_form_and_the_requested_order(
     tokenmill: Cli, job: Path, place: Path
 ) -> None:
     done = tokenmill("jobs", "export", job, "--to", place / "out.jsonl", "--in-input-order", "--json")
@@ -75,7 +75,7 @@ def test_given_a_job_when_exported_then_the_lines_have_openai_form_and_the_asked
     assert len((place / "bad.jsonl").read_text().splitlines()) == 1
 
 
-def test_given_no_job_when_looked_at_then_one_line_says_so(tokenmill: Cli, place: Path) -> None:
+def test_given_no_job_when_shown_then_the_error_is_one_line(tokenmill: Cli, place: Path) -> None:
     (place / "empty").mkdir()
 
     nothing = tokenmill("jobs", "list", place / "empty")
@@ -130,7 +130,7 @@ def test_given_a_small_context_when_measured_then_prompts_fit_it(
     assert found["pipeline_rows_per_second"] > 0
 
 
-def test_given_a_bench_when_it_ends_then_its_figures_are_told_and_estimate_uses_them(
+def test_given_a_bench_when_it_ends_then_its_results_are_printed_and_estimate_uses_them(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     quick = ("--repeats", "1", "--batch", "2", "--rows", "20", "--dtype", "float32", "--threads", "1")
@@ -155,7 +155,7 @@ def test_given_a_bench_when_it_ends_then_its_figures_are_told_and_estimate_uses_
     assert 0 < here["seconds"] < 5
 
 
-def test_given_figures_of_another_machine_when_estimated_then_its_price_is_the_books_and_workers_share_the_job(
+def test_given_results_of_another_machine_when_estimated_then_its_price_is_the_books_and_workers_share_the_job(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_lines(*(chat(f"r{n}", text=str(n), max_tokens=10, ignore_eos=True) for n in range(40)))
@@ -183,7 +183,7 @@ def test_given_figures_of_another_machine_when_estimated_then_its_price_is_the_b
     assert "is not what 'tokenmill bench --json' prints" in tokenmill(*asked).error
 
 
-def test_given_a_price_book_when_checked_then_it_says_what_a_worker_costs_or_what_is_wrong(
+def test_given_a_price_book_when_checked_then_the_price_of_a_worker_or_the_error_is_shown(
     tokenmill: Cli, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "l4" in tokenmill("prices", "list").out
@@ -197,7 +197,7 @@ def test_given_a_price_book_when_checked_then_it_says_what_a_worker_costs_or_wha
     assert f"{place / 'mine.toml'}: price: " in wrong.error
 
 
-def test_given_an_empty_cache_when_models_are_listed_then_the_way_to_get_one_is_told(
+def test_given_an_empty_cache_when_models_are_listed_then_the_command_to_pull_one_is_shown(
     tokenmill: Cli, place: Path
 ) -> None:
     listed = tokenmill("models", "list")
@@ -212,7 +212,7 @@ def test_given_a_folder_when_pulled_then_it_is_taken_as_it_is(tokenmill: Cli, mo
     assert tokenmill("models", "pull", model_folder, "--json").json()["path"] == str(model_folder)
 
 
-def test_given_no_network_when_a_hub_name_is_pulled_then_one_line_says_so(place: Path) -> None:
+def test_given_no_network_when_a_hub_name_is_pulled_then_the_error_is_one_line(place: Path) -> None:
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, "-m", "tokenmill", "models", "pull", "owner/model"],
@@ -235,14 +235,14 @@ def test_given_wrong_settings_when_a_command_runs_then_one_line_names_the_settin
     assert "default_max_tokens" in ended.error
 
 
-def test_given_no_command_when_called_then_the_help_is_shown_and_the_exit_code_says_usage(tokenmill: Cli) -> None:
+def test_given_no_command_when_called_then_the_help_is_shown_and_the_exit_code_is_2(tokenmill: Cli) -> None:
     for arguments in ((), ("jobs",), ("models",)):
         ended = tokenmill(*arguments)
         assert ended.code == 2
         assert "Usage: tokenmill" in ended.out
 
 
-def test_given_results_that_are_damaged_then_show_run_and_verify_say_which_file_and_fail(
+def test_given_results_that_are_damaged_then_show_run_and_verify_name_the_file_and_fail(
     tokenmill: Cli, job: Path, place: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("a"), "{", chat("b", text="longer first", max_tokens=30), chat("c"))

@@ -1,4 +1,4 @@
-"""`tokenmill quantize` writes a checkpoint that `run` takes, says what it cost, and leaves nothing half made."""
+"""`tokenmill quantize` writes a checkpoint for `run`, reports the loss of quality, and leaves no incomplete files."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def test_given_columns_that_fill_no_group_then_no_checkpoint_is_written(
     assert not (place / "made").exists()
 
 
-def test_given_no_text_then_quality_is_said_to_be_unmeasured(tokenmill: Cli, place: Path, model_folder: Path) -> None:
+def test_given_no_text_then_quality_is_reported_as_unmeasured(tokenmill: Cli, place: Path, model_folder: Path) -> None:
     ended = tokenmill("quantize", model_folder, "--to", "int8", "-o", place / "made")
     assert ended.code == 0, ended.err
     assert "its quality was not measured" in ended.err
     assert json.loads((place / "made" / "quantization.json").read_text())["quality"] is None
 
 
-def test_given_options_that_contradict_then_one_line_says_so(
+def test_given_options_that_contradict_then_the_error_is_one_line(
     tokenmill: Cli, place: Path, model_folder: Path, text: Path
 ) -> None:
     full = place / "full"

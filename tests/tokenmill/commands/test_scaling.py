@@ -49,7 +49,7 @@ def root(place: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("root")
-def test_given_a_root_when_it_is_asked_once_then_each_pool_has_its_line(tokenmill: Any, root: Path) -> None:
+def test_given_a_root_when_autoscaled_once_then_each_pool_has_its_line(tokenmill: Any, root: Path) -> None:
     dry = tokenmill("autoscale", "--once", "--dry-run", "--json")
     assert dry.code == 0
     (pool,) = json.loads(dry.out)["pools"]
@@ -71,7 +71,7 @@ def processes(place: Path) -> Iterator[Processes]:
 
 
 def metrics_url(processes: Processes, number: int) -> str:
-    """Where a process says that it tells its figures."""
+    """The URL of a process's metrics, from its log."""
 
     def said() -> str | None:
         found = re.search(r"http://[0-9.:]+/metrics", processes.log(number).read_text())
@@ -116,7 +116,7 @@ def test_given_http_when_keda_asks_for_a_pool_then_it_gets_the_number(processes:
         (("--dry-run", "--adapter", "cloudwatch"), "--dry-run only prints"),
     ],
 )
-def test_given_options_that_contradict_each_other_then_it_says_so(
+def test_given_options_that_contradict_each_other_then_it_is_an_error(
     tokenmill: Any, arguments: tuple[str, ...], says: str
 ) -> None:
     done = tokenmill("autoscale", "--root", "x", *arguments)
@@ -141,7 +141,7 @@ def test_given_a_setting_that_is_missing_then_it_is_named(
     assert says in done.err
 
 
-def test_given_a_pattern_when_it_is_simulated_then_there_are_figures_and_a_table(tokenmill: Any) -> None:
+def test_given_a_pattern_when_it_is_simulated_then_there_are_results_and_a_table(tokenmill: Any) -> None:
     arguments = ("simulate", "--pattern", "bursts", "--gpus", 4, "--hours", 6, "--seed", 3, "--price-per-hour", 2)
     found = json.loads(tokenmill(*arguments, "--json").out)
     assert found["deadlines_met"] <= found["deadlines"] <= found["jobs"] == 72
@@ -152,7 +152,7 @@ def test_given_a_pattern_when_it_is_simulated_then_there_are_figures_and_a_table
     assert "assumed, not measured" in table.err
 
 
-def test_given_a_file_and_a_measured_worker_then_they_are_what_is_simulated(tokenmill: Any, tmp_path: Path) -> None:
+def test_given_a_file_and_a_measured_worker_then_they_are_simulated(tokenmill: Any, tmp_path: Path) -> None:
     trace, worker = tmp_path / "trace.jsonl", tmp_path / "worker.json"
     trace.write_text('{"at": 0, "rows": 100, "prompt_tokens": 1, "output_tokens": 100}\n')
     decode = [{"batch": 1, "tokens_per_second": 10.0}, {"batch": 10, "tokens_per_second": 100.0}]
@@ -173,7 +173,7 @@ def test_given_a_file_and_a_measured_worker_then_they_are_what_is_simulated(toke
         (("--worker", "TRACE"), 1, "can't be read as JSON"),
     ],
 )
-def test_given_wrong_arguments_then_the_simulator_says_so(
+def test_given_wrong_arguments_then_the_simulator_refuses_them(
     tokenmill: Any, tmp_path: Path, arguments: tuple[str, ...], code: int, says: str
 ) -> None:
     (tmp_path / "trace").write_text("")

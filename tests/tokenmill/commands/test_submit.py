@@ -1,4 +1,4 @@
-"""`tokenmill submit`: to a folder, a bucket and a topic, each with the real door behind it."""
+"""`tokenmill submit`: to a folder, a bucket and a topic, each with its real ingest source."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_watching_ends_with_the_job(folder: World, source: Path, tokenmill: Any)
     assert "5 expired or cancelled" in ended.err.splitlines()[-1]
 
 
-def test_what_the_door_refuses_ends_the_watching_with_the_letter(folder: World, source: Path, tokenmill: Any) -> None:
+def test_a_refused_file_ends_the_watching_with_its_dead_letter(folder: World, source: Path, tokenmill: Any) -> None:
     door = folder_door(folder)
 
     def work(stop: threading.Event) -> None:
@@ -153,7 +153,7 @@ def test_what_the_door_refuses_ends_the_watching_with_the_letter(folder: World, 
         ("kafka://user:secret@host/topic", "rows.jsonl", "carries credentials"),
     ],
 )
-def test_what_cant_be_submitted_is_said_in_a_line(
+def test_an_invalid_submission_is_an_error_of_one_line(
     folder: World, source: Path, place: Path, tokenmill: Any, to: str, given: str, why: str
 ) -> None:
     (place / "unwatched").mkdir()

@@ -41,10 +41,10 @@ def source(place: Path) -> Path:
 
 
 @pytest.fixture
-def house(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpHouse]:
+def harness(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpHouse]:
     for name in ("TOKENMILL_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    with http_house(place / "house") as made:
+    with http_house(place / "harness") as made:
         yield made
 
 
@@ -56,48 +56,52 @@ def _no_logs() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def test_a_file_is_submitted_watched_listed_shown_and_exported(house: HttpHouse, source: Path, tokenmill: Any) -> None:
-    ended = tokenmill("submit", source, "--to", house.url, "--deadline", "6h", "--tier", "bulk", "--seed", 7, "--watch")
+def test_a_file_is_submitted_watched_listed_shown_and_exported(
+    harness: HttpHouse, source: Path, tokenmill: Any
+) -> None:
+    ended = tokenmill(
+        "submit", source, "--to", harness.url, "--deadline", "6h", "--tier", "bulk", "--seed", 7, "--watch"
+    )
     assert ended.code == 0, ended.err
     job = ended.out.strip()
     assert "completed, 10 of 10 rows done, 2 without an answer" in ended.err.splitlines()[-1]
-    stored = house.ledger(job).job()
+    stored = harness.ledger(job).job()
     assert (stored.tier.value, stored.settings.seed) == ("bulk", 7)
     assert stored.deadline is not None
     assert (stored.deadline - stored.created_at).total_seconds() == 6 * 3_600
 
-    listed = tokenmill("jobs", "list", "--url", f"{house.url}/v1/", "--json")
+    listed = tokenmill("jobs", "list", "--url", f"{harness.url}/v1/", "--json")
     assert [one["id"] for one in listed.json()] == [job]
-    assert job in tokenmill("jobs", "list", "--url", house.url).out
-    assert tokenmill("jobs", "list", "--url", house.url, "--active", "--json").json() == []
-    shown = tokenmill("jobs", "show", job, "--url", house.url)
+    assert job in tokenmill("jobs", "list", "--url", harness.url).out
+    assert tokenmill("jobs", "list", "--url", harness.url, "--active", "--json").json() == []
+    shown = tokenmill("jobs", "show", job, "--url", harness.url)
     assert "bulk" in shown.out
-    assert tokenmill("jobs", "show", job, "--url", house.url, "--json").json()["status"] == "completed"
-    assert tokenmill("jobs", "watch", job, "--url", house.url).code == 0
+    assert tokenmill("jobs", "show", job, "--url", harness.url, "--json").json()["status"] == "completed"
+    assert tokenmill("jobs", "watch", job, "--url", harness.url).code == 0
 
-    done = tokenmill("jobs", "export", job, "--url", house.url, "--to", "good.jsonl", "--errors-to", "bad.jsonl")
+    done = tokenmill("jobs", "export", job, "--url", harness.url, "--to", "good.jsonl", "--errors-to", "bad.jsonl")
     assert done.code == 0
     good, bad = (Path(name).read_bytes().splitlines() for name in ("good.jsonl", "bad.jsonl"))
     assert (len(good), len(bad)) == (8, 2)
     assert all(json.loads(line)["error"] is None for line in good)
-    assert sorted(path.name for path in Path().iterdir()) == ["bad.jsonl", "good.jsonl", "house", "in.jsonl"]
+    assert sorted(path.name for path in Path().iterdir()) == ["bad.jsonl", "good.jsonl", "harness", "in.jsonl"]
 
-    refused = tokenmill("jobs", "retry", job, "--url", house.url, "--only", "failed")
+    refused = tokenmill("jobs", "retry", job, "--url", harness.url, "--only", "failed")
     assert (refused.code, "--include-invalid" in refused.error) == (1, True)
-    retry = ("jobs", "retry", job, "--url", house.url, "--deadline", "2h", "--include-invalid")
+    retry = ("jobs", "retry", job, "--url", harness.url, "--deadline", "2h", "--include-invalid")
     tried = tokenmill(*retry, "--watch", "--json")
     assert tried.code == 0, tried.err
     again = tried.json()
     assert (again["tokenmill"]["retry_of"], again["request_counts"]["total"]) == (job, 2)
-    late = tokenmill("jobs", "cancel", job, "--url", house.url)
+    late = tokenmill("jobs", "cancel", job, "--url", harness.url)
     assert (late.code, "completed already" in late.error) == (1, True)
 
 
 def test_an_upload_may_take_longer_to_be_answered_than_anything_else(
-    house: HttpHouse, source: Path, monkeypatch: pytest.MonkeyPatch
+    harness: HttpHouse, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(over_http, "TIMES", httpx2.Timeout(0.5))
-    with FaultyHttp(house.url) as proxy, GatewayClient(proxy.endpoint, sleep=lambda _: None) as gateway:
+    with FaultyHttp(harness.url) as proxy, GatewayClient(proxy.endpoint, sleep=lambda _: None) as gateway:
         late = proxy.add("late", seconds=1.5)
         file = gateway.upload(source)
         assert (file["object"], late.hits) == ("file", 1)
@@ -105,55 +109,55 @@ def test_an_upload_may_take_longer_to_be_answered_than_anything_else(
             gateway.get("/v1/files")
 
 
-def test_the_list_goes_on_over_pages(house: HttpHouse, source: Path, tokenmill: Any) -> None:
-    made = [tokenmill("submit", source, "--to", house.url).out.strip() for _ in range(3)]
-    gateway = GatewayClient(house.url)
+def test_the_list_goes_on_over_pages(harness: HttpHouse, source: Path, tokenmill: Any) -> None:
+    made = [tokenmill("submit", source, "--to", harness.url).out.strip() for _ in range(3)]
+    gateway = GatewayClient(harness.url)
     from tokenmill.jobs.http_backend import _batches  # noqa: PLC0415
 
     assert [one["id"] for one in _batches(gateway, 1)] == made[::-1]
-    some = tokenmill("jobs", "list", "--url", house.url, "--limit", 2, "--json")
+    some = tokenmill("jobs", "list", "--url", harness.url, "--limit", 2, "--json")
     assert [one["id"] for one in some.json()] == made[:0:-1]
     assert "only the newest 2" in some.err
 
 
 def test_a_job_is_cancelled_and_its_watching_ends(place: Path, source: Path, tokenmill: Any) -> None:
-    with http_house(place / "house", permits=0) as house:
-        job = tokenmill("submit", source, "--to", house.url).out.strip()
-        cancelled = tokenmill("jobs", "cancel", job, "--url", house.url, "--json").json()
+    with http_house(place / "harness", permits=0) as harness:
+        job = tokenmill("submit", source, "--to", harness.url).out.strip()
+        cancelled = tokenmill("jobs", "cancel", job, "--url", harness.url, "--json").json()
         assert cancelled["status"] in ("cancelling", "cancelled")
-        ended = tokenmill("jobs", "watch", job, "--url", house.url, "--every", 0.1)
+        ended = tokenmill("jobs", "watch", job, "--url", harness.url, "--every", 0.1)
         assert (ended.code, "cancelled" in ended.err) == (0, True)
-        assert tokenmill("jobs", "cancel", job, "--url", house.url).code == 0, "again changes nothing"
+        assert tokenmill("jobs", "cancel", job, "--url", harness.url).code == 0, "again changes nothing"
 
 
-def test_a_job_that_is_refused_as_a_whole_fails_the_command(house: HttpHouse, source: Path, tokenmill: Any) -> None:
+def test_a_job_that_is_refused_as_a_whole_fails_the_command(harness: HttpHouse, source: Path, tokenmill: Any) -> None:
     source.write_bytes(lines(2) + b"{}\n")
-    ended = tokenmill("submit", source, "--to", house.url, "--watch")
+    ended = tokenmill("submit", source, "--to", harness.url, "--watch")
     assert (ended.code, "failed as a whole: line 3" in ended.error) == (1, True)
 
 
-def test_the_endpoint_is_that_of_the_first_line(house: HttpHouse, source: Path, tokenmill: Any) -> None:
+def test_the_endpoint_is_that_of_the_first_line(harness: HttpHouse, source: Path, tokenmill: Any) -> None:
     source.write_bytes(lines(2, "/v1/completions"))
-    job = tokenmill("submit", source, "--to", house.url, "--watch").out.strip()
-    assert house.ledger(job).job().settings.url == "/v1/completions"
-    refused = tokenmill("submit", source, "--to", house.url, "--endpoint", "/v1/images")
+    job = tokenmill("submit", source, "--to", harness.url, "--watch").out.strip()
+    assert harness.ledger(job).job().settings.url == "/v1/completions"
+    refused = tokenmill("submit", source, "--to", harness.url, "--endpoint", "/v1/images")
     assert (refused.code, "endpoint" in refused.error) == (1, True)
 
 
 def test_the_key_comes_from_the_environment(
-    house: HttpHouse, source: Path, tokenmill: Any, monkeypatch: pytest.MonkeyPatch
+    harness: HttpHouse, source: Path, tokenmill: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, key = house.keys.create("acme", tuple(Scope))
-    refused = tokenmill("jobs", "list", "--url", house.url)
+    _, key = harness.keys.create("acme", tuple(Scope))
+    refused = tokenmill("jobs", "list", "--url", harness.url)
     assert (refused.code, "TOKENMILL_API_KEY" in refused.error) == (1, True)
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    assert tokenmill("submit", source, "--to", house.url, "--watch").code == 0
+    assert tokenmill("submit", source, "--to", harness.url, "--watch").code == 0
     monkeypatch.setenv("TOKENMILL_API_KEY", "tm-wrong")
-    refused = tokenmill("jobs", "list", "--url", house.url)
+    refused = tokenmill("jobs", "list", "--url", harness.url)
     assert refused.code == 1
     assert key not in refused.err
     monkeypatch.setenv("TOKENMILL_API_KEY", "two words")
-    assert "letters that no key has" in tokenmill("jobs", "list", "--url", house.url).error
+    assert "letters that no key has" in tokenmill("jobs", "list", "--url", harness.url).error
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,7 @@ def test_urls_that_cannot_be_gateways_are_refused(tokenmill: Any, url: str, why:
 
 
 @pytest.mark.parametrize("job", ["..", "../files", "job?x=1", "a/cancel", "%2e%2e", "x" * 300])
-def test_what_is_no_id_is_never_sent(tokenmill: Any, job: str) -> None:
+def test_an_invalid_id_is_never_sent(tokenmill: Any, job: str) -> None:
     for command in ("show", "watch", "cancel", "retry"):
         ended = tokenmill("jobs", command, "--url", "http://127.0.0.1:9", "--", job)
         assert (ended.code, "no job's id" in ended.error) == (1, True)
@@ -190,7 +194,7 @@ def test_what_is_no_id_is_never_sent(tokenmill: Any, job: str) -> None:
         ("chat", " ", "--url", "http://h"),
     ],
 )
-def test_what_cannot_go_together_is_refused_before_anything_is_sent(tokenmill: Any, given: tuple[str, ...]) -> None:
+def test_invalid_combinations_are_refused_before_a_request_is_sent(tokenmill: Any, given: tuple[str, ...]) -> None:
     ended = tokenmill(*given)
     assert ended.code in (1, 2)
     assert ended.err.count("error: ") == 1
@@ -200,13 +204,13 @@ def test_what_cannot_go_together_is_refused_before_anything_is_sent(tokenmill: A
 
 
 @pytest.fixture
-def faulty(house: HttpHouse) -> Iterator[FaultyHttp]:
-    with FaultyHttp(house.url) as proxy:
+def faulty(harness: HttpHouse) -> Iterator[FaultyHttp]:
+    with FaultyHttp(harness.url) as proxy:
         yield proxy
 
 
-def test_a_busy_gateway_is_asked_again_and_an_upload_that_got_lost_is_one_file(
-    house: HttpHouse, faulty: FaultyHttp, source: Path
+def test_requests_to_a_busy_gateway_are_retried_and_a_lost_upload_is_one_file(
+    harness: HttpHouse, faulty: FaultyHttp, source: Path
 ) -> None:
     waited: list[float] = []
     with GatewayClient(faulty.endpoint, sleep=waited.append) as gateway:
@@ -215,7 +219,7 @@ def test_a_busy_gateway_is_asked_again_and_an_upload_that_got_lost_is_one_file(
         assert len(waited) == 2
         faulty.faults.append(Fault("lost", method="POST", path="/v1/files", times=2))
         gateway.upload(source)
-    with house.http() as http:
+    with harness.http() as http:
         assert len(http.get("/v1/files").json()["data"]) == 1, "the same upload again is the same file"
 
 
@@ -233,7 +237,7 @@ def test_a_gateway_that_stays_busy_is_given_up(faulty: FaultyHttp, tokenmill: An
         nobody.get("/v1/models")
 
 
-def test_what_may_not_be_done_twice_is_not_sent_again_when_its_answer_is_lost(faulty: FaultyHttp) -> None:
+def test_a_request_that_is_not_idempotent_is_not_retried_when_its_answer_is_lost(faulty: FaultyHttp) -> None:
     waited: list[float] = []
     faulty.faults.append(Fault("lost", method="POST"))
     with GatewayClient(faulty.endpoint, sleep=waited.append) as gateway, pytest.raises(UserError):
@@ -242,9 +246,9 @@ def test_what_may_not_be_done_twice_is_not_sent_again_when_its_answer_is_lost(fa
 
 
 def test_an_export_that_is_cut_off_leaves_no_file(
-    house: HttpHouse, faulty: FaultyHttp, source: Path, tokenmill: Any
+    harness: HttpHouse, faulty: FaultyHttp, source: Path, tokenmill: Any
 ) -> None:
-    job = tokenmill("submit", source, "--to", house.url, "--watch").out.strip()
+    job = tokenmill("submit", source, "--to", harness.url, "--watch").out.strip()
     faulty.faults.append(Fault("cut", path="/results"))
     ended = tokenmill("jobs", "export", job, "--url", faulty.endpoint, "--to", "cut.jsonl")
     assert (ended.code, "broke off" in ended.error) == (1, True)
@@ -254,34 +258,36 @@ def test_an_export_that_is_cut_off_leaves_no_file(
 # -- chat
 
 
-def chatting(house: HttpHouse, *more: str) -> subprocess.Popen[str]:
+def chatting(harness: HttpHouse, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tokenmill", "chat", "--url", house.url, *more],
+        [sys.executable, "-m", "tokenmill", "chat", "--url", harness.url, *more],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
-def test_one_message_is_answered(house: HttpHouse, tokenmill: Any) -> None:
-    told = tokenmill("chat", "hello", "--url", house.url, "--max-tokens", 4, "--system", "be brief", "--temperature", 0)
+def test_one_message_is_answered(harness: HttpHouse, tokenmill: Any) -> None:
+    told = tokenmill(
+        "chat", "hello", "--url", harness.url, "--max-tokens", 4, "--system", "be brief", "--temperature", 0
+    )
     assert (told.code, told.out) == (0, words(4) + "\n")
-    (asked,) = house.worker.asked.values()
+    (asked,) = harness.worker.asked.values()
     assert [one["role"] for one in asked.body["messages"]] == ["system", "user"]
     assert (asked.body["model"], asked.body["temperature"]) == (PIN.name, 0)
-    failed = tokenmill("chat", "break", "--url", house.url)
+    failed = tokenmill("chat", "break", "--url", harness.url)
     assert (failed.code, "it broke" in failed.error) == (1, True)
 
 
-def test_a_talk_goes_along_and_ends_with_its_input(house: HttpHouse) -> None:
-    out, err = chatting(house, "--max-tokens", "2").communicate("one\n\ntwo\n", timeout=HANG_SECONDS)
+def test_a_talk_goes_along_and_ends_with_its_input(harness: HttpHouse) -> None:
+    out, err = chatting(harness, "--max-tokens", "2").communicate("one\n\ntwo\n", timeout=HANG_SECONDS)
     assert out.splitlines() == [words(2), words(2)], err
-    asked = [one.body["messages"] for one in house.worker.asked.values()]
+    asked = [one.body["messages"] for one in harness.worker.asked.values()]
     assert [one["content"] for one in asked[1]] == ["one", words(2), "two"]
 
 
-def test_an_interrupt_cancels_the_answer_and_not_the_talk(house: HttpHouse) -> None:
-    house.worker.pause = 0.05
-    talk = chatting(house, "--max-tokens", "1000")
+def test_an_interrupt_cancels_the_answer_and_not_the_talk(harness: HttpHouse) -> None:
+    harness.worker.pause = 0.05
+    talk = chatting(harness, "--max-tokens", "1000")
     assert talk.stdin is not None
     assert talk.stdout is not None
     talk.stdin.write("one\n")
@@ -289,10 +295,10 @@ def test_an_interrupt_cancels_the_answer_and_not_the_talk(house: HttpHouse) -> N
     assert talk.stdout.read(4) == words(1)[:4]
     talk.send_signal(signal.SIGINT)
     until = time.monotonic() + HANG_SECONDS
-    while not house.worker.unwanted:
+    while not harness.worker.unwanted:
         assert time.monotonic() < until, "the worker still answers"
         time.sleep(0.01)
-    house.worker.pause = 0.0
+    harness.worker.pause = 0.0
     killer = threading.Timer(60, talk.kill)
     killer.start()
     out, err = talk.communicate("two\n")
@@ -300,4 +306,4 @@ def test_an_interrupt_cancels_the_answer_and_not_the_talk(house: HttpHouse) -> N
     assert talk.returncode == 0, err
     assert "cancelled" in err
     assert out.rstrip().endswith("0.999")
-    assert [one["content"] for one in list(house.worker.asked.values())[-1].body["messages"]] == ["two"]
+    assert [one["content"] for one in list(harness.worker.asked.values())[-1].body["messages"]] == ["two"]

@@ -1,4 +1,4 @@
-"""What `estimate` foresees beside what `run` then counts, on a model that really runs."""
+"""The estimates of `estimate`, compared with the counts of `run` on a real model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("shard_rows", ["2000", "7"])
-def test_given_prefixes_that_turn_up_by_chance_when_estimated_then_tokens_are_those_that_a_run_counts(
+def test_given_accidental_prefixes_when_estimated_then_tokens_are_those_that_a_run_counts(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, shard_rows: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -68,7 +68,7 @@ def test_given_prefixes_that_turn_up_by_chance_when_estimated_then_tokens_are_th
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_given_more_rows_than_are_looked_at_when_estimated_then_the_sample_stands_for_all(
+def test_given_more_rows_than_are_sampled_when_estimated_then_the_sample_is_extrapolated(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [chat(f"r{n}", text=f"{HEADER} {n}", max_tokens=4 + n * 5 % 17, ignore_eos=True) for n in range(1600)]
@@ -90,7 +90,7 @@ def test_given_more_rows_than_are_looked_at_when_estimated_then_the_sample_stand
     assert part["times"][0]["seconds"] == pytest.approx(whole["times"][0]["seconds"], rel=0.15)
 
 
-def test_given_a_small_cache_elsewhere_when_estimated_then_what_it_has_to_compute_again_takes_time(
+def test_given_a_small_cache_elsewhere_when_estimated_then_recomputation_takes_time(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(*by_chance(chat))
@@ -105,9 +105,7 @@ def test_given_a_small_cache_elsewhere_when_estimated_then_what_it_has_to_comput
     assert np.isfinite(took).all(), "one that could not even load the model is taken for one that can"
 
 
-def test_given_a_measurement_of_rates_alone_when_steps_are_priced_then_batches_and_prompts_take_what_they_took() -> (
-    None
-):
+def test_given_measured_rates_only_when_steps_are_estimated_then_they_take_the_measured_time() -> None:
     times = MeasuredSpeed("m", "float32", 1, "old", "2026-01-01", prefill=1000.0, decode=100.0, batch=8).times
     eight, prompt = times.of(np.array([[8, 8, 500, 500], [8 + 2048, 0, 0, 9e6]], dtype=float)).tolist()
     assert eight == pytest.approx(8 / 100)
@@ -126,7 +124,9 @@ def test_given_rows_that_a_run_refuses_when_estimated_then_their_tokens_are_not_
     assert ran.json()["counts"]["failed"] == found["rejected"]
 
 
-def test_given_an_empty_input_when_estimated_then_it_says_so(tokenmill: Cli, place: Path, model_folder: Path) -> None:
+def test_given_an_empty_input_when_estimated_then_a_message_says_so(
+    tokenmill: Cli, place: Path, model_folder: Path
+) -> None:
     (place / "empty.jsonl").write_text("\n")
     ended = tokenmill("estimate", place / "empty.jsonl", "--model", f"tiny={model_folder}")
     assert "the input holds no rows: nothing would be computed" in ended.err

@@ -1,4 +1,4 @@
-"""What a worker costs: as it is told, as its settings say, or as the instance says of itself."""
+"""The price of a worker: from an option, the settings, or the instance's metadata."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_given_an_instance_that_the_book_lacks_then_it_is_an_error() -> None:
         price_of_worker(load_settings(instance=InstanceOptions(type="x9.huge")))
 
 
-def test_given_an_ec2_instance_when_asked_then_it_says_what_it_is_and_how_it_is_paid(metadata: MetadataServer) -> None:
+def test_given_an_ec2_instance_when_queried_then_type_region_and_market_are_known(metadata: MetadataServer) -> None:
     assert price_of_worker(asking()) == 0.268
     metadata.said["instance-life-cycle"] = "on-demand"
     assert price_of_worker(asking()) == 0.8048
 
 
-def test_given_a_service_that_never_answers_then_it_is_given_up_and_said(
+def test_given_a_service_that_never_answers_then_the_call_fails_with_a_message(
     metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(instance_metadata, "TIMEOUT", 0.2)

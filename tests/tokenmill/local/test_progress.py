@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on and when it has ended."""
+"""The progress display of a run, and its summary."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNNING = RunSnapshot(
 )
 
 
-def test_given_a_snapshot_when_described_then_rates_hits_and_eta_are_what_they_should_be() -> None:
+def test_given_a_snapshot_when_described_then_rates_hits_and_eta_are_right() -> None:
     line = describe(RUNNING)
 
     assert "60/200 rows (2 failed)" in line
@@ -42,20 +42,18 @@ def test_given_a_snapshot_when_described_then_rates_hits_and_eta_are_what_they_s
     assert f"about {wanted:.1f} s left" in line
 
 
-def test_given_nothing_computed_yet_when_described_then_only_the_phase_is_told() -> None:
+def test_given_nothing_computed_yet_when_described_then_only_the_phase_is_shown() -> None:
     assert describe(RunSnapshot("loading the model", total=200, done=50)) == "loading the model"
 
 
 @pytest.mark.parametrize(("seconds", "output", "done"), [(0.5, 100, 3), (5.0, 0, 3), (5.0, 100, 2)])
-def test_given_too_little_to_go_by_when_asked_for_the_eta_then_there_is_none(
-    seconds: float, output: int, done: int
-) -> None:
+def test_given_too_little_data_then_there_is_no_eta(seconds: float, output: int, done: int) -> None:
     snapshot = RunSnapshot("computing", 10, done, before=2, output_tokens=output, expected_tokens=500, seconds=seconds)
 
     assert snapshot.eta is None
 
 
-def test_given_no_terminal_when_shown_then_plain_lines_come_and_a_phase_is_said_once() -> None:
+def test_given_no_terminal_when_shown_then_plain_lines_are_printed_and_a_phase_once() -> None:
     text = io.StringIO()
     console = Console(file=text, width=200)
     snapshots = [RunSnapshot("planning"), RunSnapshot("planning"), RUNNING]

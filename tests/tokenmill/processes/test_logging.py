@@ -1,4 +1,4 @@
-"""Logs as documents: ours, and what libraries say in their own way."""
+"""Logs as JSON documents: our events, and those of libraries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def said(log_format: str) -> list[str]:
     return ended.stderr.splitlines()
 
 
-def test_given_json_then_every_line_is_a_document_whoever_said_it() -> None:
+def test_given_json_then_every_line_of_any_logger_is_a_document() -> None:
     lines = [json.loads(line) for line in said("json")]
     assert all({"timestamp", "level", "event"} <= line.keys() and line["command"] == "worker" for line in lines)
     taken, two, error, old, up = lines

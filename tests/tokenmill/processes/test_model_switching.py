@@ -15,7 +15,7 @@ from pipeline.worker_client.protocol import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
 from schemas.workers.lane import HandBackEvent, LaneRequest
 from tests.pipeline.simulation import SimulatedClock
-from tokenmill.processes.model_switching import LOOK_SECONDS, ModelRotation, RotatingShardSource
+from tokenmill.processes.model_switching import POLL_SECONDS, ModelRotation, RotatingShardSource
 
 A, B, C = ((name, queue_name(name, Tier.BULK)) for name in "abc")
 
@@ -58,7 +58,7 @@ def turns(queue: MemoryQueue, lane: MemoryLane, clock: SimulatedClock) -> ModelR
     return turns
 
 
-def test_an_idle_model_makes_room_for_the_next_that_is_asked_for(queue: MemoryQueue, turns: ModelRotation) -> None:
+def test_an_idle_model_is_replaced_by_the_next_with_requests(queue: MemoryQueue, turns: ModelRotation) -> None:
     source = RotatingShardSource(Shards(1), turns)
     queue.put(C[1], ShardTask("job", 7))
     assert source.take(0) is not None
@@ -79,7 +79,7 @@ def test_without_anything_to_do_a_model_stays(queue: MemoryQueue, clock: Simulat
         assert not source.finished()
     assert turns.loaded == "a"
     queue.put(B[1], ShardTask("job", 1))
-    clock.sleep(LOOK_SECONDS)
+    clock.sleep(POLL_SECONDS)
     source.take(0)
     assert source.finished()
     assert turns.loaded == "b"
@@ -104,7 +104,7 @@ def test_a_model_that_always_has_work_makes_room_after_a_while(
     assert turns.loaded == "b"
 
 
-def test_a_model_that_is_asked_for_on_the_lane_is_loaded_and_its_request_waits_for_it(
+def test_a_model_with_a_lane_request_is_loaded_and_the_request_waits_for_it(
     lane: MemoryLane, clock: SimulatedClock, turns: ModelRotation
 ) -> None:
     busy = [True]
@@ -114,7 +114,7 @@ def test_a_model_that_is_asked_for_on_the_lane_is_loaded_and_its_request_waits_f
     source.take(0)
     assert not source.finished(), "callers of the loaded model are being answered"
     busy[0] = False
-    clock.sleep(LOOK_SECONDS)
+    clock.sleep(POLL_SECONDS)
     source.take(0)
     assert source.finished()
     assert turns.loaded == "b"

@@ -136,7 +136,7 @@ def test_given_a_run_that_lives_when_run_again_then_it_is_refused_soon(place: Pa
 def test_given_a_segment_of_another_job_when_the_plan_is_read_then_it_is_refused(
     place: Path, chat: Chat, write_lines: Write, index: int
 ) -> None:
-    """As a planner that nobody waited for would have left it: of the same rows, under the same name."""
+    """A segment as an orphaned planner leaves it: of the same rows, under the same name."""
     kept: dict[str, PlanSegment] = {}
     for name in ("old", "new"):
         source = write_lines(*(chat(f"{name}-{row}") for row in range(10)), name=f"{name}.jsonl")

@@ -89,7 +89,7 @@ def requests(path: Path, rows: int = 3) -> Path:
 
 
 def nested_bomb(path: Path, elements: int) -> Path:
-    """One row of messages that are one value of 1 MiB, which stands in the file once."""
+    """One row of messages that share one value of 1 MiB, which the file holds once."""
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * elements, pa.int32()), pa.array(["A" * (1 << 20)]))
     roles = pa.array(["user"] * elements)
     messages = pa.ListArray.from_arrays(
@@ -139,7 +139,7 @@ def test_one_process_plans_many_jobs(root: Root, pool: PlannerPool, tmp_path: Pa
 
 @contextmanager
 def being_planned(root: Root, pool: PlannerPool, tmp_path: Path) -> Iterator[tuple[JobLedger, Future[PlanOutcome]]]:
-    """A large job whose first segment stands, and how planning it ends."""
+    """A large job whose first segment is committed, and the outcome of its planning."""
     large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
     with ThreadPoolExecutor(1) as thread:
         planning = thread.submit(pool.plan, large, in_time=True)
@@ -162,7 +162,7 @@ def test_given_a_planner_that_is_killed_then_its_job_is_blamed_and_another_proce
     assert pid not in pool.pids
 
 
-def test_given_a_planner_that_is_told_to_stop_by_another_then_its_job_is_not_blamed(
+def test_given_a_planner_that_another_process_stops_then_its_job_has_no_failure(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
     with being_planned(root, pool, tmp_path) as (_large, planning):
@@ -182,7 +182,7 @@ def test_given_a_plan_under_way_when_the_pool_is_closed_then_its_processes_end_a
     assert not pool.pids
 
 
-def test_given_a_job_that_was_closed_before_it_was_planned_then_the_pool_says_how_it_ended(
+def test_given_a_job_that_was_closed_before_it_was_planned_then_the_pool_returns_its_outcome(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
     closed = submitted(root, "closed", requests(tmp_path / "closed.jsonl"))
@@ -221,7 +221,7 @@ def test_given_a_plan_under_way_when_it_is_cancelled_then_its_process_ends_witho
 
 
 def planning_of(pool: PlannerPool, job: JobLedger, thread: ThreadPoolExecutor) -> Future[PlanOutcome]:
-    """A plan under way, of which the first segment stands."""
+    """A plan in progress, whose first segment is committed."""
     planning = thread.submit(pool.plan, job, in_time=True)
     wait_for(lambda: planning.done() or job.segment(0), "no segment was planned")
     return planning
@@ -314,17 +314,17 @@ class Installed:
     def __init__(self, root: Root) -> None:
         self._root = root
         self._stop = threading.Event()
-        hints = in_process_backends(root)
-        dispatch = dispatcher_part(root, hints, Settings(), DispatchMetrics())
+        backends = in_process_backends(root)
+        dispatch = dispatcher_part(root, backends, Settings(), DispatchMetrics())
         self._threads = [
-            threading.Thread(target=dispatch, args=(self._stop,)), threading.Thread(target=self._work, args=(hints,))
+            threading.Thread(target=dispatch, args=(self._stop,)), threading.Thread(target=self._work, args=(backends,))
         ]  # fmt: skip
         for thread in self._threads:
             thread.start()
 
-    def _work(self, hints: Backends) -> None:
+    def _work(self, backends: Backends) -> None:
         world, ledger = self._root.world, self._root.ledger
-        client = ShardClient("w", world, ledger, hints.queue, hints.heartbeats, lambda: False, models=MODELS)
+        client = ShardClient("w", world, ledger, backends.queue, backends.heartbeats, lambda: False, models=MODELS)
         while not self._stop.is_set():
             if (shard := client.take(0.01)) is not None:
                 client.begin(shard)

@@ -1,4 +1,4 @@
-"""Most of a job is planned beside the work on it: by a process that may fail, be killed, or outlive its welcome."""
+"""Most of a job is planned while it is computed, by a process that may fail, be killed, or outlive its parent."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def source(chat: Chat, write_lines: Write) -> Path:
     return write_lines(*("{" if row % 10 == 5 else chat(f"id-{row}", text=f"word {row}") for row in range(ROWS)))
 
 
-class Told(RunTracker):
-    """A tracker that does something when work begins, just before the rest of the plan is begun."""
+class HookedTracker(RunTracker):
+    """A tracker that calls a function when computing begins, just before the rest is planned."""
 
     def __init__(self, do: Callable[[], object]) -> None:
         super().__init__()
         self._do = do
 
-    def planned(self, counts: Counts, expected_tokens: int, *, whole: bool) -> None:
-        super().planned(counts, expected_tokens, whole=whole)
+    def set_plan(self, counts: Counts, expected_tokens: int, *, whole: bool) -> None:
+        super().set_plan(counts, expected_tokens, whole=whole)
         self._do()
 
 
@@ -74,10 +74,10 @@ def run(source: Path, place: Path, model_folder: Path, before_planning: Callable
         assert [segment.index for segment in segments] == [0], "no more was waited for"
         return load_model(plan, pin, segments)
 
-    return run_job(plan, Told(before_planning), threading.Event(), load)
+    return run_job(plan, HookedTracker(before_planning), threading.Event(), load)
 
 
-def test_a_job_of_many_segments_is_planned_beside_the_work(
+def test_a_job_of_many_segments_is_planned_while_it_is_computed(
     place: Path, model_folder: Path, source: Path, results: Results
 ) -> None:
     done = run(source, place, model_folder, lambda: None)
@@ -87,7 +87,7 @@ def test_a_job_of_many_segments_is_planned_beside_the_work(
     assert len(list((place / "out" / "plan").iterdir())) == 6
 
 
-def test_given_an_input_that_vanishes_while_it_is_planned_then_the_run_says_so_and_can_go_on(
+def test_given_an_input_that_vanishes_while_it_is_planned_then_the_run_fails_with_a_message_and_can_go_on(
     place: Path, model_folder: Path, source: Path, results: Results
 ) -> None:
     out, aside = place / "out", source.with_name("aside.jsonl")
@@ -118,7 +118,7 @@ def begun(place: Path, source: Path) -> Iterator[tuple[Output, Job]]:
         yield begun
 
 
-def test_the_planner_tells_of_each_segment_once(begun: tuple[Output, Job], place: Path) -> None:
+def test_the_planner_reports_each_segment_once(begun: tuple[Output, Job], place: Path) -> None:
     output, job = begun
     told: list[PlanSegment] = []
     ended = threading.Event()
@@ -135,7 +135,7 @@ def test_the_planner_tells_of_each_segment_once(begun: tuple[Output, Job], place
     assert told[-1].end_row == ROWS
 
 
-def test_given_a_changed_input_when_it_is_planned_then_the_planner_fails_once_with_what_to_do(
+def test_given_a_changed_input_when_it_is_planned_then_the_planner_fails_once_with_a_remedy(
     begun: tuple[Output, Job], place: Path, source: Path
 ) -> None:
     output, job = begun
@@ -150,7 +150,7 @@ def test_given_a_changed_input_when_it_is_planned_then_the_planner_fails_once_wi
     assert len(list(output.ledger.segments())) == 1
 
 
-def test_given_an_input_rewritten_at_the_same_size_when_it_is_planned_then_the_planner_fails_with_what_to_do(
+def test_given_an_input_rewritten_at_the_same_size_when_it_is_planned_then_the_planner_fails_with_a_remedy(
     begun: tuple[Output, Job], place: Path, source: Path
 ) -> None:
     output, job = begun

@@ -35,7 +35,7 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def workers(out: Path) -> set[str]:
-    """Who made parts."""
+    """The workers that committed parts."""
     ledger = JobLedger(FolderStore(out, read_only=True))
     return {read_part(ledger, number).summary.worker for number, _ in ledger.parts() if number}
 
@@ -86,7 +86,7 @@ def test_a_model_shared_by_two_processes_writes_the_same_table(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", ["replica", "rank"])
-def test_what_dies_ends_the_run_and_the_same_command_goes_on(
+def test_a_dead_process_ends_the_run_and_the_same_command_goes_on(
     victim: str, place: Path, model_folder: Path, chat: Any, write_lines: Any, results: Any, tokenmill: Tokenmill
 ) -> None:
     """Two replicas of two ranks each: a process of either kind is killed, and none outlives the run."""

@@ -35,14 +35,14 @@ class Late:
 class Made:
     late = Late()
 """
-"""Python 3.11 raises a RuntimeError in the place of what a `__set_name__` has raised."""
+"""Python 3.11 replaces an exception of `__set_name__` by a RuntimeError."""
 FINALIZED = """
 class Late:
     def __del__(self):
         signal.raise_signal(signal.SIGTERM)
 Late()
 """
-"""Python swallows what a finalizer has raised, and prints a traceback."""
+"""Python swallows an exception of a finalizer, and prints a traceback."""
 PARTS = ("serve", "worker", "dispatcher", "intake", "gateway")
 
 TOLD = """
@@ -100,7 +100,7 @@ def start(place: Path, variables: dict[str, str]) -> Iterator[Callable[..., subp
 
 
 def check_end(process: subprocess.Popen[bytes], place: Path) -> str:
-    """It ends soon and in order, and leaves no process and no half-written file; what it said."""
+    """It ends soon and gracefully, and leaves no process and no incomplete file; its output."""
     code, said = process.wait(SOON), (place / "log").read_text()
     assert code == 0, said
     assert "Traceback" not in said
@@ -131,7 +131,7 @@ def check_end(process: subprocess.Popen[bytes], place: Path) -> str:
         ("dispatcher", "fcntl.flock", None, FINALIZED),
     ],
 )
-def test_given_the_word_at_a_moment_of_the_start_then_nothing_is_begun(
+def test_given_a_stop_signal_during_the_start_then_no_part_starts(
     place: Path, arguments: Any, start: Any, part: str, event: str, name: str | None, how: str
 ) -> None:
     (place / "told.py").write_text(TOLD.format(event=event, name=name, how=how))
@@ -142,7 +142,7 @@ def test_given_the_word_at_a_moment_of_the_start_then_nothing_is_begun(
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc tells when a process listens for SIGTERM")
 @pytest.mark.parametrize("part", PARTS)
-def test_given_the_word_as_soon_as_it_listens_and_at_any_time_from_then_then_it_ends_with_0(
+def test_given_a_stop_signal_at_any_time_since_the_handler_is_installed_then_it_ends_with_0(
     place: Path, arguments: Any, start: Any, part: str
 ) -> None:
     for told_after in (0.0, random.Random().uniform(0.0, LONGEST)):

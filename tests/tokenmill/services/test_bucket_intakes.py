@@ -1,4 +1,4 @@
-"""Intakes of a bucket as real processes: two at once, told of all twice, one killed and one stopped for a while."""
+"""Intakes of a bucket as real processes: two at once, with duplicate events, one killed and one stopped for a while."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILES = 30
 
 @pytest.fixture
 def bucket(s3_server: MotoServer, unique_name: Callable[[], str]) -> str:
-    """A bucket that tells a queue of the same name of what is dropped."""
+    """A bucket with event notifications to a queue of the same name."""
     name = s3_server.make_bucket(f"intakes-{unique_name()[-8:]}")
     queues = s3_server.client("sqs")
     url = queues.create_queue(QueueName=name)["QueueUrl"]
@@ -79,7 +79,7 @@ def line(number: int) -> bytes:
     return json.dumps({"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions", "body": body}).encode()
 
 
-def test_given_two_intakes_one_killed_and_one_stopped_when_files_are_dropped_then_each_is_one_job(
+def test_given_two_intakes_one_killed_and_one_stopped_when_files_arrive_then_each_is_one_job(
     s3_server: MotoServer, bucket: str, start: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     settings = S3Settings(

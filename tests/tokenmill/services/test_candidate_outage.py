@@ -57,27 +57,27 @@ class AwayStore(MemoryStore):
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> ReleasesHouse:
+def harness(tmp_path: Path) -> ReleasesHouse:
     """A root whose store may be away, on the system's clock."""
     return ReleasesHouse(tmp_path, World(AwayStore(), SystemClock(), SystemRandomness(), tmp_path))
 
 
 @pytest.mark.parametrize("when", ["waiting for a release", "working on copies"])
 def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
-    when: str, house: ReleasesHouse, model_folder: Path
+    when: str, harness: ReleasesHouse, model_folder: Path
 ) -> None:
-    store: Any = house.world.store
+    store: Any = harness.world.store
     config = EngineConfig(
         dtype="float32", max_model_len=32, cache=CacheConfig(block_size=16), schedule=ScheduleConfig(max_num_seqs=4)
     )
     model = LoadedModel.load(model_folder, name="tiny", config=config)
-    root = Root("memory:", house.world, None)
+    root = Root("memory:", harness.world, None)
     candidate = CandidateWorker(root, in_process_backends(root), lambda: model, Settings(), 60.0, NO_POLICIES)
-    house.job("job-1", 2)
+    harness.job("job-1", 2)
     entry = entry_of(model, NO_POLICIES, root)
 
     def begin() -> ShadowCopies:
-        return ShadowCopies(store, house.book.begin("tiny", entry, RULES, house.world.clock.now()))
+        return ShadowCopies(store, harness.book.begin("tiny", entry, RULES, harness.world.clock.now()))
 
     def outage() -> None:
         store.is_away, store.failures = True, 0
@@ -100,9 +100,9 @@ def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
         try:
             if copies is not None:
                 wait_for(lambda: any(copies.standing()), "no copy is computed")
-                house.job("job-2", 3)
+                harness.job("job-2", 3)
             outage()
-            house.job("job-3", 2)
+            harness.job("job-3", 2)
             copies = copies or begin()
             wait_for(lambda: sum("job-3" in key for key in copies.standing()) == 2, "it does not go on")
         finally:
@@ -116,9 +116,9 @@ def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
 @pytest.mark.slow
 @pytest.mark.parametrize("returns", [True, False])
 def test_given_a_store_that_is_away_when_a_model_is_changed_then_the_worker_waits_for_it(
-    returns: bool, house: ReleasesHouse, model_folder: Path, tmp_path: Path
+    returns: bool, harness: ReleasesHouse, model_folder: Path, tmp_path: Path
 ) -> None:
-    store: Any = house.world.store
+    store: Any = harness.world.store
     config = EngineConfig(dtype="float32", max_model_len=32, schedule=ScheduleConfig(max_num_seqs=4))
     folders = {"first": model_folder, "second": another_version(model_folder, tmp_path / "second", noise=0.1)}
     loaded: list[str] = []
@@ -128,11 +128,11 @@ def test_given_a_store_that_is_away_when_a_model_is_changed_then_the_worker_wait
         store.is_away = loaded.count("second") == 2  # the first time, all models are loaded once
         return LoadedModel.load(folders[name], name=name, config=config)
 
-    root = Root("memory:", house.world, None)
-    hints = in_process_backends(root)
-    worker = WorkerService(root, hints, [lambda: load("first"), lambda: load("second")], Settings(), 60.0)
+    root = Root("memory:", harness.world, None)
+    backends = in_process_backends(root)
+    worker = WorkerService(root, backends, [lambda: load("first"), lambda: load("second")], Settings(), 60.0)
     pin = LoadedModel.load(folders["second"], name="second", config=config).pin()
-    hints.queue.put(queue_name(pin.key, Tier.STANDARD), ShardTask("no-such-job", 1))
+    backends.queue.put(queue_name(pin.key, Tier.STANDARD), ShardTask("no-such-job", 1))
     stop, errors = threading.Event(), []
 
     def work() -> None:

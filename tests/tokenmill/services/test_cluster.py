@@ -1,4 +1,4 @@
-"""All of an installation as real processes on real servers: every door gives the same table, once."""
+"""A whole installation as real processes on real servers: every ingest source gives the same table, once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = 200
 
 
 @pytest.mark.exhaustive
-def test_a_file_sent_by_every_door_is_the_same_table_as_run_would_write(
+def test_a_file_from_each_ingest_source_gives_the_table_of_run(
     place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
 ) -> None:
     source = write_lines(*[chat(f"r{n}", f"number {n}", max_tokens=12) for n in range(ROWS - 1)], "not json")

@@ -1,4 +1,4 @@
-"""A short run of faults on a whole installation: what `make cluster-faults` does at length. `make chaos` runs it."""
+"""A short run of faults on a whole installation; `make cluster-faults` is the long one. `make chaos` runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = Scale(rows=(60, 200), race_rows=400, max_tokens=(4, 24), expire_seconds=
 
 
 @pytest.mark.exhaustive
-def test_given_two_faults_when_jobs_come_by_all_doors_then_nothing_is_lost_doubled_or_changed(
+def test_given_two_faults_when_jobs_come_from_all_ingest_sources_then_nothing_is_lost_doubled_or_changed(
     place: Path, model_folder: Path
 ) -> None:
     outcome = run(Setup(seed=6, faults=2, worker="null", model=str(model_folder), folder=place / "run", scale=SMALL))

@@ -64,7 +64,7 @@ class S3(SeaweedServer):
 
 
 class Compose:
-    """The services as processes. `places`: what stands in compose.yaml -> what it is here."""
+    """The services as processes. `places`: address in compose.yaml -> address here."""
 
     def __init__(self, folder: Path, places: dict[str, str], model: Path) -> None:
         self.folder = folder
@@ -137,7 +137,7 @@ def compose(tmp_path: Path, model_folder: Path) -> Iterator[Compose]:
             print(f"-- {name}\n{(tmp_path / f'{name}.log').read_text()[-3000:]}")
 
 
-def test_given_each_service_then_its_memory_is_limited_and_so_is_what_redis_takes_of_it() -> None:
+def test_given_each_service_then_its_memory_is_limited_and_so_are_redis_data() -> None:
     assert [name for name, service in SERVICES.items() if "mem_limit" not in service] == []
     assert "--maxmemory" in SERVICES["redis"]["command"]
 
@@ -218,7 +218,7 @@ def test_given_ports_that_are_published_then_only_this_machine_reaches_them() ->
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_given_an_image_then_what_it_installs_exists_and_nobody_in_it_is_root(name: str) -> None:
+def test_given_an_image_then_its_packages_exist_and_its_user_is_not_root(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     extras = re.search(r'"\.\[(.+?)\]"', IMAGES[name])
     assert extras is not None
@@ -229,7 +229,7 @@ def test_given_an_image_then_what_it_installs_exists_and_nobody_in_it_is_root(na
     assert re.findall(r"^USER (.+)$", IMAGES[name], re.MULTILINE) == ["10001:10001"]
 
 
-def test_given_what_images_hold_then_versions_are_pinned_and_allowed_by_the_project() -> None:
+def test_given_the_images_packages_then_versions_are_pinned_and_allowed_by_the_project() -> None:
     lines = (ROOT / "infra/images/constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

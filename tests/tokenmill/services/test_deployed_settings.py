@@ -1,4 +1,4 @@
-"""Settings of the deployed form, seen in real processes: what CloudWatch is told, how long connections idle."""
+"""Settings of the deployment, in real processes: CloudWatch metrics, and idle times of connections."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def idles_for(url: str, patience: float) -> float | None:
 
 
 @pytest.mark.slow
-def test_given_how_long_connections_may_idle_when_a_gateway_serves_then_it_keeps_them_so_long(
+def test_given_a_keep_alive_when_a_gateway_serves_then_idle_connections_stay_open_that_long(
     processes: Processes,
 ) -> None:
     serve = ("-m", "tokenmill", "gateway", "--port", 0)

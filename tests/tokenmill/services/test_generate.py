@@ -1,4 +1,4 @@
-"""`tokenmill.generate` from end to end: real processes, a real Redis, and a Celery caller that knows only names."""
+"""`tokenmill.generate` from end to end: real processes, a real Redis, and a Celery caller that uses names only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[3]
 QUEUE = "tokenmill"
 
 
-class House:
+class Harness:
     """An installation on a folder and a Redis, of as many processes as a test starts."""
 
     def __init__(self, place: Path, server: RedisServer, model: Path) -> None:
@@ -106,11 +106,11 @@ class House:
 
 
 @pytest.fixture
-def house(place: Path, redis_server: RedisServer, model_folder: Path) -> Iterator[House]:
-    house = House(place, redis_server, model_folder)
-    yield house
-    house.close()
-    house.redis.flushall()
+def harness(place: Path, redis_server: RedisServer, model_folder: Path) -> Iterator[Harness]:
+    harness = Harness(place, redis_server, model_folder)
+    yield harness
+    harness.close()
+    harness.redis.flushall()
 
 
 def content(body: dict[str, Any]) -> str:
@@ -119,29 +119,31 @@ def content(body: dict[str, Any]) -> str:
     return text
 
 
-def test_many_ask_at_once_and_a_revoked_one_gives_its_place_up(house: House, chat: Any) -> None:
-    worker, intake = house.null_worker(rows=4, step_ms=5), house.intake()
-    house.wait_for_model()
+def test_concurrent_requests_are_answered_and_a_revoked_one_frees_its_slot(harness: Harness, chat: Any) -> None:
+    worker, intake = harness.null_worker(rows=4, step_ms=5), harness.intake()
+    harness.wait_for_model()
     # Far more wait than the door has threads,
     bodies = [chat("", f"number {n}", max_tokens=12 + n % 5, ignore_eos=True)["body"] for n in range(120)]
-    waiting = [house.ask(body) for body in bodies]
-    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(house.model).texts(bodies)
-    assert house.redis.ttl(f"celery-task-meta-{waiting[0].id}") > 80_000
+    waiting = [harness.ask(body) for body in bodies]
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(harness.model).texts(bodies)
+    assert harness.redis.ttl(f"celery-task-meta-{waiting[0].id}") > 80_000
     # one that fails says why, as a body,
-    unknown = house.ask({**bodies[0], "model": "gpt-9"}).get(timeout=HANG_SECONDS)
+    unknown = harness.ask({**bodies[0], "model": "gpt-9"}).get(timeout=HANG_SECONDS)
     assert unknown["error"]["code"] == "model_not_found"
-    late = house.ask({**bodies[0], "max_tokens": 10_000}).get(timeout=HANG_SECONDS)
+    late = harness.ask({**bodies[0], "max_tokens": 10_000}).get(timeout=HANG_SECONDS)
     assert late["error"]["code"] == "context_length_exceeded"
     # and of one that is revoked nothing goes on: its rows are free within seconds.
-    long = [house.ask(chat("", f"long {n}", max_tokens=400, ignore_eos=True)["body"], "interactive") for n in range(4)]
-    wait_for(lambda: len(house.begun()) == 4, "they did not begin")
+    long = [
+        harness.ask(chat("", f"long {n}", max_tokens=400, ignore_eos=True)["body"], "interactive") for n in range(4)
+    ]
+    wait_for(lambda: len(harness.begun()) == 4, "they did not begin")
     began = time.monotonic()
     for one in long:
         one.revoke()
-    wait_for(lambda: not house.begun(), "they were not cancelled")
-    told = house.ask(bodies[0], "bulk").get(timeout=HANG_SECONDS)
+    wait_for(lambda: not harness.begun(), "they were not cancelled")
+    told = harness.ask(bodies[0], "bulk").get(timeout=HANG_SECONDS)
     print(f"revoked, and another answered, within {time.monotonic() - began:.1f} s")
-    assert content(told) == Answers(house.model).texts(bodies[:1])[0]
+    assert content(told) == Answers(harness.model).texts(bodies[:1])[0]
     with pytest.raises(TaskRevokedError):
         long[0].get(timeout=HANG_SECONDS)
     for process in (worker, intake):
@@ -150,70 +152,70 @@ def test_many_ask_at_once_and_a_revoked_one_gives_its_place_up(house: House, cha
 
 
 @pytest.mark.exhaustive
-def test_answers_outlive_orderly_stops_of_worker_and_intake(house: House, chat: Any) -> None:
-    first, intake = house.null_worker(TOKENMILL_LANE__DRAIN_SECONDS="0.5"), house.intake()
-    house.wait_for_model()
+def test_answers_outlive_orderly_stops_of_worker_and_intake(harness: Harness, chat: Any) -> None:
+    first, intake = harness.null_worker(TOKENMILL_LANE__DRAIN_SECONDS="0.5"), harness.intake()
+    harness.wait_for_model()
     bodies = [chat("", f"number {n}", max_tokens=150, ignore_eos=True)["body"] for n in range(6)]
-    waiting = [house.ask(body) for body in bodies]
-    wait_for(lambda: len(house.begun()) == 6, "they did not begin")
-    house.null_worker()
+    waiting = [harness.ask(body) for body in bodies]
+    wait_for(lambda: len(harness.begun()) == 6, "they did not begin")
+    harness.null_worker()
     for process in (first, intake):
         process.send_signal(signal.SIGTERM)
-    house.intake()
-    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(house.model).texts(bodies)
+    harness.intake()
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(harness.model).texts(bodies)
     assert (first.wait(HANG_SECONDS), intake.wait(HANG_SECONDS)) == (0, 0)
 
 
 @pytest.mark.exhaustive
-def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_answers(house: House, chat: Any) -> None:
-    house.null_worker(), house.null_worker(), house.intake()
-    house.wait_for_model()
+def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_answers(harness: Harness, chat: Any) -> None:
+    harness.null_worker(), harness.null_worker(), harness.intake()
+    harness.wait_for_model()
     bodies = [chat("", f"number {n}", max_tokens=200, ignore_eos=True)["body"] for n in range(6)]
-    waiting = [house.ask(body) for body in bodies]
-    begun = wait_for(lambda: len(house.begun()) == 6 and house.begun(), "they did not begin")
-    victim = house.worker_of(next(iter(begun.values())))
+    waiting = [harness.ask(body) for body in bodies]
+    begun = wait_for(lambda: len(harness.begun()) == 6 and harness.begun(), "they did not begin")
+    victim = harness.worker_of(next(iter(begun.values())))
     time.sleep(0.5)
     victim.kill()
     killed = time.monotonic()
-    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(house.model).texts(bodies)
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(harness.model).texts(bodies)
     print(f"all answered {time.monotonic() - killed:.1f} s after the kill")
-    house.wait_for_model()
+    harness.wait_for_model()
 
 
 @pytest.mark.slow
 def test_answers_are_those_of_run_while_bulk_work_fills_the_batch(
-    house: House, chat: Any, write_lines: Callable[..., Path], tokenmill: Any, results: Any
+    harness: Harness, chat: Any, write_lines: Callable[..., Path], tokenmill: Any, results: Any
 ) -> None:
-    engine = ("--model", f"tiny={house.model}", "--dtype", "float32", "--threads", 1, "--max-num-seqs", 8)
+    engine = ("--model", f"tiny={harness.model}", "--dtype", "float32", "--threads", 1, "--max-num-seqs", 8)
     asked = [chat(f"r{n}", f"question {n}", max_tokens=30) for n in range(12)]
     asked += [chat("seeded", "dice", max_tokens=30, temperature=1.0, seed=7, n=2, stop=["e"])]
     assert tokenmill("run", write_lines(*asked), "--output", "alone", *engine).code == 0
-    alone = [row["text"] for row in results(house.place / "alone")]
-    worker = house.start("-m", "tokenmill", "worker", *engine)
-    house.start("-m", "tokenmill", "dispatcher")
-    house.intake()
-    house.wait_for_model()
+    alone = [row["text"] for row in results(harness.place / "alone")]
+    worker = harness.start("-m", "tokenmill", "worker", *engine)
+    harness.start("-m", "tokenmill", "dispatcher")
+    harness.intake()
+    harness.wait_for_model()
     bulk = [chat(f"b{n}", f"number {n}", max_tokens=400, ignore_eos=True) for n in range(1_500)]
     source = write_lines(*bulk, name="bulk.jsonl")
-    with FolderStore(house.place / "root") as store:
+    with FolderStore(harness.place / "root") as store:
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         intake = Intake(world, IntakeSettings(plan=PlanSettings(max_shard_rows=100)))
-        job = house.place / "root/jobs/job-1"
+        job = harness.place / "root/jobs/job-1"
         intake.accept(JobDraft(pin_uri(str(source)), JobOptions(tier=Tier.BULK), "default", "job-1"))
         (entry,) = Catalog(store).entries()
     wait_for(lambda: list(job.glob("work/*/*-0*")), "the bulk job did not begin")
-    told = [house.ask(line["body"]) for line in asked]
+    told = [harness.ask(line["body"]) for line in asked]
     assert [content(one.get(timeout=HANG_SECONDS)) for one in told] == alone
-    firsts = first_tokens(house, entry.pin.key, [{**line["body"], "ignore_eos": True} for line in asked[:-1]])
+    firsts = first_tokens(harness, entry.pin.key, [{**line["body"], "ignore_eos": True} for line in asked[:-1]])
     print("first token while bulk fills the batch, ms:", " ".join(f"{1000 * seconds:.0f}" for seconds in firsts))
     assert max(firsts) < 2.0
     assert not (job / "manifest.json").exists(), "the bulk job filled the batch all the time"
     assert worker.poll() is None
 
 
-def first_tokens(house: House, model: str, bodies: list[dict[str, Any]]) -> list[float]:
+def first_tokens(harness: Harness, model: str, bodies: list[dict[str, Any]]) -> list[float]:
     """Seconds until each request's first token came, one after the other."""
-    lane, seconds = RedisLane(RedisSettings(house.url), SystemClock()), []
+    lane, seconds = RedisLane(RedisSettings(harness.url), SystemClock()), []
     for number, body in enumerate(bodies):
         began = time.monotonic()
         events = answer(

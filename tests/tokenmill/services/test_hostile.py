@@ -1,4 +1,4 @@
-"""A short attack with hostile input on `tokenmill serve`: what `make hostile` does at length."""
+"""A short attack with hostile input on `tokenmill serve`; `make hostile` is the long one."""
 
 from __future__ import annotations
 

@@ -34,18 +34,18 @@ def test_a_caller_in_the_process_gets_the_text_that_run_gives(
     chosen = ChosenModel("tiny", ModelSource("tiny", model_folder, None, 0))
     load = partial(load_any, chosen, EngineConfig(dtype="float32", threads=1), None)
     with open_root(str(place / "root"), settings) as root:
-        hints = in_process_backends(root)
-        worker = WorkerService(root, hints, [load], settings, 60.0)
+        backends = in_process_backends(root)
+        worker = WorkerService(root, backends, [load], settings, 60.0)
         key = load().pin().key
         thread = threading.Thread(target=worker, args=(stop,))
         thread.start()
         for number, line in enumerate(lines):
-            *told, last = answer(hints.lane, LaneRequest(f"r{number}", key, line["body"]), clock)
+            *told, last = answer(backends.lane, LaneRequest(f"r{number}", key, line["body"]), clock)
             assert isinstance(last, EndEvent)
             assert last.response["choices"][0]["message"]["content"] == alone[number]
             assert "".join(event.text for event in told if isinstance(event, TokensEvent)) == alone[number]
         capped = LaneRequest("much", key, {**lines[0]["body"], "max_tokens": 9_000})
-        (refused,) = answer(hints.lane, capped, clock)
+        (refused,) = answer(backends.lane, capped, clock)
         assert isinstance(refused, ErrorEvent)
         assert "allows at most 8192" in refused.message, "the cap of the tier interactive"
         stop.set()

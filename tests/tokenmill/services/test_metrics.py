@@ -1,4 +1,4 @@
-"""What real processes tell at /metrics, against what they were asked to do."""
+"""Metrics of real processes at /metrics, compared with the requests that they served."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def processes(place: Path) -> Iterator[Processes]:
 
 
 def metrics_url(processes: Processes, number: int) -> str:
-    """Where a process says that it tells its figures."""
+    """The URL of a process's metrics, from its log."""
 
     def said() -> str | None:
         assert processes.running[number].poll() is None, processes.log(number).read_text()
@@ -66,9 +66,7 @@ def manifests(root: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(root.glob("jobs/*/manifest.json"))]
 
 
-def test_serve_tells_what_it_has_done_to_the_row_and_token(
-    processes: Processes, model_folder: Path, chat: Any, place: Path
-) -> None:
+def test_serve_counts_rows_and_tokens_exactly(processes: Processes, model_folder: Path, chat: Any, place: Path) -> None:
     # Given `serve` with a price, and a file with copies, an invalid line and a row that is too long,
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
     served = processes.start(
@@ -129,7 +127,7 @@ def test_serve_tells_what_it_has_done_to_the_row_and_token(
         assert other.all(name) == port.all(name) == found.all(name)
 
 
-def test_each_process_of_an_installation_tells_what_it_knows_and_nothing_else(
+def test_each_process_of_an_installation_exports_exactly_its_own_metrics(
     processes: Processes, redis_server: RedisServer, model_folder: Path, chat: Any, place: Path
 ) -> None:
     processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(place / "root")}
@@ -184,7 +182,7 @@ def test_each_process_of_an_installation_tells_what_it_knows_and_nothing_else(
     assert "tokenmill_workers" not in left.names
 
 
-def test_the_port_for_figures_answers_nothing_else_and_withstands_who_is_silent(
+def test_the_metrics_port_serves_nothing_else_and_withstands_silent_clients(
     processes: Processes, redis_server: RedisServer, place: Path
 ) -> None:
     processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(place / "root")}
@@ -213,7 +211,7 @@ def test_the_port_for_figures_answers_nothing_else_and_withstands_who_is_silent(
 
 
 def told_when_it_can(url: str) -> None:
-    """The places of those that went are free again, soon."""
+    """The slots of closed connections are soon free again."""
     until = time.monotonic() + HANG_SECONDS
     while True:
         try:
@@ -224,7 +222,7 @@ def told_when_it_can(url: str) -> None:
             time.sleep(0.05)
 
 
-def test_a_port_that_is_taken_is_said_in_a_line(tokenmill: Any, redis_server: RedisServer, monkeypatch: Any) -> None:
+def test_a_port_in_use_is_reported_in_one_line(tokenmill: Any, redis_server: RedisServer, monkeypatch: Any) -> None:
     monkeypatch.setenv("TOKENMILL_REDIS_URL", redis_server.url)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         refused = tokenmill("dispatcher", "--root", "root", "--metrics-port", taken.getsockname()[1])

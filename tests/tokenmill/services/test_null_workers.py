@@ -1,4 +1,4 @@
-"""Null workers as real processes: what they answer can be worked out, whoever dies on the way."""
+"""Null workers as real processes: their answers are predictable, though processes die meanwhile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[3]
 
 @contextmanager
 def running(place: Path, name: str, *program: object, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block; what it said is shown."""
+    """A process that ends with the block; its output is printed."""
     log = place / f"{name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -91,7 +91,7 @@ def finished_at(job: Path) -> datetime:
 
 
 @pytest.mark.exhaustive
-def test_given_one_worker_of_two_models_then_both_get_their_turn(
+def test_given_one_worker_of_two_models_then_both_are_served_in_rotation(
     cluster: Cluster, model_folder: Path, chat: Any, tmp_path: Path, results: Any
 ) -> None:
     twin = tmp_path / "twin"  # other weights, as far as anybody can tell

@@ -62,8 +62,8 @@ def test_given_rules_then_all_their_times_become_shorter() -> None:
     )
 
 
-class House:
-    """An installation on a folder, Redis and Kafka, each process with a port for its figures, and who watches it."""
+class Harness:
+    """An installation on a folder, Redis and Kafka, each process with a metrics port, and its Prometheus."""
 
     def __init__(self, place: Path, redis: RedisServer, kafka: KafkaBroker, model: Path) -> None:
         self.kafka, self.model = kafka, model
@@ -163,15 +163,15 @@ def row(name: str, tokens: int, content: str = "hello") -> str:
 
 
 @pytest.fixture
-def house(place: Path, redis_server: RedisServer, kafka_broker: KafkaBroker, model_folder: Path) -> Iterator[House]:
-    made = House(place, redis_server, kafka_broker, model_folder)
+def harness(place: Path, redis_server: RedisServer, kafka_broker: KafkaBroker, model_folder: Path) -> Iterator[Harness]:
+    made = Harness(place, redis_server, kafka_broker, model_folder)
     yield made
     made.watching.close()
     made.processes.close()
 
 
 class Again:
-    """Does something again and again beside the test, in some threads; mistakes are the test's."""
+    """Repeats an action on threads during the test; errors fail the test."""
 
     def __init__(self, what: Callable[[], object], threads: int = 1, pause: float = 0.05) -> None:
         self._stop = threading.Event()
@@ -198,96 +198,96 @@ class Again:
             raise self._errors[0]
 
 
-def test_dashboards_have_what_they_ask_for_and_alerts_fire_and_end(house: House) -> None:
+def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness) -> None:
     fired: set[str] = set()
 
     def incident(*names: str) -> None:
-        house.is_firing(*names)
+        harness.is_firing(*names)
         fired.update(names)
 
     # Nothing but a gateway and an intake: nobody dispatches, and who asks is told that no model is there.
-    house.start("gateway", "-m", "tokenmill", "gateway", "--port", 0)
-    house.start("intake", "-m", "tokenmill", "intake")
-    assert house.chat() == 503
-    with Again(house.chat):
+    harness.start("gateway", "-m", "tokenmill", "gateway", "--port", 0)
+    harness.start("intake", "-m", "tokenmill", "intake")
+    assert harness.chat() == 503
+    with Again(harness.chat):
         incident("TokenmillNobodyDispatches", "TokenmillGatewayErrors", "TokenmillProcessDown")
-    house.start("dispatcher", "-m", "tokenmill", "dispatcher", "--price-per-hour", "2.5")
-    house.start_worker(20)
-    house.start("autoscaler", "-m", "tokenmill", "autoscale", "--adapter", "http", "--interval", 1)
+    harness.start("dispatcher", "-m", "tokenmill", "dispatcher", "--price-per-hour", "2.5")
+    harness.start_worker(20)
+    harness.start("autoscaler", "-m", "tokenmill", "autoscale", "--adapter", "http", "--interval", 1)
     engine = ("--dtype", "float32", "--threads", 1, "--speculate", "ngram")
-    house.start("other", "-m", "tokenmill", "worker", "--model", f"other={house.model}", *engine)
-    wait_for(lambda: house.chat() == 200, "no worker answers")
-    house.is_silent("TokenmillNobodyDispatches", "TokenmillGatewayErrors", "TokenmillProcessDown")
+    harness.start("other", "-m", "tokenmill", "worker", "--model", f"other={harness.model}", *engine)
+    wait_for(lambda: harness.chat() == 200, "no worker answers")
+    harness.is_silent("TokenmillNobodyDispatches", "TokenmillGatewayErrors", "TokenmillProcessDown")
 
     # All is well: each panel has what it asks for, but for those that say when they are empty.
-    house.batch([row(f"w{number}", 40) for number in range(600)])
-    small = Again(lambda: house.batch([row("small", 4)]), pause=4)
-    guessed = Again(lambda: house.chat(60, model="other", temperature=0))
-    with Again(lambda: house.chat(20, stream=True)), small, guessed:
+    harness.batch([row(f"w{number}", 40) for number in range(600)])
+    small = Again(lambda: harness.batch([row("small", 4)]), pause=4)
+    guessed = Again(lambda: harness.chat(60, model="other", temperature=0))
+    with Again(lambda: harness.chat(20, stream=True)), small, guessed:
         for text in dashboards.variables():
-            assert house.watching.ask(text), text
-        answers = dashboards.Answers(house.watching, dashboards.questions())
+            assert harness.watching.ask(text), text
+        answers = dashboards.Answers(harness.watching, dashboards.questions())
         count = len(answers.left)
         wait_for(lambda: not any(one.seldom is None for one in answers.look()), str(answers.left))
         wait_for(lambda: not any("guess" in one.seldom for one in answers.look() if one.seldom), str(answers.left))
 
     # What comes in is wrong: half the rows of some jobs, another job as a whole, a record.
-    house.has_no_backlog()
+    harness.has_no_backlog()
     bad = [row(f"r{number}", 4) for number in range(5)] + ["not json"] * 5
-    house.batch(bad)
-    producer = KafkaProducer(bootstrap_servers=house.kafka.bootstrap, enable_idempotence=False)
-    producer.send(f"{house.prefix}.requests", b"not json").get(HANG_SECONDS)
+    harness.batch(bad)
+    producer = KafkaProducer(bootstrap_servers=harness.kafka.bootstrap, enable_idempotence=False)
+    producer.send(f"{harness.prefix}.requests", b"not json").get(HANG_SECONDS)
     producer.close()
-    with Again(lambda: house.batch(bad, tokenmill={"on_invalid": "row"}), pause=1):
+    with Again(lambda: harness.batch(bad, tokenmill={"on_invalid": "row"}), pause=1):
         incident("TokenmillRowsFail", "TokenmillJobsFail", "TokenmillDeadLetters")
-    house.is_silent("TokenmillRowsFail", "TokenmillJobsFail", "TokenmillDeadLetters")
+    harness.is_silent("TokenmillRowsFail", "TokenmillJobsFail", "TokenmillDeadLetters")
 
     # Two workers share a job; one stands still until the other has its shards, and then goes on.
-    house.start_worker(20, name="rival")
-    wait_for(lambda: house.workers() == 2, "there are no two workers")
-    house.batch([row(f"t{number}", 120) for number in range(3_000)])
+    harness.start_worker(20, name="rival")
+    wait_for(lambda: harness.workers() == 2, "there are no two workers")
+    harness.batch([row(f"t{number}", 120) for number in range(3_000)])
     time.sleep(5)
-    house.signal("worker", signal.SIGSTOP)
-    wait_for(lambda: house.workers() == 1, "it isn't missed")
+    harness.signal("worker", signal.SIGSTOP)
+    wait_for(lambda: harness.workers() == 1, "it isn't missed")
     time.sleep(3)
-    house.signal("worker", signal.SIGCONT)
+    harness.signal("worker", signal.SIGCONT)
     incident("TokenmillWorkRepeats")
-    house.end("rival")
-    house.is_silent("TokenmillWorkRepeats", seconds=180)
-    house.has_no_backlog()
+    harness.end("rival")
+    harness.is_silent("TokenmillWorkRepeats", seconds=180)
+    harness.has_no_backlog()
 
     # The worker of a job is killed; another lives, and can't take its shards, which wait.
-    house.batch([row(f"k{number}", 60) for number in range(3_000)])
-    wait_for(lambda: house.watching.ask('sum(tokenmill_shards{state="held"}) > 0'), "no shard is held")
-    house.end("worker", signal.SIGKILL)
+    harness.batch([row(f"k{number}", 60) for number in range(3_000)])
+    wait_for(lambda: harness.watching.ask('sum(tokenmill_shards{state="held"}) > 0'), "no shard is held")
+    harness.end("worker", signal.SIGKILL)
     incident("TokenmillProcessDown", "TokenmillNoWorkers", "TokenmillWorkStalls", "TokenmillStandardWorkWaits")
     answers.look()
-    house.start_worker(1)
-    house.is_silent(
+    harness.start_worker(1)
+    harness.is_silent(
         "TokenmillProcessDown", "TokenmillNoWorkers", "TokenmillWorkStalls", "TokenmillStandardWorkWaits", seconds=180
     )
-    house.has_no_backlog()
+    harness.has_no_backlog()
 
     # Steps become slow, and rows few: streams begin late, stutter, requests with little time fail, and a job that the
     # worker of before would have done in seconds has hours before it.
-    house.end("worker")
-    house.start_worker(700, rows=1)
-    house.batch([row(f"s{number}", 120) for number in range(3_000)])
+    harness.end("worker")
+    harness.start_worker(700, rows=1)
+    harness.batch([row(f"s{number}", 120) for number in range(3_000)])
     impatient = {"tokenmill": {"timeout": 1}}
     slow = ("TokenmillSlowFirstTokens", "TokenmillSlowTokens", "TokenmillAnswersFail", "TokenmillBacklogTooLong")
-    with Again(lambda: house.chat(4, stream=True), threads=4), Again(lambda: house.chat(4, **impatient), threads=2):
+    with Again(lambda: harness.chat(4, stream=True), threads=4), Again(lambda: harness.chat(4, **impatient), threads=2):
         incident(*slow)
-    house.end("worker")
-    house.start_worker(1)
-    house.is_silent(*slow, seconds=180)
-    house.has_no_backlog()
+    harness.end("worker")
+    harness.start_worker(1)
+    harness.is_silent(*slow, seconds=180)
+    harness.has_no_backlog()
 
     # Nothing is left to do; then one of the two models has something.
     incident("TokenmillIdleWorkers")
     idle = 'ALERTS{alertname="TokenmillIdleWorkers",alertstate="firing",model="tiny"}'
-    wait_for(lambda: house.watching.ask(idle), "it doesn't fire for each model")
-    with Again(house.chat):
-        wait_for(lambda: not house.watching.ask(idle), "it fires on")
+    wait_for(lambda: harness.watching.ask(idle), "it doesn't fire for each model")
+    with Again(harness.chat):
+        wait_for(lambda: not harness.watching.ask(idle), "it fires on")
     assert fired | BY_PROMTOOL_ALONE == set(NAMES)
     assert {one.panel for one in answers.left} == dashboards.OF_RELEASES
     print(f"{count - len(answers.left)} of {count} questions of dashboards had an answer; the others ask for releases")

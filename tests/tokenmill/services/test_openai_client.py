@@ -46,7 +46,7 @@ LONG = 3_000
 
 
 class Order(BaseModel):
-    """What an answer is to be read as."""
+    """The model of a structured answer."""
 
     colour: Literal["red", "green", "blue"]
     count: Literal[1, 2, 3]
@@ -163,7 +163,7 @@ def answers(served: Served) -> dict[str, str]:
     return {name: body["choices"][0]["message"]["content"] for name, body in found.items()}
 
 
-def test_a_batch_gives_what_asking_gives(served: Served, answers: dict[str, str]) -> None:
+def test_a_batch_gives_the_answers_of_interactive_requests(served: Served, answers: dict[str, str]) -> None:
     assert sorted(answers) == sorted(f"r{number}" for number in range(ROWS))
     whole = served.client.chat.completions.create(**ask(3))
     assert whole.choices[0].message.content == answers["r3"]
@@ -223,7 +223,7 @@ def test_files_are_listed_page_by_page_and_deleted(served: Served) -> None:
     assert not set(ids) & {file.id for file in client.files.list()}
 
 
-def test_a_batch_that_runs_out_of_time_keeps_what_it_has(served: Served) -> None:
+def test_an_expired_batch_keeps_its_finished_rows(served: Served) -> None:
     """On a machine that has much else to do nothing may be finished in a few seconds: then it gets more time."""
     client = served.client
     file = client.files.create(file=("long.jsonl", lines(LONG, max_tokens=60, ignore_eos=True)), purpose="batch")
@@ -288,7 +288,7 @@ def test_batches_are_listed_page_by_page(served: Served, answers: dict[str, str]
     assert [one.id for one in oldest] == newest[::-1]
 
 
-def test_a_batch_with_an_invalid_line_fails_and_says_which(served: Served) -> None:
+def test_a_batch_with_an_invalid_line_fails_and_names_it(served: Served) -> None:
     client = served.client
     file = client.files.create(file=("bad.jsonl", lines(2) + b'{"custom_id": 1}\n'), purpose="batch")
     batch = ended(client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id)
@@ -309,7 +309,7 @@ TOOLS = [openai.pydantic_function_tool(Count, name=name) for name in ("count", "
 
 
 def test_tools_are_called_whole_and_streamed(served: Served) -> None:
-    """By a model that knows no end, so some of its answers are cut off: what counts is that both say the same."""
+    """The model has no end token, so some answers are cut off; both must have the same finish reason."""
     asked = ask(1, max_tokens=200, tools=TOOLS, tool_choice="required", temperature=1, seed=4, n=8)
     whole = served.client.chat.completions.create(**asked)
     told = {choice.index: (choice.finish_reason, called(choice.message.tool_calls)) for choice in whole.choices}
@@ -347,7 +347,7 @@ def called(calls: Any) -> list[tuple[str, str]]:
 
 
 def read_calls(stream: Any) -> dict[int, tuple[str | None, list[tuple[str, str]]]]:
-    """Of each choice: why it ended, and what it called, put together piece by piece as OpenAI says."""
+    """Finish reason and tool calls of each choice, joined from the deltas as OpenAI specifies."""
     reasons: dict[int, str | None] = {}
     calls: dict[int, list[tuple[str, str]]] = {}
     ids: set[str] = set()
@@ -382,7 +382,7 @@ def test_a_result_of_a_tool_is_taken(served: Served) -> None:
     assert len(choice.logprobs.content) in (answer.usage.completion_tokens, answer.usage.completion_tokens - 1)
 
 
-def test_texts_are_embedded_beside(served: Served) -> None:
+def test_texts_are_embedded_concurrently(served: Served) -> None:
     texts = ["a river", "a stream"]
     made = served.client.embeddings.create(model="embeds", input=texts, encoding_format="float")
     assert [(one.index, len(one.embedding)) for one in made.data] == [(0, 32), (1, 32)]
@@ -436,7 +436,7 @@ def test_each_error_is_the_clients_own_class(served: Served) -> None:
         assert (error.value.request_id or "").startswith("req-")
 
 
-def test_whoever_asks_too_often_is_told_how_long_to_wait(served: Served) -> None:
+def test_too_many_requests_are_refused_with_a_retry_after(served: Served) -> None:
     client = served.with_key("slow")
     answer = client.models.with_raw_response.list()
     assert answer.headers["x-ratelimit-limit-requests"] == "1"
@@ -447,7 +447,7 @@ def test_whoever_asks_too_often_is_told_how_long_to_wait(served: Served) -> None
     assert 1 <= int(limited.value.response.headers["retry-after"]) <= 120
 
 
-def test_a_caller_with_one_place_asks_again_and_again_without_a_refusal(served: Served) -> None:
+def test_a_caller_with_one_slot_is_never_refused_one_request_after_another(served: Served) -> None:
     client = served.with_key("single")
     for number in range(6):
         whole = client.chat.completions.create(**ask(number))
@@ -457,7 +457,7 @@ def test_a_caller_with_one_place_asks_again_and_again_without_a_refusal(served: 
             client.chat.completions.create(**ask(number, max_tokens=5_000))
 
 
-def test_a_gateway_that_stops_refuses_what_is_new_and_ends_its_streams(served: Served) -> None:
+def test_a_stopping_gateway_refuses_new_requests_and_ends_its_streams(served: Served) -> None:
     client = served.client.with_options(max_retries=0)
     ends: list[str | None] = []
 

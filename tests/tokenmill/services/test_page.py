@@ -43,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 
 def watched(page: Page) -> list[str]:
-    """What the page complains about."""
+    """The page's error message."""
     said: list[str] = []
     page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: said.append(str(error)))
@@ -62,7 +62,7 @@ def is_inert(page: Page) -> bool:
     return "taken" not in page.title() and page.locator("main img, main script, main [onerror]").count() == 0
 
 
-def test_a_dropped_file_is_answered_and_read_and_a_chat_streams(
+def test_an_ingested_file_is_answered_and_read_and_a_chat_streams(
     processes: Processes, browser: Browser, model_folder: Path, chat: Any
 ) -> None:
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
@@ -166,11 +166,11 @@ def test_times_are_those_of_the_last_minute_over_all_workers(tmp_path: Path, bro
         return [told.quantiles("interactive", "ttft", bounds), told.quantiles("interactive", "itl", bounds),
                 told.quantiles("bulk", "ttft", bounds), told.busiest(bounds)];
     }"""
-    with http_house(tmp_path) as house:
+    with http_house(tmp_path) as harness:
         page = browser.new_page()
         said = watched(page)
         page.route("**/favicon.ico", lambda route: route.fulfill(status=204))  # asked for beside a picture
-        page.goto(f"{house.url}/static/mill.svg")
+        page.goto(f"{harness.url}/static/mill.svg")
         found, nothing, no_tier, busiest = page.evaluate(script, [looks, bounds])
     # New are 10 + 10 up to 10 ms (of the old one), 10 + 10 from 20 to 50 ms, and 10 from 100 ms to 1 s: 50 in all.
     assert found == [pytest.approx(0.02 + 0.03 * 5 / 20), pytest.approx(0.1 + 0.9 * 7.5 / 10)]
@@ -181,11 +181,11 @@ def test_times_are_those_of_the_last_minute_over_all_workers(tmp_path: Path, bro
 def test_hostile_answers_are_inert_and_a_stream_can_be_stopped(tmp_path: Path, browser: Browser) -> None:
     from tests.pipeline.gateway.http_harness import http_house  # noqa: PLC0415
 
-    with http_house(tmp_path) as house:
-        house.worker.text, house.worker.pause = HOSTILE, 0.05
+    with http_house(tmp_path) as harness:
+        harness.worker.text, harness.worker.pause = HOSTILE, 0.05
         page = browser.new_page(viewport={"width": 360, "height": 740})
         said = watched(page)
-        page.goto(f"{house.url}/#/chat")
+        page.goto(f"{harness.url}/#/chat")
         page.get_by_label("Message").fill("hello")
         page.get_by_role("button", name="Send").click()
         expect(page.locator(".message.assistant .text")).to_contain_text("<script>")
@@ -193,23 +193,23 @@ def test_hostile_answers_are_inert_and_a_stream_can_be_stopped(tmp_path: Path, b
         expect(page.locator(".message.assistant .note")).to_have_text("stopped")
         assert is_inert(page)
         for view in ("#/chat", "#/", "#/workers", "#/submit"):
-            page.goto(f"{house.url}/{view}")
+            page.goto(f"{harness.url}/{view}")
             wide = page.evaluate("document.documentElement.scrollWidth")
             assert wide <= 360, f"{view} is {wide} wide"
         assert said == []
 
 
-def test_a_key_is_asked_for_and_kept_out_of_addresses(tmp_path: Path, browser: Browser) -> None:
+def test_a_key_is_prompted_for_and_never_in_urls(tmp_path: Path, browser: Browser) -> None:
     from pipeline.gateway.http.api_keys import Scope  # noqa: PLC0415
     from tests.pipeline.gateway.http_harness import http_house  # noqa: PLC0415
 
-    with http_house(tmp_path) as house:
-        _, text = house.keys.create("acme", (Scope.BATCHES,))
+    with http_house(tmp_path) as harness:
+        _, text = harness.keys.create("acme", (Scope.BATCHES,))
         page = browser.new_page()
         watched(page)
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
-        page.goto(house.url)
+        page.goto(harness.url)
         box = page.get_by_label("Key", exact=True)
         box.fill("wrong")
         page.keyboard.press("Enter")

@@ -1,4 +1,4 @@
-"""What a model has to do before anybody is told that it is served, and by how much its answers may differ."""
+"""Checks of a model before it is published as served, and the tolerance of its canary answers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_given_a_near_tie_when_rounding_decides_otherwise_then_that_is_no_differ
     assert "is off by nan" in (difference([recorded], [nan], 9.0) or "")
 
 
-def test_given_a_model_that_stands_in_for_one_when_it_is_loaded_then_nothing_is_recorded(
+def test_given_a_model_without_weights_when_it_is_loaded_then_nothing_is_recorded(
     model_folder: Path, tmp_path: Path
 ) -> None:
     world = simulated_world(tmp_path)

@@ -76,7 +76,7 @@ def world(place: Path) -> Iterator[World]:
 
 
 @pytest.mark.slow
-def test_given_a_record_that_says_otherwise_when_a_worker_starts_then_it_ends_with_71_and_is_in_no_catalog(
+def test_given_a_differing_record_when_a_worker_starts_then_it_ends_with_71_and_is_in_no_catalog(
     processes: Processes, world: World, model_folder: Path, tokenmill: Any, place: Path
 ) -> None:
     # given what the model answers, with one log-probability that it doesn't have
@@ -159,7 +159,7 @@ class Installation:
         return manifest.finished_at > release.started_at + timedelta(seconds=1)
 
     def outcome(self, look: Callable[[], None]) -> ReleaseState:
-        """Of the last release, once it is decided; looks now and then while it isn't."""
+        """The verdict of the last release; polls until it is decided."""
 
         def ended() -> ReleaseState | None:
             look()
@@ -178,7 +178,7 @@ def read_answers(job: Path) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def tell(capfd: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Says something to whoever runs the test: what it prints the fixture `tokenmill` would swallow."""
+    """Prints to the test's runner, past the capture of the fixture `tokenmill`."""
 
     def say(line: str) -> None:
         with capfd.disabled():
@@ -252,48 +252,48 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
         assert tokenmill("run", source, "--output", name, "--model", f"tiny={model}", *ENGINE).code == 0
         alone[name] = read_answers(place / name)
     assert alone["bad"] != alone["stable"]
-    house = Installation(processes, world, tokenmill, source)
-    house.start("worker", "--model", f"tiny={model_folder}", *ENGINE)
-    house.start("dispatcher", TOKENMILL_METRICS__PORT=str(watched.port))
+    harness = Installation(processes, world, tokenmill, source)
+    harness.start("worker", "--model", f"tiny={model_folder}", *ENGINE)
+    harness.start("dispatcher", TOKENMILL_METRICS__PORT=str(watched.port))
     catalog = Catalog(world.store)
     wait_for(lambda: catalog.find("tiny"), "no worker is up")
 
     # A bad one: caught, and gone without a trace in what anybody reads.
     begun = time.monotonic()
-    house.release(bad, 1, "job-1")
-    first = house.outcome(watched.look)
+    harness.release(bad, 1, "job-1")
+    first = harness.outcome(watched.look)
     tell(f"rolled back {time.monotonic() - begun:.1f} s after its worker started: {first.outcome}")
     assert first.outcome is not None
     assert (first.outcome.verdict, first.outcome.by) == ("rolled_back", "comparison")
     assert any(reason.startswith("agreement of answers") for reason in first.outcome.reasons), first.outcome
     watched.saw_end("rolled_back")
     assert catalog.find("tiny").pin.digest == model_digest(model_folder)
-    assert house.answers("job-1") == alone["stable"]
-    assert house.ran_meanwhile("job-1", first.release)
+    assert harness.answers("job-1") == alone["stable"]
+    assert harness.ran_meanwhile("job-1", first.release)
 
     # A good one: promoted, and jobs that came before keep the version that they are pinned to.
     begun = time.monotonic()
-    house.release(good, 2, "job-2")
-    second = house.outcome(watched.look)
+    harness.release(good, 2, "job-2")
+    second = harness.outcome(watched.look)
     tell(f"promoted {time.monotonic() - begun:.1f} s after its worker started: {second.outcome}")
     assert second.outcome is not None
     assert (second.outcome.verdict, second.outcome.by) == ("promoted", "comparison"), second.outcome
     watched.saw_end("promoted")
-    assert house.answers("job-2") == alone["stable"]
-    assert house.ran_meanwhile("job-2", second.release)
+    assert harness.answers("job-2") == alone["stable"]
+    assert harness.ran_meanwhile("job-2", second.release)
     wait_for(lambda: catalog.find("tiny").pin.digest == model_digest(good), "the name means the old version still")
 
     # New jobs run on it, computed by the worker that was its candidate; all that ran before was the old one's.
-    house.submit("job-3")
-    assert house.answers("job-3") == alone["good"]
+    harness.submit("job-3")
+    assert harness.answers("job-3") == alone["good"]
     pinned = {
-        name: json.loads((house.root / "jobs" / name / "job.json").read_text())["models"][0]["digest"]
+        name: json.loads((harness.root / "jobs" / name / "job.json").read_text())["models"][0]["digest"]
         for name in ("job-1", "job-2", "job-3")
     }
     assert pinned == {
         "job-1": model_digest(model_folder), "job-2": model_digest(model_folder), "job-3": model_digest(good),
     }  # fmt: skip
-    workers = {name: makers(house.parts(name)) for name in pinned}
+    workers = {name: makers(harness.parts(name)) for name in pinned}
     assert workers["job-1"] == workers["job-2"]
     assert len(workers["job-1"]) == 1
     assert not workers["job-3"] & workers["job-1"]
@@ -308,17 +308,17 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     wrong = record.answers[0].model_copy(update={"logprobs": tuple(one - 0.2 for one in record.answers[0].logprobs)})
     kept = world.store.read(key)
     world.store.replace(key, record.model_copy(update={"answers": (wrong, *record.answers[1:])}).to_json())
-    number = house.start("worker", "--model", f"tiny={good}", *ENGINE)
+    number = harness.start("worker", "--model", f"tiny={good}", *ENGINE)
     assert processes.running[number].wait(HANG_SECONDS) == 71
     world.store.replace(key, kept)
     watched.saw_all()
 
     # And back, by hand: the old version's worker is there still.
-    back = tokenmill("release", "rollback", "tiny", "--root", house.root)
+    back = tokenmill("release", "rollback", "tiny", "--root", harness.root)
     assert back.code == 0, back.err
-    house.submit("job-4")
-    assert house.answers("job-4") == alone["stable"]
-    shown = tokenmill("release", "status", "tiny", "--history", "--root", house.root, "--json").json()
+    harness.submit("job-4")
+    assert harness.answers("job-4") == alone["stable"]
+    shown = tokenmill("release", "status", "tiny", "--history", "--root", harness.root, "--json").json()
     assert [one["verdict"] for one in shown["releases"]] == ["rolled_back", "promoted", "promoted"]
 
 

@@ -129,7 +129,7 @@ class Traffic:
         return max(one.first - one.asked for one in self.ended)
 
     def summary(self) -> str:
-        """What there was, in a line."""
+        """The traffic's counts in one line."""
         return (
             f"{len(self.ended)} streams, {len(self.refused)} refused for a while, {self.longest_wait():.2f} s at most "
             "until the first event"
@@ -140,7 +140,7 @@ class Traffic:
         assert set(self.refused) <= {(503, "draining", "1")}
 
 
-class House:
+class Harness:
     """Two gateways behind a proxy, two workers, and the traffic that is to be let in."""
 
     def __init__(
@@ -170,19 +170,19 @@ class House:
         return sum(self.cluster.log(name).count(f"why='{why}'") for name in ("gateway-1", "gateway-2"))
 
 
-MakeHouse = Callable[..., AbstractContextManager[House]]
+MakeHouse = Callable[..., AbstractContextManager[Harness]]
 
 
 @pytest.fixture
 def make_house(tmp_path: Path, redis_server: RedisServer, model_folder: Path, pytestconfig: pytest.Config) -> MakeHouse:
     @contextmanager
-    def make(streams: int, tokens: int, step_ms: int, **variables: str) -> Iterator[House]:
+    def make(streams: int, tokens: int, step_ms: int, **variables: str) -> Iterator[Harness]:
         engine = ("--model", f"null={model_folder}", "--max-num-seqs", streams, "--step-ms", step_ms)
         with lane_cluster(tmp_path / "cluster", engine, redis_server, **variables) as cluster:
             cluster.start("gateway-1", "gateway-2", "worker-1", "worker-2")
             proxy = Caddy(tmp_path / "caddy", [cluster.url("gateway-1"), cluster.url("gateway-2")])
             with contextmanager(started)(proxy, pytestconfig):
-                yield House(cluster, proxy, model_folder, streams, tokens, step_ms)
+                yield Harness(cluster, proxy, model_folder, streams, tokens, step_ms)
 
     return make
 
@@ -191,28 +191,28 @@ HANDED_BACK = "handed back by its worker"
 
 
 def test_streams_survive_a_rolling_restart_of_gateways_and_a_worker(make_house: MakeHouse) -> None:
-    with make_house(20, 60, 30, TOKENMILL_LANE__DRAIN_SECONDS="0.2") as house:
-        with house.traffic.running():
-            assert_it_sends_away_and_ends_what_it_has(house, "gateway-1")
-            house.cluster.start("gateway-1")
+    with make_house(20, 60, 30, TOKENMILL_LANE__DRAIN_SECONDS="0.2") as harness:
+        with harness.traffic.running():
+            assert_it_sends_away_and_ends_what_it_has(harness, "gateway-1")
+            harness.cluster.start("gateway-1")
             for name in ("gateway-2", "worker-1"):
-                house.replace(name)
-        house.traffic.assert_nobody_noticed()
-        assert house.sent_again(HANDED_BACK)
+                harness.replace(name)
+        harness.traffic.assert_nobody_noticed()
+        assert harness.sent_again(HANDED_BACK)
 
 
-def assert_it_sends_away_and_ends_what_it_has(house: House, name: str) -> None:
-    """Stop a gateway that has streams. `House.traffic` knows how these ended."""
-    url = house.cluster.url(name)
+def assert_it_sends_away_and_ends_what_it_has(harness: Harness, name: str) -> None:
+    """Stop a gateway that has streams. `Harness.traffic` knows how these ended."""
+    url = harness.cluster.url(name)
     assert httpx2.get(f"{url}/readyz", timeout=HANG_SECONDS).status_code == 200
     wait_for(lambda: streams_at(url) > 5, "it gets no streams")
-    house.cluster.processes[name].send_signal(signal.SIGTERM)
+    harness.cluster.processes[name].send_signal(signal.SIGTERM)
     wait_for(lambda: httpx2.get(f"{url}/readyz", timeout=HANG_SECONDS).status_code == 503, "it is still ready")
-    refused = httpx2.post(f"{url}/v1/chat/completions", json=house.traffic.bodies[0], timeout=HANG_SECONDS)
+    refused = httpx2.post(f"{url}/v1/chat/completions", json=harness.traffic.bodies[0], timeout=HANG_SECONDS)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert refused.json()["error"]["code"] == "draining"
     assert streams_at(url) > 0, "what it had was cut off"
-    assert house.cluster.processes[name].wait(HANG_SECONDS) == 0
+    assert harness.cluster.processes[name].wait(HANG_SECONDS) == 0
 
 
 def streams_at(url: str) -> int:
@@ -229,14 +229,14 @@ def streams_at(url: str) -> int:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("grace", [0, 20])
 def test_two_hundred_streams_survive_a_rolling_restart_and_killed_workers(make_house: MakeHouse, grace: int) -> None:
-    """With a grace of 20 s workers end what they have; without, they hand all of it back."""
-    with make_house(200, 250, 40, TOKENMILL_LANE__DRAIN_SECONDS=str(grace)) as house:
-        with house.traffic.running():
+    """With a grace of 20 s workers complete their requests; without, they hand all of them back."""
+    with make_house(200, 250, 40, TOKENMILL_LANE__DRAIN_SECONDS=str(grace)) as harness:
+        with harness.traffic.running():
             for name in ("gateway-1", "gateway-2", "worker-1", "worker-2"):
-                house.replace(name)
-            house.kill("worker-1")
-            house.kill("worker-2")
-        house.traffic.assert_nobody_noticed()
-        assert (house.sent_again(HANDED_BACK) > 100) == (grace == 0)
-        assert house.sent_again("lost") > 50
-        print(house.traffic.summary())
+                harness.replace(name)
+            harness.kill("worker-1")
+            harness.kill("worker-2")
+        harness.traffic.assert_nobody_noticed()
+        assert (harness.sent_again(HANDED_BACK) > 100) == (grace == 0)
+        assert harness.sent_again("lost") > 50
+        print(harness.traffic.summary())

@@ -1,4 +1,4 @@
-"""Who may read what lies in a root: prompts, answers, hashes of keys."""
+"""File permissions in a root, which holds prompts, answers and hashes of keys."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_root_in_which_a_group_may_write_is_shared_with_it(tmp_path: Path, uma
     assert modes(root)["files"] == f"{0o770 & ~umask:04o}"
 
 
-def test_what_a_run_writes_is_read_by_whom_the_umask_allows(tmp_path: Path, umask: int) -> None:
+def test_files_of_a_run_have_the_permissions_of_the_umask(tmp_path: Path, umask: int) -> None:
     with FolderStore(tmp_path / "out") as store:
         fill(store)
     assert modes(tmp_path / "out")["files/b"] == f"{0o666 & ~umask:04o}"

@@ -1,4 +1,4 @@
-"""The long-running commands as real processes: what is dropped is answered, whoever is killed meanwhile."""
+"""The long-running commands as real processes: ingested files are answered, though processes are killed meanwhile."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def drop(source: Path, inbox: Path, name: str) -> None:
     partial.rename(inbox / name)
 
 
-def test_what_is_dropped_is_answered_as_run_would_and_the_end_is_orderly(
+def test_ingested_files_are_answered_as_by_run_and_the_end_is_graceful(
     start: Start, place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
 ) -> None:
     source = write_lines(*[chat(f"r{n}", f"number {n}", max_tokens=20) for n in range(30)], "not json")
@@ -146,7 +146,7 @@ def test_two_workers_and_two_dispatchers_lose_nothing_when_one_of_each_is_killed
     assert workers[1].wait(HANG_SECONDS) == 0
 
 
-def test_a_worker_without_a_redis_says_so(tokenmill: Any, place: Path) -> None:
+def test_a_worker_without_redis_reports_it(tokenmill: Any, place: Path) -> None:
     ended = tokenmill("dispatcher", "--root", "root")
     assert (ended.code, "TOKENMILL_REDIS_URL is not set" in ended.error) == (1, True)
     ended = tokenmill("dispatcher")

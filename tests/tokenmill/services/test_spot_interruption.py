@@ -1,4 +1,4 @@
-"""A spot instance's notice ends a worker in order; whatever else the metadata service says doesn't."""
+"""A spot instance's interruption notice stops a worker gracefully; other answers of the metadata service don't."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_notice_stops_the_worker_and_its_absence_or_an_error_does_not(metada
     notice = '{"action": "terminate", "time": "2026-01-01T10:00:00Z"}'
     metadata.notices = [(404, ""), (500, "broken"), (404, ""), (200, notice)]
     stop = threading.Event()
-    watch_for_notice(stop, look_seconds=0.01)
+    watch_for_notice(stop, poll_seconds=0.01)
     assert stop.is_set()
     assert metadata.noticed == 4
 

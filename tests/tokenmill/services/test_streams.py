@@ -1,4 +1,4 @@
-"""Many streams at once over real processes: each has its text, whole and in order, whoever else goes or is slow."""
+"""Many concurrent streams over real processes: each is complete and in order, though other clients leave or stall."""
 
 from __future__ import annotations
 

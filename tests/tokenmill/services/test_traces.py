@@ -1,4 +1,4 @@
-"""One trace from the door to the worker's steps, received as OTLP from real processes; and their logs as JSON."""
+"""One trace from ingest to the worker's steps, received as OTLP from real processes; and their logs as JSON."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ SERVER, CLIENT, CONSUMER = 2, 3, 5
         (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
     ],
 )
-def test_given_opentelemetrys_variables_then_they_say_whether_there_are_traces(
-    environment: dict[str, str], wanted: bool
-) -> None:
+def test_given_opentelemetrys_variables_then_they_enable_traces(environment: dict[str, str], wanted: bool) -> None:
     assert wants_traces(environment) is wanted
 
 
@@ -61,7 +59,7 @@ def test_given_opentelemetrys_variables_then_they_say_whether_there_are_traces(
         ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", "http/protobuf"),
     ],
 )
-def test_given_what_cannot_be_had_then_the_variable_and_what_is_right_are_named(
+def test_given_an_unsupported_value_then_the_variable_and_valid_values_are_named(
     name: str, value: str, right: str
 ) -> None:
     with pytest.raises(UserError, match=f"{name} .*{value}.*{right}"):
@@ -82,7 +80,7 @@ def receiver() -> Iterator[OtlpReceiver]:
     made.close()
 
 
-class House:
+class Harness:
     """All of an installation on a folder, Redis and Kafka, with traces and JSON logs."""
 
     def __init__(self, place: Path, redis: RedisServer, kafka: KafkaBroker, model: Path, otlp: OtlpReceiver) -> None:
@@ -139,10 +137,10 @@ class House:
 
 
 @pytest.fixture
-def house(
+def harness(
     place: Path, redis_server: RedisServer, kafka_broker: KafkaBroker, model_folder: Path, receiver: OtlpReceiver
-) -> Iterator[House]:
-    made = House(place, redis_server, kafka_broker, model_folder, receiver)
+) -> Iterator[Harness]:
+    made = Harness(place, redis_server, kafka_broker, model_folder, receiver)
     yield made
     made.close()
 
@@ -161,14 +159,14 @@ def below(span: Received, above: Received) -> bool:
 
 
 @pytest.mark.slow
-def test_given_a_trace_at_any_door_then_it_reaches_the_workers_shard_and_whoever_is_told(
-    house: House, receiver: OtlpReceiver
+def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_and_the_published_events(
+    harness: Harness, receiver: OtlpReceiver
 ) -> None:
     # HTTP: a batch, with the webhook of its end.
     trace, parent = sent_for()
-    upload = httpx2.post(f"{house.url}/v1/files", files={"file": ("in.jsonl", line("a"))}, data={"purpose": "batch"})
+    upload = httpx2.post(f"{harness.url}/v1/files", files={"file": ("in.jsonl", line("a"))}, data={"purpose": "batch"})
     batch = {"input_file_id": upload.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    made = house.post("/v1/batches", batch, parent).json()
+    made = harness.post("/v1/batches", batch, parent).json()
     door = receiver.wait("POST /v1/batches", of_trace(trace))
     assert (door.service, door.kind, door.parent) == ("tokenmill-gateway", SERVER, parent.split("-")[2])
     shard = check_job(receiver, trace, made["id"], door)
@@ -176,33 +174,33 @@ def test_given_a_trace_at_any_door_then_it_reaches_the_workers_shard_and_whoever
     assert step.attributes["tokenmill.step.rows"] == 1
     assert 0 < step.attributes["tokenmill.step.tokens"] < 200
     hook = receiver.wait("webhook", of_trace(trace))
-    assert house.hook.received[0].headers["traceparent"].split("-")[1:3] == [trace, hook.span]
+    assert harness.hook.received[0].headers["traceparent"].split("-")[1:3] == [trace, hook.span]
 
     # HTTP: a caller who waits, over the lane.
     trace, parent = sent_for()
     chat = json.loads(line("b"))["body"]
-    answer = house.post("/v1/chat/completions", chat | {"stream": True}, parent)
+    answer = harness.post("/v1/chat/completions", chat | {"stream": True}, parent)
     assert answer.text.rstrip().endswith("[DONE]")
     door = receiver.wait("POST /v1/chat/completions", of_trace(trace))
     check_lane(receiver, door)
 
     # Kafka: records of one trace, and what is told of them.
     trace, parent = sent_for()
-    producer = KafkaProducer(bootstrap_servers=house.kafka.bootstrap, enable_idempotence=False)
-    producer.send(f"{house.prefix}.requests", line("c"), headers=[("traceparent", parent.encode())]).get(HANG_SECONDS)
+    producer = KafkaProducer(bootstrap_servers=harness.kafka.bootstrap, enable_idempotence=False)
+    producer.send(f"{harness.prefix}.requests", line("c"), headers=[("traceparent", parent.encode())]).get(HANG_SECONDS)
     door = receiver.wait("kafka batch", of_trace(trace))
     assert (door.kind, door.parent) == (CONSUMER, parent.split("-")[2])
     assert door.attributes["messaging.batch.message_count"] == 1
     check_job(receiver, trace, door.attributes["tokenmill.job.id"], door)
     results = KafkaConsumer(
-        f"{house.prefix}.results", bootstrap_servers=house.kafka.bootstrap, auto_offset_reset="earliest",
+        f"{harness.prefix}.results", bootstrap_servers=harness.kafka.bootstrap, auto_offset_reset="earliest",
         group_id=None, consumer_timeout_ms=30_000,
     )  # fmt: skip
     assert dict(next(results).headers)["traceparent"].decode().split("-")[1:3] == [trace, door.span]
     results.close()
     # Of two traces: linked with both.
     for name, (_, one) in (("d", first := sent_for()), ("e", second := sent_for())):
-        producer.send(f"{house.prefix}.requests", line(name), headers=[("traceparent", one.encode())])
+        producer.send(f"{harness.prefix}.requests", line(name), headers=[("traceparent", one.encode())])
     producer.flush(30)
     door = receiver.wait("kafka batch", lambda span: len(span.links) == 2 or span.trace in (first[0], second[0]))
     if door.links:  # else the two came in two batches
@@ -210,9 +208,9 @@ def test_given_a_trace_at_any_door_then_it_reaches_the_workers_shard_and_whoever
     producer.close()
 
     # Celery: a job, and an answer.
-    caller = Celery("a-caller", broker=house.redis.url, backend=house.redis.url, set_as_current=False)
+    caller = Celery("a-caller", broker=harness.redis.url, backend=harness.redis.url, set_as_current=False)
     trace, parent = sent_for()
-    how = {"queue": house.prefix, "headers": {"traceparent": parent}}
+    how = {"queue": harness.prefix, "headers": {"traceparent": parent}}
     job = caller.send_task("tokenmill.submit", args=[[json.loads(line("f"))]], **how).get(timeout=HANG_SECONDS)
     door = receiver.wait("tokenmill.submit", of_trace(trace))
     check_job(receiver, trace, job, door)
@@ -223,13 +221,13 @@ def test_given_a_trace_at_any_door_then_it_reaches_the_workers_shard_and_whoever
     check_lane(receiver, receiver.wait("tokenmill.generate", of_trace(trace)))
     caller.close()
 
-    house.end()
-    check_nothing_is_told(house, receiver)
-    check_logs(house)
+    harness.end()
+    check_nothing_is_told(harness, receiver)
+    check_logs(harness)
 
 
 def check_job(receiver: OtlpReceiver, trace: str, job_id: str, door: Received) -> Received:
-    """From the door to the shard; which is given back."""
+    """The trace from ingest to the shard, which is returned."""
     job = receiver.wait("job", of_trace(trace))
     assert below(job, door)
     assert job.service == "tokenmill-dispatcher"
@@ -245,7 +243,7 @@ def check_job(receiver: OtlpReceiver, trace: str, job_id: str, door: Received) -
 
 
 def check_lane(receiver: OtlpReceiver, door: Received) -> None:
-    """From the door over the lane to the worker."""
+    """The trace from the gateway over the lane to the worker."""
     lane = receiver.wait("lane", of_trace(door.trace))
     assert (below(lane, door), lane.kind, lane.error) == (True, CLIENT, None)
     work = receiver.wait("generate", of_trace(door.trace))
@@ -253,19 +251,19 @@ def check_lane(receiver: OtlpReceiver, door: Received) -> None:
     assert (work.events, work.attributes["tokenmill.tokens.completion"]) == (("first token",), 20)
 
 
-def check_nothing_is_told(house: House, receiver: OtlpReceiver) -> None:
+def check_nothing_is_told(harness: Harness, receiver: OtlpReceiver) -> None:
     """No word of a prompt, and nothing secret."""
     assert receiver.raw
     for body in receiver.raw:
         assert SECRET.encode() not in body
         assert b"whsec_" not in body
-        assert house.redis.url.encode() not in body
+        assert harness.redis.url.encode() not in body
 
 
-def check_logs(house: House) -> None:
-    """Each line of each process is a document, and those that belong to a span say so."""
-    for command, number in house.numbers.items():
-        lines = house.processes.log(number).read_text().splitlines()
+def check_logs(harness: Harness) -> None:
+    """Each log line of each process is a document, and those within a span have its ids."""
+    for command, number in harness.numbers.items():
+        lines = harness.processes.log(number).read_text().splitlines()
         documents = [json.loads(one) for one in lines]
         assert documents
         assert all({"timestamp", "level", "event", "command"} <= one.keys() for one in documents), documents[0]
@@ -276,7 +274,7 @@ def check_logs(house: House) -> None:
             assert [one for one in told if len(one.get("trace_id", "")) == 32], (command, told)
 
 
-def test_given_a_collector_that_is_away_then_what_is_left_is_given_up_in_time(
+def test_given_an_unreachable_collector_then_remaining_spans_are_discarded_in_time(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver.close()
@@ -288,12 +286,18 @@ def test_given_a_collector_that_is_away_then_what_is_left_is_given_up_in_time(
 
 
 def test_given_no_variable_then_nothing_of_opentelemetrys_sdk_is_imported(tmp_path: Path) -> None:
-    told = "import sys, tokenmill.commands.serve, tokenmill.services.gateway\n"
-    told += "import pipeline.ingest.intake, pipeline.lane.client\n"
-    told += "from tokenmill.processes.tracing import traces_of\n"
-    told += "with traces_of('worker') as traces: print(traces.on, [n for n in sys.modules if 'opentelemetry.sdk' in n])"
+    program = "import sys, tokenmill.commands.serve, tokenmill.services.gateway\n"
+    program += "import pipeline.ingest.intake, pipeline.lane.client\n"
+    program += "from tokenmill.processes.tracing import traces_of\n"
+    program += (
+        "with traces_of('worker') as traces: print(traces.on, [n for n in sys.modules if 'opentelemetry.sdk' in n])"
+    )
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     ended = subprocess.run(
-        [sys.executable, "-c", told], env=plain | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env=plain | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ended.stdout == "False []\n"

@@ -71,12 +71,12 @@ def root(tmp_path: Path) -> Iterator[Root]:
 
 
 @pytest.fixture
-def hints(root: Root) -> Backends:
+def backends(root: Root) -> Backends:
     return in_process_backends(root)
 
 
 class Planted:
-    """Raises the first time it is called, and is then what it replaces, or only waits (`waits`)."""
+    """Raises at the first call; later it calls the replaced function, or only waits (`waits`)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, waits: bool) -> None:
         self.works = threading.Event()
@@ -101,21 +101,23 @@ class Planted:
 Make = Callable[[Root, Backends], Part]
 
 
-def housekeeping(root: Root, hints: Backends) -> Part:
+def housekeeping(root: Root, backends: Backends) -> Part:
     settings = Settings(retention=RetentionOptions(every=timedelta(seconds=0.01)))
-    return service.housekeeping_part(root, hints, settings)
+    return service.housekeeping_part(root, backends, settings)
 
 
-def autoscaler(root: Root, hints: Backends) -> Part:
+def autoscaler(root: Root, backends: Backends) -> Part:
     options = Settings().autoscale.model_copy(update={"every_seconds": 0.01})
-    return Autoscaler(root.world, BacklogReader(root.world, hints.heartbeats, None), hints.heartbeats, options, []).run
+    return Autoscaler(
+        root.world, BacklogReader(root.world, backends.heartbeats, None), backends.heartbeats, options, []
+    ).run
 
 
-def finalizer(root: Root, _hints: Backends) -> Part:
+def finalizer(root: Root, _backends: Backends) -> Part:
     return Finalizer(root.world, Files(root.world, ThreadPoolExecutor(1)), 0.01).run
 
 
-def webhooks(root: Root, _hints: Backends) -> Part:
+def webhooks(root: Root, _backends: Backends) -> Part:
     class Nobody:
         async def send(self, *_: Any) -> None:
             raise AssertionError("there is nobody to notify")
@@ -123,26 +125,26 @@ def webhooks(root: Root, _hints: Backends) -> Part:
     return Notifier(root.world, [], Nobody(), NotifierSettings(every=0.01)).run  # type: ignore[arg-type]
 
 
-def lane_calls(root: Root, hints: Backends) -> Part:
+def lane_calls(root: Root, backends: Backends) -> Part:
     clock = root.world.clock
-    return LaneBridge(hints.lane, clock, CallSettings(look=0.01), HttpMetrics(clock)).run
+    return LaneBridge(backends.lane, clock, CallSettings(look=0.01), HttpMetrics(clock)).run
 
 
-def kafka(root: Root, _hints: Backends) -> Part:
+def kafka(root: Root, _backends: Backends) -> Part:
     options = {"bootstrap": ("127.0.0.1:1",)}
     return ingest_services(root, Settings(kafka=options))["kafka"]  # type: ignore[arg-type]
 
 
-def celery(root: Root, _hints: Backends) -> Part:
+def celery(root: Root, _backends: Backends) -> Part:
     settings = Settings(celery={"queues": {"q": "default"}}, broker_url="redis://127.0.0.1:1/0")  # type: ignore[arg-type]
     return ingest_services(root, settings)["celery"]
 
 
 PARTS: dict[str, tuple[Any, str, Make]] = {
-    "dispatcher": (Dispatcher, "tick", lambda root, hints: service.dispatcher_part(
-        root, hints, Settings(), DispatchMetrics())),
-    "job controller": (JobController, "_look", lambda root, hints: service.dispatcher_part(
-        root, hints, Settings(), DispatchMetrics())),
+    "dispatcher": (Dispatcher, "tick", lambda root, backends: service.dispatcher_part(
+        root, backends, Settings(), DispatchMetrics())),
+    "job controller": (JobController, "_look", lambda root, backends: service.dispatcher_part(
+        root, backends, Settings(), DispatchMetrics())),
     "drops": (FileIngestSource, "sweep", lambda root, _: service.folder_part(root, Settings(), 0.0)),
     "housekeeping": (RetentionSweep, "run", housekeeping),
     "autoscaler": (Autoscaler, "once", autoscaler),
@@ -165,8 +167,8 @@ WAITING = ("kafka", "celery", "spot notice")
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_given_an_error_that_was_never_foreseen_then_it_costs_one_turn_of_its_part(
-    root: Root, hints: Backends, monkeypatch: pytest.MonkeyPatch, part: str
+def test_given_an_unexpected_error_then_its_part_is_restarted(
+    root: Root, backends: Backends, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     where, name, make = PARTS[part]
     planted = Planted(monkeypatch, where, name, waits=part in WAITING)
@@ -177,7 +179,7 @@ def test_given_an_error_that_was_never_foreseen_then_it_costs_one_turn_of_its_pa
         others.set()
 
     together = ThreadPoolExecutor(1).submit(
-        run_together, stop, root.world, wait_for_stop, {part: make(root, hints), "another": another}
+        run_together, stop, root.world, wait_for_stop, {part: make(root, backends), "another": another}
     )
     try:
         assert planted.works.wait(GUARD_SECONDS), "there was no next turn"
@@ -193,10 +195,10 @@ def test_given_an_error_that_was_never_foreseen_then_it_costs_one_turn_of_its_pa
     assert sum(float(str(value)) for value in told.values["tokenmill_unforeseen_errors_total"].values()) == 1
 
 
-def test_given_tasks_whose_callers_wait_when_one_look_fails_then_the_next_one_works(
+def test_given_interactive_tasks_when_one_poll_fails_then_the_next_one_works(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The part within Celery's that looks after `tokenmill.generate`."""
+    """The part of Celery ingest that serves `tokenmill.generate`."""
     planted = Planted(monkeypatch, GenerateCalls, "run", waits=True)
     stop = threading.Event()
     calls = GenerateCalls.__new__(GenerateCalls)
@@ -212,18 +214,18 @@ def test_given_tasks_whose_callers_wait_when_one_look_fails_then_the_next_one_wo
 
 
 def test_given_a_part_that_cant_go_on_then_the_process_ends_with_its_reason(
-    root: Root, hints: Backends, monkeypatch: pytest.MonkeyPatch
+    root: Root, backends: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(_door: KafkaIngest) -> None:
         raise KafkaIngestStopped("kafka: no valid offset")
 
     monkeypatch.setattr(KafkaIngest, "step", stopped)
     with pytest.raises(KafkaIngestStopped, match="no valid offset"):
-        run_together(StopSignal(), root.world, wait_for_stop, {"kafka": kafka(root, hints)})
+        run_together(StopSignal(), root.world, wait_for_stop, {"kafka": kafka(root, backends)})
 
 
 def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
-    """The loss of what the process is for: a worker's engine."""
+    """The loss of the process's main part: a worker's engine."""
 
     def lost(_stop: threading.Event) -> None:
         raise Unforeseen("the engine is gone")

@@ -1,16 +1,16 @@
-"""`tokenmill jobs retry`: the rows of a job that got no answer, as a new job: in a folder, run here and now, or in the
-root of the first one, for its workers."""
+"""`tokenmill jobs retry`: a new job of the rows that got no answer, in a folder and run here, or in the first job's
+root for its workers."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from tokenmill import output
 from tokenmill.config import cli_options
 from tokenmill.config.cli_options import (
     ChatTemplate,
@@ -38,6 +38,7 @@ from tokenmill.config.cli_options import (
     Tier,
 )
 from tokenmill.errors import InputUnusable, ModelError, UserError
+from tokenmill.jobs.backend import RetryRequest, open_jobs
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class EndedRow(StrEnum):
-    """How a row ended that got no answer."""
+    """The status of a row without an answer."""
 
     FAILED = "failed"
     EXPIRED = "expired"
@@ -66,7 +67,7 @@ ONLY_HERE: Final = {
     "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens", "kv_cache_memory": "--kv-cache-memory",
 }  # fmt: skip
-"""Options of a retry that is run here: in a root they are its workers'."""
+"""Options of a retry in a folder; in a root the workers' settings apply."""
 
 
 def retry(
@@ -138,43 +139,29 @@ def retry(
     root it is a job of that root, whose id is printed at once; engine options are those of the root's workers. The same
     command again finds the retry that it has made, and makes no second one.
     """
+    from tokenmill.jobs.watch import print_new_job
+
+    jobs, folder = open_jobs(job_given, root_url, url), Path(job_given).expanduser()
+    if url is not None or new is None or not folder.is_dir():
+        request = RetryRequest(
+            only, include_invalid, tier, deadline, max_output_tokens, max_cost, _local_option(context)
+        )
+        print_new_job(jobs.retry(request), watch=watch, as_json=as_json)
+        return
+    if watch:
+        raise typer.BadParameter("is for jobs in a root; this one is run here", param_hint="--watch")
     from pipeline.jobs.retry import RETRIED, RetryOverrides
     from schemas.jobs.job import Tier as JobTier
     from schemas.jobs.results import RowStatus
-    from tokenmill.jobs.locator import check_alone, locate
-    from tokenmill.jobs.retry import retry_in_root, tell_rows
-
-    if url is not None:
-        from tokenmill.jobs import http_backend
-
-        check_alone(url, None, root_url)
-        _check_options(context, job_given, url)
-        body = {
-            "only": only, "include_invalid": include_invalid or None, "tier": tier,
-            "completion_window": _window(deadline), "max_output_tokens": max_output_tokens, "max_cost": max_cost,
-        }  # fmt: skip
-        asked = {name: value for name, value in body.items() if value is not None}
-        http_backend.retry(url, job_given, asked, watch=watch, as_json=as_json)
-        return
-    settings = read_settings()
-    statuses = RETRIED if only is None else frozenset(RowStatus(status) for status in only)
-    place = locate(job_given, root_url, settings)
-    given = Path(job_given).expanduser()
-    out = given if new is not None and given.is_dir() else place.folder  # also of a root's job, if that is asked for
-    wishes = RetryOverrides(None if tier is None else JobTier(tier), deadline, max_output_tokens, max_cost)
-    if out is None:
-        _check_options(context, str(place), place.root)
-        retry_in_root(place, settings, statuses, wishes, include_invalid=include_invalid, watch=watch, as_json=as_json)
-        return
-    if new is None:
-        raise typer.BadParameter("a folder's job is tried again in a folder; name it", param_hint="--output")
-    if watch:
-        raise typer.BadParameter("is for jobs in a root; this one is run here", param_hint="--watch")
     from tokenmill.config.engine_options import engine_options  # needs torch, which isn't there where no model runs
+    from tokenmill.jobs.ledger_backend import retry_notes
     from tokenmill.local.execute import execute
     from tokenmill.local.pricing import check_limit, price_of_worker
 
-    first = _first(out, new, statuses, include_invalid=include_invalid, other_model=bool(model))
+    settings = read_settings()
+    statuses = RETRIED if only is None else frozenset(RowStatus(status) for status in only)
+    overrides = RetryOverrides(None if tier is None else JobTier(tier), deadline, max_output_tokens, max_cost)
+    first = _first(folder, new, statuses, include_invalid=include_invalid, other_model=bool(model))
     pin, dtypes = first.job.models[0], {pin.dtype for pin in first.job.models}
     own = pin.dtype if len(dtypes) == 1 else "auto"  # as the job was begun: each model has the dtype that suits it
     engine = engine_options(
@@ -183,19 +170,20 @@ def retry(
         replicas,
     )  # fmt: skip
     plan = _plan(
-        first, new, wishes, engine, input_, model, chat_template,
+        first, new, overrides, engine, input_, model, chat_template,
         fresh=fresh, price_per_hour=price_of_worker(settings, price_per_hour),
         content_policy=content_policy,
     )  # fmt: skip
     check_limit(plan)
-    tell_rows(first)
+    for note in retry_notes(first):
+        output.say(note)
     execute(plan, as_json=as_json)
 
 
 def _plan(
     first: Retry,
     new: Path,
-    wishes: RetryOverrides,
+    overrides: RetryOverrides,
     engine: EngineOptions,
     input_: str | None,
     model: list[str] | None,
@@ -205,18 +193,18 @@ def _plan(
     price_per_hour: float | None,
     content_policy: list[str] | None,
 ) -> RunPlan:
-    """Everything that can be found out, and refused, before a retry is run here."""
+    """Validate the options of a retry in a folder, and build its plan."""
     from pipeline.jobs.retry import limit_of_retry, retried_settings
     from tokenmill.config import job_options
     from tokenmill.local.run_plan import RunPlan
     from workers.settings import WorkerSettings
 
     settings, job = read_settings(), first.job
-    tier = wishes.tier or job.tier
-    if wishes.max_output_tokens is not None:
-        job_options.check_cap(wishes.max_output_tokens, settings.max_output_tokens.of(tier), tier)
+    tier = overrides.tier or job.tier
+    if overrides.max_output_tokens is not None:
+        job_options.check_cap(overrides.max_output_tokens, settings.max_output_tokens.of(tier), tier)
     policies = job_options.content_policies(content_policy, settings)
-    wanted = retried_settings(first, wishes.max_output_tokens)
+    wanted = retried_settings(first, overrides.max_output_tokens)
     return RunPlan(
         inputs=_same_input(job, input_),
         models=_models(job, model or [], settings.model_cache, same_template=chat_template is None),
@@ -230,34 +218,23 @@ def _plan(
         worker=WorkerSettings(
             request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds, policies=policies
         ),
-        deadline=wishes.deadline,
-        max_cost=limit_of_retry(job, wishes),
+        deadline=overrides.deadline,
+        max_cost=limit_of_retry(job, overrides),
         retry_of=job.id,
     )
 
 
-def _window(deadline: timedelta | None) -> str | None:
-    """As a batch has it, in whole minutes: never longer than was asked for."""
-    if deadline is None:
-        return None
-    minutes = int(deadline.total_seconds() // 60)
-    if minutes < 1:
-        raise UserError("--deadline: a gateway takes whole minutes; give 1m at least")
-    return f"{minutes}m"
-
-
-def _check_options(context: typer.Context, job: str, where: str) -> None:
-    """Raises `UserError` for what only a retry that is run here can do."""
+def _local_option(context: typer.Context) -> str | None:
+    """A given option that only a retry in a folder has."""
     for name, option in ONLY_HERE.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise UserError(
-                f"{option}: {job} is tried again at {where}, by its workers with their models and engines; leave it out"
-            )
+            return option
+    return None
 
 
 def _first(out: Path, new: Path, statuses: Collection[RowStatus], *, include_invalid: bool, other_model: bool) -> Retry:
-    """The job to try again, and its rows. Raises `UserError` or the pipeline's own."""
+    """The first job, and its rows to retry. Raises `UserError` or the pipeline's own errors."""
     from pipeline.adapters.folder.store import FolderStore
     from pipeline.jobs.retry import choose_rows
     from pipeline.jobs.summaries import find_ledger
@@ -269,7 +246,7 @@ def _first(out: Path, new: Path, statuses: Collection[RowStatus], *, include_inv
 
 
 def _same_input(job: Job, given: str | None) -> InputRef:
-    """The input of the first job, which must hold the same bytes: rows are told by their index."""
+    """Pin the input of the first job, which must have the same bytes, since rows are identified by their index."""
     from tokenmill.config.inputs import pin
 
     found = pin(given or job.input.uri, job.input)
@@ -279,12 +256,12 @@ def _same_input(job: Job, given: str | None) -> InputRef:
 
 
 def _bytes_of(file: InputFile) -> tuple[int, str | None, str | None]:
-    """What tells the bytes of a file; an object in S3 isn't hashed."""
+    """The identity of a file's bytes; an object in S3 isn't hashed."""
     return file.size, file.sha256, None if file.sha256 is not None else file.etag
 
 
 def _models(job: Job, given: list[str], cache: Path, *, same_template: bool) -> tuple[ChosenModel, ...]:
-    """The models that the job is pinned to, or those given in their place, under the names that the requests use."""
+    """The job's pinned models, or the given replacements, under the names of the requests."""
     from tokenmill.config import job_options
     from tokenmill.models.sources import ModelSource
 

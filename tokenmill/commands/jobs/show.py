@@ -1,9 +1,8 @@
-"""`tokenmill jobs`: looking at jobs, in folders of their own and in roots; what changes them has modules of its own."""
+"""`tokenmill jobs list`, `show` and `watch`, and the registration of the other subcommands."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,12 +12,8 @@ from tokenmill.commands.jobs.export import export
 from tokenmill.commands.jobs.retry import retry
 from tokenmill.commands.jobs.verify import verify
 from tokenmill.config.cli_options import Debug, Every, GatewayUrl, JobGiven, Json, RootUrl
-from tokenmill.errors import EXIT_USAGE, InputUnusable, UserError
-from tokenmill.settings import read_settings
-
-if TYPE_CHECKING:
-    from pipeline.jobs.summaries import JobSummary
-    from schemas.settings.settings import Settings
+from tokenmill.errors import EXIT_USAGE
+from tokenmill.jobs.backend import open_job_list, open_jobs
 
 app = typer.Typer(help="Jobs in local folders, and in the root of an installation.", rich_markup_mode=None)
 
@@ -55,25 +50,15 @@ def list_jobs(
 
     How open jobs stand comes from their caches, some seconds old.
     """
-    if url is not None:
-        from tokenmill.jobs import http_backend
-        from tokenmill.jobs.locator import check_alone
-
-        check_alone(url, folder, root_url)
-        http_backend.list_jobs(url, limit, active=active, as_json=as_json)
-        return
-    where, found = _jobs(folder, root_url, limit + 1, read_settings(), active=active)
-    shown = found[:limit]
+    found = open_job_list(folder, root_url, url).list_jobs(limit + 1, active=active)
     if as_json:
-        from tokenmill.jobs.views import document
-
-        output.print_json([document(summary) for _, summary in shown])
+        output.print_json(found.documents[:limit])
     else:
-        _print(shown)
-    if len(found) > limit:
+        output.stdout().print(output.table(None, found.columns, found.rows[:limit], right=found.columns[3:6]))
+    if len(found.rows) > limit:
         output.say(f"only the newest {limit}; --limit shows more")
-    if not found:
-        output.say(f"no open jobs in {where}" if active else f"no jobs in {where}; 'tokenmill run' makes one")
+    if not found.rows:
+        output.say(found.empty)
 
 
 @app.command("show", short_help="How a job stands, or how it ended.")
@@ -84,46 +69,16 @@ def show_job(
 
     Exit code 1: the job has ended, and files of its results are missing or cut. 'jobs verify' compares their contents.
     """
-    from pipeline.jobs.summaries import summarize_job
-    from pipeline.results.verification import ResultsDamaged, check_files
-    from tokenmill.jobs.locator import locate, open_job_readonly
-
-    if url is not None:
-        from tokenmill.jobs import http_backend
-        from tokenmill.jobs.locator import check_alone
-
-        check_alone(url, None, root_url)
-        http_backend.show(url, job, as_json=as_json)
-        return
-    settings = read_settings()
-    place = locate(job, root_url, settings)
-    with open_job_readonly(place, settings) as ledger:
-        # A dispatcher keeps the cache of a root's job fresh; to count it anew might be to read thousands of objects.
-        summary = summarize_job(ledger, exact=place.folder is not None)
-        damage: ResultsDamaged | None = None
-        try:
-            if summary.manifest is not None:
-                check_files(ledger, summary.manifest)
-        except ResultsDamaged as error:
-            damage = error
-    _show(summary, as_json=as_json)
-    if damage is not None:
-        raise damage
-
-
-def _show(summary: JobSummary, *, as_json: bool) -> None:
-    from tokenmill.jobs.views import document, facts
-    from tokenmill.local.summary import summary_table
-
+    view = open_jobs(job, root_url, url).show()
     if as_json:
-        output.print_json(document(summary))
-        return
-    console = output.stdout()
-    console.print(output.table(None, ("", ""), facts(summary)))
-    if summary.manifest is not None:
-        console.print(summary_table(summary.manifest))
-        for wrong in summary.manifest.errors:
-            console.print(f"line {wrong.line}: {wrong.code}: {wrong.message}", markup=False)
+        output.print_json(view.document)
+    else:
+        for table in view.tables:
+            output.stdout().print(table)
+        for error in view.errors:
+            output.stdout().print(error, markup=False, emoji=False)
+    if view.damage is not None:
+        raise view.damage
 
 
 @app.command("watch", short_help="Tell how a job stands until it has ended.")
@@ -139,62 +94,12 @@ def watch_job(
 
     It only looks: Ctrl-C ends the watching, with exit code 130, and the job goes on. Exit code 1: it failed as a whole.
     """
-    from pipeline.jobs.summaries import summarize_job
-    from tokenmill.jobs.locator import locate, open_job_readonly
-    from tokenmill.jobs.views import document
-    from tokenmill.jobs.watch import tell_end, watch
+    from tokenmill.jobs.watch import print_end
 
-    if url is not None:
-        from tokenmill.jobs import http_backend
-        from tokenmill.jobs.locator import check_alone
-
-        check_alone(url, None, root_url)
-        http_backend.watch(url, job, every, as_json=as_json)
-        return
-    settings = read_settings()
-    with open_job_readonly(locate(job, root_url, settings), settings) as ledger:
-        manifest = watch(ledger, every=every)
-        where = ledger.place()
-        if as_json:
-            output.print_json(document(summarize_job(ledger)))
-    tell_end(manifest, where)
+    print_end(open_jobs(job, root_url, url).watch(every), as_json=as_json)
 
 
 app.command("cancel", short_help="End a job before its time.")(cancel)
 app.command("retry", short_help="Answer the rows that got no answer, as a new job.")(retry)
 app.command("export", short_help="Results as JSONL.")(export)
 app.command("verify", short_help="Compare results with the manifest.")(verify)
-
-
-def _jobs(
-    folder: str | None, root_url: str | None, limit: int, settings: Settings, *, active: bool
-) -> tuple[str, list[tuple[str, JobSummary]]]:
-    """Where was looked, and what was found there, each with its place."""
-    from tokenmill.jobs.listing import jobs_below, jobs_in
-    from tokenmill.root import S3, open_root
-
-    if folder is not None and root_url is not None:
-        raise UserError(f"{folder}: --root names another place; give one of them")
-    if folder is not None and folder.startswith(S3):
-        folder, root_url = None, folder
-    if folder is None and (root_url or settings.root):
-        with open_root(root_url, settings, read_only=True) as opened:
-            return opened.url, [(opened.url, one) for one in jobs_in(opened.world.store, limit, active=active)]
-    local = Path(folder or "").expanduser()
-    if not local.is_dir():
-        raise InputUnusable(f"{folder}: no such folder; give the OUT of a run, or name a root with --root ROOT")
-    return str(local), [(str(place), one) for place, one in jobs_below(local, limit, active=active)]
-
-
-def _print(found: list[tuple[str, JobSummary]]) -> None:
-    """One line for each job, on stdout."""
-    rows = []
-    for place, summary in found:
-        counts = summary.counts
-        figures = ["-"] * 3
-        if counts is not None:
-            figures = [output.count(n) for n in (counts.total, counts.total - counts.pending, counts.failed)]
-        due = summary.eta and summary.eta.isoformat(timespec="seconds")
-        rows.append((place, summary.id, summary.status or summary.problem, *figures, due))
-    columns = ("place", "job", "status", "rows", "done", "failed", "should be done")
-    output.stdout().print(output.table(None, columns, rows, right=columns[3:6]))

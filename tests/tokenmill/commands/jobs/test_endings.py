@@ -38,7 +38,7 @@ ROWS_PER_PART = 3
 
 @pytest.fixture
 def start(place: Path, model_folder: Path) -> Iterator[Start]:
-    """Starts a run in a process of its own, that computes one row at a time; what still runs at the end is killed."""
+    """Starts a run in a process of its own, that computes one row at a time; it is killed at the test's end."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[4]),
@@ -90,7 +90,7 @@ def status_of(out: Path) -> JobStatus:
         return JobLedger(store).status()
 
 
-def test_given_a_live_run_when_cancelled_then_it_ends_the_job_and_keeps_what_is_finished(
+def test_given_an_active_run_when_cancelled_then_it_ends_the_job_and_keeps_finished_rows(
     tokenmill: Cli, place: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:
     out = place / "out"
@@ -115,7 +115,7 @@ def test_given_a_live_run_when_cancelled_then_it_ends_the_job_and_keeps_what_is_
     assert status_of(out) is JobStatus.CANCELLED
 
 
-def test_given_a_run_that_was_stopped_when_cancelled_then_it_is_ended_at_once_with_what_was_logged(
+def test_given_a_stopped_run_when_cancelled_then_it_is_ended_at_once_with_logged_rows(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:
     out = place / "out"
@@ -171,7 +171,7 @@ def test_given_a_job_of_which_nothing_is_planned_when_cancelled_then_every_line_
     ]
 
 
-def test_given_a_job_that_has_ended_when_cancelled_then_nothing_changes_and_the_exit_code_says_so(
+def test_given_a_job_that_has_ended_when_cancelled_then_nothing_changes_and_the_exit_code_is_1(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     out = place / "out"
@@ -210,7 +210,7 @@ def test_given_a_run_that_holds_the_job_and_then_dies_when_cancelled_then_it_is_
     assert done.manifest.counts.cancelled == 1
 
 
-def test_given_a_deadline_when_it_passes_then_the_run_ends_well_and_says_what_expired(
+def test_given_a_deadline_when_it_passes_then_the_run_succeeds_and_reports_expired_rows(
     tokenmill: Cli,
     place: Path,
     model_folder: Path,

@@ -130,7 +130,7 @@ def test_given_an_open_job_when_cancelled_retried_watched_and_exported_then_each
     assert (alone.json()["succeeded"], alone.json()["others"]) == (8, 2)
 
 
-def test_given_a_job_that_is_computed_when_watched_then_its_progress_is_told_until_it_ends(
+def test_given_a_running_job_when_watched_then_its_progress_is_reported_until_it_ends(
     tokenmill: Cli, root: Installation
 ) -> None:
     job = root.submit(12)
@@ -159,7 +159,7 @@ def test_given_a_job_that_is_computed_when_watched_then_its_progress_is_told_unt
     assert (again.code, again.err.splitlines()) == (0, told[-1:])
 
 
-def test_given_a_job_that_was_refused_as_a_whole_when_watched_then_the_exit_code_is_1_and_says_why(
+def test_given_a_job_that_was_refused_as_a_whole_when_watched_then_the_exit_code_is_1_with_the_reason(
     tokenmill: Cli, root: Installation
 ) -> None:
     job = root.submit(2, "not json", on_invalid=OnInvalid.JOB)
@@ -205,7 +205,7 @@ def test_given_many_jobs_when_listed_then_the_newest_come_first_and_nothing_is_w
     assert sorted(info.key for info in root.world.store.list("")) == before
 
 
-def test_given_what_is_no_job_when_asked_for_then_one_line_says_both_ways(
+def test_given_no_job_when_shown_then_the_error_names_folder_and_root(
     tokenmill: Cli, root: Installation, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for words in (("show",), ("watch",), ("cancel",), ("retry",), ("export", "--to", place / "x.jsonl")):
@@ -248,7 +248,7 @@ def test_given_options_of_engines_when_a_roots_job_is_retried_then_they_are_refu
     assert (other["created"], other["id"] != fewer["id"]) == (True, True)
 
 
-def test_given_a_retry_that_failed_as_a_whole_when_asked_for_again_then_there_is_another(
+def test_given_a_retry_that_failed_as_a_whole_when_repeated_then_there_is_another(
     tokenmill: Cli, on_folder: Installation
 ) -> None:
     root, at = on_folder, ("--root", on_folder.url)
@@ -268,7 +268,7 @@ def test_given_a_retry_that_failed_as_a_whole_when_asked_for_again_then_there_is
     assert retried.json()["manifest"]["counts"]["succeeded"] == 3
 
 
-def test_given_no_dispatcher_when_cancelled_then_nobody_has_ended_it_yet_and_one_that_comes_does(
+def test_given_no_dispatcher_when_cancelled_then_the_job_is_not_ended_until_one_starts(
     tokenmill: Cli, on_folder: Installation
 ) -> None:
     root = on_folder
@@ -298,7 +298,9 @@ def test_given_a_jobs_folder_below_a_root_when_cancelled_then_it_is_the_roots_jo
     assert watched["retry_of"] == job
 
 
-def test_given_an_output_folder_when_watched_then_its_run_is_told_of_until_it_ends(tokenmill: Cli, place: Path) -> None:
+def test_given_an_output_folder_when_watched_then_its_run_is_reported_until_it_ends(
+    tokenmill: Cli, place: Path
+) -> None:
     with FolderStore(place / "out") as store:
         world, ledger = World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store)
         plan_by_hand(ledger, world, [], rejected=[0, 1])
@@ -320,7 +322,7 @@ def test_given_a_missing_root_when_looked_at_then_it_is_not_made(tokenmill: Cli,
     assert not (place / "typo").exists()
 
 
-def test_given_a_watcher_when_stopped_by_ctrl_c_then_it_says_that_the_job_goes_on(
+def test_given_a_watcher_when_stopped_by_ctrl_c_then_it_reports_that_the_job_goes_on(
     place: Path, on_folder: Installation
 ) -> None:
     job = on_folder.submit(3)

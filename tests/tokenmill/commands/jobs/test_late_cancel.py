@@ -1,4 +1,4 @@
-"""A cancel that meets a job on its last step: the job ends as it would have, and the command says so."""
+"""A cancel at a job's last step: the job completes, and the command reports it."""
 
 from __future__ import annotations
 

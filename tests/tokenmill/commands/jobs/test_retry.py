@@ -1,4 +1,4 @@
-"""`jobs retry` and `jobs export --merged`: what was left over is answered by a job of its own, and joined again."""
+"""`jobs retry` and `jobs export --merged`: unanswered rows become a new job, and the results are joined."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_given_a_retry_when_it_asks_for_less_or_for_more_then_those_rows_are_tri
     assert [row["error_code"] for row in results(place / "c")] == ["context_length_exceeded"]
 
 
-def test_given_what_is_not_as_it_was_when_retried_then_one_line_says_what(
+def test_given_a_changed_input_or_model_when_retried_then_the_error_is_one_line(
     tokenmill: Cli, place: Path, cancelled: tuple[Path, Path], path: Path, model_folder: Path
 ) -> None:
     _, out = cancelled
@@ -157,7 +157,7 @@ def test_given_what_is_not_as_it_was_when_retried_then_one_line_says_what(
     assert not (place / "new").exists()
 
 
-def test_given_folders_that_do_not_belong_together_when_merged_then_they_are_refused(
+def test_given_folders_of_unrelated_jobs_when_merged_then_they_are_refused(
     tokenmill: Cli, place: Path, cancelled: tuple[Path, Path]
 ) -> None:
     whole, out = cancelled

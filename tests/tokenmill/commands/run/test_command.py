@@ -36,7 +36,7 @@ BIG = 11 * 1024 * 1024
 
 
 def digests(out: Path) -> dict[str, str]:
-    """What stands in a job's results, byte for byte."""
+    """The bytes of a job's result files."""
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (out / "results").iterdir()}
 
 
@@ -65,7 +65,7 @@ def bad_lines(chat: Chat) -> list[tuple[dict[str, Any] | str | bytes, str]]:
     ]
 
 
-def test_given_every_kind_of_bad_line_when_run_then_good_rows_succeed_and_bad_rows_say_why(
+def test_given_every_kind_of_bad_line_when_run_then_good_rows_succeed_and_bad_rows_have_reasons(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
     bad = bad_lines(chat)
@@ -117,7 +117,7 @@ def test_given_an_empty_file_when_run_then_it_ends_well_with_no_rows(
     assert results(place / "out") == []
 
 
-def test_given_an_input_that_is_something_else_when_it_was_corrected_then_nothing_stands_in_its_way(
+def test_given_an_invalid_input_when_it_was_corrected_then_the_same_command_succeeds(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     """No job is made of a file that can't be one, so the same command runs with the right file."""
@@ -258,7 +258,7 @@ def test_given_parquet_when_run_then_other_columns_are_carried_through(
     ]
 
 
-def test_given_something_that_cannot_run_when_it_is_run_then_one_line_says_what_where_and_what_to_do(
+def test_given_something_that_cannot_run_when_it_is_run_then_the_error_is_one_line_with_a_remedy(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("a"))
@@ -320,7 +320,7 @@ def test_given_an_output_in_use_when_run_then_it_is_never_taken_over(
         (("mill",), "No such command 'mill'"),
     ],
 )
-def test_given_a_wrong_option_when_called_then_one_line_says_so_and_the_exit_code_is_2(
+def test_given_a_wrong_option_when_called_then_the_error_is_one_line_and_the_exit_code_is_2(
     tokenmill: Cli, arguments: tuple[str, ...], message: str
 ) -> None:
     ended = tokenmill(*arguments)

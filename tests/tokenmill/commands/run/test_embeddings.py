@@ -20,7 +20,7 @@ def ask(custom_id: str, given: Any, **body: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/embeddings", "body": body}
 
 
-def test_given_a_file_of_texts_when_run_then_each_row_has_its_vector_and_bad_rows_say_why(
+def test_given_a_file_of_texts_when_run_then_each_row_has_its_vector_and_bad_rows_have_reasons(
     tokenmill: Cli, place: Path, embedding_model: Path, chat: Any, write_lines: Any, results: Any
 ) -> None:
     lines = [ask(f"text-{number}", f"text number {number}") for number in range(20)]
@@ -83,7 +83,7 @@ def test_given_an_option_that_an_encoder_can_not_follow_when_run_then_nothing_is
     assert not (place / "out").exists()
 
 
-def test_given_an_encoder_that_publishes_no_pooling_when_run_then_one_line_says_so(
+def test_given_an_encoder_without_pooling_when_run_then_the_error_is_one_line(
     tokenmill: Cli, place: Path, tiny_encoders: Any, write_lines: Any
 ) -> None:
     folder = tiny_encoders.make_embedding_model("bert", place / "plain", pooling=None)
@@ -103,7 +103,7 @@ def test_given_a_file_of_texts_when_estimated_then_tokens_are_counted(
     assert amount["prompt_tokens"] > 8
 
 
-def test_given_a_model_in_the_cache_when_listed_then_it_says_what_it_is_for(
+def test_given_a_model_in_the_cache_when_listed_then_its_purpose_is_shown(
     tokenmill: Cli, place: Path, embedding_model: Path, model_folder: Path
 ) -> None:
     for name, folder in (("a--embeds", embedding_model), ("b--talks", model_folder)):

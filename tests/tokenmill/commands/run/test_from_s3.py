@@ -94,7 +94,7 @@ def test_a_job_from_s3_that_was_cut_off_is_cancelled_and_tried_again(
         ("https://host/rows.jsonl?X-Amz-Signature=secret", "inputs come from a path or from s3://bucket/key"),
     ],
 )
-def test_what_is_no_input_is_said_in_a_line(
+def test_an_invalid_input_is_an_error_of_one_line(
     bucket: str, model_folder: Path, tokenmill: Any, given: str, why: str
 ) -> None:
     ended = tokenmill("run", given.format(bucket=bucket), "--output", "out", "--model", f"tiny={model_folder}")

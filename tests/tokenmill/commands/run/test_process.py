@@ -46,7 +46,7 @@ def command(place: Path, model_folder: Path, chat: Chat, write_lines: Callable[.
 
 @pytest.fixture
 def start(place: Path, command: list[str]) -> Iterator[Start]:
-    """Starts the run; what still runs at the end of the test is killed."""
+    """Starts the run; it is killed at the test's end."""
     environment = {**os.environ, "TOKENMILL_PLAN__MAX_SHARD_ROWS": str(ROWS_PER_PART)}
     environment["PYTHONPATH"] = str(Path(__file__).parents[4])
     started: list[subprocess.Popen[str]] = []
@@ -78,7 +78,7 @@ def wait_for_parts(process: subprocess.Popen[str], out: Path, count: int) -> Non
 
 
 def custom_ids(out: Path) -> dict[str, list[str | None]]:
-    """What each reader sees at this moment."""
+    """The current view of each reader."""
     folder = out / "results"
     with duckdb.connect() as database:
         found = database.sql(f"select custom_id from '{folder}/*.parquet'").fetchall()  # noqa: S608 - our own path
@@ -170,7 +170,7 @@ def test_given_a_killed_run_when_the_same_command_runs_then_it_finishes_and_comm
         "models pull",
     ],
 )
-def test_given_help_when_asked_then_it_is_there_and_nothing_heavy_is_loaded(place: Path, arguments: str) -> None:
+def test_given_help_when_called_then_it_is_printed_and_nothing_heavy_is_imported(place: Path, arguments: str) -> None:
     script = (
         "import sys; from tokenmill.cli import main; code = main(sys.argv[1:]); "
         "heavy = {'torch', 'transformers', 'pyarrow', 'pydantic_settings', 'numpy'} & set(sys.modules); "

@@ -1,4 +1,4 @@
-"""--quantize and --kv-dtype as a user meets them: told, kept, part of the order, and never ignored."""
+"""--quantize and --kv-dtype in `run`: reported, stored in job and manifest, and never ignored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.attention import backend_names
 from engine.native.library import CHOICES
 from schemas.models import ModelPin
 from schemas.settings.settings import Attention, InstructionSet
-from tokenmill.bench_results import FILE, MeasuredSpeed, keep, recall, this_machine
+from tokenmill.bench_results import FILE, MeasuredSpeed, find_result, store_result, this_machine
 from tokenmill.config.cli_options import KvDType, Quantize
 from tokenmill.config.engine_options import EngineOptions
 
@@ -33,7 +33,7 @@ def run(model_folder: Path, chat: Chat, write_lines: Write) -> tuple[object, ...
     return ("run", path, "--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", "1")
 
 
-def test_given_quantization_when_run_then_papers_and_manifest_say_so(
+def test_given_quantization_when_run_then_job_and_manifest_record_it(
     tokenmill: Cli, place: Path, run: tuple[object, ...], results: Results
 ) -> None:
     out = place / "out"
@@ -64,7 +64,7 @@ def test_given_a_job_when_its_command_comes_with_other_quantization_then_it_is_r
     assert "model.kv_dtype was auto, now int8; choose another output or pass --fresh" in cache.error
 
 
-def test_given_a_job_when_it_is_retried_then_it_keeps_its_quantization_unless_told(
+def test_given_a_job_when_it_is_retried_then_it_keeps_its_quantization_unless_overridden(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     # Given a quantized job that was cancelled
@@ -101,7 +101,7 @@ def test_given_a_value_that_is_not_known_then_one_line_names_those_that_are(
     assert not (place / "out").exists()
 
 
-def test_given_no_native_kernels_when_an_int8_cache_is_asked_for_then_it_is_refused_with_the_reason(
+def test_given_no_native_kernels_when_an_int8_cache_is_requested_then_it_is_refused_with_the_reason(
     tokenmill: Cli, place: Path, run: tuple[object, ...]
 ) -> None:
     ended = tokenmill(*run, "-o", place / "out", "--dtype", "float16", "--kv-dtype", "int8")
@@ -144,14 +144,14 @@ def test_given_a_bench_of_a_quantized_model_then_only_a_quantized_estimate_uses_
 
 def test_given_a_measurement_of_before_there_was_quantization_then_it_counts_for_none(tmp_path: Path) -> None:
     plain = MeasuredSpeed("m", "float32", 1, this_machine(), "2026-01-01", 1.0, 2.0, 3)
-    keep(plain, tmp_path)
+    store_result(plain, tmp_path)
     entries = json.loads((tmp_path / FILE).read_text())
     for entry in entries:
         del entry["quantization"], entry["kv_dtype"]
     (tmp_path / FILE).write_text(json.dumps(entries))
     how = {"model": "m", "dtype": "float32", "threads": 1}
-    assert recall(tmp_path, **how, quantization="none", kv_dtype="auto") == plain
-    assert recall(tmp_path, **how, quantization="int8", kv_dtype="auto") is None
+    assert find_result(tmp_path, **how, quantization="none", kv_dtype="auto") == plain
+    assert find_result(tmp_path, **how, quantization="int8", kv_dtype="auto") is None
 
 
 def test_the_choices_offered_are_those_of_the_engine() -> None:

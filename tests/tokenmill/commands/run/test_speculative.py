@@ -1,4 +1,4 @@
-"""--speculate as a user meets it: told, kept in the manifest, no part of the order, and without effect on answers."""
+"""--speculate in `run`: reported, stored in the manifest, not in the job, and without effect on answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(model_folder: Path, chat: Chat, write_lines: Write) -> tuple[object, ...
 
 
 @pytest.mark.parametrize("method", ["ngram", "auto"])
-def test_given_speculation_when_run_then_answers_are_the_same_and_the_manifest_counts_guesses(
+def test_given_speculation_when_run_then_answers_are_the_same_and_the_manifest_counts_drafts(
     method: str, tokenmill: Cli, place: Path, run: tuple[object, ...], results: Results
 ) -> None:
     assert tokenmill(*run, "-o", place / "plain", "--speculate", "off").code == 0
@@ -64,7 +64,7 @@ def test_given_speculation_when_run_then_answers_are_the_same_and_the_manifest_c
     assert (plain["usage"]["drafted"], plain["engine"]["speculate"]) == (0, "off")
 
 
-def test_given_nothing_said_when_run_then_tokens_are_guessed_where_it_pays(
+def test_given_no_option_when_run_then_speculation_is_used_where_it_pays(
     tokenmill: Cli, place: Path, run: tuple[object, ...]
 ) -> None:
     assert tokenmill(*run, "-o", place / "out").code == 0
@@ -138,7 +138,7 @@ def test_given_an_eagle_head_when_run_then_answers_are_the_same_and_one_of_anoth
     assert (missing.code, "nowhere" in missing.error) == (1, True)
 
 
-def test_what_is_offered_is_what_the_engine_knows() -> None:
+def test_the_options_are_those_of_the_engine() -> None:
     offered = {check_speculate(name).partition(":")[0] for name in ("off", "ngram", "auto", "draft:x", "eagle3:x")}
     assert offered == set(get_args(config.Speculate))
     for wrong in ("draft", "draft:", "eagle3:", "eagle3", "off:x", "", "on"):

@@ -1,4 +1,4 @@
-"""A run that may only cost so much: it keeps what it has, says why the rest has no answer, and a retry goes on."""
+"""A run with a spending limit: it keeps its results, records the reason for the other rows, and a retry goes on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_given_a_limit_when_it_is_passed_then_no_further_shard_is_begun_and_a_re
     assert (again["status"], again["counts"]["succeeded"]) == ("completed", ROWS - ROWS_PER_PART)
 
 
-def test_given_a_tiny_limit_when_a_job_would_fit_one_shard_then_a_small_part_of_it_shows_what_it_costs_and_it_ends(
+def test_given_a_tiny_limit_when_a_job_would_fit_one_shard_then_a_small_shard_measures_the_cost_and_the_job_ends(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     """Given requests that share a prompt, which would all be one shard without a limit."""

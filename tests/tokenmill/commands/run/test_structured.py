@@ -78,7 +78,7 @@ def check(rows: list[dict[str, Any]]) -> dict[str, int]:
     return ended
 
 
-def test_given_forms_and_tools_when_run_then_answers_keep_to_them_and_one_bad_schema_costs_its_row(
+def test_given_formats_and_tools_when_run_then_answers_follow_them_and_a_bad_schema_fails_its_row_only(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
     path = write_lines(*lines_of(chat, 4, max_tokens=250))

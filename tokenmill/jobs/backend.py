@@ -1,0 +1,216 @@
+"""The `jobs` commands' port: a job in a folder of its own, in the root of an installation, or behind a gateway.
+
+An implementation is bound to one job, or to a location whose jobs are listed; see `open_jobs` and `open_job_list`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tokenmill.errors import UserError
+from tokenmill.settings import read_settings
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+POLL_SECONDS = 2.0
+"""Between two requests for the state of a job that is watched."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobList:
+    """The newest jobs.
+
+    Attributes:
+        documents: for JSON.  columns, rows: for people; the three columns of numbers begin with the fourth.
+        empty: the message where there is none.
+    """
+
+    documents: Sequence[Any]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    empty: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """One job.
+
+    Attributes:
+        document: for JSON.  tables, errors: for people.
+        damage: raised after it is shown: files of its results are missing or cut.
+    """
+
+    document: Any
+    tables: Sequence[Table]
+    errors: Sequence[str]
+    damage: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended.
+
+    Attributes:
+        document: makes the JSON.  line: how it ended, for people.
+        failure: why it failed as a whole; None: it did not.  table: its counts.
+    """
+
+    document: Callable[[], Any]
+    line: str
+    failure: str | None = None
+    table: Table | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job that a command made.
+
+    Attributes:
+        document: for JSON.  notes: for people.  follow: reports its progress until it has ended.
+    """
+
+    job: str
+    document: Any
+    notes: Sequence[str]
+    follow: Callable[[], JobEnd]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelResult:
+    """The outcome of a cancellation: for JSON, and for people."""
+
+    document: Any
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """The options of an export; `retries` (folders, or ids in the root) are joined with the job if it is `merged`."""
+
+    to: Path
+    errors_to: Path | None
+    in_input_order: bool
+    merged: bool
+    retries: Sequence[str]
+    root_url: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """Numbers of exported rows; `note` says what may be missing."""
+
+    succeeded: int
+    others: int
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RetryRequest:
+    """The options of a retry that workers compute.
+
+    Attributes:
+        only: statuses of the rows; None: the default.  tier to max_cost: None: as in the job.
+        local_option: a given option that only a retry in a folder has.
+    """
+
+    only: Collection[str] | None
+    include_invalid: bool
+    tier: str | None
+    deadline: timedelta | None
+    max_output_tokens: int | None
+    max_cost: float | None
+    local_option: str | None
+
+    def refuse_local_option(self, job: str, where: str) -> None:
+        """Raises `UserError` for an option that the workers' own settings decide."""
+        if self.local_option is not None:
+            raise UserError(
+                f"{self.local_option}: {job} is tried again at {where}, by its workers with their models and engines; "
+                "leave it out"
+            )
+
+
+class JobsBackend(Protocol):
+    """Operations on a job at its location. Each raises `UserError` or `PipelineError`, also if it isn't supported."""
+
+    def list_jobs(self, limit: int, *, active: bool) -> JobList:
+        """The newest `limit` jobs.
+
+        Args:
+            active: only those that have not ended; in a root the others aren't read.
+        """
+        ...
+
+    def show(self) -> JobView:
+        """The job's state or outcome."""
+        ...
+
+    def watch(self, interval_seconds: float = POLL_SECONDS) -> JobEnd:
+        """Report the job's progress on stderr until it has ended. Raises `StoppedWatching` for Ctrl-C."""
+        ...
+
+    def cancel(self) -> CancelResult:
+        """End the job before its time."""
+        ...
+
+    def retry(self, request: RetryRequest) -> NewJob:
+        """Make a job of the rows that got no answer; the same request again returns the same job."""
+        ...
+
+    def export(self, request: ExportRequest) -> ExportResult:
+        """Write the committed results as JSONL."""
+        ...
+
+
+def open_jobs(job: str, root_url: str | None, url: str | None) -> JobsBackend:
+    """The backend of one job: a gateway if `url` names one, else the job's own folder or its root.
+
+    Raises:
+        InputUnusable: it is no folder, and no root is named or it can't be an id.  UserError: two locations are named.
+        JobNotFound: there is no job in the folder, or there are several.
+    """
+    if url is not None:
+        return _open_gateway_jobs(url, job, None, root_url)
+    from tokenmill.jobs.ledger_backend import locate
+
+    return locate(job, root_url, read_settings())
+
+
+def open_job_list(folder: str | None, root_url: str | None, url: str | None) -> JobsBackend:
+    """The backend whose jobs are listed: a gateway, the root that is named, else a folder (default: the current one).
+
+    Raises:
+        UserError: two locations are named.  InputUnusable: there is no such folder.
+    """
+    if url is not None:
+        return _open_gateway_jobs(url, "", folder, root_url)
+    from tokenmill.jobs.ledger_backend import locate_list
+
+    return locate_list(folder, root_url, read_settings())
+
+
+def _open_gateway_jobs(url: str, job: str, folder: str | None, root_url: str | None) -> JobsBackend:
+    from tokenmill.jobs.http_backend import HttpJobs
+
+    if folder is not None or root_url is not None:
+        other = folder if folder is not None else f"--root {root_url}"
+        raise UserError(f"{other}: --url {url} names another place; give one of them")
+    return HttpJobs(url, job)
+
+
+def is_id(given: str) -> bool:
+    """Whether a job can be called so."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from schemas.identifiers import Id
+
+    try:
+        TypeAdapter[str](Id).validate_python(given, strict=True)
+    except ValidationError:
+        return False
+    return True
