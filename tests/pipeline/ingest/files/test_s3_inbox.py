@@ -73,7 +73,7 @@ class BucketDrops(Drops):
         self.s3.put_object(Bucket=self.bucket, Key=PLACE + name, Body=data, Metadata=dict(metadata or {}))
 
     def door(self, intake: Intake, world: World) -> FileIngestSource:
-        return FileIngestSource(self.inbox(), intake, world, FileIngestSettings(sidecar_wait=60.0))
+        return FileIngestSource(self.inbox(), intake, world, FileIngestSettings(sidecar_wait_seconds=60.0))
 
     def inbox(self) -> BucketInbox:
         return BucketInbox(self.connection, self.bucket, PLACE, self.tenant)
@@ -387,7 +387,9 @@ def test_given_an_announced_sidecar_that_never_comes_when_the_wait_is_over_then_
     drops: NotifiedDrops,
 ) -> None:
     drops.put("a.jsonl", LINE, {"tokenmill-sidecar": "true"})
-    impatient = FileIngestSource(drops.inbox(), Intake(drops.world), drops.world, FileIngestSettings(sidecar_wait=-1.0))
+    impatient = FileIngestSource(
+        drops.inbox(), Intake(drops.world), drops.world, FileIngestSettings(sidecar_wait_seconds=-1.0)
+    )
     drain(drops, drops.events(impatient))
     assert [code for code, _ in drops.letters()] == ["sidecar_missing"]
     drops.put("a.job.json", b'{"tier": "bulk"}')
