@@ -275,7 +275,7 @@ def test_given_a_shard_that_was_released_meanwhile_when_its_job_is_forgotten_the
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The question which shards are revoked is asked on another thread."""
-    monkeypatch.setattr("pipeline.worker_client.shard_client.MOST_JOBS", 0)
+    monkeypatch.setattr("pipeline.worker_client.shard_client.MAX_JOBS", 0)
     client = bench.client("w")
     work = bench.take(client)
     assert work is not None

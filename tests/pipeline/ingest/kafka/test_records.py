@@ -85,8 +85,8 @@ def numbered(found: Found, start: int = 100) -> list[Record]:
 def stored(store: FolderStore, records: list[Record]) -> KafkaBatch:
     found = sort_records(records, RULES)
     return KafkaBatch(
-        cluster=PARTITION.cluster, topic=PARTITION.topic, partition=PARTITION.partition, tenant=PARTITION.tenant, first=100,
-        last=records[-1].offset, at=AT, groups=store_groups(store, PARTITION, 100, found),
+        cluster=PARTITION.cluster, topic=PARTITION.topic, partition=PARTITION.partition, tenant=PARTITION.tenant,
+        first=100, last=records[-1].offset, at=AT, groups=store_groups(store, PARTITION, 100, found),
         sample=records[0].offset, sample_sha256=value_digest(records[0]),
     )  # fmt: skip
 

@@ -227,9 +227,9 @@ def test_given_a_topic_made_anew_under_the_old_epoch_when_it_is_read_then_its_re
     door = house.door(settings)
     handler = house.handlers(settings, Intake(house.world))[house.requests]
     partition_id = PartitionId("e1", house.requests, 0, "team")
-    handler.begin(place, 0)
-    handler.store(place, 0, [Record(0, 0, b"k", request("old"))])
-    assert house.store.info(batch_key(place, 0)) is not None
+    handler.begin(partition_id, 0)
+    handler.store(partition_id, 0, [Record(0, 0, b"k", request("old"))])
+    assert house.store.info(batch_key(partition_id, 0)) is not None
 
     with house.running(door):
         until(lambda: door.counts.failures > 1, "refused, again and again")
