@@ -1,4 +1,4 @@
-"""The ledger of dead letters: written once, whole when seen, and sent again when asked."""
+"""Dead letters: written once, complete when visible, and replayed on request."""
 
 from __future__ import annotations
 

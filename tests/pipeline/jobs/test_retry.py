@@ -50,7 +50,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def begin(world: World, source: Path, place: str, rows: RowSelection | None = None, of: str | None = None) -> House:
-    """A planned job at `place`, in segments of 16 lines."""
+    """A planned job in folder `place`, in segments of 16 lines."""
     ledger = JobLedger(world.store, f"{place}/")
     plan = PlanSettings(segment_rows=16, shard_tokens=60)
     settings = JobSettings(plan=plan, rows=rows)
@@ -177,7 +177,7 @@ def test_given_a_chain_of_retries_when_merged_then_each_row_has_its_best_result_
     ids = [line["id"] for line in lines]
     assert len(set(ids)) == 40
 
-    # Whoever is not of this family is refused.
+    # Jobs that are no retries of this job are refused.
     with pytest.raises(NotItsRetry, match="all retries between"):
         export(first.ledger, tmp_path / "no", retries=[third.ledger])
     with pytest.raises(NotItsRetry, match="given already"):

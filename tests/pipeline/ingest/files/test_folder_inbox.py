@@ -1,4 +1,4 @@
-"""The folder source: the contract of dropped files, and what only a folder can do."""
+"""File ingest from a folder: the contract of file ingest, and behaviour that is specific to folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bucket source on real servers' protocols: S3 and its events through SQS, and the sweep that needs no events."""
+"""File ingest from a bucket on real servers' protocols: S3, its events through SQS, and the sweep without events."""
 
 from __future__ import annotations
 

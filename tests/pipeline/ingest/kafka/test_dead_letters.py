@@ -1,4 +1,5 @@
-"""Dead letters of records when their topic is silent for too long: reading goes on, and the messages come later."""
+"""Dead letters of records when their topic is silent for too long: ingest continues, and the messages are sent
+later."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def owed(house: KafkaHouse) -> list[str]:
 
 
 def told(house: KafkaHouse, count: int) -> Counter[tuple[bytes | None, bytes, tuple[tuple[str, bytes], ...]]]:
-    """What is on the dead letters' topic, and how often; at least so many messages."""
+    """The messages on the dead-letter topic, and how often each occurs; at least so many messages."""
     return Counter((one.key, one.value, tuple(one.headers)) for one in house.consume(house.deadletter, count))
 
 

@@ -58,7 +58,7 @@ class Partition:
         Catalog(self.store).publish(CatalogEntry(pin=pin, max_model_len=512))
 
     def consumer(self) -> RequestBatches:
-        """A consumer that knows nothing yet."""
+        """A new consumer without state."""
         settings = KafkaIngestSettings(KafkaConnection(("nowhere:1",)), resend_window=60.0, most_value_bytes=50_000)
         letters = KafkaDeadLetters(self.world, self.outbox, "dead", settings.deadletter_patience)
         return RequestBatches(self.world, Intake(self.world), letters, settings)

@@ -1,4 +1,5 @@
-"""The Kafka door on a real broker: what is produced becomes jobs, once, whatever it is and however often it comes."""
+"""Kafka ingest on a real broker: produced records become jobs exactly once, whatever they contain and however often
+they are resent."""
 
 from __future__ import annotations
 
