@@ -218,7 +218,9 @@ class DeadLetters:
         try:
             return self._store.read(key)
         except ObjectNotFound as error:
-            raise DeadLetterNotFound(f"{self._store.locate(key)}: has just been removed, as its letter is") from error
+            raise DeadLetterNotFound(
+                f"{self._store.locate(key)}: has just been removed with its dead letter"
+            ) from error
 
     def replay(self, letter: str, send: Send | None = None, *, again: bool = False) -> str:
         """Send the dead letter's original to its ingest source again, and record the replay; returns the outcome as
@@ -240,7 +242,7 @@ class DeadLetters:
         if found.replays and not again:
             raise CannotReplay(f"{where}: was replayed before; --again sends it once more")
         if dead.stored < dead.size:
-            raise CannotReplay(f"{where}: only {dead.stored} of {dead.size} bytes were kept; send it from its source")
+            raise CannotReplay(f"{where}: only {dead.stored} of {dead.size} bytes were stored; send it from its source")
         if send is not None:
             outcome = send(dead, self.original(dead))
         elif dead.marker is not None:

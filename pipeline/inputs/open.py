@@ -76,7 +76,7 @@ def _is_s3(uri: str) -> bool:
     if scheme.lower() == "s3":
         return True
     host = rest.partition("?")[0].partition("#")[0].partition("/")[0].rpartition("@")[2]
-    hint = "a presigned URL would leave its signature in the job's papers: " if "?" in rest else ""
+    hint = "a presigned URL would leave its signature in the job's records: " if "?" in rest else ""
     raise InputError(
         f"{scheme}://{host}/…: inputs come from a path or from s3://bucket/key; {hint}give the object's s3:// URL"
     )

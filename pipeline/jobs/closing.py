@@ -77,7 +77,7 @@ def give_up_shard(
 ) -> bool:
     """Build the part of a shard that no attempt could continue with: its finished rows, and failed rows with the
     reason. Raises as `close_shard`."""
-    message = f"the row's shard could not be computed, whoever tried: {reason}; retry the job to have the row answered"
+    message = f"the row's shard could not be computed by any attempt: {reason}; retry the job to have the row answered"
     return end_shard(ledger, job, segment, shard, RowError(RowErrorCode.ENGINE_ERROR, message), world)
 
 

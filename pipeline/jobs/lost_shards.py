@@ -62,9 +62,11 @@ def _by_elimination(
         rows = np.setdiff1d(np.arange(segment.first_row, segment.end_row, dtype=np.int64), taken)
         carried = _carried(ledger)
     except (LedgerError, ObjectNotFound, pa.ArrowException, OSError) as error:
-        raise RowsUnknown(f"{reason}; nor can its rows be told from the others' ({error})") from error
+        raise RowsUnknown(f"{reason}; nor can its rows be distinguished from the others' ({error})") from error
     if len(rows) != shard.rows or not names.keys() <= set(rows.tolist()):
-        raise RowsUnknown(f"{reason}; nor can its {shard.rows} rows be told from blank lines and other shards' rows")
+        raise RowsUnknown(
+            f"{reason}; nor can its {shard.rows} rows be distinguished from blank lines and other shards' rows"
+        )
     table = pa.table(
         {
             "row": pa.array(rows),

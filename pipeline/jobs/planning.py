@@ -129,7 +129,7 @@ class LedgerPlanSink:
             raise StoreError(f"{path}: can't write a shard: {error.strerror or error}; free some space") from error
         stored = StoredShard(key, hashlib.sha256(data).hexdigest(), len(data))
         if not self._ledger.create(key, path):
-            raise LedgerError(f"{self._ledger.place(key)}: a shard of this very planning stands already")
+            raise LedgerError(f"{self._ledger.place(key)}: a shard of this planning attempt exists already")
         self._world.on_progress()
         return stored
 
@@ -156,7 +156,7 @@ class LedgerPlanSink:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             stored = StoredShard(key, digest, stream.tell())
         if not self._ledger.create(key, writer.path):
-            raise LedgerError(f"{self._ledger.place(key)}: refused rows of this very planning stand already")
+            raise LedgerError(f"{self._ledger.place(key)}: refused rows of this planning attempt exist already")
         self._rejects = None
         return stored
 

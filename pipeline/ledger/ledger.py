@@ -184,8 +184,8 @@ class JobLedger:
         tombstone = self.tombstone()
         if tombstone is not None:
             raise ResultsRemoved(
-                f"{self.place(RESULTS)}: the results were removed at {tombstone.at.isoformat(timespec='seconds')}, as "
-                "results are kept for so long; submit the input again to have it answered anew"
+                f"{self.place(RESULTS)}: the results were removed at {tombstone.at.isoformat(timespec='seconds')}, "
+                "after their retention period; submit the input again to have it answered anew"
             )
 
     def progress(self) -> Progress | None:

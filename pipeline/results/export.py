@@ -235,5 +235,5 @@ class _NewFile:
             self._temporary.unlink(missing_ok=True)
 
     def _failed(self, error: OSError) -> StoreError:
-        what = f"{self._path}: can't export: {error.strerror or error}; choose another place or free space"
+        what = f"{self._path}: can't export: {error.strerror or error}; choose another folder or free space"
         return failure_type(error)(what)

@@ -1,7 +1,7 @@
 """Building and committing a shard's part, for workers that computed it and for the closer that ends it.
 
 Token counts must add up for every maker of a part: each token that an attempt is known to have sampled is either in an
-answer of the part or counted as repeated, attempt by attempt, so that tokens logged later can be told apart.
+answer of the part or counted as repeated, attempt by attempt, so that tokens logged later can be distinguished.
 """
 
 from __future__ import annotations

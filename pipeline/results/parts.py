@@ -134,7 +134,7 @@ def read_part(ledger: JobLedger, number: int) -> PartEntry:
     summary = parse_stored(where, text, PartSummary)
     if summary.part != number or summary.counts.total != footer.num_rows:
         raise LedgerError(
-            f"{where}: its footer tells of part {summary.part} with {summary.counts.total} rows, but it is part "
+            f"{where}: its footer is of part {summary.part} with {summary.counts.total} rows, but it is part "
             f"{number} with {footer.num_rows}; it was damaged or renamed"
         )
     return PartEntry(number, footer.num_rows, size, summary)

@@ -117,7 +117,7 @@ class FolderStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            self._fail(f"can't look at {key}", path, error)
+            self._fail(f"can't read the status of {key}", path, error)
         return ObjectInfo(key, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:

@@ -100,7 +100,7 @@ class RedisHeartbeats:
 
     def leave(self, worker: str) -> None:
         """See `Heartbeats.leave`."""
-        with self._client.translate_errors("take leave"), self._client.raw.pipeline(transaction=True) as pipe:
+        with self._client.translate_errors("remove a heartbeat"), self._client.raw.pipeline(transaction=True) as pipe:
             pipe.delete(self._key(worker), self._metrics_key(worker))
             pipe.zrem(self._index, worker)
             pipe.execute()
@@ -131,7 +131,7 @@ class RedisHeartbeats:
 
     def since(self) -> float:
         """Seconds for which the server has recorded heartbeats without a gap."""
-        with self._client.translate_errors("ask since when beats are kept"):
+        with self._client.translate_errors("read since when heartbeats are recorded"):
             recorded: Any = self._since(keys=self._marks, args=self._times())
         return max(0.0, int(recorded) / 1_000)
 

@@ -53,7 +53,7 @@ class RedisAnswers:
 
     def get(self, tenant: str, key: str) -> bytes | None:
         """The cached answer under this key, until it expires."""
-        with self._client.translate_errors("look for an answer"):
+        with self._client.translate_errors("read an answer"):
             found: bytes | None = self._client.raw.get(self._prefix(tenant) + key)
         return found
 
@@ -62,7 +62,7 @@ class RedisAnswers:
         `most`."""
         prefix = self._prefix(tenant)
         args: list[Any] = [data, milliseconds(seconds), most, self._max_tenant_bytes, prefix, key]
-        with self._client.translate_errors("keep an answer"):
+        with self._client.translate_errors("store an answer"):
             self._put(keys=[prefix + key, f"{prefix}index", f"{prefix}sizes"], args=args)
 
     def _prefix(self, tenant: str) -> str:

@@ -245,7 +245,7 @@ def _private_folder(scratch: Path | None) -> PrivateFolder:
         root.mkdir(mode=0o700, parents=scratch is not None, exist_ok=True)
         status = root.lstat()
         if scratch is None and (not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid()):
-            raise StoreError(f"{root}: belongs to somebody else; set a scratch folder of your own")
+            raise StoreError(f"{root}: belongs to another user; set a scratch folder of your own")
         private = PrivateFolder(root, LOCAL_DISK)
         private.sweep_dead()
     except OSError as error:

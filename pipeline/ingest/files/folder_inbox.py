@@ -141,7 +141,7 @@ class FolderInbox:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise StoreError(f"{self.uri(name)}: can't look at it: {error.strerror}") from error
+            raise StoreError(f"{self.uri(name)}: can't read its status: {error.strerror}") from error
         return status if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode) else None
 
 

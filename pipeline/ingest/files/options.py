@@ -80,7 +80,8 @@ def format_of(name: str) -> InputFormat:
     if folder and folder not in _TIERS:
         raise IntakeRefused(
             "unknown_folder",
-            f"{name}: lies in a folder that is no tier; put it beside the folders, or in one of {', '.join(_TIERS)}",
+            f"{name}: lies in a folder that is no tier; put it into the inbox itself, or into one of its folders "
+            f"{', '.join(_TIERS)}",
         )
     try:
         return choose_files(name, [last], folder=False)[0]

@@ -38,7 +38,7 @@ class BucketInbox:
 
     def __init__(self, connection: S3Connection, bucket: str, prefix: str, tenant: str = "default") -> None:
         if not prefix.endswith("/"):
-            raise StoreError(f"{join_url(bucket, prefix)}: a place for dropped files ends in '/', such as incoming/")
+            raise StoreError(f"{join_url(bucket, prefix)}: an inbox's prefix ends in '/', such as incoming/")
         self._connection = connection
         self._client = connection.client
         self.bucket = bucket

@@ -257,7 +257,7 @@ class FileIngestSource:
                 raise IntakeRefused(
                     "sidecar_missing",
                     f"{uri}: announces a sidecar, but none came within {self._settings.sidecar_wait_seconds:.0f} s; "
-                    f"put {sidecars_of(name)[0]} beside it and replay this letter",
+                    f"put {sidecars_of(name)[0]} beside it and replay this dead letter",
                 )
             if not self._may_try(file, pinned.identity):
                 return IngestResult.KNOWN

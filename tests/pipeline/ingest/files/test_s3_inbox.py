@@ -423,7 +423,7 @@ def test_given_two_places_in_one_bucket_when_files_come_then_the_place_says_whos
     assert sorted(job.tenant for job in harness.jobs()) == ["all", "x"]
 
     inside = BucketInbox(harness.connection, harness.bucket, "incoming/y/", "y")
-    with pytest.raises(PipelineError, match=r"incoming/y/ lies in .*incoming/"):
+    with pytest.raises(PipelineError, match=r"incoming/y/ is inside .*incoming/"):
         FileIngestWatcher(
             [source for _, source in sources] + [FileIngestSource(inside, Intake(harness.world), harness.world)],
             harness.world,
