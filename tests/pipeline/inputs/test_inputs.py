@@ -54,7 +54,7 @@ def test_files_of_two_places_are_no_input() -> None:
 
 
 def test_local_inputs_are_read_without_loading_boto3() -> None:
-    script = "import sys, pipeline.planning, pipeline.inputs; sys.exit('boto3' in sys.modules)"
+    script = "import sys, pipeline.jobs.planning, pipeline.inputs.open; sys.exit('boto3' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
