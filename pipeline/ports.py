@@ -1,4 +1,4 @@
-"""The pipeline's ports: all that it asks of the world outside. An adapter is one file; both the embedded and the
+"""The pipeline's ports: protocols for everything outside of the process. Each adapter is one file; the embedded and the
 deployed adapters pass the same contract tests."""
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from schemas.workers.metrics import WorkerMetrics
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a listing says of an object. `size` in bytes."""
+    """An entry of a listing. `size` in bytes."""
 
     key: str
     size: int
 
 
 class ObjectStore(Protocol):
-    """The truth. Keys are relative paths with '/' between parts; an object is written once and is whole when seen."""
+    """Object storage, the source of truth. Keys are relative paths with '/' between parts; an object is written once
+    and is complete as soon as it is visible."""
 
     def create(self, key: str, data: bytes | Path) -> bool:
-        """Create the object durably; False if it exists already (the race is lost, nothing was changed)."""
+        """Create the object durably; False if it exists already (the race is lost, nothing changed)."""
         ...
 
     def read(self, key: str) -> bytes:
@@ -43,17 +44,17 @@ class ObjectStore(Protocol):
         ...
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose keys start with `prefix`, in key order; only those behind the key `after`, which need not
+        """Objects whose keys start with `prefix`, in key order; only those after the key `after`, which need not
         exist."""
         ...
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Prefixes ("a/b/") directly below `prefix` (which ends in "/"), in order, without visiting what they hold. One
+        """Prefixes ("a/b/") directly below `prefix` (which ends in "/"), in order, without listing their contents. One
         may be empty."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the object if it is there."""
+        """Delete the object if it exists."""
         ...
 
     def replace(self, key: str, data: bytes) -> None:
@@ -61,18 +62,19 @@ class ObjectStore(Protocol):
         ...
 
     def locate(self, key: str) -> str:
-        """How messages name the object (or, for "" and prefixes, the place): a path or a URL."""
+        """The location of the object (or of the store, for "" and prefixes) for messages: a path or a URL."""
         ...
 
 
 def queue_name(model: str, tier: str) -> str:
-    """The queue of one tier's shards of a model. `model`: its `ModelPin.key`."""
+    """The name of the queue for one model's shards of one tier. `model`: its `ModelPin.key`."""
     return f"{model}.{tier}"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardTask:
-    """What travels on the queue: a name, no content. `job` is the job's id, `shard` its number (part number too)."""
+    """A message on the shard queue: it names the shard and carries no content. `job` is the job's id, `shard` the
+    shard's number (also its part's number)."""
 
     job: str
     shard: int
@@ -80,14 +82,14 @@ class ShardTask:
 
 
 class ShardQueue(Protocol):
-    """Hands shards to workers; may lose, repeat, delay or reorder: only a hint.
+    """Delivers shards to workers. The queue may lose, repeat, delay or reorder tasks: it is only a hint.
 
-    There is a queue for each kind of work (`queue_name`), and whoever can do it takes from it. So nobody need know how
-    fast a worker is, and a worker that dies takes nothing with it but what it holds.
+    There is one queue for each kind of work (`queue_name`); every worker that can do the work takes from it. So the
+    dispatcher needs no estimate of a worker's speed, and a worker that dies takes only its held shards with it.
     """
 
     def put(self, queue: str, task: ShardTask) -> None:
-        """Append to the queue of this name."""
+        """Append the task to the queue of this name."""
         ...
 
     def take(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
@@ -97,17 +99,17 @@ class ShardQueue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What a worker says of itself with each heartbeat. Hints, all of them.
+    """The state that a worker reports with each heartbeat. All of it is a hint.
 
     Attributes:
-        name: unique among those that live.
-        models: those that it can serve at once (`ModelPin.key`).
-        held: shards that it has, each (job id, number).
-        waiting_tokens: expected of what it holds and has not computed.
-        tokens_per_second: measured; None: not yet.
-        draining: it takes nothing more.
-        price_per_hour: what it costs; None: it wasn't told.
-        passed_over: shards that it took and could not work on, and takes no more for a while.
+        name: unique among live workers.
+        models: models that it can serve without loading another (`ModelPin.key`).
+        held: shards that it holds, each (job id, number).
+        waiting_tokens: expected tokens of held shards that are not computed yet.
+        tokens_per_second: measured; None: not measured yet.
+        draining: it takes no more shards.
+        price_per_hour: the worker's price; None: not configured.
+        passed_over: shards that it took, could not work on, and won't take again for a while.
     """
 
     name: str
@@ -121,7 +123,7 @@ class WorkerState:
 
 
 class Heartbeats(Protocol):
-    """Who lives and what is in whose hands; may forget everything: only a hint."""
+    """Registry of live workers and of the shards that they hold. It may lose everything: it is only a hint."""
 
     @property
     def lifetime(self) -> float:
@@ -129,42 +131,42 @@ class Heartbeats(Protocol):
         ...
 
     def beat(self, state: WorkerState) -> None:
-        """The worker lives, and this is how it stands."""
+        """Register the worker as alive, with this state."""
         ...
 
     def leave(self, worker: str) -> None:
-        """The worker ends in order: it holds nothing any more."""
+        """Remove the worker after an orderly shutdown: it holds no shards any more."""
         ...
 
     def tell(self, worker: str, figures: WorkerMetrics) -> None:
-        """What the worker has to tell whoever watches. Kept apart from its state, which many read many times a second;
-        forgotten when the worker is silent for as long."""
+        """Store the worker's metrics for monitoring. They are separate from its state, which is read by many processes
+        many times a second; they expire as a heartbeat does."""
         ...
 
     def figures(self) -> dict[str, WorkerMetrics]:
-        """What workers that live have told last, by name."""
+        """The latest metrics of each live worker, by name."""
         ...
 
     def workers(self) -> list[WorkerState]:
-        """Workers that live, as they said last, by name."""
+        """The latest state of each live worker, sorted by name."""
         ...
 
     def since(self) -> float:
-        """For how many seconds beats have been kept without a break. Where they were lost it begins anew: that nobody
-        is heard of means nothing then."""
+        """Seconds for which heartbeats have been recorded without a gap. It restarts at zero after a loss: then a
+        missing heartbeat does not mean a dead worker."""
         ...
 
 
 class Lease(Protocol):
-    """Of several that could do the same work, one does it. It only saves work: now and then two may hold it."""
+    """Selects one of several processes that could do the same work. It only saves work: two may hold it at times."""
 
     def renew(self) -> bool:
-        """Take it where it is free, keep it where it is held; whether it is held here now. Runs out when not
-        renewed."""
+        """Acquire the lease if it is free, extend it if it is held here; returns whether it is held here now. It
+        expires unless renewed."""
         ...
 
     def release(self) -> None:
-        """Give it back, so that another needn't wait."""
+        """Release the lease, so that another process needn't wait for its expiry."""
         ...
 
 
@@ -181,77 +183,78 @@ class Clock(Protocol):
 
 
 class Randomness(Protocol):
-    """Where ids come from."""
+    """Source of random bytes for ids."""
 
     def token(self, num_bytes: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ports a part of the pipeline is given, together."""
+    """The ports that a component of the pipeline uses."""
 
     store: ObjectStore
     clock: Clock
     random: Randomness
     scratch: Path = field(default_factory=lambda: Path("."))
-    """A local folder for files being built before they become objects."""
+    """Local folder for files that are built before they become objects."""
     traces: Traces = NO_TRACES
     letters: DeadLetterCounts = field(default_factory=DeadLetterCounts)
-    """Counts what could not become a request."""
+    """Counts dead letters."""
     errors: UnexpectedErrors = field(default_factory=UnexpectedErrors)
-    """Counts what was never foreseen."""
+    """Counts unexpected errors."""
     on_progress: Callable[[], None] = lambda: None
     """Called while a job is planned, after each batch of rows and each stored shard."""
 
 
 class PipelineError(Exception):
-    """The root of what the pipeline raises on purpose."""
+    """Base class of the errors that the pipeline raises on purpose."""
 
 
 class PartStopped(PipelineError):
-    """Raised by a part of a process that can't go on, however often it is tried: its settings or its place are wrong.
+    """Raised by a component that can't run and for which a retry is useless: its settings or its location are wrong.
     Ends the process."""
 
 
 class ObjectNotFound(PipelineError):
-    """Raised when a key that must exist does not."""
+    """Raised when a key that must exist is missing."""
 
 
 class StoreError(PipelineError):
-    """Raised when a store can't do what was asked: not writable, full, no conditional writes, a bad key. Names where
-    and why. Nothing half-written is visible."""
+    """Raised when a store operation fails: not writable, full, no conditional writes, a bad key. Names the location and
+    the reason. Nothing half-written is visible."""
 
 
 class StoreUnavailable(StoreError):
-    """Raised when a store can't be reached, is busy, or has no room, and has been for as long as was waited for it. The
-    same may succeed later. What was asked may or may not have happened."""
+    """Raised when a store is unreachable, busy, or out of space, and its retry time-out has passed. The same operation
+    may succeed later. This one may or may not have taken effect."""
 
 
 class StoreFull(StoreUnavailable):
-    """Raised when a store has no room. Writes succeed when somebody has made some; reads succeed meanwhile."""
+    """Raised when a store is out of space. Writes succeed once space is freed; reads succeed meanwhile."""
 
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def failure_type(error: OSError) -> type[StoreError]:
-    """The exception for a write to a local disk that failed."""
+    """The exception type for a failed write to a local disk."""
     return StoreFull if error.errno in NO_ROOM else StoreError
 
 
 class OutputLocked(PipelineError):
-    """Raised when another live run holds the output. Never taken over: the kernel frees it when its owner ends."""
+    """Raised when another live run holds the output. The lock is never taken over: the kernel releases it when its
+    owner ends."""
 
 
 MESSAGE_OVERHEAD_BYTES: Final = 512
-"""Bytes of a message besides its key, value and headers, at most; each header may take 32 more."""
+"""Maximum bytes of a message in addition to its key, value and headers; each header may take 32 more."""
 
 Headers = tuple[tuple[str, bytes | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. Headers are in order, and a name may come more than once."""
+    """One message. Headers are ordered; a name may occur more than once."""
 
     topic: str
     value: bytes | None
@@ -260,16 +263,16 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes on the way, at most."""
+        """Maximum size on the wire, in bytes."""
         headers = sum(32 + len(name) + len(value or b"") for name, value in self.headers)
         return MESSAGE_OVERHEAD_BYTES + len(self.key or b"") + len(self.value or b"") + headers
 
 
 class NotConfirmed(PipelineError):
-    """Raised when some messages were not confirmed; others, or even these, may have been sent all the same.
+    """Raised when some messages were not confirmed. Others, or even these, may have been sent.
 
     Attributes:
-        final: they were refused, and to send them again would change nothing.
+        final: the broker refused them, and a retry would change nothing.
     """
 
     def __init__(self, message: str, *, final: bool) -> None:
@@ -278,13 +281,13 @@ class NotConfirmed(PipelineError):
 
 
 class Messages(Protocol):
-    """Where messages are sent."""
+    """A message producer."""
 
     @property
     def most_bytes(self) -> int:
-        """The largest `Message.size` that is taken."""
+        """The largest `Message.size` that the broker accepts."""
         ...
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Return when the broker has confirmed them all, in order for each key; raises `NotConfirmed`."""
+        """Send messages, in order for each key; returns when the broker has confirmed all. Raises `NotConfirmed`."""
         ...

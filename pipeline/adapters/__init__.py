@@ -1,1 +1,1 @@
-"""The sides of the ports that face the world: one file each."""
+"""Adapters of the ports to external systems: one file each, one folder for each technology."""

@@ -1,4 +1,4 @@
-"""Which keys an object store accepts: the same in every adapter, so that a job can move from a folder to a bucket."""
+"""Validation of object keys: the same in every adapter, so that a job can move from a folder to a bucket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DELETE = "\x7f"
 
 
 def check_key(key: str) -> str:
-    """The key itself; raises `StoreError` when it isn't a safe relative path.
+    """Return the key; raises `StoreError` when it isn't a safe relative path.
 
     Parts that begin with a dot are the store's own (temporaries, locks): they are never objects.
     """
@@ -22,9 +22,9 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """A listing's prefix: empty, or the beginning of a valid key; raises `StoreError`."""
+    """Return a listing's prefix: empty, or the prefix of a valid key; raises `StoreError`."""
     if prefix:
-        # A prefix may end in a slash or in the middle of a part; one more letter makes it a whole key.
+        # A prefix may end in a slash or in the middle of a part; one more character makes it a complete key.
         check_key(prefix + "x")
     return prefix
 

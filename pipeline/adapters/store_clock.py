@@ -1,7 +1,7 @@
-"""The time of the store, for machines whose own clock is wrong.
+"""The store's clock, for machines whose own clock is wrong.
 
-Deadlines and durations are compared between machines. A clock that runs an hour ahead on one of them would expire jobs
-of all. Each answer of an HTTP server carries the server's time, so the store is the clock that all processes share.
+Deadlines and durations are compared between machines. One machine's clock that is an hour fast would expire jobs of
+all. Each answer of an HTTP server carries the server's time, so the store is the clock that all processes share.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import structlog
 from pipeline.ports import Clock
 
 MAX_REQUEST_SECONDS: Final = 2.0
-"""Answers to requests that took longer say nothing of the offset."""
+"""Answers to slower requests are not used to measure the offset."""
 
 MIN_OFFSET: Final = timedelta(seconds=5)
-"""Below it the machine's own time stands: answers carry whole seconds, and take some time."""
+"""Smaller offsets are ignored: answers carry whole seconds, and take some time."""
 
 WARNED_OFFSET: Final = timedelta(seconds=60)
 
@@ -28,7 +28,7 @@ logger = structlog.get_logger(__name__)
 
 
 class TimeOffset:
-    """The store's time less this machine's, from the answers of the store. Threads may share it."""
+    """The store's time minus this machine's, measured from the store's answers. Threads may share it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -37,31 +37,31 @@ class TimeOffset:
         self._warned = False
 
     def __call__(self) -> timedelta:
-        """What to add to this machine's time; 0 where the two agree."""
+        """The offset to add to this machine's time; 0 when the two agree."""
         return self._offset
 
     def note_answer(self, date: str | None, request_seconds: float) -> None:
-        """An answer came. `date`: its `Date` header."""
+        """Update the offset from an answer. `date`: its `Date` header."""
         if date is None or request_seconds > MAX_REQUEST_SECONDS:
             return
         try:
-            told = parsedate_to_datetime(date)
+            server_time = parsedate_to_datetime(date)
         except ValueError:
             return
         now = self._clock.now()
-        offset = told.replace(tzinfo=told.tzinfo or UTC) - now
+        offset = server_time.replace(tzinfo=server_time.tzinfo or UTC) - now
         with self._lock:
             if abs(offset) < MIN_OFFSET:
                 offset = timedelta()
             if abs(offset - self._offset) < MIN_OFFSET:
-                return  # within what whole seconds and the way of an answer explain
+                return  # explained by whole seconds and the latency of an answer
             self._offset = offset
             warn = abs(offset) > WARNED_OFFSET
             was_warned, self._warned = self._warned, warn
         if warn:
             logger.warning(
                 "this machine's clock differs from the store's: the store's time is used; set this machine's clock",
-                own=now.isoformat(timespec="seconds"), store=told.isoformat(timespec="seconds"),
+                own=now.isoformat(timespec="seconds"), store=server_time.isoformat(timespec="seconds"),
                 seconds=round(offset.total_seconds()),
             )  # fmt: skip
         elif was_warned:
@@ -69,7 +69,7 @@ class TimeOffset:
 
 
 class StoreClock:
-    """`Clock` of this machine whose wall time is the store's. `offset`: the store's time less this machine's."""
+    """`Clock` of this machine whose wall time is the store's. `offset`: the store's time minus this machine's."""
 
     def __init__(self, clock: Clock, offset: Callable[[], timedelta]) -> None:
         self._clock = clock

@@ -1,7 +1,8 @@
-"""The sender's side of the doors: a file dropped as the door likes it, or named in a record, and the id of its job.
+"""The sender's side of the ingest sources: submit a file to a watched folder, a bucket or a topic, and compute the id
+of its job.
 
-The id is known at once, because the door will make it of nothing but what is sent here. Names are new each time, so
-what is sent twice is two jobs, and nothing that waits is ever replaced.
+The id is known at once, because it is derived only from the submitted file or record. File names are new each time, so
+a file that is sent twice is two jobs, and no waiting file is ever replaced.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ METADATA_PREFIX: Final = "tokenmill-"
 
 
 class NotSent(PipelineError):
-    """Raised when a target can't take what is to be sent there."""
+    """Raised when a target can't take a submission."""
 
 
 def new_name(source: Path, random: Randomness) -> str:
-    """A name for the file that nobody has used: its own, and some letters. Raises `InputError` for what is no input."""
+    """An unused name for the file: its own, with a random suffix. Raises `InputError` when `source` is no input
+    file."""
     if not source.is_file():
         what = "is a folder; submit its files one by one" if source.is_dir() else "no such file; check the input's path"
         raise InputError(f"{source}: {what}")
@@ -42,16 +44,16 @@ def new_name(source: Path, random: Randomness) -> str:
     return f"{stem}-{random.token(5).hex()}{source.suffix.lower()}"
 
 
-def job_of(inbox: Inbox, drop: FileVersion) -> str:
-    """The id of the job that the door will make of a dropped file."""
-    pinned = inbox.pin(drop, format_of(drop.entry.name))
-    return derived_job_id(drop.modified, inbox.door, *pinned.identity)
+def derive_file_job_id(inbox: Inbox, file: FileVersion) -> str:
+    """The id of the job that the inbox's ingest source will create for the file."""
+    pinned = inbox.pin(file, format_of(file.entry.name))
+    return derived_job_id(file.modified, inbox.door, *pinned.identity)
 
 
 def drop_into_folder(inbox: FolderInbox, source: Path, name: str, options: Mapping[str, Any]) -> str:
-    """Copy the file to where the folder is watched, and its options beside it before; the job's id.
+    """Copy the file into the watched folder, after a sidecar with its options; returns the job's id.
 
-    The file appears under its name when it is whole. Raises `NotSent`.
+    The file appears under its name when it is complete. Raises `NotSent`.
     """
     target = Path(inbox.uri(name))
     if not target.parent.is_dir():
@@ -59,20 +61,20 @@ def drop_into_folder(inbox: FolderInbox, source: Path, name: str, options: Mappi
     sidecar = target.with_name(sidecars_of(name)[0])
     try:
         if options:
-            _appear(sidecar, lambda hidden: hidden.write_bytes(orjson.dumps(dict(options))))
-        _appear(target, lambda hidden: shutil.copyfile(source, hidden))
+            _publish(sidecar, lambda hidden: hidden.write_bytes(orjson.dumps(dict(options))))
+        _publish(target, lambda hidden: shutil.copyfile(source, hidden))
     except OSError as error:
         with contextlib.suppress(OSError):
             sidecar.unlink(missing_ok=True)
         raise NotSent(f"{error.filename or target}: can't be written or read: {error.strerror}") from error
-    drop = inbox.look(name)
-    if drop is None:
+    file = inbox.look(name)
+    if file is None:
         raise NotSent(f"{target}: was removed as soon as it was there; see who cleans up this folder")
-    return job_of(inbox, drop)
+    return derive_file_job_id(inbox, file)
 
 
-def _appear(path: Path, write: Any) -> None:
-    """Make the file under a hidden name, durably, and then give it its own."""
+def _publish(path: Path, write: Any) -> None:
+    """Write the file durably under a hidden name, then link it to its final name."""
     hidden = path.with_name(f".{path.name}")
     try:
         write(hidden)
@@ -91,7 +93,7 @@ def _appear(path: Path, write: Any) -> None:
 def upload_to_bucket(
     connection: S3Connection, bucket: str, prefix: str, source: Path, name: str, options: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Upload the file below `prefix`, with its options as metadata; where it is, and the job's id.
+    """Upload the file below `prefix`, with its options as metadata; returns its URI and the job's id.
 
     Raises:
         NotSent: an option can't be metadata.  StoreError: it can't be uploaded.
@@ -104,7 +106,7 @@ def upload_to_bucket(
     where, key = inbox.uri(name), prefix + name
     arguments: dict[str, Any] = {"Metadata": _metadata(options, where), **connection.settings.encryption_arguments()}
     client = connection.client
-    with contextlib.suppress(ConditionFailed):  # nobody else uses the name: an answer was lost, and the file is there
+    with contextlib.suppress(ConditionFailed):  # no other sender uses the name: an answer was lost, and the file exists
         if source.stat().st_size >= connection.settings.multipart_bytes:
             upload_parts(connection, bucket, key, source, arguments)
         else:
@@ -114,10 +116,10 @@ def upload_to_bucket(
                 where,
                 lambda: client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", **arguments),
             )
-    drop = inbox.look(name)
-    if drop is None:
+    file = inbox.look(name)
+    if file is None:
         raise NotSent(f"{where}: was removed as soon as it was there; see who deletes there")
-    return where, job_of(inbox, drop)
+    return where, derive_file_job_id(inbox, file)
 
 
 def _metadata(options: Mapping[str, Any], where: str) -> dict[str, str]:
@@ -141,7 +143,8 @@ def send_reference(
     epoch: str | None,
     idempotence: bool,
 ) -> tuple[str, str]:
-    """Send a record that names the input, and wait until it is confirmed; where it is, and the job's id.
+    """Send a record that names the input, and wait for its confirmation; returns the record's position and the job's
+    id.
 
     Raises `NotSent`, and `KafkaSettingsError` where brokers give topics no ids and there is no epoch.
     """
@@ -169,5 +172,5 @@ def send_reference(
     finally:
         ids.close()
     identity = (cluster, topic, str(sent.partition), str(sent.offset))
-    place = f"{PurePosixPath(topic, str(sent.partition))}@{sent.offset}"
-    return place, derived_job_id(moment(sent.timestamp), "kafka job", *identity)
+    position = f"{PurePosixPath(topic, str(sent.partition))}@{sent.offset}"
+    return position, derived_job_id(moment(sent.timestamp), "kafka job", *identity)

@@ -1,7 +1,7 @@
-"""What every door but the command line has in common: an event becomes a job in a root, once.
+"""Intake, shared by all ingest sources except the command line: an event becomes a job in a root, exactly once.
 
-The door names the job after its event (`derived_job_id`). So the same event twice, late, or at two doors at once finds
-the job that it has made, whatever has changed since in settings or catalog.
+The ingest source derives the job's id from its event (`derived_job_id`). So the same event twice, late, or at two
+ingest sources at once finds the job that it created, even if settings or catalog have changed since.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAP_EXCEEDED: Final = "cap_exceeded"
 
 
 class IntakeRefused(PipelineError):
-    """Raised when what was asked for can't become a job, however often it is tried.
+    """Raised when a submission can't become a job, and a retry is useless.
 
     Attributes:
         code: a short, stable name of the reason.
@@ -44,8 +44,8 @@ class IntakeRefused(PipelineError):
 
 @dataclass(frozen=True, slots=True)
 class JobDraft:
-    """A job as a door found it. `job_id` is derived from the event that it comes from; `tenant` is never taken from
-    what the sender wrote. `url`: of all its requests; None: each says its own."""
+    """A job to submit, as an ingest source read it. `job_id` is derived from its event; `tenant` is never taken from
+    the sender's data. `url`: the endpoint of all its requests; None: each names its own."""
 
     input: InputRef
     options: JobOptions
@@ -56,16 +56,16 @@ class JobDraft:
 
 @dataclass(frozen=True, slots=True)
 class IntakeSettings:
-    """What stands in where a draft says nothing.
+    """Defaults and limits of drafts.
 
     Attributes:
         default_model: its name in the catalog; None: rows may name any model there.
-        default_tier: of jobs that name none.
+        default_tier: tier of jobs that name none.
         caps: the largest max_tokens of each tier.
-        default_max_tokens: of requests that name none.
-        tenant_tokens: a tenant with so many tokens in open jobs has no room for more; None: no limit.
-        look_every: between two looks at how much is open; seconds.
-        noticed: tenants that want to be told when their jobs have ended.
+        default_max_tokens: max_tokens of requests that name none.
+        tenant_tokens: maximum tokens in a tenant's open jobs; None: no limit.
+        look_every: seconds between two refreshes of the open tokens.
+        noticed: tenants with webhooks on the end of their jobs.
     """
 
     default_model: str | None = None
@@ -80,7 +80,7 @@ class IntakeSettings:
 
 
 class IntakeOptions(Protocol):
-    """What doors ask of an `Intake`."""
+    """The operations of an `Intake` that ingest sources use."""
 
     def accept(self, draft: JobDraft) -> SubmittedJob: ...
 
@@ -94,81 +94,81 @@ class IntakeOptions(Protocol):
 
 
 class IntakeMetrics:
-    """What became of what came in. Threads may share one."""
+    """Counts submissions by result. Threads may share one."""
 
     def __init__(self) -> None:
         self._results: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def note(self, result: str) -> None:
-        """One more: "created", "repeated" or "refused"."""
+        """Count one more result: "created", "repeated" or "refused"."""
         with self._lock:
             self._results[result] += 1
 
     def read(self) -> dict[str, int]:
-        """How many there were of each."""
+        """The number of submissions by result."""
         with self._lock:
             return dict(self._results)
 
 
 class Intake:
-    """Makes jobs in the root that `world.store` is. Threads may share one.
+    """Creates jobs in the root `world.store`. Threads may share one.
 
     Args:
-        figures: count what comes in.
+        metrics: counts submissions.
     """
 
     def __init__(
-        self, world: World, settings: IntakeSettings | None = None, figures: IntakeMetrics | None = None
+        self, world: World, settings: IntakeSettings | None = None, metrics: IntakeMetrics | None = None
     ) -> None:
-        self._figures = figures or IntakeMetrics()
+        self._metrics = metrics or IntakeMetrics()
         self._world = world
         self._settings = settings or IntakeSettings()
         self._catalog = Catalog(world.store)
         self._backlog = TenantBacklog(world, self._settings.look_every)
 
     def accept(self, draft: JobDraft) -> SubmittedJob:
-        """The draft's job, made now or by the same event before.
+        """The draft's job, created now or by the same event before.
 
         Raises:
-            IntakeRefused: it can never become a job.
-            PipelineError: it could not be made now; try again.
+            IntakeRefused: the draft can never become a job.
+            PipelineError: the job could not be created now; try again.
         """
         ledger = JobLedger(self._world.store, f"{JOBS}{draft.job_id}/")
         standing = ledger.find_job()
         if standing is not None:
             if ledger.manifest() is None:
-                mark(ledger)  # whoever made it may have been interrupted
-            self._figures.note("repeated")
+                mark(ledger)  # its creation may have been interrupted before the marker
+            self._metrics.note("repeated")
             return SubmittedJob(standing, created=False)
         try:
             order = self._order(draft)
         except IntakeRefused as error:
-            if error.code != NO_MODEL:  # else the door asks again
-                self._figures.note("refused")
+            if error.code != NO_MODEL:  # else the ingest source tries again
+                self._metrics.note("refused")
             raise
         self.expect(draft.tenant, draft.job_id)
         submitted = submit(order, ledger, self._world, job_id=draft.job_id)
         self._backlog.added(submitted.job)
-        self._figures.note("created" if submitted.created else "repeated")
+        self._metrics.note("created" if submitted.created else "repeated")
         return submitted
 
     def expect(self, tenant: str, job: str) -> None:
-        """A job of this id is about to be made: whoever wants to know of its end will be told."""
+        """Request the tenant's webhooks for a job that is about to be created under this id."""
         if tenant in self._settings.noticed:
             want_notice(self._world.store, job, self._world.clock.now())
 
     def room_for(self, tenant: str) -> bool:
-        """Whether the tenant may submit more now. The figure is some seconds old, and an estimate."""
+        """Whether the tenant may submit more now, by an estimate that is some seconds old."""
         limit = self._settings.tenant_tokens
         return limit is None or self._backlog.tokens_of(tenant) < limit
 
     def jobs_of(self, tenant: str) -> int:
-        """How many open jobs the tenant has; some seconds old, but for what was accepted here."""
+        """The number of the tenant's open jobs, some seconds old, plus those accepted here since."""
         return self._backlog.jobs_of(tenant)
 
     def added(self, job: Job) -> None:
-        """A job was made here, and not by `accept`: it counts at once."""
+        """Count a job that was created here without `accept` at once."""
         self._backlog.added(job)
 
     def _order(self, draft: JobDraft) -> JobOrder:
@@ -202,11 +202,11 @@ class Intake:
             if entry is not None:
                 return (entry.pin,)
         entries = self._catalog.entries()
-        came = [entry.pin for entry in entries if entry.pin.name == name]
-        if came:  # between the two looks
-            return (came[0],)
+        added = [entry.pin for entry in entries if entry.pin.name == name]
+        if added:  # between the two reads
+            return (added[0],)
         known = ", ".join(entry.pin.name for entry in entries) or "none yet: start a worker"
-        if not entries:  # not for ever: doors wait for the first worker
+        if not entries:  # not for ever: ingest sources wait for the first worker
             raise IntakeRefused(NO_MODEL, f"no model is served here ({known}); submit again then")
         if name is not None:
             raise IntakeRefused(MODEL_NOT_FOUND, f"model {name[:80]!r} is not served here ({known})")

@@ -1,4 +1,4 @@
-"""What several doors check alike of what they are given, and how they say that it can't be used."""
+"""Validation shared by several ingest sources, and the error for an invalid submission."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCHEMES: Final = ("s3", "file")
 
 
 class InvalidSubmission(Exception):
-    """Why something is refused, however often it comes: a short, stable code, and a message for people."""
+    """Raised for a submission that is always refused, with a short, stable code and a message for people."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -42,6 +42,6 @@ def check_uri(uri: str, prefixes: Collection[str]) -> None:
 
 
 def first_mistake(error: ValidationError) -> str:
-    """What pydantic found first, and where."""
+    """The first validation error of pydantic, with its location."""
     detail = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"

@@ -1,6 +1,7 @@
-"""Inputs by the scheme of their URI: a local path, or `s3://bucket/key`. Both are pinned once, and read as pinned.
+"""Opening of inputs by the scheme of their URI: a local path, or `s3://bucket/key`. Both are pinned once, and read as
+pinned.
 
-What else names an input (a presigned URL, another store) is refused here, before it gets into a job's papers.
+Other URIs (a presigned URL, another store) are refused here, before they get into a job's records.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.adapters.s3.settings import S3Settings
 
 Pin = Callable[[str], InputRef]
-"""From a URI to what lies there now. Raises `InputError` when nothing that is an input does."""
+"""Pins the current version of a URI's input. Raises `InputError` when there is no input."""
 
 
 class PinnedInput(Protocol):
@@ -29,12 +30,12 @@ class PinnedInput(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises `InputError` when what was read may not be what was pinned."""
+        """Raise `InputError` when the bytes read may not be the pinned ones."""
         ...
 
 
 def pin_uri(uri: str, known: InputRef | None = None, s3: S3Connection | S3Settings | None = None) -> InputRef:
-    """What lies at the URI now: its files with their sizes, and what tells them from later ones.
+    """Pin the current input at the URI: its files with their sizes, and with stamps, hashes, versions or ETags.
 
     Args:
         uri: a path, s3://bucket/key, or s3://bucket/prefix/.
@@ -42,7 +43,7 @@ def pin_uri(uri: str, known: InputRef | None = None, s3: S3Connection | S3Settin
         s3: how to reach S3; None: as AWS's tools would.
 
     Raises:
-        InputError: it is missing, can't be read, holds nothing that is an input, or the URI can't name one.
+        InputError: it is missing, can't be read, contains no input, or the URI can't name one.
         StoreError: S3 can't be used, or the URL carries credentials.
     """
     if _is_s3(uri):
@@ -55,8 +56,8 @@ def pin_uri(uri: str, known: InputRef | None = None, s3: S3Connection | S3Settin
 def open_pinned(
     pinned: InputRef, s3: S3Connection | S3Settings | None = None, on_read: Callable[[], None] | None = None
 ) -> PinnedInput:
-    """The pinned input, ready to be read; see `pin_uri` for `s3` and errors. `on_read` is called whenever some of it
-    was read, on the thread that reads."""
+    """Open a pinned input for reading; see `pin_uri` for `s3` and errors. `on_read` is called after each read, on the
+    reading thread."""
     schemes = {_is_s3(file.uri) for file in pinned.files}
     if len(schemes) > 1:
         raise InputError(f"{pinned.uri}: mixes files of S3 and of this machine; submit them as two jobs")
@@ -68,14 +69,14 @@ def open_pinned(
 
 
 def _is_s3(uri: str) -> bool:
-    """Raises `InputError` for what is neither in S3 nor a path."""
+    """Whether the URI is in S3; raises `InputError` for a URI that is neither in S3 nor a path."""
     scheme, mark, rest = uri.partition("://")
     if not mark or "/" in scheme:
         return False
     if scheme.lower() == "s3":
         return True
-    place = rest.partition("?")[0].partition("#")[0].partition("/")[0].rpartition("@")[2]
-    hint = "a presigned URL would leave its signature in the job's papers: " if "?" in rest else ""
+    host = rest.partition("?")[0].partition("#")[0].partition("/")[0].rpartition("@")[2]
+    hint = "a presigned URL would leave its signature in the job's records: " if "?" in rest else ""
     raise InputError(
-        f"{scheme}://{place}/…: inputs come from a path or from s3://bucket/key; {hint}give the object's s3:// URL"
+        f"{scheme}://{host}/…: inputs come from a path or from s3://bucket/key; {hint}give the object's s3:// URL"
     )

@@ -1,10 +1,11 @@
-"""Fixing what a job reads: its files, their sizes and hashes, so that a changed input is noticed and never mixed in.
+"""Pinning of a job's local input: its files, their sizes and hashes, so that a changed input is detected and never
+mixed in.
 
-Hashing reads every byte, which a job that goes on should not have to. So the file system's stamp is kept with the
-hash: while size, times and inode are those that were hashed, so are the bytes. Copied, touched or moved files are
-hashed again, and are the same input if their bytes are; so too while they are read for the plan. What is not noticed is
-a write within the clock tick in which the file was hashed, one below the file system, and one that was undone, byte for
-byte, before anybody looked.
+Hashing reads every byte, which a resumed job should avoid. So the file system's stamp is stored with the hash: while
+size, times and inode are unchanged, so are the bytes. Copied, touched or moved files are hashed again, and are the same
+input if their bytes are; this also holds while they are read for the plan. Three changes are not detected: a write
+within the clock tick in which the file was hashed, a write below the file system, and a write that was undone, byte for
+byte, before the next check.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ def pin_input(path: Path, known: InputRef | None = None, open_file: OpenFile = o
     """A local file, or the .jsonl or .parquet files directly in a folder, hashed as a stream.
 
     Args:
-        known: an earlier pinning; its files are hashed only if their stamps say that they may have changed.
-        open_file: opens each of them; raises `IrregularFile` for what is no file.
+        known: an earlier pinning; its files are hashed again only if their stamps changed.
+        open_file: opens each of them; raises `IrregularFile` for anything but a regular file.
 
     Raises:
         InputError: it is missing, can't be read, is no regular file, changes while it is read, or holds nothing that
             is an input.
     """
-    place = path.absolute()
+    location = path.absolute()
     try:
-        folder = place.is_dir()
-        names = [entry.name for entry in place.iterdir() if entry.is_file()] if folder else [place.name]
-        if not folder and not place.exists():
+        folder = location.is_dir()
+        names = [entry.name for entry in location.iterdir() if entry.is_file()] if folder else [location.name]
+        if not folder and not location.exists():
             raise InputError(f"{path}: no such file or folder; check the input's path")
         kind, chosen = choose_files(str(path), names, folder=folder)
-        parent = place if folder else place.parent
+        parent = location if folder else location.parent
         hashed = {} if known is None else {file.uri: file for file in known.files}
         return InputRef(
-            uri=str(place), format=kind, files=tuple(_pin(parent / name, hashed, open_file) for name in chosen)
+            uri=str(location), format=kind, files=tuple(_pin(parent / name, hashed, open_file) for name in chosen)
         )
     except IrregularFile as error:
         raise InputError(str(error)) from error
@@ -56,7 +57,7 @@ def pin_input(path: Path, known: InputRef | None = None, open_file: OpenFile = o
 
 
 def pin_again(pinned: InputRef) -> InputRef:
-    """The same files as they lie now, hashed again where their stamps say that they may have changed.
+    """Pin the same files again; those with changed stamps are hashed again.
 
     Raises:
         InputError: one of them is missing, can't be read, or holds other bytes.
@@ -77,28 +78,28 @@ def pin_again(pinned: InputRef) -> InputRef:
 
 
 class WatchedInput:
-    """A pinned input while it is read: `check` tells whether what was read of it is what was hashed.
+    """A pinned input while it is read: `check` verifies that the bytes read are the hashed ones.
 
-    A stamp that changed over the same bytes (a hard link, other rights, a touch, a copy in its place, an inode that the
-    file system made up anew) is no reason to stop: the file is hashed once more, and goes on with its new stamp.
+    A changed stamp over the same bytes (a hard link, other rights, a touch, a copy in its place, a new inode number of
+    the file system) is no error: the file is hashed once more, and continues with its new stamp.
     """
 
     def __init__(self, pinned: InputRef, on_read: Callable[[], None] | None = None) -> None:
-        """`on_read`: called whenever some of a file was read, also when it is hashed once more."""
+        """`on_read`: called after each read of a file, also when it is hashed once more."""
         self._files = list(pinned.files)
         self._on_read = on_read
 
     @property
     def pinned(self) -> tuple[InputFile, ...]:
-        """The files with the stamps that they were found with last."""
+        """The files with their latest stamps."""
         return tuple(self._files)
 
     def files(self) -> list[SourceFile]:
-        """To be opened for planning; opening raises `InputError` when one is gone or has changed."""
+        """The files, to be opened for planning; opening raises `InputError` when one is gone or has changed."""
         return [SourceFile(file.uri, partial(self._open, index)) for index, file in enumerate(self._files)]
 
     def check(self) -> None:
-        """Whether the files still hold what was hashed; read again only where size or stamp are others.
+        """Check that the files still contain the hashed bytes; read again only if size or stamp changed.
 
         Raises:
             InputError: one of them is gone, can't be read, or has changed.
@@ -120,7 +121,7 @@ class WatchedInput:
         except OSError as error:
             raise _unreadable(file, error) from error
         try:
-            if not _is_as_pinned(file, *_look(stream)):
+            if not _is_as_pinned(file, *_read_stamp(stream)):
                 self._files[index] = _hash_again(file, stream)
         except OSError as error:
             stream.close()
@@ -132,29 +133,29 @@ class WatchedInput:
 
 
 def source_files(pinned: InputRef) -> list[SourceFile]:
-    """The pinned files, see `WatchedInput.files`."""
+    """The files of a pinned input, see `WatchedInput.files`."""
     return WatchedInput(pinned).files()
 
 
 def _pin(path: Path, hashed: Mapping[str, InputFile], open_file: OpenFile) -> InputFile:
     known = hashed.get(str(path))
     with open_file(path) as stream:
-        size, stamp = _look(stream)
+        size, stamp = _read_stamp(stream)
         if known is not None and known.sha256 is not None and (known.size, known.stamp) == (size, stamp):
             return known
         return _hash(stream, str(path))
 
 
 def _hash(stream: BufferedReader, uri: str) -> InputFile:
-    """An open file, read from where it stands, which is its beginning."""
-    size, stamp = _look(stream)
+    """Hash an open file from its current position, which must be its start."""
+    size, stamp = _read_stamp(stream)
     digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if _look(stream) != (size, stamp):
+    if _read_stamp(stream) != (size, stamp):
         raise InputError(f"{uri}: changes while it is read; wait until it is written, and run again")
     return InputFile(uri=uri, size=size, sha256=digest, stamp=stamp)
 
 
-def _look(stream: BinaryIO) -> tuple[int, FileStamp]:
+def _read_stamp(stream: BinaryIO) -> tuple[int, FileStamp]:
     """Size and stamp of an open file."""
     return _stamped(os.fstat(stream.fileno()))
 
@@ -164,7 +165,7 @@ def _stamped(status: os.stat_result) -> tuple[int, FileStamp]:
 
 
 def _is_as_pinned(file: InputFile, size: int, stamp: FileStamp) -> bool:
-    """Whether the file system says that nobody wrote it. Raises `InputError` when its bytes are surely others."""
+    """Whether the file's stamp is unchanged. Raises `InputError` when its bytes have certainly changed."""
     if size != file.size:
         raise InputError(
             f"{file.uri}: has {size} bytes, but had {file.size} when the job was accepted; "
@@ -174,7 +175,7 @@ def _is_as_pinned(file: InputFile, size: int, stamp: FileStamp) -> bool:
 
 
 def _hash_again(file: InputFile, stream: BufferedReader) -> InputFile:
-    """The same bytes under a new stamp, ready to be read from the beginning; other bytes raise `InputError`."""
+    """Hash a file with a new stamp, and rewind it; other bytes raise `InputError`."""
     found = _hash(stream, file.uri)
     if (found.size, found.sha256) != (file.size, file.sha256):
         raise InputError(

@@ -1,7 +1,7 @@
-"""Opens files that others name or put somewhere: regular files only, and never waiting.
+"""Opens files that users name or upload: regular files only, and without blocking.
 
-Opening a FIFO waits for a writer, which may never come, and reading a device may never end. Where others may write into
-a folder, a link there would have them read what only this process may.
+Opening a FIFO blocks until a writer opens it, which may never happen, and reading a device may never end. In a folder
+that others may write to, a link would let them read files that only this process may read.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ _FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class IrregularFile(PipelineError):
-    """Raised when what is to be read is a link, a FIFO, a device or a folder."""
+    """Raised when a file to read is a link, a FIFO, a device or a folder."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A regular file, also through links. Raises `IrregularFile`, and `OSError` when it can't be opened."""
+    """Open a regular file, also through links. Raises `IrregularFile`, and `OSError` when it can't be opened."""
     return _checked(path, os.open(path, _FLAGS))
 
 
 def open_regular_below(folder: Path, path: Path) -> BufferedReader:
-    """A regular file below `folder`; no part of the path from there on may be a link, whoever exchanges it meanwhile.
+    """Open a regular file below `folder`; no part of the path from there on may be a link, even if it is exchanged
+    meanwhile.
 
     Raises:
-        IrregularFile: it is no regular file, or reached through a link.  OSError: it can't be opened.
+        IrregularFile: it is no regular file, or the path contains a link.  OSError: it can't be opened.
     """
     *folders, last = path.relative_to(folder).parts
     at = os.open(folder, _FLAGS | os.O_DIRECTORY)

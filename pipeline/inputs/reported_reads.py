@@ -1,4 +1,4 @@
-"""A stream that reports each read of it, for who watches whether the reading moves on."""
+"""A stream that reports each read, for the detection of stalled reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _BUFFER_BYTES: Final = 1 << 16
 
 
 def with_reported_reads(stream: BufferedReader, on_read: Callable[[], None] | None) -> BufferedReader:
-    """The seekable stream; `on_read` is called whenever some of it was read, on the thread that reads. Closing it
-    closes `stream`. None: nothing is reported, and the stream itself is returned."""
+    """A seekable stream over `stream`, which it closes; `on_read` is called after each read, on the reading thread.
+    None: no reports, and `stream` itself is returned."""
     return stream if on_read is None else BufferedReader(_ReportedReads(stream, on_read), _BUFFER_BYTES)
 
 

@@ -1,9 +1,8 @@
-"""Inputs in S3: pinned by version, else by ETag, so that no byte has to be read to know what a job reads. What a door
-has stored itself may be pinned by its hash alone; it is read once more then, and from there on it is its ETag that
-counts.
+"""Inputs in S3: pinned by version, else by ETag, so that pinning reads no bytes. Objects that an ingest source has
+stored may be pinned by their hash alone; these are read once more, and from then on their ETag counts.
 
-Every request while a job is planned asks for exactly that state. So what was read of an object is what was pinned,
-whatever others put in its place; where the bucket keeps no versions, a replaced object stops the job with one line.
+Every request while a job is planned is for exactly that state. So the bytes read of an object are the pinned ones, even
+if it is replaced; in a bucket without versioning, a replaced object stops the job with an error.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, BinaryIO
 
 from pipeline.adapters.s3.client import ConditionFailed, MissingObject, S3Connection
 from pipeline.adapters.s3.settings import S3Settings
-from pipeline.adapters.s3.stream import ObjectVersion, look, open_snapshot
+from pipeline.adapters.s3.stream import ObjectVersion, head_object, open_snapshot
 from pipeline.adapters.s3.url import join_url, split_url
 from pipeline.inputs.reported_reads import with_reported_reads
 from pipeline.planner.api import InputError, SourceFile
@@ -26,14 +25,14 @@ _CHUNK = 1 << 20
 
 
 def pin_s3_input(url: str, s3: S3Connection | S3Settings | None = None, *, version: str | None = None) -> InputRef:
-    """One object as it is now, or the .jsonl or .parquet objects directly below a prefix that ends in "/".
+    """Pin one object's current state, or the .jsonl or .parquet objects directly below a prefix that ends in "/".
 
     Args:
-        url: s3://bucket/key.  version: of the object, where an event names one; None: the newest.
+        url: s3://bucket/key.  version: of the object, if an event names one; None: the newest.
 
     Raises:
-        InputError: there is no such object, or nothing that is an input.
-        StoreError: the bucket can't be used, or the URL is none or carries credentials.
+        InputError: there is no such object, or it is no input.
+        StoreError: the bucket can't be used, or the URL is no S3 URL or contains credentials.
     """
     connection = connect(s3)
     bucket, key = split_url(url)
@@ -54,17 +53,17 @@ class PinnedS3Input:
         s3: S3Connection | S3Settings | None = None,
         on_read: Callable[[], None] | None = None,
     ) -> None:
-        """`on_read`: called whenever some of an object was read, also when it is hashed once more."""
+        """`on_read`: called after each read of an object, also when it is hashed once more."""
         self._connection = connect(s3)
         self._on_read = on_read
         self._states = [_state(self._connection, file, on_read) for file in pinned.files]
 
     def files(self) -> list[SourceFile]:
-        """To be opened for planning. Reading raises `InputError` when one is gone or was replaced."""
+        """The objects, to be opened for planning. Reading raises `InputError` when one is gone or was replaced."""
         return [SourceFile(state.url, partial(self._open, state)) for state in self._states]
 
     def check(self) -> None:
-        """Whether the objects are still there as they were pinned.
+        """Check that the objects still exist in their pinned state.
 
         Raises:
             InputError: one of them is gone or was replaced.  StoreError: the bucket can't be used.
@@ -72,7 +71,7 @@ class PinnedS3Input:
         for state in self._states:
             arguments = {name: value for name, value in state.arguments().items() if name not in ("Bucket", "Key")}
             try:
-                found, _ = look(self._connection, state.bucket, state.key, **arguments)
+                found, _ = head_object(self._connection, state.bucket, state.key, **arguments)
             except (MissingObject, ConditionFailed) as error:
                 raise _lost(state, error) from error
             if found.size != state.size:
@@ -86,14 +85,14 @@ class PinnedS3Input:
 
 
 def connect(s3: S3Connection | S3Settings | None) -> S3Connection:
-    """The connection itself, or a new one of these settings."""
+    """The connection itself, or a new one with these settings."""
     return s3 if isinstance(s3, S3Connection) else S3Connection(s3)
 
 
 def _pin(connection: S3Connection, bucket: str, key: str, version: str | None) -> InputFile:
-    asked = {} if version is None else {"VersionId": version}
+    arguments = {} if version is None else {"VersionId": version}
     try:
-        state, _ = look(connection, bucket, key, **asked)
+        state, _ = head_object(connection, bucket, key, **arguments)
     except MissingObject as error:
         raise InputError(f"{join_url(bucket, key)}: no such object; check the input's URL") from error
     return InputFile(uri=state.url, size=state.size, version=state.version, etag=state.etag)
@@ -106,7 +105,7 @@ def _state(connection: S3Connection, file: InputFile, on_read: Callable[[], None
     if file.sha256 is None:
         raise InputError(f"{file.uri}: was pinned neither to a version, an ETag nor a hash; submit it again")
     try:
-        state, _ = look(connection, bucket, key)
+        state, _ = head_object(connection, bucket, key)
     except MissingObject as error:
         raise InputError(f"{file.uri}: is gone since the job was accepted; put it back and run again") from error
     digest = hashlib.sha256()
@@ -136,7 +135,7 @@ def _names_below(connection: S3Connection, bucket: str, prefix: str) -> Iterator
             "list it", join_url(bucket, prefix), partial(connection.client.list_objects_v2, **request)
         )
         for found in page.get("Contents", []):
-            if found["Key"] != prefix:  # what consoles make for a folder
+            if found["Key"] != prefix:  # consoles create such an object for a folder
                 yield found["Key"].removeprefix(prefix)
         if not page.get("IsTruncated"):
             return

@@ -1,1 +1,1 @@
-"""A job's life in the ledger: submitted, closed, finished with a manifest, retried."""
+"""The life cycle of a job in the ledger: submit, plan, close, finish with a manifest, retry."""

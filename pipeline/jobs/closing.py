@@ -1,9 +1,10 @@
-"""Ending a job before its time: cancelled by its user, expired at its deadline, or at its spending limit.
+"""Closing a job before its time: cancelled by its user, expired at its deadline, or stopped at its spending limit.
 
-All of them are one object, created if absent; the first one counts. From then on nothing is handed out, and each part
-that is missing is made from what the shard's attempts logged as finished, with a row that says why for all the rest.
-The closer races for the part's name like any worker: whoever is first, each row has one result. So how a job ended
-follows from its parts alone: without a row that was closed it is completed, however late the closing came.
+A closing is one object, created if absent; the first one counts. From then on no shard is handed out. Each missing part
+is built from the finished rows that the shard's attempts logged; every other row ends with an error that gives the
+reason. The closer competes for the part's key like any worker: the first to commit wins, and each row has one result.
+So a job's final status follows from its parts alone: a job without closed rows is completed, however late the closing
+came.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ Ending = Literal[JobStatus.COMPLETED, JobStatus.EXPIRED, JobStatus.CANCELLED]
 
 
 def find_closing(ledger: JobLedger, job: Job, now: datetime) -> Closing | None:
-    """The closing that stands. At the job's deadline one is made, which counts unless another was first."""
+    """The job's closing, if there is one. At the job's deadline one is created, which counts unless another was
+    first."""
     closing = ledger.closing()
     if closing is None and job.deadline is not None and now >= job.deadline:
         ledger.create_closing(Closing(kind="expire", at=now))
@@ -59,10 +61,11 @@ def find_closing(ledger: JobLedger, job: Job, now: datetime) -> Closing | None:
 def close_shard(
     ledger: JobLedger, job: Job, segment: PlanSegment, shard: ShardRef, closing: Closing, world: World
 ) -> bool:
-    """Make the shard's part from what its attempts finished, the other rows closed; False when a part stood already.
+    """Build the shard's part from its attempts' finished rows, and close its other rows; False when a part exists
+    already.
 
     Raises:
-        RowsUnknown: nothing says which rows the shard has.  StoreError: the part can't be written.
+        RowsUnknown: the shard's rows can't be determined.  StoreError: the part can't be written.
     """
     code, reason = _REASONS[closing.kind]
     why = RowError(code, reason if closing.reason is None else f"{reason} ({closing.reason})")
@@ -72,32 +75,33 @@ def close_shard(
 def give_up_shard(
     ledger: JobLedger, job: Job, segment: PlanSegment, shard: ShardRef, reason: str, world: World
 ) -> bool:
-    """Make the part of a shard that no attempt could go on with: what was finished, and failed rows with the reason.
-    Raises as `close_shard`."""
-    message = f"the row's shard could not be computed, whoever tried: {reason}; retry the job to have the row answered"
+    """Build the part of a shard that no attempt could continue with: its finished rows, and failed rows with the
+    reason. Raises as `close_shard`."""
+    message = f"the row's shard could not be computed by any attempt: {reason}; retry the job to have the row answered"
     return end_shard(ledger, job, segment, shard, RowError(RowErrorCode.ENGINE_ERROR, message), world)
 
 
 def end_shard(
     ledger: JobLedger, job: Job, segment: PlanSegment, shard: ShardRef, error: RowError, world: World
 ) -> bool:
-    """Make the shard's part from what its attempts finished; all other rows end with `error`. Raises as `close_shard`.
+    """Build the shard's part from its attempts' finished rows; all other rows end with `error`. Raises as
+    `close_shard`.
 
     Args:
-        segment: of the plan, that the shard is of.
+        segment: the plan segment that contains the shard.
     """
     now = world.clock.now()
     history = read_history(ledger, shard.number)
     table = table_of(ledger, segment, shard, history.finished)
     done = history.finished_rows
-    asked = zip(*(table[name].to_pylist() for name in ("row", "custom_id", "model")), strict=True)
-    rest = [
+    requested = zip(*(table[name].to_pylist() for name in ("row", "custom_id", "model")), strict=True)
+    unfinished = [
         ResultRow.refused(row, custom_id, error, model=model, created_at=job.created_at, finished_at=now)
-        for row, custom_id, model in asked
+        for row, custom_id, model in requested
         if row not in done
     ]
-    rows = pa.concat_tables([history.finished, FinishedRows(rest, [Usage()] * len(rest)).table()])
-    # The engine's time is that of the rows which it finished: nobody else has told of it.
+    rows = pa.concat_tables([history.finished, FinishedRows(unfinished, [Usage()] * len(unfinished)).table()])
+    # The engine's start and end times come from the finished rows: no other record has them.
     began, ended = pc.min(history.finished["started_at"]).as_py(), pc.max(history.finished["finished_at"]).as_py()
     maker = PartMaker(
         attempt=max(1, len(history.attempts)),
@@ -118,12 +122,12 @@ def end_shard(
 
 
 def status_while(closing: Closing) -> JobStatus:
-    """The status of a job that is being closed and has no outcome yet."""
+    """The status of a job that is being closed and has no outcome yet, by the kind of its closing."""
     return JobStatus.FINALIZING if closing.kind == "expire" else JobStatus.CANCELLING
 
 
 def ending(counts: Counts) -> Ending:
-    """How a job ended, from the rows of all of its parts."""
+    """The final status of a job, from the row counts of all of its parts."""
     if counts.cancelled:
         return JobStatus.CANCELLED
     return JobStatus.EXPIRED if counts.expired else JobStatus.COMPLETED

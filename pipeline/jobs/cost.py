@@ -1,7 +1,7 @@
-"""What a job has cost: the time that workers computed for it, each at its own price.
+"""The cost of a job: the busy time of the workers that computed it, each at its own price.
 
-Workers meter their time shard by shard, and say in each part (and checkpoint) what it took and what they cost. So what
-was spent is added up from the ledger like rows and tokens, whoever looks, and whenever.
+Workers meter their time shard by shard, and record time and price in each part (and checkpoint). So the cost is added
+up from the ledger like rows and tokens, by any reader at any time.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ MILLION = 1_000_000
 
 @dataclass(slots=True)
 class JobCost:
-    """Time and money, added up.
+    """A sum of worker time and its cost.
 
     Attributes:
-        seconds: busy ones, of all workers together.
-        cost: of the time whose price is known.  unpriced: seconds whose price nobody knows.
+        seconds: busy seconds of all workers.
+        cost: cost of the time with a known price.  unpriced: seconds without a known price.
     """
 
     seconds: float = 0.0
     cost: float = 0.0
     unpriced: float = 0.0
 
-    def add(self, worked: WorkerTime, otherwise: float | None) -> None:
-        """Count this, too; `otherwise` is the price where the worker doesn't say."""
-        cost = worked.cost(otherwise)
+    def add(self, worked: WorkerTime, default_price: float | None) -> None:
+        """Add worker time; `default_price` per hour applies where the worker has recorded no price."""
+        cost = worked.cost(default_price)
         self.seconds += worked.seconds
         if cost is None:
             self.unpriced += worked.seconds
@@ -40,53 +40,53 @@ class JobCost:
 
     @property
     def known(self) -> float | None:
-        """The cost; None: of some of the time nobody knows the price."""
+        """The cost; None when the price of some of the time is unknown."""
         return None if self.unpriced else self.cost
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of such an hour, on the mean."""
+        """The mean price per hour; None when it is unknown or there is no time."""
         return None if self.unpriced or not self.seconds else self.cost * 3600 / self.seconds
 
 
 def work_of(summary: PartSummary) -> Mapping[str, WorkerTime]:
-    """What attempts took for a part, by attempt. A part without such words is of an earlier version: it says when its
-    engine began and ended."""
+    """Worker time of the attempts on a part, by attempt id. A part of an earlier version lacks it: there it is the time
+    between the start and the end of its engine."""
     if summary.worked or summary.engine_started_at is None or summary.engine_finished_at is None:
         return summary.worked
     seconds = (summary.engine_finished_at - summary.engine_started_at).total_seconds()
     return {summary.attempt_id: WorkerTime(seconds=max(0.0, seconds))}
 
 
-def spent_on(summary: PartSummary, otherwise: float | None) -> JobCost:
-    """What a part has cost, with all attempts at it that it knows of."""
+def spent_on(summary: PartSummary, default_price: float | None) -> JobCost:
+    """The cost of a part, including all attempts recorded in it."""
     spent = JobCost()
     for worked in work_of(summary).values():
-        spent.add(worked, otherwise)
+        spent.add(worked, default_price)
     return spent
 
 
 def per_million(cost: float | None, tokens: int) -> float | None:
-    """The price of a million of such tokens; None where there are none, or the cost isn't known."""
+    """The cost of a million tokens; None when there are no tokens, or the cost isn't known."""
     return None if cost is None or not tokens else cost / tokens * MILLION
 
 
 def by_model(
-    parts: Iterable[tuple[str, PartSummary]], more: Iterable[tuple[str, WorkerTime]], otherwise: float | None
+    parts: Iterable[tuple[str, PartSummary]], more: Iterable[tuple[str, WorkerTime]], default_price: float | None
 ) -> tuple[ModelSpending, ...]:
-    """What the shards of each model have cost, by the models' names.
+    """The cost of the shards of each model, by model name.
 
     Args:
-        parts: each with its model.  more: what attempts took beyond what the parts know of.
+        parts: each with its model.  more: worker time of attempts that is not recorded in the parts.
     """
     spent: defaultdict[str, JobCost] = defaultdict(JobCost)
     usage: defaultdict[str, Usage] = defaultdict(Usage)
     for model, summary in parts:
         usage[model] += summary.usage
         for worked in work_of(summary).values():
-            spent[model].add(worked, otherwise)
+            spent[model].add(worked, default_price)
     for model, worked in more:
-        spent[model].add(worked, otherwise)
+        spent[model].add(worked, default_price)
     return tuple(
         ModelSpending(
             model=model,

@@ -1,4 +1,4 @@
-"""Telling what happens in a job while it happens. Sinks only look: what they miss can be read from the ledger."""
+"""Sinks for a job's live events. Sinks only observe: an event that one misses can be read from the ledger."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ JobEvent = JobChanged | ProgressMade | ShardCommitted
 
 
 class EventSink(Protocol):
-    """Gets each event, in order, from the dispatcher's thread; must be quick and must not raise."""
+    """Receives each event, in order, on the dispatcher's thread; must be quick and must not raise."""
 
     def emit(self, event: JobEvent) -> None: ...
 
 
 class NoEvents:
-    """Where nobody listens."""
+    """A sink that discards all events."""
 
     def emit(self, event: JobEvent) -> None:
-        """Nothing."""
+        """Discard the event."""

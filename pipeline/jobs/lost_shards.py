@@ -1,8 +1,8 @@
-"""Which rows a shard has whose file can't be read.
+"""Recovery of the row numbers of a shard whose file can't be read.
 
-A segment of the plan covers a range of rows, each of which is in one shard, refused, or blank. So the rows of one lost
-shard are what the segment's other shards and its refused rows leave over, if they are as many as the plan says. What
-the lost rows asked for is not known: their part has their numbers, without their names and carried columns.
+A plan segment covers a range of rows, each of which is in one shard, refused, or blank. So the rows of one lost shard
+are the rows that the segment's other shards and its refused rows leave over, if their number matches the plan. The
+requests of lost rows are unknown: their part has the row numbers without custom_ids and carried columns.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ logger = structlog.get_logger(__name__)
 
 
 class RowsUnknown(PipelineError):
-    """Raised when nothing says which rows a shard has: its job can't be completed."""
+    """Raised when a shard's rows can't be determined: its job can't be completed."""
 
 
 def read_table(ledger: JobLedger, shard: ShardRef) -> pa.Table:
-    """The shard as it was planned; raises `LedgerError` when its file is missing or damaged, and `MemoryError`."""
+    """The planned table of the shard; raises `LedgerError` when its file is missing or damaged, and `MemoryError`."""
     try:
         return pq.read_table(pa.BufferReader(ledger.read_shard(shard)))
     except ObjectNotFound as error:
         raise LedgerError(f"{ledger.place(shard.key)}: is missing, but the plan refers to it") from error
-    except MemoryError:  # pyarrow's too: it says nothing about the file
+    except MemoryError:  # pyarrow's too: it doesn't mean that the file is damaged
         raise
     except (pa.ArrowException, OSError) as error:
         raise LedgerError(f"{ledger.place(shard.key)}: can't be read as Parquet ({error})") from error
 
 
 def table_of(ledger: JobLedger, segment: PlanSegment, shard: ShardRef, finished: pa.Table) -> pa.Table:
-    """The shard's table, for making its part. Where its file can't be read: its rows, named as far as `finished`
-    (`FINISHED_SCHEMA`) names them.
+    """The shard's table, for building its part. If its file can't be read: its rows, with the custom_ids that
+    `finished` (`FINISHED_SCHEMA`) has.
 
     Raises:
-        RowsUnknown: they are not known either.
+        RowsUnknown: the rows can't be determined either.
     """
     try:
         return read_table(ledger, shard)
@@ -62,9 +62,11 @@ def _by_elimination(
         rows = np.setdiff1d(np.arange(segment.first_row, segment.end_row, dtype=np.int64), taken)
         carried = _carried(ledger)
     except (LedgerError, ObjectNotFound, pa.ArrowException, OSError) as error:
-        raise RowsUnknown(f"{reason}; nor can its rows be told from the others' ({error})") from error
+        raise RowsUnknown(f"{reason}; nor can its rows be distinguished from the others' ({error})") from error
     if len(rows) != shard.rows or not names.keys() <= set(rows.tolist()):
-        raise RowsUnknown(f"{reason}; nor can its {shard.rows} rows be told from blank lines and other shards' rows")
+        raise RowsUnknown(
+            f"{reason}; nor can its {shard.rows} rows be distinguished from blank lines and other shards' rows"
+        )
     table = pa.table(
         {
             "row": pa.array(rows),
@@ -78,7 +80,7 @@ def _by_elimination(
 
 
 def _rows_of_others(ledger: JobLedger, segment: PlanSegment, lost: ShardRef) -> Iterator[NDArray[np.int64]]:
-    """The rows of the segment that are not the shard's, by part or by shard."""
+    """The row numbers of the segment's other shards and refused rows, one array for each part or shard."""
     if segment.rejects is not None:
         yield _rows_of_part(ledger, segment.rejects.number)
     for shard in segment.shards:
@@ -97,7 +99,7 @@ def _rows_of_part(ledger: JobLedger, number: int) -> NDArray[np.int64]:
 
 
 def _carried(ledger: JobLedger) -> list[pa.Field]:
-    """The columns that all parts of the job carry through, as its first part has them."""
+    """The carried columns of the job's parts, read from its first part."""
     own = {field.name for field in RESULT_FIELDS}
     with ledger.store.open(ledger.prefix + part_key(REJECTS)) as stream:
         return [field for field in pq.read_schema(stream) if field.name not in own]

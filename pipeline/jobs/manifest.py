@@ -1,7 +1,7 @@
-"""The outcome of a job, added up from its parts' footers and checked before it is written.
+"""The manifest, a job's outcome: added up from its parts' footers and verified before it is written.
 
-Counting never reads rows. What doesn't add up (a part with other rows than its shard, a row too many or too few) is an
-error that stops the job loudly: better no outcome than a wrong one.
+Counting never reads rows. A mismatch (a part with other rows than its shard, a row too many or too few) is an error
+that stops the job: no outcome is better than a wrong one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NOTHING: Final = WorkerTime()
 
 
 class BrokenInvariant(PipelineError):
-    """Raised when a job's parts contradict its plan: rows in are not rows out. Never expected; always a defect or a
-    damaged store."""
+    """Raised when a job's parts contradict its plan: the number of input rows differs from the number of results. It
+    is always a defect or a damaged store."""
 
 
 class PartTotals:
-    """Rows and tokens of parts, added up one by one."""
+    """Running totals of rows and tokens over parts."""
 
     def __init__(self, parts: Iterable[PartEntry] = ()) -> None:
         self._rows = dict.fromkeys((status.value for status in RowStatus), 0)
@@ -51,22 +51,23 @@ class PartTotals:
             self._tokens[name] += getattr(part.summary.usage, name)
 
     def counts(self, total: int | None = None) -> Counts:
-        """Rows by status; with `total`, those without a result yet are pending."""
+        """Rows by status; with `total`, rows without a result are pending."""
         done = sum(self._rows.values())
         pending = 0 if total is None else total - done
         return Counts(total=done if total is None else total, pending=pending, **self._rows)
 
     def usage(self) -> Usage:
-        """Tokens of what is committed."""
+        """Token usage of the parts."""
         return Usage(**self._tokens)
 
 
 def check_parts(ledger: JobLedger, job: Job, segments: Sequence[PlanSegment], parts: Mapping[int, PartEntry]) -> None:
-    """The invariants: each planned row has exactly one result, and the counts add up. Raises `BrokenInvariant`."""
+    """Check the invariants: each planned row has exactly one result, and the counts add up. Raises
+    `BrokenInvariant`."""
     wanted = {number: rows for segment in segments for number, rows in segment.parts.items()}
     if wanted.keys() != parts.keys():
-        odd = sorted(wanted.keys() ^ parts.keys())[:5]
-        raise BrokenInvariant(f"{ledger.place()}: parts and plan differ, first in {odd}; the job is not ended")
+        different = sorted(wanted.keys() ^ parts.keys())[:5]
+        raise BrokenInvariant(f"{ledger.place()}: parts and plan differ, first in {different}; the job is not ended")
     for number, rows in wanted.items():
         part = parts[number]
         where = ledger.place(part_key(number))
@@ -91,7 +92,7 @@ def build_manifest(
     now: datetime,
     price_per_hour: float | None,
 ) -> Manifest:
-    """The outcome of a job whose parts all stand; raises `BrokenInvariant`. Reads every part once, for its hash."""
+    """The outcome of a job whose parts all exist; raises `BrokenInvariant`. Reads every part once, for its hash."""
     check_parts(ledger, job, segments, parts)
     ordered = [parts[number] for number in sorted(parts)]
     tally = PartTotals(ordered)
@@ -135,8 +136,8 @@ def build_manifest(
 def failed_manifest(
     ledger: JobLedger, job: Job, parts: Mapping[int, PartEntry], now: datetime, errors: tuple[JobError, ...]
 ) -> Manifest:
-    """The outcome of a job that can't be completed. It lists and counts `parts`; the other rows have no result, and
-    what attempts at them have cost is not added up."""
+    """The outcome of a job that can't be completed. It lists and counts `parts`; the other rows have no result, and the
+    cost of attempts on them is not included."""
     ordered = [parts[number] for number in sorted(parts)]
     tally = PartTotals(ordered)
     return Manifest(
@@ -172,11 +173,11 @@ def _spent(
 
 
 def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int, list[tuple[int, WorkerTime]]]:
-    """Tokens that were sampled for nothing and are in no part's usage, a bound for what nobody logged, and what the
-    former took of workers, each with its shard's number.
+    """Wasted tokens that are in no part's usage, an upper bound of further tokens that were never logged, and the
+    worker time of the former, each with its shard's number.
 
-    An attempt that died lost what it had sampled since its last durable checkpoint: the interval whose checkpoint was
-    being written, and the one after. Attempts of one session died together.
+    An attempt that died lost the tokens that it sampled since its last durable checkpoint: the interval whose
+    checkpoint was being written, and the one after. Attempts of one session died at the same time.
     """
     repeated, dead, lost = 0, set[str](), list[tuple[int, WorkerTime]]()
     troubled = ledger.troubled()
@@ -201,13 +202,13 @@ def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int
 
 
 def _run_intervals(ledger: JobLedger, job: Job, parts: Sequence[PartEntry], end: datetime) -> list[Interval]:
-    """When a run was at the job, as far as it left traces: from its start to the last part before the next start."""
+    """The intervals in which runs worked on the job: from a run's start to the last part before the next start."""
     starts = sorted({job.created_at, *(run.started_at for run in ledger.runs())})
     commits = [part.summary.committed_at for part in parts]
     intervals = []
     for start, following in zip(starts, [*starts[1:], None], strict=True):
-        traces = [at for at in commits if at >= start and (following is None or at < following)]
-        intervals.append((start, max(traces, default=start if following else max(start, end))))
+        of_run = [at for at in commits if at >= start and (following is None or at < following)]
+        intervals.append((start, max(of_run, default=start if following else max(start, end))))
     return intervals
 
 
@@ -217,7 +218,7 @@ def _engine_intervals(parts: Iterable[PartEntry]) -> list[Interval]:
 
 
 def _seconds(intervals: Iterable[Interval]) -> float:
-    """Length of the union: shards overlap in the running batch."""
+    """Length of the union of the intervals, in seconds: shards overlap in the running batch."""
     total, until = timedelta(), None
     for start, end in sorted(intervals):
         begin = start if until is None else max(start, until)
@@ -228,7 +229,7 @@ def _seconds(intervals: Iterable[Interval]) -> float:
 
 
 def _last_engine(parts: Sequence[PartEntry]) -> EngineFacts:
-    """The settings of the engine that committed last."""
+    """The settings of the engine that made the latest commit."""
     computed = [part.summary for part in parts if part.summary.engine]
     return dict(max(computed, key=lambda summary: summary.committed_at).engine) if computed else {}
 

@@ -1,10 +1,10 @@
-"""Who is to be told that a job has ended: markers, so that no end is missed, whoever dies when.
+"""Markers of webhooks that are still to be sent when a job ends; no crash loses one.
 
-    webhooks/wanted/JOB          made before the job; goes when what follows stands
-    webhooks/due/ENDPOINT/JOB    what an endpoint is still to be told; goes when it has heard it
+    webhooks/wanted/JOB          created before the job; deleted once its `due` markers exist
+    webhooks/due/ENDPOINT/JOB    a webhook that is due to an endpoint; deleted after its delivery
 
-Both are made of what is durable, so each step can be done again: then an endpoint may hear the same event, under the
-same id, once more.
+Both derive from durable objects, so each step can be repeated: then an endpoint may receive the same event once more,
+under the same id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DUE: Final = "webhooks/due/"
 
 
 class WebhookRequest(StoredModel):
-    """`webhooks/wanted/JOB`: since `at` somebody wants to know of its end."""
+    """`webhooks/wanted/JOB`: a webhook on the job's end was requested at `at`."""
 
     version: Literal[1] = 1
     at: AwareDatetime
@@ -32,7 +32,7 @@ class DueWebhook(StoredModel):
     """`webhooks/due/ENDPOINT/JOB`.
 
     Attributes:
-        id: the event's, the same in each repeat.  type: such as "batch.completed".
+        id: the event's, the same in each repetition.  type: such as "batch.completed".
         at: when the job ended.
     """
 
@@ -44,5 +44,5 @@ class DueWebhook(StoredModel):
 
 
 def want_notice(store: ObjectStore, job: str, now: datetime) -> None:
-    """A job of this id is about to be made, and somebody wants to know of its end."""
+    """Request webhooks on the end of the job with this id, which is about to be created."""
     store.create(WANTED + job, WebhookRequest(at=now).to_json())

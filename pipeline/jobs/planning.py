@@ -1,7 +1,7 @@
-"""Where the planner's plan goes: shards, refused rows and segments into the ledger.
+"""Planning of a job into the ledger: shards, refused rows and segments.
 
-A segment's creation decides what counts for its rows, whoever else planned them; the part of its refused rows follows
-at once, from what was stored before. A plan that was interrupted goes on at the first segment that is missing.
+The creation of a segment decides the plan of its rows, even if several planners planned them; the part of its refused
+rows follows at once, from the stored rows. An interrupted plan resumes at the first missing segment.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ EndedUnplanned = Literal[JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.EXPIRE
 
 
 class PlanningFailed(Exception):
-    """Raised when planning a job failed in another process, or with it, for a reason that was not foreseen.
+    """Raised when planning a job failed in another process, or with that process, for an unexpected reason.
 
     Attributes:
-        trace: where, as far as that process could say.
+        trace: the stack trace, as far as that process could report it.
     """
 
     def __init__(self, reason: str, trace: str = "") -> None:
@@ -63,17 +63,17 @@ class PlanningFailed(Exception):
 
 
 class PlanningCancelled(PipelineError):
-    """Raised when planning a job was ended because the job is closed. It is no failure of the job."""
+    """Raised when planning was stopped because the job is closed. It is no failure of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOutcome:
-    """What planning an open job came to; nothing set: the whole plan stands, or the job had ended before.
+    """The outcome of planning an open job; nothing set: the whole plan exists, or the job had ended before.
 
     Attributes:
         refused: the job has ended as failed, for this reason.
-        closed: it has ended so, for it was closed before any of it was planned.
-        tokens_of_models: the job was only measured, and has so many tokens by the name of their model.
+        closed: the job has ended with this status, because it was closed before any of it was planned.
+        tokens_of_models: the job was only measured; its tokens by model name.
     """
 
     refused: str | None = None
@@ -82,10 +82,10 @@ class PlanOutcome:
 
 
 class LedgerPlanSink:
-    """`PlanSink` over a ledger. One planner's attempt; `close` removes what it built and didn't commit.
+    """`PlanSink` over a ledger. One planner's attempt; `close` removes files that it built and didn't commit.
 
     Args:
-        check_input: called before a segment is committed; raises when what was read for it may not be the job's input.
+        check_input: called before a segment is committed; raises when the bytes read may not be the job's input.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LedgerPlanSink:
         self._rejects: PartWriter | None = None
 
     def existing_segment(self, index: int) -> PlanSegment | None:
-        """The segment that stands, if any, with the part of its refused rows."""
+        """The committed segment, if any; ensures the part of its refused rows."""
         segment = self._ledger.segment(index)
         if segment is not None:
             if segment.job != self._job.id:
@@ -118,7 +118,7 @@ class LedgerPlanSink:
         return segment
 
     def write_shard(self, number: int, table: pa.Table) -> StoredShard:
-        """Store a shard under this attempt's name; counts once its segment stands."""
+        """Store a shard under this attempt's name; it counts once its segment is committed."""
         key = shard_key(self.attempt, number)
         path = self._world.scratch / f"shard-{self.attempt}-{number:05d}.parquet"
         try:
@@ -129,17 +129,17 @@ class LedgerPlanSink:
             raise StoreError(f"{path}: can't write a shard: {error.strerror or error}; free some space") from error
         stored = StoredShard(key, hashlib.sha256(data).hexdigest(), len(data))
         if not self._ledger.create(key, path):
-            raise LedgerError(f"{self._ledger.place(key)}: a shard of this very planning stands already")
+            raise LedgerError(f"{self._ledger.place(key)}: a shard of this planning attempt exists already")
         self._world.on_progress()
         return stored
 
     def write_rejected(self, table: pa.Table) -> None:
         """Append rows that the open segment refuses."""
-        self._refused().append(table)
+        self._rejects_writer().append(table)
 
     def store_rejects(self, number: int) -> StoredShard:
-        """Store what was refused under this attempt's name, ready to become part `number`."""
-        writer = self._refused()
+        """Store the refused rows under this attempt's name, ready to become part `number`."""
+        writer = self._rejects_writer()
         writer.finish(
             PartSummary(
                 job=self._job.id,
@@ -156,12 +156,12 @@ class LedgerPlanSink:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             stored = StoredShard(key, digest, stream.tell())
         if not self._ledger.create(key, writer.path):
-            raise LedgerError(f"{self._ledger.place(key)}: refused rows of this very planning stand already")
+            raise LedgerError(f"{self._ledger.place(key)}: refused rows of this planning attempt exist already")
         self._rejects = None
         return stored
 
     def commit_segment(self, segment: PlanSegment) -> PlanSegment:
-        """Create the segment; returns the one that stands, with the part of its refused rows."""
+        """Create the segment; returns the committed one. Ensures the part of its refused rows."""
         self._check_input()
         if self._ledger.create_segment(segment):
             commit_rejects(self._ledger, segment, self._world)
@@ -174,11 +174,11 @@ class LedgerPlanSink:
         return standing
 
     def close(self) -> None:
-        """Remove what was not stored."""
+        """Remove files that were not stored."""
         if self._rejects is not None:
             self._rejects.abandon()
 
-    def _refused(self) -> PartWriter:
+    def _rejects_writer(self) -> PartWriter:
         if self._rejects is None:
             path = self._world.scratch / f"rejects-{self.attempt}.parquet"
             self._rejects = PartWriter(path, self._schema)
@@ -193,17 +193,17 @@ def plan_job(
     most_segments: int | None = None,
     open_input: Callable[[InputRef], PinnedInput] = open_pinned,
 ) -> PlanSummary | None:
-    """Plan a job, or what an interrupted planner left of it. None: the plan stands already, or the job has ended.
+    """Plan a job, or the rest of an interrupted plan. None: the plan is complete already, or the job has ended.
 
     Args:
-        job: as `submit` returned it: the ledger's job, with the input where it lies now.
-        count_tokens: of a text, with the job's tokenizer, for the first segment; None: a rule of thumb.
-        most_segments: return when so many stand (`on_invalid` "job" plans the whole job all the same).
+        job: as `submit` returned it: the ledger's job, with the input's current location.
+        count_tokens: counts a text's tokens with the job's tokenizer, for the first segment; None: a rule of thumb.
+        most_segments: return when this many segments exist (`on_invalid` "job" plans the whole job regardless).
         open_input: makes the pinned input readable; with settings of its own where S3 needs them.
 
     Raises:
         InvalidInput: invalid lines stop the job (`on_invalid` "job"); it has ended as failed.
-        InputError: the input can't be read, or is another than was accepted. What was committed by then stays.
+        InputError: the input can't be read, or isn't the accepted one. Segments committed by then stay.
     """
     if ledger.manifest() is not None:
         return None
@@ -244,7 +244,7 @@ def _plan(
 
 @contextmanager
 def _of_this_input(watched: PinnedInput) -> Iterator[None]:
-    """What is wrong with an input counts only when it is the pinned one that was read; else raises `InputError`."""
+    """Pass on errors in an input only if the bytes read are those of the pinned input; else raise `InputError`."""
     try:
         yield
     except (InvalidInput, BrokenInput):
@@ -255,14 +255,14 @@ def _of_this_input(watched: PinnedInput) -> Iterator[None]:
 def plan_open_job(
     ledger: JobLedger, world: World, open_input: Callable[[InputRef], PinnedInput], *, in_time: bool
 ) -> PlanOutcome:
-    """Plan a job of a root. One that was closed before any of it was planned ends instead. One that is to be refused if
-    it would be late is only measured, unless `in_time`.
+    """Plan a job of a root. A job that was closed before any of it was planned ends instead. A job with `refuse_late`
+    is only measured, unless `in_time`.
 
     An input that was never readable, whose bytes can't be decoded, or that has too many rows, ends the job as failed.
-    One that can't be read any more while a part of it is planned is waited for: what is finished is kept.
+    If an input becomes unreadable while a part of it is planned, planning is retried later: finished work is retained.
 
     Raises:
-        PipelineError: it can't be planned now; try again.
+        PipelineError: the job can't be planned now; try again.
     """
     job = ledger.job()
     closing = find_closing(ledger, job, world.clock.now())
@@ -284,7 +284,7 @@ def plan_open_job(
 
 
 def measure_job(job: Job, world: World, open_input: Callable[[InputRef], PinnedInput] = open_pinned) -> InputEstimate:
-    """What planning the job would find; nothing is written. Raises as `plan_job`."""
+    """Estimate the job's plan without writing it. Raises as `plan_job`."""
     watched = open_input(job.input)
     with _of_this_input(watched):
         found = measure(
@@ -295,17 +295,17 @@ def measure_job(job: Job, world: World, open_input: Callable[[InputRef], PinnedI
 
 
 def _default_model(job: Job) -> str | None:
-    """Parquet rows that name no model run on the job's, when it has one only."""
+    """The model of Parquet rows that name none: the job's, when it has only one."""
     return job.models[0].name if len(job.models) == 1 else None
 
 
 def fail_job(ledger: JobLedger, job: Job, world: World, code: str, message: str) -> None:
-    """End a job as failed that can't be planned as a whole."""
+    """End a job that can't be planned as a whole as failed."""
     _end_as_failed(ledger, job, world, (JobError(code=code, message=message),))
 
 
 def end_unplanned(ledger: JobLedger, job: Job, closing: Closing, world: World) -> EndedUnplanned:
-    """End a job that was closed before any of it was planned. It has no rows; how it ended is returned."""
+    """End a job that was closed before any of it was planned; returns its final status. It has no rows."""
     status: EndedUnplanned = JobStatus.EXPIRED if closing.kind == "expire" else JobStatus.CANCELLED
     now = world.clock.now()
     manifest = Manifest(
@@ -323,7 +323,7 @@ def end_unplanned(ledger: JobLedger, job: Job, closing: Closing, world: World) -
 
 
 def _end_as_failed(ledger: JobLedger, job: Job, world: World, errors: tuple[JobError, ...]) -> None:
-    """Parts that stand already stay, and count. One committed later doesn't count (`JobLedger.result_parts`)."""
+    """End the job as failed. Committed parts stay and count; parts committed later don't (`JobLedger.result_parts`)."""
     parts = {number: read_part(ledger, number) for number, _ in ledger.parts()}
     _end(ledger, job, world, failed_manifest(ledger, job, parts, world.clock.now(), errors))
 

@@ -1,10 +1,10 @@
-"""Which rows of a job that has ended are worth another try.
+"""Retry of an ended job: selection of the rows, and the job that answers them.
 
-A row that ended because time or the user said so, or because something broke, may succeed the next time. One that was
-refused for what its line says will be refused again: it is left out, unless it is asked for. Refusals that also depend
-on the model are tried again when another model is to answer.
+A row that expired, was cancelled, or failed may succeed the next time. A row that was refused for the content of its
+line will be refused again: it is left out, unless requested. Refusals that also depend on the model are retried when
+another model answers.
 
-In a root such a retry is a job beside the first one, for the root's workers.
+In a root a retry is a job of its own in the same root, for the root's workers.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ LINE_REFUSALS: Final = frozenset(
         RowErrorCode.UNSUPPORTED_PARAMETER,
     }
 )
-"""Said of the line alone: the same line is refused again."""
+"""Errors that depend on the line alone: the same line is refused again."""
 
 MODEL_REFUSALS: Final = frozenset(
     {RowErrorCode.CONTEXT_LENGTH_EXCEEDED, RowErrorCode.MODEL_NOT_FOUND, RowErrorCode.CONTENT_FILTER}
 )
-"""Said of the line and the model: the same model refuses it again."""
+"""Errors that depend on the line and the model: the same model refuses the line again."""
 
 _BATCH_ROWS = 65_536
 
 
 class NothingToRetry(PipelineError):
-    """Raised when a job has no rows that another try could change, or has not ended."""
+    """Raised when a job has not ended, or has no rows to retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryOverrides:
-    """What a retry has otherwise than its first job; None: as there, and no deadline."""
+    """Options of a retry that override the first job's. None: as in the first job; for the deadline: none."""
 
     tier: Tier | None = None
     deadline: timedelta | None = None
@@ -66,11 +66,11 @@ class RetryOverrides:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """What a job leaves to try again.
+    """The rows of a job to retry.
 
     Attributes:
-        job: the first one.  rows: chosen of its input; None: all that it was to answer, for none of it was planned.
-        left_out: rows that would be refused again, by their error code.
+        job: the first job.  rows: the selected rows of its input; None: all its rows, because none was planned.
+        left_out: number of rows that would be refused again, by error code.
     """
 
     job: Job
@@ -79,7 +79,7 @@ class Retry:
 
     @property
     def count(self) -> int | None:
-        """How many rows; None: all."""
+        """Number of selected rows; None: all."""
         return None if self.rows is None else self.rows.count
 
 
@@ -90,16 +90,16 @@ def choose_rows(
     include_invalid: bool = False,
     other_model: bool = False,
 ) -> Retry:
-    """The rows of an ended job that are to be tried again; memory is a byte for each row of the input.
+    """Select the rows of an ended job to retry. Memory is a byte for each row of the input.
 
     Args:
-        only: rows of these statuses.
-        include_invalid: also those that are refused for what they are.
-        other_model: another model will answer than did.
+        only: select rows of these statuses.
+        include_invalid: select rows that are refused for their content, too.
+        other_model: another model than the first job's will answer.
 
     Raises:
         NothingToRetry: the job has not ended, was refused as a whole, or has no such row.
-        ResultsRemoved: its results, which say which rows those are, are gone.
+        ResultsRemoved: its results, which hold the rows' statuses, are removed.
     """
     job, manifest = ledger.job(), ledger.manifest()
     if manifest is None:
@@ -143,7 +143,7 @@ def choose_rows(
 
 
 def retried_settings(first: Retry, max_output_tokens: int | None) -> JobSettings:
-    """The first job's settings, for the rows that are tried again."""
+    """The first job's settings, for the selected rows."""
     settings = first.job.settings
     if first.rows is not None:
         settings = settings.model_copy(update={"rows": first.rows})
@@ -153,49 +153,53 @@ def retried_settings(first: Retry, max_output_tokens: int | None) -> JobSettings
     return settings.model_copy(update={"default_max_tokens": default, "max_output_tokens": max_output_tokens})
 
 
-def limit_of_retry(job: Job, wishes: RetryOverrides) -> float | None:
-    """What the retry alone may cost: as much as the first job might, unless something else is wished."""
-    return job.max_cost if wishes.max_cost is None else wishes.max_cost
+def limit_of_retry(job: Job, overrides: RetryOverrides) -> float | None:
+    """The spending limit of the retry alone: the first job's, unless overridden."""
+    return job.max_cost if overrides.max_cost is None else overrides.max_cost
 
 
 def submit_retry(
-    first: Retry, ended: Manifest, wishes: RetryOverrides, world: World, before: Callable[[str], None] = lambda _: None
+    first: Retry,
+    ended: Manifest,
+    overrides: RetryOverrides,
+    world: World,
+    before: Callable[[str], None] = lambda _: None,
 ) -> SubmittedJob:
-    """The retry as a job in the first one's root, `world.store`: made now, or by the same call before.
+    """The retry as a job in the first one's root, `world.store`: created now, or by the same call before.
 
-    Its id follows from the first job and from what is asked for. So asking twice, or two at once, is one job; only
-    where that failed as a whole (its input was away) there is another.
+    Its id is derived from the first job and from the options. So the same call twice, even concurrently, gives one job;
+    a second job is created only if the first retry failed as a whole (its input was missing).
 
     Args:
         ended: the outcome of the first job.
-        before: told the retry's id before it is made.
+        before: called with the retry's id before it is created.
 
     Raises:
-        PipelineError: it can't be made now; try again.
+        PipelineError: it can't be created now; try again.
     """
-    job, settings = first.job, retried_settings(first, wishes.max_output_tokens)
-    asked = [
+    job, settings = first.job, retried_settings(first, overrides.max_output_tokens)
+    options = [
         "" if first.rows is None else first.rows.bitmap,
-        str(wishes.tier),
-        str(wishes.deadline),
-        str(wishes.max_output_tokens),
+        str(overrides.tier),
+        str(overrides.deadline),
+        str(overrides.max_output_tokens),
     ]
-    if wishes.max_cost is not None:
-        asked.append(f"max_cost {wishes.max_cost}")
+    if overrides.max_cost is not None:
+        options.append(f"max_cost {overrides.max_cost}")
     for number in count():
-        job_id = derived_job_id(ended.finished_at, "retry", job.id, *asked, str(number))
+        job_id = derived_job_id(ended.finished_at, "retry", job.id, *options, str(number))
         ledger = JobLedger(world.store, f"{JOBS}{job_id}/")
         standing = ledger.find_job()
         if standing is None:
             break
         manifest = ledger.manifest()
         if manifest is None:
-            mark(ledger)  # whoever made it may have been interrupted
+            mark(ledger)  # its creation may have been interrupted before the marker
         if manifest is None or manifest.status is not JobStatus.FAILED:
             return SubmittedJob(standing, created=False)
     order = JobOrder(
-        input=job.input, models=job.models, settings=settings, tenant=job.tenant, tier=wishes.tier or job.tier,
-        deadline=wishes.deadline, max_cost=limit_of_retry(job, wishes),
+        input=job.input, models=job.models, settings=settings, tenant=job.tenant, tier=overrides.tier or job.tier,
+        deadline=overrides.deadline, max_cost=limit_of_retry(job, overrides),
         output_expires_after=job.output_expires_after, retry_of=job.id, metadata=job.metadata,
     )  # fmt: skip
     before(job_id)

@@ -1,5 +1,5 @@
-"""A job as programs see it from outside: OpenAI's batch object as a JSON document, whichever door it is asked at. What
-OpenAI has no name for lies under `tokenmill`.
+"""A job as a JSON document: OpenAI's batch object, the same for HTTP and for the command line. Fields that OpenAI's
+object lacks are under `tokenmill`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ENDED_AT = {
 
 
 def job_document(ledger: JobLedger) -> dict[str, Any]:
-    """The job as it stands, of JSON's own types. Moments are whole seconds since 1970, as OpenAI's are; what is not
-    known, or has not happened, is None.
+    """The job's current state, in JSON's own types. Times are whole seconds since 1970, as OpenAI's are; a field that
+    is not known, or has not happened, is None.
 
     Raises:
-        JobNotFound: no job stands there.  LedgerError: it can't be read.
+        JobNotFound: there is no job.  LedgerError: it can't be read.
     """
     summary = summarize_job(ledger, exact=False)
     job, manifest = ledger.job(), summary.manifest
@@ -42,7 +42,7 @@ def job_document(ledger: JobLedger) -> dict[str, Any]:
         "in_progress_at": _seconds(progress.started_at if progress is not None else None),
         "expires_at": _seconds(job.deadline),
         **_ends(status, manifest, closing),
-        # What is not answered well goes to OpenAI's error file: failed, expired and cancelled alike.
+        # Failed, expired and cancelled rows are all in OpenAI's error file.
         "request_counts": {
             "total": counts.total,
             "completed": counts.succeeded,
@@ -79,7 +79,7 @@ def job_document(ledger: JobLedger) -> dict[str, Any]:
 
 
 def _expiry(job: Job, manifest: Manifest | None) -> str | None:
-    """Only where the job itself says how long: what the installation does is a matter of its settings."""
+    """When the results expire, if the job itself sets a retention; the installation's retention is not included."""
     if manifest is None or job.output_expires_after is None:
         return None
     return (manifest.finished_at + job.output_expires_after).isoformat()

@@ -1,7 +1,7 @@
-"""Every door ends here: an order becomes a job by one object created if absent.
+"""Submission of a job, for all ingest sources: an order becomes a job by one object that is created if absent.
 
-The same order again finds the job that it made before, so a repeated event or a repeated command goes on where the
-first one stopped. Another order in the same place is refused with the difference, never mixed in.
+The same order again finds the job that it created before, so a repeated event or command resumes where the first one
+stopped. Another order at the same location is refused with the differences, never mixed in.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _DERIVED_BYTES = 20
 
 
 class DifferentJob(PipelineError):
-    """Raised when the place holds a job of another order.
+    """Raised when the location holds a job of another order.
 
     Attributes:
-        differences: (what, its value there, its value now), in a stable order.
+        differences: (field, its stored value, its value now), in a stable order.
     """
 
     def __init__(self, where: str, job: str, differences: list[tuple[str, str, str]]) -> None:
@@ -45,8 +45,8 @@ class DifferentJob(PipelineError):
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """What a door wants: a job without id and time. A deadline given as an amount of time counts from acceptance: the
-    same order later means the same deadline as before."""
+    """A request for a job, without id and time. A deadline given as a duration counts from acceptance: the same order
+    submitted later means the same deadline as before."""
 
     input: InputRef
     models: tuple[ModelPin, ...]
@@ -63,7 +63,7 @@ class JobOrder:
 
 @dataclass(frozen=True, slots=True)
 class SubmittedJob:
-    """The job that stands, and whether this call made it. `job.input` names the files where they are now."""
+    """The accepted job, and whether this call created it. `job.input` has the current locations of the files."""
 
     job: Job
     created: bool
@@ -72,18 +72,19 @@ class SubmittedJob:
 def submit(
     order: JobOrder, ledger: JobLedger, world: World, *, job_id: str | None = None, fresh: bool = False
 ) -> SubmittedJob:
-    """Accept the order, or find the job that the same order made here before.
+    """Accept the order, or find the job that the same order created here before.
 
     Args:
-        job_id: what a door derives from its event; by default a new one that sorts before all earlier ones.
-        fresh: forget the job that stands here and its results; files that aren't tokenmill's are left alone.
+        job_id: the id that an ingest source derives from its event; by default a new one that sorts before all earlier
+            ones.
+        fresh: delete the job at this location and its results; files that aren't tokenmill's are left alone.
 
     Raises:
-        DifferentJob: another order's job stands here.
-        LedgerError: the place holds results of no known job, or foreign files among the results.
+        DifferentJob: the location holds another order's job.
+        LedgerError: the location holds results of no known job, or foreign files among the results.
     """
     standing = ledger.find_job()
-    _check_place(ledger, standing)
+    _check_location(ledger, standing)
     if standing is not None and (fresh or _failed_before_work(ledger)):
         clear(ledger)
         standing = None
@@ -103,7 +104,7 @@ def submit(
             mark(ledger)  # a sweep may have found the marker without its job
             _record_run(ledger, world, now)
             return SubmittedJob(job, created=True)
-        standing = ledger.job()  # another door was first
+        standing = ledger.job()  # another process was first
     differences = _differences(standing, order)
     if differences:
         raise DifferentJob(ledger.place(), standing.id, differences)
@@ -111,13 +112,13 @@ def submit(
         mark(ledger)
         _record_run(ledger, world, now)
     else:
-        tidy(ledger)  # whoever ended the job may have been interrupted
+        tidy(ledger)  # the clean-up at the job's end may have been interrupted
     return SubmittedJob(standing.model_copy(update={"input": order.input}), created=False)
 
 
 def clear(ledger: JobLedger) -> None:
-    """Remove a job's objects. `job.json` goes last: an interruption leaves a job that can be cleared again, or run. It
-    has no outcome from the first moment on, so it is marked as open until it is gone."""
+    """Delete a job's objects, `job.json` last: an interruption leaves a job that can be cleared again, or run. The job
+    has no outcome from the first deletion on, so it is marked as open until it is deleted."""
     mark(ledger)
     for key in OWN_FILES:
         if key != JOB:
@@ -135,28 +136,28 @@ def new_job_id(now: datetime, random: Randomness) -> str:
 
 
 def derived_job_id(at: datetime, *identity: str) -> str:
-    """An id that sorts like `new_job_id`'s of that moment, and is the same whenever these are the same.
+    """An id that sorts like `new_job_id`'s of that moment, and is a pure function of its arguments.
 
     Args:
-        at: a moment that belongs to the event for ever, such as when an object was written.
-        identity: what tells the event from all others.
+        at: a fixed time of the event, such as when an object was written.
+        identity: strings that identify the event uniquely.
     """
     digest = hashlib.sha256("\0".join(identity).encode()).digest()[:_DERIVED_BYTES]
     return f"job-{time_digits(at)}{base64.b32hexencode(digest).decode().lower()}"
 
 
 def time_digits(at: datetime) -> str:
-    """How ids begin that sort the newest first; milliseconds."""
+    """The first characters of an id of this moment, in milliseconds: they sort the newest first."""
     left = _NEVER - int(at.timestamp() * 1000)
-    return "".join(_DIGITS[left >> (5 * place) & 31] for place in reversed(range(_TIME_DIGITS)))
+    return "".join(_DIGITS[left >> (5 * index) & 31] for index in reversed(range(_TIME_DIGITS)))
 
 
 def id_moment(name: str) -> datetime | None:
-    """The moment that the id of a job or a file (`KIND-…`) was made of; None for other names."""
+    """The moment in the id of a job or a file (`KIND-…`); None for other names."""
     digits = name.partition("-")[2][:_TIME_DIGITS]
     if len(digits) < _TIME_DIGITS or not set(digits) <= set(_DIGITS):
         return None
-    left = sum(_DIGITS.index(digit) << (5 * place) for place, digit in enumerate(reversed(digits)))
+    left = sum(_DIGITS.index(digit) << (5 * index) for index, digit in enumerate(reversed(digits)))
     return datetime.fromtimestamp((_NEVER - left) / 1000, UTC) if left <= _NEVER else None
 
 
@@ -165,12 +166,12 @@ def _record_run(ledger: JobLedger, world: World, now: datetime) -> None:
 
 
 def _failed_before_work(ledger: JobLedger) -> bool:
-    """Whether the job was refused as a whole: nothing was computed, so it doesn't stand in a corrected one's way."""
+    """Whether the job was refused as a whole. Nothing was computed, so a corrected job may replace it."""
     manifest = ledger.manifest()
     return manifest is not None and manifest.status is JobStatus.FAILED and next(ledger.parts(), None) is None
 
 
-def _check_place(ledger: JobLedger, standing: Job | None) -> None:
+def _check_location(ledger: JobLedger, standing: Job | None) -> None:
     for info in ledger.store.list(ledger.prefix + RESULTS):
         name = info.key.removeprefix(ledger.prefix + RESULTS)
         if "/" in name or part_number(name) is None:
@@ -181,7 +182,7 @@ def _check_place(ledger: JobLedger, standing: Job | None) -> None:
     if standing is None:
         for folder in OWN_FOLDERS:
             found = next(ledger.store.list(ledger.prefix + folder), None)
-            if found is not None and ledger.find_job() is None:  # else another door has just been first
+            if found is not None and ledger.find_job() is None:  # else another process has just been first
                 raise LedgerError(
                     f"{ledger.place(found.key.removeprefix(ledger.prefix))}: belongs to no job ({JOB} is missing); "
                     "remove it or choose another output"
@@ -189,7 +190,7 @@ def _check_place(ledger: JobLedger, standing: Job | None) -> None:
 
 
 def _differences(job: Job, order: JobOrder) -> list[tuple[str, str, str]]:
-    """What sets the order apart from the job; where the same bytes lie doesn't matter."""
+    """The differences between the order and the job; the location of the same bytes doesn't count."""
     old, new = dict(_facts(job)), dict(_facts(order))
     old["deadline"], new["deadline"] = job.deadline and job.deadline.isoformat(), None
     if isinstance(order.deadline, timedelta):

@@ -1,4 +1,4 @@
-"""Looking at jobs that stand in a store: an output folder is one job, a root holds many under `jobs/`."""
+"""Finding and summarizing the jobs in a store: an output folder is one job, a root holds many under `jobs/`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class JobSummary:
     """One line of a listing.
 
     Attributes:
-        place: where the job lies.  id: its name in its root, even when `job` can't be read.
+        place: the job's location.  id: its name in its root, even when `job` can't be read.
         problem: why the job can't be read; the rest is then empty.
-        counts, usage: of what is committed; true at `as_of`.
-        cost: of what is committed; None: not known.
+        counts, usage: of the committed parts, as of `as_of`.
+        cost: of the committed parts; None: not known.
         shards_done, shards_total: parts that hold computed rows.
-        attention: why the job stands still until somebody repairs it; None: it doesn't, as far as is known.
-        eta: when it should be done, as its dispatcher saw it last.
-        results_removed_at: when the results went, if they did.
+        attention: why the job is blocked until it is repaired by hand; None: it is not known to be blocked.
+        eta: its dispatcher's latest estimate of when it is done.
+        results_removed_at: when the results were removed, if they were.
     """
 
     id: str
@@ -50,7 +50,7 @@ class JobSummary:
 
 
 def find_ledgers(store: ObjectStore) -> Iterator[JobLedger]:
-    """The job that the store's folder is, or those below `jobs/`, the newest first (ids sort so)."""
+    """The store's only job when it is an output folder, else the jobs below `jobs/`, the newest first (ids sort so)."""
     if store.info(JOB) is not None:
         yield JobLedger(store)
         return
@@ -59,7 +59,7 @@ def find_ledgers(store: ObjectStore) -> Iterator[JobLedger]:
 
 
 def find_ledger(store: ObjectStore, job: str | None = None) -> JobLedger:
-    """The ledger of job `job`, or of the only job there. Raises `JobNotFound`."""
+    """The ledger of job `job`, or of the store's only job. Raises `JobNotFound`."""
     found = None
     for ledger in find_ledgers(store):
         if job is None:
@@ -78,13 +78,14 @@ def list_jobs(store: ObjectStore, *, active: bool = False) -> Iterator[JobSummar
     """A summary of each job, the newest first. A job that can't be read is listed with its problem.
 
     Args:
-        active: only jobs that have not ended; of a root the others aren't even looked at.
+        active: only jobs that have not ended; in a root, the others aren't read.
     """
     return map(glance, open_jobs(store) if active else find_ledgers(store))
 
 
 def glance(ledger: JobLedger) -> JobSummary:
-    """A summary as listings have it: from caches where there are some, and with its problem if it can't be read."""
+    """The summary of a job for listings: from cached progress if there is some, with the problem if it can't be
+    read."""
     try:
         return summarize_job(ledger, exact=False)
     except PipelineError as error:
@@ -92,13 +93,13 @@ def glance(ledger: JobLedger) -> JobSummary:
 
 
 def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
-    """How a job stands: its outcome, or what its parts say.
+    """The summary of a job: from its outcome, or from its parts.
 
     Args:
-        exact: read the footers of all parts; else a cached progress is good enough.
+        exact: read the footers of all parts; else use cached progress if there is some.
 
     Raises:
-        JobNotFound: no job stands there.  LedgerError: it can't be read.
+        JobNotFound: there is no job.  LedgerError: it can't be read.
     """
     job, manifest = ledger.job(), ledger.manifest()
     if manifest is not None:
@@ -117,11 +118,11 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
     except LedgerError:
         if cached is None or cached.attention is None:
             raise
-        return _as_cached(ledger, job, cached.status, cached)
-    if status.ended:  # since its manifest was looked for
+        return _summarize_cached(ledger, job, cached.status, cached)
+    if status.ended:  # the job has ended since its manifest was read
         return summarize_job(ledger, exact=exact)
     if cached is not None and not exact:
-        return _as_cached(ledger, job, status, cached)
+        return _summarize_cached(ledger, job, status, cached)
     segments = list(ledger.segments())
     shards = {shard.number for segment in segments for shard in segment.shards}
     planned = {number for segment in segments for number in segment.parts}
@@ -142,7 +143,7 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
     )
 
 
-def _as_cached(ledger: JobLedger, job: Job, status: JobStatus, cached: Progress) -> JobSummary:
+def _summarize_cached(ledger: JobLedger, job: Job, status: JobStatus, cached: Progress) -> JobSummary:
     return JobSummary(
         job.id, ledger.place(), job=job, status=status, counts=cached.counts, usage=cached.usage, cost=cached.cost,
         shards_done=cached.shards_done, shards_total=cached.shards_total, as_of=cached.as_of, eta=cached.eta,
@@ -151,5 +152,5 @@ def _as_cached(ledger: JobLedger, job: Job, status: JobStatus, cached: Progress)
 
 
 def _total(segments: list[PlanSegment]) -> int | None:
-    """Rows of the job, as far as it is planned."""
+    """Planned rows of the job; None when no segment is planned."""
     return sum(segment.total for segment in segments) if segments else None

@@ -1,9 +1,9 @@
-"""What a tenant's jobs that have ended had cost, by day: markers that one listing reads, however many jobs ever ran.
+"""Index of the cost of a tenant's ended jobs by day: markers that one listing reads, for any number of jobs.
 
     tenants/TENANT/spent/DAY_JOB_MILLIONTHS         of the price's currency; the day is UTC's
 
-Made before the job's manifest, from what its parts say, so an interruption loses none; of open jobs the parts are asked
-themselves, and their markers, if they have any already, don't count.
+The markers are created before the job's manifest, from its parts, so an interruption loses none. The cost of open jobs
+is read from their parts; their markers, if they exist already, are ignored.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MILLIONTHS: Final = 1_000_000
 
 
 def record_spent(store: ObjectStore, tenant: str, job: str, by_day: Mapping[str, float]) -> None:
-    """Note durably what the job has cost on each day (`YYYY-MM-DD`)."""
+    """Record the job's cost on each day (`YYYY-MM-DD`) durably."""
     for day, cost in by_day.items():
         if millionths := round(cost * MILLIONTHS):
             store.create(f"{_folder(tenant)}{day}_{job}_{millionths}", b"")
 
 
 def old_spending(store: ObjectStore, today: date) -> Iterator[ObjectInfo]:
-    """Markers of months before the last one, which no limit looks at any more."""
+    """Markers of months before the last one, which no spending limit reads any more."""
     month = (today.replace(day=1) - timedelta(days=1)).isoformat()[:7]
     for tenant in store.folders(TENANTS):
         folder = f"{tenant}spent/"
@@ -35,7 +35,7 @@ def old_spending(store: ObjectStore, today: date) -> Iterator[ObjectInfo]:
 
 
 class EndedSpending:
-    """What was spent on jobs that have ended, this month. Learnt from the store once, and told what comes after."""
+    """This month's cost of ended jobs. Read from the store once, and updated by `ended`."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -43,17 +43,17 @@ class EndedSpending:
         self._tenants: dict[str, dict[tuple[str, str], float]] = {}  # (day, job) -> cost
 
     def forget(self) -> None:
-        """Others may write: learn it anew."""
+        """Clear the cache, because other processes may write."""
         self._tenants.clear()
 
     def ended(self, tenant: str, job: str, by_day: Mapping[str, float]) -> None:
-        """The job ends."""
+        """Record the cost of a job that ends."""
         record_spent(self._store, tenant, job, by_day)
         if tenant in self._tenants:
             self._tenants[tenant].update({(day, job): cost for day, cost in by_day.items()})
 
     def of(self, tenant: str, today: date, beginning: str, but: Collection[str]) -> float:
-        """What the tenant's jobs, `but` for these, have cost on days of this month that begin so."""
+        """The cost of the tenant's jobs, except `but`, on days of this month that start with `beginning`."""
         month = today.isoformat()[:7]
         if month != self._month:
             self._month, self._tenants = month, {}
@@ -68,7 +68,9 @@ class EndedSpending:
         for info in self._store.list(f"{folder}{month}-"):
             day, _, rest = info.key.removeprefix(folder).partition("_")
             job, _, millionths = rest.rpartition("_")
-            if job and millionths.isdecimal():  # two dispatchers with other prices may have written two: the dearer
+            if (
+                job and millionths.isdecimal()
+            ):  # two dispatchers with different prices may have written two markers: the higher cost
                 found[day, job] = max(int(millionths) / MILLIONTHS, found.get((day, job), 0.0))
         return found
 

@@ -1,6 +1,7 @@
-"""Calling over the lane: requests, and their events until the end, whatever happens to workers and servers on the way.
+"""The caller's client of the lane: sends requests and receives their events until the end, through failures of workers
+and servers.
 
-`LaneCalls` looks after any number of calls with one thread; `answer` is one call, as an iterator.
+`LaneCalls` serves any number of calls with one thread; `answer` is one call, as an iterator.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CallSettings:
-    """How a call is looked after; seconds.
+    """Limits and time-outs of a call; seconds.
 
     Attributes:
-        attempts: how often a request is sent, at most; one that a worker handed back doesn't count.
-        patience: after this long without an event it is asked whether the request was lost.
-        give_up: after this long without a lane to reach the call fails.
+        attempts: maximum number of attempts; one that a worker handed back doesn't count.
+        patience: after this long without an event the client checks whether the request was lost.
+        give_up: after this long without a reachable lane the call fails.
         look: how long one read waits.
-        each: between two reads, for each call that is open: what comes meanwhile comes with the next, and reading takes
-            time from telling.
+        each: pause between two reads, for each open call: events that arrive meanwhile come with the next read, and
+            reading takes time from passing events on.
     """
 
     attempts: int = 3
@@ -48,21 +49,21 @@ class CallSettings:
 
 @dataclass(slots=True)
 class _Call:
-    """A call that has no end yet. `heard`: when an event came last, or it was asked what had become of it. `span`: from
-    its start until its end."""
+    """An open call. `checked_at`: time of its last event, or of the last check whether it was lost. `span`: from its
+    start until its end."""
 
     stream: LaneStream
-    heard: float
+    checked_at: float
     span: Span = NO_SPAN
     sent: bool = False
     losses: int = 0
 
 
 class LaneCalls:
-    """Calls over one lane. One thread turns; any may start and cancel.
+    """Calls over one lane. One thread calls `turn`; any may start and cancel calls.
 
-    Each call ends with an `EndEvent` or an `ErrorEvent`, always, unless it is cancelled. When a worker or the lane lost
-    the request it is sent again with the tokens that came; the events go on as if nothing had been.
+    Each call ends with an `EndEvent` or an `ErrorEvent`, always, unless it is cancelled. If a worker or the lane lost
+    the request it is sent again with the received tokens; the events continue without a gap.
     """
 
     def __init__(
@@ -74,21 +75,21 @@ class LaneCalls:
         self._settings = settings or CallSettings()
         self._changed = threading.Condition()
         self._calls: dict[str, _Call] = {}
-        self._reached = clock.monotonic()  # the lane answered
-        self._next_read = self._reached
+        self._answered_at = clock.monotonic()  # of the lane's last answer
+        self._next_read = self._answered_at
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def start(self, request: LaneRequest) -> bool:
-        """Send the request, now or when the lane can be reached; False: there is such a call already.
+        """Send the request, now or when the lane can be reached; False: its call is open already.
 
         Raises `LaneFull`, and `PipelineError` for a request that the lane refuses.
         """
         with self._changed:
             if request.id in self._calls:
                 return False
-        call = self._begun(request)
+        call = self._open_call(request)
         request = call.stream.request
         try:
             self._lane.send(request)
@@ -100,27 +101,27 @@ class LaneCalls:
             raise
         with self._changed:
             if not self._calls:
-                self._reached = self._clock.monotonic()
+                self._answered_at = self._clock.monotonic()
             self._calls[request.id] = call
             self._changed.notify_all()
         return True
 
-    def _begun(self, request: LaneRequest) -> _Call:
-        """With a span of its own, to which what the worker does belongs, where there are traces."""
+    def _open_call(self, request: LaneRequest) -> _Call:
+        """A call with a span of its own, if tracing is on; the worker's spans are its children."""
         span = NO_SPAN
         if self._traces.on:
-            about = {"tokenmill.request.id": request.id, "tokenmill.tier": request.tier.value}
-            span = self._traces.begin("lane", about, kind="client", parent=request.traceparent)
+            attributes = {"tokenmill.request.id": request.id, "tokenmill.tier": request.tier.value}
+            span = self._traces.begin("lane", attributes, kind="client", parent=request.traceparent)
             request = replace(request, traceparent=span.traceparent)
         return _Call(LaneStream(request), self._clock.monotonic(), span)
 
     def wait(self, seconds: float) -> None:
-        """Until there is a call, or so long."""
+        """Wait until a call is open, for so many seconds at most."""
         with self._changed:
             self._changed.wait_for(lambda: self._calls, seconds)
 
     def cancel(self, request_id: str) -> None:
-        """The call is over; nobody wants its answer."""
+        """End the call, and cancel its request."""
         with self._changed:
             call = self._calls.pop(request_id, None)
         if call is not None:
@@ -128,43 +129,43 @@ class LaneCalls:
             self._cancel(call)
 
     def leave(self) -> None:
-        """Forget all calls, and leave their requests to whoever sends them too."""
+        """Drop all calls without cancelling their requests, which other processes may continue."""
         with self._changed:
             self._calls.clear()
 
     def turn(self) -> Iterator[LaneEvent]:
-        """One look at all calls: what came of them, waiting a while for the first event."""
+        """Poll all calls once, waiting a while for the first event; yields their events."""
         with self._changed:
             calls = dict(self._calls)
         try:
             yield from self._step(calls)
-            self._reached = self._clock.monotonic()
+            self._answered_at = self._clock.monotonic()
         except ServiceUnavailable as error:
-            if self._clock.monotonic() - self._reached > self._settings.give_up:
-                yield from [self._fail(call, LANE_UNAVAILABLE, str(error), 503) for call in self._left(calls)]
+            if self._clock.monotonic() - self._answered_at > self._settings.give_up:
+                yield from [self._fail(call, LANE_UNAVAILABLE, str(error), 503) for call in self._open(calls)]
                 return
             self._clock.sleep(self._settings.look)
         now = self._clock.now()
-        for call in self._left(calls):
+        for call in self._open(calls):
             deadline = call.stream.request.deadline
             if deadline is not None and now >= deadline:
                 yield self._fail(call, REQUEST_TIMEOUT, "the deadline passed before the answer was whole", 408)
                 self._cancel(call)
 
     def _step(self, calls: dict[str, _Call]) -> Iterator[LaneEvent]:
-        """Send what isn't sent, pass on what came, and look after those that are silent."""
-        for call in self._left(calls):
+        """Send unsent requests, pass on events, and check silent calls."""
+        for call in self._open(calls):
             if not call.sent:
                 yield from self._send(call)
         early = self._next_read - self._clock.monotonic()
         if early > 0:
             self._clock.sleep(early)
-        yield from self._read(self._left(calls), self._settings.look)
+        yield from self._read(self._open(calls), self._settings.look)
         now = self._clock.monotonic()
         self._next_read = now + len(calls) * self._settings.each
-        silent = [call for call in self._left(calls) if call.sent and now - call.heard >= self._settings.patience]
+        silent = [call for call in self._open(calls) if call.sent and now - call.checked_at >= self._settings.patience]
         for call in silent:
-            call.heard = now
+            call.checked_at = now
         lost = self._lane.lost([call.stream.request for call in silent]) if silent else ()
         for call in silent:
             if call.stream.request.id not in lost:
@@ -174,8 +175,8 @@ class LaneCalls:
             if not last:
                 yield from self._lost(call)
 
-    def _left(self, calls: dict[str, _Call]) -> list[_Call]:
-        """Those without an end, that are not cancelled."""
+    def _open(self, calls: dict[str, _Call]) -> list[_Call]:
+        """The calls without an end that are not cancelled."""
         return [call for name, call in calls.items() if not call.stream.ended and self._calls.get(name) is call]
 
     def _send(self, call: _Call) -> Iterator[LaneEvent]:
@@ -185,13 +186,13 @@ class LaneCalls:
             yield self._fail(call, LANE_FULL, str(error), 429)
         except ServiceUnavailable:
             raise
-        except PipelineError as error:  # with its tokens it has grown too large
+        except PipelineError as error:  # with its tokens the request is too large
             yield self._fail(call, WORKER_LOST, str(error), 503)
         else:
-            call.sent, call.heard = True, self._clock.monotonic()
+            call.sent, call.checked_at = True, self._clock.monotonic()
 
     def _read(self, calls: Sequence[_Call], timeout: float) -> Iterator[LaneEvent]:
-        """What counts of what came. A call whose worker handed it back is to be sent again."""
+        """Read the valid events. A call that its worker handed back is sent again."""
         found = {call.stream.request.id: call for call in calls if call.sent}
         if not found:
             return
@@ -200,9 +201,9 @@ class LaneCalls:
             counted = call.stream.accept(event)
             if counted is None:
                 continue
-            call.heard = self._clock.monotonic()
+            call.checked_at = self._clock.monotonic()
             if isinstance(counted, HandBackEvent):
-                self._again(call, "handed back by its worker")
+                self._resend(call, "handed back by its worker")
                 continue
             if call.stream.ended:
                 self._forget(call)
@@ -214,9 +215,9 @@ class LaneCalls:
         if call.losses >= self._settings.attempts:
             yield self._fail(call, WORKER_LOST, f"lost with its worker {call.losses} times", 503)
             return
-        self._again(call, "lost")
+        self._resend(call, "lost")
 
-    def _again(self, call: _Call, why: str) -> None:
+    def _resend(self, call: _Call, why: str) -> None:
         request = call.stream.again()
         call.span.event("sent again", {"tokenmill.attempt": request.attempt, "tokenmill.reason": why})
         logger.warning("request sent again", request=request.id, attempt=request.attempt, why=why)
@@ -235,7 +236,7 @@ class LaneCalls:
     def _cancel(self, call: _Call) -> None:
         try:
             self._lane.cancel(call.stream.request)
-        except ServiceUnavailable as error:  # it ends with its deadline then
+        except ServiceUnavailable as error:  # then it ends at its deadline
             logger.warning("request not cancelled", request=call.stream.request.id, reason=str(error))
 
 

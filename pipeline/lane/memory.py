@@ -1,4 +1,4 @@
-"""The lane inside one process: what `pipeline.lane.protocol` asks for, under one lock."""
+"""The lane inside one process: an implementation of `pipeline.lane.protocol` under one lock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from schemas.workers.lane import LaneEvent, LaneRequest, Position, closes_attemp
 
 @dataclass(slots=True)
 class _Call:
-    """A request on record. `owner`: who took it; `answering`: it has begun, so nobody else gets it."""
+    """A known request. `owner`: the worker that took it; `answering`: its answer has begun, so no other worker gets
+    it."""
 
     request: LaneRequest
     wanted_until: float
@@ -25,19 +26,19 @@ class _Call:
     ended: bool = False
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         return not self.answering and not self.ended
 
 
 class MemoryLane:
-    """`Lane` for threads of one process; `worker` gives each worker its side."""
+    """`Lane` for threads of one process; `worker` returns a worker's side."""
 
     def __init__(self, clock: Clock, settings: LaneSettings | None = None) -> None:
         self._clock = clock
         self._settings = settings or LaneSettings()
         self._calls: dict[str, _Call] = {}  # by request, the oldest first
-        self._turns: dict[str, int] = {}  # of tenants with requests on record: when one was taken last
-        self._counted = 0
+        self._turns: dict[str, int] = {}  # by tenant with known requests: when one was taken last
+        self._last_turn = 0
         self._changed = threading.Condition()
 
     def worker(self, name: str) -> MemoryLaneWorker:
@@ -47,7 +48,7 @@ class MemoryLane:
     # -- Lane
 
     def send(self, request: LaneRequest) -> None:
-        """Hand the request to whoever serves its model. Raises `LaneFull`."""
+        """Send the request to the workers of its model. Raises `LaneFull`."""
         if len(request_json(request)) > self._settings.most_bytes:
             raise PipelineError(f"request {request.id}: is larger than {self._settings.most_bytes} bytes; send less")
         with self._changed:
@@ -61,23 +62,23 @@ class MemoryLane:
             self._calls.pop(request.id, None)
             tenants = {call.request.tenant for call in self._calls.values()}
             self._turns = {tenant: turn for tenant, turn in self._turns.items() if tenant in tenants}
-            self._turns.setdefault(request.tenant, self._count())
+            self._turns.setdefault(request.tenant, self._next_turn())
             self._calls[request.id] = _Call(request, now + self._wanted_for(request), events)
             self._changed.notify_all()
 
     def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
-        """Events behind these positions; waits up to `timeout` seconds for the first."""
+        """Events after these positions; waits up to `timeout` seconds for the first."""
         with self._changed:
-            self._changed.wait_for(lambda: any(True for _ in self._behind(after)), timeout)
-            return list(self._behind(after))
+            self._changed.wait_for(lambda: any(True for _ in self._events_after(after)), timeout)
+            return list(self._events_after(after))
 
     def cancel(self, request: LaneRequest) -> None:
-        """Nobody wants the answer any more."""
+        """Cancel the request: its answer is not wanted any more."""
         with self._changed:
             self._calls.pop(request.id, None)
 
     def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
-        """Those that nobody will answer."""
+        """The requests that no worker will answer."""
         with self._changed:
             now = self._forget_old()
             return frozenset(request.id for request in requests if self._is_lost(request, now))
@@ -88,7 +89,7 @@ class MemoryLane:
         """Requests for each of these models that no worker has begun to answer."""
         with self._changed:
             self._forget_old()
-            found = Counter(call.request.model for call in self._calls.values() if call.waits)
+            found = Counter(call.request.model for call in self._calls.values() if call.is_waiting)
             return {model: found[model] for model in models}
 
     # -- the workers' side
@@ -100,7 +101,7 @@ class MemoryLane:
         with self._changed:
             self._changed.wait_for(lambda: self._may_take(models, shares), timeout)
             now = self._clock.monotonic()
-            taken = self._in_turn(models, most, shares)
+            taken = self._choose(models, most, shares)
             for call in taken:
                 call.owner, call.alive_until = worker, now + self._settings.lifetime
             return [call.request for call in taken]
@@ -129,13 +130,12 @@ class MemoryLane:
     # -- inside, under the lock
 
     def _add(self, worker: str, event: LaneEvent) -> bool:
-        """Whether the event is still wanted from this worker. One that came twice is there once."""
+        """Add the event, unless it was added before; returns whether this worker's events are still wanted."""
         call = self._calls.get(event.request)
         if call is None or call.owner != worker or call.request.attempt < event.attempt:
             return False
-        if (
-            call.ended or event.attempt < call.request.attempt
-        ):  # told twice, or late: the request itself is still its own
+        # Sent twice, or late: the request itself is still this worker's.
+        if call.ended or event.attempt < call.request.attempt:
             return True
         now = self._clock.monotonic()
         if not call.events or position_of(call.events[-1]) < position_of(event):
@@ -146,16 +146,18 @@ class MemoryLane:
         return True
 
     def _free(self, models: Sequence[str]) -> Iterator[_Call]:
-        """Requests that nobody has, or whose worker fell silent before it began to answer."""
+        """Requests without a worker, or whose worker fell silent before it began to answer."""
         now = self._forget_old()
         for call in self._calls.values():
-            if call.waits and call.request.model in models and (call.owner is None or call.alive_until < now):
+            if call.is_waiting and call.request.model in models and (call.owner is None or call.alive_until < now):
                 yield call
 
     def _check_room(self, request: LaneRequest) -> None:
-        """Raises `LaneFull` where no more may wait for the model, or none of the tenant."""
+        """Raise `LaneFull` when no further request of the tenant may wait for the model."""
         tenants = Counter(
-            call.request.tenant for call in self._calls.values() if call.waits and call.request.model == request.model
+            call.request.tenant
+            for call in self._calls.values()
+            if call.is_waiting and call.request.model == request.model
         )
         own, bounds = tenants[request.tenant], self._settings
         if tenants.total() >= bounds.most_waiting or own >= bounds.most_waiting_each:
@@ -164,8 +166,8 @@ class MemoryLane:
     def _may_take(self, models: Sequence[str], shares: TenantShares) -> bool:
         return any(shares.held.get(call.request.tenant, 0) < shares.most_each for call in self._free(models))
 
-    def _in_turn(self, models: Sequence[str], most: int, shares: TenantShares) -> list[_Call]:
-        """Up to `most` free requests, by tenant (see `TenantShares`)."""
+    def _choose(self, models: Sequence[str], most: int, shares: TenantShares) -> list[_Call]:
+        """Choose up to `most` free requests, by tenant (see `TenantShares`)."""
         waiting: dict[str, deque[_Call]] = {}
         for call in self._free(models):
             waiting.setdefault(call.request.tenant, deque()).append(call)
@@ -178,16 +180,16 @@ class MemoryLane:
             tenant = min(ready, key=lambda name: (held[name], self._turns[name]))
             chosen.append(waiting[tenant].popleft())
             held[tenant] += 1
-            self._turns[tenant] = self._count()
+            self._turns[tenant] = self._next_turn()
             if not waiting[tenant]:
                 del waiting[tenant]
         return chosen
 
-    def _count(self) -> int:
-        self._counted += 1
-        return self._counted
+    def _next_turn(self) -> int:
+        self._last_turn += 1
+        return self._last_turn
 
-    def _behind(self, after: Mapping[str, Position]) -> Iterator[LaneEvent]:
+    def _events_after(self, after: Mapping[str, Position]) -> Iterator[LaneEvent]:
         for request, position in after.items():
             if (call := self._calls.get(request)) is not None:
                 yield from (event for event in call.events if position_of(event) > position)
@@ -199,13 +201,13 @@ class MemoryLane:
         return call.answering and not call.ended and call.alive_until < now
 
     def _wanted_for(self, request: LaneRequest) -> float:
-        """Seconds."""
+        """Seconds for which the request is wanted."""
         if request.deadline is None:
             return self._settings.longest
         return max(0.0, (request.deadline - self._clock.now()).total_seconds())
 
     def _forget_old(self) -> float:
-        """Drop what nobody wants any more; the time."""
+        """Drop requests that are not wanted any more; returns the time."""
         now = self._clock.monotonic()
         for name in [name for name, call in self._calls.items() if call.wanted_until <= now]:
             del self._calls[name]
@@ -222,16 +224,16 @@ class MemoryLaneWorker:
     def take(
         self, models: Sequence[str], most: int, timeout: float, shares: TenantShares = NO_SHARES
     ) -> list[LaneRequest]:
-        """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds."""
+        """Up to `most` requests for these models, fairly by tenant, or none after `timeout` seconds."""
         return self._lane.take(self._name, models, most, timeout, shares)
 
     def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
-        """Hand events over; returns the requests that nobody wants from this worker any more."""
+        """Send events; returns the requests that are no longer wanted from this worker."""
         return self._lane.emit(self._name, events)
 
     def hold(self, requests: Collection[str]) -> frozenset[str]:
-        """The worker lives and has these; returns those that nobody wants from it any more."""
+        """Report that the worker lives and holds these; returns those that are no longer wanted from it."""
         return self._lane.hold(self._name, requests)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

@@ -1,10 +1,9 @@
-"""The lane: requests whose caller waits, straight to a worker's running batch, and tokens back as they come.
+"""The lane: carries requests whose caller waits straight to a worker's running batch, and streams tokens back.
 
-Nothing here is durable. The caller owns its request: it sends it, reads events by position, and when the lane or a
-worker lost it, sends the next attempt with the tokens that it has (`LaneStream`, `pipeline.lane.client`). A request is
-wanted as long as the lane has it on record with this attempt: a cancel, a deadline, a later attempt or an emptied
-server all end that, and a worker learns it with the next thing that it tells. So a cancel is no message that could miss
-the worker that has the request.
+Nothing here is durable. The caller owns its request: it sends it, reads events by position, and, if the lane or a
+worker lost it, sends the next attempt with the tokens received so far (`LaneStream`, `pipeline.lane.client`). A request
+is wanted as long as the lane has it with this attempt: a cancel, a deadline, a later attempt or an emptied server all
+end that, and the answer to the worker's next call reports it. So a cancel is no message that could miss the worker.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ from pipeline.ports import PipelineError
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, Position, TokensEvent, position_of
 
 START: Final = Position(0, 0)
-"""Before all events."""
+"""The position before all events."""
 
 LANE_OVERRUN: Final = "lane_overrun"
 
 
 class LaneFull(PipelineError):
-    """Raised when so many requests wait for a model that one more is refused. Callers answer 429."""
+    """Raised when too many requests wait for a model. Callers answer 429."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneSettings:
-    """Bounds of a lane; seconds. The same for all who share it.
+    """Bounds of a lane; seconds. The same for all processes that share it.
 
     Attributes:
-        lifetime: after this long without a sign (`LaneWorker.hold`, `emit`) a worker has lost its requests.
-        caller_lifetime: a caller that hasn't asked after its request (`Lane.lost`) for so long is dead, and the request
-            is dropped where its answer hasn't begun. No less than a caller waits for a lane that it can't reach
+        lifetime: after this long without a call (`LaneWorker.hold`, `emit`) a worker loses its requests.
+        caller_lifetime: a caller that hasn't checked its request (`Lane.lost`) for so long is dead, and the request is
+            dropped if its answer hasn't begun. At least as long as a caller waits for a lane that it can't reach
             (`CallSettings.give_up`).
         longest: a request without a deadline is wanted for so long.
-        retention: events are kept for so long after the last one.
-        most_waiting: requests of a model that no worker has begun to answer; only first attempts are refused for it.
-            One tenant alone may have seven eighths of them.
-        most_events: of a request, that are kept for its reader.
-        most_bytes: of a request.
+        retention: events are stored for so long after the last one.
+        most_waiting: maximum number of a model's requests whose answer has not begun; only first attempts are refused
+            beyond it. One tenant alone may have seven eighths of them.
+        most_events: maximum number of a request's events that are stored for its reader.
+        most_bytes: maximum bytes of a request.
     """
 
     lifetime: float = 10.0
@@ -53,7 +52,7 @@ class LaneSettings:
 
     @property
     def most_waiting_each(self) -> int:
-        """Requests of one tenant for a model that may wait."""
+        """Maximum number of one tenant's waiting requests for a model."""
         return self.most_waiting - self.most_waiting // 8
 
 
@@ -61,34 +60,34 @@ class Lane(Protocol):
     """The caller's side. Calls raise `ServiceUnavailable` when the lane can't be reached."""
 
     def send(self, request: LaneRequest) -> None:
-        """Hand the request to whoever serves its model. To send the same attempt again changes nothing; a later attempt
-        takes the place of those before. Raises `LaneFull`."""
+        """Send the request to the workers of its model. Sending the same attempt again changes nothing; a later attempt
+        replaces the earlier ones. Raises `LaneFull`."""
         ...
 
     def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
-        """Events of these requests (ids), each behind its position (`START`: from the beginning), those of a request in
-        order; waits up to `timeout` seconds for the first. Events that were pushed out by later ones are missing."""
+        """Events of these requests (ids), each after its position (`START`: from the beginning), those of a request in
+        order; waits up to `timeout` seconds for the first. Events that were evicted by later ones are missing."""
         ...
 
     def cancel(self, request: LaneRequest) -> None:
-        """Nobody wants the answer any more."""
+        """Cancel the request: its answer is not wanted any more."""
         ...
 
     def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
-        """Those (ids) that nobody will answer: they neither wait, nor are with a worker that lives, nor have an end.
-        Read once more before believing it of a request: its end may just have come. A caller asks every few seconds
-        until its answer begins: a request that isn't asked after may be dropped (`LaneSettings.caller_lifetime`)."""
+        """The requests (ids) that no worker will answer: they neither wait, nor are held by a live worker, nor have an
+        end. Read once more before treating a request as lost: its end may just have arrived. A caller checks every few
+        seconds until its answer begins: an unchecked request may be dropped (`LaneSettings.caller_lifetime`)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TenantShares:
-    """What a worker holds of each tenant. The next request that it takes is the oldest one of the tenant of which it
-    holds the fewest; of equal ones the tenant whose turn was longest ago.
+    """A worker's held requests by tenant. It takes next the oldest request of the tenant of which it holds the fewest;
+    among equal ones, of the tenant whose last turn was longest ago.
 
     Attributes:
-        held: requests that the worker holds, by tenant.
-        most_each: requests of one tenant that it may hold, with those that it takes now.
+        held: number of requests that the worker holds, by tenant.
+        most_each: maximum number of one tenant's requests that it may hold, including those that it takes now.
     """
 
     held: Mapping[str, int] = field(default_factory=dict)
@@ -96,7 +95,7 @@ class TenantShares:
 
 
 NO_SHARES: Final = TenantShares()
-"""Nothing is held."""
+"""No requests are held."""
 
 
 class LaneWorker(Protocol):
@@ -105,58 +104,58 @@ class LaneWorker(Protocol):
     def take(
         self, models: Sequence[str], most: int, timeout: float, shares: TenantShares = NO_SHARES
     ) -> list[LaneRequest]:
-        """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds. One that another
-        worker took and didn't begin to answer before it fell silent is handed out again."""
+        """Up to `most` requests for these models, fairly by tenant, or none after `timeout` seconds. A request whose
+        worker fell silent before it began to answer is handed out again."""
         ...
 
     def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
-        """Hand events over, those of a request in order. Returns the requests that nobody wants from this worker any
-        more: stop computing them. The first event of an attempt decides whose the request is."""
+        """Send events, those of a request in order. Returns the requests that are no longer wanted from this worker:
+        stop computing them. The first event of an attempt decides which worker owns the request."""
         ...
 
     def hold(self, requests: Collection[str]) -> frozenset[str]:
-        """The worker lives and has these; to be told every third of the lifetime. Returns those that nobody wants from
-        it any more."""
+        """Report that the worker lives and holds these; call it every third of the lifetime. Returns those that are no
+        longer wanted from it."""
         ...
 
     def close(self) -> None:
-        """Let go of connections. What was taken and not answered others get after the lifetime."""
+        """Close connections. Other workers get unanswered requests after the lifetime."""
         ...
 
 
 class LaneMonitor(Protocol):
-    """The side of who starts workers. Calls raise `ServiceUnavailable` when the lane can't be reached."""
+    """The side of the autoscaler. Calls raise `ServiceUnavailable` when the lane can't be reached."""
 
     def waiting(self, models: Collection[str]) -> Mapping[str, int]:
-        """Requests for each of these models (`ModelPin.key`) that no worker has begun to answer; 0 where there are
+        """Number of requests for each of these models (`ModelPin.key`) that no worker has begun to answer; 0 if
         none."""
         ...
 
 
 class OpenLane(Lane, LaneMonitor, Protocol):
-    """All sides."""
+    """All sides of a lane."""
 
     def worker(self, name: str) -> LaneWorker:
-        """The side of the worker of this name; names are never used twice."""
+        """The side of the worker with this name; names are never used twice."""
         ...
 
 
 def full_message(request: LaneRequest, settings: LaneSettings, own: int) -> str:
-    """Why a request can't wait; `own`: requests of its tenant that do."""
+    """The message of `LaneFull`; `own`: number of the tenant's waiting requests."""
     if own >= settings.most_waiting_each:
         return f"{own} requests of this tenant wait for model {request.model}; try again later"
     return f"{settings.most_waiting} requests wait for model {request.model}; try again later"
 
 
 class LaneStream:
-    """One answer, as its caller sees it: of the current attempt only, in order, and always with an end.
+    """The stream of one answer: only events of the current attempt, in order, and always with an end.
 
-    A worker that is being stopped may hand its attempt back (`HandBackEvent`): then the next one is due.
+    A worker that is being stopped may hand its attempt back (`HandBackEvent`): then the next attempt is due.
 
     Attributes:
-        request: the attempt that counts now.
-        position: of the last event that counted.
-        ended: whether the end, or an error, was seen.
+        request: the current attempt.
+        position: of the last accepted event.
+        ended: whether the end, or an error, was received.
     """
 
     def __init__(self, request: LaneRequest) -> None:
@@ -164,10 +163,10 @@ class LaneStream:
         self.position = START
         self.ended = False
         self._next = 0
-        self._tokens: dict[int, list[int]] = {place: list(ids) for place, ids in enumerate(request.tokens)}
+        self._tokens: dict[int, list[int]] = {choice: list(ids) for choice, ids in enumerate(request.tokens)}
 
     def accept(self, event: LaneEvent) -> LaneEvent | None:
-        """The event if it counts; an error in its place if others before it are missing; None if it doesn't count."""
+        """The event if it is accepted; an error instead if earlier events are missing; None if it is ignored."""
         if self.ended or event.attempt != self.request.attempt or event.sequence < self._next:
             return None
         if event.sequence > self._next:
@@ -180,7 +179,7 @@ class LaneStream:
         return event
 
     def again(self) -> LaneRequest:
-        """The next attempt, which goes on behind the tokens that have come; from now on only its events count."""
+        """Start the next attempt, which continues after the received tokens; from now on only its events count."""
         choices = range(max(self._tokens, default=-1) + 1)
         tokens = tuple(tuple(self._tokens.get(choice, ())) for choice in choices)
         self.request = replace(self.request, attempt=self.request.attempt + 1, tokens=tokens)
@@ -188,6 +187,6 @@ class LaneStream:
         return self.request
 
     def fail(self, code: str, message: str, status: int) -> ErrorEvent:
-        """End it with an error of the caller's own making."""
+        """End the stream with an error of the caller."""
         self.ended = True
         return ErrorEvent(self.request.id, self.request.attempt, self._next, code, message, status)

@@ -1,20 +1,19 @@
 """The lane on Redis Streams: the caller's side (`RedisLaneWorker` is the other).
 
-    queue:MODEL:TENANT  zset    requests that no worker has, by when they were sent (microseconds, each one its own)
-    turns:MODEL         zset    tenants with a queue, by when one of their requests was taken last
-    waiting:MODEL       zset    all requests whose answer hasn't begun, by when their worker is taken for dead (0: none)
-    callers:MODEL       zset    TENANT\\0ID of requests, by when their callers are taken for dead while they wait
-    sent:MODEL          stream  the last request that was sent: workers without one wait for the next
-    wanted:ID           hash    the request, the attempt that counts, who answers it, whether it ended; it is there as
-                                long as somebody wants the answer: its TTL is the deadline, and a cancel removes it
-    alive:ID            string  a worker has the request; its TTL is the lifetime
+    queue:MODEL:TENANT  zset    requests without a worker, by the time of sending (microseconds, unique)
+    turns:MODEL         zset    tenants with a queue, by the time when one of their requests was taken last
+    waiting:MODEL       zset    all requests whose answer hasn't begun, by when their worker counts as dead (0: none)
+    callers:MODEL       zset    TENANT\\0ID of waiting requests, by when their callers count as dead
+    sent:MODEL          stream  the last request that was sent: idle workers wait for the next
+    wanted:ID           hash    the request, its current attempt, its worker, whether it ended; it exists as long as the
+                                answer is wanted: its TTL is the deadline, and a cancel deletes it
+    alive:ID            string  a worker holds the request; its TTL is the lifetime
     events:ID           stream  the answer. An event's id is ATTEMPT-SEQUENCE, so Redis itself keeps them in order,
-                                drops repeats, and refuses a worker that goes on with an attempt that another has
-                                followed
+                                drops repetitions, and refuses events of an attempt that a later one has replaced
 
-Each step is one Lua script, so it happens whole or not at all, and any number of workers and gateways see one order.
-Every key has a TTL and both streams are bounded: what is lost the caller sees, and sends again. The keys of a request
-may lie anywhere, so this is for one Redis server (with replicas), not for a cluster.
+Each step is one Lua script, so it is atomic, and any number of workers and gateways see one order. Every key has a TTL
+and both streams are bounded: the caller detects losses, and sends again. The keys of a request may be on any cluster
+slot, so this is for one Redis server (with replicas), not for a cluster.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from pydantic import ValidationError
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
 from pipeline.lane.protocol import LaneFull, LaneSettings, full_message
 from pipeline.lane.redis_scripts import CANCEL, COUNT, LOST, SEND
-from pipeline.lane.redis_worker import RedisLaneWorker, keys_of, queues_kept
+from pipeline.lane.redis_worker import RedisLaneWorker, keys_of, queue_ttl_milliseconds
 from pipeline.ports import Clock, PipelineError
 from schemas.workers.lane import LaneEvent, LaneRequest, Position, read_event, request_json
 
-MOST_AT_ONCE = 256  # events of one request in one read
+MAX_EVENTS_PER_READ = 256  # events of one request in one read
 
 logger = structlog.get_logger(__name__)
 
@@ -41,7 +40,7 @@ class RedisLane:
     """`Lane` on Redis; threads may share it.
 
     Attributes:
-        unreadable: entries among events that were none of ours, and were passed over.
+        unreadable: number of skipped stream entries that are no events.
     """
 
     def __init__(self, redis: RedisSettings, clock: Clock, settings: LaneSettings | None = None) -> None:
@@ -56,17 +55,17 @@ class RedisLane:
         self._lost = self._client.script(LOST)
 
     def worker(self, name: str) -> RedisLaneWorker:
-        """The side of the worker of this name, with connections of its own."""
+        """The side of the worker with this name, with connections of its own."""
         return RedisLaneWorker(self._redis, name, self._clock, self._settings)
 
     def send(self, request: LaneRequest) -> None:
-        """Hand the request to whoever serves its model. Raises `LaneFull`."""
+        """Send the request to the workers of its model. Raises `LaneFull`."""
         body = request_json(request)
         if len(body) > self._settings.most_bytes:
             raise PipelineError(f"request {request.id}: is larger than {self._settings.most_bytes} bytes; send less")
         keys = keys_of(self._client, request)
         wanted, bounds = milliseconds(self._wanted_for(request)), self._settings
-        with self._client.told("send a request"):
+        with self._client.translate_errors("send a request"):
             outcome: Any = self._send(
                 keys=[keys.wanted, keys.waiting, keys.turns, keys.sent, keys.queue, keys.callers],
                 args=[
@@ -75,7 +74,7 @@ class RedisLane:
                     request.attempt,
                     body,
                     wanted,
-                    max(queues_kept(bounds), 2 * wanted),
+                    max(queue_ttl_milliseconds(bounds), 2 * wanted),
                     bounds.most_waiting,
                     bounds.most_waiting_each,
                     milliseconds(bounds.caller_lifetime),
@@ -87,63 +86,63 @@ class RedisLane:
             raise LaneFull(full_message(request, bounds, own))
 
     def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
-        """Events behind these positions; waits up to `timeout` seconds for the first, in pieces that are shorter than
-        what an answer of the server may take."""
+        """Events after these positions; waits up to `timeout` seconds for the first, in intervals that are shorter than
+        the server's time-out."""
         until = self._clock.monotonic() + timeout
-        places = {self._client.key("lane", "events", name): f"{at[0]}-{at[1]}" for name, at in after.items()}
-        while places:
+        positions = {self._client.key("lane", "events", id_): f"{at[0]}-{at[1]}" for id_, at in after.items()}
+        while positions:
             left = until - self._clock.monotonic()
             block = milliseconds(min(left, self._redis.timeout / 2)) if left > 0 else None
-            with self._client.told("read events"):
-                found = self._client.raw.xread(places, count=MOST_AT_ONCE, block=block)
+            with self._client.translate_errors("read events"):
+                found = self._client.raw.xread(positions, count=MAX_EVENTS_PER_READ, block=block)
             events = [event for _, entries in found or () for entry in entries if (event := self._event(entry))]
             if events or left <= 0:
                 return events
-            for stream, entries in found or ():  # all unreadable: go on behind them
-                places[stream.decode()] = entries[-1][0].decode()
+            for stream, entries in found or ():  # all unreadable: continue after them
+                positions[stream.decode()] = entries[-1][0].decode()
         return []
 
     def cancel(self, request: LaneRequest) -> None:
-        """Nobody wants the answer any more; its worker learns it with the next thing that it tells."""
+        """Cancel the request; the answer to its worker's next call reports it."""
         keys = keys_of(self._client, request)
-        with self._client.told("cancel a request"):
+        with self._client.translate_errors("cancel a request"):
             self._cancel(
                 keys=[keys.wanted, keys.waiting, keys.alive, keys.queue, keys.turns], args=[request.id, request.tenant]
             )
 
     def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
-        """Those that nobody will answer. To ask keeps those that wait from being dropped."""
-        asked, lifetime = list(requests), milliseconds(self._settings.caller_lifetime)
-        with self._client.told("ask after requests"), self._client.raw.pipeline(transaction=False) as pipe:
-            for request in asked:
+        """The requests that no worker will answer. The check keeps waiting requests from being dropped."""
+        checked, lifetime = list(requests), milliseconds(self._settings.caller_lifetime)
+        with self._client.translate_errors("ask after requests"), self._client.raw.pipeline(transaction=False) as pipe:
+            for request in checked:
                 keys = keys_of(self._client, request)
                 self._lost(
                     keys=[keys.wanted, keys.waiting, keys.alive, keys.callers],
                     args=[request.id, request.attempt, request.tenant, lifetime],
                     client=pipe,
                 )
-            answers = pipe.execute() if asked else []
-        return frozenset(request.id for request, lost in zip(asked, answers, strict=True) if lost)
+            answers = pipe.execute() if checked else []
+        return frozenset(request.id for request, lost in zip(checked, answers, strict=True) if lost)
 
     def waiting(self, models: Collection[str]) -> Mapping[str, int]:
         """Requests for each of these models that no worker has begun to answer."""
-        asked = list(models)
-        with self._client.told("count requests"), self._client.raw.pipeline(transaction=False) as pipe:
-            for model in asked:
-                keys = [self._client.key("lane", name, model) for name in ("waiting", "turns", "callers")]
+        names = list(models)
+        with self._client.translate_errors("count requests"), self._client.raw.pipeline(transaction=False) as pipe:
+            for model in names:
+                keys = [self._client.key("lane", kind, model) for kind in ("waiting", "turns", "callers")]
                 self._count(keys=keys, args=self._prefixes(model), client=pipe)
-            return dict(zip(asked, pipe.execute() if asked else [], strict=True))
+            return dict(zip(names, pipe.execute() if names else [], strict=True))
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
     def _prefixes(self, model: str) -> list[str]:
-        """What the keys of queues and of wanted requests begin with."""
+        """Key prefixes of queues and of wanted requests."""
         return [self._client.key("lane", *name, "") for name in (("queue", model), ("wanted",))]
 
     def _wanted_for(self, request: LaneRequest) -> float:
-        """Seconds."""
+        """Seconds for which the request is wanted."""
         if request.deadline is None:
             return self._settings.longest
         return max(0.0, (request.deadline - self._clock.now()).total_seconds())

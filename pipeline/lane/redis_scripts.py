@@ -1,15 +1,14 @@
-"""The Lua scripts of the lane on Redis: each is one step of a request's life, and happens whole or not at all.
+"""The Lua scripts of the lane on Redis: each is one step of a request's life cycle, and is atomic.
 
-What a script does is bounded by what it is asked for: it looks at so many tenants, takes so many requests, drops so
-many that ran out, each at O(log n).
+The work of a script is bounded by its arguments: it reads so many tenants, takes so many requests, drops so many
+expired ones, each at O(log n).
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# Requests whose answer hasn't begun, and whose callers have been silent for their lifetime, are dropped: nobody waits
-# for them.
+# Drops requests whose answer hasn't begun and whose callers have been silent for their lifetime.
 _DROP_ABANDONED: Final = """
 local function drop_abandoned(callers, waiting, turns, queue_prefix, wanted_prefix, now)
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', callers, '-inf', now, 'LIMIT', 0, 256)) do
@@ -26,10 +25,10 @@ end
 """
 
 # KEYS: 1 wanted, 2 waiting, 3 turns, 4 sent, 5 queue, 6 callers.
-# ARGV: 1 request id, 2 tenant, 3 attempt, 4 request, 5 ms that it is wanted, 6 ms that the queues are kept, 7 most that
-# may wait, 8 most of one tenant, 9 lifetime of a caller in ms, 10 what queues begin with, 11 what wanted keys begin
-# with.
-# A later attempt goes on with an answer that may have begun: it is never refused for others that wait.
+# ARGV: 1 request id, 2 tenant, 3 attempt, 4 request, 5 ms for which it is wanted, 6 TTL of the queues in ms, 7 maximum
+# of waiting requests, 8 maximum of one tenant, 9 lifetime of a caller in ms, 10 prefix of queues, 11 prefix of wanted
+# keys.
+# A later attempt continues an answer that may have begun: it is never refused because others wait.
 SEND: Final = (
     _DROP_ABANDONED
     + """
@@ -62,7 +61,7 @@ return 'sent'
 """
 )
 
-# KEYS: 1 waiting, 2 turns, 3 callers.  ARGV: 1 what queues begin with, 2 what wanted keys begin with.
+# KEYS: 1 waiting, 2 turns, 3 callers.  ARGV: 1 prefix of queues, 2 prefix of wanted keys.
 COUNT: Final = (
     _DROP_ABANDONED
     + """
@@ -73,15 +72,15 @@ return redis.call('ZCARD', KEYS[1])
 )
 
 # KEYS: 1 waiting, 2 turns, 3 sent, 4 callers.
-# ARGV: 1 worker, 2 most requests, 3 most of one tenant, 4 lifetime in ms, 5 ms that the queues are kept, 6 what queues
-# begin with, 7 what wanted keys begin with, 8 what alive keys begin with, then of each tenant of which the worker holds
-# requests its name and how many.
-# Returns the id in `sent` behind which to wait for more (0-0: ask again at once), then of each request its id, number
-# and JSON.
-# First, requests whose workers fell silent wait again at their old place. Then the tenant with the fewest requests at
-# this worker is next, of equal ones that with the lowest turn; among so many tenants with the lowest turns as are held
-# or asked for, there are all that can be next. Where requests were dropped that ran out, further tenants may have
-# some: the caller asks again at once.
+# ARGV: 1 worker, 2 maximum of requests, 3 maximum of one tenant, 4 lifetime in ms, 5 TTL of the queues in ms, 6 prefix
+# of queues, 7 prefix of wanted keys, 8 prefix of alive keys, then the name of each tenant with requests at the worker,
+# and their number.
+# Returns the id in `sent` after which to wait for more (0-0: call again at once), then the id, number and JSON of each
+# request.
+# First, requests whose workers fell silent wait again at their old position. Then the tenant with the fewest requests
+# at this worker is next, among equal ones the one with the lowest turn; the tenants with the lowest turns, as many as
+# are held plus requested, include all that can be next. If expired requests were dropped, further tenants may have
+# some: the caller calls again at once.
 TAKE: Final = (
     _DROP_ABANDONED
     + """
@@ -147,7 +146,7 @@ return found
 )
 
 # KEYS: 1 wanted, 2 waiting, 3 alive, 4 queue, 5 turns.  ARGV: 1 request id, 2 tenant.
-# Behind its deadline a request is no longer wanted, but may still lie in its queue.
+# After its deadline a request is no longer wanted, but may still be in its queue.
 CANCEL: Final = """
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('ZREM', KEYS[4], ARGV[1])
@@ -156,7 +155,7 @@ return redis.call('DEL', KEYS[1], KEYS[3])
 """
 
 # KEYS: 1 wanted, 2 waiting, 3 alive, 4 callers.  ARGV: 1 request id, 2 attempt, 3 tenant, 4 a caller's lifetime in ms.
-# Returns 1 when nobody will answer. Who asks waits for the answer.
+# Returns 1 when no worker will answer. The call also renews the caller's lifetime.
 LOST: Final = """
 local known = redis.call('HMGET', KEYS[1], 'attempt', 'ended')
 if not known[1] or tonumber(known[1]) < tonumber(ARGV[2]) then return 1 end
@@ -171,9 +170,9 @@ return 1
 """
 
 # KEYS: 1 wanted, 2 waiting, 3 alive, 4 events.
-# ARGV: 1 request id, 2 attempt, 3 number, 4 worker, 5 event id, 6 event, 7 most events, 8 ms that events are kept,
-# 9 lifetime in ms, 10 whether it is the last.  Returns 1 when the event is there now (perhaps since before), 0 when
-# nobody wants it. With its first event a request waits no more, and its JSON goes.
+# ARGV: 1 request id, 2 attempt, 3 number, 4 worker, 5 event id, 6 event, 7 maximum of events, 8 TTL of events in ms,
+# 9 lifetime in ms, 10 whether it is the last.  Returns 1 when the event is stored (perhaps by an earlier call), 0 when
+# it is not wanted. With its first event a request stops waiting, and its JSON is deleted.
 EMIT: Final = """
 local known = redis.call('HMGET', KEYS[1], 'attempt', 'number', 'worker', 'ended')
 if known[1] ~= ARGV[2] or known[2] ~= ARGV[3] or known[3] ~= ARGV[4] then return 0 end
@@ -193,7 +192,7 @@ return 1
 """
 
 # KEYS: 1 wanted, 2 waiting, 3 alive, 4 events.  ARGV: 1 request id, 2 attempt, 3 number, 4 worker, 5 lifetime in ms,
-# 6 ms that events are kept.  Returns 1 when the request is still wanted from this worker.
+# 6 TTL of events in ms.  Returns 1 when the request is still wanted from this worker.
 HOLD: Final = """
 local known = redis.call('HMGET', KEYS[1], 'attempt', 'number', 'worker', 'ended')
 if known[1] ~= ARGV[2] or known[2] ~= ARGV[3] or known[3] ~= ARGV[4] or known[4] then return 0 end

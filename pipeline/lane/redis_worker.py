@@ -1,4 +1,4 @@
-"""The worker's side of the lane on Redis Streams; `pipeline.lane.redis` says what lies where."""
+"""The worker's side of the lane on Redis Streams; `pipeline.lane.redis` documents the keys."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def keys_of(client: RedisClient, request: LaneRequest) -> LaneKeys:
     )
 
 
-def queues_kept(settings: LaneSettings) -> int:
-    """For how long queues are kept after the last request, at least, in ms."""
+def queue_ttl_milliseconds(settings: LaneSettings) -> int:
+    """Minimum TTL of queues after the last request, in ms."""
     return milliseconds(settings.longest + settings.retention)
 
 
@@ -60,7 +60,7 @@ class RedisLaneWorker:
     """`LaneWorker` of one worker; threads may share it.
 
     Attributes:
-        dropped: entries that were no requests.
+        dropped: number of dropped entries that are no requests.
     """
 
     def __init__(self, redis: RedisSettings, name: str, clock: Clock, settings: LaneSettings) -> None:
@@ -80,37 +80,37 @@ class RedisLaneWorker:
     def take(
         self, models: Sequence[str], most: int, timeout: float, shares: TenantShares = NO_SHARES
     ) -> list[LaneRequest]:
-        """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds."""
+        """Up to `most` requests for these models, fairly by tenant, or none after `timeout` seconds."""
         until = self._clock.monotonic() + timeout
         while models and most > 0:
-            self._turn += 1  # another model first each time, so that none starves
+            self._turn += 1  # each time another model is first, so that none starves
             first = self._turn % len(models)
             taken: list[_Taken] = []
             seen: dict[str, bytes] = {}
-            with self._client.told("take requests"):
+            with self._client.translate_errors("take requests"):
                 for model in (*models[first:], *models[:first]):
                     if len(taken) < most:
                         taken += self._take_of(model, most - len(taken), shares, seen)
                 left = until - self._clock.monotonic()
                 if taken or left <= 0:
                     return [one.request for one in taken]
-                # No longer than an answer of the server may take.
+                # Shorter than the server's time-out.
                 self._client.raw.xread(seen, count=1, block=milliseconds(min(left, self._redis.timeout / 2)))
         return []
 
     def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
-        """Hand events over; returns the requests that nobody wants from this worker any more."""
+        """Send events; returns the requests that are no longer wanted from this worker."""
         known = [(event, self._known(event.request)) for event in events]
         unwanted = {event.request for event, taken in known if taken is None}
-        # What is late of an attempt whose successor is here too is nobody's: the request itself is still wanted.
-        told = [(event, taken) for event, taken in known if taken and event.attempt >= taken.request.attempt]
-        if not told:
+        # Late events of an attempt are dropped if its successor is here too: the request itself is still wanted.
+        current = [(event, taken) for event, taken in known if taken and event.attempt >= taken.request.attempt]
+        if not current:
             return frozenset(unwanted)
-        with self._client.told("hand over events"), self._client.raw.pipeline(transaction=False) as pipe:
-            for event, taken in told:
+        with self._client.translate_errors("hand over events"), self._client.raw.pipeline(transaction=False) as pipe:
+            for event, taken in current:
                 self._emit_one(event, taken, pipe)
             answers = pipe.execute()
-        for (event, taken), wanted in zip(told, answers, strict=True):
+        for (event, taken), wanted in zip(current, answers, strict=True):
             if not wanted:
                 unwanted.add(event.request)
                 self._forget(taken)
@@ -119,13 +119,13 @@ class RedisLaneWorker:
         return frozenset(unwanted)
 
     def hold(self, requests: Collection[str]) -> frozenset[str]:
-        """The worker lives and has these; returns those that nobody wants from it any more."""
+        """Report that the worker lives and holds these; returns those that are no longer wanted from it."""
         known = [(request, self._known(request)) for request in requests]
         unwanted = {request for request, taken in known if taken is None}
         held = [taken for _, taken in known if taken is not None]
         if not held:
             return frozenset(unwanted)
-        with self._client.told("hold requests"), self._client.raw.pipeline(transaction=False) as pipe:
+        with self._client.translate_errors("hold requests"), self._client.raw.pipeline(transaction=False) as pipe:
             for taken in held:
                 self._hold(
                     keys=[taken.keys.wanted, taken.keys.waiting, taken.keys.alive, taken.keys.events],
@@ -140,21 +140,21 @@ class RedisLaneWorker:
         return frozenset(unwanted)
 
     def close(self) -> None:
-        """Close the connections. What was taken and not answered others get after the lifetime."""
+        """Close the connections. Other workers get unanswered requests after the lifetime."""
         self._client.close()
 
     # -- taking
 
     def _take_of(self, model: str, most: int, shares: TenantShares, seen: dict[str, bytes]) -> list[_Taken]:
-        """Requests for one model. Notes in `seen` behind what to wait for more."""
+        """Take requests for one model. Stores in `seen` the stream position after which to wait for more."""
         names = ("waiting", "turns", "sent", "callers")
         waiting, turns, sent, callers = (self._client.key("lane", name, model) for name in names)
         prefixes = [self._client.key("lane", *name, "") for name in (("queue", model), ("wanted",), ("alive",))]
         held = [part for pair in shares.held.items() for part in pair]
-        lifetime, kept = milliseconds(self._settings.lifetime), queues_kept(self._settings)
+        lifetime, queue_ttl = milliseconds(self._settings.lifetime), queue_ttl_milliseconds(self._settings)
         found = self._take(
             keys=[waiting, turns, sent, callers],
-            args=[self._name, most, min(shares.most_each, 2**31), lifetime, kept, *prefixes, *held],
+            args=[self._name, most, min(shares.most_each, 2**31), lifetime, queue_ttl, *prefixes, *held],
         )
         seen[sent] = found[0]
         taken = []
@@ -171,7 +171,7 @@ class RedisLaneWorker:
         return taken
 
     def _read(self, model: str, name: bytes, data: bytes) -> LaneRequest | None:
-        """The request; None if it isn't one, or isn't the one that lies there."""
+        """The request; None if the data is no request, or another one."""
         try:
             request = read_request(data)
         except ValidationError as error:
@@ -184,7 +184,7 @@ class RedisLaneWorker:
         logger.warning("not a request", model=model, request=name.decode(errors="replace"), reason=reason)
         return None
 
-    # -- telling
+    # -- events
 
     def _emit_one(self, event: LaneEvent, taken: _Taken, pipe: Any) -> None:
         lifetime, retention = self._times()
@@ -206,7 +206,7 @@ class RedisLaneWorker:
         )
 
     def _times(self) -> tuple[int, int]:
-        """The lifetime, and how long events are kept, in ms."""
+        """The lifetime and the TTL of events, in ms."""
         return milliseconds(self._settings.lifetime), milliseconds(self._settings.retention)
 
     def _known(self, request: str) -> _Taken | None:

@@ -1,7 +1,7 @@
-"""One job's truth: which objects it has and what they mean together.
+"""The ledger of one job: its objects in the store, and the job's state that follows from them.
 
-Everything is written once, and any prefix of the writes may be all there is: a reader never needs two objects to be
-written at the same moment. What a job's state is, is computed from which objects stand (`status`), never stored.
+Each object is written once, and the writes may stop after any one of them: no reader needs two objects to be written at
+the same moment. A job's state is computed from the objects that exist (`status`); it is never stored.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ SHARDS = "plans/"
 RESULTS = "results/"
 WORK = "work/"
 JOBS = "jobs/"
-"""Where the jobs of a root lie."""
+"""Prefix of the jobs of a root."""
 CLOSE = "close/"
-"""Markers of a root's jobs that may have a closing."""
+"""Prefix of the markers of a root's jobs that may have a closing."""
 OWN_FILES = (JOB, MANIFEST, PROGRESS, CLOSING, TOMBSTONE)
 OWN_FOLDERS = (RESULTS, SEGMENTS, SHARDS, WORK)
 
 LATEST_VERSION = 1
-"""Of the papers' formats, as far as this reader knows."""
+"""The latest format version of stored records that this reader supports."""
 
 REJECTS = 0
-"""The part of the rows that the first segment refused: it stands before any work begins."""
+"""Number of the part with the rows that the first segment refused: it exists before any work begins."""
 
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 _CHUNK = 1 << 20
@@ -55,51 +55,52 @@ logger = structlog.get_logger(__name__)
 
 
 class LedgerError(PipelineError):
-    """Raised when what stands in the ledger can't be: damaged, contradictory, or written by a later version."""
+    """Raised when an object in the ledger is damaged, contradictory, or of a later format version."""
 
 
 class LaterVersion(LedgerError):
-    """Raised when an object was written by a later tokenmill: it isn't damaged, and is left to that one."""
+    """Raised when an object was written by a later tokenmill. It isn't damaged, and is left to that version."""
 
 
 class PlanDamaged(LedgerError):
-    """Raised when a segment of the plan can't be read, or isn't of this plan: which rows the job has is not known."""
+    """Raised when a plan segment can't be read, or isn't of this plan: the job's rows are then unknown."""
 
 
 class ClosingDamaged(LedgerError):
-    """Raised when a job is to end before its time, and what says why can't be read."""
+    """Raised when a job is being closed before its time, and its closing record can't be read."""
 
 
 class JobNotFound(PipelineError):
-    """Raised when there is no job where one was looked for."""
+    """Raised when there is no job at a location."""
 
 
 class ResultsRemoved(PipelineError):
-    """Raised when the results of a job were wanted that has none any more: they were kept for as long as was asked."""
+    """Raised when the results of a job were requested after their retention period: they are removed."""
 
 
 def part_key(number: int) -> str:
-    """Key of a part below the job."""
+    """Key of a part, relative to the job."""
     return f"{RESULTS}part-{number:05d}.parquet"
 
 
 def shard_key(attempt: str, number: int) -> str:
-    """Key of a shard below the job, written by the planner's `attempt`."""
+    """Key of a shard, relative to the job; `attempt`: the planner's attempt that wrote it."""
     return f"{SHARDS}{attempt}/shards/{number:05d}.parquet"
 
 
 def rejects_key(attempt: str, number: int) -> str:
-    """Key below the job of what will be part `number`, of refused rows, written by the planner's `attempt`."""
+    """Key of the refused rows that will become part `number`, relative to the job; `attempt`: the planner's attempt
+    that wrote them."""
     return f"{SHARDS}{attempt}/rejects/{number:05d}.parquet"
 
 
 def segment_key(index: int) -> str:
-    """Key of a plan segment below the job."""
+    """Key of a plan segment, relative to the job."""
     return f"{SEGMENTS}{index:05d}.json"
 
 
 def work_key(shard: int, name: str) -> str:
-    """Key of something private to the attempts on a shard."""
+    """Key of an object that is private to the attempts on a shard, relative to the job."""
     return f"{WORK}{shard:05d}/{name}"
 
 
@@ -110,8 +111,8 @@ def part_number(key: str) -> int | None:
 
 
 class JobLedger:
-    """A job's objects in `store` under `prefix`: "" for an output folder, "jobs/ID/" below a root. Holds no state, so
-    many may look at one job."""
+    """Access to a job's objects in `store` under `prefix`: "" for an output folder, "jobs/ID/" below a root. It holds
+    no state, so many may use one job."""
 
     def __init__(self, store: ObjectStore, prefix: str = "") -> None:
         self.store = store
@@ -127,29 +128,29 @@ class JobLedger:
         """The job's name in its root; "" for an output folder."""
         return self.prefix.removeprefix(JOBS).rstrip("/")
 
-    # -- the papers
+    # -- the records
 
     def job(self) -> Job:
-        """The order; raises `JobNotFound`."""
+        """The job's order; raises `JobNotFound`."""
         found = self._read(JOB, Job)
         if found is None:
             raise JobNotFound(f"{self.place()}: there is no job here ({JOB} is missing)")
         return found
 
     def find_job(self) -> Job | None:
-        """The order, or None when none was accepted yet."""
+        """The job's order, or None when none was accepted yet."""
         return self._read(JOB, Job)
 
     def create_job(self, job: Job) -> bool:
-        """Accept the order; False when another stands."""
+        """Accept the order; False when another was accepted before."""
         return self.create(JOB, job.to_json())
 
     def manifest(self) -> Manifest | None:
-        """The outcome, if the job has ended."""
+        """The job's outcome, if it has ended."""
         return self._read(MANIFEST, Manifest)
 
     def has_ended(self) -> bool:
-        """Whether the outcome stands (one look, and nothing read)."""
+        """Whether the outcome exists (one existence check, no read)."""
         return self.store.info(self.prefix + MANIFEST) is not None
 
     def create_manifest(self, manifest: Manifest) -> bool:
@@ -157,38 +158,38 @@ class JobLedger:
         return self.create(MANIFEST, manifest.to_json())
 
     def closing(self) -> Closing | None:
-        """Why the job ends before its time, if it does."""
+        """The record that ends the job before its time, if there is one."""
         try:
             return self._read(CLOSING, Closing)
         except LedgerError as error:
             raise ClosingDamaged(str(error)) from error
 
     def create_closing(self, closing: Closing) -> bool:
-        """End the job before its time; False when a closing stands, which then counts. In a root, what has dispatchers
-        look comes first: they ask for all jobs at once, with one listing."""
+        """End the job before its time; False when a closing exists, which then counts. In a root, the marker for
+        dispatchers is created first: they poll all jobs at once, with one listing."""
         if self.in_root:
             self.store.create(CLOSE + self.name, b"")
         return self.create(CLOSING, closing.to_json())
 
     def tombstone(self) -> Tombstone | None:
-        """When the results were removed, or began to be; None: they are all there."""
+        """The record of the removal of the results, which may be under way; None: all results exist."""
         return self._read(TOMBSTONE, Tombstone)
 
     def create_tombstone(self, tombstone: Tombstone) -> bool:
-        """Say that the results go; False when it was said before."""
+        """Record that the results are being removed; False when it was recorded before."""
         return self.create(TOMBSTONE, tombstone.to_json())
 
     def check_results(self) -> None:
-        """Raises `ResultsRemoved` when the results are gone."""
+        """Raise `ResultsRemoved` when the results are removed."""
         tombstone = self.tombstone()
         if tombstone is not None:
             raise ResultsRemoved(
-                f"{self.place(RESULTS)}: the results were removed at {tombstone.at.isoformat(timespec='seconds')}, as "
-                "results are kept for so long; submit the input again to have it answered anew"
+                f"{self.place(RESULTS)}: the results were removed at {tombstone.at.isoformat(timespec='seconds')}, "
+                "after their retention period; submit the input again to have it answered anew"
             )
 
     def progress(self) -> Progress | None:
-        """The cached progress, true at its `as_of`; None when there is none (or none that can be read: it is only a
+        """The cached progress as of its `as_of`; None when there is none, or when it can't be read (it is only a
         cache)."""
         try:
             return self._read(PROGRESS, Progress)
@@ -196,13 +197,13 @@ class JobLedger:
             return None
 
     def cache_progress(self, progress: Progress) -> None:
-        """Replace the cache."""
+        """Replace the cached progress."""
         self.store.replace(self.prefix + PROGRESS, progress.to_json())
 
     # -- the plan
 
     def segment(self, index: int) -> PlanSegment | None:
-        """The segment, if it stands."""
+        """The segment, if it exists."""
         try:
             segment = self._read(segment_key(index), PlanSegment)
         except LaterVersion:
@@ -214,8 +215,8 @@ class JobLedger:
         return segment
 
     def segments(self, start: int = 0) -> Iterator[PlanSegment]:
-        """The segments that stand, from index `start`, up to the first that is missing. Raises `PlanDamaged` where one
-        is of another job than the one before, or doesn't go on where that ends."""
+        """The segments that exist, from index `start`, up to the first gap. Raises `PlanDamaged` where a segment is of
+        another job than the previous one, or doesn't begin where that ends."""
         before: PlanSegment | None = None
         while (segment := self.segment(start if before is None else before.index + 1)) is not None:
             if before is not None and (segment.job, segment.first_row) != (before.job, before.end_row):
@@ -229,11 +230,11 @@ class JobLedger:
             before = segment
 
     def create_segment(self, segment: PlanSegment) -> bool:
-        """Decide a part of the plan; False when another planner was first and its segment counts."""
+        """Commit a segment of the plan; False when another planner was first and its segment counts."""
         return self.create(segment_key(segment.index), segment.to_json())
 
     def read_shard(self, shard: ShardRef) -> bytes:
-        """The shard's file, checked against its hash."""
+        """The shard's file, verified against its hash."""
         data = self.store.read(self.prefix + shard.key)
         if hashlib.sha256(data).hexdigest() != shard.sha256:
             raise LedgerError(
@@ -244,27 +245,28 @@ class JobLedger:
     # -- the parts
 
     def has_part(self, number: int) -> bool:
-        """Whether the shard is done (one look, no listing)."""
+        """Whether the shard is done (one existence check, no listing)."""
         return self.store.info(self.prefix + part_key(number)) is not None
 
     def create_part(self, number: int, file: Path) -> bool:
-        """The commit point: make the built file the shard's part; False when another attempt's part stands."""
+        """The commit point: make the built file the shard's part; False when another attempt's part exists."""
         return self.create(part_key(number), file)
 
     def parts(self) -> Iterator[tuple[int, ObjectInfo]]:
-        """Parts that stand, by number, with their sizes; keys below the job."""
+        """Parts that exist, by number, with their sizes; keys are relative to the job."""
         for info in self.store.list(self.prefix + RESULTS):
             number = part_number(info.key)
             if number is not None:
                 yield number, ObjectInfo(info.key.removeprefix(self.prefix), info.size)
 
     def result_parts(self, manifest: Manifest | None) -> list[int]:
-        """Numbers of the parts that hold the job's results: those that stand. Of a job that failed as a whole, or ended
-        before it was planned, it is those that its manifest lists: a worker or a planner that didn't see the manifest
-        yet may still have committed another.
+        """Numbers of the parts that hold the job's results: those that exist. For a job that failed as a whole, or
+        ended
+        before it was planned, only the parts that its manifest lists: a worker or a planner that has not read the
+        manifest yet may still commit another part.
 
         Args:
-            manifest: the job's, read before this call: with it, what is returned is all there will be.
+            manifest: the job's, read before this call; with a manifest, the returned list is final.
         """
         if manifest is None or (manifest.files and manifest.status is not JobStatus.FAILED):
             return [number for number, _ in self.parts()]
@@ -282,7 +284,7 @@ class JobLedger:
     # -- attempts and runs
 
     def begin_attempt(self, shard: int, make: Callable[[int], AttemptRecord], *, first: int = 1) -> AttemptRecord:
-        """Record that a shard is tried (once more); `make` gets the attempt's number, `first` or the next free one."""
+        """Record a new attempt on a shard; `make` gets the attempt's number, `first` or the next free one."""
         number = first
         while True:
             record = make(number)
@@ -291,76 +293,78 @@ class JobLedger:
                 return record
             standing = self.read_record(key, AttemptRecord)
             if standing is not None and standing.attempt_id == record.attempt_id:
-                return standing  # its own, whose confirmation was lost
+                return standing  # this attempt's own record, whose confirmation was lost
             number += 1
 
     def attempts(self, shard: int) -> list[AttemptRecord]:
-        """All attempts on a shard, in order; none any more when the job has ended."""
+        """All attempts on a shard, in order. They are removed when the job has ended."""
         return self._records(work_key(shard, "attempt-"), AttemptRecord)
 
     def record_end(self, shard: int, record: EndRecord) -> None:
-        """Record that an attempt ended without a commit; once for each attempt. The last thing that it writes: after
-        the job's end nobody asks for it, and all that the attempts left is removed.
+        """Record that an attempt ended without a commit; once for each attempt. It is the attempt's last write: after
+        the job's end no component reads it, and all objects of attempts are removed.
         """
         self.create(work_key(shard, f"ended-{record.attempt_id}.json"), record.to_json())
-        # Looked at after the write: a job that ends later finds it, and removes it then.
+        # Checked after the write: a job that ends later finds the record, and removes it then.
         try:
             ended = self.manifest() is not None
-        except LedgerError:  # damaged: whoever reads the outcome reports that
+        except LedgerError:  # damaged: readers of the outcome report that
             return
         if ended:
             self.clear_work(shard)
 
     def ended(self, shard: int) -> list[EndRecord]:
-        """Attempts on a shard that ended without a commit, and lived to say so."""
+        """Records of attempts on a shard that ended in order and without a commit."""
         return self._records(work_key(shard, "ended-"), EndRecord)
 
     def note_unreadable(self, shard: int, name: str, record: UnreadableRecord) -> None:
-        """Record that an attempt could not go on with a shard. `name`: of the attempt."""
+        """Record that an attempt could not continue with a shard. `name`: the attempt's."""
         self.create(work_key(shard, f"unreadable-{name}.json"), record.to_json())
 
     def unreadable(self, shard: int) -> list[UnreadableRecord]:
-        """Attempts that could not go on with a shard, since its objects can't be read or for an unforeseen error."""
+        """Records of attempts that could not continue with a shard: its objects can't be read, or the error was
+        unexpected."""
         return self._records(work_key(shard, "unreadable-"), UnreadableRecord)
 
     def troubled(self) -> set[int]:
-        """Shards that left more than the mark of one attempt: all others are as their part says. One listing."""
-        objects = Counter(shard for shard, _ in self._left())
+        """Shards with more than the record of one attempt. For all others their part has all facts. One listing."""
+        objects = Counter(shard for shard, _ in self._attempt_objects())
         return {shard for shard, count in objects.items() if count > 1}
 
     def clear_work(self, shard: int | None = None) -> None:
-        """Remove what attempts left, on one shard or on all; who ran when is kept. Only for jobs whose manifest stands
-        durably: it counts what is removed here. An interruption leaves some of it."""
+        """Delete the objects of attempts, on one shard or on all; the records of runs stay. Only for jobs whose
+        manifest
+        is durable: it counts the deleted objects. An interruption leaves some of them."""
         if shard is None:
-            keys = (info.key for _, info in self._left())
+            keys = (info.key for _, info in self._attempt_objects())
         else:
             keys = (info.key for info in self._list(work_key(shard, "")))
         for key in keys:
             self.store.delete(key)
 
     def read_record(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
-        """A private record of the job by its key; None when it is gone or damaged."""
+        """A private record of the job by its key; None when it is missing or damaged."""
         return self._find_record(key, kind)
 
     def record_planning_failure(self, make: Callable[[int], PlanningFailure]) -> int:
-        """Record that planning failed (once more); how often it has. `make` gets that number."""
+        """Record that planning failed once more; returns the number of failures, which `make` gets."""
         number = 1
         while not self.create(f"{WORK}planning/failed-{number:02d}.json", make(number).to_json()):
             number += 1
         return number
 
     def record_run(self, name: str, record: RunRecord) -> None:
-        """Record that a run took the job up."""
+        """Record that a run started or resumed the job."""
         self.create(f"{WORK}runs/{name}.json", record.to_json())
 
     def runs(self) -> list[RunRecord]:
-        """All runs that took the job up, the earliest first."""
+        """All runs that started or resumed the job, the earliest first."""
         return sorted(self._records(f"{WORK}runs/", RunRecord), key=lambda record: record.started_at)
 
     # -- the state
 
     def status(self) -> JobStatus:
-        """What the objects that stand add up to; raises `JobNotFound`."""
+        """The job's status, computed from the objects that exist; raises `JobNotFound`."""
         manifest = self.manifest()
         if manifest is not None:
             return manifest.status
@@ -371,11 +375,11 @@ class JobLedger:
         if not self.has_part(REJECTS):
             return JobStatus.VALIDATING
         wanted = self.wanted_parts()
-        standing = {number for number, _ in self.parts()}
-        return JobStatus.FINALIZING if wanted is not None and wanted <= standing else JobStatus.IN_PROGRESS
+        committed = {number for number, _ in self.parts()}
+        return JobStatus.FINALIZING if wanted is not None and wanted <= committed else JobStatus.IN_PROGRESS
 
     def wanted_parts(self) -> set[int] | None:
-        """Numbers of the parts that a whole job has; None while the plan isn't complete."""
+        """Numbers of all parts of the complete job; None while the plan isn't complete."""
         numbers, complete = set[int](), False
         for segment in self.segments():
             numbers.update(segment.parts)
@@ -383,7 +387,7 @@ class JobLedger:
         return numbers if complete else None
 
     def place(self, key: str = "") -> str:
-        """How messages name the job's place, or an object of it."""
+        """The location of the job, or of one of its objects, for messages."""
         return self.store.locate(self.prefix + key)
 
     def create(self, key: str, data: bytes | Path) -> bool:
@@ -393,18 +397,19 @@ class JobLedger:
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self.store.list(self.prefix + prefix)
 
-    def _left(self) -> Iterator[tuple[int, ObjectInfo]]:
-        """What attempts left: shard and object, in the store's keys."""
+    def _attempt_objects(self) -> Iterator[tuple[int, ObjectInfo]]:
+        """The objects of attempts: shard number and object, with the store's keys."""
         for info in self._list(WORK):
             folder = info.key.removeprefix(self.prefix + WORK).split("/", 1)[0]
             if folder.isdigit():
                 yield int(folder), info
 
-    def _records(self, beginning: str, kind: type[SomePaper]) -> list[SomePaper]:
-        """Records by the beginning of their keys; some may go meanwhile, because the job has just ended. One that is
-        damaged is passed over: what it says saves work, and no result depends on it."""
-        found = (self._find_record(info.key.removeprefix(self.prefix), kind) for info in self._list(beginning))
-        return [paper for paper in found if paper is not None]
+    def _records(self, key_prefix: str, kind: type[SomePaper]) -> list[SomePaper]:
+        """Records whose keys start with `key_prefix`. Some may vanish meanwhile, because the job has just ended.
+        Damaged
+        records are skipped: they only save work, and no result depends on them."""
+        found = (self._find_record(info.key.removeprefix(self.prefix), kind) for info in self._list(key_prefix))
+        return [record for record in found if record is not None]
 
     def _find_record(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
         try:
@@ -412,7 +417,7 @@ class JobLedger:
         except LaterVersion:
             raise
         except LedgerError as error:
-            logger.warning("a record of an attempt is damaged, and is passed over", reason=str(error))
+            logger.warning("a record of an attempt is damaged, and is skipped", reason=str(error))
             return None
 
     def _read(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
@@ -424,7 +429,8 @@ class JobLedger:
 
 
 def parse_stored(where: str, data: bytes, kind: type[SomePaper]) -> SomePaper:
-    """A paper from its JSON; raises `LedgerError` that names `where` when it is damaged or of a later version."""
+    """Parse a stored record from its JSON. Raises `LedgerError`, which names `where`, when the record is damaged or of
+    a later version."""
     try:
         raw = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -438,5 +444,5 @@ def parse_stored(where: str, data: bytes, kind: type[SomePaper]) -> SomePaper:
         return kind.model_validate(raw)
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
-        place = ".".join(str(step) for step in detail["loc"]) or "the whole"
-        raise LedgerError(f"{where}: {place}: {detail['msg']}; it was damaged or written by another version") from error
+        field = ".".join(str(step) for step in detail["loc"]) or "the whole"
+        raise LedgerError(f"{where}: {field}: {detail['msg']}; it was damaged or written by another version") from error

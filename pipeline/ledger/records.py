@@ -1,4 +1,4 @@
-"""Papers that only the pipeline reads: what a part's footer says, and what lies in `work/`."""
+"""Stored records that only the pipeline reads: a part's footer, and the objects in `work/`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EngineFacts = dict[str, EngineFact]
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """What an attempt cost; kept in the part's footer, so that the manifest adds up footers only.
+    """The cost of an attempt; stored in the part's footer, so that the manifest adds up footers only.
 
     Attributes:
-        generated: tokens that this attempt sampled, whatever became of them.
-        exposed: the most tokens that its engine sampled between two checkpoints.
-        busy_seconds: of the engine's steps, the shard's share.
-        engine_started_at, engine_finished_at: first step and last step that worked on the shard; None if there was none
-            (every row refused before the engine).
+        generated: tokens that this attempt sampled, used or not.
+        exposed: maximum tokens that its engine sampled between two checkpoints.
+        busy_seconds: the shard's share of the engine's step time.
+        engine_started_at, engine_finished_at: first and last engine step for the shard; None if there was none (every
+            row was refused before the engine).
         engine: the engine's settings, for the manifest.
         versions: of the libraries that computed, for the manifest.
     """
@@ -41,18 +41,18 @@ class ShardReport:
 
 
 class PartSummary(StoredReport):
-    """The footer of a part: all that a manifest needs, so that nobody scans results to add up a job.
+    """The footer of a part: all facts that a manifest needs, so that adding up a job reads no results.
 
     Attributes:
         part: its number, which is its shard's; 0 holds the rows refused in planning.
-        attempt, attempt_id, worker: who made it.
+        attempt, attempt_id, worker: the attempt and the worker that made it.
         counts: its rows by status.  usage: tokens of the rows computed for it (copies cost nothing).
         started_at, committed_at: when the shard was taken and when the part was built.
         engine_started_at, engine_finished_at: first and last engine step for the shard.
         engine, versions: the engine's settings and libraries.
-        exposed: the most tokens that its engine sampled between two checkpoints: what a death can cost.
+        exposed: maximum tokens that its engine sampled between two checkpoints: the loss when a worker dies.
         accounted: attempt -> tokens that it sampled and that are in `usage`, as answers or as repeated.
-        worked: attempt -> what it took of its worker, of those that this part knows of.
+        worked: attempt -> worker time that it used; of the attempts known when the part was made.
     """
 
     version: Literal[1] = 1
@@ -75,9 +75,9 @@ class PartSummary(StoredReport):
 
 
 class AttemptRecord(StoredReport):
-    """`work/NNNNN/attempt-NNNN.json`: a worker began on the shard. How often a shard was tried survives any crash.
+    """`work/NNNNN/attempt-NNNN.json`: a worker started the shard. The number of attempts survives any crash.
 
-    `session` is one life of the worker: attempts of the same session end with the same death.
+    `session` identifies one process of the worker: attempts of the same session end with the same crash.
     """
 
     version: Literal[1] = 1
@@ -89,16 +89,16 @@ class AttemptRecord(StoredReport):
 
 
 class NoteRecord(StoredModel):
-    """`work/NNNNN/note-ATTEMPT_ID-SEQ.json`: from here on the attempt computes these rows of the shard, nothing else.
-    Empty: they survived, and it computes what it likes again."""
+    """`work/NNNNN/note-ATTEMPT_ID-SEQ.json`: from here on the attempt computes only these rows of the shard. Empty:
+    they survived, and the attempt computes any rows again."""
 
     version: Literal[1] = 1
     rows: tuple[Count, ...] = ()
 
 
 class EndRecord(StoredReport):
-    """`work/NNNNN/ended-ATTEMPT_ID.json`: an attempt that ended without a commit, all tokens it had sampled, and
-    what it took of its worker."""
+    """`work/NNNNN/ended-ATTEMPT_ID.json`: an attempt that ended without a commit, with all tokens that it sampled
+    and the worker time that it used."""
 
     version: Literal[1] = 1
     attempt_id: str
@@ -107,7 +107,7 @@ class EndRecord(StoredReport):
 
 
 class PlanningFailure(StoredReport):
-    """`work/planning/failed-NN.json`: planning the job failed for a reason that was not foreseen. How often it did
+    """`work/planning/failed-NN.json`: planning the job failed with an unexpected error. The number of failures
     survives any restart."""
 
     version: Literal[1] = 1
@@ -117,8 +117,8 @@ class PlanningFailure(StoredReport):
 
 
 class UnreadableRecord(StoredReport):
-    """`work/NNNNN/unreadable-ATTEMPT_ID.json`: an attempt could not go on with the shard, and why: its objects, or the
-    plan's, can't be read, or an error was never foreseen. After some of these the shard is given up."""
+    """`work/NNNNN/unreadable-ATTEMPT_ID.json`: an attempt could not continue with the shard, and the reason: its
+    objects, or the plan's, can't be read, or an error was unexpected. After some of these the shard is given up."""
 
     version: Literal[1] = 1
     worker: str
@@ -127,15 +127,15 @@ class UnreadableRecord(StoredReport):
 
 
 class RunRecord(StoredReport):
-    """`work/runs/ID.json`: a run took the job up (again); so the time between runs is not billed."""
+    """`work/runs/ID.json`: a run started or resumed the job. With it, the time between runs is not billed."""
 
     version: Literal[1] = 1
     started_at: AwareDatetime
 
 
 class Tombstone(StoredModel):
-    """`tombstone.json`: the results of the job were removed, or are being removed since then. Its order and its outcome
-    stay."""
+    """`tombstone.json`: the results of the job were removed, or their removal began at this time. The job's order and
+    outcome stay."""
 
     version: Literal[1] = 1
     job: str

@@ -1,12 +1,12 @@
-"""What a tenant has, as markers in a place of its own: so a page of its files or jobs is one listing, and never looks
-at what others have.
+"""Index of a tenant's files and jobs: markers under a prefix of its own, so that a page of them is one listing and
+never reads other tenants' objects.
 
     tenants/TENANT/batches/JOB              tenants/TENANT/files/FILE.…            the newest first, as ids sort
     tenants/TENANT/oldest/batches/MIRRORED  tenants/TENANT/oldest/files/MIRRORED   the oldest first
     tenants/TENANT/idempotency/HASH.json
 
-Stores list one way only, so what is to be listed the other way has a second marker, whose name sorts the other way.
-Markers are made before what they stand for, and may be left behind by it: readers pass over those that lead nowhere.
+Stores list in one direction only; for the other direction there is a second marker, whose name sorts in reverse.
+Markers are created before their objects, and may outlive them: readers skip markers without an object.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from urllib.parse import quote
 from pipeline.ports import ObjectStore
 
 TENANTS: Final = "tenants/"
-_LONGEST: Final = 200
-"""Bytes of a quoted name; file systems take 255."""
+_MAX_NAME_BYTES: Final = 200
+"""Maximum bytes of a quoted name; file systems allow 255."""
 
-_LETTERS: Final = "-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
-"""Of ids, as they sort."""
+_ALPHABET: Final = "-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
+"""The characters of ids, in sort order."""
 
-_MIRROR: Final = str.maketrans(_LETTERS, _LETTERS[::-1])
-_BEGIN: Final = "-"
-"""Before a mirrored name: no key may begin with a dot."""
-_END: Final = "~"
-"""Behind it. It sorts behind all letters, as an id that ends sorts before one that goes on."""
+_MIRROR: Final = str.maketrans(_ALPHABET, _ALPHABET[::-1])
+_PREFIX: Final = "-"
+"""Prefix of a mirrored name: no key may begin with a dot."""
+_SUFFIX: Final = "~"
+"""Suffix of a mirrored name. It sorts after the whole alphabet, as an id sorts before each longer one that it
+begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantIndex:
-    """What a tenant has of one kind, by ids. `tenant`: its folder. `kind`: the name of the markers' folders."""
+    """A tenant's objects of one kind, by id. `tenant`: its folder. `kind`: the name of the markers' folders."""
 
     tenant: str
     kind: str
 
     def add(self, store: ObjectStore, name: str) -> None:
-        """List it from now on."""
+        """Add the id to the index."""
         for key in self.keys(name):
             store.create(key, b"")
 
@@ -50,12 +51,12 @@ class TenantIndex:
         return self._folder + name, self._mirrored + _mirror(name)
 
     def newest(self, store: ObjectStore, after: str | None = None) -> Iterator[str]:
-        """Ids, the newest first; only those behind `after`, which need not exist."""
+        """Ids, the newest first; only those that follow `after`, which need not exist."""
         behind = "" if after is None else self._folder + after
         return (info.key.removeprefix(self._folder) for info in store.list(self._folder, behind))
 
     def oldest(self, store: ObjectStore, after: str | None = None) -> Iterator[str]:
-        """The same, the oldest first."""
+        """Ids, the oldest first; only those that follow `after`, which need not exist."""
         folder = self._mirrored
         behind = "" if after is None else folder + _mirror(after)
         return (_unmirror(info.key.removeprefix(folder)) for info in store.list(folder, behind))
@@ -70,31 +71,31 @@ class TenantIndex:
 
 
 def tenant_folder(tenant: str) -> str:
-    """Where a tenant's markers lie, whatever its name holds. Ends with a slash."""
+    """The prefix of a tenant's markers, for any characters in its name. Ends with a slash."""
     quoted = quote(tenant, safe="", errors="surrogatepass")
-    if len(quoted) > _LONGEST:
+    if len(quoted) > _MAX_NAME_BYTES:
         return f"{TENANTS}h-{hashlib.sha256(tenant.encode(errors='surrogatepass')).hexdigest()}/"
     return f"{TENANTS}t-{quoted}/"
 
 
 def batches_of(tenant: str) -> TenantIndex:
-    """Its jobs."""
+    """The index of the tenant's jobs."""
     return TenantIndex(tenant_folder(tenant), "batches")
 
 
 def files_of(tenant: str) -> TenantIndex:
-    """Its files."""
+    """The index of the tenant's files."""
     return TenantIndex(tenant_folder(tenant), "files")
 
 
 def idempotency_of(tenant: str) -> str:
-    """Where is written down which requests of it were heard."""
+    """The prefix of the tenant's idempotency records. Ends with a slash."""
     return f"{tenant_folder(tenant)}idempotency/"
 
 
 def _mirror(name: str) -> str:
-    return f"{_BEGIN}{name.translate(_MIRROR)}{_END}"
+    return f"{_PREFIX}{name.translate(_MIRROR)}{_SUFFIX}"
 
 
 def _unmirror(name: str) -> str:
-    return name.removeprefix(_BEGIN).removesuffix(_END).translate(_MIRROR)
+    return name.removeprefix(_PREFIX).removesuffix(_SUFFIX).translate(_MIRROR)

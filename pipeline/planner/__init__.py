@@ -1,7 +1,7 @@
-"""From an input to shards: read, validate, remove duplicate work, order by shared prefix and by length, cut.
+"""The planner turns an input into shards: read, validate, deduplicate, order by shared prefix and by length, cut.
 
-Pure: what is read comes through a `RowSource`, what is planned goes to a `PlanSink`; the same input and job give the
-same plan, whoever plans it.
+It is pure: rows come from a `RowSource` and the plan goes to a `PlanSink`; the same input and job give the same plan in
+every process.
 """
 
 from pipeline.planner.api import (

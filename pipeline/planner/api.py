@@ -1,5 +1,5 @@
-"""The planner's two neighbours: where rows come from, and where the plan goes. Both are narrow on purpose, so that
-the planner itself is a pure function of the input and the job."""
+"""The planner's two interfaces: the source of rows, and the sink of the plan. Both are narrow on purpose, so that the
+planner itself is a pure function of the input and the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schemas.jobs.plan import PlanSegment
 from schemas.requests.errors import RowError
 
 TokenCounter = Callable[[str], int]
-"""Tokens of a text, by the job's tokenizer."""
+"""Counts the tokens of a text with the job's tokenizer."""
 
 
 class InputError(PipelineError):
@@ -31,7 +31,7 @@ class TooManyRows(BrokenInput):
     """Raised when an input has more rows than a job may have (`Limits.max_rows`).
 
     Args:
-        where: the first place that is beyond.
+        where: the first position beyond the limit.
     """
 
     def __init__(self, where: str, max_rows: int) -> None:
@@ -56,19 +56,20 @@ class InvalidInput(InputError):
 
 
 class PlanMismatch(PipelineError):
-    """Raised when a segment that stands covers other lines than this plan's would: it is from another input."""
+    """Raised when a committed segment covers other lines than this plan's would: it is from another input."""
 
-    def __init__(self, standing: PlanSegment, due: str) -> None:
-        covers = f"{standing.first_row} to {standing.end_row}" + (", the last ones" if standing.last else "")
+    def __init__(self, committed: PlanSegment, due: str) -> None:
+        covers = f"{committed.first_row} to {committed.end_row}" + (", the last ones" if committed.last else "")
         super().__init__(
-            f"segment {standing.index} of the plan has rows {covers}, but rows {due} are due: it is of another plan; "
+            f"segment {committed.index} of the plan has rows {covers}, but rows {due} are due: it is of another plan; "
             "start anew with --fresh"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of the input: its name for messages, and how to open it as a stream of bytes (seekable for Parquet)."""
+    """A file of the input: its name for messages, and a function that opens it as a byte stream (seekable for
+    Parquet)."""
 
     name: str
     open: Callable[[], BinaryIO]
@@ -79,8 +80,8 @@ class SourceRow:
     """One line of the input, parsed.
 
     Attributes:
-        row: index in the input, from 0; blank lines count.  line: the same as people count, from 1, in its file.
-        value: the parsed JSON, or the error that kept it from being parsed.
+        row: index in the input, from 0; blank lines count.  line: number in its file, from 1.
+        value: the parsed JSON, or the parse error.
     """
 
     row: int
@@ -93,9 +94,9 @@ class SourceBatch:
     """Consecutive lines. Covers input rows `first_row` up to, not including, `end_row`; never crosses a segment.
 
     Attributes:
-        rows: the lines that are not blank, in order.
+        rows: the non-blank lines, in order.
         carried: the columns carried through to the results, aligned with `rows`; None: the input has none.
-        name: the file the lines are from; empty when the input is one file.
+        name: the lines' file; empty when the input is one file.
     """
 
     first_row: int
@@ -120,7 +121,7 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """Where a shard was put: key relative to the job, sha256 in hex, size in bytes."""
+    """A stored shard: key relative to the job, sha256 in hex, size in bytes."""
 
     key: str
     sha256: str
@@ -128,15 +129,15 @@ class StoredShard:
 
 
 class PlanSink(Protocol):
-    """Where a plan goes. Calls come in input order, segment by segment. Segments of other jobs are refused."""
+    """The sink of a plan. Calls are in input order, segment by segment. Segments of other jobs are refused."""
 
     def existing_segment(self, index: int) -> PlanSegment | None:
         """The segment, if an earlier planner committed it; it is then not planned again."""
         ...
 
     def write_shard(self, number: int, table: pa.Table) -> StoredShard:
-        """Store a shard under this planner's attempt; `table` has `schemas.tables.shard_schema(carried)`, rows in the
-        order they should start. Binding only once its segment is committed."""
+        """Store a shard under this planner's attempt; `table` has `schemas.tables.shard_schema(carried)`, with rows in
+        start order. It counts only once its segment is committed."""
         ...
 
     def write_rejected(self, table: pa.Table) -> None:
@@ -145,26 +146,26 @@ class PlanSink(Protocol):
         ...
 
     def store_rejects(self, number: int) -> StoredShard:
-        """Store what was refused since the last call as it will be part `number`. Binding only once its segment is
+        """Store the rows refused since the last call as the future part `number`. It counts only once its segment is
         committed."""
         ...
 
     def commit_segment(self, segment: PlanSegment) -> PlanSegment:
-        """Create the segment if absent; returns the one that stands (another planner's, when the race was lost). Its
-        refused rows are a part from then on, and its shards may be worked on."""
+        """Create the segment if absent; returns the committed one (another planner's, when the race was lost). Its
+        refused rows are a part from then on, and its shards may be computed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """What a planned job amounts to.
+    """Totals of a planned job.
 
     Attributes:
-        segments: those that stand; the last of them says whether the plan is whole.
+        segments: the committed segments; the last of them records whether the plan is complete.
         total: rows that get a result.  rejected: of them, refused in planning.  unique: requests to compute.
-        blank_lines: lines without anything.
+        blank_lines: number of empty lines.
         prompt_tokens, expected_tokens: estimates for the computed requests; `max_tokens` is the most they may generate.
-        shared_prefix_tokens: estimated prompt tokens that need no computing again.
+        shared_prefix_tokens: estimated prompt tokens that need no second computation.
     """
 
     segments: tuple[PlanSegment, ...]

@@ -1,4 +1,4 @@
-"""Where the running order is cut into shards: near a target of tokens, never inside what must stay together."""
+"""Cutting the running order into shards: near a target of tokens, never inside a group of joined requests."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 FIRST_SHARE = 64
-"""Where shards begin small, a model's first one aims at this part of the target."""
+"""With small first shards, a model's first one aims at the target divided by this."""
 
 LARGEST_UNIT = 4
-"""A group is kept whole up to so many times the target; beyond that a lost prefix costs less than a huge shard."""
+"""A group stays in one shard up to this multiple of the target; beyond it a lost prefix costs less than a huge
+shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLimits:
-    """What a shard may hold: `tokens` is aimed at; `rows` computed and `copies` waiting are never exceeded.
+    """Limits of a shard: `tokens` is a target; computed `rows` and waiting `copies` are never exceeded.
 
     Attributes:
-        small_first: each model's first shard aims at a `FIRST_SHARE`th of `tokens`, each next one at twice as many: the
-            first ones show what work costs before much of it is begun. They split groups.
+        small_first: each model's first shard aims at `tokens` / `FIRST_SHARE`, each next one at twice as many: the
+            first ones reveal the cost of the work before much of it has begun. They split groups.
     """
 
     tokens: int
@@ -39,8 +40,8 @@ def cut(
     """Ranges [start, end) of the running order, one a shard, none empty.
 
     Args (all in running order, [requests]):
-        tokens: estimated, prompt and answers.  copies: requests that take this one's answer.
-        models: a shard has one model.  joined: must stay with the request before it.
+        tokens: estimated, prompt and answers.  copies: number of requests that take this one's answer.
+        models: a shard has one model.  joined: must stay with the previous request.
     """
     count = len(tokens)
     if count == 0:
@@ -77,7 +78,7 @@ def cut(
 
 
 def _in_first_shards(tokens: NDArray[np.int64], models: NDArray[np.int32], limits: ShardLimits) -> NDArray[np.bool_]:
-    """The requests that come before a model's shards have their full size."""
+    """A mask of the requests before a model's shards reach their full size."""
     starts = np.flatnonzero(np.diff(models, prepend=models[0] - 1))
     before = np.cumsum(tokens) - tokens
     of_model = before - np.repeat(before[starts], np.diff(np.append(starts, len(tokens))))
@@ -87,7 +88,7 @@ def _in_first_shards(tokens: NDArray[np.int64], models: NDArray[np.int32], limit
 def _unit_starts(
     tokens: NDArray[np.int64], copies: NDArray[np.int64], joined: NDArray[np.bool_], limits: ShardLimits
 ) -> NDArray[np.int64]:
-    """Where the runs of joined requests begin; a run too large for any shard falls apart into single requests."""
+    """Start indices of the runs of joined requests; a run too large for any shard is split into single requests."""
     begins = np.flatnonzero(~joined)
     sizes = np.diff(np.append(begins, len(tokens)))
     too_large = (

@@ -1,8 +1,8 @@
-"""In which order a segment's requests run: no work twice, shared prefixes side by side, long answers first.
+"""The running order of a segment's requests: duplicates once, shared prefixes adjacent, long answers first.
 
-Prefix chains make a forest: a node is a prefix that at least two requests share. Requests run in depth-first order,
-at each level the subtree with the longest expected answer first. So every shared prefix is computed once while its
-blocks are still warm, and long answers start early, so that the end of a job is not a lonely tail.
+Prefix chains form a forest: a node is a prefix that at least two requests share. Requests run in depth-first order, at
+each level the subtree with the longest expected answer first. So every shared prefix is computed once while its blocks
+are still cached, and long answers start early, which keeps the job's tail short.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_GROUP = -1
-INNER_READERS = 8  # that a prefix inside a shared one needs to be kept for itself
-MOST_TOKENS = 2**31 - 1
+INNER_READERS = 8  # minimum readers of a prefix inside a shared one for a group of its own
+MAX_TOKENS = 2**31 - 1
 
 Ints = NDArray[np.int64]
 
 
 def find_leaders(request_hashes: NDArray[np.uint64], shareable: NDArray[np.bool_], max_copies: int) -> Ints:
-    """For each request the one whose answer it takes: its own index when it is computed.
+    """The leader of each request, whose answer it takes: its own index when it is computed.
 
     Args:
         request_hashes: [requests, 2].  shareable: [requests], False is always computed.
-        max_copies: most requests that wait for one leader; the next equal one leads again.
+        max_copies: maximum number of requests that wait for one leader; the next equal one is a leader again.
     Returns:
-        int64 [requests]; a leader is the earliest of those that take its answer.
+        int64 [requests]; a leader is the earliest of the requests that take its answer.
     """
     count = len(shareable)
     if count == 0:
@@ -36,17 +36,17 @@ def find_leaders(request_hashes: NDArray[np.uint64], shareable: NDArray[np.bool_
     first = np.ones(count, dtype=bool)
     first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
     first |= ~shareable[order]
-    places = np.arange(count)
-    rank = places - np.maximum.accumulate(np.where(first, places, 0))
+    indices = np.arange(count)
+    rank = indices - np.maximum.accumulate(np.where(first, indices, 0))
     first |= rank % (max_copies + 1) == 0
     leaders = np.empty(count, dtype=np.int64)
-    leaders[order] = order[np.maximum.accumulate(np.where(first, places, 0))]
+    leaders[order] = order[np.maximum.accumulate(np.where(first, indices, 0))]
     return leaders
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixChains:
-    """Prefix chains of many requests, end to end.
+    """Prefix chains of many requests, concatenated.
 
     Attributes (E entries of R requests):
         hashes: int64 [E].  sizes: int32 [E], bytes covered.  depths: int64 [R], entries of each request.
@@ -57,7 +57,7 @@ class PrefixChains:
     depths: Ints
 
     def take(self, indices: Ints) -> PrefixChains:
-        """The chains of some requests, in the order of `indices`."""
+        """The chains of the requests at `indices`, in that order."""
         depths = self.depths[indices]
         starts = (np.cumsum(self.depths) - self.depths)[indices]
         ends = np.cumsum(depths)
@@ -67,15 +67,15 @@ class PrefixChains:
 
 @dataclass(frozen=True, slots=True)
 class RunningOrder:
-    """How requests run. All arrays have one entry a request, in running order.
+    """A running order of requests. All arrays have one entry a request, in running order.
 
     Attributes:
         order: int64, indices.
-        joined: bool, must stay in one shard with the request before it.
-        groups: int64, the shared prefix worth keeping for this request (its hash), or `NO_GROUP`.
-        group_ends: int64, the place behind the last request that begins with that prefix, those of groups inside it
-            included: readers of a prefix are always side by side.
-        shared_bytes: prompt bytes of all requests that an earlier one has computed.
+        joined: bool, must stay in one shard with the previous request.
+        groups: int64, hash of the shared prefix worth caching for this request, or `NO_GROUP`.
+        group_ends: int64, the index after the last request that begins with that prefix, including nested groups:
+            readers of a prefix are always adjacent.
+        shared_bytes: prompt bytes of all requests that an earlier request has computed.
     """
 
     order: Ints
@@ -98,15 +98,15 @@ def arrange(
     Args:
         models: [R], model codes: the first sort key.  expected: [R], tokens of the answer.
         min_group_rows: prefixes shared by fewer requests are not split between shards.
-        min_prefix_bytes: what a group inside another must add to its prefix to be one of its own.
+        min_prefix_bytes: minimum bytes that a nested group must add to the outer group's prefix.
     """
     indices = np.arange(len(expected), dtype=np.int64)
-    alone = _sort_key(expected, indices)  # of a request that shares nothing (any more)
+    alone = _sort_key(expected, indices)  # of a request without a (further) shared prefix
     keys: list[Ints] = []
     memberships = _Memberships(len(expected), min_group_rows, min_prefix_bytes)
     starts = np.cumsum(chains.depths) - chains.depths
     shared_bytes = 0
-    active = indices  # those whose prefix at the depth before was shared
+    active = indices  # requests whose prefix at the previous depth was shared
     while len(active := active[chains.depths[active] > len(keys)]):
         depth = len(keys)
         entries = starts[active] + depth
@@ -135,10 +135,10 @@ def arrange(
 
 
 class _Memberships:
-    """Which of the prefixes it shares a request is counted under; filled from short prefixes to long ones.
+    """The group of each request, one of its shared prefixes; filled from short prefixes to long ones.
 
-    A prefix inside another is a group of its own when it adds enough and has enough readers; with the same readers it
-    simply takes the shorter one's place.
+    A nested prefix is a group of its own when it adds enough bytes and has enough readers; with the same readers it
+    replaces the shorter one.
 
     Attributes ([R], by index):
         groups, depths: the group's hash and depth, or `NO_GROUP`.
@@ -155,7 +155,7 @@ class _Memberships:
         self._min_prefix_bytes = min_prefix_bytes
 
     def descend(self, depth: int, active: Ints, hashes: Ints, sizes: NDArray[np.int32], readers: Ints) -> None:
-        """Take in the shared prefixes of one depth: for requests `active`, what they share and with how many."""
+        """Add the shared prefixes of one depth: for requests `active`, the prefix and its number of readers."""
         small = (readers < self._min_group_rows) & (self.small[active] == NO_GROUP)
         self.small[active[small]] = hashes[small]
         worth = (readers >= INNER_READERS) & (sizes - self._bytes[active] >= self._min_prefix_bytes)
@@ -168,13 +168,14 @@ class _Memberships:
 
 
 def _run_ends(values: Ints) -> Ints:
-    """For each place, where the run of equal values that it lies in ends."""
+    """For each index, the end of its run of equal values."""
     ends = np.append(np.flatnonzero(values[1:] != values[:-1]) + 1, len(values))
     return np.repeat(ends, np.diff(ends, prepend=0))
 
 
 def _nodes(hashes: Ints, indices: Ints, expected: NDArray[np.int32]) -> tuple[Ints, Ints, Ints, NDArray[np.int32]]:
-    """Equal hashes as nodes: each entry's node, and each node's first index, size and longest expected answer."""
+    """Group equal hashes into nodes: each entry's node, and each node's first index, size and longest expected
+    answer."""
     order = np.argsort(hashes, kind="stable")  # indices ascend, so they do within a node
     ordered = hashes[order]
     begins = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
@@ -185,5 +186,5 @@ def _nodes(hashes: Ints, indices: Ints, expected: NDArray[np.int32]) -> tuple[In
 
 
 def _sort_key(expected: NDArray[np.int32], first: Ints) -> Ints:
-    """Ascends with falling expectation, then with the input's order; unique for each `first` (below 2**32)."""
-    return ((MOST_TOKENS - expected.astype(np.int64)) << 32) | first
+    """A sort key: longest expected answer first, then input order; unique for each `first` (below 2**32)."""
+    return ((MAX_TOKENS - expected.astype(np.int64)) << 32) | first

@@ -1,7 +1,7 @@
 """The planner's main loop: batch by batch through validation, segment by segment to the sink.
 
-A segment counts from the moment it is committed, and work on it begins, while the next one is still being read. Where
-an invalid line stops the whole job, segments are committed only after the last line was checked.
+A segment counts as soon as it is committed, and its shards are computed while the next one is still being read. If an
+invalid line stops the whole job, segments are committed only after the last line was checked.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ def plan(
     counter: TokenCounter | None = None,
     most_segments: int | None = None,
 ) -> PlanSummary:
-    """Plan a job: everything is in the sink when this returns.
+    """Plan a job: the whole plan is in the sink when this returns.
 
-    Of segments that an earlier planner committed only the ids are read again: later lines may repeat them.
+    From segments that an earlier planner committed only the ids are read again: later lines may repeat them.
 
     Args:
-        attempt: this planner's name, under which the sink puts shards.
-        counter: the model's tokenizer, asked for a sample of the first segment's prompts; None: a rule of thumb.
-        most_segments: return when so many stand. A job that invalid lines stop is planned whole all the same.
+        attempt: id of this planner's attempt, under which the sink stores shards.
+        counter: counts tokens of a sample of the first segment's prompts; None: a rule of thumb.
+        most_segments: return when so many segments are committed. A job that invalid lines stop is planned as a whole.
     Raises:
         InputError: the input can't be read.
         InvalidInput: lines are invalid and the job's `on_invalid` is "job"; no segment was committed.
-        PlanMismatch: a segment that stands covers other lines than it would here.
+        PlanMismatch: a committed segment covers other lines than it would here.
     """
     with tempfile.TemporaryDirectory(prefix="plan-", dir=world.scratch) as folder:
-        return _Planning(source, job, sink, world, attempt, TokenEstimator(counter), Path(folder)).run(most_segments)
+        return _PlannerRun(source, job, sink, world, attempt, TokenEstimator(counter), Path(folder)).run(most_segments)
 
 
 def limited(batches: Iterator[SourceBatch], limit: int | None) -> Iterator[SourceBatch]:
-    """The batches up to and including the row that is the `limit`th with content."""
+    """The batches up to and including the `limit`th non-blank row."""
     left = limit
     for batch in batches:
         if left is not None and len(batch.rows) >= left:
@@ -74,7 +74,7 @@ def limited(batches: Iterator[SourceBatch], limit: int | None) -> Iterator[Sourc
         yield batch
 
 
-class _Planning:
+class _PlannerRun:
     """One run of the planner."""
 
     def __init__(
@@ -106,13 +106,13 @@ class _Planning:
         return self._job.settings.on_invalid is OnInvalid.JOB
 
     def run(self, most_segments: int | None) -> PlanSummary:
-        segment = _Open(self, 0, 0)
+        segment = _OpenSegment(self, 0, 0)
         for batch in limited(self._source.batches(self._sizes), self._job.settings.limit):
             if (index := self._sizes.index(batch.first_row)) != segment.index:
                 self._close(segment, last=False)
                 if not self._strict and len(self._segments) == most_segments:
                     return summarize(self._segments)
-                segment = _Open(self, index, batch.first_row)
+                segment = _OpenSegment(self, index, batch.first_row)
             segment.end_row = batch.end_row
             self._world.on_progress()
             if segment.existing is not None:
@@ -129,7 +129,7 @@ class _Planning:
         return summarize(self._segments)
 
     def _refuse(self, checked: CheckedBatch) -> None:
-        """Answer the invalid lines, or keep the first of them for the error that stops the job."""
+        """Write the results of invalid lines, or collect the first of them for the error that stops the job."""
         if not checked.rejected:
             return
         self._invalid += len(checked.rejected)
@@ -158,31 +158,31 @@ class _Planning:
             columns += checked.batch.carried.take(positions).columns
         self._sink.write_rejected(pa.table(columns, schema=result_schema(self._source.carried)))
 
-    def _close(self, segment: _Open, *, last: bool) -> None:
+    def _close(self, segment: _OpenSegment, *, last: bool) -> None:
         """Write a segment's shards and commit it; a strict job commits nothing before all of its lines are read."""
         if self._errors:
             return
-        standing = segment.existing
-        if standing is not None:
-            check_range(standing, segment.first_row, segment.end_row, last=last)
+        planned = segment.existing
+        if planned is not None:
+            check_range(planned, segment.first_row, segment.end_row, last=last)
         else:
             written = segment.write(last=last)
-            standing = written if self._strict else self._commit(written)
-        if standing.index == 0:
-            self._estimator.settle(standing.tokens_per_byte)
-        self._segments.append(standing)
-        self._number = max([self._number - 1, *standing.parts]) + 1
+            planned = written if self._strict else self._commit(written)
+        if planned.index == 0:
+            self._estimator.settle(planned.tokens_per_byte)
+        self._segments.append(planned)
+        self._number = max([self._number - 1, *planned.parts]) + 1
 
     def _commit(self, written: PlanSegment) -> PlanSegment:
-        standing = self._sink.commit_segment(written)
-        check_range(standing, written.first_row, written.end_row, last=written.last)
-        return standing
+        committed = self._sink.commit_segment(written)
+        check_range(committed, written.first_row, written.end_row, last=written.last)
+        return committed
 
 
-class _Open:
+class _OpenSegment:
     """The segment whose lines are being read."""
 
-    def __init__(self, planning: _Planning, index: int, first_row: int) -> None:
+    def __init__(self, planning: _PlannerRun, index: int, first_row: int) -> None:
         self.index = index
         self.existing = planning._sink.existing_segment(index)
         self._planning = planning
@@ -246,7 +246,8 @@ class _Open:
         )
 
     def _rejects(self) -> RejectsRef | None:
-        """Part 0 is there even when it is empty, so that the results can always be read."""
+        """Store the refused rows, if any. Part 0 exists even when it is empty, so that the results can always be
+        read."""
         if self.index and not self._rejected:
             return None
         number = self._planning._number
@@ -254,14 +255,14 @@ class _Open:
         return RejectsRef(number=number, key=stored.key, sha256=stored.sha256, size=stored.size, rows=self._rejected)
 
 
-def check_range(standing: PlanSegment, first_row: int, end_row: int, *, last: bool) -> None:
-    """Whether a segment that stands covers these rows of the input; raises `PlanMismatch`."""
-    if (standing.first_row, standing.end_row, standing.last) != (first_row, end_row, last):
-        raise PlanMismatch(standing, f"{first_row} to {end_row}" + (", the last ones" if last else ""))
+def check_range(committed: PlanSegment, first_row: int, end_row: int, *, last: bool) -> None:
+    """Check that a committed segment covers these rows of the input; raises `PlanMismatch`."""
+    if (committed.first_row, committed.end_row, committed.last) != (first_row, end_row, last):
+        raise PlanMismatch(committed, f"{first_row} to {end_row}" + (", the last ones" if last else ""))
 
 
 def summarize(segments: list[PlanSegment]) -> PlanSummary:
-    """What the segments amount to together."""
+    """The totals of the segments."""
     shards = [shard for segment in segments for shard in segment.shards]
     return PlanSummary(
         segments=tuple(segments),

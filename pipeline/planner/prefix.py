@@ -1,8 +1,8 @@
-"""What a request's prompt begins with, as a chain of hashes: equal hash, equal prefix.
+"""The prefixes of a request's prompt as a chain of hashes: equal hash, equal prefix.
 
-The chain is cut where messages end (the first few) and, from there on, after 1, 2, 4, 8, … times `min_bytes`, so it is
+The chain is cut at the ends of the first messages and, from there on, after 1, 2, 4, 8, … times `min_bytes`. So it is
 short for any prompt, and two prompts that share a prefix share the chain up to the last cut inside it. Hashes differ
-between models and urls; they only steer the order of work, so 63 bits are plenty.
+between models and urls; they only determine the order of work, so 63 bits suffice.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ MASK = 2**63 - 1
 
 
 class PrefixChain(NamedTuple):
-    """Hashes of ever longer prefixes, and how many bytes each covers."""
+    """Hashes of increasingly long prefixes, and the bytes that each covers."""
 
     hashes: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def prompt_bytes(body: Body) -> tuple[bytes, tuple[int, ...]]:
-    """The prompt as bytes that begin alike when the prompts do, and the offsets where its first messages end. Of texts
-    to be embedded there is nothing to compare: they share nothing."""
+    """The prompt as bytes, which share a prefix when the prompts do, and the end offsets of its first messages. Texts
+    to be embedded have no bytes: they share no prefix."""
     if isinstance(body, EmbeddingBody):
         return b"", ()
     if isinstance(body, CompletionBody):
@@ -42,19 +42,19 @@ def prompt_bytes(body: Body) -> tuple[bytes, tuple[int, ...]]:
 
 
 def message_text(message: ChatMessage) -> str:
-    """What a message says, and what it calls."""
+    """A message's text and tool calls."""
     calls = "".join(call.model_dump_json() for call in message.tool_calls)
     return message.text + calls
 
 
 def tools_text(body: ChatBody) -> str:
-    """The tools that the prompt describes; empty: none."""
+    """The descriptions of the prompt's tools; empty: none."""
     return "\n".join(tool.model_dump_json(exclude_none=True) for tool in body.offered_tools)
 
 
 def prefix_chain(prompt: bytes, ends: tuple[int, ...], key: bytes, min_bytes: int) -> PrefixChain:
-    """The chain of a prompt; `key` (at most 64 bytes) keeps models and urls apart. Empty for a prompt shorter than
-    `min_bytes`."""
+    """The chain of a prompt; `key` (at most 64 bytes) makes the hashes of models and urls differ. Empty for a prompt
+    shorter than `min_bytes`."""
     if len(prompt) < min_bytes:
         return PrefixChain((), ())
     sizes: list[int] = []

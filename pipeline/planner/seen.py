@@ -1,7 +1,7 @@
-"""Which custom_ids were met, and on which line first: exact over any number of rows, in bounded memory.
+"""The index of a job's custom_ids with their first rows: exact over any number of rows, in bounded memory.
 
-Digests of the newest ids lie in a dict; when it is full it becomes a sorted file that is only mapped, and small files
-are merged into larger ones. A look-up is a handful of binary searches over a whole batch at once.
+Digests of the newest ids are in a dict; a full dict becomes a sorted, memory-mapped file, and small files are merged
+into larger ones. A look-up is a few binary searches over a whole batch at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=np.generic)
 
 
 class _Run(NamedTuple):
-    """Digests in ascending order, and the row that had each first; both mapped from files."""
+    """Digests in ascending order, and the first row of each; both mapped from files."""
 
     level: int
     digests: NDArray[np.bytes_]
@@ -33,7 +33,7 @@ class _Run(NamedTuple):
 
 
 class SeenIds:
-    """The ids of one job. `folder` is for this object alone; its files are small records of 24 bytes an id."""
+    """The ids of one job. `folder` is used only by this object; its files take 24 bytes an id."""
 
     def __init__(self, folder: Path, run_ids: int = RUN_IDS) -> None:
         self._folder = folder
@@ -43,11 +43,11 @@ class SeenIds:
         self._files = 0
 
     def add(self, custom_ids: Sequence[str], rows: Sequence[int]) -> list[int | None]:
-        """Remember ids in row order; for each, the row that had it first, or None when it is new."""
+        """Add ids in row order; returns for each its first row, or None when it is new."""
         digests = [
             blake2b(name.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest() for name in custom_ids
         ]
-        older = self._in_runs(digests)
+        older = self._find_in_runs(digests)
         firsts: list[int | None] = []
         for digest, row, first in zip(digests, rows, older, strict=True):
             if first < 0:
@@ -57,8 +57,8 @@ class SeenIds:
             self._flush()
         return firsts
 
-    def _in_runs(self, digests: list[bytes]) -> list[int]:
-        """For each digest the row that the runs have for it, or -1."""
+    def _find_in_runs(self, digests: list[bytes]) -> list[int]:
+        """The row of each digest in the runs, or -1."""
         wanted = np.array(digests, dtype=DIGEST)
         found = np.full(len(digests), -1, dtype=np.int64)
         for run in self._runs:
@@ -71,15 +71,15 @@ class SeenIds:
         digests = np.array(list(self._recent.keys()), dtype=DIGEST)
         rows = np.array(list(self._recent.values()), dtype=np.int64)
         self._recent.clear()
-        self._keep(0, digests, rows)
+        self._add_run(0, digests, rows)
         level = 0
         while level < MAX_LEVEL and len(group := [run for run in self._runs if run.level == level]) >= RUNS_TO_MERGE:
             self._runs = [run for run in self._runs if run.level != level]
             level += 1
             digests = np.concatenate([run.digests for run in group])
-            self._keep(level, digests, np.concatenate([run.rows for run in group]))
+            self._add_run(level, digests, np.concatenate([run.rows for run in group]))
 
-    def _keep(self, level: int, digests: NDArray[np.bytes_], rows: NDArray[np.int64]) -> None:
+    def _add_run(self, level: int, digests: NDArray[np.bytes_], rows: NDArray[np.int64]) -> None:
         order = np.argsort(digests, kind="stable")
         self._runs.append(_Run(level, self._mapped(digests[order]), self._mapped(rows[order])))
 
@@ -88,5 +88,5 @@ class SeenIds:
         self._files += 1
         np.save(path, values)
         mapped: NDArray[T] = np.load(path, mmap_mode="r")
-        path.unlink()  # the mapping keeps it; nothing is left behind, however this ends
+        path.unlink()  # the mapping keeps the bytes; no file is left behind, even after a crash
         return mapped

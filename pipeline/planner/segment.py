@@ -1,8 +1,8 @@
-"""One segment while it is planned: numbers in memory, texts in a scratch file.
+"""Planning of one segment: numbers in memory, texts in a scratch file.
 
-Per request some 100 bytes stay in memory (numpy columns); ids, bodies and carried columns go to an Arrow file that is
-mapped when shards are gathered. Spilled, not read again, because the input may be compressed columns or a remote
-object, and because the shard wants the checked body, not the line.
+Some 100 bytes of each request stay in memory (numpy columns); ids, bodies and carried columns go to an Arrow file that
+is memory-mapped when shards are built. The texts are spilled, not read again, because the input may be compressed
+columns or a remote object, and because the shard needs the checked body, not the line.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SPILLED = pa.schema([("custom_id", pa.string()), ("url", pa.string()), ("body", 
 
 
 SPARE_BYTES: Final = 256 << 20
-"""Of the disk, left free for what else the machine does; uploads leave as much."""
+"""Bytes of the disk that stay free for other uses of the machine; uploads leave as much."""
 
 
 class SegmentTexts:
     """The texts of a segment's valid requests, in input order, in one Arrow file.
 
     Raises:
-        StoreError: the disk is full but for `SPARE_BYTES`, or can't be written.
+        StoreError: the disk has only `SPARE_BYTES` left, or can't be written.
     """
 
     def __init__(self, path: Path, carried: pa.Schema | None) -> None:
@@ -77,8 +77,8 @@ class SegmentTexts:
 
 
 class SegmentTextReader:
-    """Rows of a spill by their index. The pages it maps are the file's: the system may drop them at any time, and they
-    are let go batch by batch, so that memory doesn't follow the size of the segment."""
+    """Rows of a spill file by their index. Its mapped pages are the file's: the system may evict them at any time, and
+    they are released batch by batch, so that memory doesn't grow with the segment."""
 
     def __init__(self, path: Path, starts: NDArray[np.int64]) -> None:
         with path.open("rb") as file:
@@ -87,7 +87,7 @@ class SegmentTextReader:
         self._starts = starts
 
     def take(self, indices: NDArray[np.int64]) -> pa.Table:
-        """The rows at `indices`, in that order; each batch of the file is looked at once."""
+        """The rows at `indices`, in that order; each batch of the file is read once."""
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
         batches = np.searchsorted(self._starts, ordered, side="right") - 1
@@ -151,7 +151,7 @@ class SegmentBuilder:
             self._chain_sizes.extend(row.chain.sizes)
 
     def finish(self, settings: PlanSettings, carried: pa.Schema | None, *, small_first: bool = False) -> SegmentPlan:
-        """Find copies, order, cut. The builder is spent: its numbers are shared, not copied.
+        """Find copies, order, cut. The builder must not be used afterwards: its numbers are shared, not copied.
 
         Args:
             small_first: see `ShardLimits`.
@@ -232,38 +232,38 @@ class SegmentPlan:
 
     @property
     def unique(self) -> int:
-        """Requests that are computed."""
+        """Number of computed requests."""
         return len(self._computed)
 
     @property
     def sequences(self) -> int:
-        """What is computed for them: one for each choice."""
+        """Number of computed sequences: one for each choice."""
         return int(self._columns.choices[self._computed].sum())
 
     @property
     def max_tokens(self) -> int:
-        """The most that the computed requests may generate."""
+        """Maximum tokens that the computed requests may generate."""
         return int(self._columns.max_tokens[self._computed].sum())
 
     @property
     def prompt_tokens(self) -> int:
-        """Estimated, of the computed requests."""
+        """Estimated prompt tokens of the computed requests."""
         return int(self._columns.prompt_tokens[self._computed].sum())
 
     @property
     def expected_tokens(self) -> int:
-        """Expected answers of the computed requests, all choices."""
+        """Expected answer tokens of the computed requests, all choices."""
         return int((self._columns.expected * self._columns.choices)[self._computed].sum())
 
     def tokens_of_models(self) -> dict[str, int]:
-        """Prompts and expected answers of the computed requests, by the name of their model."""
+        """Prompt and expected answer tokens of the computed requests, by model name."""
         columns, computed = self._columns, self._computed
         tokens = columns.prompt_tokens.astype(np.int64) + columns.expected * columns.choices
         sums = np.bincount(columns.models[computed], weights=tokens[computed], minlength=len(self._models))
         return {name: int(total) for name, total in zip(self._models, sums, strict=True) if total}
 
     def pieces(self, tokens: int) -> list[tuple[int, int, int]]:
-        """The shards, each cut again for so many tokens: (place in `ranges`, start, end)."""
+        """The shards, each cut again for so many tokens: (index in `ranges`, start, end)."""
         limits = replace(self._limits, tokens=min(tokens, self._limits.tokens), small_first=False)
         return [(at, *piece) for at, shard in enumerate(self.ranges) for piece in self._cut(*shard, limits)]
 
@@ -274,20 +274,20 @@ class SegmentPlan:
     def drafts(
         self, ranges: Sequence[tuple[int, int]], wants: Callable[[int], bool] = lambda _: True
     ) -> Iterator[tuple[int, ShardDraft]]:
-        """What these ranges of the running order would be as shards, with their places in `ranges`; `wants` is asked
-        about each place in turn. The ranges ascend, and touch none of each other."""
-        place = np.empty(len(self._leaders), dtype=np.int64)
-        place[self._running] = np.arange(len(self._running))
-        places = place[self._leaders]
-        everyone = np.lexsort((self._columns.rows, places))  # a leader is the first of its copies
-        begins = np.searchsorted(places[everyone], [start for start, _ in ranges])
-        stops = np.searchsorted(places[everyone], [end for _, end in ranges])
+        """The drafts of shards of these ranges of the running order, with their indices in `ranges`. Only those for
+        which `wants(index)` is true; it is called in order. The ranges ascend and are disjoint."""
+        position = np.empty(len(self._leaders), dtype=np.int64)
+        position[self._running] = np.arange(len(self._running))
+        positions = position[self._leaders]
+        all_requests = np.lexsort((self._columns.rows, positions))  # a leader is the first of its copies
+        begins = np.searchsorted(positions[all_requests], [start for start, _ in ranges])
+        stops = np.searchsorted(positions[all_requests], [end for _, end in ranges])
         for at, ((start, end), begin, stop) in enumerate(zip(ranges, begins, stops, strict=True)):
             if not wants(at):
                 continue
             groups = self._arrangement.groups[start:end]
             readers = self._arrangement.group_ends[start:end] - np.arange(start, end) - 1
-            yield at, self._draft(self._running[start:end], everyone[begin:stop], groups, readers)
+            yield at, self._draft(self._running[start:end], all_requests[begin:stop], groups, readers)
 
     def _cut(self, start: int, end: int, limits: ShardLimits) -> list[tuple[int, int]]:
         """Cut a range of the running order."""
@@ -305,7 +305,7 @@ class SegmentPlan:
         groups: NDArray[np.int64],
         readers: NDArray[np.int64],
     ) -> ShardDraft:
-        """The shard of the requests `computed` (with their groups and readers to come) and `members` (with copies)."""
+        """The shard of requests `computed` (with their groups and remaining readers) and `members` (with copies)."""
         assert self._spill is not None, "this segment was only measured"
         columns = self._columns
         texts = self._spill.take(members)
@@ -313,7 +313,7 @@ class SegmentPlan:
         group = np.full(len(members), NO_GROUP, dtype=np.int64)
         left = np.zeros(len(members), dtype=np.int32)
         group[own], left[own] = groups, readers
-        nowhere = group == NO_GROUP
+        ungrouped = group == NO_GROUP
         model = self._models[int(columns.models[computed[0]])]
         values = {
             "row": columns.rows[members],
@@ -325,8 +325,8 @@ class SegmentPlan:
             "request_hash": pa.FixedSizeBinaryArray.from_buffers(
                 pa.binary(16), len(members), [None, pa.py_buffer(np.ascontiguousarray(columns.hashes[members]))]
             ),
-            "prefix_group": pa.array(group, mask=nowhere),
-            "prefix_readers": pa.array(left, mask=nowhere),
+            "prefix_group": pa.array(group, mask=ungrouped),
+            "prefix_readers": pa.array(left, mask=ungrouped),
             "estimated_prompt_tokens": columns.prompt_tokens[members],
             "expected_tokens": columns.expected[members],
         }

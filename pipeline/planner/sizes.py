@@ -1,5 +1,5 @@
-"""Where segments end: small ones first, so that work begins soon; large ones later, in which more copies and shared
-prefixes meet. The borders depend on settings alone, so all planners of a job agree on them."""
+"""The sizes of segments: small ones first, so that work begins soon; large ones later, which have more copies and
+shared prefixes. The boundaries depend on settings alone, so all planners of a job agree on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from schemas.requests.limits import PlanSettings
 
 @dataclass(frozen=True, slots=True)
 class SegmentSizes:
-    """The first segment has `first` input rows, each next one twice as many as the one before, but at most `most`."""
+    """The first segment has `first` input rows, each next one twice as many as the previous, but at most `most`."""
 
     first: int
     most: int
@@ -20,11 +20,11 @@ class SegmentSizes:
         return cls(min(settings.first_segment_rows, settings.segment_rows), settings.segment_rows)
 
     def index(self, row: int) -> int:
-        """The segment that holds the row."""
+        """The index of the segment that contains the row."""
         return self._locate(row)[0]
 
     def end(self, row: int) -> int:
-        """The row behind the segment that holds `row`."""
+        """The row after the segment that contains `row`."""
         return self._locate(row)[1]
 
     def _locate(self, row: int) -> tuple[int, int]:

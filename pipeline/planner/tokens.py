@@ -1,4 +1,4 @@
-"""How many tokens a prompt will be, without tokenizing every prompt: bytes times a ratio learnt from a sample."""
+"""Estimates of prompts' tokens, without tokenizing every prompt: bytes times a ratio measured on a sample."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from schemas.requests.requests import Body, CompletionBody, EmbeddingBody
 DEFAULT_TOKENS_PER_BYTE = 0.25  # English text, common vocabularies
 SAMPLED_PROMPTS = 64
 SAMPLED_CHARS = 8192
-MESSAGE_TOKENS = 4  # what a chat template puts around a message
-TEXT_TOKENS = 2  # what an encoder's tokenizer puts around a text
+MESSAGE_TOKENS = 4  # that a chat template adds to a message
+TEXT_TOKENS = 2  # that an encoder's tokenizer adds to a text
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateTokens:
-    """What a chat template puts around messages, in tokens.
+    """The tokens that a chat template adds to messages.
 
     Attributes:
-        alone: around one message of a user's: many templates put a system message of their own before it.
-        with_system: around such a message and a system message.
-        message: around each further one.
+        alone: to a single user message: many templates add a system message of their own.
+        with_system: to a user message and a system message.
+        message: to each further message.
     """
 
     alone: int = 2 * MESSAGE_TOKENS
@@ -31,17 +31,17 @@ class TemplateTokens:
     message: int = MESSAGE_TOKENS
 
     def of(self, roles: Sequence[str]) -> int:
-        """Around messages of these roles."""
+        """The tokens added to messages of these roles."""
         if {"system", "developer"} & set(roles):
             return max(0, self.with_system + (len(roles) - 2) * self.message)
         return self.alone + (len(roles) - 1) * self.message
 
 
 class TokenEstimator:
-    """Tokens of prompts: exact for token ids, else estimated, or counted one by one when `exact`.
+    """Token counts of prompts: exact for token ids, else estimated, or counted one by one when `exact`.
 
-    Without a counter a token is taken for four bytes. With one, the ratio is that of the first prompts seen,
-    so the same input gives the same estimates; what was learnt can be kept, and given to the next planner.
+    Without a counter a token is four bytes. With one, the ratio is measured on the first prompts, so the same input
+    gives the same estimates; the measured ratio can be stored, and given to the next planner.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class TokenEstimator:
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """The ratio that was learnt or given; None: the rule of thumb holds."""
+        """The ratio that was measured or given; None: the rule of thumb applies."""
         return self._tokens / self._bytes if self._settled is None and self._bytes else self._settled
 
     def settle(self, tokens_per_byte: float | None) -> None:
-        """Keep to this ratio, and sample no more."""
+        """Fix the ratio, and stop sampling."""
         self._settled = tokens_per_byte
         if not self._exact:
             self._counter = None
 
     def prompt_tokens(self, body: Body, size: int) -> int:
-        """Tokens of the body's prompt, at least 1; of all its texts, when they are to be embedded. `size` in bytes, of
-        the prompt's text."""
+        """Tokens of the body's prompt, at least 1; of all its texts, for embeddings. `size`: bytes of the prompt's
+        text."""
         if isinstance(body, EmbeddingBody):
             return sum(self._input_tokens(given) for given in body.input)
         if isinstance(body, CompletionBody):

@@ -1,8 +1,8 @@
-"""From a line to a request that can be planned, or to the reason why it can't.
+"""Validation of input lines: a line becomes a request that can be planned, or an error.
 
-What is checked here is all that can be checked without a tokenizer; the context length is the worker's to check. Of
-several things wrong with a line the first in the order id, shape, url, body, model, cap is told; a repeated custom_id
-comes before all of them, because the id is what a user would look the row up by.
+Everything is checked that needs no tokenizer; the worker checks the context length. Of several errors of a line, the
+first in the order id, shape, url, body, model, cap is reported; a repeated custom_id comes before all of them, because
+users find a row by its id.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from schemas.requests.requests import (
 )
 
 NO_EFFECT = frozenset(("user", "metadata", "store", "safety_identifier", "prompt_cache_key"))
-SAMPLING_ONLY = ("seed", "top_p", "top_k", "min_p")  # mean nothing to a greedy request
+SAMPLING_ONLY = ("seed", "top_p", "top_k", "min_p")  # no effect on a greedy request
 
 
 class ValidRow(NamedTuple):
-    """A valid request, and what planning needs to know of it.
+    """A valid request, with the facts that planning needs.
 
     Attributes:
-        position: in its batch, blank lines not counted.  body: JSON as the worker gets it.
+        position: in its batch, blank lines not counted.  body: JSON for the worker.
         request_hash: 16 bytes, equal for requests that must give equal answers.
         shareable: whether an equal request may take this one's answer.
         prompt_tokens: estimated.  expected_tokens: of one choice.  max_tokens: of all choices together.
-        certain_tokens: that each choice will have at least, whatever the model says.
+        certain_tokens: minimum tokens of each choice, for any output of the model.
     """
 
     position: int
@@ -60,7 +60,7 @@ class ValidRow(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """Of an answer, as `ValidRow` has it."""
+    """The expected answer of a request; fields as in `ValidRow`."""
 
     shareable: bool
     choices: int
@@ -70,7 +70,7 @@ class _Answer(NamedTuple):
 
 
 class RejectedRow(NamedTuple):
-    """A line that is answered with `error` at once."""
+    """A refused line, whose result is `error`."""
 
     position: int
     row: int
@@ -81,7 +81,7 @@ class RejectedRow(NamedTuple):
 
 @dataclass(slots=True)
 class CheckedBatch:
-    """One batch, sorted into valid and rejected lines; both in input order. `unselected` lines are left out."""
+    """One batch, split into valid and rejected lines; both in input order. `unselected`: number of lines left out."""
 
     batch: SourceBatch
     valid: list[ValidRow] = field(default_factory=list)
@@ -90,11 +90,11 @@ class CheckedBatch:
 
 
 class Validator:
-    """Checks the lines of one job, in order. `seen` remembers the job's custom_ids.
+    """Checks the lines of one job, in order. `seen`: index of the job's custom_ids.
 
     Args:
-        max_model_len: tokens of the model's context, where it is known: requests that can't fit are refused, as the
-            worker would refuse them.
+        max_model_len: tokens of the model's context, if it is known: requests that can't fit are refused, as by the
+            worker.
     """
 
     def __init__(self, job: Job, seen: SeenIds, estimator: TokenEstimator, *, max_model_len: int | None = None) -> None:
@@ -114,7 +114,7 @@ class Validator:
         checked = CheckedBatch(batch)
         repeated = self._repeated(batch)
         for position, source in enumerate(batch.rows):
-            if not self._wanted(source.row):
+            if not self._is_selected(source.row):
                 checked.unselected += 1
                 continue
             value = source.value
@@ -131,17 +131,17 @@ class Validator:
                 checked.rejected.append(RejectedRow(position, source.row, _inner(value, "custom_id"), model, located))
         return checked
 
-    def _wanted(self, row: int) -> bool:
-        """Whether the job answers the row. Those that it leaves out count as users of their custom_ids all the same."""
+    def _is_selected(self, row: int) -> bool:
+        """Whether the job answers the row. The custom_ids of rows that it leaves out count as used all the same."""
         return self._selected is None or (row < len(self._selected) and bool(self._selected[row]))
 
     def remember(self, batch: SourceBatch) -> None:
-        """Take in the custom_ids of lines that were checked by an earlier planner."""
+        """Add the custom_ids of lines that were checked by an earlier planner."""
         named = _named(batch)
         self._seen.add([name for _, name in named], [row.row for row, _ in named])
 
     def _repeated(self, batch: SourceBatch) -> dict[int, RowError]:
-        """The rows whose custom_id an earlier row had."""
+        """The errors of rows whose custom_id an earlier row has."""
         named = _named(batch)
         firsts = self._seen.add([name for _, name in named], [row.row for row, _ in named])
         return {
@@ -188,14 +188,14 @@ class Validator:
         )
 
     def _answer(self, body: Body, prompt_tokens: int) -> _Answer:
-        """What is to be expected of the answer. Vectors are no tokens; each text counts as a sequence."""
+        """The expected answer. Vectors are no tokens; each text counts as a sequence."""
         if isinstance(body, EmbeddingBody):
             return _Answer(True, len(body.input), 0, 0, 0)
         limit = self._within_context(body, prompt_tokens, self._output_limit(body))
         return _Answer(body.deterministic, body.n, self._expected(body, limit), limit * body.n, _certain(body))
 
     def _output_limit(self, body: GenerationBody) -> int:
-        """Tokens a choice may have; raises `RowError` above the tier's cap."""
+        """Maximum tokens of a choice; raises `RowError` above the tier's cap."""
         cap = self._settings.max_output_tokens
         limit = body.output_limit
         if limit is None:
@@ -210,8 +210,8 @@ class Validator:
         return limit
 
     def _within_context(self, body: GenerationBody, prompt_tokens: int, limit: int) -> int:
-        """Tokens that the context leaves a choice, `limit` at most; raises `RowError` where it leaves fewer than asked
-        for. A prompt that is not counted is taken for a single token, so that no estimate refuses a row."""
+        """Tokens that the context leaves for a choice, `limit` at most; raises `RowError` when these are fewer than
+        requested. An uncounted prompt counts as a single token, so that no estimate refuses a row."""
         if self._max_model_len is None:
             return limit
         left = self._max_model_len - (prompt_tokens if self._estimator.exact else 1)
@@ -228,15 +228,15 @@ class Validator:
 
 
 def _certain(body: GenerationBody) -> int:
-    """Tokens that an answer will have at least: nothing can end it before."""
+    """Minimum tokens of an answer, before which it can't end."""
     if body.output_limit is None or not body.ignore_eos or body.stop or body.stop_token_ids:
         return body.min_tokens
     return body.output_limit
 
 
 def stored_and_hash(url: str, body: Body) -> tuple[bytes, bytes]:
-    """The body as the worker gets it, and 16 bytes that are equal for requests which must give equal answers, however
-    they were written."""
+    """The body for the worker, and a 16-byte hash that is equal for requests which must give equal answers, in any
+    notation."""
     without = body.model_fields_set & NO_EFFECT
     if without:
         body = body.model_copy(update=dict.fromkeys(without))
@@ -247,7 +247,7 @@ def stored_and_hash(url: str, body: Body) -> tuple[bytes, bytes]:
 
 
 def _same_answer(body: GenerationBody) -> dict[str, object]:
-    """Fields written as all requests write them that must give the same answer."""
+    """Normalized fields: equal for all requests that must give the same answer."""
     update: dict[str, object] = {}
     if body.temperature == 0 and not body.model_fields_set.isdisjoint(SAMPLING_ONLY):
         update = {name: type(body).model_fields[name].default for name in SAMPLING_ONLY}
@@ -259,12 +259,12 @@ def _same_answer(body: GenerationBody) -> dict[str, object]:
 
 
 def _named(batch: SourceBatch) -> list[tuple[SourceRow, str]]:
-    """The lines with a custom_id, and it."""
+    """The lines with a custom_id, and their custom_ids."""
     return [(row, name) for row in batch.rows if (name := _inner(row.value, "custom_id"))]
 
 
 def _where(batch: SourceBatch, row: int) -> str:
-    """How people find a row: by its line when there is one file."""
+    """The location of a row for messages: its line when there is one file."""
     return f"in row {row} of the whole input" if batch.name else f"on line {row + 1}"
 
 

@@ -1,1 +1,1 @@
-"""Results: parts, and the checkpoints that they are built from."""
+"""Results: parts, and the checkpoints from which they are built."""

@@ -1,8 +1,9 @@
-"""What attempts on a shard have left behind: their union is where the next one goes on, or what a closed job keeps.
+"""The history of a shard: the checkpoints, notes and records of its attempts. The next attempt resumes from their
+union, and a closed job takes its finished rows from it.
 
-Any attempt may have died between any two writes, and a slow one may still be writing: so everything found is taken as
-it is, each attempt by itself, and a row counts as finished if any attempt finished it. Of rows that none finished the
-longest answer so far counts; answers of different attempts are never mixed.
+Any attempt may have died between two writes, and a slow one may still be writing. So each attempt's objects are read by
+themselves, and a row counts as finished if any attempt finished it. For a row that no attempt finished, the longest
+partial answer counts; answers of different attempts are never mixed.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ logger = structlog.get_logger(__name__)
 
 
 def checkpoint_key(shard: int, attempt_id: str, sequence: int) -> str:
-    """Key of a checkpoint below the job."""
+    """Key of a checkpoint, relative to the job."""
     return work_key(shard, f"{attempt_id}-{sequence:06d}")
 
 
 def note_key(shard: int, attempt_id: str, sequence: int) -> str:
-    """Key of the note that an attempt computes certain rows alone."""
+    """Key of a note that an attempt computes only certain rows, relative to the job."""
     return work_key(shard, f"note-{attempt_id}-{sequence:06d}.json")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardHistory:
-    """What earlier attempts on a shard have left.
+    """The state that earlier attempts on a shard have recorded.
 
     Attributes:
         finished: `FINISHED_SCHEMA`, each row at most once.
-        running: row -> its choices, of rows that no attempt finished, each from its first token.
-        logged: attempt id -> tokens that it is known to have sampled.
-        exposed: attempt id -> the most tokens that its engine sampled between two checkpoints.
-        worked: attempt id -> what it is known to have taken of its worker.
-        attempts: all that began, in order.
-        silent: how many of the latest attempts died in a row before they had got any further.
-        cornered: the rows, and no others, that were being computed when the latest attempt died.
-        blamed: rows that were being computed alone when an attempt died -> how often.
-        keys: of the checkpoints, by attempt id.
+        running: row -> its choices, for rows that no attempt finished; each choice from its first token.
+        logged: attempt id -> logged number of sampled tokens.
+        exposed: attempt id -> maximum tokens that its engine sampled between two checkpoints.
+        worked: attempt id -> logged worker time.
+        attempts: records of all attempts, in order.
+        silent: number of latest attempts in a row that died without progress.
+        cornered: the only rows that were being computed when the latest attempt died.
+        blamed: rows that were the only one being computed when an attempt died -> how often.
+        keys: keys of the checkpoints, by attempt id.
     """
 
     finished: pa.Table = field(default_factory=FINISHED_SCHEMA.empty_table)
@@ -73,8 +74,8 @@ class ShardHistory:
 
 
 def read_history(ledger: JobLedger, shard: int) -> ShardHistory:
-    """Read what attempts left. A checkpoint that vanishes or is damaged is passed over, the latter with a warning."""
-    names = _Names.of(ledger, shard)
+    """Read the history of a shard. Checkpoints that vanish or are damaged are skipped, the latter with a warning."""
+    names = _WorkKeys.of(ledger, shard)
     by_attempt: dict[str, list[Checkpoint]] = {}
     for attempt_id, keys in names.checkpoints.items():
         found = [checkpoint for key in keys if (checkpoint := _read(ledger, key)) is not None]
@@ -83,12 +84,12 @@ def read_history(ledger: JobLedger, shard: int) -> ShardHistory:
     ended = {record.attempt_id for record in ledger.ended(shard)}
     finished = _finished(by_attempt.values())
     done = frozenset(finished["row"].to_pylist())
-    last_words = {
-        name: _last_words(ledger, notes, by_attempt.get(name, []))
+    isolated = {
+        name: _isolated_rows(ledger, notes, by_attempt.get(name, []))
         for name, notes in names.notes.items()
         if name not in ended
     }
-    cornered = last_words.get(attempts[-1].attempt_id, frozenset()) if attempts else frozenset()
+    cornered = isolated.get(attempts[-1].attempt_id, frozenset()) if attempts else frozenset()
     return ShardHistory(
         finished=finished,
         running=_running(by_attempt.values(), done),
@@ -96,18 +97,18 @@ def read_history(ledger: JobLedger, shard: int) -> ShardHistory:
         exposed={name: max((p.head.exposed for p in found), default=0) for name, found in by_attempt.items()},
         worked={name: found[-1].head.worked for name, found in by_attempt.items() if found},
         attempts=attempts,
-        silent=_silent(attempts, by_attempt.keys() | ended),
+        silent=_count_silent(attempts, by_attempt.keys() | ended),
         cornered=cornered,
-        blamed=Counter(row for rows in last_words.values() if len(rows) == 1 for row in rows),
+        blamed=Counter(row for rows in isolated.values() if len(rows) == 1 for row in rows),
         keys={name: tuple(keys) for name, keys in names.checkpoints.items()},
     )
 
 
 def read_worked(ledger: JobLedger, shard: int) -> dict[str, WorkerTime]:
-    """What attempts at a shard are known to have taken, by attempt id: of those that ended as they said, of the others
-    as their newest checkpoint that can be read says. Reads one checkpoint for each of them."""
+    """Logged worker time of the attempts on a shard, by attempt id: from the end record of those that ended in order,
+    else from the newest readable checkpoint. Reads one checkpoint for each of the latter."""
     worked = {record.attempt_id: record.worked for record in ledger.ended(shard)}
-    for attempt_id, keys in _Names.of(ledger, shard).checkpoints.items():
+    for attempt_id, keys in _WorkKeys.of(ledger, shard).checkpoints.items():
         if attempt_id not in worked:
             readable = filter(None, (_read(ledger, key) for key in sorted(keys, reverse=True)))
             if (newest := next(readable, None)) is not None:
@@ -116,14 +117,14 @@ def read_worked(ledger: JobLedger, shard: int) -> dict[str, WorkerTime]:
 
 
 @dataclass(slots=True)
-class _Names:
-    """What lies in a shard's work folder, by attempt id; keys below the job."""
+class _WorkKeys:
+    """Keys of checkpoints and notes in a shard's work folder, by attempt id; relative to the job."""
 
     checkpoints: dict[str, list[str]] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, ledger: JobLedger, shard: int) -> _Names:
+    def of(cls, ledger: JobLedger, shard: int) -> _WorkKeys:
         names = cls()
         for info in ledger.store.list(ledger.prefix + work_key(shard, "")):
             key = info.key.removeprefix(ledger.prefix)
@@ -138,10 +139,10 @@ class _Names:
 def _read(ledger: JobLedger, key: str) -> Checkpoint | None:
     try:
         return decode(ledger.store.read(ledger.prefix + key))
-    except ObjectNotFound:  # its attempt has just committed, and removes what it needs no more
+    except ObjectNotFound:  # its attempt has just committed, and deletes its checkpoints
         return None
     except DamagedCheckpoint as error:
-        logger.warning("a checkpoint is damaged: what it said is computed again", at=ledger.place(key), why=str(error))
+        logger.warning("a checkpoint is damaged: its rows are computed again", at=ledger.place(key), why=str(error))
         return None
 
 
@@ -155,7 +156,7 @@ def _finished(logs: Iterable[list[Checkpoint]]) -> pa.Table:
 
 
 def _running(logs: Iterable[list[Checkpoint]], done: frozenset[int]) -> dict[int, tuple[LoggedChoice, ...]]:
-    """For each row that isn't done, the choices of the attempt that got furthest with it."""
+    """For each unfinished row, the choices of the attempt with the longest answer."""
     best: dict[int, tuple[LoggedChoice, ...]] = {}
     for log in logs:
         pieces: defaultdict[tuple[int, int], list[LoggedChoice]] = defaultdict(list)
@@ -165,9 +166,9 @@ def _running(logs: Iterable[list[Checkpoint]], done: frozenset[int]) -> dict[int
                     pieces[choice.row, choice.choice].append(choice)
         rows: defaultdict[int, list[LoggedChoice]] = defaultdict(list)
         for (row, _), parts in pieces.items():
-            whole = join(parts)
-            if whole is not None:
-                rows[row].append(whole)
+            joined = join(parts)
+            if joined is not None:
+                rows[row].append(joined)
         for row, choices in rows.items():
             if _length(choices) > _length(best.get(row, ())):
                 best[row] = tuple(sorted(choices, key=lambda choice: choice.choice))
@@ -178,14 +179,15 @@ def _length(choices: Iterable[LoggedChoice]) -> int:
     return sum(len(choice.token_ids) for choice in choices)
 
 
-def _silent(attempts: tuple[AttemptRecord, ...], heard: Set[str]) -> int:
-    """How many of the latest attempts left neither a checkpoint nor word that they ended. A checkpoint tells that rows
-    got further: there is none without a new token or a finished row, and none in an attempt's first second."""
-    return len(attempts) - max((at for at, record in enumerate(attempts, 1) if record.attempt_id in heard), default=0)
+def _count_silent(attempts: tuple[AttemptRecord, ...], reported: Set[str]) -> int:
+    """The number of latest attempts with neither a checkpoint nor an end record. A checkpoint proves progress: none is
+    written without a new token or a finished row, and none in an attempt's first second."""
+    last = max((number for number, record in enumerate(attempts, 1) if record.attempt_id in reported), default=0)
+    return len(attempts) - last
 
 
-def _last_words(ledger: JobLedger, notes: list[str], log: list[Checkpoint]) -> frozenset[int]:
-    """The rows that an attempt computed alone when it was last heard of; none if it logged something after that."""
+def _isolated_rows(ledger: JobLedger, notes: list[str], log: list[Checkpoint]) -> frozenset[int]:
+    """The rows in an attempt's last note, the only ones that it computed then; none if it wrote a checkpoint later."""
     last = max(notes)
     match = _NOTE.fullmatch(last.rsplit("/", 1)[-1])
     if match is None or (log and log[-1].head.sequence > int(match[2])):

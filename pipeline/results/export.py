@@ -1,8 +1,8 @@
-"""Results as OpenAI batch output lines.
+"""Export of results as OpenAI batch output lines.
 
-In the order of the parts it is one pass. In input order the parts, each sorted by row, are merged; only some are open
-at a time, and larger jobs are merged in rounds through private files: memory doesn't grow with them. A job and its
-retries are merged in the same way, for they number their rows alike; of each row's results the best one is kept.
+In part order the export is one pass. In input order the parts, each sorted by row, are merged; only some are open at a
+time, and larger jobs are merged in rounds through private files, so memory doesn't grow with the job. A job and its
+retries are merged in the same way, because they number their rows alike; the best result of each row is exported.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from schemas.jobs.results import RowStatus
 FAN_IN = 32
 BATCH_ROWS = 256
 _Part = tuple[int, JobLedger, int]
-"""Place of the job among those that are merged, its ledger, the part's number."""
+"""Index of the job among the merged jobs, its ledger, the part's number."""
 _COLUMNS = ["row", "custom_id", "status", "status_code", "response", "error_code", "error_message"]
 _HEADER = struct.Struct("<q?II")
 
 
 class NotItsRetry(PipelineError):
-    """Raised when a job that is to be merged is no retry of the others."""
+    """Raised when a job to be merged is no retry of the others."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ExportedLine:
-    """One line of the output: its row in the input, whether the row succeeded, the bytes without newline, and the place
-    of its job among those that are merged."""
+    """One line of the output: its row in the input, whether the row succeeded, the bytes without newline, and the index
+    of its job among the merged jobs."""
 
     row: int
     succeeded: bool
     data: bytes
-    place: int = 0
+    job_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ExportCounts:
-    """Lines written: of rows that succeeded, and of the others."""
+    """Numbers of lines written, for succeeded rows and for the others."""
 
     succeeded: int
     others: int
@@ -68,25 +68,25 @@ def export(
     retries: Sequence[JobLedger] = (),
     fan_in: int = FAN_IN,
 ) -> ExportCounts:
-    """Write what is committed as JSONL; each file appears whole, replacing an older one.
+    """Write the committed results as JSONL; each file appears complete, and replaces an older one.
 
     Args:
-        errors_to: where rows that didn't succeed go instead.
-        retries: of the job, or of each other: of each row the result that succeeded, else that of the latest job, in
-            input order.
-        in_input_order: sort by row; takes as much scratch space beside `to` as the output when there are many parts.
-        fan_in: most sorted runs that are merged, and so open, at a time.
+        errors_to: the file for rows that didn't succeed; None: they go to `to` as well.
+        retries: retries of the job, or of each other. Each row has its succeeded result, else that of the latest job,
+            and rows are in input order.
+        in_input_order: sort by row. With many parts it takes as much scratch space in the folder of `to` as the output.
+        fan_in: maximum number of sorted runs that are merged, and so open, at a time.
 
     Raises:
-        JobNotFound: no job stands there.  StoreError: a file can't be written, or both are the same file.
-        NotItsRetry: one of `retries` isn't.  ResultsRemoved: one has no results any more.
+        JobNotFound: there is no job.  StoreError: a file can't be written, or both are the same file.
+        NotItsRetry: one of `retries` isn't a retry.  ResultsRemoved: the results of one are removed.
     """
     if errors_to is not None and errors_to.resolve() == to.resolve():
         raise StoreError(f"{errors_to}: is where the rows that succeeded go too; name another file for the others")
-    merged = [ledger, *in_order(ledger, retries)]
+    merged = [ledger, *order_retries(ledger, retries)]
     for one in merged:
         one.check_results()
-    parts = [(place, one, number) for place, one in enumerate(merged) for number in one.result_parts(one.manifest())]
+    parts = [(index, one, number) for index, one in enumerate(merged) for number in one.result_parts(one.manifest())]
     counts = {True: 0, False: 0}
     try:
         with ExitStack() as stack:
@@ -102,11 +102,11 @@ def export(
     return ExportCounts(counts[True], counts[False])
 
 
-def in_order(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLedger]:
-    """The retries of a job, and theirs, the earliest first. Raises `NotItsRetry` when one of them isn't.
+def order_retries(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLedger]:
+    """The retries of a job, and their retries, the earliest first. Raises `NotItsRetry` when one of them isn't.
 
-    Each comes after the job that it is a retry of: clocks, which may be set back between two jobs, only decide between
-    retries of which neither came from the other.
+    Each job comes after the job that it retries. Clocks, which may be set back between two jobs, only order retries of
+    which neither derives from the other.
     """
     left: dict[str, tuple[Job, JobLedger]] = {}
     done = [ledger.job().id]
@@ -118,7 +118,7 @@ def in_order(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLedger]
     while left:
         following = next((id_ for id_, (job, _) in left.items() if job.retry_of in done), None)
         if following is None:
-            job, one = min(left.values(), key=lambda pair: pair[0].retry_of in left)  # the first link that is missing
+            job, one = min(left.values(), key=lambda pair: pair[0].retry_of in left)  # the first missing link
             of = "no retry" if job.retry_of is None else f"a retry of {job.retry_of}"
             raise NotItsRetry(
                 f"{one.place()}: holds {of}, not one of {ledger.place()}; name the first job's folder first, and all "
@@ -129,23 +129,24 @@ def in_order(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLedger]
     return ordered
 
 
-def part_lines(place: int, ledger: JobLedger, number: int) -> Iterator[ExportedLine]:
-    """A part's lines in row order, read in batches."""
+def part_lines(job_index: int, ledger: JobLedger, number: int) -> Iterator[ExportedLine]:
+    """A part's lines in row order, read in batches. `job_index`: of the job among the merged jobs."""
     job = ledger.job().id
     with ledger.store.open(ledger.prefix + part_key(number)) as stream:
         for batch in pq.ParquetFile(stream, pre_buffer=False).iter_batches(BATCH_ROWS, columns=_COLUMNS):
             for result in batch.to_pylist():
-                yield _line(job, result, place)
+                yield _line(job, result, job_index)
 
 
 def _best(lines: Iterable[ExportedLine]) -> Iterator[ExportedLine]:
-    """Of each row's lines (side by side) the one that counts: an answer, the earliest; else the latest reason."""
+    """The best of each row's adjacent lines: the earliest that succeeded, else the latest error."""
     for _, found in groupby(lines, key=attrgetter("row")):
-        yield max(found, key=lambda line: (line.succeeded, -line.place if line.succeeded else line.place))
+        yield max(found, key=lambda line: (line.succeeded, -line.job_index if line.succeeded else line.job_index))
 
 
-def _line(job: str, result: dict[str, Any], place: int) -> ExportedLine:
-    """Ids are derived from the row's identity, so that exporting twice gives the same bytes."""
+def _line(job: str, result: dict[str, Any], job_index: int) -> ExportedLine:
+    """The output line of a result. Ids are derived from the row's identity, so that exporting twice gives the same
+    bytes."""
     identity = hashlib.sha256(f"{job}/{result['row']}".encode()).hexdigest()
     response = error = None
     if result["response"] is not None:
@@ -162,7 +163,7 @@ def _line(job: str, result: dict[str, Any], place: int) -> ExportedLine:
         "response": response,
         "error": error,
     }
-    return ExportedLine(result["row"], result["status"] == RowStatus.SUCCEEDED, orjson.dumps(values), place)
+    return ExportedLine(result["row"], result["status"] == RowStatus.SUCCEEDED, orjson.dumps(values), job_index)
 
 
 def _chained(parts: Sequence[_Part]) -> Iterator[ExportedLine]:
@@ -171,7 +172,7 @@ def _chained(parts: Sequence[_Part]) -> Iterator[ExportedLine]:
 
 
 def _ordered(parts: Sequence[_Part], folder: Path, fan_in: int) -> Iterator[ExportedLine]:
-    """Merge in rounds: as long as there are too many sorted runs, groups of them become one run in a private file."""
+    """Merge in rounds: while there are too many sorted runs, groups of them become one run in a private file."""
     if len(parts) <= fan_in:
         yield from heapq.merge(*(part_lines(*part) for part in parts))
         return
@@ -189,7 +190,7 @@ def _spill(lines: Iterator[ExportedLine], folder: Path) -> Path:
     descriptor, name = tempfile.mkstemp(dir=folder)
     with open(descriptor, "wb") as stream:
         for line in lines:
-            stream.write(_HEADER.pack(line.row, line.succeeded, line.place, len(line.data)))
+            stream.write(_HEADER.pack(line.row, line.succeeded, line.job_index, len(line.data)))
             stream.write(line.data)
     return Path(name)
 
@@ -197,13 +198,14 @@ def _spill(lines: Iterator[ExportedLine], folder: Path) -> Path:
 def _run_lines(path: Path) -> Iterator[ExportedLine]:
     with path.open("rb") as stream:
         while header := stream.read(_HEADER.size):
-            row, succeeded, place, length = _HEADER.unpack(header)
-            yield ExportedLine(row, succeeded, stream.read(length), place)
+            row, succeeded, job_index, length = _HEADER.unpack(header)
+            yield ExportedLine(row, succeeded, stream.read(length), job_index)
     path.unlink()
 
 
 class _NewFile:
-    """A file that replaces its predecessor only when it is whole. Raises `StoreError` that names the file itself."""
+    """A file that replaces its predecessor only when it is complete. Raises `StoreError`, which names the file
+    itself."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -233,5 +235,5 @@ class _NewFile:
             self._temporary.unlink(missing_ok=True)
 
     def _failed(self, error: OSError) -> StoreError:
-        what = f"{self._path}: can't export: {error.strerror or error}; choose another place or free space"
+        what = f"{self._path}: can't export: {error.strerror or error}; choose another folder or free space"
         return failure_type(error)(what)

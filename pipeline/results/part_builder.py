@@ -1,7 +1,7 @@
-"""Building and committing a shard's part: one place for workers that computed it and for the closer that ends it.
+"""Building and committing a shard's part, for workers that computed it and for the closer that ends it.
 
-What a part says of tokens must add up whoever makes it: all that attempts are known to have sampled is either an answer
-in the part or counted as repeated, attempt by attempt, so that a later look can tell what came after.
+Token counts must add up for every maker of a part: each token that an attempt is known to have sampled is either in an
+answer of the part or counted as repeated, attempt by attempt, so that tokens logged later can be distinguished.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from schemas.jobs.outcome import WorkerTime
 
 @dataclass(frozen=True, slots=True)
 class PartMaker:
-    """Who makes a part, and what it took.
+    """The maker of a part, and the cost of its work.
 
     Attributes:
-        attempt: its number among the attempts on the shard.  attempt_id: names it.  worker: who.
+        attempt: its number among the attempts on the shard.  attempt_id: its unique id.  worker: the worker's name.
         started_at: when the shard was taken.
-        report: what computing cost; all zero for who computes nothing.
-        price_per_hour: of who computes; None: unknown.
+        report: the cost of computing; all zero for a maker that computes nothing.
+        price_per_hour: the worker's price; None: unknown.
     """
 
     attempt: int
@@ -48,7 +48,7 @@ def commit_part(
     history: ShardHistory,
     maker: PartMaker,
 ) -> bool:
-    """Build part `number` of `job` from `rows` and commit it; False when another's part stands.
+    """Build part `number` of `job` from `rows` and commit it; False when another's part exists.
 
     Args:
         shard: `schemas.tables.shard_schema(...)`.

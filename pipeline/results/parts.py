@@ -1,4 +1,4 @@
-"""Parts: the files that users read, one for each shard, each made in private and then visible at once and whole.
+"""Parts: the result files that users read, one for each shard; each is built in private, then published at once.
 
 A part's footer carries its counts and token usage, so adding up a job reads footers and never rows.
 """
@@ -33,7 +33,7 @@ class RowsMismatch(PipelineError):
 
 @dataclass(frozen=True, slots=True)
 class PartEntry:
-    """A part as its footer describes it; `size` in bytes."""
+    """A part and its footer; `size` in bytes."""
 
     number: int
     rows: int
@@ -60,7 +60,7 @@ class PartWriter:
             raise _write_failed(path, error) from error
 
     def append(self, table: pa.Table) -> None:
-        """Add rows; they must come in row order over all calls."""
+        """Append rows; they must be in row order over all calls."""
         try:
             self._writer.write_table(table.cast(self._schema), row_group_size=ROWS_PER_GROUP)
         except OSError as error:
@@ -70,7 +70,7 @@ class PartWriter:
             self._statuses[pair["values"]] += pair["counts"]
 
     def counts(self) -> Counts:
-        """The rows so far, by status."""
+        """The numbers of appended rows, by status."""
         return Counts(total=self.rows, **{status.value: self._statuses[status.value] for status in RowStatus})
 
     def finish(self, summary: PartSummary) -> None:
@@ -82,45 +82,45 @@ class PartWriter:
             raise _write_failed(self.path, error) from error
 
     def abandon(self) -> None:
-        """Close and remove the file, after a failure."""
+        """Close and delete the file, after a failure."""
         try:
             self._writer.close()
-        except OSError:  # a full disk can't take the footer either; the file goes anyway
+        except OSError:  # a full disk can't take the footer either; the file is deleted anyway
             pass
         finally:
             self.path.unlink(missing_ok=True)
 
 
 def committed_tokens(rows: pa.Table) -> Usage:
-    """What finished rows (`FINISHED_SCHEMA`) cost."""
+    """The token usage of finished rows (`FINISHED_SCHEMA`)."""
     sums = {name: pc.sum(rows[f"usage_{name}"]).as_py() or 0 for name in ROW_USAGE}
     return Usage(**sums)
 
 
 def shard_results(rows: pa.Table, shard: pa.Table) -> pa.Table:
-    """The table of a part: `rows` (`RESULT_FIELDS`, more is dropped) sorted by row, with the columns that `shard`
-    carries through.
+    """The table of a part: `rows` (`RESULT_FIELDS`, other columns are dropped) sorted by row, with the columns that
+    `shard` carries through.
 
     Raises:
-        RowsMismatch: `rows` are not one for each row of `shard`, with its custom_id.
+        RowsMismatch: `rows` are not exactly one for each row of `shard`, with its custom_id.
     """
     results = rows.select([field.name for field in RESULT_FIELDS]).sort_by("row")
     names = [name for name in shard.column_names if name not in {field.name for field in SHARD_FIELDS}]
-    asked = shard.select(["row", "custom_id", *names]).sort_by("row")
-    _check_rows(results, asked)
+    requested = shard.select(["row", "custom_id", *names]).sort_by("row")
+    _check_rows(results, requested)
     for name in names:
-        results = results.append_column(asked.schema.field(name), asked[name])
+        results = results.append_column(requested.schema.field(name), requested[name])
     return results
 
 
 def part_schema(shard: pa.Schema) -> pa.Schema:
-    """The schema of a job's parts, from any of its shards'."""
+    """The schema of a job's parts, from the schema of any of its shards."""
     fixed = {field.name for field in SHARD_FIELDS}
     return pa.schema([*RESULT_FIELDS, *(field for field in shard if field.name not in fixed)])
 
 
 def read_part(ledger: JobLedger, number: int) -> PartEntry:
-    """A committed part's entry, from its footer only; raises `LedgerError` when it isn't one of ours."""
+    """Read a committed part's entry, from its footer only; raises `LedgerError` when it isn't tokenmill's."""
     where = ledger.place(part_key(number))
     with ledger.store.open(ledger.prefix + part_key(number)) as stream:
         try:
@@ -134,14 +134,14 @@ def read_part(ledger: JobLedger, number: int) -> PartEntry:
     summary = parse_stored(where, text, PartSummary)
     if summary.part != number or summary.counts.total != footer.num_rows:
         raise LedgerError(
-            f"{where}: its footer tells of part {summary.part} with {summary.counts.total} rows, but it is part "
+            f"{where}: its footer is of part {summary.part} with {summary.counts.total} rows, but it is part "
             f"{number} with {footer.num_rows}; it was damaged or renamed"
         )
     return PartEntry(number, footer.num_rows, size, summary)
 
 
-def _check_rows(results: pa.Table, asked: pa.Table) -> None:
-    given, wanted = results["row"].to_numpy(), asked["row"].to_numpy()
+def _check_rows(results: pa.Table, requested: pa.Table) -> None:
+    given, wanted = results["row"].to_numpy(), requested["row"].to_numpy()
     if len(given) != len(wanted) or not np.array_equal(given, wanted):
         missing = np.setdiff1d(wanted, given)
         unknown = np.setdiff1d(given, wanted)
@@ -150,8 +150,8 @@ def _check_rows(results: pa.Table, asked: pa.Table) -> None:
             f"a shard of {len(wanted)} rows got {len(given)} results: {len(missing)} rows have none"
             f"{_first(missing)}, {len(unknown)} are not the shard's{_first(unknown)}, {twice} came twice"
         )
-    if not results["custom_id"].equals(asked["custom_id"]):
-        different = pc.not_equal(results["custom_id"].combine_chunks(), asked["custom_id"].combine_chunks())
+    if not results["custom_id"].equals(requested["custom_id"]):
+        different = pc.not_equal(results["custom_id"].combine_chunks(), requested["custom_id"].combine_chunks())
         first = pc.index(pc.fill_null(different, True), True).as_py()
         raise RowsMismatch(f"the result of row {wanted[first]} bears another row's custom_id")
 

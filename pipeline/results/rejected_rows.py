@@ -1,7 +1,7 @@
-"""Refused rows of a segment become a part of their own, which anybody can make from what the planner stored.
+"""Publishing a segment's refused rows as a part of its own, from the file that the planner stored.
 
-So a planner that dies right after its segment stands leaves nothing undone that the next process, whichever it is,
-couldn't do; and all of them make the same bytes.
+Any process can do so. If a planner dies right after its segment is committed, the next process completes the step, and
+all of them make the same bytes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _CHUNK = 1 << 20
 
 
 def commit_rejects(ledger: JobLedger, segment: PlanSegment, world: World) -> bool:
-    """Make the part of the rows that a standing segment refused, unless it stands already.
+    """Make the part of a committed segment's refused rows, unless it exists already.
 
-    Raises `LedgerError` when what was stored isn't what was planned, `StoreError` when it can't be copied.
+    Raises `LedgerError` when the stored file isn't the planned one, `StoreError` when it can't be copied.
     """
     rejects = segment.rejects
     if rejects is None or ledger.has_part(rejects.number):

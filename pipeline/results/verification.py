@@ -1,6 +1,6 @@
-"""Whether the results of a job that has ended are still those that its manifest lists.
+"""Verification of an ended job's results against its manifest.
 
-A committed part never changes by tokenmill's doing; disks, people and lifecycle rules may think otherwise.
+tokenmill never changes a committed part; disks, people and lifecycle rules may.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pipeline.ports import ObjectNotFound, PipelineError
 from schemas.jobs.outcome import JobStatus, Manifest
 
 SHOWN: Final = 3
-"""Of the files that are wrong so many are named."""
+"""Maximum number of damaged files that the error names."""
 
 
 class ResultsDamaged(PipelineError):
@@ -21,11 +21,11 @@ class ResultsDamaged(PipelineError):
 
 
 def check_files(ledger: JobLedger, manifest: Manifest, *, hashes: bool = False) -> int:
-    """Compare the parts that stand with the manifest, by name and size (one listing); how many there are. Results that
-    were removed, since they are kept for so long only, are not looked for.
+    """Compare the parts with the manifest, by name and size (one listing); returns the number of parts. Results that
+    were removed after their retention period are not checked.
 
     Args:
-        hashes: compare their contents too; reads every byte.
+        hashes: compare the contents too; reads every byte.
 
     Raises:
         ResultsDamaged: they differ.
@@ -52,7 +52,7 @@ def _wrong(ledger: JobLedger, manifest: Manifest, *, hashes: bool) -> Iterator[s
             yield f"{file.path} has {size} bytes instead of {file.size}"
         elif hashes and _hash(ledger, file.path) != file.sha256:
             yield f"{file.path} has other contents than were committed"
-    if manifest.files and manifest.status is not JobStatus.FAILED:  # else a late part may stand (`result_parts`)
+    if manifest.files and manifest.status is not JobStatus.FAILED:  # else a late part may exist (`result_parts`)
         yield from (f"{key} is no part of this job" for key in standing)
 
 

@@ -1,7 +1,7 @@
-"""A worker's side of the pipeline: takes shard names from the queue, shards from the ledger, and commits parts.
+"""A worker's client of the pipeline: takes tasks from the queue, reads shards from the ledger, and commits parts.
 
-Nothing here trusts the queue: a name that comes twice, too late or for a shard already done is dropped after one look
-at the ledger.
+The client doesn't trust the queue: a task that comes twice, too late or for a finished shard is dropped after one check
+of the ledger.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from schemas.workers.metrics import WorkerMetrics
 
 logger = structlog.get_logger(__name__)
 
-MOST_JOBS: Final = 64
-"""Jobs whose plans are remembered, beside those that something is held of."""
+MAX_JOBS: Final = 64
+"""Maximum number of cached plans, except those of jobs with held shards."""
 
 PASS_OVER_SECONDS: Final = 20.0
 """For so long a worker doesn't take a shard again that it could not work on: less than the time after which a shard
-that nobody holds is put on the queue again."""
+without a holder is put on the queue again."""
 
 OpenLedger = Callable[[str], JobLedger]
-"""The ledger of a job, by its id."""
+"""Opens the ledger of a job by its id."""
 
 
 class UnplannedShard(LedgerError):
-    """Raised when a shard was asked for that the job's plan doesn't have."""
+    """Raised when a task names a shard that the job's plan doesn't have."""
 
 
 @dataclass(slots=True)
@@ -71,10 +71,10 @@ class ShardClient:
     """`ShardSource` and `ShardSink` of one worker. Threads of the worker may share it.
 
     Args:
-        worker: the worker's name, unique among those that live.
-        models: what it can serve (`ModelPin.key`).
-        no_more: tells that no shard will ever come again.
-        price_per_hour: of the worker, for what its work costs; None: nobody has said.
+        worker: the worker's name, unique among live workers.
+        models: the models that it can serve (`ModelPin.key`).
+        no_more: returns whether no shard will ever come again.
+        price_per_hour: the worker's price, for the cost of its work; None: not configured.
     """
 
     def __init__(
@@ -96,28 +96,28 @@ class ShardClient:
         self._heartbeats = heartbeats
         self._no_more = no_more
         self._models = frozenset(models)
-        self._price = price_per_hour
-        self._floor = BulkReserve()
+        self._price_per_hour = price_per_hour
+        self._bulk_reserve = BulkReserve()
         self._lock = threading.Lock()
         self._jobs: dict[str, _KnownJob] = {}
         self._held: set[tuple[str, int]] = set()
         self._load = WorkerLoad()
-        self._last_heartbeat: float | None = None  # monotonic, of the last one that was received
+        self._last_heartbeat: float | None = None  # monotonic, of the last one that was delivered
         self._fenced_until = -math.inf
-        self._checked_silence = -math.inf  # `_fenced_until` of the last silence whose shards were looked at
+        self._checked_silence = -math.inf  # `_fenced_until` of the last silence whose shards were checked
         self._session = world.random.token(8).hex()
-        self._passed_over: dict[tuple[str, int], float] = {}  # shards that can't be worked on -> until when (monotonic)
+        self._passed_over: dict[tuple[str, int], float] = {}  # unusable shards -> until when (monotonic)
         self._damaged_closings: set[str] = set()
-        self._uncertain: set[str] = set()  # attempts whose commit was begun, and is not known to have come to its end
-        self._sequences: dict[str, int] = {}  # attempts that began -> notes and checkpoints written
+        self._uncertain: set[str] = set()  # attempts whose commit has begun and may not have completed
+        self._sequences: dict[str, int] = {}  # attempts that began -> number of notes and checkpoints
 
     # -- ShardSource
 
     def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
-        """The next shard that is neither committed nor held by anyone, or None after `timeout` seconds."""
+        """The next shard that is neither committed nor held by any worker, or None after `timeout` seconds."""
         clock = self._world.clock
         until = clock.monotonic() + timeout
-        floor = self._floor.due and set(tiers) == set(BY_URGENCY)
+        floor = self._bulk_reserve.due and set(tiers) == set(BY_URGENCY)
         order = tuple(reversed(tiers)) if floor else tiers
         queues = [queue_name(model, tier) for tier in order for model in sorted(self._models)]
         while (task := self._next_task(queues, max(0.0, until - clock.monotonic()))) is not None:
@@ -130,8 +130,8 @@ class ShardClient:
         return None
 
     def _take(self, task: ShardTask, *, floor: bool) -> ShardWork | None:
-        """The shard, if it is to be had. One whose objects can't be read is passed over for a while: no job's damage
-        stops the worker. Raises `StoreError`, which is about the store and not about the job."""
+        """The shard, if it is available. A shard whose objects can't be read is skipped for a while: a job's damage
+        must not stop the worker. Raises `StoreError`, which concerns the store and not the job."""
         try:
             known = self._known(task)
             ledger = known.ledger
@@ -141,22 +141,22 @@ class ShardClient:
                 return None
             self._hold(task.job, task.shard)
             return self._open(known, task.shard, floor=floor)
-        except (JobNotFound, UnplannedShard) as error:  # it was removed, or somebody else wrote on the queue
+        except (JobNotFound, UnplannedShard) as error:  # the job was removed, or another program wrote to the queue
             logger.warning("no such shard", job=task.job, shard=task.shard, reason=str(error))
         except StoreError:
-            self._let_go(task.job, task.shard)
+            self._release_held(task.job, task.shard)
             raise
         except Exception as error:  # noqa: BLE001 - recorded; the worker goes on with other shards
             self._pass_over(task.job, task.shard, self._world.random.token(8).hex(), error)
         return None
 
     def _pass_over(self, job: str, shard: int, attempt_id: str, error: Exception) -> None:
-        """Let go of a shard that can't be worked on, record why, and take it no more for a while."""
+        """Release an unusable shard, record the reason, and don't take it again for a while."""
         now = self._world.clock.monotonic()
         with self._lock:
             self._passed_over = {one: until for one, until in self._passed_over.items() if until > now}
             self._passed_over[job, shard] = now + PASS_OVER_SECONDS
-        self._let_go(job, shard)
+        self._release_held(job, shard)
         ledger = self._open_ledger(job)
         if ledger.store.info(ledger.prefix + JOB) is None:
             logger.warning("a job is gone", job=job, reason=str(error))
@@ -168,7 +168,7 @@ class ShardClient:
             ledger.note_unreadable(shard, attempt_id, record)
 
     def _next_task(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
-        """A broker that can't be reached has nothing for us now; what is held goes on."""
+        """The next task; None while the broker can't be reached: held shards continue."""
         try:
             return self._queue.take(queues, timeout)
         except ServiceUnavailable as error:
@@ -176,34 +176,34 @@ class ShardClient:
             return None
 
     def _has_holder(self, task: ShardTask) -> bool:
-        """Whether another worker says that it has the shard: its name was on the queue twice. If that one lets go of it
-        undone, the dispatcher puts it again."""
+        """Whether another worker reports that it holds the shard: its task was on the queue twice. If that worker
+        releases it undone, the dispatcher puts it on the queue again."""
         try:
             workers = self._heartbeats.workers()
         except ServiceUnavailable as error:
-            logger.warning("nobody knows who holds what", reason=str(error))
+            logger.warning("the holders of shards can't be read", reason=str(error))
             return False
         shard = (task.job, task.shard)
         return any(shard in worker.held for worker in workers if worker.name != self.worker)
 
     def finished(self) -> bool:
-        """True when no shard will ever come again."""
+        """Whether no shard will ever come again."""
         return self._no_more()
 
     # -- ShardSink
 
     def commit(self, work: ShardWork, finished: FinishedRows, report: ShardReport) -> bool:
-        """Make the shard's part; False when another attempt's part stands, or the job has ended without one: its
-        manifest says which parts count. Raises `PipelineError`."""
+        """Commit the shard's part; False when another attempt's part exists, or the job has ended without one: its
+        manifest lists the parts that count. Raises `PipelineError`."""
         known = self._jobs[work.job.id]
         table = pa.concat_tables([work.history.finished, finished.table()])
-        maker = PartMaker(work.attempt, work.attempt_id, self.worker, work.started_at, report, self._price)
-        repeated = work.attempt_id in self._uncertain
+        maker = PartMaker(work.attempt, work.attempt_id, self.worker, work.started_at, report, self._price_per_hour)
+        is_retry = work.attempt_id in self._uncertain
         self._uncertain.add(work.attempt_id)
         won = not known.ledger.has_ended() and commit_part(
             known.ledger, self._world, work.job.id, work.shard, work.table, table, work.history, maker
         )
-        if repeated and not won and known.ledger.has_part(work.shard):  # it may be its own; the confirmation was lost
+        if is_retry and not won and known.ledger.has_part(work.shard):  # perhaps its own, and the confirmation was lost
             won = read_part(known.ledger, work.shard).summary.attempt_id == work.attempt_id
         if not won:
             self._record_end(known.ledger, work, report.generated, report.busy_seconds)
@@ -212,7 +212,7 @@ class ShardClient:
         return won
 
     def begin(self, work: ShardWork) -> None:
-        """Record the attempt: from here on rows of the shard may be in the engine."""
+        """Record the attempt: from now on rows of the shard may be in the engine."""
         self._jobs[work.job.id].ledger.begin_attempt(
             work.shard,
             lambda number: AttemptRecord(
@@ -227,7 +227,7 @@ class ShardClient:
         self._sequences.setdefault(work.attempt_id, 0)
 
     def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
-        """Make durable what is new."""
+        """Write a durable checkpoint."""
 
         def make(sequence: int) -> tuple[str, bytes]:
             head = CheckpointHead(
@@ -238,41 +238,41 @@ class ShardClient:
                 final=new.final,
                 generated=new.generated,
                 exposed=new.exposed,
-                worked=self._worked(new.busy_seconds),
+                worked=self._worker_time(new.busy_seconds),
             )
             return checkpoint_key(work.shard, work.attempt_id, sequence), encode(head, new.finished, new.running)
 
         self._append(work, make)
 
     def note(self, work: ShardWork, rows: Sequence[int]) -> None:
-        """Note durably that these rows are computed, and no others."""
+        """Record durably that only these rows are computed."""
         data = NoteRecord(rows=tuple(rows)).to_json()
         self._append(work, lambda sequence: (note_key(work.shard, work.attempt_id, sequence), data))
 
     def release(self, work: ShardWork, generated: int, busy_seconds: float = 0.0) -> None:
-        """Give the shard back undone; `generated` tokens were sampled by this attempt, in `busy_seconds`."""
+        """Release the shard undone; this attempt sampled `generated` tokens in `busy_seconds`."""
         self._record_end(self._jobs[work.job.id].ledger, work, generated, busy_seconds)
         self._sequences.pop(work.attempt_id, None)
-        self._let_go(work.job.id, work.shard)
+        self._release_held(work.job.id, work.shard)
 
     def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad | None = None) -> None:
-        """The worker lives and works on these. A shard that was taken, and that the worker has not begun, is held too.
-        `load` None: as it was."""
+        """Send a heartbeat with these running shards. Shards that were taken and not begun are held too. `load` None:
+        unchanged."""
         with self._lock:
             self._load = load or self._load
             self._beat(self._held | {(work.job.id, work.shard) for work in shards})
         if load is not None and load.figures is not None:
-            self._tell(load.figures)
+            self._report_metrics(load.figures)
 
     def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None:
-        """Give the shard back since this attempt can't go on with it, and record why."""
+        """Release the shard because this attempt can't continue with it, and record the reason."""
         self._record_end(self._jobs[work.job.id].ledger, work, generated, busy_seconds)
         self._sequences.pop(work.attempt_id, None)
         self._pass_over(work.job.id, work.shard, work.attempt_id, error)
 
     def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:
-        """Shards whose job is being closed or has ended. Where this worker was silent for longer than
-        `Heartbeats.lifetime`, also those that stand by now, and those that another worker took over. Shards released
+        """Find shards whose job is being closed or has ended. After a silence of this worker that was longer than
+        `Heartbeats.lifetime`, also shards with a part, and shards that another worker took over. Shards released
         meanwhile are left out."""
         with self._lock:
             jobs = {work.job.id: self._jobs.get(work.job.id) for work in shards}
@@ -302,12 +302,13 @@ class ShardClient:
     # -- inside
 
     def _is_closing(self, job: str, ledger: JobLedger) -> bool:
-        """A closing that can't be read stops nothing here: the dispatcher reports it."""
+        """Whether the job is being closed or has ended. An unreadable closing counts as none: the dispatcher reports
+        it."""
         try:
             return ledger.closing() is not None or ledger.has_ended()
         except StoreError:
             raise
-        except Exception as error:  # noqa: BLE001 - of one job; the others' heartbeat goes on
+        except Exception as error:  # noqa: BLE001 - of one job; the others continue
             if job not in self._damaged_closings:
                 self._damaged_closings.add(job)
                 logger.error("a job's closing can't be read", job=job, reason=str(error))
@@ -315,19 +316,19 @@ class ShardClient:
 
     def _is_fenced(self) -> bool:
         """Whether others may have taken this worker's shards: it is silent now, or was until a lifetime ago, or was and
-        has not looked since. A worker that is about to take a shard may not have seen the first heartbeat after the
+        has not checked since. A worker that is about to take a shard may not have read the first heartbeat after the
         silence."""
         now = self._world.clock.monotonic()
         silent = self._last_heartbeat is not None and now - self._last_heartbeat > self._heartbeats.lifetime
         return silent or now < self._fenced_until or self._fenced_until > self._checked_silence
 
     def _other_holders(self) -> Mapping[tuple[str, int], Set[str]] | None:
-        """The other workers that live and hold each shard; None: the heartbeats can't be read."""
+        """The other live workers that hold each shard; None: the heartbeats can't be read."""
         holders: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
         try:
             workers = self._heartbeats.workers()
         except ServiceUnavailable as error:
-            logger.warning("who holds what can't be read", reason=str(error))
+            logger.warning("the holders of shards can't be read", reason=str(error))
             return None
         for worker in workers:
             if worker.name != self.worker:
@@ -338,7 +339,7 @@ class ShardClient:
     def _is_taken_over(
         self, ledger: JobLedger, work: ShardWork, holders: Mapping[tuple[str, int], Set[str]] | None
     ) -> bool:
-        """Whether another worker computes the shard. Of two that both were silent, the later attempt goes on."""
+        """Whether another worker computes the shard. If both were silent, the later attempt continues."""
         others = None if holders is None else holders.get((work.job.id, work.shard), frozenset())
         if others is not None and not others:
             return False
@@ -348,7 +349,7 @@ class ShardClient:
             logger.warning("attempts can't be read", job=work.job.id, shard=work.shard, reason=str(error))
             return True
         own = next((record.attempt for record in attempts if record.attempt_id == work.attempt_id), None)
-        if others is None:  # a later attempt stands for its worker
+        if others is None:  # a later attempt counts as its worker's claim
             return own is not None and any(record.attempt > own for record in attempts)
         earlier = set() if own is None else {record.worker for record in attempts if record.attempt < own}
         return bool(others - earlier)
@@ -368,19 +369,19 @@ class ShardClient:
         return known
 
     def _forget_jobs(self) -> None:
-        """Those known for longest, where nothing is held of them: a worker may live for months."""
+        """Evict the oldest cached plans of jobs without held shards: a worker may run for months."""
         with self._lock:
             held = {job for job, _ in self._held}
         idle = [job for job in self._jobs if job not in held]
-        for job in idle[: max(0, len(self._jobs) - MOST_JOBS)]:
+        for job in idle[: max(0, len(self._jobs) - MAX_JOBS)]:
             del self._jobs[job]
 
     def _open(self, known: _KnownJob, shard: int, *, floor: bool) -> ShardWork:
         planned, tier = known.shards[shard], known.job.tier
-        self._floor.took(tier, planned.prompt_tokens + planned.expected_tokens)
+        self._bulk_reserve.took(tier, planned.prompt_tokens + planned.expected_tokens)
         table = read_table(known.ledger, planned)
         attempts = known.ledger.attempts(shard)
-        # The first attempt has nothing behind it, and saves the look.
+        # The first attempt has no history, and saves the listing.
         history = read_history(known.ledger, shard) if attempts else ShardHistory()
         attempt = max((record.attempt for record in attempts), default=0) + 1
         attempt_id = self._world.random.token(8).hex()
@@ -388,26 +389,26 @@ class ShardClient:
         return ShardWork(known.job, shard, attempt, attempt_id, table, self._world.clock.now(), history, as_tier)
 
     def _record_end(self, ledger: JobLedger, work: ShardWork, generated: int, busy_seconds: float) -> None:
-        """Of an attempt that had begun."""
+        """Record the end of the attempt, if it has begun."""
         if work.attempt_id in self._sequences:
-            worked = self._worked(busy_seconds)
+            worked = self._worker_time(busy_seconds)
             ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated, worked=worked))
 
-    def _worked(self, busy_seconds: float) -> WorkerTime:
-        return WorkerTime(seconds=busy_seconds, price_per_hour=self._price)
+    def _worker_time(self, busy_seconds: float) -> WorkerTime:
+        return WorkerTime(seconds=busy_seconds, price_per_hour=self._price_per_hour)
 
     def _forget(self, ledger: JobLedger, work: ShardWork, *, won: bool) -> None:
-        """Drop what is accounted for now: the checkpoints of this attempt and, if its part stands, of those it went on
-        from. What another's part went on from is not known here."""
+        """Delete checkpoints that are accounted for: those of this attempt and, if its part was committed, of the
+        attempts that it resumed. Those that another's part resumed are not known here."""
         keys = [key for keys in work.history.keys.values() for key in keys] if won else []
         keys += [checkpoint_key(work.shard, work.attempt_id, n) for n in range(self._sequences.pop(work.attempt_id, 0))]
         for key in keys:
             ledger.store.delete(ledger.prefix + key)
-        self._let_go(work.job.id, work.shard)
+        self._release_held(work.job.id, work.shard)
 
     def _append(self, work: ShardWork, make: Callable[[int], tuple[str, bytes]]) -> None:
-        """Create the attempt's next note or checkpoint, `make(its number)`. The number is used up once it stands: a
-        write that is repeated because its confirmation was lost finds itself there."""
+        """Create the attempt's next note or checkpoint, `make(its number)`. The number is used once the object exists:
+        a write that is retried because its confirmation was lost finds its own object."""
         ledger, number = self._jobs[work.job.id].ledger, self._sequences.get(work.attempt_id, 0)
         while True:
             key, data = make(number)
@@ -416,7 +417,7 @@ class ShardClient:
             try:
                 if ledger.store.read(ledger.prefix + key) == data:
                     break
-            except ObjectNotFound:  # it was removed just now
+            except ObjectNotFound:  # it has just been deleted
                 continue
             number += 1
         self._sequences[work.attempt_id] = number + 1
@@ -426,30 +427,30 @@ class ShardClient:
             self._held.add((job, shard))
             self._beat(self._held)
 
-    def _let_go(self, job: str, shard: int) -> None:
+    def _release_held(self, job: str, shard: int) -> None:
         with self._lock:
             self._held.discard((job, shard))
             self._beat(self._held)
 
     @property
     def figures(self) -> WorkerMetrics | None:
-        """What the worker told last."""
+        """The worker's latest metrics."""
         return self._load.figures
 
     def close(self) -> None:
-        """Say that this worker ends, and holds nothing any more."""
+        """Report that this worker ends and holds no shards any more."""
         try:
             self._heartbeats.leave(self.worker)
         except ServiceUnavailable as error:
-            logger.warning("the end can't be told", reason=str(error))
+            logger.warning("the worker's end can't be reported", reason=str(error))
 
     def _beat(self, held: set[tuple[str, int]]) -> None:
-        """A heart that isn't heard costs work done twice, at most. Called with the lock held."""
+        """Send the heartbeat; a lost one causes duplicate work at most. Called with the lock held."""
         now = self._world.clock.monotonic()
         try:
             self._heartbeats.beat(self._state(held))
         except ServiceUnavailable as error:
-            logger.warning("the heartbeat can't be told", reason=str(error))
+            logger.warning("the heartbeat can't be sent", reason=str(error))
             return
         lifetime = self._heartbeats.lifetime
         if self._last_heartbeat is not None and now - self._last_heartbeat > lifetime:
@@ -457,11 +458,11 @@ class ShardClient:
             self._fenced_until = self._world.clock.monotonic() + lifetime
         self._last_heartbeat = now
 
-    def _tell(self, figures: WorkerMetrics) -> None:
+    def _report_metrics(self, metrics: WorkerMetrics) -> None:
         try:
-            self._heartbeats.tell(self.worker, figures)
+            self._heartbeats.tell(self.worker, metrics)
         except ServiceUnavailable as error:
-            logger.warning("figures can't be told", reason=str(error))
+            logger.warning("metrics can't be sent", reason=str(error))
 
     def _state(self, held: set[tuple[str, int]]) -> WorkerState:
         waiting, now = 0.0, self._world.clock.monotonic()
@@ -473,6 +474,6 @@ class ShardClient:
                 waiting += tokens * self._load.unfinished.get((job, number), 1.0)
         return WorkerState(
             self.worker, self._models, frozenset(held), round(waiting), self._load.tokens_per_second,
-            price_per_hour=self._price,
+            price_per_hour=self._price_per_hour,
             passed_over=frozenset(one for one, until in self._passed_over.items() if until > now),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the door and the queue on Celery have in common: apps by themselves, and how a broker's URL is read."""
+"""Shared by Celery ingest and the shard queue on Celery: isolated apps, and parsing of a broker's URL."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def private_app(broker_url: str) -> Celery:
 
 
 def scheme_of(url: str) -> str:
-    """The kind of server, without what Celery may add to it."""
+    """The scheme of the server's URL, without Celery's suffix."""
     return url.partition(":")[0].partition("+")[0]
 
 
 def security(url: str) -> dict[str, Any] | None:
-    """TLS for Redis: kombu alone would take any certificate. What the URL says of it (`?ssl_ca_certs=…`) goes first."""
+    """TLS options for Redis: kombu's default accepts any certificate. Options in the URL (`?ssl_ca_certs=…`)
+    override."""
     return {"ssl_cert_reqs": ssl.CERT_REQUIRED} if scheme_of(url) == "rediss" else None
 
 
 def socket_options(timeout: float) -> dict[str, Any]:
-    """What makes kombu's Redis transport answer or fail within so many seconds."""
+    """Options that make kombu's Redis transport answer or fail within so many seconds."""
     return {"socket_timeout": timeout, "socket_connect_timeout": timeout, "socket_keepalive": True}

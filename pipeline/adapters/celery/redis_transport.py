@@ -1,8 +1,7 @@
-"""kombu's transport for Redis, with a way to hold a message that a full server can't refuse.
+"""kombu's transport for Redis, with a delivery that loses no message on a full server.
 
-kombu pops a message from its queue, and then notes in two other keys that it is unacknowledged. A Redis that has
-reached its `maxmemory` lets a message be popped and refuses the notes: the message is then in no key, and its task is
-lost.
+kombu pops a message from its queue, and then records in two other keys that it is unacknowledged. A Redis that has
+reached its `maxmemory` allows the pop and refuses the records: the message is then in no key, and its task is lost.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from kombu.transport import redis, virtual
 from kombu.utils.json import dumps
 
 NAME: Final = f"{__name__}:Transport"
-"""As Celery's `broker_transport` takes it."""
+"""The value of Celery's `broker_transport`."""
 
 # KEYS: 1 index of unacknowledged messages, 2 unacknowledged messages.  ARGV: 1 delivery tag, 2 time, 3 message.
-# A full Redis refuses a script's first write, unless that can only free memory, and no write behind it. What is written
-# here lay in the queue a moment ago.
+# A full Redis refuses a script's first write, unless that can only free memory, and no later write. The data written
+# here was in the queue a moment ago.
 _HOLD: Final = """
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
@@ -41,6 +40,6 @@ class _Channel(redis.Channel):  # type: ignore[misc]
 
 
 class Transport(redis.Transport):  # type: ignore[misc]
-    """kombu's, with messages that are never in no key."""
+    """kombu's transport, in which a message is always in some key."""
 
     Channel = _Channel

@@ -1,13 +1,13 @@
 """The shard queues on any broker that Celery speaks: Redis, RabbitMQ, SQS, …
 
-Shards travel as what operators know to look at: task messages of Celery (`tokenmill.compute_shard`, JSON), sent by
-Celery's producer, each queue a queue of the broker. They are not run by Celery's worker. A shard isn't a function to be
-called when a message comes: the engine takes the next one when it has room, from the most urgent queue that has any,
-and computes several at once. A consumer would be handed messages that nobody wants yet, out of other workers' reach;
-and its connection can be open and silent for ever after the broker went away (the known fault of workers that live and
-consume nothing). So `take` asks, queue by queue. Each question has an answer or an error, any error throws the
-connection away, and the next question opens a new one. A message is acknowledged by being handed out; what is lost then
-is put again by the dispatcher.
+Shards are task messages of Celery (`tokenmill.compute_shard`, JSON), which operators can inspect with common tools,
+sent by Celery's producer; each queue is a queue of the broker. Celery's worker does not run them. A shard isn't a
+function to be called when a message comes: the engine takes the next one when it has room, from the most urgent queue
+that has any, and computes several at once. A consumer would prefetch messages that it doesn't need yet, out of other
+workers' reach; and its connection can stay open and silent for ever after the broker went away (the known fault of
+workers that run and consume nothing). So `take` polls, queue by queue. Each poll has an answer or an error, any error
+closes the connection, and the next poll opens a new one. Delivery acknowledges a message; the dispatcher puts lost ones
+again.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from pipeline.ports import Clock, ShardTask
 from pipeline.runtime.availability import ServiceUnavailable, redacted
 from schemas.workers.queue import COMPUTE_SHARD, task_arguments
 
-MOST_BYTES: Final = 16_384  # a message of ours has some hundred
-MOST_DROPS: Final = 100  # before other queues, and the time, are looked at again
+MAX_MESSAGE_BYTES: Final = 16_384  # a valid message has some hundred
+MAX_DROPS: Final = 100  # before other queues, and the time, are checked again
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CeleryQueueSettings:
-    """Where the broker is and how it is used; seconds.
+    """The broker's address and its time-outs; seconds.
 
     Attributes:
-        url: the broker's, as Celery takes it; several with ";" between are tried in turn.
-        prefix: what the queues' names begin with.
+        url: the broker's, in Celery's format; several, separated by ";", are tried in order.
+        prefix: of the queues' names.
         timeout: for an answer or a connection.
-        poll: between two questions while all queues are empty.
-        message_lifetime: after this long a message that nobody took is worth nothing: the dispatcher has decided anew.
-            Longer than the dispatcher's `most_patience`, so that what waits for a worker always has a message.
-        queue_lifetime: after this long a queue that nobody asks or fills goes, with what is in it.
-        transport_options: for kombu's transport, over ours.
+        poll: between two polls while all queues are empty.
+        message_lifetime: an untaken message expires after this long: the dispatcher has decided anew. Longer than the
+            dispatcher's `most_patience`, so that a waiting shard always has a message.
+        queue_lifetime: an unused queue expires after this long, with its messages.
+        transport_options: for kombu's transport; they override the defaults.
     """
 
     url: str = field(repr=False)
@@ -59,28 +59,27 @@ class CeleryQueueSettings:
 
 
 class CeleryQueue:
-    """`ShardQueue` on a broker; threads may share it. There is a connection for those that put and one for those that
-    take. Calls raise `ServiceUnavailable` when the broker can't be asked; the constructor asks nobody, and raises
-    `BadAddress`.
+    """`ShardQueue` on a broker; threads may share it. `put` and `take` each have a connection of their own. Calls raise
+    `ServiceUnavailable` when the broker can't be reached; the constructor doesn't connect, and raises `BadAddress`.
 
     Attributes:
-        dropped: messages that were none of ours, or too old.
+        dropped: number of foreign or expired messages.
     """
 
     def __init__(self, settings: CeleryQueueSettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._place = redacted(settings.url)
+        self._address = redacted(settings.url)
         self._app = private_app(settings.url)
         self._app.conf.update(task_ignore_result=True)
-        self._puts = _Line(self._connect)
-        self._takes = _Line(self._connect)
+        self._puts = _BrokerConnection(self._connect)
+        self._takes = _BrokerConnection(self._connect)
         self._seen_empty: dict[str, float] = {}  # queue -> when (monotonic)
         self.dropped = 0
 
     def put(self, queue: str, task: ShardTask) -> None:
-        """Append to the queue. An error leaves open whether it was."""
-        with self._puts.lock, self._told(self._puts, f"put a shard on {queue}"):
+        """Append to the queue. After an error it may or may not have been appended."""
+        with self._puts.lock, self._translate_errors(self._puts, f"put a shard on {queue}"):
             channel = self._puts.channel()
             self._app.send_task(
                 COMPUTE_SHARD,
@@ -94,7 +93,7 @@ class CeleryQueue:
 
     def take(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
         """The next task of the first of `queues` that has one, or None after `timeout` seconds (0: at once). While the
-        broker is away it is looked for until then."""
+        broker is unavailable, connecting is retried until then."""
         until = self._clock.monotonic() + timeout
         while True:
             left = until - self._clock.monotonic()
@@ -111,19 +110,19 @@ class CeleryQueue:
 
     def close(self) -> None:
         """Close the connections; a later call opens new ones."""
-        for line in (self._puts, self._takes):
-            with line.lock:
-                line.hang_up()
+        for connection in (self._puts, self._takes):
+            with connection.lock:
+                connection.disconnect()
 
     # -- inside
 
     def _take(self, queue: str) -> ShardTask | None:
-        """What the queue has that can be used, if anything."""
+        """The next valid task of the queue, if any."""
         with self._takes.lock:
-            for _ in range(MOST_DROPS):
-                with self._told(self._takes, f"take a shard from {queue}"):
+            for _ in range(MAX_DROPS):
+                with self._translate_errors(self._takes, f"take a shard from {queue}"):
                     channel = self._takes.channel()
-                    self._takes.know(self._queue(queue), channel)
+                    self._takes.ensure_queue(self._queue(queue), channel)
                     got, message = self._next(queue, channel)
                 if not got:
                     self._seen_empty[queue] = self._clock.monotonic()
@@ -133,16 +132,16 @@ class CeleryQueue:
         return None
 
     def _next(self, queue: str, channel: Any) -> tuple[bool, Any]:
-        """Whether there was a message, and the message, or None if it couldn't even be unpacked."""
+        """Whether there was a message, and the message, or None if it can't be unpacked."""
         try:
             message = channel.basic_get(self._queue(queue).name, no_ack=True)
-        except Exception as error:  # a stranger's bytes break kombu's unpacking in many ways
-            # Kombu counts KeyError among the errors of a connection; here a field of the message is missing.
-            if isinstance(error, self._takes.broken()) and not isinstance(error, KeyError):
+        except Exception as error:  # foreign bytes break kombu's unpacking in many ways
+            # Kombu counts KeyError among the errors of a connection; here it is a missing field of the message.
+            if isinstance(error, self._takes.connection_errors()) and not isinstance(error, KeyError):
                 raise
             self._drop(queue, f"can't be unpacked ({type(error).__name__})")
-            # Should this have been the connection's fault after all, then a new one is the cure.
-            self._takes.hang_up()
+            # If the connection was at fault after all, a new one helps.
+            self._takes.disconnect()
             return True, None
         if message is None:
             return False, None
@@ -150,7 +149,7 @@ class CeleryQueue:
         return True, convert(message) if convert is not None else message
 
     def _read(self, queue: str, message: Any) -> ShardTask | None:
-        """The task in a message of ours; None for any other, and for one that is too old."""
+        """The task in a message; None for a foreign or an expired message."""
         if message is None:
             return None
         try:
@@ -165,8 +164,8 @@ class CeleryQueue:
         return None
 
     def _is_late(self, queue: str, expires: str | None) -> bool:
-        """Whether the message has expired. Clocks of two machines may differ, so the sender's word isn't enough: what
-        came into a queue that was empty here a short while ago can't be old, whatever the clocks say."""
+        """Whether the message has expired. Clocks of two machines may differ, so the sender's expiry isn't enough: a
+        message in a queue that was empty here a short while ago can't be old, whatever the clocks show."""
         if expires is None or datetime.fromisoformat(expires) >= self._clock.now():
             return False
         emptied = self._seen_empty.get(queue)
@@ -177,7 +176,7 @@ class CeleryQueue:
         logger.warning("message dropped", queue=queue, reason=why)
 
     def _queue(self, name: str) -> Any:
-        """On the default exchange, so nothing but the queue itself is left on the broker, and that not for long."""
+        """The queue on the default exchange, so that only the queue itself is left on the broker, until it expires."""
         return Queue(f"{self._settings.prefix}.{name}", Exchange("", "direct"), expires=self._settings.queue_lifetime)
 
     def _connect(self) -> Any:
@@ -195,27 +194,27 @@ class CeleryQueue:
         return connection
 
     @contextmanager
-    def _told(self, line: _Line, what: str) -> Iterator[None]:
-        """Raises `ServiceUnavailable` for what the broker does inside, and lets the connection go."""
+    def _translate_errors(self, connection: _BrokerConnection, what: str) -> Iterator[None]:
+        """Raise `ServiceUnavailable` for the broker's errors inside, and close the connection."""
         try:
             yield
-        except line.broken() as error:
-            line.hang_up()
+        except connection.connection_errors() as error:
+            connection.disconnect()
             raise ServiceUnavailable(
-                f"{self._place}: can't {what}: {_reason(error)}; see that the broker runs and answers within "
+                f"{self._address}: can't {what}: {_reason(error)}; see that the broker runs and answers within "
                 f"{self._settings.timeout:g} s"
             ) from error
 
 
-class _Line:
-    """One connection to the broker and its channel, made when they are wanted. Used under its lock."""
+class _BrokerConnection:
+    """One connection to the broker and its channel, opened on first use. Used under its lock."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self.lock = threading.Lock()
         self._connect = connect
         self._connection: Any = None
         self._channel: Any = None
-        self._known: set[str] = set()
+        self._declared: set[str] = set()
 
     def channel(self) -> Any:
         if self._channel is None:
@@ -223,32 +222,32 @@ class _Line:
             self._channel = self._connection.channel()
         return self._channel
 
-    def know(self, queue: Any, channel: Any) -> None:
-        """See that the queue exists. On Redis a queue is there when something is in it, and to declare it would cost
-        two more round trips with each question."""
-        if queue.name not in self._known:
+    def ensure_queue(self, queue: Any, channel: Any) -> None:
+        """Declare the queue, if necessary. On Redis a queue exists when it has messages, and declaring it would cost
+        two more round trips with each poll."""
+        if queue.name not in self._declared:
             if self._connection.transport.driver_type != "redis":
                 queue(channel).declare()
-            self._known.add(queue.name)
+            self._declared.add(queue.name)
 
-    def broken(self) -> tuple[type[BaseException], ...]:
-        """What says that the connection is of no use any more."""
+    def connection_errors(self) -> tuple[type[BaseException], ...]:
+        """Exceptions after which the connection is unusable."""
         if self._connection is None:
             return (KombuError, OSError)
         return (KombuError, OSError, *self._connection.connection_errors, *self._connection.channel_errors)
 
-    def hang_up(self) -> None:
-        """Let the connection go."""
-        broken = self.broken()
+    def disconnect(self) -> None:
+        """Close the connection."""
+        ignored = self.connection_errors()
         connection, self._connection, self._channel = self._connection, None, None
-        self._known.clear()
+        self._declared.clear()
         if connection is not None:
-            with suppress(*broken):  # it is given up; what it says to that helps nobody
+            with suppress(*ignored):  # the connection is discarded; errors of closing it don't matter
                 connection.release()
 
 
 def _options(url: str, timeout: float) -> dict[str, Any]:
-    """What makes each kind of transport answer or fail in time."""
+    """Options that make each kind of transport answer or fail in time."""
     scheme = scheme_of(url)
     if scheme in (*REDIS, "sentinel"):
         return socket_options(timeout) | {"priority_steps": [0]}  # one list a queue
@@ -258,9 +257,9 @@ def _options(url: str, timeout: float) -> dict[str, Any]:
 
 
 def _problem(message: Any) -> str | None:
-    """Why a message is no task of ours, as far as can be seen from outside; None if nothing speaks against it."""
+    """Why a message is no shard task, by its headers and size; None if it may be one."""
     size = len(message.body)
-    if message.errors or message.content_type != "application/json" or size > MOST_BYTES:
+    if message.errors or message.content_type != "application/json" or size > MAX_MESSAGE_BYTES:
         return f"is {message.content_type!r:.80} of {size} bytes"
     if message.headers.get("task") != COMPUTE_SHARD:
         return f"is the task {message.headers.get('task')!r:.80}"

@@ -1,8 +1,8 @@
-"""Where a folder's files are changed, call by call, and what must happen before a name can be trusted after a power
-cut: the file's bytes synced, then the folder that names it, then each folder that was made on the way.
+"""Durable changes of files in a folder. A name is reliable after a power cut once the file's bytes are synced, then the
+folder that contains it, then each folder that was created on the way.
 
-All changes go through a `Disk`, so that the simulator can end a process between any two of them, and take back what was
-never synced. Reading needs no such seam.
+All changes go through a `Disk`, so that the simulator can end a process between any two of them, and undo unsynced
+changes. Reading needs no such interface.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pipeline.adapters.folder.locks import try_lock
 
 
 class Disk(Protocol):
-    """What may change below a folder. All raise OSError."""
+    """Changes of files below a folder. All raise OSError."""
 
     def new_name(self) -> str:
-        """A file name that nobody has used; also safe after a fork."""
+        """An unused file name; also safe after a fork."""
         ...
 
     def write_new(self, path: Path, data: bytes) -> None:
@@ -57,7 +57,7 @@ class Disk(Protocol):
         ...
 
     def remove_tree(self, path: Path) -> None:
-        """Remove the folder with all that is in it, as far as that can be done."""
+        """Remove the folder with its contents, as far as possible."""
         ...
 
     def lock(self, path: Path) -> int | None:
@@ -65,22 +65,22 @@ class Disk(Protocol):
         ...
 
     def unlock(self, descriptor: int) -> None:
-        """Free the lock."""
+        """Release the lock."""
         ...
 
 
 class LocalDisk:
-    """The operating system's.
+    """The operating system's disk.
 
     Args:
-        mask: permissions that files and folders have at most; the umask takes further ones away.
+        mask: maximum permissions of files and folders; the umask removes further ones.
     """
 
     def __init__(self, mask: int = 0o777) -> None:
         self._mask = mask
 
     def new_name(self) -> str:
-        """The process, and 64 random bits."""
+        """The process id, and 64 random bits."""
         return f"{os.getpid()}-{secrets.token_hex(8)}"
 
     def write_new(self, path: Path, data: bytes) -> None:
@@ -99,7 +99,7 @@ class LocalDisk:
 
     def link(self, source: Path, target: Path) -> None:
         """See `Disk`."""
-        mode = stat.S_IMODE(os.stat(source).st_mode)  # of a file that was built elsewhere, and given away
+        mode = stat.S_IMODE(os.stat(source).st_mode)  # of a file that was built elsewhere
         if mode & ~self._mask:
             os.chmod(source, mode & self._mask)
         os.link(source, target)
@@ -134,19 +134,19 @@ class LocalDisk:
 
 
 LOCAL_DISK = LocalDisk()
-"""It holds no state, so one is enough."""
+"""A shared instance: it holds no state."""
 
 
 def private_disk(root: Path) -> LocalDisk:
-    """For a folder whose files only its owner may read; with its group, where that may write in it already."""
+    """A disk for a folder that only its owner may read, or also its group, if that may already write to it."""
     shared = root.is_dir() and root.stat().st_mode & stat.S_IWGRP
     return LocalDisk(0o770 if shared else 0o700)
 
 
 def make_folders(disk: Disk, path: Path, *, below: Path) -> None:
-    """Make `path` and its parents under `below` (which exists), each durably.
+    """Create `path` and its parents under `below` (which exists), each durably.
 
-    Folders that exist already are synced too: another process may have made them and not have come to the sync yet.
+    Existing folders are synced too: another process may have created them without having synced yet.
     """
     missing = path.relative_to(below).parts
     folder = below
@@ -157,7 +157,7 @@ def make_folders(disk: Disk, path: Path, *, below: Path) -> None:
 
 
 def write_durably(disk: Disk, path: Path, data: bytes) -> None:
-    """Write a file that nobody else knows yet, and wait until its bytes are on the disk."""
+    """Write a new private file, and wait until its bytes are on the disk."""
     disk.write_new(path, data)
     disk.sync_file(path)
 

@@ -1,6 +1,6 @@
-"""Locks that end with their owner: `flock` on an open file. The kernel frees it when the process ends, however it ends,
-with all that it has handed the open file to, so a lock is never stale and never taken over. The file itself stays:
-removing it would let two owners in."""
+"""Locks that end with their owner: `flock` on an open file. The kernel releases a lock when the process and all
+processes that inherited the open file end, in any way, so a lock is never stale and never taken over. The file itself
+stays: removing it would admit two owners."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from typing import Final
 
 from pipeline.ports import OutputLocked, StoreError
 
-PATIENCE_SECONDS: Final = 20.0
-"""What a killed run leaves ends soon, but not before a write that a slow disk has begun, nor before its memory is
-freed."""
+RETRY_TIMEOUT_SECONDS: Final = 20.0
+"""How long the processes of a killed run may take to end: they complete a write on a slow disk, and free memory."""
 
 DYING_SECONDS: Final = 1.0
-"""What a process may take from the signal until the kernel marks it as ending."""
+"""How long a process may take from the signal until the kernel marks it as ending."""
 
 PF_EXITING: Final = 0x4
-"""The kernel's flag of a process that it is taking down."""
+"""The kernel's flag of an ending process."""
 
-LOOK_SECONDS: Final = 0.02
+POLL_SECONDS: Final = 0.02
 
 
 def try_lock(path: Path) -> int | None:
@@ -44,7 +43,7 @@ def try_lock(path: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """The process that took a lock. `namespace`: where its id means something, see `_pid_namespace`."""
+    """The process that took a lock. `namespace`: the scope of its id, see `_pid_namespace`."""
 
     pid: int
     host: str
@@ -54,7 +53,7 @@ class _Owner:
         return f"pid {self.pid} on {self.host}"
 
     def is_gone(self) -> bool:
-        """Whether it surely runs no more, see `has_ended`."""
+        """Whether it has certainly ended, see `has_ended`."""
         if self.host != socket.gethostname() or self.namespace != _pid_namespace():
             return False
         try:
@@ -65,19 +64,19 @@ class _Owner:
             return False
         try:
             return has_ended(Path(f"/proc/{self.pid}/stat").read_bytes())
-        except OSError:  # not on this system, or it ends just now
+        except OSError:  # no /proc on this system, or the process has just ended
             return False
 
 
 def has_ended(stat: bytes) -> bool:
-    """Whether a process runs no more, by its `/proc/PID/stat`: nobody has waited for it yet (a zombie), or the kernel
-    is freeing its memory (a second for four gigabytes, where it was measured) before it closes its files."""
-    fields = stat.rpartition(b")")[2].split()  # behind the name, which may hold anything: state, …, flags (the 7th)
+    """Whether a process has ended, by its `/proc/PID/stat`: it is a zombie, or the kernel is freeing its memory
+    (measured: a second for four gigabytes) before it closes its files."""
+    fields = stat.rpartition(b")")[2].split()  # after the name, which may contain anything: state, …, flags (the 7th)
     return len(fields) > 6 and (fields[0] in (b"Z", b"X") or bool(int(fields[6]) & PF_EXITING))
 
 
 def _pid_namespace() -> str | None:
-    """Containers of one host name may have process ids of their own; None where the system has no such thing."""
+    """The namespace of process ids: containers of one host name may have ids of their own. None if there is none."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -85,56 +84,56 @@ def _pid_namespace() -> str | None:
 
 
 class RunLock:
-    """One run at a time holds an output folder. Used as a context manager.
+    """The lock of an output folder, for one run at a time. Used as a context manager.
 
-    A process that is given `descriptor` holds the folder too: it is free only when both are gone. So a run that was
-    killed may still be holding it, through what it had started; that ends by itself, and is waited for.
+    A process that inherits `descriptor` holds the folder too: it is free only when both have ended. So a killed run may
+    still hold it through its child processes; these end by themselves, and `acquire` waits for them.
 
     Args:
-        patience: seconds to wait for what a killed run has left. A run that lives gets as much of it as one takes to
-            die: right after `kill -9` it is still there.
+        patience: seconds to wait for the processes of a killed run. For a live run the wait is `DYING_SECONDS` at most:
+            right after `kill -9` a process still exists.
 
     Raises:
         OutputLocked: another process (named when known) holds it.
         StoreError: the folder can't be written or doesn't support locks.
     """
 
-    def __init__(self, folder: Path, patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, folder: Path, patience: float = RETRY_TIMEOUT_SECONDS) -> None:
         self.path = folder / ".lock"
-        self._patience = patience
+        self._retry_timeout_seconds = patience
         self._descriptor: int | None = None
 
     @property
     def descriptor(self) -> int:
-        """The file that is locked, for a process that is started; only while the lock is held."""
+        """The descriptor of the locked file, for a child process; only while the lock is held."""
         if self._descriptor is None:
             raise ValueError(f"{self.path}: is not locked")
         return self._descriptor
 
     def acquire(self) -> None:
-        """Take the lock or raise."""
+        """Take the lock, or raise."""
         began = time.monotonic()
         while (descriptor := self._try()) is None:
             owner, waited = self._owner(), time.monotonic() - began
             if owner is not None and owner.is_gone():
-                if waited >= self._patience:
+                if waited >= self._retry_timeout_seconds:
                     raise OutputLocked(
                         f"{self.path.parent}: a run that was killed ({owner}) has left a process that is still ending; "
                         "wait a moment and run again"
                     )
-            elif waited >= min(self._patience, DYING_SECONDS):
+            elif waited >= min(self._retry_timeout_seconds, DYING_SECONDS):
                 raise OutputLocked(
                     f"{self.path.parent}: another run{'' if owner is None else f' ({owner})'} is running there; "
                     "wait for it, stop it, or choose another output"
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         os.ftruncate(descriptor, 0)
         words = (str(os.getpid()), socket.gethostname(), _pid_namespace() or "")
         os.pwrite(descriptor, f"{' '.join(words).rstrip()}\n".encode(), 0)
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Give it back; harmless when it isn't held."""
+        """Release the lock; harmless when it isn't held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -156,7 +155,7 @@ class RunLock:
             ) from error
 
     def _owner(self) -> _Owner | None:
-        """Who took the lock, as far as it says."""
+        """The process that took the lock, if the lock file names it."""
         try:
             words = self.path.read_text().split()
         except (OSError, UnicodeDecodeError):

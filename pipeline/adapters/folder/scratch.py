@@ -1,7 +1,8 @@
-"""A process's own corner of a store's folder, for files that are still being built.
+"""A process's private scratch folder inside a store's folder, for files that are still being built.
 
-Each owner has `.tmp/NAME/` and holds a lock on `.tmp/NAME.lock` as long as it lives. Whoever opens the store later may
-remove the corner of any owner whose lock is free: that owner is dead, so nothing there can still become an object.
+Each owner has `.tmp/NAME/` and holds a lock on `.tmp/NAME.lock` as long as it lives. A process that opens the store
+later may remove the scratch folder of any owner whose lock is free: that owner is dead, so no file there can still
+become an object.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ class PrivateFolder:
         disk.make_folder(self.path)
 
     def new_path(self) -> Path:
-        """A name that nobody has used; also safe after a fork."""
+        """An unused path; also safe after a fork."""
         return self.path / self._disk.new_name()
 
     def sweep_dead(self) -> int:
-        """Remove what dead owners left behind; the number of owners swept."""
+        """Remove the scratch folders of dead owners; returns the number of these owners."""
         swept = 0
-        # A power cut may take the lock and leave the folder. An owner locks before it makes its folder.
+        # A power cut may remove the lock file and leave the folder. An owner locks before it creates its folder.
         for name in sorted({path.name.removesuffix(".lock") for path in self._shared.iterdir()}):
             lock_path = self._shared / f"{name}.lock"
             if lock_path == self._lock_path:
                 continue
             try:
                 descriptor = self._disk.lock(lock_path)
-            except FileNotFoundError:  # the last of the others closed just now and took the folder along
+            except FileNotFoundError:  # the last of the others has just closed and removed the folder
                 continue
             if descriptor is None:
                 continue
@@ -53,7 +54,7 @@ class PrivateFolder:
         return swept
 
     def close(self) -> None:
-        """Remove the corner and, when it was the last, the folder around it."""
+        """Remove the scratch folder and, when it was the last, its parent folder."""
         if self._descriptor < 0:
             return
         self._disk.remove_tree(self.path)
@@ -61,7 +62,7 @@ class PrivateFolder:
             self._disk.unlink(self._lock_path)
         self._disk.unlock(self._descriptor)
         self._descriptor = -1
-        with contextlib.suppress(OSError):  # others are there, or have just removed it
+        with contextlib.suppress(OSError):  # others use it, or have just removed it
             self._disk.remove_folder(self._shared)
 
     def _take_lock(self) -> tuple[Path, int]:
@@ -70,11 +71,11 @@ class PrivateFolder:
             self._disk.make_folder(self._shared)
             try:
                 descriptor = self._disk.lock(path)
-            except FileNotFoundError:  # an owner that closed took the empty folder along
+            except FileNotFoundError:  # an owner that closed has removed the empty folder
                 continue
             if descriptor is None:
                 continue
-            # A sweeper may have met the file between its creation and our lock and have removed it.
+            # A sweeper may have found the file between its creation and the lock, and have removed it.
             if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return path, descriptor
             self._disk.unlock(descriptor)

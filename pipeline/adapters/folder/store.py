@@ -1,9 +1,9 @@
 """An object store on a folder of a local disk.
 
-An object appears by one `link` of a finished, synced, private file to its final name. So readers never see a torn
-object, of two racing writers exactly one wins, and a killed writer leaves at most a temporary under `.tmp/`, which is
-swept when its owner is gone. (`O_EXCL` on the final name would not do: a kill between create and write leaves a torn
-object that counts as committed.)
+An object is created by one `link` of a finished, synced, private file to its final name. So readers never see a torn
+object, exactly one of two racing writers wins, and a killed writer leaves at most a temporary file under `.tmp/`, which
+is swept when its owner is gone. (`O_EXCL` on the final name would not suffice: a kill between create and write leaves a
+torn object that counts as committed.)
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from pipeline.ports import ObjectInfo, ObjectNotFound, StoreError, failure_type
 
 
 class FolderStore:
-    """`ObjectStore` on `root`, which is made when it is missing. Threads may share one; `close` removes temporaries.
+    """`ObjectStore` on `root`, which is created when it is missing. Threads may share one; `close` removes temporary
+    files.
 
     Args:
-        root: the folder.  read_only: only look; nothing is created in `root`, not even a temporary.
-        disk: how files are changed.
+        root: the folder.  read_only: nothing is created in `root`, not even a temporary file.
+        disk: changes files.
 
     Raises:
-        StoreError: the folder can't be written, or doesn't keep what create-if-absent needs (hard links, sync, locks).
+        StoreError: the folder can't be written, or lacks what create-if-absent needs (hard links, sync, locks).
     """
 
     def __init__(self, root: Path, *, read_only: bool = False, disk: Disk = LOCAL_DISK) -> None:
@@ -67,8 +68,8 @@ class FolderStore:
     def create(self, key: str, data: bytes | Path) -> bool:
         """Create the object durably; False if it exists already, and then nothing was changed.
 
-        A `Path` is a closed local file that the caller built and gives away: it is moved when it lies on the same file
-        system, else copied, and it is gone when this returns, whoever won.
+        A `Path` is a closed local file whose ownership passes to the store: it is moved if it is on the same file
+        system, else copied, and it is gone when this returns, won or lost.
         """
         private, final = self._writable(), self._path(key)
         temporary = private.new_path()
@@ -98,7 +99,8 @@ class FolderStore:
             with contextlib.ExitStack() as undo:
                 stream = undo.enter_context(path.open("rb"))
                 if self._private is not None:
-                    # Its writer may have died between the link and the sync. What is built on it must not outlive it.
+                    # Its writer may have died between the link and the sync. Objects that depend on it must not outlive
+                    # it.
                     self._disk.sync_folder(path.parent)
                 undo.pop_all()
             return stream
@@ -115,11 +117,11 @@ class FolderStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            self._fail(f"can't look at {key}", path, error)
+            self._fail(f"can't read the status of {key}", path, error)
         return ObjectInfo(key, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose keys start with `prefix`, in key order, behind `after`; holds the names of one folder at a
+        """Objects whose keys start with `prefix`, in key order, after `after`; holds the names of one folder at a
         time."""
         check_prefix(prefix)
         folder, _, beginning = prefix.rpartition("/")
@@ -131,7 +133,7 @@ class FolderStore:
         return (prefix + name for name in self._names(prefix, "") if name.endswith("/"))
 
     def delete(self, key: str) -> None:
-        """Remove the object if it is there."""
+        """Delete the object if it exists."""
         path = self._path(key)
         self._writable()
         try:
@@ -143,7 +145,7 @@ class FolderStore:
             self._fail(f"can't delete {key}", path, error)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Create or overwrite at once; not synced, because only caches are written so."""
+        """Create or overwrite atomically; not synced, because only caches are written this way."""
         temporary, path = self._writable().new_path(), self._path(key)
         try:
             self._disk.write_new(temporary, data)
@@ -159,7 +161,7 @@ class FolderStore:
         return str(self.root / key)
 
     def close(self) -> None:
-        """Remove this store's temporaries and free its lock."""
+        """Remove this store's temporary files and release its lock."""
         if self._private is not None:
             private, self._private = self._private, None
             private.close()
@@ -179,22 +181,22 @@ class FolderStore:
         return self._private
 
     def _publish(self, temporary: Path, final: Path) -> bool:
-        """Link the finished file to its final name: the one instant at which the object comes to be."""
+        """Link the finished file to its final name: the instant at which the object is created."""
         self._make_parent(final)
         try:
             self._disk.link(temporary, final)
             won = True
         except FileExistsError:
-            # Over NFS a repeated request can report our own success as "exists".
+            # Over NFS a repeated request can report its own success as "exists".
             won = final.exists() and os.path.samestat(temporary.stat(), final.stat())
             if not won and not final.is_file():
                 raise
-        # The loser syncs too: it will act on the object's existence, perhaps before the winner has come this far.
+        # The loser syncs too: it will rely on the object's existence, perhaps before the winner has synced.
         self._disk.sync_folder(final.parent)
         return won
 
     def _take_over(self, source: Path, temporary: Path) -> None:
-        """Move the given-away file to `temporary`, synced; copies across file systems."""
+        """Move the caller's file to `temporary`, synced; copies across file systems."""
         try:
             self._disk.sync_file(source)
             self._disk.rename(source, temporary)
@@ -217,11 +219,11 @@ class FolderStore:
         self._synced.add(folder)
 
     def _walk(self, folder: str, beginning: str, after: str) -> Iterator[ObjectInfo]:
-        """Objects below `folder` ("" or ends in "/") whose name in it starts with `beginning`, behind the key
+        """Objects below `folder` ("" or ends in "/") whose name in it starts with `beginning`, after the key
         `after`."""
         for name in self._names(folder, beginning):
             key = folder + name
-            if key <= after and not after.startswith(key):  # what is behind a folder's name may be in it
+            if key <= after and not after.startswith(key):  # keys after a folder's name may be in the folder
                 continue
             if name.endswith("/"):
                 yield from self._walk(key, "", after)
@@ -229,7 +231,7 @@ class FolderStore:
                 yield found
 
     def _names(self, folder: str, beginning: str) -> Sequence[str]:
-        """Names in `folder` that can be parts of keys, in key order; those of folders end in "/"."""
+        """Names in `folder` that can be parts of keys, in key order; names of folders end in "/"."""
         path = self.root / folder
         try:
             with os.scandir(path) as entries:
@@ -244,7 +246,7 @@ class FolderStore:
             self._fail("can't list", path, error)
 
     def _probe(self, private: PrivateFolder) -> None:
-        """Try what create-if-absent rests on, so that a folder which can't keep the promise is refused at the start."""
+        """Test the operations of create-if-absent, so that a folder which lacks them is refused at the start."""
         first, second, final = private.new_path(), private.new_path(), private.new_path()
         write_durably(self._disk, first, b"1")
         write_durably(self._disk, second, b"2")

@@ -1,4 +1,5 @@
-"""How to reach a Kafka cluster: the same for consumer, producer and admin client, its secrets kept out of logs."""
+"""Connection settings of a Kafka cluster: the same for consumer, producer and admin client; secrets never reach
+logs."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ class KafkaConnection:
         username, password: for PLAIN and SCRAM.
         token_provider: for OAUTHBEARER, an object of kafka-python's `AbstractTokenProvider`.
         kerberos_service, kerberos_domain: for GSSAPI.
-        ca_file: whom to trust; None: the system's authorities.
+        ca_file: trusted authorities; None: the system's.
         cert_file, key_file, key_password: the client's own certificate.
-        connect_timeout: of the first contact.
+        connect_timeout: of the first connection.
         request_timeout: of one request.
     """
 

@@ -1,7 +1,7 @@
-"""`Messages` on Kafka: sends are confirmed by all in-sync replicas, and what was not confirmed is an error.
+"""`Messages` on Kafka: sends are confirmed by all in-sync replicas, and an unconfirmed message is an error.
 
-The client resends by itself until the delivery timeout; what it can't deliver then is reported once, for all messages
-of the call, and whoever called sends all of them again. So a message may come twice, and never not at all.
+The client resends by itself until the delivery timeout; undelivered messages are then reported once, for all messages
+of the call, and the caller sends all of them again. So delivery is at least once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kafka.errors import KafkaError
 from pipeline.adapters.kafka.connection import KafkaConnection
 from pipeline.ports import Message, NotConfirmed
 
-_GRACE = 5.0
+_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class ProducerSettings:
     """Times in seconds.
 
     Attributes:
-        idempotence: the broker drops what the client itself sends twice.
+        idempotence: the broker drops messages that the client itself sends twice.
         max_block: how long one message may wait for metadata or memory.
         delivery_timeout: how long one message may take, resends included.
-        linger: how long a message waits for others to travel with.
+        linger: how long a message waits for others of its batch.
         most_bytes: the largest message; the broker's own limit must not be lower.
     """
 
@@ -76,8 +76,8 @@ class KafkaSender:
                 waiting.append(producer.send(message.topic, message.value, message.key, headers))
         except KafkaError as error:
             failed.append(error)
-        deadline = self._settings.delivery_timeout + _GRACE
-        for future in waiting:  # all of them: who is told of a failure knows that nothing is on its way any more
+        deadline = self._settings.delivery_timeout + _GRACE_SECONDS
+        for future in waiting:  # all of them: after a failure is reported, no message is in flight any more
             try:
                 future.get(timeout=deadline)
             except KafkaError as error:
@@ -86,11 +86,11 @@ class KafkaSender:
             raise self._not_confirmed(messages, failed) from failed[0]
 
     def close(self) -> None:
-        """Let the connection go; what was sent is confirmed already."""
+        """Close the connection; sent messages are confirmed already."""
         with self._lock:
             producer, self._producer = self._producer, None
         if producer is not None:
-            producer.close(timeout=_GRACE)
+            producer.close(timeout=_GRACE_SECONDS)
 
     def _connected(self) -> Any:
         with self._lock:

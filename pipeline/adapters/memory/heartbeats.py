@@ -17,34 +17,34 @@ class MemoryHeartbeats:
         self._lock = threading.Lock()
         self._began = clock.monotonic()
         self._beats: dict[str, tuple[float, WorkerState]] = {}
-        self._figures: dict[str, tuple[float, WorkerMetrics]] = {}
+        self._metrics: dict[str, tuple[float, WorkerMetrics]] = {}
 
     def beat(self, state: WorkerState) -> None:
-        """The worker lives, and this is how it stands."""
+        """See `Heartbeats.beat`."""
         with self._lock:
             self._beats[state.name] = (self._clock.monotonic(), state)
 
     def leave(self, worker: str) -> None:
-        """The worker ends in order."""
+        """See `Heartbeats.leave`."""
         with self._lock:
             self._beats.pop(worker, None)
-            self._figures.pop(worker, None)
+            self._metrics.pop(worker, None)
 
     def tell(self, worker: str, figures: WorkerMetrics) -> None:
-        """What the worker has to tell."""
+        """See `Heartbeats.tell`."""
         with self._lock:
-            self._figures[worker] = (self._clock.monotonic(), figures)
+            self._metrics[worker] = (self._clock.monotonic(), figures)
 
     def figures(self) -> dict[str, WorkerMetrics]:
-        """What workers that live have told, by name."""
+        """The latest metrics of each live worker, by name."""
         living = {state.name for state in self.workers()}
         now = self._clock.monotonic()
         with self._lock:
-            self._figures = {name: told for name, told in self._figures.items() if now - told[0] <= self.lifetime}
-            return {name: self._figures[name][1] for name in sorted(living & self._figures.keys())}
+            self._metrics = {name: report for name, report in self._metrics.items() if now - report[0] <= self.lifetime}
+            return {name: self._metrics[name][1] for name in sorted(living & self._metrics.keys())}
 
     def workers(self) -> list[WorkerState]:
-        """Workers that live, by name; the dead are forgotten."""
+        """The states of live workers, by name; dead ones are dropped."""
         now = self._clock.monotonic()
         with self._lock:
             self._beats = {name: beat for name, beat in self._beats.items() if now - beat[0] <= self.lifetime}

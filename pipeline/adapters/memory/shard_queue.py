@@ -1,4 +1,4 @@
-"""The shard queues inside one process: what they lose when the process ends, the dispatcher puts again."""
+"""The shard queues inside one process: the dispatcher puts tasks again that were lost when the process ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MemoryQueue:
         self._changed = threading.Condition()
 
     def put(self, queue: str, task: ShardTask) -> None:
-        """Hand the task to whoever takes next."""
+        """Append the task to the queue."""
         with self._changed:
             self._queues[queue].append(task)
             self._changed.notify()

@@ -1,7 +1,7 @@
-"""Redis, as the adapters that keep hints there use it: every call is bounded in time, nothing is retried in secret.
+"""The Redis client of adapters that store hints: every call has a time-out, and nothing is retried implicitly.
 
-A command that timed out may have been done, so whether it can be sent again is for the adapter to know, not for the
-client. Connections that broke are replaced by the next call.
+A command that timed out may have been executed, so the adapter, not the client, decides whether to send it again. The
+next call replaces a broken connection.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _WHOLE_SECOND: Final = 1_000
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """Where Redis is, and how long it is waited for; seconds.
+    """Redis' address and time-outs; seconds.
 
     Attributes:
-        url: redis://, rediss:// (TLS) or unix://, with user and password where there are any.
-        prefix: what all keys begin with, so that several installations can share a server.
+        url: redis://, rediss:// (TLS) or unix://, with user and password if there are any.
+        prefix: of all keys, so that several installations can share a server.
         connect_timeout: to reach the server.
         timeout: of one answer. Shorter than a heartbeat's lifetime, or a slow server would make workers seem dead.
-        most_connections: at once; made when they are wanted. Who waits for events of the lane needs one meanwhile.
+        most_connections: maximum number of connections, opened on demand. A reader that waits for events of the lane
+            occupies one.
     """
 
     url: str = field(repr=False)
@@ -40,10 +41,10 @@ class RedisSettings:
 
 
 class RedisClient:
-    """A client whose errors are ours. Threads may share it.
+    """A client with the pipeline's errors. Threads may share it.
 
     Attributes:
-        raw: redis-py's client; bytes in and out. Use it inside `told`.
+        raw: redis-py's client; bytes in and out. Use it inside `translate_errors`.
     """
 
     def __init__(self, settings: RedisSettings) -> None:
@@ -68,7 +69,7 @@ class RedisClient:
         return ":".join((self.settings.prefix, *parts))
 
     def script(self, text: str) -> Any:
-        """A Lua script; it is loaded when a server is found to lack it, as one that was emptied does."""
+        """A Lua script; it is loaded whenever the server lacks it, such as an emptied one."""
         return self.raw.register_script(text)
 
     def close(self) -> None:
@@ -76,8 +77,8 @@ class RedisClient:
         self.raw.close()
 
     @contextmanager
-    def told(self, what: str) -> Iterator[None]:
-        """Raises `ServiceUnavailable` for what redis-py raises inside. `what`: was being done, for the message."""
+    def translate_errors(self, what: str) -> Iterator[None]:
+        """Raise `ServiceUnavailable` for redis-py's errors inside. `what`: the operation, for the message."""
         try:
             yield
         except redis.RedisError as error:
@@ -88,7 +89,7 @@ class RedisClient:
 
 
 def milliseconds(seconds: float) -> int:
-    """As Redis wants times; at least one."""
+    """Seconds as milliseconds, Redis' unit of time; at least one."""
     return max(1, round(seconds * _WHOLE_SECOND))
 
 

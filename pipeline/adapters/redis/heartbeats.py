@@ -1,9 +1,9 @@
-"""Heartbeats on Redis: a key for each worker that vanishes when the worker is silent, another with its figures, and an
-index of their names.
+"""Heartbeats on Redis: for each worker a key that expires when the worker is silent, another with its metrics, and an
+index of the workers' names.
 
-Silence means something only if beats were kept meanwhile, and Redis may have been emptied, restarted, or stopped while
-keys ran out. So each call also leaves a mark, by the server's clock: where the marks have a gap (or there is none, as
-on a fresh server), what was kept begins anew at that moment. `since` counts from there. No client's clock is asked.
+Silence is meaningful only if heartbeats were recorded meanwhile, and Redis may have been emptied, restarted, or stopped
+while keys expired. So each call also writes a mark, by the server's clock: after a gap in the marks (or without any, as
+on a fresh server), the recorded period restarts at that moment. `since` counts from there. No client's clock is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _P = TypeVar("_P", bound=StoredModel)
 
 logger = structlog.get_logger(__name__)
 
-# KEYS: 1 the beginning of what is kept, 2 the last mark.  ARGV: 1 the longest gap in ms.
+# KEYS: 1 start of the recorded period, 2 the last mark.  ARGV: 1 the longest gap in ms.
 _MARK: Final = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -44,8 +44,8 @@ redis.call('ZADD', KEYS[3], now, ARGV[3])
 redis.call('PEXPIRE', KEYS[3], ARGV[2] * 10)
 """
 )
-# Who has been silent for ten lifetimes is struck off; who still counts is said by the keys.
-_LOOK: Final = (
+# Workers that have been silent for ten lifetimes are removed from the index; the keys determine which ones live.
+_LIST: Final = (
     _MARK
     + """
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now - ARGV[2] * 10)
@@ -61,14 +61,15 @@ return now - tonumber(redis.call('GET', KEYS[1]))
 
 
 class RedisHeartbeats:
-    """`Heartbeats` on Redis; threads may share it. All calls raise `ServiceUnavailable` when the server can't be asked.
+    """`Heartbeats` on Redis; threads may share it. All calls raise `ServiceUnavailable` when the server can't be
+    reached.
 
     Args:
-        lifetime: seconds after which a silent worker counts as dead; the same for all who share the server, and at
-            least three times as long as the time between two beats.
+        lifetime: seconds after which a silent worker counts as dead; the same for all users of the server, and at least
+            three times the interval of heartbeats.
 
     Attributes:
-        unreadable: beats that were none of ours, and were passed over.
+        unreadable: number of skipped values that are no heartbeats.
     """
 
     def __init__(self, settings: RedisSettings, lifetime: float) -> None:
@@ -78,12 +79,12 @@ class RedisHeartbeats:
         self._marks = [self._client.key("beats", "since"), self._client.key("beats", "last")]
         self._index = self._client.key("beats", "workers")
         self._beat = self._client.script(_BEAT)
-        self._look = self._client.script(_LOOK)
+        self._list = self._client.script(_LIST)
         self._since = self._client.script(_SINCE)
 
     def beat(self, state: WorkerState) -> None:
-        """The worker lives, and this is how it stands."""
-        paper = StoredHeartbeat(
+        """See `Heartbeats.beat`."""
+        record = StoredHeartbeat(
             name=state.name,
             models=tuple(sorted(state.models)),
             held=tuple(sorted(state.held)),
@@ -94,80 +95,80 @@ class RedisHeartbeats:
             passed_over=tuple(sorted(state.passed_over)),
         )
         keys = [*self._marks, self._index, self._key(state.name)]
-        with self._client.told("leave a heartbeat"):
-            self._beat(keys=keys, args=[*self._times(), state.name, paper.model_dump_json(exclude_defaults=True)])
+        with self._client.translate_errors("leave a heartbeat"):
+            self._beat(keys=keys, args=[*self._times(), state.name, record.model_dump_json(exclude_defaults=True)])
 
     def leave(self, worker: str) -> None:
-        """The worker ends in order: it holds nothing any more."""
-        with self._client.told("take leave"), self._client.raw.pipeline(transaction=True) as pipe:
-            pipe.delete(self._key(worker), self._figures_key(worker))
+        """See `Heartbeats.leave`."""
+        with self._client.translate_errors("remove a heartbeat"), self._client.raw.pipeline(transaction=True) as pipe:
+            pipe.delete(self._key(worker), self._metrics_key(worker))
             pipe.zrem(self._index, worker)
             pipe.execute()
 
     def tell(self, worker: str, figures: WorkerMetrics) -> None:
-        """What the worker has to tell."""
+        """See `Heartbeats.tell`."""
         data = figures.model_dump_json(exclude_defaults=True)
-        with self._client.told("tell figures"):
-            self._client.raw.set(self._figures_key(worker), data, px=milliseconds(self.lifetime))
+        with self._client.translate_errors("report metrics"):
+            self._client.raw.set(self._metrics_key(worker), data, px=milliseconds(self.lifetime))
 
     def figures(self) -> dict[str, WorkerMetrics]:
-        """What workers that live have told, by name."""
-        found = ((name, self._parsed(name, told, WorkerMetrics)) for name, told in self._of_each(self._figures_key))
-        return {name: figures for name, figures in found if figures is not None}
+        """The latest metrics of each live worker, by name."""
+        found = ((name, self._parse(name, data, WorkerMetrics)) for name, data in self._read_all(self._metrics_key))
+        return {name: metrics for name, metrics in found if metrics is not None}
 
     def workers(self) -> list[WorkerState]:
-        """Workers that live, by name."""
-        states = [self._read(name, beat) for name, beat in self._of_each(self._key)]
+        """The latest state of each live worker, sorted by name."""
+        states = [self._read(name, beat) for name, beat in self._read_all(self._key)]
         return [state for state in states if state is not None]
 
-    def _of_each(self, key: Callable[[str], str]) -> list[tuple[str, bytes]]:
-        """What stands under this key of each worker that lives, by name."""
-        with self._client.told("read the heartbeats"):
-            found: list[bytes] = self._look(keys=[*self._marks, self._index], args=self._times())
+    def _read_all(self, key: Callable[[str], str]) -> list[tuple[str, bytes]]:
+        """The value under this key of each live worker, with its name."""
+        with self._client.translate_errors("read the heartbeats"):
+            found: list[bytes] = self._list(keys=[*self._marks, self._index], args=self._times())
             names = sorted(name.decode(errors="replace") for name in found)
-            kept = self._client.raw.mget([key(name) for name in names]) if names else []
-        return [(name, data) for name, data in zip(names, kept, strict=True) if data is not None]
+            values = self._client.raw.mget([key(name) for name in names]) if names else []
+        return [(name, data) for name, data in zip(names, values, strict=True) if data is not None]
 
     def since(self) -> float:
-        """For how many seconds the server has kept beats without a break."""
-        with self._client.told("ask since when beats are kept"):
-            kept: Any = self._since(keys=self._marks, args=self._times())
-        return max(0.0, int(kept) / 1_000)
+        """Seconds for which the server has recorded heartbeats without a gap."""
+        with self._client.translate_errors("read since when heartbeats are recorded"):
+            recorded: Any = self._since(keys=self._marks, args=self._times())
+        return max(0.0, int(recorded) / 1_000)
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
     def _times(self) -> list[int]:
-        # Who beats every third of the lifetime loses its key in a gap of two thirds; half is on the safe side.
+        # A worker that beats every third of the lifetime loses its key in a gap of two thirds; half is safe.
         return [milliseconds(self.lifetime / 2), milliseconds(self.lifetime)]
 
     def _key(self, worker: str) -> str:
         return self._client.key("beats", "worker", worker)
 
-    def _figures_key(self, worker: str) -> str:
+    def _metrics_key(self, worker: str) -> str:
         return self._client.key("beats", "figures", worker)
 
-    def _parsed(self, name: str, data: bytes, paper: type[_P]) -> _P | None:
-        """What is kept of a worker; None, and a word in the log, where it is something else."""
+    def _parse(self, name: str, data: bytes, kind: type[_P]) -> _P | None:
+        """Parse a worker's value; None, with a warning in the log, when it is invalid."""
         try:
-            return paper.model_validate_json(data)
+            return kind.model_validate_json(data)
         except ValidationError as error:
             self.unreadable += 1
             logger.warning("not a heartbeat", worker=name, reason=error.errors(include_url=False)[0]["msg"])
             return None
 
     def _read(self, name: str, beat: bytes) -> WorkerState | None:
-        paper = self._parsed(name, beat, StoredHeartbeat)
-        if paper is None:
+        record = self._parse(name, beat, StoredHeartbeat)
+        if record is None:
             return None
         return WorkerState(
             name=name,
-            models=frozenset(paper.models),
-            held=frozenset(paper.held),
-            waiting_tokens=paper.waiting_tokens,
-            tokens_per_second=paper.tokens_per_second,
-            draining=paper.draining,
-            price_per_hour=paper.price_per_hour,
-            passed_over=frozenset(paper.passed_over),
+            models=frozenset(record.models),
+            held=frozenset(record.held),
+            waiting_tokens=record.waiting_tokens,
+            tokens_per_second=record.tokens_per_second,
+            draining=record.draining,
+            price_per_hour=record.price_per_hour,
+            passed_over=frozenset(record.passed_over),
         )

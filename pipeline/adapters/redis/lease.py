@@ -1,7 +1,7 @@
-"""A lease on Redis: of several dispatchers that run, one does the work.
+"""A lease on Redis: of several running dispatchers, one does the work.
 
-It only saves work. A holder that is stopped and goes on later, a server that was emptied, clocks that run apart: in
-each case two may believe that they hold it, and both are right to work, because all that counts is created if absent.
+It only saves work. After a holder is suspended and resumed, a server is emptied, or clocks drift apart, two may believe
+that they hold it. Both may work, because every object that counts is created if absent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, Final
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
 from pipeline.ports import Clock, Randomness
 
-# Take it where it is free, and keep it where it is ours.  KEYS: 1 the lease.  ARGV: 1 token, 2 lifetime in ms.
+# Acquires a free lease, and extends one that is held by this token.  KEYS: 1 the lease.  ARGV: 1 token, 2 lifetime in
+# ms.
 _RENEW: Final = """
 if redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2], 'NX') then return 1 end
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -27,7 +28,7 @@ return 0
 
 class RedisLease:
     """One contender for the lease `name`. Threads may share it. Calls raise `ServiceUnavailable` when the server can't
-    be asked; the lease then runs out by itself.
+    be reached; the lease then expires by itself.
 
     Args:
         lifetime: seconds for which it is held without being renewed; renew it at a third of that.
@@ -45,24 +46,24 @@ class RedisLease:
         self._release = self._client.script(_RELEASE)
 
     def held(self) -> bool:
-        """Whether it is held here, as far as can be known without asking."""
+        """Whether the lease is held here, without a request to the server."""
         return self._clock.monotonic() < self._until
 
     def renew(self) -> bool:
-        """Take the lease where it is free, keep it where it is held here; whether it is held here now. Where the server
-        forgot whose it was, whoever asks first has it."""
+        """Acquire the lease if it is free, extend it if it is held here; returns whether it is held here now. If the
+        server lost the holder, the next caller gets the lease."""
         with self._lock:
-            asked = self._clock.monotonic()  # before the server's time begins to count, so that it is never held longer
-            with self._client.told("renew a lease"):
+            asked_at = self._clock.monotonic()  # before the server's TTL starts, so that it is never held longer
+            with self._client.translate_errors("renew a lease"):
                 won: Any = self._renew(keys=[self._key], args=[self._token, milliseconds(self._lifetime)])
-            self._until = asked + self._lifetime if won else 0.0
+            self._until = asked_at + self._lifetime if won else 0.0
             return bool(won)
 
     def release(self) -> None:
-        """Give it back, so that another needn't wait; harmless when it is another's."""
+        """Release the lease, so that another needn't wait; harmless when it is another's."""
         with self._lock:
             self._until = 0.0
-            with self._client.told("release a lease"):
+            with self._client.translate_errors("release a lease"):
                 self._release(keys=[self._key], args=[self._token])
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""What rate limits count, on Redis: the `limits` library's windows, and requests that are under way: of each name a
-sorted set of their rows, by the moment (of the server's clock) from which a row counts no more."""
+"""Counters of rate limits on Redis: the `limits` library's windows, and running requests: for each name a sorted set of
+their rows, by the time (of the server's clock) at which a row expires."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from limits.storage import RedisStorage
 
 from pipeline.adapters.redis.connection import RedisClient, milliseconds
 
-# KEYS: 1 the set.  ARGV: 1 most, 2 the longest time in ms, 3 and following: rows.
+# KEYS: 1 the set.  ARGV: 1 maximum, 2 lifetime in ms, 3 and following: rows.
 _ENTER: Final = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -28,23 +28,23 @@ def redis_windows(client: RedisClient) -> RedisStorage:
 
 
 class RedisRunning:
-    """`Running` on Redis; threads may share it. Calls raise `ServiceUnavailable` when the server can't be asked."""
+    """`Running` on Redis; threads may share it. Calls raise `ServiceUnavailable` when the server can't be reached."""
 
     def __init__(self, client: RedisClient) -> None:
         self._client = client
         self._enter = client.script(_ENTER)
 
     def enter(self, name: str, request: str, most: int, seconds: float, rows: int = 1) -> bool:
-        """Take a place for each row for so many seconds at most; False, and none is taken, when fewer of `most` are
+        """Take a slot for each row, for so many seconds at most; False, without taking any, when fewer of `most` are
         free."""
         args: list[Any] = [most, milliseconds(seconds), *_rows(request, rows)]
-        with self._client.told("count a request"):
+        with self._client.translate_errors("count a request"):
             entered: Any = self._enter(keys=[self._key(name)], args=args)
         return bool(entered)
 
     def leave(self, name: str, request: str, rows: int = 1) -> None:
-        """Give the places back; harmless when there are none."""
-        with self._client.told("count a request no more"):
+        """Release the slots; harmless when there are none."""
+        with self._client.translate_errors("count a request no more"):
             self._client.raw.zrem(self._key(name), *_rows(request, rows))
 
     def _key(self, name: str) -> str:
@@ -52,5 +52,5 @@ class RedisRunning:
 
 
 def _rows(request: str, count: int) -> list[str]:
-    """Their names in the set."""
+    """The rows' names in the set."""
     return [f"{request}/{number}" for number in range(count)]

@@ -1,5 +1,5 @@
-"""Answers that may be given again, on Redis: a key each that runs out, and of each tenant an index of them in the order
-in which they run out, with their sizes, so that there are never too many and never too large ones."""
+"""The response cache on Redis: an expiring key for each answer, and for each tenant an index in order of expiry, with
+sizes, which bounds the number and the size of cached answers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from pipeline.adapters.redis.connection import RedisClient, milliseconds
 
-# KEYS: 1 the answer, 2 the tenant's index, 3 its sizes by name, "" for all together.  ARGV: 1 data, 2 lifetime in ms,
-# 3 most, 4 most bytes, 5 the beginning of the answers' keys, 6 this one's name.
+# KEYS: 1 the answer, 2 the tenant's index, 3 its sizes by name, "" for their sum.  ARGV: 1 data, 2 lifetime in ms,
+# 3 maximum number, 4 maximum bytes, 5 prefix of the answers' keys, 6 this one's name.
 _PUT: Final = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -40,10 +40,10 @@ end
 
 
 class RedisAnswers:
-    """`AnswerStore` on Redis; threads may share it. Calls raise `ServiceUnavailable` when the server can't be asked.
+    """`AnswerStore` on Redis; threads may share it. Calls raise `ServiceUnavailable` when the server can't be reached.
 
     Args:
-        max_tenant_bytes: of each tenant's answers; those that were put first go.
+        max_tenant_bytes: maximum bytes of each tenant's answers; those with the earliest expiry are evicted.
     """
 
     def __init__(self, client: RedisClient, max_tenant_bytes: int = 64 << 20) -> None:
@@ -52,19 +52,20 @@ class RedisAnswers:
         self._put = client.script(_PUT)
 
     def get(self, tenant: str, key: str) -> bytes | None:
-        """What was put under this key, while its time lasts."""
-        with self._client.told("look for an answer"):
-            found: bytes | None = self._client.raw.get(self._place(tenant) + key)
+        """The cached answer under this key, until it expires."""
+        with self._client.translate_errors("read an answer"):
+            found: bytes | None = self._client.raw.get(self._prefix(tenant) + key)
         return found
 
     def put(self, tenant: str, key: str, data: bytes, seconds: float, most: int) -> None:
-        """Keep it; of the tenant's, those that were put first go when there are more than `most`."""
-        place = self._place(tenant)
-        args: list[Any] = [data, milliseconds(seconds), most, self._max_tenant_bytes, place, key]
-        with self._client.told("keep an answer"):
-            self._put(keys=[place + key, f"{place}index", f"{place}sizes"], args=args)
+        """Cache the answer; the tenant's answers with the earliest expiry are evicted when there are more than
+        `most`."""
+        prefix = self._prefix(tenant)
+        args: list[Any] = [data, milliseconds(seconds), most, self._max_tenant_bytes, prefix, key]
+        with self._client.translate_errors("store an answer"):
+            self._put(keys=[prefix + key, f"{prefix}index", f"{prefix}sizes"], args=args)
 
-    def _place(self, tenant: str) -> str:
-        """One slot of a cluster holds a tenant's."""
+    def _prefix(self, tenant: str) -> str:
+        """The prefix of a tenant's keys, which are on one slot of a cluster."""
         name = hashlib.sha256(tenant.encode(errors="surrogatepass")).hexdigest()[:32]
         return self._client.key("answers", f"{{{name}}}", "")

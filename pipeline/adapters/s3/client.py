@@ -1,9 +1,9 @@
-"""A client of one S3 server, its patience, and its errors in plain words.
+"""A client of one S3 server, with retries and readable errors.
 
-botocore repeats a request a few times by itself. On top of that an operation is tried again, with growing, random
-waits, until its patience ends. So a server that restarts or is busy for a minute is waited for, and one that stays away
-is named. At a place that has worked before, refusals are tried again for a shorter time: credentials and rights that
-are being changed come back within a minute.
+botocore retries a request a few times by itself. Beyond that an operation is retried, with growing, random waits, until
+its retry time-out. So the client rides out a server that restarts or is busy for a minute, and reports one that stays
+unavailable. At a URL that has worked before, refusals are retried for a shorter time: credentials and rights that are
+being changed work again within a minute.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ except ModuleNotFoundError as error:
 Answer = TypeVar("Answer")
 
 QUICK_ATTEMPTS: Final = 3
-"""Of one request by botocore itself."""
+"""Attempts of one request by botocore itself."""
 
 FIRST_WAIT: Final = 0.25
-LONGEST_WAIT: Final = 5.0
-"""Seconds between tries; the wait is drawn from 0 up to a bound that doubles from the one to the other."""
+MAX_WAIT: Final = 5.0
+"""Seconds between attempts; the wait is random below a bound that doubles from the first to the second value."""
 
 _BUSY_CODES: Final = frozenset(
     {
@@ -49,7 +49,7 @@ _BUSY_CODES: Final = frozenset(
 )
 _BUSY_STATUS: Final = frozenset({408, 409, 429, 500, 502, 503, 504})
 _UNREACHED: Final = (failures.ConnectionError, failures.HTTPClientError)
-_PASSING: Final = (*_UNREACHED, failures.IncompleteReadError, failures.FlexibleChecksumError)
+_TRANSIENT: Final = (*_UNREACHED, failures.IncompleteReadError, failures.FlexibleChecksumError)
 _MISSING: Final = frozenset({"NoSuchKey", "NoSuchVersion", "NoSuchUpload", "404"})
 
 _DENIED = (
@@ -78,19 +78,19 @@ _REASONS: Final = {
 
 
 _DENIALS: Final = frozenset({"AccessDenied", "403", "InvalidAccessKeyId", "ExpiredToken", "InvalidToken"})
-"""Codes that pass where credentials or rights are being changed."""
+"""Error codes that are transient while credentials or rights are being changed."""
 
 
 class MissingObject(Exception):
-    """The object, version or upload that a request names is not there."""
+    """Raised when the object, version or upload of a request doesn't exist."""
 
 
 class ConditionFailed(Exception):
-    """What a conditional request asked for does not hold (412)."""
+    """Raised when the condition of a request does not hold (412)."""
 
 
 class S3Connection:
-    """One client with its settings. Threads may share it; it is made where it is used first, not before a fork.
+    """One client with its settings. Threads may share it; create it in the process that uses it, not before a fork.
 
     Raises:
         StoreError: the client can't be made, such as without a region.
@@ -115,20 +115,20 @@ class S3Connection:
         events.register("needs-retry.s3", self._after_try)
 
     def note_proven(self, where: str) -> None:
-        """Operations below this URL have worked: from now on a refusal there may pass."""
+        """Record that operations below this URL have worked: from now on a refusal there is retried."""
         self._proven = (*self._proven, where)
 
     def run(self, what: str, where: str, action: Callable[[], Answer], *, patience: float | None = None) -> Answer:
-        """Do `action`, again and again while it fails for reasons that pass.
+        """Run `action`, and retry it while it fails for transient reasons.
 
         Args:
-            what: in an error, behind "can't".  where: URL of what it is about.
-            action: makes requests; must not mind being repeated.
-            patience: seconds; None: the settings'. No new try begins later.
+            what: the operation, in an error after "can't".  where: its URL.
+            action: makes requests; must be repeatable.
+            patience: retry time-out in seconds; None: the settings'. No new attempt begins later.
 
         Raises:
-            MissingObject, ConditionFailed: the server said so.
-            StoreError: anything else went wrong: what, where, what to do.
+            MissingObject, ConditionFailed: the server's answer.
+            StoreError: any other failure: what, where, what to do.
         """
         allowed = self.settings.patience_seconds if patience is None else patience
         began, bound, retried = self.clock.monotonic(), FIRST_WAIT, False
@@ -138,7 +138,7 @@ class S3Connection:
                     answer = action()
                 except (failures.ClientError, failures.BotoCoreError) as error:
                     if isinstance(error, failures.ClientError):
-                        _raise_answer(error)
+                        _raise_expected(error)
                     seconds = self._seconds_to_retry(error, where, allowed)
                     if self.clock.monotonic() - began >= seconds:
                         raise self._explain(error, what, where, seconds) from error
@@ -149,14 +149,14 @@ class S3Connection:
                 else:
                     return answer
                 self.pause(bound)
-                bound = min(LONGEST_WAIT, 2 * bound)
+                bound = min(MAX_WAIT, 2 * bound)
         finally:
             if retried:
                 self._outages.end_retrying()
 
     def _seconds_to_retry(self, error: Exception, where: str, allowed: float) -> float:
-        """For how long an operation that fails so is tried again; 0: not at all."""
-        if _passes(error):
+        """Retry time-out of an operation that failed with `error`; 0: no retry."""
+        if _is_transient(error):
             return allowed
         if _is_denial(error) and where.startswith(self._proven):
             return min(allowed, self.settings.denied_patience_seconds)
@@ -166,7 +166,7 @@ class S3Connection:
         context["tokenmill_began"] = self.clock.monotonic()
 
     def _after_call(self, http_response: Any, parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-        """Every answer tells the server's time; one that is no failure ends an outage."""
+        """Update the clock offset from the answer's date; an answer without a failure ends an outage."""
         headers = parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         seconds = self.clock.monotonic() - context.get("tokenmill_began", -math.inf)
         self.time_offset.note_answer(headers.get("date"), seconds)
@@ -174,18 +174,19 @@ class S3Connection:
             self._outages.note_success()
 
     def _after_try(self, operation: Any, caught_exception: Exception | None = None, **_: Any) -> None:
-        """botocore tries again by itself first. A server that hangs keeps it for minutes, which `run` sees late."""
+        """Record time-outs that botocore retries itself. A hanging server blocks it for minutes before `run`
+        notices."""
         if isinstance(caught_exception, failures.ReadTimeoutError | failures.ConnectTimeoutError):
             self._outages.note_failure(operation.name, self.settings.endpoint or "", self._reason(caught_exception)[0])
 
     def pause(self, bound: float) -> None:
-        """Wait for a random time below `bound` seconds, so that those who met don't meet again."""
+        """Wait for a random time below `bound` seconds, so that colliding writers don't collide again."""
         self.clock.sleep(bound * int.from_bytes(self.random.token(4), "big") / 2**32)
 
     def _explain(self, error: Exception, what: str, where: str, patience: float) -> StoreError:
         reason, advice = self._reason(error)
-        tried = f" for {patience:g} s" if patience or _passes(error) else ""
-        kind = StoreUnavailable if _passes(error) else StoreError
+        tried = f" for {patience:g} s" if patience or _is_transient(error) else ""
+        kind = StoreUnavailable if _is_transient(error) else StoreError
         return kind(f"{where}: can't {what}: {reason}{tried}; {advice}")
 
     def _reason(self, error: Exception) -> tuple[str, str]:
@@ -194,10 +195,10 @@ class S3Connection:
             code, status = code_of(error), status_of(error)
             if code in _REASONS:
                 return _REASONS[code]
-            if _passes(error):
+            if _is_transient(error):
                 return f"{server} was busy or failing ({code}, {status})", "try again later"
-            said = " ".join(str(error.response.get("Error", {}).get("Message", "")).split())
-            return f"{server} refused it ({code}, {status}: {said})", "see what it says"
+            message = " ".join(str(error.response.get("Error", {}).get("Message", "")).split())
+            return f"{server} refused it ({code}, {status}: {message})", "see what it says"
         if isinstance(error, failures.NoCredentialsError | failures.PartialCredentialsError):
             return "no credentials were found", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role"
         if isinstance(error, failures.CredentialRetrievalError | failures.TokenRetrievalError):
@@ -212,17 +213,17 @@ class S3Connection:
 
 
 def code_of(error: failures.ClientError) -> str:
-    """The server's word for what went wrong; of answers without one (to HEAD), the status."""
+    """The server's error code; for answers without one (to HEAD), the status."""
     return str(error.response.get("Error", {}).get("Code", "")) or str(status_of(error))
 
 
 def status_of(error: failures.ClientError) -> int:
-    """HTTP status."""
+    """The HTTP status of the answer."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def _raise_answer(error: failures.ClientError) -> None:
-    """What a caller may have asked for is not an error yet."""
+def _raise_expected(error: failures.ClientError) -> None:
+    """Raise `MissingObject` or `ConditionFailed` for answers that callers may expect."""
     code = code_of(error)
     if code in _MISSING:
         raise MissingObject(code) from error
@@ -230,12 +231,12 @@ def _raise_answer(error: failures.ClientError) -> None:
         raise ConditionFailed(code) from error
 
 
-def _passes(error: Exception) -> bool:
-    """Whether the same may work later."""
+def _is_transient(error: Exception) -> bool:
+    """Whether a retry may succeed."""
     if isinstance(error, failures.ClientError):
         code = code_of(error)
         return code not in _REASONS and (code in _BUSY_CODES or status_of(error) in _BUSY_STATUS)
-    return isinstance(error, _PASSING)
+    return isinstance(error, _TRANSIENT)
 
 
 def _is_denial(error: Exception) -> bool:

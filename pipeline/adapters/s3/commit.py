@@ -1,7 +1,7 @@
-"""The one conditional write on which an S3 store rests, and the proof that a server honours it.
+"""The conditional write on which an S3 store relies, and the test that a server honours it.
 
-`If-None-Match: *` lets one of all racing writers through. A writer whose answer was lost repeats its request and is
-told "exists"; so each write carries an attempt id in the object's metadata, and who finds its own has won.
+`If-None-Match: *` admits one of all racing writers. A writer whose answer was lost retries its request and gets
+"exists"; so each write has an attempt id in the object's metadata, and a writer that finds its own id has won.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from typing import Any, Final
 
 from pipeline.adapters.s3.client import FIRST_WAIT, ConditionFailed, MissingObject, S3Connection
 from pipeline.adapters.s3.multipart import UploadConflict, upload_parts
-from pipeline.adapters.s3.stream import look
+from pipeline.adapters.s3.stream import head_object
 from pipeline.adapters.s3.url import join_url
 from pipeline.ports import StoreError
 
 ATTEMPT: Final = "tokenmill-attempt"
-"""Name of the metadata that says which call wrote an object."""
+"""Name of the metadata that identifies the call that wrote an object."""
 
-MOST_CONFLICTS: Final = 20
-"""A key over which so many uploads were thrown away is not going to be written."""
+MAX_CONFLICTS: Final = 20
+"""Maximum number of conflicting uploads of a key before the write fails."""
 
 _PROBES: Final = ".tmp/probe-"
-"""Parts that begin with a dot are the store's own: what an interrupted probe leaves is never taken for an object."""
+"""Parts that begin with a dot are the store's own: the leftovers of an interrupted probe never count as objects."""
 
 
 def write_once(connection: S3Connection, bucket: str, key: str, write: Callable[[str], None]) -> bool:
-    """Write until somebody's object stands; whether it is this call's.
+    """Write until an object exists; returns whether it is this call's.
 
     Args:
-        write: makes the object, if there is none, under the attempt id that it is given (`put` or `send`).
+        write: creates the object, if there is none, with the given attempt id (`put` or `send`).
     """
     attempt = connection.random.token(12).hex()
-    for _ in range(MOST_CONFLICTS):
+    for _ in range(MAX_CONFLICTS):
         try:
             write(attempt)
         except (ConditionFailed, UploadConflict):
             try:
-                _, metadata = look(connection, bucket, key)
+                _, metadata = head_object(connection, bucket, key)
             except MissingObject:
                 connection.pause(FIRST_WAIT)  # deleted since, or the other writer gave up
                 continue
             return metadata.get(ATTEMPT) == attempt
         return True
     raise StoreError(
-        f"{join_url(bucket, key)}: can't create it: other writers came and went {MOST_CONFLICTS} times; "
+        f"{join_url(bucket, key)}: can't create it: other writers came and went {MAX_CONFLICTS} times; "
         "see who deletes there"
     )
 
@@ -54,7 +54,7 @@ def write_once(connection: S3Connection, bucket: str, key: str, write: Callable[
 def put(
     connection: S3Connection, bucket: str, key: str, attempt: str, body: bytes, *, patience: float | None = None
 ) -> None:
-    """Make the object in one request, if there is none; raises `ConditionFailed`."""
+    """Create the object in one request, if there is none; raises `ConditionFailed`."""
     arguments = {"Metadata": {ATTEMPT: attempt}} | connection.settings.encryption_arguments()
     connection.run(
         "create it",
@@ -65,13 +65,13 @@ def put(
 
 
 def send(connection: S3Connection, bucket: str, key: str, attempt: str, source: Path) -> None:
-    """Make the object of a large file, if there is none; raises `ConditionFailed`, `UploadConflict`."""
+    """Create the object from a large file, if there is none; raises `ConditionFailed`, `UploadConflict`."""
     arguments: dict[str, Any] = {"Metadata": {ATTEMPT: attempt}} | connection.settings.encryption_arguments()
     upload_parts(connection, bucket, key, source, arguments)
 
 
 def delete(connection: S3Connection, bucket: str, key: str) -> None:
-    """Remove the object if it is there."""
+    """Delete the object if it exists."""
     with contextlib.suppress(MissingObject):
         connection.run(
             "delete it", join_url(bucket, key), lambda: connection.client.delete_object(Bucket=bucket, Key=key)
@@ -79,20 +79,20 @@ def delete(connection: S3Connection, bucket: str, key: str) -> None:
 
 
 def probe(connection: S3Connection, bucket: str, prefix: str, *, patience: float) -> None:
-    """Try in a bucket, below `prefix`, what create-if-absent rests on.
+    """Test create-if-absent in a bucket, below `prefix`.
 
     Raises:
-        StoreError: the server doesn't keep it, or can't be used at all.
+        StoreError: the server doesn't support it, or can't be used at all.
     """
     first, second = (connection.random.token(12).hex() for _ in range(2))
     key = f"{prefix}{_PROBES}{first}"
-    with contextlib.suppress(ConditionFailed):  # an earlier try of the same, whose answer was lost
+    with contextlib.suppress(ConditionFailed):  # an earlier attempt of this write, whose answer was lost
         put(connection, bucket, key, first, b"1", patience=patience)
     try:
         with contextlib.suppress(ConditionFailed):
             put(connection, bucket, key, second, b"2", patience=patience)
             raise _unsafe(connection, bucket, "ignores If-None-Match, so two workers could commit the same part")
-        _, metadata = look(connection, bucket, key)
+        _, metadata = head_object(connection, bucket, key)
         if metadata.get(ATTEMPT) != first:
             raise _unsafe(connection, bucket, "loses objects' metadata, so a writer could not know its own object")
     finally:
@@ -100,7 +100,7 @@ def probe(connection: S3Connection, bucket: str, prefix: str, *, patience: float
 
 
 def probe_parts(connection: S3Connection, bucket: str, prefix: str, scratch: Path) -> None:
-    """The same for uploads in parts. `scratch`: a name for a temporary file."""
+    """Test create-if-absent with multipart uploads. `scratch`: a path for a temporary file."""
     token = connection.random.token(12).hex()
     key = f"{prefix}{_PROBES}{token}"
     with contextlib.suppress(ConditionFailed):

@@ -1,7 +1,7 @@
-"""A large file as one object, sent in parts: it comes to be when the upload is completed, and only if the key is free.
+"""Multipart upload of a large file as one object, which is created when the upload is completed, if the key is free.
 
-An upload that fails is aborted. One whose sender was killed stays on the server, invisible but paid for, until somebody
-aborts it: `abort_stale`, or a rule of the bucket.
+A failed upload is aborted. The upload of a killed sender stays on the server, invisible but charged for, until
+`abort_stale` or a rule of the bucket aborts it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from pipeline.ports import StoreError
 
 logger = structlog.get_logger(__name__)
 
-MOST_PARTS: Final = 10_000
+MAX_PARTS: Final = 10_000
 _CONFLICTS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 
 
 class UploadConflict(Exception):
-    """Another writer was completing the same key, or the upload is gone: send it all again if the key is free."""
+    """Raised when another writer was completing the same key, or the upload is gone: upload again if the key is
+    free."""
 
 
 def upload_parts(connection: S3Connection, bucket: str, key: str, source: Path, arguments: dict[str, Any]) -> None:
-    """Make the object of the file, if there is none.
+    """Create the object from the file, if there is none.
 
     Args:
         arguments: for the upload's start: metadata, encryption.
 
     Raises:
-        ConditionFailed: the key is taken.  UploadConflict: it may be; look, and send again.
-        StoreError: it can't be done.  OSError: the file can't be read.
+        ConditionFailed: the key is taken.  UploadConflict: it may be taken; check, and upload again.
+        StoreError: the upload failed.  OSError: the file can't be read.
     """
     client, where = connection.client, join_url(bucket, key)
     target = {"Bucket": bucket, "Key": key}
@@ -53,7 +54,7 @@ def upload_parts(connection: S3Connection, bucket: str, key: str, source: Path, 
 
 
 def abort_stale(connection: S3Connection, bucket: str, prefix: str, before: datetime) -> int:
-    """Abort what was begun below `prefix` before that moment and never completed; how many there were."""
+    """Abort uncompleted uploads below `prefix` that were started before that moment; returns their number."""
     aborted = 0
     for upload in _uploads(connection, bucket, prefix):
         if upload["Initiated"] < before:
@@ -67,9 +68,9 @@ def abort_stale(connection: S3Connection, bucket: str, prefix: str, before: date
 
 
 def _send(connection: S3Connection, target: dict[str, Any], where: str, source: Path) -> list[dict[str, Any]]:
-    """Send all parts, some at once; what completing needs to know of them. Holds so many parts in memory."""
+    """Send all parts, `part_threads` at once; returns the arguments for completion. Holds so many parts in memory."""
     size = source.stat().st_size
-    part_bytes = max(connection.settings.part_bytes, -(-size // MOST_PARTS))
+    part_bytes = max(connection.settings.part_bytes, -(-size // MAX_PARTS))
 
     def send(number: int) -> dict[str, Any]:
         with source.open("rb") as stream:
@@ -106,12 +107,12 @@ def _complete(connection: S3Connection, target: dict[str, Any], where: str, part
 
     try:
         connection.run("complete an upload", where, complete)
-    except MissingObject as error:  # also when an earlier try was done, and only its answer was lost
+    except MissingObject as error:  # also when an earlier attempt succeeded, and only its answer was lost
         raise UploadConflict("the upload is gone") from error
 
 
 def _abort(connection: S3Connection, target: dict[str, Any], where: str) -> None:
-    """Best effort: a failure to abort must not hide why the upload failed. Not tried again for long."""
+    """Abort the upload, best effort: a failure must not hide why the upload failed. Not retried."""
     try:
         connection.run(
             "abort an upload", where, lambda: connection.client.abort_multipart_upload(**target), patience=0.0

@@ -1,7 +1,7 @@
-"""Logs an outage of an S3 server: when it begins, while it lasts, and when it is over.
+"""Logging of an S3 server's outage: when it begins, while it lasts, and when it is over.
 
-An operation is tried again for minutes before it raises. Without these lines nothing would show why all stands still.
-They are limited in number, however many operations fail at once or however often the server comes and goes.
+An operation is retried for minutes before it raises. Without these log lines nothing would show why work has stopped.
+Their number is limited, even if many operations fail at once or the server fails repeatedly.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from pipeline.ports import Clock
 
 FIRST_REPEAT_SECONDS: Final = 5.0
 MAX_REPEAT_SECONDS: Final = 60.0
-"""Between two warnings; the time between them doubles from the one to the other."""
+"""Seconds between two warnings; the interval doubles from the first to the second value."""
 
 logger = structlog.get_logger(__name__)
 
 
 class OutageLog:
-    """Of one connection; threads may share it."""
+    """Logs the outages of one connection; threads may share it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._retried = 0  # operations that are being tried again
+        self._retried = 0  # number of operations that are being retried
         self._since: float | None = None
         self._warned = False
         self._next_warning = 0.0
         self._interval = FIRST_REPEAT_SECONDS
 
     def begin_retrying(self) -> None:
-        """An operation has failed, and is tried again."""
+        """Record that a failed operation is being retried."""
         with self._lock:
             self._retried += 1
 
     def end_retrying(self) -> None:
-        """The operation succeeded, or is given up."""
+        """Record that a retried operation succeeded, or is given up."""
         with self._lock:
             self._retried -= 1
 
     def note_failure(self, what: str, where: str, reason: str) -> None:
-        """A try has failed."""
+        """Record a failed attempt."""
         now = self._clock.monotonic()
         with self._lock:
             self._since = now if self._since is None else self._since
@@ -57,7 +57,7 @@ class OutageLog:
         logger.warning("S3 fails, and is tried again", at=where, operation=what, reason=reason, seconds=seconds)
 
     def note_success(self) -> None:
-        """An operation has succeeded; the outage is over if no other is being tried again."""
+        """Record a successful operation; the outage is over if no other one is being retried."""
         if self._since is None:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""How to reach S3, or a server that speaks its protocol. Without boto3, so that settings can be made anywhere."""
+"""Settings of S3, or of a server with its protocol. Without boto3, so that settings can be created anywhere."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ MIN_PART_BYTES = 5 << 20
 
 @dataclass(frozen=True, slots=True)
 class S3Settings:
-    """All of it has a default that suits S3 itself; credentials then come from where AWS's tools look for them
-    (environment, profile, role of the machine or the pod).
+    """Connection settings; the defaults suit S3 itself. Credentials then come from AWS's usual sources (environment,
+    profile, role of the machine or the pod).
 
     Attributes:
         endpoint: URL of another server than AWS's.  region: None: as AWS's tools would choose.
         path_style: the bucket in the path and not in the host's name; None: when there is an endpoint.
-        access_key, secret_key, session_token: None: from AWS's usual places. Never shown.
+        access_key, secret_key, session_token: None: from AWS's usual sources. Never shown.
         encryption: at rest: "" leaves it to the bucket; "AES256" (SSE-S3); "aws:kms" or "aws:kms:dsse" (SSE-KMS).
         kms_key: id or ARN of the key for SSE-KMS; None: the account's key for S3.
         checksums: "when_required" for servers that don't know S3's newer checksums.
         connect_seconds, read_seconds: how long a connection, and then each piece of an answer, may take.
-        patience_seconds: how long an operation is tried again while the server fails, is busy or out of reach.
-        denied_patience_seconds: how long an operation is tried again that is refused where others have worked.
-        opening_patience_seconds: how long it is tried again while a store is opened, where a wrong address is the
-            likelier cause.
-        connections: at most so many at once.
+        patience_seconds: retry time-out of an operation while the server fails, is busy or unreachable.
+        denied_patience_seconds: retry time-out of an operation that is refused where others have worked.
+        opening_patience_seconds: retry time-out while a store is opened, where a wrong address is the likelier cause.
+        connections: maximum number of connections.
         multipart_bytes: objects from this size on are sent in parts.  part_bytes: of a part (at least 5 MiB).
         part_threads: parts of one object that are sent at once.
         read_bytes: the smallest piece that a stream asks for.
@@ -73,7 +72,7 @@ class S3Settings:
             raise StoreError("S3 settings: the seconds that a connection or an answer may take are above 0")
 
     def encryption_arguments(self) -> dict[str, str]:
-        """What goes with every request that writes."""
+        """Arguments of every writing request."""
         arguments: dict[str, str] = {}
         if self.encryption:
             arguments["ServerSideEncryption"] = self.encryption
@@ -83,7 +82,7 @@ class S3Settings:
 
 
 def _check_endpoint(endpoint: str) -> None:
-    """Raises `StoreError`, without the endpoint where it may hold a password."""
+    """Check the endpoint's URL; raises `StoreError`, without the endpoint if it may contain a password."""
     parts = urlsplit(endpoint)
     if "@" in endpoint:
         raise StoreError("S3 settings: the endpoint holds credentials; give them as access key and secret key")

@@ -1,7 +1,7 @@
-"""A queue of SQS, for messages that must not be lost: each comes back until it is deleted.
+"""An SQS queue, for messages that must not be lost: each is delivered again until it is deleted.
 
-While messages are worked on, a thread keeps them invisible to others, however long it takes; when the process dies they
-are seen again soon. The service's own clock counts here, so this thread waits by the system's.
+While messages are processed, a thread extends their visibility timeout; when the process dies they become visible again
+soon. The service's own clock counts here, so this thread waits by the system's clock.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ logger = structlog.get_logger(__name__)
 
 
 class QueueError(PipelineError):
-    """Raised when a queue can't be reached, or refuses what was asked."""
+    """Raised when a queue can't be reached, or refuses an operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class SqsSettings:
-    """Where the queue is, and how it is read.
+    """The queue's address, and how it is polled.
 
     Attributes:
         url: of the queue.
         region, endpoint: None: as AWS's tools would choose.
-        access_key, secret_key, session_token: None: from AWS's usual places. Never shown.
-        wait_seconds: for which a look waits for messages, 20 at most; an intake takes as long to stop.
-        visibility_seconds: after which a dead reader's messages are seen again.
-        batch: most messages that one look takes, 10 at most.
+        access_key, secret_key, session_token: None: from AWS's usual sources. Never shown.
+        wait_seconds: for which a poll waits for messages, 20 at most; an intake takes as long to stop.
+        visibility_seconds: visibility timeout, after which a dead reader's messages are delivered again.
+        batch: maximum messages of one poll, 10 at most.
     """
 
     url: str
@@ -53,7 +53,7 @@ class SqsSettings:
 
 @dataclass(frozen=True, slots=True)
 class SqsMessage:
-    """A message as it was received this time. `receipt` is this time's; `receives` counts them all."""
+    """A received message. `receipt` is of this delivery; `receives` counts all deliveries."""
 
     id: str
     receipt: str
@@ -77,7 +77,8 @@ class SqsQueue:
         return self._settings.url
 
     def receive(self) -> list[SqsMessage]:
-        """Messages that nobody else sees meanwhile; empty when none came in time. Raises `QueueError`."""
+        """Poll for messages, which are invisible to others meanwhile; empty when none came in time. Raises
+        `QueueError`."""
         answer = self._call(
             "receive_message",
             MaxNumberOfMessages=self._settings.batch,
@@ -87,21 +88,21 @@ class SqsQueue:
         )
         return [_message(found) for found in answer.get("Messages", ())]
 
-    def keep(self, messages: Sequence[SqsMessage]) -> VisibilityExtender:
-        """Keep them from others while the context lasts."""
+    def extend_visibility(self, messages: Sequence[SqsMessage]) -> VisibilityExtender:
+        """A context that keeps the messages invisible to others."""
         return VisibilityExtender(self, messages, self._settings.visibility_seconds)
 
     def delete(self, message: SqsMessage) -> None:
-        """It is done with. Raises `QueueError`; then it comes back."""
+        """Delete a processed message. Raises `QueueError`; then it is delivered again."""
         self._call("delete_message", ReceiptHandle=message.receipt)
 
     def postpone(self, message: SqsMessage, seconds: int) -> None:
-        """Let it come back after so many seconds. Raises `QueueError`."""
+        """Deliver the message again after so many seconds. Raises `QueueError`."""
         self._call("change_message_visibility", ReceiptHandle=message.receipt, VisibilityTimeout=seconds)
 
     def extend(self, messages: Iterable[SqsMessage]) -> None:
-        """Count the time of invisibility anew. Raises `QueueError` when it can't be asked for; a message that has come
-        back already is passed over."""
+        """Restart the visibility timeout. Raises `QueueError` when the request fails; a message that is visible again
+        already is skipped."""
         entries = [
             {
                 "Id": str(index),
@@ -113,10 +114,12 @@ class SqsQueue:
         if entries:
             answer = self._call("change_message_visibility_batch", Entries=entries)
             for failed in answer.get("Failed", ()):
-                logger.warning("message_not_kept", queue=self.url, reason=failed.get("Message") or failed.get("Code"))
+                logger.warning(
+                    "visibility_not_extended", queue=self.url, reason=failed.get("Message") or failed.get("Code")
+                )
 
     def send(self, body: str) -> str:
-        """Put a message on the queue; its id. Raises `QueueError`."""
+        """Put a message on the queue; returns its id. Raises `QueueError`."""
         return str(self._call("send_message", MessageBody=body)["MessageId"])
 
     def _call(self, name: str, **arguments: Any) -> dict[str, Any]:
@@ -128,18 +131,18 @@ class SqsQueue:
 
 
 class VisibilityExtender:
-    """Keeps messages invisible to others: three times as often as needed, so that one failure is none."""
+    """Keeps messages invisible to others. It extends three times per timeout, so that one failure does no harm."""
 
     def __init__(self, queue: SqsQueue, messages: Sequence[SqsMessage], visibility_seconds: float) -> None:
         self._queue = queue
         self._messages = {message.receipt: message for message in messages}
-        self._every = visibility_seconds / 3
+        self._interval_seconds = visibility_seconds / 3
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sqs-visibility", daemon=True)
 
-    def let_go(self, message: SqsMessage) -> None:
-        """From here on its visibility is the caller's."""
+    def release(self, message: SqsMessage) -> None:
+        """Stop extending the message; the caller controls its visibility from now on."""
         with self._lock:
             self._messages.pop(message.receipt, None)
 
@@ -154,13 +157,13 @@ class VisibilityExtender:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._every):
-            # Under the lock, so that a message which was let go isn't hidden again after it was postponed.
+        while not self._stop.wait(self._interval_seconds):
+            # Under the lock, so that a released message isn't hidden again after it was postponed.
             with self._lock:
                 try:
                     self._queue.extend(self._messages.values())
                 except QueueError as error:
-                    logger.warning("message_not_kept", queue=self._queue.url, reason=str(error))
+                    logger.warning("visibility_not_extended", queue=self._queue.url, reason=str(error))
 
 
 def _message(found: dict[str, Any]) -> SqsMessage:
@@ -183,7 +186,7 @@ def _make_client(settings: SqsSettings) -> Any:
     )
     config = Config(
         connect_timeout=5,
-        read_timeout=settings.wait_seconds + 20,  # an answer may rightly take as long as the look waits
+        read_timeout=settings.wait_seconds + 20,  # an answer may take as long as the poll waits
         retries={"mode": "standard", "total_max_attempts": 4},
         user_agent_extra="tokenmill",
     )

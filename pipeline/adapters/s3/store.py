@@ -1,7 +1,7 @@
 """An object store in an S3 bucket, or below a prefix of one.
 
-An object appears by one conditional write (`s3_commit.py`): whole, or not at all, and of racing writers one wins. A
-server that ignores the condition would let two commits through, so it is refused when the store is opened.
+An object is created by one conditional write (`commit.py`), atomically, and one of racing writers wins. A server that
+ignores the condition would admit two commits, so it is refused when the store is opened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.adapters.s3.client import ConditionFailed, MissingObject, S3Connec
 from pipeline.adapters.s3.commit import delete, probe, probe_parts, put, send, write_once
 from pipeline.adapters.s3.multipart import abort_stale
 from pipeline.adapters.s3.settings import S3Settings
-from pipeline.adapters.s3.stream import look, open_snapshot
+from pipeline.adapters.s3.stream import head_object, open_snapshot
 from pipeline.adapters.s3.url import join_url, split_url
 from pipeline.adapters.store_clock import TimeOffset
 from pipeline.ports import ObjectInfo, ObjectNotFound, StoreError
@@ -33,9 +33,9 @@ class S3Store:
     """`ObjectStore` below `prefix` of a bucket. Threads may share one; `close` removes its scratch folder.
 
     Args:
-        bucket: exists.  prefix: of all keys; "" or parts with "/" between (and, if you like, behind) them.
-        connection: to the server; settings, clock and randomness are its.
-        read_only: only look; the bucket isn't probed for conditional writes.
+        bucket: an existing bucket.  prefix: of all keys; "" or parts separated by "/", with an optional "/" at the end.
+        connection: to the server, with settings, clock and randomness.
+        read_only: write nothing; the bucket isn't probed for conditional writes.
 
     Raises:
         StoreError: no such bucket, no credentials, not allowed, out of reach, or conditional writes are ignored.
@@ -68,7 +68,7 @@ class S3Store:
 
     @property
     def time_offset(self) -> TimeOffset:
-        """The server's time less this machine's."""
+        """The server's time minus this machine's."""
         return self._connection.time_offset
 
     @property
@@ -79,7 +79,7 @@ class S3Store:
     def create(self, key: str, data: bytes | Path) -> bool:
         """Create the object durably; False if it exists already, and then nothing was changed.
 
-        A `Path` is a closed local file that the caller built and gives away: it is gone when this returns or raises.
+        A `Path` is a closed local file whose ownership passes to the store: it is gone when this returns or raises.
         """
         full = self._full(key)
         try:
@@ -112,7 +112,7 @@ class S3Store:
     def open(self, key: str) -> BinaryIO:
         """A seekable, buffered stream over the object; raises `ObjectNotFound`."""
         try:
-            state, _ = look(self._connection, self.bucket, self._full(key))
+            state, _ = head_object(self._connection, self.bucket, self._full(key))
         except MissingObject as error:
             raise self._not_found(key) from error
 
@@ -126,13 +126,13 @@ class S3Store:
     def info(self, key: str) -> ObjectInfo | None:
         """Size of an object, or None if there is none."""
         try:
-            state, _ = look(self._connection, self.bucket, self._full(key))
+            state, _ = head_object(self._connection, self.bucket, self._full(key))
         except MissingObject:
             return None
         return ObjectInfo(key, state.size)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose keys start with `prefix`, in key order, behind `after`; holds one page of at most 1,000 at a
+        """Objects whose keys start with `prefix`, in key order, after `after`; holds one page of at most 1,000 at a
         time."""
         check_prefix(prefix)
         return self._list(prefix, after)
@@ -143,13 +143,13 @@ class S3Store:
         return self._folders(prefix)
 
     def delete(self, key: str) -> None:
-        """Remove the object if it is there. A bucket that keeps versions keeps this one; expire old ones by a rule."""
+        """Delete the object if it exists. A bucket with versioning retains this version; expire old ones by a rule."""
         full = self._full(key)
         self._writable()
         delete(self._connection, self.bucket, full)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Create or overwrite at once: only for caches."""
+        """Create or overwrite atomically: only for caches."""
         full = self._full(key)
         self._writable()
         encryption = self._connection.settings.encryption_arguments()
@@ -164,8 +164,7 @@ class S3Store:
         return join_url(self.bucket, self.prefix + key)
 
     def abort_stale_uploads(self, before: datetime) -> int:
-        """Throw away the parts of large objects whose writers began before that moment and never came to an end; how
-        many such uploads there were."""
+        """Abort unfinished uploads of large objects that were started before that moment; returns their number."""
         self._writable()
         return abort_stale(self._connection, self.bucket, self.prefix, before)
 
@@ -197,7 +196,7 @@ class S3Store:
         for page in self._pages(prefix, **behind):
             for found in page.get("Contents", []):
                 key = found["Key"].removeprefix(self.prefix)
-                if is_object_name(key):  # others' things, such as the "folders" that consoles make, are no objects
+                if is_object_name(key):  # foreign keys, such as the "folders" that consoles create, are no objects
                     yield ObjectInfo(key, int(found["Size"]))
 
     def _folders(self, prefix: str) -> Iterator[str]:
@@ -239,14 +238,14 @@ class S3Store:
 
 
 def _private_folder(scratch: Path | None) -> PrivateFolder:
-    """A corner of `scratch`, or of a folder of this user's below the system's for temporary files. Those whose owners
-    were killed are swept."""
+    """A private folder below `scratch`, or below this user's folder in the system's folder for temporary files. Private
+    folders of dead owners are swept."""
     root = scratch or Path(tempfile.gettempdir()) / f"tokenmill-{os.getuid()}"
     try:
         root.mkdir(mode=0o700, parents=scratch is not None, exist_ok=True)
         status = root.lstat()
         if scratch is None and (not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid()):
-            raise StoreError(f"{root}: belongs to somebody else; set a scratch folder of your own")
+            raise StoreError(f"{root}: belongs to another user; set a scratch folder of your own")
         private = PrivateFolder(root, LOCAL_DISK)
         private.sweep_dead()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""An object of S3 as a seekable stream: each piece is a request of its own for a range of one unchanging state.
+"""An S3 object as a seekable stream: each piece is a request of its own for a range of one fixed state.
 
-One long answer would be cheaper, but servers cut connections that wait, and a reader may plan for minutes between two
-lines. So a lost connection costs one piece, and every piece is of the same version or ETag, or none.
+One long answer would be cheaper, but servers close idle connections, and a reader may plan for minutes between two
+lines. So a lost connection costs one piece, and all pieces are of the same version or ETag; else the read fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.adapters.s3.url import join_url
 
 @dataclass(frozen=True, slots=True)
 class ObjectVersion:
-    """One state of an object. `size` in bytes; `version` where the bucket keeps versions; `etag` with its quotes."""
+    """One state of an object. `size` in bytes; `version` in a bucket with versioning; `etag` with its quotes."""
 
     bucket: str
     key: str
@@ -33,7 +33,7 @@ class ObjectVersion:
         return join_url(self.bucket, self.key)
 
     def arguments(self) -> dict[str, str]:
-        """What makes a request one for this state."""
+        """Arguments that restrict a request to this state."""
         found = {"Bucket": self.bucket, "Key": self.key}
         if self.version is not None:
             found["VersionId"] = self.version
@@ -42,8 +42,10 @@ class ObjectVersion:
         return found
 
 
-def look(connection: S3Connection, bucket: str, key: str, **arguments: str) -> tuple[ObjectVersion, dict[str, str]]:
-    """An object's state now, and its metadata; raises `MissingObject`, `ConditionFailed`, `StoreError`."""
+def head_object(
+    connection: S3Connection, bucket: str, key: str, **arguments: str
+) -> tuple[ObjectVersion, dict[str, str]]:
+    """An object's current state, and its metadata; raises `MissingObject`, `ConditionFailed`, `StoreError`."""
     request = {"Bucket": bucket, "Key": key} | arguments
     answer = connection.run("look at it", join_url(bucket, key), lambda: connection.client.head_object(**request))
     version = answer.get("VersionId")
@@ -52,7 +54,7 @@ def look(connection: S3Connection, bucket: str, key: str, **arguments: str) -> t
         key,
         int(answer["ContentLength"]),
         answer.get("ETag"),
-        None if version in (None, "null") else version,  # "null": the bucket keeps no versions now, so it may change
+        None if version in (None, "null") else version,  # "null": no versioning now, so the object may change
     )
     return state, dict(answer.get("Metadata", {}))
 
@@ -63,7 +65,7 @@ def open_snapshot(
     """A seekable stream over that state.
 
     Args:
-        lost: the error to raise when it is no longer there.
+        lost: returns the error to raise when the state no longer exists.
     """
     return io.BufferedReader(_Reader(connection, state, lost), connection.settings.read_bytes)
 
@@ -105,9 +107,9 @@ class _Reader(io.RawIOBase):
     def readall(self) -> bytes:
         return self._fetch(self._state.size)
 
-    def _fetch(self, most: int) -> bytes:
-        """The next bytes, at most so many; moves on."""
-        count = min(most, self._state.size - self._position)
+    def _fetch(self, max_bytes: int) -> bytes:
+        """Read the next bytes, at most so many, and advance the position."""
+        count = min(max_bytes, self._state.size - self._position)
         if count <= 0:
             return b""
         request = self._state.arguments() | {"Range": f"bytes={self._position}-{self._position + count - 1}"}

@@ -1,4 +1,4 @@
-"""`s3://bucket/key`: taking it apart, and refusing what holds a secret without showing it."""
+"""Parsing of `s3://bucket/key`; URLs that contain a secret are refused without showing it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SECRETS: Final = re.compile(
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Bucket and key (or prefix; perhaps "") of an S3 URL, taken as they stand: a key may hold "?", "#" and "%".
+    """Bucket and key (or prefix; may be "") of an S3 URL, without decoding: a key may contain "?", "#" and "%".
 
     Raises:
-        StoreError: it is none, or carries credentials or a signature, which would end up in papers and logs.
+        StoreError: it is no S3 URL, or contains credentials or a signature, which would get into records and logs.
     """
     if _SECRETS.search(url) or "@" in url.partition("://")[2].partition("/")[0]:
         raise StoreError(
@@ -40,10 +40,9 @@ def join_url(bucket: str, key: str) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """Enough of the URL to find it again: no user, no query."""
+    """The URL without user and query, for messages."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         return url.partition("?")[0]
-    place = rest.partition("?")[0]
-    host, slash, path = place.partition("/")
+    host, slash, path = rest.partition("?")[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"

@@ -1,8 +1,8 @@
 """`tokenmill.generate`, without Celery: one request whose caller waits, over the lane to a worker's running batch.
 
-A task that waits for its answer holds neither a thread nor a message of the broker: it is handed over, and one thread
-looks after all of them. Nothing of it is stored. The request is named by tenant, task and what it asks for, so a task
-that comes twice, here or at another intake, waits for the same answer, or finds it.
+A task that waits for its answer holds neither a thread nor a broker message: it is handed over, and one thread serves
+all waiting tasks. Nothing is stored. The request's id is derived from tenant, task and content, so a task that is
+delivered twice, here or at another intake, waits for the same answer, or finds it.
 """
 
 from __future__ import annotations
@@ -31,65 +31,65 @@ from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 GENERATE: Final = "tokenmill.generate"
 URLS: Final = {"messages": CHAT_URL, "prompt": COMPLETIONS_URL, "input": EMBEDDINGS_URL}
-"""A field of the body -> the endpoint that it is for; the first one counts."""
+"""Field of the body -> its endpoint; the first match counts."""
 
 _ARGUMENTS: Final = ("body", "tier", "timeout")
-_LOOK: Final = 0.1
+_READ_SECONDS: Final = 0.1
 _IDLE_SECONDS: Final = 0.5
 _CATALOG_SECONDS: Final = 5.0
-_KEPT_SECONDS: Final = 300.0
-"""For how long an answer is kept that can't be stored."""
+_RESULT_RETRY_SECONDS: Final = 300.0
+"""For how long storing a result is retried."""
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateSettings:
-    """What callers may ask for; seconds.
+    """Limits of requests; times in seconds.
 
     Attributes:
-        longest: a request is given up after this long, or earlier if it says so.
-        most_waiting: requests that wait in this process at once; a further task is tried again later.
-        default_model: of bodies that name none.
-        call: how each is looked after.
+        longest: a request times out after this long, or earlier by its own timeout.
+        most_waiting: maximum number of waiting requests in this process; a further task is retried later.
+        default_model: model of bodies that name none.
+        call: settings of each call over the lane.
     """
 
     longest: float = 600.0
     most_waiting: int = 1_000
     default_model: str | None = None
     limits: Limits = field(default_factory=Limits)
-    call: CallSettings = field(default_factory=lambda: CallSettings(look=_LOOK))
+    call: CallSettings = field(default_factory=lambda: CallSettings(look=_READ_SECONDS))
 
 
 class WaitingTask(Protocol):
-    """A task that waits."""
+    """A task that waits for its result."""
 
     def revoked(self) -> bool:
-        """Whether its caller doesn't want the answer any more."""
+        """Whether its caller has revoked it."""
         ...
 
     def done(self, body: Mapping[str, Any]) -> None:
-        """Give the caller this. May raise, and is called again then."""
+        """Store the result for the caller. May raise, and is then called again."""
         ...
 
     def cancelled(self) -> None:
-        """Tell whoever asks that it was revoked."""
+        """Mark the task as revoked."""
         ...
 
     def send_again(self) -> None:
-        """Put the task back onto its queue: it waits elsewhere from now on."""
+        """Put the task back on its queue: another process continues it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Unsaved:
+class _UnsavedResult:
     waiter: WaitingTask
     body: Mapping[str, Any]
     until: float
 
 
 class GenerateCalls:
-    """All requests that wait in this process. Any thread starts them; one runs `run`."""
+    """All waiting requests of this process. Any thread may start one; one thread executes `run`."""
 
     def __init__(
         self,
@@ -105,16 +105,16 @@ class GenerateCalls:
         self._clock = clock
         self._lock = threading.Lock()
         self._waiters: dict[str, WaitingTask] = {}
-        self._unsaved: list[_Unsaved] = []
-        self._models: dict[str, tuple[float, str]] = {}  # name -> when it was looked up, the lane's name for it
+        self._unsaved: list[_UnsavedResult] = []
+        self._models: dict[str, tuple[float, str]] = {}  # name -> when it was read, its name on the lane
 
     def start(
         self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], waiter: WaitingTask
     ) -> dict[str, Any] | None:
-        """Send the task's request; `waiter` is told of its end. Or what the caller is to be told at once.
+        """Send the task's request; `waiter` receives its result later. Returns the result if it is known at once.
 
         Args:
-            args, kwargs: `(body, tier="standard", timeout=None)`, as they came.
+            args, kwargs: `(body, tier="standard", timeout=None)`, as received.
 
         Raises:
             TryLater: not now.
@@ -141,13 +141,13 @@ class GenerateCalls:
         return None
 
     def run(self, stop: threading.Event) -> None:
-        """Look after them until `stop` is set; whoever still waits then is sent again."""
+        """Serve waiting requests until `stop` is set; tasks that still wait then are sent again."""
         while not stop.is_set():
             self._calls.wait(_IDLE_SECONDS)
             for event in self._calls.turn():
                 if isinstance(event, EndEvent | ErrorEvent) and (waiter := self._take(event.request)) is not None:
                     self._end(waiter, event)
-            self._drop_revoked()
+            self._cancel_revoked()
             self._save()
         self._calls.leave()
         for request_id in list(self._waiters):
@@ -156,11 +156,11 @@ class GenerateCalls:
                 continue
             try:
                 waiter.send_again()
-            except Exception as error:  # noqa: BLE001 - whatever the broker raises
-                logger.warning("a task that waits can't be sent again", request=request_id, reason=str(error))
+            except Exception as error:  # noqa: BLE001 - any error of the broker
+                logger.warning("a waiting task can't be sent again", request=request_id, reason=str(error))
         self._save()
 
-    # -- what is asked for
+    # -- requests
 
     def _request(self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LaneRequest:
         given = _arguments(args, kwargs)
@@ -184,9 +184,9 @@ class GenerateCalls:
             raise _refuse("timeout", f"must be above 0 and at most {longest:g} seconds")
         chosen = _tier(tier)
         seconds = longest if timeout is None else float(timeout)
-        asked = b"\0".join((tenant.encode(), task_id.encode(errors="surrogatepass"), chosen.encode(), plain))
+        identity = b"\0".join((tenant.encode(), task_id.encode(errors="surrogatepass"), chosen.encode(), plain))
         return LaneRequest(
-            id=f"task-{hashlib.sha256(asked).hexdigest()[:48]}",
+            id=f"task-{hashlib.sha256(identity).hexdigest()[:48]}",
             model=self._model(checked.model),
             body=orjson.loads(plain),
             url=url,
@@ -197,7 +197,7 @@ class GenerateCalls:
         )
 
     def _model(self, name: str) -> str:
-        """The lane's name for the model; `RowError` for one that nobody serves."""
+        """The model's name on the lane; raises `RowError` for one that no worker serves."""
         known = self._models.get(name)
         if known is not None and self._clock.monotonic() - known[0] < _CATALOG_SECONDS:
             return known[1]
@@ -214,7 +214,7 @@ class GenerateCalls:
         self._models[name] = self._clock.monotonic(), entry.pin.key
         return entry.pin.key
 
-    # -- what comes of it
+    # -- results
 
     def _take(self, request_id: str) -> WaitingTask | None:
         with self._lock:
@@ -225,10 +225,10 @@ class GenerateCalls:
             body: Mapping[str, Any] = event.response
         else:
             body = error_body(event.code, event.message, event.status, event.param)
-        self._unsaved.append(_Unsaved(waiter, body, self._clock.monotonic() + _KEPT_SECONDS))
+        self._unsaved.append(_UnsavedResult(waiter, body, self._clock.monotonic() + _RESULT_RETRY_SECONDS))
 
     def _save(self) -> None:
-        """Give callers what there is; what can't be stored now is kept for a while."""
+        """Store results for their callers; one that can't be stored now is retried for a while."""
         left = []
         for one in self._unsaved:
             try:
@@ -236,19 +236,19 @@ class GenerateCalls:
                     one.waiter.cancelled()
                 else:
                     one.waiter.done(one.body)
-            except Exception as error:  # noqa: BLE001 - whatever a result backend raises
-                kept = self._clock.monotonic() < one.until
-                logger.warning("a result can't be stored", kept=kept, reason=str(error))
-                left += [one] if kept else []
+            except Exception as error:  # noqa: BLE001 - any error of a result backend
+                is_retried = self._clock.monotonic() < one.until
+                logger.warning("a result can't be stored", is_retried=is_retried, reason=str(error))
+                left += [one] if is_retried else []
         self._unsaved = left
 
-    def _drop_revoked(self) -> None:
+    def _cancel_revoked(self) -> None:
         for request_id, waiter in list(self._waiters.items()):
             if waiter.revoked() and self._take(request_id) is not None:
                 self._calls.cancel(request_id)
                 try:
                     waiter.cancelled()
-                except Exception as error:  # noqa: BLE001 - whoever revoked it knows that
+                except Exception as error:  # noqa: BLE001 - its sender revoked it, and needs no result
                     logger.warning("a revoked task can't be marked", reason=str(error))
 
 

@@ -1,11 +1,12 @@
-"""The door of Celery tasks, without Celery: what `tokenmill.submit`, `status` and `cancel` do with their arguments.
+"""Celery ingest tasks, without Celery: the implementations of `tokenmill.submit`, `status` and `cancel`.
 
-A task may be delivered twice, retried, or be at two intakes at once, and it carries no moment that belongs to it for
-ever. So the first delivery writes one down, `intake/celery/HASH-task.json`, created if absent; the job is named by it
-and by the task's id. Whoever finds it makes the same job. Requests given inline are an object beside it before there is
-a job.
+A task may be delivered twice, be retried, or run at two intakes at once, and it carries no fixed time. So the first
+delivery records one in a ticket, `intake/celery/HASH-task.json`, created if absent; the job's id is derived from this
+time and the task's id. Each later delivery finds the ticket and creates the same job. Inline requests are stored as an
+object with the same prefix before the job is created.
 
-A task's id is the sender's to choose. Hashed with the tenant, it can neither name a place nor reach another's job.
+The sender chooses a task's id. Because it is hashed with the tenant, it can neither name a location nor reach another
+tenant's job.
 """
 
 from __future__ import annotations
@@ -36,36 +37,36 @@ from schemas.stored import Sha256, StoredModel
 
 INTAKE: Final = "intake/celery/"
 TICKET: Final = "-task.json"
-"""How the names of tickets end."""
+"""Suffix of the names of tickets."""
 SUBMIT: Final = "tokenmill.submit"
 STATUS: Final = "tokenmill.status"
 CANCEL: Final = "tokenmill.cancel"
-_ASKED: Final = "uri_or_requests"
-_ID: Final = "id"
-_LONGEST_ID: Final = 1_024
+_INPUT: Final = "uri_or_requests"
+_JOB_ID: Final = "id"
+_MAX_ID_CHARS: Final = 1_024
 
 logger = structlog.get_logger(__name__)
 
 
 class TaskRefused(PipelineError):
-    """Raised when a task can't be done, however often it is tried: the caller gets the one line that it holds."""
+    """Raised when a task can never be done: the caller gets the message, one line."""
 
 
 class TryLater(PipelineError):
-    """Raised when a task can't be done now. After the last try the caller gets the one line that it holds."""
+    """Raised when a task can't be done now. After the last retry the caller gets the message, one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSettings:
-    """What callers may ask for.
+    """Limits of submissions.
 
     Attributes:
-        uri_prefixes: tenant -> beginnings of the URIs that its jobs may name, "s3://bucket/in/" or "file:///data/";
-            none: no URI at all.
-        most_requests, most_bytes: of a task that brings its requests along, as lines of JSON.
+        uri_prefixes: tenant -> prefixes of the URIs that its jobs may name, "s3://bucket/in/" or "file:///data/"; none:
+            no URI at all.
+        most_requests, most_bytes: limits of inline requests, as lines of JSON.
 
     Raises:
-        BadAddress: a beginning doesn't end with a slash.
+        BadAddress: a prefix doesn't end with a slash.
     """
 
     uri_prefixes: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -75,16 +76,16 @@ class TaskSettings:
     def __post_init__(self) -> None:
         for tenant, prefixes in self.uri_prefixes.items():
             for prefix in prefixes:
-                if not prefix.endswith("/"):  # s3://ours would let s3://ours-not in
+                if not prefix.endswith("/"):  # s3://ours would allow s3://ours-not
                     raise BadAddress(f"uri prefix {prefix!r} of tenant {tenant!r} must end with a slash")
 
 
 class TaskTicket(StoredModel):
-    """`intake/celery/HASH-task.json`: a task was heard of. Written once.
+    """`intake/celery/HASH-task.json`: a task was received. Written once.
 
     Attributes:
-        at: when; its job is named and sorted by it.
-        arguments: digest of what it asks for. The same id with other arguments is a mistake, and no second job.
+        at: when it was first received; its job's id is derived from it and sorts by it.
+        arguments: digest of its arguments. The same id with other arguments is an error, and no second job.
     """
 
     version: Literal[1] = 1
@@ -95,13 +96,13 @@ class TaskTicket(StoredModel):
 
     @property
     def job_id(self) -> str:
-        """Of the job that the task became, or is to become."""
+        """The id of the task's job, which may not exist yet."""
         return derived_job_id(self.at, "celery", self.tenant, self.task)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A submission whose arguments can be used: a URI or lines, one of the two."""
+class _Submission:
+    """Validated arguments of a submission, with either a URI or lines."""
 
     options: JobOptions
     digest: str
@@ -110,10 +111,10 @@ class _Asked:
 
 
 class CeleryTasks:
-    """The tasks on the root that `world.store` is. Threads may share one.
+    """The tasks on the root `world.store`. Threads may share one.
 
     Args:
-        pin: fixes what a URI names, so that the job reads that and nothing later.
+        pin: pins the current version of a URI's input, so that the job reads no later one.
     """
 
     def __init__(self, world: World, intake: IntakeOptions, pin: Pin, settings: TaskSettings | None = None) -> None:
@@ -123,18 +124,18 @@ class CeleryTasks:
         self._settings = settings or TaskSettings()
 
     def submit(self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Make the task's job, or find the one that it has made; the job's id.
+        """Create the task's job, or find it; returns the job's id.
 
         Args:
-            tenant: whose queue the task came from.
-            args, kwargs: `(uri_or_requests, **options)`, as they came.
+            tenant: the tenant of the queue that the task came from.
+            args, kwargs: `(uri_or_requests, **options)`, as received.
 
         Raises:
             TaskRefused: it can never become a job.  TryLater: not now.
         """
-        asked = self._read(tenant, args, kwargs)
+        submission = self._read(tenant, args, kwargs)
         try:
-            return self._submit(tenant, task_id, asked)
+            return self._submit(tenant, task_id, submission)
         except IntakeRefused as refused:
             if refused.code == NO_MODEL:
                 raise TryLater(f"{refused.code}: {refused}") from refused
@@ -147,11 +148,11 @@ class CeleryTasks:
             raise TryLater(f"unavailable: {error}; submit the job again later") from error
 
     def status(self, tenant: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The job of the tenant as `job_document` has it; `(id)`. Raises `TaskRefused` or `TryLater`."""
+        """The tenant's job as `job_document`; arguments `(id)`. Raises `TaskRefused` or `TryLater`."""
         return self._document(self._find(tenant, STATUS, args, kwargs))
 
     def cancel(self, tenant: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """End the tenant's job before its time, and say how it stands; `(id)`. A job that has ended stays as it is.
+        """Cancel the tenant's job; returns its `job_document`; arguments `(id)`. A job that has ended is unchanged.
         Raises `TaskRefused` or `TryLater`."""
         ledger = self._find(tenant, CANCEL, args, kwargs)
         try:
@@ -163,46 +164,49 @@ class CeleryTasks:
 
     # -- submitting
 
-    def _submit(self, tenant: str, task_id: str, asked: _Asked) -> str:
+    def _submit(self, tenant: str, task_id: str, submission: _Submission) -> str:
         ticket = self._find_ticket(tenant, task_id)
-        if ticket is None or not self._stands(ticket.job_id):
+        if ticket is None or not self._has_job(ticket.job_id):
             if not self._intake.room_for(tenant):
                 raise TryLater("no_room: too much is queued already; submit again when some of it is done")
-            ticket = ticket or self._make_ticket(tenant, task_id, asked)
-        if ticket.arguments != asked.digest:
+            ticket = ticket or self._create_ticket(tenant, task_id, submission)
+        if ticket.arguments != submission.digest:
             raise TaskRefused(f"task_id_used: task {task_id[:80]!r} came before with other arguments; use another id")
         job_id = ticket.job_id
-        if self._stands(job_id):
-            # Its input is pinned; what lies there now is of no interest. To accept it again would need one.
+        if self._has_job(job_id):
+            # Its input is pinned; the object's current version doesn't matter. Accepting it again would need one.
             return job_id
         try:
-            pinned = self._pin(_path(asked.uri)) if asked.uri is not None else self._store_lines(ticket, asked.lines)
-            submitted = self._intake.accept(JobDraft(pinned, asked.options, tenant, job_id))
+            if submission.uri is not None:
+                pinned = self._pin(_path(submission.uri))
+            else:
+                pinned = self._store_lines(ticket, submission.lines)
+            submitted = self._intake.accept(JobDraft(pinned, submission.options, tenant, job_id))
         except (DifferentJob, IntakeRefused, InputError):
-            if not self._stands(job_id):
+            if not self._has_job(job_id):
                 raise
             return job_id  # another delivery of this task was first, and the input or the catalog has changed since
         logger.info("task_taken", job=job_id, tenant=tenant, task=ticket.task, created=submitted.created)
         return job_id
 
-    def _stands(self, job_id: str) -> bool:
+    def _has_job(self, job_id: str) -> bool:
         return self._ledger(job_id).find_job() is not None
 
     def _find_ticket(self, tenant: str, task_id: str) -> TaskTicket | None:
         return load_ticket(self._world.store, _ticket_key(tenant, task_id))
 
-    def _make_ticket(self, tenant: str, task_id: str, asked: _Asked) -> TaskTicket:
-        if not task_id or len(task_id) > _LONGEST_ID:
-            raise TaskRefused(f"bad_task_id: a task's id has 1 to {_LONGEST_ID} characters; let Celery choose it")
-        ticket = TaskTicket(task=task_id, tenant=tenant, at=self._world.clock.now(), arguments=asked.digest)
+    def _create_ticket(self, tenant: str, task_id: str, submission: _Submission) -> TaskTicket:
+        if not task_id or len(task_id) > _MAX_ID_CHARS:
+            raise TaskRefused(f"bad_task_id: a task's id has 1 to {_MAX_ID_CHARS} characters; let Celery choose it")
+        ticket = TaskTicket(task=task_id, tenant=tenant, at=self._world.clock.now(), arguments=submission.digest)
         if self._world.store.create(_ticket_key(tenant, task_id), ticket.to_json()):
             return ticket
         return self._find_ticket(tenant, task_id) or ticket
 
     def _store_lines(self, ticket: TaskTicket, lines: bytes) -> InputRef:
-        """The requests as an input file that nobody changes: named by task and content, so a repeat finds it."""
+        """Store the requests as an immutable input file: named by task and content, so a repetition finds it."""
         digest = hashlib.sha256(lines).hexdigest()
-        key = f"{_beginning(ticket.tenant, ticket.task)}-{digest[:32]}.jsonl"
+        key = f"{_key_prefix(ticket.tenant, ticket.task)}-{digest[:32]}.jsonl"
         self._world.store.create(key, lines)
         uri = self._world.store.locate(key)
         file = InputFile(uri=uri, size=len(lines), sha256=digest)
@@ -210,8 +214,8 @@ class CeleryTasks:
 
     # -- arguments
 
-    def _read(self, tenant: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Asked:
-        wanted, options = _split(SUBMIT, _ASKED, args, kwargs)
+    def _read(self, tenant: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Submission:
+        given, options = _split(SUBMIT, _INPUT, args, kwargs)
         try:
             chosen = JobOptions.model_validate(options)
         except ValidationError as error:
@@ -219,19 +223,19 @@ class CeleryTasks:
             raise TaskRefused(f"invalid_options: {first_mistake(error)} (options are {known})") from None
         except (TypeError, ValueError) as error:
             raise TaskRefused(f"invalid_options: {error}") from None
-        told = chosen.model_dump_json(exclude_defaults=True)  # the same, whatever options there will be later
-        if isinstance(wanted, str):
-            self._check_uri(tenant, wanted)
-            return _Asked(chosen, _digest(b"uri", wanted.encode(), told.encode()), uri=wanted)
-        if not isinstance(wanted, list):
+        canonical = chosen.model_dump_json(exclude_defaults=True)  # unaffected by options that are added later
+        if isinstance(given, str):
+            self._check_uri(tenant, given)
+            return _Submission(chosen, _digest(b"uri", given.encode(), canonical.encode()), uri=given)
+        if not isinstance(given, list):
             raise TaskRefused(
-                f"invalid_request: {_ASKED} is {_kind(wanted)}; give a URI, or a list of requests as in a batch file"
+                f"invalid_request: {_INPUT} is {_kind(given)}; give a URI, or a list of requests as in a batch file"
             )
-        lines = self._lines(wanted)
-        return _Asked(chosen, _digest(b"requests", lines, told.encode()), lines=lines)
+        lines = self._lines(given)
+        return _Submission(chosen, _digest(b"requests", lines, canonical.encode()), lines=lines)
 
     def _check_uri(self, tenant: str, uri: str) -> None:
-        """Raises `TaskRefused` for a URI that the tenant may not name. An absolute path is judged as file://."""
+        """Raise `TaskRefused` for a URI that the tenant may not name. An absolute path is checked as file://."""
         named = f"file://{uri}" if uri.startswith("/") else uri
         try:
             check_uri(named, self._settings.uri_prefixes.get(tenant, ()))
@@ -242,32 +246,32 @@ class CeleryTasks:
             raise TaskRefused("bad_uri: the uri holds half a character; give it as proper text") from None
 
     def _lines(self, requests: Sequence[Any]) -> bytes:
-        most, most_bytes = self._settings.most_requests, self._settings.most_bytes
+        max_requests, max_bytes = self._settings.most_requests, self._settings.most_bytes
         hint = "put them into a file and submit its URI"
         if not requests:
             raise TaskRefused("invalid_request: the list of requests is empty; give at least one")
-        if len(requests) > most:
-            raise TaskRefused(f"too_large: {len(requests)} requests, but a task brings {most} at most; {hint}")
+        if len(requests) > max_requests:
+            raise TaskRefused(f"too_large: {len(requests)} requests, but a task brings {max_requests} at most; {hint}")
         lines, size = list[bytes](), 0
         for index, request in enumerate(requests):
             lines.append(_line(index, request))
             size += len(lines[-1])
-            if size > most_bytes:
+            if size > max_bytes:
                 raise TaskRefused(
                     f"too_large: the requests up to requests[{index}] have {size} bytes, but a task brings "
-                    f"{most_bytes} at most; {hint}"
+                    f"{max_bytes} at most; {hint}"
                 )
         return b"".join(lines)
 
-    # -- looking at jobs
+    # -- reading jobs
 
     def _find(self, tenant: str, task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JobLedger:
-        wanted, others = _split(task, _ID, args, kwargs)
+        given, others = _split(task, _JOB_ID, args, kwargs)
         if others:
-            raise TaskRefused(f"invalid_request: {task} takes {_ID} only, not {min(others)[:80]!r}")
-        unknown = TaskRefused(f"job_not_found: there is no job {str(wanted)[:80]!r}; give the id that {SUBMIT} gave")
+            raise TaskRefused(f"invalid_request: {task} takes {_JOB_ID} only, not {min(others)[:80]!r}")
+        unknown = TaskRefused(f"job_not_found: there is no job {str(given)[:80]!r}; give the id that {SUBMIT} gave")
         try:
-            name = TypeAdapter[str](Id).validate_python(wanted, strict=True)
+            name = TypeAdapter[str](Id).validate_python(given, strict=True)
         except ValidationError:
             raise unknown from None
         ledger = self._ledger(name)
@@ -275,7 +279,7 @@ class CeleryTasks:
             job = ledger.find_job()
         except PipelineError as error:
             raise TryLater(f"unavailable: {error}; ask again later") from error
-        if job is None or job.tenant != tenant:  # another's job is nobody's business, not even that it is there
+        if job is None or job.tenant != tenant:  # the existence of another tenant's job is not disclosed
             raise unknown
         return ledger
 
@@ -290,7 +294,7 @@ class CeleryTasks:
 
 
 def load_ticket(store: ObjectStore, key: str) -> TaskTicket | None:
-    """A ticket; None when it has gone. Raises `LedgerError` for a damaged one."""
+    """Read a ticket; None when it is gone. Raises `LedgerError` for a damaged one."""
     try:
         data = store.read(key)
     except ObjectNotFound:
@@ -299,21 +303,21 @@ def load_ticket(store: ObjectStore, key: str) -> TaskTicket | None:
 
 
 def _ticket_key(tenant: str, task_id: str) -> str:
-    return f"{_beginning(tenant, task_id)}{TICKET}"
+    return f"{_key_prefix(tenant, task_id)}{TICKET}"
 
 
-def _beginning(tenant: str, task_id: str) -> str:
-    """What the names of all objects of a task have in common: they are collected together."""
+def _key_prefix(tenant: str, task_id: str) -> str:
+    """The common key prefix of all objects of a task: they are garbage-collected as one."""
     return INTAKE + _digest(tenant.encode(), task_id.encode(errors="surrogatepass"))[:32]
 
 
 def _digest(*parts: bytes) -> str:
-    """Of the parts and where one ends."""
+    """The digest of the parts and of their boundaries."""
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
 
 
 def _split(task: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The one argument that may stand by itself, and the others."""
+    """The one positional argument, and the keyword arguments."""
     others = dict(kwargs)
     given = [*args, *([others.pop(name)] if name in others else [])]
     if len(given) != 1:
@@ -322,7 +326,7 @@ def _split(task: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _line(index: int, request: Any) -> bytes:
-    """A request as a line. Celery's JSON has more types than JSON, and NaN: those are refused."""
+    """A request as a line of JSON. Celery's JSON has more types than JSON, and NaN: those are refused."""
     where = f"requests[{index}]"
     if not isinstance(request, dict):
         raise TaskRefused(f"invalid_request: {where} is {_kind(request)}; give an object as in a line of a batch file")

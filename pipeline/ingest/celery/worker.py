@@ -1,16 +1,17 @@
-"""Celery's side of the door: an app with the tasks `tokenmill.submit`, `status`, `cancel`, `generate`, and its worker.
+"""Celery ingest: an app with the tasks `tokenmill.submit`, `status`, `cancel`, `generate`, and its worker.
 
-Celery's own worker runs here, in a thread and without its signal handlers. Four of its habits are dealt with. It keeps
-in the thread which app it works for: so its pool's threads are told. Reconnecting is its weak spot, and can't be
-stopped: so it may not try, but ends, and a new one is made. And on Redis all consumers keep in one place what they have
-not acknowledged, where the shortest visibility timeout of all would hold: so ours is a place of its own. A full Redis
-would lose a message on its way there: `celery_redis` sees to that.
+Celery's own worker runs here, in a thread and without its signal handlers. Four of its properties need care. It stores
+the current app in a thread-local: so the pool sets it in each of its threads. Its reconnecting is unreliable and can't
+be stopped: so it is switched off, and a worker that lost its connection ends and is replaced. On Redis all consumers
+share one set of unacknowledged messages, to which the shortest visibility timeout of all would apply: so this worker
+has keys of its own. A full Redis would lose a message on delivery: `redis_transport` prevents that.
 
-There is an app and a worker for each queue, since the queue says which tenant asks; what stands in a message about its
-queue was written by its sender.
+There is an app and a worker for each queue, because the queue determines the tenant; the queue that a message itself
+names was written by its sender.
 
-A `generate` that waits for its answer is over as far as Celery knows: its message is acknowledged when the request is
-on the lane, and its result is stored when it comes. So it takes no thread, and never outlives a visibility timeout.
+A `generate` that waits for its answer has ended as far as Celery is concerned: its message is acknowledged when the
+request is on the lane, and its result is stored when it arrives. So it takes no thread, and never outlives a visibility
+timeout.
 """
 
 from __future__ import annotations
@@ -39,34 +40,34 @@ from pipeline.runtime.availability import BadAddress, redacted
 from pipeline.runtime.supervision import supervise
 from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, doors_span, read_traceparent
 
-_LOOK_SECONDS: Final = 0.1
-_LOOKS_PER_RESTORE: Final = 50
+_POLL_SECONDS: Final = 0.1
+_POLLS_PER_RESTORE: Final = 50
 _RESULT_TRIES: Final = 3
 _END_SECONDS: Final = 2.0
-"""For how long a worker's loop may not look up."""
+"""For how long a worker's loop may not react."""
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CeleryIngestSettings:
-    """Where tasks come from, and how long things may take; seconds.
+    """Broker, queues and time-outs; times in seconds.
 
     Attributes:
-        broker_url: as Celery takes it.
-        result_url: of the backend that callers read results from; None: the broker, if it is a Redis.
-        queues: queue -> whose it is.
-        threads: tasks of a queue that are done at once.
+        broker_url: in Celery's format.
+        result_url: of the backend from which callers read results; None: the broker, if it is a Redis.
+        queues: queue -> its tenant.
+        threads: tasks of a queue that run at once.
         timeout: for an answer of the broker or the backend.
-        visibility_timeout: a task that a worker took with it when it died is delivered again after this long. Longer
-            than any task takes, and than any wait between two tries.
-        result_expires: how long a result waits to be read.
-        first_wait, longest_wait: before the second try of a task that can't be done now, and between two at most.
-        tries: after so many the caller is told.
-        pause: after the broker was lost, before it is looked for again.
-        held: tasks that wait for their next try, or for room, in one worker at most.
-        prefetch: tasks that a thread has waiting in memory. When all have come, a worker without Celery's event loop
-            asks for more only after two seconds.
+        visibility_timeout: the tasks of a dead worker are delivered again after this long. Longer than any task takes,
+            and than any wait between two attempts.
+        result_expires: how long a result is stored.
+        first_wait, longest_wait: before the first retry of a task that can't be done now, and the maximum wait.
+        tries: after so many attempts the caller gets the error.
+        pause: after the connection to the broker was lost, before the next attempt to connect.
+        held: maximum number of tasks in one worker that wait for their next attempt, or for room.
+        prefetch: prefetched tasks of each thread. When all have arrived, a worker without Celery's event loop fetches
+            more only after two seconds.
     """
 
     broker_url: str = field(repr=False)
@@ -96,16 +97,16 @@ def make_app(
     """An app whose tasks act for `tenant`. No other Celery code in the process sees or configures it.
 
     Args:
-        generating: looks after requests that wait; None: there is no lane here.
+        generating: serves waiting requests; None: there is no lane here.
 
     Raises:
-        BadAddress: Celery can't use the broker, or no place for results is named.
+        BadAddress: Celery can't use the broker, or no result backend is given.
     """
     app = private_app(settings.broker_url)
     app.conf.update(_configuration(queue, settings))
 
     def wait(tries: int) -> float:
-        """Twice as long each time, and never quite as long as others wait."""
+        """Seconds before the next attempt: they double each time, with jitter."""
         longest = min(settings.longest_wait, settings.first_wait * 2.0 ** min(tries, 30))
         return longest * (0.5 + int.from_bytes(random.token(2), "big") / (1 << 17))
 
@@ -113,27 +114,27 @@ def make_app(
         if not traces.on:
             return act(task)
         request = task.request
-        # As instrumented senders have it: among the message's headers, which Celery makes attributes of.
+        # Instrumented senders put it into the message's headers, which Celery turns into attributes.
         sent = getattr(request, TRACEPARENT, None) or (request.headers or {}).get(TRACEPARENT)
         with doors_span(traces, task.name, (read_traceparent(sent if isinstance(sent, str) else None),)) as span:
             span.set({"messaging.system": "celery", "messaging.destination.name": queue, "tokenmill.tenant": tenant})
             span.set({"messaging.message.id": str(request.id)[:128]})
             try:
                 return act(task)
-            except Ignore:  # not a failure: what is waited for has a span of its own
+            except Ignore:  # not a failure: the pending call has a span of its own
                 span.end()
                 raise
 
-    def doing(act: Callable[[Any], Any]) -> Callable[..., Any]:
+    def with_retries(act: Callable[[Any], Any]) -> Callable[..., Any]:
         def run(task: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return traced(act, task)
             except TryLater as error:
-                # To our queue: where the message says that it came from is its sender's word.
+                # To this worker's queue: the queue that the message names was written by its sender.
                 again = TryLater(str(error))
                 try:
                     raise task.retry(exc=again, countdown=wait(task.request.retries), queue=queue) from None
-                except Reject as unsent:  # Celery would forget the task
+                except Reject as unsent:  # Celery would lose the task
                     raise Reject(unsent.reason, requeue=True) from None
             except TaskRefused as error:
                 logger.info("task_refused", task=task.name, tenant=tenant, reason=str(error))
@@ -156,23 +157,23 @@ def make_app(
             raise TaskRefused("unavailable: no Redis is named here for the lane (TOKENMILL_REDIS_URL)")
         if request.callbacks or request.chain:
             raise TaskRefused(f"invalid_request: nothing can be linked to {GENERATE}; wait for its result")
-        waiting = _Waiting(task, request, queue)
-        told = generating.start(tenant, request.id, request.args, request.kwargs, waiting)
-        if told is None:
+        waiting = _WaitingTask(task, request, queue)
+        result = generating.start(tenant, request.id, request.args, request.kwargs, waiting)
+        if result is None:
             raise Ignore("its result is stored when it comes")
-        return told
+        return result
 
     for name, act in ((SUBMIT, submit), (STATUS, status), (CANCEL, cancel), (GENERATE, generate)):
         app.task(
-            doing(act), name=name, bind=True, shared=False, typing=False, max_retries=settings.tries - 1,
+            with_retries(act), name=name, bind=True, shared=False, typing=False, max_retries=settings.tries - 1,
             throws=(TaskRefused, TryLater), acks_late=True,
         )  # fmt: skip
     app.finalize()
     return app
 
 
-class _Waiting:
-    """A `generate` whose message is acknowledged: what becomes of it is for us to tell."""
+class _WaitingTask:
+    """A `generate` task whose message is acknowledged: this process must store its result."""
 
     def __init__(self, task: Any, request: Any, queue: str) -> None:
         self._task, self._request, self._queue = task, request, queue
@@ -191,7 +192,7 @@ class _Waiting:
 
 
 class CeleryIngestWorker:
-    """Takes tasks from the queues until it is told to stop. Several may run, here and elsewhere.
+    """Processes tasks from the queues until it is stopped. Several may run, here and elsewhere.
 
     Raises:
         BadAddress: see `make_app`.
@@ -207,34 +208,32 @@ class CeleryIngestWorker:
         self._settings = settings
         self._world = world
         self._generating = generating
-        self._name = world.random.token(
-            4
-        ).hex()  # Celery tells workers apart by their names: a revoke reaches one of a name
+        # Celery identifies workers by their names: a revoke reaches one worker of a name.
+        self._name = world.random.token(4).hex()
         self._apps = {
             queue: make_app(tasks, queue, tenant, settings, world.random, generating, world.traces)
             for queue, tenant in settings.queues.items()
         }
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop` is set; what is being done then is finished, unless it takes long. A queue's
-        worker that fails is made anew; sets `stop` when it can't go on (`PartStopped`), and raises why."""
+        """Process tasks until `stop` is set; running tasks are finished then, unless they take long. A queue's worker
+        that fails is replaced; on `PartStopped` this sets `stop` and raises the error."""
         nothing_starts = threading.Event()
-        with ThreadPoolExecutor(1 + len(self._apps), thread_name_prefix="celery-door") as pool:
+        with ThreadPoolExecutor(1 + len(self._apps), thread_name_prefix="celery-ingest") as pool:
             serving = [
                 pool.submit(supervise, "celery", partial(self._serve, queue, app), stop, self._world)
                 for queue, app in self._apps.items()
             ]
             waiting = None
             if self._generating is not None:
-                looking = self._generating.run
-                waiting = pool.submit(supervise, "celery generate", looking, nothing_starts, self._world)
+                waiting = pool.submit(supervise, "celery generate", self._generating.run, nothing_starts, self._world)
             if waiting is not None:
                 waiting.add_done_callback(lambda _: stop.set())
             try:
                 for ended in as_completed(serving):
                     ended.result()
             finally:
-                stop.set()  # if one can't go on, the others shouldn't seem to be all
+                stop.set()  # if one can't go on, the others must not appear to be complete
                 wait(serving)
                 nothing_starts.set()
         if waiting is not None:
@@ -243,25 +242,25 @@ class CeleryIngestWorker:
             app.close()
 
     def _serve(self, queue: str, app: Celery, stop: threading.Event) -> None:
-        """A worker after the other: each ends when its connection does."""
-        place = redacted(self._settings.broker_url)
+        """Run one Celery worker after the other: each ends with its connection."""
+        broker = redacted(self._settings.broker_url)
         while not stop.is_set():
             worker = self._worker(queue, app)
             thread = threading.Thread(target=worker.start, name=f"celery-{queue}", daemon=True)
             thread.start()
-            looks = 0
+            polls = 0
             while thread.is_alive():
-                if stop.wait(_LOOK_SECONDS):
+                if stop.wait(_POLL_SECONDS):
                     worker.consumer.call_soon(_end, worker)
                     thread.join(_END_SECONDS + 2 * self._settings.timeout)
-                    if thread.is_alive():  # it may be looking for its broker; its tasks are delivered again
-                        logger.warning("celery_worker_left", queue=queue, broker=place)
+                    if thread.is_alive():  # it may be connecting to its broker; its tasks are delivered again
+                        logger.warning("celery_worker_left", queue=queue, broker=broker)
                         break
-                elif looks % _LOOKS_PER_RESTORE == 0:
+                elif polls % _POLLS_PER_RESTORE == 0:
                     worker.consumer.call_soon(_restore, worker)
-                looks += 1
+                polls += 1
             if not stop.is_set():
-                logger.warning("celery_worker_ended", queue=queue, broker=place, again_in=self._settings.pause)
+                logger.warning("celery_worker_ended", queue=queue, broker=broker, again_in=self._settings.pause)
                 stop.wait(self._settings.pause)
 
     def _worker(self, queue: str, app: Celery) -> WorkController:
@@ -275,7 +274,7 @@ class CeleryIngestWorker:
             concurrency=self._settings.threads,
             hostname=f"tokenmill-{queue}-{self._name}@%h",
             ready_callback=ready,
-            use_eventloop=False,  # its event loop is one for the whole process
+            use_eventloop=False,  # its event loop is shared by the whole process
             without_heartbeat=True,
             without_mingle=True,
             without_gossip=True,
@@ -283,7 +282,7 @@ class CeleryIngestWorker:
 
 
 class _Threads(TaskPool):  # type: ignore[misc]  # Celery has no types
-    """Celery's pool of threads, each of which knows the app: without, a task runs in whatever app is the default."""
+    """Celery's thread pool, with the app set in each thread: else a task would run in the default app."""
 
     task_join_will_block = False  # else no thread of the process could wait for a result
     executor: ThreadPoolExecutor
@@ -294,8 +293,8 @@ class _Threads(TaskPool):  # type: ignore[misc]  # Celery has no types
 
 
 def _restore(worker: WorkController) -> None:
-    """In the worker's own loop: put back on Redis's queue what a dead worker holds. Without Celery's event loop, kombu
-    comes to that only when Redis fails to answer."""
+    """In the worker's own loop: restore a dead worker's messages to the queue on Redis. Without Celery's event loop,
+    kombu does so only when Redis fails to answer."""
     if worker.blueprint.state == RUN and worker.consumer.connection is not None:
         restore = getattr(worker.consumer.connection.transport.cycle, "maybe_restore_messages", None)
         if restore is not None:
@@ -303,7 +302,7 @@ def _restore(worker: WorkController) -> None:
 
 
 def _end(worker: WorkController) -> None:
-    """Called in the worker's own loop, where it ends in order; or by its end, if that was on its way."""
+    """End the worker in order, from its own loop, unless it is ending already."""
     if worker.blueprint.state == RUN:
         raise WorkerShutdown(0)
 
@@ -311,8 +310,8 @@ def _end(worker: WorkController) -> None:
 def _configuration(queue: str, settings: CeleryIngestSettings) -> dict[str, Any]:
     scheme = scheme_of(settings.broker_url)
     if settings.result_url is None and scheme not in REDIS:
-        place = redacted(settings.broker_url)
-        raise BadAddress(f"{place}: keeps no results; name a place for them, such as redis://host:6379/1")
+        broker = redacted(settings.broker_url)
+        raise BadAddress(f"{broker}: keeps no results; give a result backend, such as redis://host:6379/1")
     if settings.longest_wait >= settings.visibility_timeout:
         raise BadAddress("longest_wait must be below visibility_timeout, or tasks that wait are delivered twice")
     timeout, results = settings.timeout, settings.result_url or settings.broker_url
@@ -327,7 +326,7 @@ def _configuration(queue: str, settings: CeleryIngestSettings) -> dict[str, Any]
         "broker_connection_retry": False,
         "broker_connection_retry_on_startup": False,
         "result_backend": results,
-        # A stall of the place for results isn't the task's failure; with Celery's defaults its caller would be told so.
+        # A stall of the result backend isn't the task's failure; with Celery's defaults its caller would get an error.
         "result_backend_always_retry": True,
         "result_backend_max_retries": _RESULT_TRIES,
         "result_backend_base_sleep_between_retries_ms": 100,

@@ -1,1 +1,1 @@
-"""Jobs from files that appear in a bucket or a folder."""
+"""Ingest of files that appear in a bucket or a folder."""

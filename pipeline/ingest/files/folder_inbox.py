@@ -1,11 +1,11 @@
-"""A folder as a place where files are dropped, for the embedded form: it is listed every now and then.
+"""An inbox on a local folder, for the embedded form; it is listed periodically.
 
-A folder doesn't say when a file is whole. So one is taken when it has been the same for a while (`settle` seconds, by
-this process's own clock): size, times and inode. Whoever writes slowly uses a name that isn't taken, such as .NAME or
-NAME.part, and renames it at the end.
+A folder doesn't report when a file is complete. So a file is taken when it has been unchanged for `settle` seconds, by
+this process's own clock: size, times and inode. Slow writers use a name that isn't taken, such as .NAME or NAME.part,
+and rename the file at the end.
 
-What makes a file another than every other is its name, its bytes and when they were written. So a copy of it dropped
-there again is a new job, while a backup that is put back, times and all, is not.
+A file is identified by its name, its bytes and its modification time. So a new copy of it is a new job, while a backup
+that is restored with its times is not.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pipeline.ports import Clock, StoreError
 from schemas.jobs.inputs import InputFormat, InputRef
 
 INCOMING = "incoming/"
-_MOST_PINNED = 256
-_FIRST, _LAST = 86_400, 32_503_680_000
-"""Seconds after 1970 between which a file's time is believed: up to the year 3000."""
+_MAX_PINNED = 256
+_MIN_MTIME, _MAX_MTIME = 86_400, 32_503_680_000
+"""Range of plausible modification times, in seconds after 1970: up to the year 3000."""
 
 
 class FolderInbox:
     """`Inbox` on the files below `prefix` in a folder store's root.
 
     Args:
-        settle: seconds for which a file must not change before it is taken.
+        settle: seconds for which a file must be unchanged before it is taken.
     """
 
     door = "folder"
@@ -53,12 +53,12 @@ class FolderInbox:
         self._clock = clock
         self._prefix = prefix
         self._settle = settle
-        self._seen: dict[str, tuple[str, float]] = {}  # name -> its stamp, and since when it has it
-        self._pinned: dict[str, InputRef] = {}  # by name: who has to wait is not hashed again
+        self._seen: dict[str, tuple[str, float]] = {}  # name -> its stamp, and since when it is unchanged
+        self._pinned: dict[str, InputRef] = {}  # by name: a file that has to wait is not hashed again
         self.tenant = tenant
 
     def entries(self) -> Iterator[Entry]:
-        """Files that have not changed for long enough, by name."""
+        """Files that have been unchanged for long enough, sorted by name."""
         now, seen = self._clock.monotonic(), dict[str, tuple[str, float]]()
         for info in self._store.list(self._prefix):
             name = info.key.removeprefix(self._prefix)
@@ -73,7 +73,7 @@ class FolderInbox:
                 yield Entry(name, int(stamp.partition("-")[0]), stamp)
 
     def look(self, name: str, version: str | None = None) -> FileVersion | None:
-        """See `Inbox`; raises `FileStillChanging` for a file that has not been the same for long enough."""
+        """See `Inbox`; raises `FileStillChanging` for a file that has not been unchanged for long enough."""
         status = self._status(name)
         if status is None:
             return None
@@ -81,12 +81,12 @@ class FolderInbox:
         known, since = self._seen.setdefault(name, (stamp, now))
         if known != stamp or now - since < self._settle:
             raise FileStillChanging(f"{self.uri(name)}: has just changed")
-        seconds = min(max(status.st_mtime_ns / 1e9, _FIRST), _LAST)
+        seconds = min(max(status.st_mtime_ns / 1e9, _MIN_MTIME), _MAX_MTIME)
         return FileVersion(Entry(name, status.st_size, stamp), modified=datetime.fromtimestamp(seconds, UTC))
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """See `Inbox`. Raises `IntakeRefused` for what is there and is no regular file: whoever may drop files must
-        not have others read what only this process may, nor have it wait."""
+        """See `Inbox`. Raises `IntakeRefused` for anything but a regular file: senders must not make others read files
+        that only this process may read, nor block it."""
         path = self._path(name)
         try:
             with open_regular_below(self._folder, path) as stream:
@@ -116,7 +116,7 @@ class FolderInbox:
         return self._store.locate(self._prefix + name)
 
     def _open(self, path: Path) -> BufferedReader:
-        """As `read`."""
+        """Open a regular file below the folder; raises as `read`."""
         try:
             return open_regular_below(self._folder, path)
         except IrregularFile as error:
@@ -128,20 +128,20 @@ class FolderInbox:
 
     def _remember(self, name: str, pinned: InputRef) -> None:
         self._pinned[name] = pinned
-        if len(self._pinned) > _MOST_PINNED:
+        if len(self._pinned) > _MAX_PINNED:
             del self._pinned[next(iter(self._pinned))]
 
     def _path(self, name: str) -> Path:
         return Path(self.uri(name))
 
     def _status(self, name: str) -> os.stat_result | None:
-        """Of the name itself, not of what a link points to; None when it is no file."""
+        """The status of the name itself, not of a link's target; None when it is no file."""
         try:
             status = self._path(name).lstat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise StoreError(f"{self.uri(name)}: can't look at it: {error.strerror}") from error
+            raise StoreError(f"{self.uri(name)}: can't read its status: {error.strerror}") from error
         return status if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode) else None
 
 

@@ -1,14 +1,14 @@
-"""What a dropped file says of its job: by its folder, by its metadata, and by a sidecar beside it.
+"""Job options of an ingested file: from its folder, its metadata, and its sidecar file.
 
-The three are of one rank. Where two of them name the same option with different values the file is refused: whichever
-were taken, somebody would wonder.
+The three have equal precedence. A file whose sources give different values for one option is refused: either choice
+would surprise its sender.
 
     incoming/[TIER/]NAME.jsonl | NAME.ndjson | NAME.parquet
     incoming/[TIER/]NAME.job.json          options as a JSON object; NAME.jsonl.job.json is read too
 
-A sidecar must be there before its file, or be announced by the file's metadata (`tokenmill-sidecar: true`): then the
-file waits for it. Metadata may carry other programs' names too. So only names that are options count, with or without
-`tokenmill-` before them; with it, an unknown name is an error.
+A sidecar must exist before its file, or be announced by the file's metadata (`tokenmill-sidecar: true`): then the file
+waits for it. Metadata may hold other programs' names too. So only names of options count, with or without the prefix
+`tokenmill-`; with the prefix, an unknown name is an error.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions, PartialJobOptions
 
 SIDECAR: Final = ".job.json"
-MOST_SIDECAR_BYTES: Final = 1 << 20
+MAX_SIDECAR_BYTES: Final = 1 << 20
 _PREFIX = "tokenmill-"
-_ANNOUNCES = "sidecar"
+_SIDECAR_FLAG = "sidecar"
 _UNFINISHED = re.compile(r"^\.|(\.(tmp|temp|part|partial|filepart|crdownload|download|swp)|~)$", re.IGNORECASE)
 _TIERS = (Tier.STANDARD.value, Tier.BULK.value)
 _YES, _NO = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0"})
 
 
 class InboxEntryKind(Enum):
-    """What a name in a drop place is."""
+    """The kind of a name in an inbox."""
 
     INPUT = auto()
     SIDECAR = auto()
     PASSED_OVER = auto()
-    """Unfinished, or no file at all."""
+    """Unfinished, or no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionSource:
-    """Some options, and where they stand, for messages."""
+    """Options, and their source for messages."""
 
     where: str
     values: Mapping[str, Any]
 
 
 def kind_of(name: str) -> InboxEntryKind:
-    """What the name (a path below the place) stands for. Parts that begin with '.' or '_', and endings such as .tmp and
-    .part, are how programs name what they have not finished, or keep for themselves."""
+    """The kind of a name (a path relative to the inbox). Parts that begin with '.' or '_', and suffixes such as .tmp
+    and .part, are the conventional names of unfinished or private files."""
     *folders, last = name.split("/")
     if not last or any(_UNFINISHED.search(part) or part.startswith("_") for part in folders):
         return InboxEntryKind.PASSED_OVER
@@ -67,19 +67,21 @@ def kind_of(name: str) -> InboxEntryKind:
 
 
 def sidecars_of(name: str) -> tuple[str, str]:
-    """Names under which the sidecar of an input may lie."""
+    """The possible names of an input's sidecar."""
     folder, slash, last = name.rpartition("/")
     stem = last.rpartition(".")[0] or last
     return f"{folder}{slash}{stem}{SIDECAR}", f"{name}{SIDECAR}"
 
 
 def format_of(name: str) -> InputFormat:
-    """By the name's ending; raises `IntakeRefused` for any other, also for a folder that is none."""
+    """The input format by the name's suffix; raises `IntakeRefused` for any other, also for a folder that is no
+    tier."""
     folder, _, last = name.rpartition("/")
     if folder and folder not in _TIERS:
         raise IntakeRefused(
             "unknown_folder",
-            f"{name}: lies in a folder that is no tier; put it beside the folders, or in one of {', '.join(_TIERS)}",
+            f"{name}: lies in a folder that is no tier; put it into the inbox itself, or into one of its folders "
+            f"{', '.join(_TIERS)}",
         )
     try:
         return choose_files(name, [last], folder=False)[0]
@@ -90,11 +92,11 @@ def format_of(name: str) -> InputFormat:
 def options_of(
     name: str, metadata: Mapping[str, str], sidecars: Sequence[tuple[str, bytes]], *, place: str
 ) -> JobOptions:
-    """All options of a dropped file.
+    """All options of an ingested file.
 
     Args:
-        name: path below the place.  metadata: of the object.  sidecars: name and content of those that are there.
-        place: of the file, for messages.
+        name: path relative to the inbox.  metadata: of the object.  sidecars: name and content of existing sidecars.
+        place: the file's location, for messages.
 
     Raises:
         IntakeRefused: an option is unknown, can't be used, or is given twice with different values.
@@ -127,13 +129,13 @@ def options_of(
 
 
 def announces_sidecar(metadata: Mapping[str, str], place: str) -> bool:
-    """Whether the file says that it has a sidecar. Raises `IntakeRefused` when it says neither yes nor no."""
+    """Whether the file's metadata announce a sidecar. Raises `IntakeRefused` for a value that is no boolean."""
     for key, value in metadata.items():
-        if key.lower().removeprefix(_PREFIX) == _ANNOUNCES:
-            said = value.strip().lower()
-            if said not in _YES | _NO:
+        if key.lower().removeprefix(_PREFIX) == _SIDECAR_FLAG:
+            flag = value.strip().lower()
+            if flag not in _YES | _NO:
                 raise IntakeRefused("invalid_option", f"{place}: metadata {key} is {value!r}; give true or false")
-            return said in _YES
+            return flag in _YES
     return False
 
 
@@ -142,7 +144,7 @@ def _from_metadata(metadata: Mapping[str, str], place: str) -> dict[str, Any]:
     for key, value in metadata.items():
         name = key.lower().removeprefix(_PREFIX)
         field = name.replace("-", "_")
-        if name == _ANNOUNCES:
+        if name == _SIDECAR_FLAG:
             continue
         if field in PartialJobOptions.model_fields:
             found[field] = _json(value, f"{place}: metadata {key}") if field == "metadata" else value
@@ -152,8 +154,8 @@ def _from_metadata(metadata: Mapping[str, str], place: str) -> dict[str, Any]:
 
 
 def _from_sidecar(name: str, data: bytes) -> dict[str, Any]:
-    if len(data) > MOST_SIDECAR_BYTES:
-        raise IntakeRefused("invalid_option", f"{name}: is larger than {MOST_SIDECAR_BYTES} bytes")
+    if len(data) > MAX_SIDECAR_BYTES:
+        raise IntakeRefused("invalid_option", f"{name}: is larger than {MAX_SIDECAR_BYTES} bytes")
     found = _json(data, name)
     if not isinstance(found, dict):
         raise IntakeRefused("invalid_option", f"{name}: is no JSON object; write the options as one")

@@ -1,8 +1,8 @@
-"""What a bucket tells a queue when something was uploaded, and the door that listens.
+"""A bucket's upload events from a queue, and the ingest of their files.
 
-Events are hints. They come twice, late, in any order, some never; an upload in parts may be told of twice. So of an
-event only the object's name and version count, and the door looks for itself. A message is deleted when all that it
-names is settled: the job stands, or a dead letter. Until then it comes back.
+Events are hints. They may come twice, late, in any order, or never; a multipart upload may cause two. So only the
+object's name and version are taken from an event, and the ingest source reads the object itself. A message is deleted
+when all its objects are settled: each is a job or a dead letter. Until then it is delivered again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ logger = structlog.get_logger(__name__)
 
 
 class NotAnEvent(PipelineError):
-    """Raised for a message that is no event of a bucket."""
+    """Raised when a message is no bucket event."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectCreated:
-    """An object came to be, or a new version of it."""
+    """An object, or a new version of it, was created."""
 
     bucket: str
     key: str
@@ -39,12 +39,12 @@ class ObjectCreated:
 
 @dataclass(frozen=True, slots=True)
 class EventSettings:
-    """Seconds after which a message comes back.
+    """Seconds after which a message is delivered again.
 
     Attributes:
-        no_room: whose tenant has too much work queued.  waiting: whose file waits for its sidecar.
-        failed: that could not be handled.
-        foreign: that tells of a bucket which is not ours: left to the queue's own dead letters.
+        no_room: its tenant has too much work queued.  waiting: its file waits for a sidecar.
+        failed: it could not be handled.
+        foreign: its bucket is not configured here: left to the queue's own dead-letter queue.
     """
 
     no_room: int = 120
@@ -54,8 +54,8 @@ class EventSettings:
 
 
 def read_events(body: str) -> list[ObjectCreated]:
-    """What a message says was created: S3's own form (directly, or through SNS), or EventBridge's. Empty for S3's test
-    event and for other things that happen in buckets. Raises `NotAnEvent`."""
+    """The created objects in a message: S3's own format (directly, or through SNS), or EventBridge's. Empty for S3's
+    test event and for other bucket events. Raises `NotAnEvent`."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -77,7 +77,7 @@ def read_events(body: str) -> list[ObjectCreated]:
 def _from_record(record: dict[str, Any]) -> Iterator[ObjectCreated]:
     described = record["s3"]
     if record["eventName"].removeprefix("s3:").startswith("ObjectCreated:"):
-        # Keys come as in a form's fields: a space is "+", and some servers write "/" as "%2F".
+        # Keys are form-encoded: a space is "+", and some servers write "/" as "%2F".
         key = unquote_plus(described["object"]["key"])
         yield ObjectCreated(described["bucket"]["name"], key, described["object"].get("versionId"))
 
@@ -85,89 +85,90 @@ def _from_record(record: dict[str, Any]) -> Iterator[ObjectCreated]:
 def _from_bridge(document: dict[str, Any]) -> Iterator[ObjectCreated]:
     if document["detail-type"] == "Object Created":
         described = document["detail"]
-        # Here the key is written as it is.
+        # Here the key is not encoded.
         yield ObjectCreated(
             described["bucket"]["name"], described["object"]["key"], described["object"].get("version-id")
         )
 
 
 class BucketEvents:
-    """Takes what a queue's messages tell of.
+    """Ingests the files that a queue's messages name.
 
     Args:
-        doors: of the places whose objects may become jobs. What lies elsewhere in their buckets is passed over.
+        sources: inboxes whose objects may become jobs, with their ingest sources. Other objects of their buckets are
+            skipped.
     """
 
     def __init__(
         self,
         queue: SqsQueue,
-        doors: Sequence[tuple[BucketInbox, FileIngestSource]],
+        sources: Sequence[tuple[BucketInbox, FileIngestSource]],
         world: World,
         settings: EventSettings | None = None,
     ) -> None:
         self._queue = queue
-        self._doors = sorted(doors, key=lambda pair: len(pair[0].prefix), reverse=True)
-        self._letters = DeadLetters(world)
+        self._sources = sorted(sources, key=lambda pair: len(pair[0].prefix), reverse=True)
+        self._dead_letters = DeadLetters(world)
         self._settings = settings or EventSettings()
 
     def poll(self) -> int | None:
-        """Wait for messages and handle what comes; how many came. None: no tenant has room, so nobody asked the queue.
+        """Wait for messages and handle them; returns their number. None: no tenant has room, so the queue isn't polled.
 
         Raises:
             PipelineError: the queue can't be reached.
         """
-        if not any(door.has_room() for _, door in self._doors):
+        if not any(source.has_room() for _, source in self._sources):
             return None
         messages = self._queue.receive()
-        with self._queue.keep(messages) as kept:
+        with self._queue.extend_visibility(messages) as extender:
             for message in messages:
-                comes_back_after = self._handle(message)
-                kept.let_go(message)
-                if comes_back_after is None:
+                redelivery_seconds = self._handle(message)
+                extender.release(message)
+                if redelivery_seconds is None:
                     self._queue.delete(message)
                 else:
-                    self._queue.postpone(message, comes_back_after)
+                    self._queue.postpone(message, redelivery_seconds)
         return len(messages)
 
     def replay(self, original: bytes) -> str:
-        """Put a message that was refused on the queue again; its new id."""
+        """Put a refused message on the queue again; returns its new id."""
         return self._queue.send(original.decode())
 
     def _handle(self, message: SqsMessage) -> int | None:
-        """Seconds after which the message must come back; None when it is done with."""
+        """Seconds after which the message must be delivered again; None when it is settled."""
         try:
             events = read_events(message.body)
         except NotAnEvent as error:
             source = DeadLetterSource(BUCKET_EVENTS, self._queue.url, message.id, message.sent_at)
-            letter = self._letters.record(source, "invalid_event", str(error), message.body.encode())
-            logger.warning("event_refused", queue=self._queue.url, reason=str(error), dead_letter=letter)
+            dead_letter = self._dead_letters.record(source, "invalid_event", str(error), message.body.encode())
+            logger.warning("event_refused", queue=self._queue.url, reason=str(error), dead_letter=dead_letter)
             return None
         waits = [wait for event in events if (wait := self._take(event)) is not None]
         return max(waits, default=None)
 
     def _take(self, event: ObjectCreated) -> int | None:
-        found = self._door_of(event)
+        found = self._find_source(event)
         if found is None:
-            ours = any(inbox.bucket == event.bucket for inbox, _ in self._doors)
-            if not ours:
+            is_ours = any(inbox.bucket == event.bucket for inbox, _ in self._sources)
+            if not is_ours:
                 logger.warning("event_of_foreign_bucket", bucket=event.bucket, key=event.key)
-            return None if ours else self._settings.foreign
-        inbox, door = found
+            return None if is_ours else self._settings.foreign
+        inbox, source = found
         try:
-            taken = door.take(event.key.removeprefix(inbox.prefix), event.version)
+            result = source.take(event.key.removeprefix(inbox.prefix), event.version)
         except PipelineError as error:
-            logger.warning("drop_not_taken", uri=f"s3://{event.bucket}/{event.key}", reason=str(error))
+            logger.warning("file_not_ingested", uri=f"s3://{event.bucket}/{event.key}", reason=str(error))
             return self._settings.failed
-        if taken is IngestResult.NO_ROOM:
+        if result is IngestResult.NO_ROOM:
             return self._settings.no_room
-        return self._settings.waiting if taken is IngestResult.WAITING else None
+        return self._settings.waiting if result is IngestResult.WAITING else None
 
-    def _door_of(self, event: ObjectCreated) -> tuple[BucketInbox, FileIngestSource] | None:
-        """The most particular place that the object lies in."""
+    def _find_source(self, event: ObjectCreated) -> tuple[BucketInbox, FileIngestSource] | None:
+        """The inbox with the longest prefix of the object's key, and its ingest source."""
         return next(
             (
-                (inbox, door)
-                for inbox, door in self._doors
+                (inbox, source)
+                for inbox, source in self._sources
                 if inbox.bucket == event.bucket and event.key.startswith(inbox.prefix)
             ),
             None,

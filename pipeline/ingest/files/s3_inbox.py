@@ -1,7 +1,7 @@
-"""A bucket's prefix as a place where files are dropped.
+"""An inbox on a prefix of a bucket.
 
-An upload can't be seen before it is whole. What tells a version of an object from every other is its version id; where
-the bucket keeps no versions, its etag with the second of its upload. So the same bytes put again are a new job.
+An upload is not visible before it is complete. A version of an object is identified by its version id; in a bucket
+without versioning, by its etag and the second of its upload. So the same bytes uploaded again are a new job.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 
 Answer = TypeVar("Answer")
 _NO_VERSION = (None, "null")
-"""What S3 says of objects that came while versions were not kept: they may be replaced."""
+"""Version ids of objects that were uploaded without versioning: they may be replaced."""
 _NO_SUCH_VERSION = frozenset({"400", "405", "InvalidArgument", "MethodNotAllowed"})
-"""A mark of deletion, or no version at all, in the answers of different servers."""
-_PATIENCE = 10.0
-"""Seconds. The door comes back to what failed, so it needn't keep others waiting for long."""
+"""Error codes of different servers for a delete marker or an unknown version."""
+_RETRY_TIMEOUT_SECONDS = 10.0
+"""Retry time-out of one operation. Failed files are retried later, so they needn't delay others for long."""
 
 
 class BucketInbox:
     """`Inbox` on the objects below `prefix` of a bucket.
 
     Args:
-        prefix: such as "incoming/".  tenant: whose place it is.
+        prefix: such as "incoming/".  tenant: the inbox's tenant.
     """
 
     door = "bucket"
 
     def __init__(self, connection: S3Connection, bucket: str, prefix: str, tenant: str = "default") -> None:
         if not prefix.endswith("/"):
-            raise StoreError(f"{join_url(bucket, prefix)}: a place for dropped files ends in '/', such as incoming/")
+            raise StoreError(f"{join_url(bucket, prefix)}: an inbox's prefix ends in '/', such as incoming/")
         self._connection = connection
         self._client = connection.client
         self.bucket = bucket
@@ -46,7 +46,7 @@ class BucketInbox:
         self.tenant = tenant
 
     def entries(self) -> Iterator[Entry]:
-        """All objects below the prefix, by key."""
+        """All objects below the prefix, sorted by key."""
         request: dict[str, Any] = {"Bucket": self.bucket, "Prefix": self.prefix}
         while True:
             page = self._run("list", "", lambda: self._client.list_objects_v2(**request))
@@ -58,7 +58,7 @@ class BucketInbox:
             request["ContinuationToken"] = page["NextContinuationToken"]
 
     def look(self, name: str, version: str | None = None) -> FileVersion | None:
-        """See `Inbox`. An object that was deleted is gone, whatever older versions of it are kept."""
+        """See `Inbox`. A deleted object is gone, even if older versions of it exist."""
         head = self._head(name)
         if head is not None and version not in _NO_VERSION and version != head.get("VersionId"):
             head = self._head(name, version)  # it was replaced since
@@ -87,7 +87,7 @@ class BucketInbox:
             return None
 
     def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedDrop:
-        """See `Inbox`. All later reads are of this version, or fail when the etag is another."""
+        """See `Inbox`. All later reads are of this version, or fail when the etag differs."""
         key = self.prefix + drop.entry.name
         uri = self.uri(drop.entry.name)
         file = InputFile(uri=uri, size=drop.entry.size, version=drop.version, etag=drop.etag)
@@ -121,9 +121,9 @@ class BucketInbox:
             return None
 
     def _run(self, what: str, name: str, action: Callable[[], Answer]) -> Answer:
-        return self._connection.run(what, self.uri(name), action, patience=_PATIENCE)
+        return self._connection.run(what, self.uri(name), action, patience=_RETRY_TIMEOUT_SECONDS)
 
 
 def _stamp(etag: str, modified: datetime, size: int) -> str:
-    """What a listing and a single look both tell."""
+    """A stamp of facts that both a listing and a HEAD request return."""
     return f"{etag}|{int(modified.timestamp())}|{size}"

@@ -1,12 +1,11 @@
-"""The door of dropped files, for buckets and folders alike: drop is submit.
+"""Ingest of files, for buckets and folders alike: an uploaded file is a submission.
 
-Two ways lead to `FileIngestSource.take`: an event that names a file, and a sweep through the listing, because events
-get lost.
-Whichever comes, however often, in whatever order, and however many intakes there are: the job's id is made of the very
-version of the file, and the first look is whether that job stands. So nothing has to be remembered. The markers below
-`taken/` only spare the sweep that look; without one, all that is lost is time.
+`FileIngestSource.take` is called for two reasons: an event that names a file, and a sweep through the listing, because
+events get lost. Either may come repeatedly, in any order, and at several intakes: the job's id is derived from the
+exact version of the file, and the first check is whether that job exists. So no state is needed. The markers below
+`taken/` only save the sweep this check; a lost marker costs only time.
 
-A file stays where it is. One that can't become a job leaves a dead letter, and a marker all the same.
+The source never moves a file. A file that can't become a job leaves a dead letter, and a marker as well.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pydantic import AwareDatetime
 
 from pipeline.ingest.dead_letters import DeadLetters, DeadLetterSource
 from pipeline.ingest.files.options import (
-    MOST_SIDECAR_BYTES,
+    MAX_SIDECAR_BYTES,
     SIDECAR,
     InboxEntryKind,
     announces_sidecar,
@@ -46,15 +45,15 @@ logger = structlog.get_logger(__name__)
 
 
 class FileStillChanging(PipelineError):
-    """Raised when a file changes while it is read: it is not all there yet."""
+    """Raised when a file changes while it is read: it is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file as a listing tells of it.
+    """A file in a listing.
 
     Attributes:
-        name: path below the drop place.  size: in bytes.
+        name: path relative to the inbox.  size: in bytes.
         stamp: changes whenever the file does, and sometimes when it doesn't.
     """
 
@@ -65,11 +64,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class FileVersion:
-    """A version of a file, looked at by itself.
+    """A version of a file, with its metadata.
 
     Attributes:
-        version, etag: the store's names for it, if it has such.
-        metadata: what its uploader said of it.
+        version, etag: the store's ids of it, if it has such.
+        metadata: set by its uploader.
     """
 
     entry: Entry
@@ -81,18 +80,18 @@ class FileVersion:
 
 @dataclass(frozen=True, slots=True)
 class PinnedDrop:
-    """What a job reads, and what makes this drop another than every other: the job's id is made of it."""
+    """A job's pinned input, and the identity of its file version, from which the job's id is derived."""
 
     input: InputRef
     identity: tuple[str, ...]
 
 
 class Inbox(Protocol):
-    """A place where files are dropped.
+    """A location that is watched for new files.
 
     Attributes:
-        door: "bucket" or "folder".
-        tenant: whose place it is, by configuration: nothing that is dropped can change it.
+        door: the kind of inbox: "bucket" or "folder".
+        tenant: the inbox's tenant, by configuration: no file can change it.
     """
 
     @property
@@ -102,20 +101,21 @@ class Inbox(Protocol):
     def tenant(self) -> str: ...
 
     def entries(self) -> Iterator[Entry]:
-        """Files that are whole, as far as the place can tell."""
+        """Files that are complete, as far as the inbox can determine."""
         ...
 
     def look(self, name: str, version: str | None = None) -> FileVersion | None:
-        """The file as it is now, or its `version` if that can still be read; None when it is gone."""
+        """The file's current version, or `version` if that can still be read; None when it is gone."""
         ...
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """Up to so many bytes from a small file's beginning; None when it isn't there. Raises `IntakeRefused` for
-        something that is no file."""
+        """The first bytes of a small file, `most_bytes` at most; None when it doesn't exist. Raises `IntakeRefused` for
+        anything but a file."""
         ...
 
-    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedDrop:
-        """Fix what is read. Raises `FileStillChanging`, or `IntakeRefused` for what will never be an input."""
+    def pin(self, file: FileVersion, kind: InputFormat) -> PinnedDrop:
+        """Pin the file's bytes as an input. Raises `FileStillChanging`, or `IntakeRefused` for a file that can never be
+        an input."""
         ...
 
     def uri(self, name: str) -> str:
@@ -124,7 +124,7 @@ class Inbox(Protocol):
 
 
 class IngestResult(StrEnum):
-    """What became of a file that the door was told of."""
+    """The result of ingesting a file."""
 
     JOB = "job"
     KNOWN = "known"
@@ -136,12 +136,12 @@ class IngestResult(StrEnum):
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to do about it."""
+        """Whether the file needs no further attempt."""
         return self not in (IngestResult.NO_ROOM, IngestResult.WAITING)
 
 
 class TakenMarker(StoredModel):
-    """`taken/…`: this file became a job, or a dead letter. Says so to people, and spares the sweep a look."""
+    """`taken/…`: this file became a job, or a dead letter. For people, and to save the sweep a check."""
 
     version: Literal[1] = 1
     uri: str
@@ -156,16 +156,16 @@ class FileIngestSettings:
     """Times in seconds.
 
     Attributes:
-        sidecar_wait: how long after its upload a file waits for the sidecar that it announces.
-        refresh_every: how long the markers that were seen are believed to stand. Until then a replay may wait.
+        sidecar_wait_seconds: how long after its upload a file waits for an announced sidecar.
+        refresh_interval_seconds: how long the list of markers is cached. A replay may wait for so long.
     """
 
-    sidecar_wait: float = 300.0
-    refresh_every: float = 30.0
+    sidecar_wait_seconds: float = 300.0
+    refresh_interval_seconds: float = 30.0
 
 
 class FileIngestSource:
-    """Makes jobs of the files of one inbox. One thread at a time; others have doors of their own."""
+    """Creates jobs from the files of one inbox. For one thread at a time; each other thread has a source of its own."""
 
     def __init__(
         self, inbox: Inbox, intake: IntakeOptions, world: World, settings: FileIngestSettings | None = None
@@ -173,7 +173,7 @@ class FileIngestSource:
         self.inbox = inbox
         self._intake = intake
         self._world = world
-        self._letters = DeadLetters(world)
+        self._dead_letters = DeadLetters(world)
         self._settings = settings or FileIngestSettings()
         self._marked: set[str] = set()
         self._marked_until = float("-inf")
@@ -187,123 +187,126 @@ class FileIngestSource:
         return self._intake.room_for(self.inbox.tenant)
 
     def sweep(self) -> Counter[IngestResult]:
-        """Take all files that no marker is known of; how many ended how. What fails for now is left for the next sweep,
-        and doesn't keep the others waiting."""
+        """Ingest all files without a marker; returns the number of files by result. Files that fail are left for the
+        next sweep, and don't delay the others."""
         self._refresh_marked()
-        ended = Counter[IngestResult]()
+        results = Counter[IngestResult]()
         for entry in self.inbox.entries():
             if kind_of(entry.name) is not InboxEntryKind.INPUT or self._is_marked(entry):
                 continue
             try:
-                became = self.take(entry.name)
+                result = self.take(entry.name)
             except PipelineError as error:
-                logger.warning("drop_not_taken", uri=self.inbox.uri(entry.name), reason=str(error))
-                became = IngestResult.WAITING
-            ended[became] += 1
-            if became is IngestResult.NO_ROOM:  # nor will there be for the next one
+                logger.warning("file_not_ingested", uri=self.inbox.uri(entry.name), reason=str(error))
+                result = IngestResult.WAITING
+            results[result] += 1
+            if result is IngestResult.NO_ROOM:  # nor will there be for the next one
                 break
-        return ended
+        return results
 
     def take(self, name: str, version: str | None = None) -> IngestResult:
-        """Make a job of the file, unless it was made before; a sidecar stands for the files that it may belong to.
+        """Create a job from the file, unless it exists; for a sidecar, from the files to which it may belong.
 
         Args:
-            name: path below the inbox's place.  version: that an event told of; None: the one that is there.
+            name: path relative to the inbox.  version: from an event; None: the current one.
 
         Raises:
-            PipelineError: it failed for now; to take the file again later is safe.
+            PipelineError: it failed for now; a later retry is safe.
         """
         kind = kind_of(name)
         if kind is InboxEntryKind.SIDECAR:
-            return self._take_for(name)
+            return self._take_files_of(name)
         if kind is InboxEntryKind.PASSED_OVER:
             return IngestResult.PASSED_OVER
         if not self.has_room():
             return IngestResult.NO_ROOM
         try:
-            drop = self.inbox.look(name, version)
-            if drop is None:
+            file = self.inbox.look(name, version)
+            if file is None:
                 return IngestResult.GONE
-            if drop.entry.size == 0:  # some programs make the name before the bytes, as an upload of its own
+            if file.entry.size == 0:  # some programs first create an empty file, as an upload of its own
                 return IngestResult.PASSED_OVER
-            return self._take(drop)
+            return self._take(file)
         except FileStillChanging:
             return IngestResult.WAITING
 
-    def _take_for(self, sidecar: str) -> IngestResult:
-        """A sidecar came: files that wait for it needn't wait for the next sweep. Others stay as they are."""
+    def _take_files_of(self, sidecar: str) -> IngestResult:
+        """Ingest the files that wait for this new sidecar now, not at the next sweep. Other files are unchanged."""
         stem = sidecar.removesuffix(SIDECAR)
         names = [stem] if stem.endswith(tuple(SUFFIXES)) else [stem + suffix for suffix in SUFFIXES]
-        ended = [self.take(name) for name in names]
-        return next((one for one in ended if not one.settled), IngestResult.PASSED_OVER)
+        results = [self.take(name) for name in names]
+        return next((result for result in results if not result.settled), IngestResult.PASSED_OVER)
 
-    def _take(self, drop: FileVersion) -> IngestResult:
-        name = drop.entry.name
+    def _take(self, file: FileVersion) -> IngestResult:
+        name = file.entry.name
         uri = self.inbox.uri(name)
         try:
-            pinned = self.inbox.pin(drop, format_of(name))
+            pinned = self.inbox.pin(file, format_of(name))
         except IntakeRefused as refused:
-            return self._refuse(drop, (drop.entry.stamp,), refused)
-        job_id = derived_job_id(drop.modified, self.inbox.door, *pinned.identity)
+            return self._refuse(file, (file.entry.stamp,), refused)
+        job_id = derived_job_id(file.modified, self.inbox.door, *pinned.identity)
         if JobLedger(self._world.store, f"{JOBS}{job_id}/").find_job() is not None:
-            self._mark(drop.entry, job=job_id)
+            self._mark(file.entry, job=job_id)
             return IngestResult.KNOWN
         try:
-            metadata = drop.metadata or {}
+            metadata = file.metadata or {}
             sidecars = self._sidecars(name)
             if not sidecars and announces_sidecar(metadata, uri):
-                if (self._world.clock.now() - drop.modified).total_seconds() < self._settings.sidecar_wait:
+                if (self._world.clock.now() - file.modified).total_seconds() < self._settings.sidecar_wait_seconds:
                     return IngestResult.WAITING
                 raise IntakeRefused(
                     "sidecar_missing",
-                    f"{uri}: announces a sidecar, but none came within {self._settings.sidecar_wait:.0f} s; put "
-                    f"{sidecars_of(name)[0]} beside it and replay this letter",
+                    f"{uri}: announces a sidecar, but none came within {self._settings.sidecar_wait_seconds:.0f} s; "
+                    f"put {sidecars_of(name)[0]} beside it and replay this dead letter",
                 )
-            if not self._may_try(drop, pinned.identity):
+            if not self._may_try(file, pinned.identity):
                 return IngestResult.KNOWN
             options = options_of(name, metadata, sidecars, place=uri)
             submitted = self._intake.accept(JobDraft(pinned.input, options, self.inbox.tenant, job_id))
         except IntakeRefused as refused:
-            if refused.code == NO_MODEL:  # the first worker will say which there are
+            if refused.code == NO_MODEL:  # the first worker will register its models
                 return IngestResult.WAITING
-            return self._refuse(drop, pinned.identity, refused)
-        self._mark(drop.entry, job=job_id)
-        logger.info("drop_taken", job=job_id, uri=uri, tenant=self.inbox.tenant)
+            return self._refuse(file, pinned.identity, refused)
+        self._mark(file.entry, job=job_id)
+        logger.info("file_ingested", job=job_id, uri=uri, tenant=self.inbox.tenant)
         return IngestResult.JOB if submitted.created else IngestResult.KNOWN
 
     def _sidecars(self, name: str) -> list[tuple[str, bytes]]:
-        found = ((sidecar, self.inbox.read(sidecar, MOST_SIDECAR_BYTES + 1)) for sidecar in sidecars_of(name))
+        found = ((sidecar, self.inbox.read(sidecar, MAX_SIDECAR_BYTES + 1)) for sidecar in sidecars_of(name))
         return [(self.inbox.uri(sidecar), data) for sidecar, data in found if data is not None]
 
-    def _may_try(self, drop: FileVersion, identity: tuple[str, ...]) -> bool:
-        """Whether the file was never refused, or was replayed since. One that wasn't gets the marker that it lacks."""
-        source = self._source(drop, identity)
-        if self._letters.open_source(source) is not None:
+    def _may_try(self, file: FileVersion, identity: tuple[str, ...]) -> bool:
+        """Whether the file was never refused, or was replayed since. Otherwise its missing marker is created."""
+        source = self._source(file, identity)
+        if self._dead_letters.open_source(source) is not None:
             return True
-        self._mark(drop.entry)
+        self._mark(file.entry)
         return False
 
-    def _refuse(self, drop: FileVersion, identity: tuple[str, ...], refused: IntakeRefused) -> IngestResult:
-        source = self._letters.open_source(self._source(drop, identity))
+    def _refuse(self, file: FileVersion, identity: tuple[str, ...], refused: IntakeRefused) -> IngestResult:
+        source = self._dead_letters.open_source(self._source(file, identity))
         if source is None:
-            self._mark(drop.entry)
+            self._mark(file.entry)
             return IngestResult.KNOWN
-        letter = self._letters.record(source, refused.code, str(refused), marker=marker_key(self.inbox, drop.entry))
-        self._mark(drop.entry, letter=letter)
-        logger.warning("drop_refused", uri=source.place, code=refused.code, reason=str(refused), dead_letter=letter)
+        marker = marker_key(self.inbox, file.entry)
+        dead_letter = self._dead_letters.record(source, refused.code, str(refused), marker=marker)
+        self._mark(file.entry, dead_letter=dead_letter)
+        logger.warning(
+            "file_refused", uri=source.place, code=refused.code, reason=str(refused), dead_letter=dead_letter
+        )
         return IngestResult.REFUSED
 
-    def _source(self, drop: FileVersion, identity: tuple[str, ...]) -> DeadLetterSource:
-        uri = self.inbox.uri(drop.entry.name)
-        return DeadLetterSource(self.inbox.door, uri, "|".join(identity), drop.modified)
+    def _source(self, file: FileVersion, identity: tuple[str, ...]) -> DeadLetterSource:
+        uri = self.inbox.uri(file.entry.name)
+        return DeadLetterSource(self.inbox.door, uri, "|".join(identity), file.modified)
 
-    def _mark(self, entry: Entry, *, job: str | None = None, letter: str | None = None) -> None:
+    def _mark(self, entry: Entry, *, job: str | None = None, dead_letter: str | None = None) -> None:
         key = marker_key(self.inbox, entry)
         marker = TakenMarker(
             uri=self.inbox.uri(entry.name),
             stamp=entry.stamp,
             job=job,
-            dead_letter=letter,
+            dead_letter=dead_letter,
             at=self._world.clock.now(),
         )
         self._world.store.create(key, marker.to_json())
@@ -319,22 +322,22 @@ class FileIngestSource:
         now = self._world.clock.monotonic()
         if now >= self._marked_until:
             self._marked = {info.key for info in self._world.store.list(markers_of(self.inbox.uri("")))}
-            self._marked_until = now + self._settings.refresh_every
+            self._marked_until = now + self._settings.refresh_interval_seconds
 
 
 def markers_of(place: str) -> str:
-    """Where the markers of a drop place lie, by the place's URI."""
+    """The prefix of an inbox's markers. `place`: the inbox's URI."""
     return f"{TAKEN}{_hash(place.rstrip('/'))}/"
 
 
 def marker_key(inbox: Inbox, entry: Entry) -> str:
-    """Key of the marker of a file as it was listed. Its beginning is the file's whatever it holds, so that markers of
-    files that have gone can be told by a listing."""
+    """Key of the marker of a listed file. Its prefix depends only on the file's URI, so that one listing finds markers
+    of files that are gone."""
     return f"{markers_of(inbox.uri(''))}{file_hash(inbox.uri(entry.name))}-{_hash(entry.stamp)}"
 
 
 def file_hash(uri: str) -> str:
-    """How the names of a file's markers begin."""
+    """The prefix of the names of a file's markers."""
     return _hash(uri)
 
 

@@ -1,4 +1,4 @@
-"""Keeping the doors of dropped files: events as they come, where there are any, and a sweep every now and then."""
+"""The loop of file ingest: handles upload events, if there are any, and sweeps the inboxes periodically."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ports import PipelineError, World
 from pipeline.runtime.supervision import reason_of
 
-_REST = 10
-"""So many times as long as a sweep took there is none."""
+_SWEEP_PAUSE_FACTOR = 10
+"""Minimum pause between sweeps, as a multiple of the last sweep's duration."""
 
 logger = structlog.get_logger(__name__)
 
 
 class EventSource(Protocol):
-    """Events, as `BucketEvents` gives them."""
+    """A source of upload events, such as `BucketEvents`."""
 
     def poll(self) -> int | None:
-        """Wait for some and handle them; None when there is no room for any."""
+        """Wait for events and handle them; returns their number, or None when there is no room for any."""
         ...
 
 
 class OverlappingPrefixes(PipelineError):
-    """Raised when a drop place lies in another one."""
+    """Raised when an inbox is inside another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class WatchSettings:
     """Times in seconds.
 
     Attributes:
-        sweep_every: between two sweeps. Where there are events these only find what got lost.
+        sweep_every: between two sweeps. With events, sweeps only find files whose events were lost.
         pause: after a failure, and while there is no room.
     """
 
@@ -46,21 +46,21 @@ class WatchSettings:
 
 
 class FileIngestWatcher:
-    """Takes what is dropped, until it is told to stop. What fails is logged, and tried again.
+    """Ingests the files of all inboxes until it is stopped. Failures are logged and retried.
 
     Raises:
-        OverlappingPlaces: a file could be dropped into two of the places at once.
+        OverlappingPrefixes: a file could be in two of the inboxes at once.
     """
 
     def __init__(
         self,
-        doors: Sequence[FileIngestSource],
+        sources: Sequence[FileIngestSource],
         world: World,
         settings: WatchSettings | None = None,
         events: EventSource | None = None,
     ) -> None:
-        _check_places([door.inbox.uri("").rstrip("/") + "/" for door in doors])
-        self._doors = tuple(doors)
+        _check_overlap([source.inbox.uri("").rstrip("/") + "/" for source in sources])
+        self._sources = tuple(sources)
         self._world = world
         self._clock = world.clock
         self._settings = settings or WatchSettings()
@@ -68,39 +68,39 @@ class FileIngestWatcher:
         self._next_sweep = float("-inf")
 
     def run(self, stop: threading.Event) -> None:
-        """Step until `stop` is set; that takes as long as a look at the queue waits."""
+        """Step until `stop` is set; stopping takes as long as one poll of the queue."""
         while not stop.is_set():
             self.step()
 
     def step(self) -> None:
-        """Sweep if it is time, then wait for events, or for the next sweep, for a while."""
+        """Sweep if a sweep is due, then wait for events, or for the next sweep, for a while."""
         began = self._clock.monotonic()
         if began >= self._next_sweep:
-            for door in self._doors:
+            for source in self._sources:
                 try:
-                    door.sweep()
-                except Exception as error:  # noqa: BLE001 - of one door; the others go on
-                    reason = reason_of(error, "drops", self._world, door=door.inbox.door)
-                    logger.warning("sweep_failed", door=door.inbox.door, reason=reason)
+                    source.sweep()
+                except Exception as error:  # noqa: BLE001 - of one source; the others go on
+                    reason = reason_of(error, "drops", self._world, door=source.inbox.door)
+                    logger.warning("sweep_failed", door=source.inbox.door, reason=reason)
             ended = self._clock.monotonic()
-            # Where very many files lie, looking at them must not become the work.
-            self._next_sweep = ended + max(self._settings.sweep_every, _REST * (ended - began))
-        if not self._heard():
+            # With very many files, sweeps must not take up all the time.
+            self._next_sweep = ended + max(self._settings.sweep_every, _SWEEP_PAUSE_FACTOR * (ended - began))
+        if not self._poll_events():
             self._clock.sleep(min(self._settings.pause, max(0.0, self._next_sweep - self._clock.monotonic())))
 
-    def _heard(self) -> bool:
-        """Whether events were waited for."""
+    def _poll_events(self) -> bool:
+        """Poll for events, if there is a source of them; returns whether the poll waited."""
         if self._events is None:
             return False
         try:
             return self._events.poll() is not None
-        except Exception as error:  # noqa: BLE001 - the next look goes on
+        except Exception as error:  # noqa: BLE001 - the next poll goes on
             logger.warning("events_not_read", reason=reason_of(error, "drops", self._world))
             return False
 
 
-def _check_places(places: Sequence[str]) -> None:
-    ordered = sorted(places)
+def _check_overlap(prefixes: Sequence[str]) -> None:
+    ordered = sorted(prefixes)
     for outer, inner in pairwise(ordered):
         if inner.startswith(outer):
-            raise OverlappingPrefixes(f"the drop place {inner} lies in {outer}; give places that don't overlap")
+            raise OverlappingPrefixes(f"the inbox {inner} is inside {outer}; give prefixes that don't overlap")

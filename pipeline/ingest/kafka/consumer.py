@@ -1,12 +1,12 @@
-"""The consumer group: polls all the time, stores beside, commits only behind what is durable.
+"""A member of the Kafka consumer group: polls continuously, stores in other threads, and commits only durable offsets.
 
-Storage may be slow or away, so it is never waited for between two polls: a few threads store batches, and a partition
-whose next batch is full meanwhile is paused. A partition that is taken away is forgotten at once; what a thread still
-stores of it is found by whoever has it then.
+Storage may be slow or unavailable, so the poll loop never waits for it: a few threads store batches, and a partition
+whose next batch is full meanwhile is paused. A revoked partition is forgotten at once; batches that a thread still
+stores are found by the partition's next consumer.
 
-kafka-python runs rebalance callbacks on its own thread, while this one waits in `poll`. They only note what happened,
-and commit. It also keeps a partition's position over a rebalance, so a position is never trusted: each partition that
-is assigned is looked up and sought anew.
+kafka-python runs rebalance callbacks on its own thread, while this one waits in `poll`. They only record the change,
+and commit. kafka-python also retains a partition's position over a rebalance, so a position is never trusted: each
+assigned partition's offset is read and sought again.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.ingest.kafka.topic_ids import TopicIds
 from pipeline.ports import Clock, PartStopped, PipelineError
 
-_ROOM_EVERY = 1.0
+_ROOM_INTERVAL_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
 
 logger = structlog.get_logger(__name__)
 
 
 class KafkaIngestStopped(PartStopped):
-    """Raised when the door can't go on without a decision: its offset is out of the topic's range, and the settings say
+    """Raised when ingest can't go on without a decision: the offset is out of the topic's range, and the settings say
     stop."""
 
 
 @dataclass(slots=True)
 class IngestCounters:
-    """What the door has done since it began."""
+    """Counters of the consumer since its start."""
 
     records: int = 0
     batches: int = 0
@@ -53,7 +53,7 @@ class IngestCounters:
 
 
 class _Listener(AsyncConsumerRebalanceListener):  # type: ignore[misc]
-    """Notes rebalances in order, and commits what is durable while it is still allowed to."""
+    """Records rebalances in order, and commits durable offsets before partitions are revoked."""
 
     def __init__(self, commit: Callable[[set[Any]], Any]) -> None:
         self.events: deque[tuple[bool, set[Any]]] = deque()
@@ -79,8 +79,8 @@ class KafkaIngest:
     """One member of the group. `run` it on a thread of its own; `close` is part of that.
 
     Args:
-        handlers: topic -> what becomes of its records.
-        room_for: whether a tenant may have more work queued; asked on a thread beside.
+        handlers: topic -> handler of its records.
+        room_for: whether a tenant may have more work queued; called on another thread.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class KafkaIngest:
         self._ids = TopicIds(settings)
         self._consumer: Any = None
         self._listener = _Listener(self._commit_revoked)
-        self._pool = ThreadPoolExecutor(settings.store_threads + 1, "kafka-door")
+        self._pool = ThreadPoolExecutor(settings.store_threads + 1, "kafka-ingest")
         self._partitions: dict[Any, Partition] = {}
-        self._unplaced: dict[Any, int | None] = {}
+        self._unstarted: dict[Any, int | None] = {}
         self._room = dict.fromkeys(settings.topics.values(), True)
-        self._room_look: Future[dict[str, bool]] | None = None
-        self._room_at = self._place_at = self._commit_at = float("-inf")
+        self._room_refresh: Future[dict[str, bool]] | None = None
+        self._room_at = self._start_at = self._commit_at = float("-inf")
 
     def run(self, stop: threading.Event) -> None:
-        """Take in records until `stop`. An unreachable cluster is waited for. Raises `KafkaIngestStopped`."""
+        """Ingest records until `stop` is set. An unreachable cluster is retried. Raises `KafkaIngestStopped`."""
         try:
             while not stop.is_set():
                 self.step()
@@ -114,7 +114,7 @@ class KafkaIngest:
             self.close()
 
     def step(self) -> None:
-        """One poll, and what follows from it; takes at most some seconds, whatever storage does."""
+        """One poll, with the work that it causes; takes at most some seconds, even when storage is slow."""
         if self._consumer is None and not self._connect():
             return
         polled = self._poll()
@@ -123,7 +123,7 @@ class KafkaIngest:
             partition = self._partitions.get(tp)
             if partition is not None and tp not in fresh:
                 self._take(tp, partition, [_record(record) for record in records])
-        self._look_for_room()
+        self._refresh_room()
         now = self._clock.monotonic()
         for tp, partition in list(self._partitions.items()):
             self._advance(tp, partition, now)
@@ -131,7 +131,7 @@ class KafkaIngest:
         self._pause_or_resume()
 
     def close(self) -> None:
-        """Wait a little for what is being stored, commit it, and leave the group."""
+        """Wait a little for batches that are being stored, commit them, and leave the group."""
         running = [part.work.future for part in self._partitions.values() if part.work and part.work.future]
         wait(running, _CLOSE_SECONDS)
         consumer = self._consumer
@@ -178,35 +178,35 @@ class KafkaIngest:
             return {}
         return found
 
-    # -- who has which partition
+    # -- assigned partitions
 
     def _rebalanced(self) -> set[Any]:
-        """Take in what the listener noted. Partitions whose records of this poll are of another position."""
+        """Apply the recorded rebalances. Returns the partitions whose records of this poll are of another position."""
         events = self._listener.events
         while events:
             assigned, changed = events.popleft()
             self.counts.rebalances += assigned
             for tp in changed:
                 self._partitions.pop(tp, None)
-                self._unplaced.pop(tp, None)
+                self._unstarted.pop(tp, None)
                 if assigned:
-                    self._unplaced[tp] = None
-        fresh = set(self._unplaced)
+                    self._unstarted[tp] = None
+        fresh = set(self._unstarted)
         now = self._clock.monotonic()
-        if self._unplaced and now >= self._place_at:
+        if self._unstarted and now >= self._start_at:
             try:
-                for tp, offset in sorted(self._unplaced.items()):
+                for tp, offset in sorted(self._unstarted.items()):
                     self._begin(tp, self._offset_of(tp) if offset is None else offset)
-                    del self._unplaced[tp]
+                    del self._unstarted[tp]
             except (KafkaSettingsError, KafkaIngestStopped):
                 raise
             except (KafkaError, PipelineError) as error:
                 logger.warning("kafka_partition_not_begun", reason=str(error) or repr(error))
-                self._place_at = now + self._settings.retry_first
+                self._start_at = now + self._settings.retry_first
         return fresh
 
     def _offset_of(self, tp: Any) -> int:
-        """Where to begin with a partition: at the committed offset, else where the settings say."""
+        """The start offset of a partition: the committed offset, else by the settings."""
         consumer = self._consumer
         offset: int | None = consumer.committed(tp, timeout_ms=self._timeout_ms)
         if offset is None:
@@ -224,21 +224,25 @@ class KafkaIngest:
         return offset
 
     def _begin(self, tp: Any, offset: int) -> None:
-        place = PartitionId(self._ids.cluster_of(tp.topic), tp.topic, tp.partition, self._settings.topics[tp.topic])
+        partition_id = PartitionId(
+            self._ids.cluster_of(tp.topic), tp.topic, tp.partition, self._settings.topics[tp.topic]
+        )
         self._consumer.seek(tp, offset)
-        self._partitions[tp] = partition = Partition(place, offset, offset)
+        self._partitions[tp] = partition = Partition(partition_id, offset, offset)
         self._submit(partition, PartitionTask("begin", offset, offset))
 
     def _take(self, tp: Any, partition: Partition, records: list[Record]) -> None:
         first = records[0].offset
         if first < partition.next:
-            logger.warning("kafka_offset_out_of_range", place=str(partition.place), was=partition.next, now=first)
-            self._partitions.pop(tp)  # another log than before: begin again, where the client has gone back to
-            self._unplaced[tp] = first
+            logger.warning(
+                "kafka_offset_out_of_range", partition=str(partition.partition_id), was=partition.next, now=first
+            )
+            self._partitions.pop(tp)  # another log than before: start again at the client's new position
+            self._unstarted[tp] = first
             return
         if first > partition.next:
             logger.warning(
-                "kafka_records_missing", place=str(partition.place), first=partition.next, last=first - 1,
+                "kafka_records_missing", partition=str(partition.partition_id), first=partition.next, last=first - 1,
                 why="compacted, expired, or marks of transactions",
             )  # fmt: skip
         self.counts.records += len(records)
@@ -261,15 +265,15 @@ class KafkaIngest:
             self._submit(partition, partition.cut(self._settings, now))
 
     def _submit(self, partition: Partition, work: PartitionTask) -> None:
-        handler = self._handlers[partition.place.topic]
+        handler = self._handlers[partition.partition_id.topic]
         if work.kind == "begin":
-            work.future = self._pool.submit(handler.begin, partition.place, work.first)
+            work.future = self._pool.submit(handler.begin, partition.partition_id, work.first)
         else:
-            work.future = self._pool.submit(handler.store, partition.place, work.first, work.records)
+            work.future = self._pool.submit(handler.store, partition.partition_id, work.first, work.records)
         partition.work = work
 
     def _collect(self, partition: Partition, work: PartitionTask, now: float) -> int | None:
-        """Where a finished work leads to; None when it failed, and is to be tried again."""
+        """The end offset of a finished task; None when it failed, and is retried."""
         assert work.future is not None
         try:
             end = work.future.result()
@@ -279,7 +283,7 @@ class KafkaIngest:
             partition.retry_at = now + delay
             work.future = None
             self.counts.failures += 1
-            logger.warning("kafka_not_stored", place=str(partition.place), first=work.first, again_in=delay,
+            logger.warning("kafka_not_stored", partition=str(partition.partition_id), first=work.first, again_in=delay,
                            reason=str(error))  # fmt: skip
             return None
         partition.work, partition.failures = None, 0
@@ -309,7 +313,8 @@ class KafkaIngest:
             self._partitions[tp].durable = None
 
     def _commit_revoked(self, revoked: set[Any]) -> Any:
-        """Called on the client's thread, while this one waits for it; the commit's future, if there is anything."""
+        """Commit durable offsets, on the client's thread while this one waits for it; the future, if there is
+        anything."""
         ready: dict[Any, int] = {}
         for tp in revoked:
             partition = self._partitions.get(tp)
@@ -320,29 +325,29 @@ class KafkaIngest:
 
     # -- backpressure
 
-    def _look_for_room(self) -> None:
-        look = self._room_look
-        if look is not None and look.done():
-            self._room_look = None
+    def _refresh_room(self) -> None:
+        refresh = self._room_refresh
+        if refresh is not None and refresh.done():
+            self._room_refresh = None
             try:
-                self._room = look.result()
+                self._room = refresh.result()
             except PipelineError as error:
                 logger.warning("kafka_room_unknown", reason=str(error))
         now = self._clock.monotonic()
-        if self._room_look is None and now - self._room_at >= _ROOM_EVERY:
+        if self._room_refresh is None and now - self._room_at >= _ROOM_INTERVAL_SECONDS:
             self._room_at = now
-            self._room_look = self._pool.submit(self._rooms)
+            self._room_refresh = self._pool.submit(self._read_room)
 
-    def _rooms(self) -> dict[str, bool]:
+    def _read_room(self) -> dict[str, bool]:
         return {tenant: self._room_for(tenant) for tenant in set(self._settings.topics.values())}
 
     def _pause_or_resume(self) -> None:
-        """A partition is read only while there is room for what it gives: in memory, and for its tenant. Without
-        leaving the group, which would only move the trouble."""
+        """Pause partitions without room, in memory or for their tenant, and resume the others. The member stays in the
+        group: leaving it would only move the problem."""
         assigned = self._consumer.assignment()
         wanted = {tp for tp, part in self._partitions.items()
-                  if part.is_full(self._settings) or not self._room[part.place.tenant]}  # fmt: skip
-        wanted = (wanted | self._unplaced.keys()) & assigned
+                  if part.is_full(self._settings) or not self._room[part.partition_id.tenant]}  # fmt: skip
+        wanted = (wanted | self._unstarted.keys()) & assigned
         paused = self._consumer.paused()
         if wanted - paused:
             self.counts.pauses += len(wanted - paused)

@@ -1,7 +1,7 @@
-"""Which requests of a partition came lately: a producer that was not sure may send one again, batches later.
+"""The deduplication window of a partition: a producer that missed a confirmation may resend a request, batches later.
 
-What is known is read from stored batches, so a consumer that takes a partition over knows the same. It only decides
-what a new batch leaves out; what was left out, the stored batch says.
+The window is rebuilt from stored batches, so the next consumer of a partition has the same. It only decides which
+requests a new batch leaves out; the stored batch records them.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ from pipeline.ports import World
 
 
 class ResendWindow:
-    """The requests of one partition.
+    """The recent requests of one partition.
 
     Args:
-        seconds: how long one is remembered, counted from its batch.  records: how many are, at most; 0: none.
+        seconds: how long a request is remembered, counted from its batch.  records: maximum number; 0: none.
     """
 
     def __init__(self, world: World, seconds: float, records: int) -> None:
         self._world = world
         self._span = timedelta(seconds=seconds)
-        self._most = records
+        self._max_records = records
         self._batches: OrderedDict[int, tuple[KafkaBatch, frozenset[bytes]]] = OrderedDict()
         self.latest: int | None = None
 
     def seen(self) -> Collection[bytes]:
-        """Digests of the requests that are remembered now."""
+        """Digests of the requests in the window."""
         self._forget()
         return frozenset().union(*(digests for _, digests in self._batches.values()))
 
     def remember(self, batch: KafkaBatch) -> None:
-        """The partition's latest batch."""
+        """Add the partition's latest batch."""
         self.latest = batch.first
-        self._batches[batch.first] = (batch, self._digests(batch) if self._most else frozenset())
+        self._batches[batch.first] = (batch, self._digests(batch) if self._max_records else frozenset())
         self._forget()
 
     def recall(self, batch: KafkaBatch) -> None:
-        """The latest batch, and those before it, as far back as the window goes."""
+        """Rebuild the window from the latest batch and those before it."""
         found, count = [batch], 0
-        while self._most and count < self._most and self._is_recent(found[-1]):
+        while self._max_records and count < self._max_records and self._is_recent(found[-1]):
             count += sum(group.rows for group in found[-1].groups)
-            before = self._before(found[-1])
-            if before is None:
+            previous = self._load_previous(found[-1])
+            if previous is None:
                 break
-            found.append(before)
+            found.append(previous)
         for one in reversed(found):
             self.remember(one)
 
-    def _before(self, batch: KafkaBatch) -> KafkaBatch | None:
+    def _load_previous(self, batch: KafkaBatch) -> KafkaBatch | None:
         if batch.previous is None or batch.previous >= batch.first:
             return None
-        place = PartitionId(batch.cluster, batch.topic, batch.partition, batch.tenant)
-        return load_batch(self._world.store, batch_key(place, batch.previous))
+        partition_id = PartitionId(batch.cluster, batch.topic, batch.partition, batch.tenant)
+        return load_batch(self._world.store, batch_key(partition_id, batch.previous))
 
     def _digests(self, batch: KafkaBatch) -> frozenset[bytes]:
         if not self._is_recent(batch):
@@ -73,6 +73,6 @@ class ResendWindow:
         while self._batches:
             oldest, _ = next(iter(self._batches.values()))
             count = sum(len(digests) for _, digests in self._batches.values())
-            if count <= self._most and self._is_recent(oldest):
+            if count <= self._max_records and self._is_recent(oldest):
                 return
             self._batches.popitem(last=False)

@@ -1,8 +1,8 @@
-"""The micro-batches of a partition: which records became which jobs, decided once by one object created if absent.
+"""The micro-batches of a partition: the assignment of records to jobs, decided by one object that is created if absent.
 
-A batch is named by where it begins and says where it ends. Its lines lie in objects named by their content, written
-before it; so whoever finds a batch has all that its jobs need, and two consumers that gathered different batches from
-the same offset agree on the first one stored.
+A batch is named by its first offset and records its last. Its lines are in objects that are named by their content and
+written before it. So a visible batch has everything that its jobs need, and two consumers that gathered different
+batches from the same offset agree on the first one stored.
 
     intake/kafka/CLUSTER/TOPIC/PARTITION/FIRST.json          the batch
     intake/kafka/CLUSTER/TOPIC/PARTITION/lines/FIRST-HASH.*  .jsonl: input lines; .parquet: the records behind them
@@ -32,14 +32,14 @@ from schemas.identifiers import Traceparent
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 from schemas.stored import Count, Sha256, StoredModel
 
-MOST_TRACES: Final = 128
-"""Of one group that are kept; no span has more links, as OpenTelemetry's SDK is set by default."""
+MAX_TRACES: Final = 128
+"""Maximum number of stored traces of one group; OpenTelemetry's SDK allows no more links of a span by default."""
 INTAKE: Final = "intake/kafka/"
 ORIGINS: Final = "intake/origins/"
 _DIGITS: Final = 20
-_LOOKS: Final = (16, 12, 8, 0)
-"""Leading digits that a batch near an offset has in common with it, tried from the nearest."""
-_LATEST: Final = 253_402_300_799_999  # the end of the year 9999, in milliseconds
+_PREFIX_DIGITS: Final = (16, 12, 8, 0)
+"""Numbers of leading digits that a batch may share with an offset, tried from the nearest batches on."""
+_MAX_TIMESTAMP: Final = 253_402_300_799_999  # the end of the year 9999, in milliseconds
 
 RECORDS_SCHEMA: Final = pa.schema(
     [
@@ -57,7 +57,8 @@ RECORDS_SCHEMA: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class PartitionId:
-    """A partition for ever: `cluster` tells the topic from others of its name, earlier ones included."""
+    """The unique id of a partition: `cluster` distinguishes the topic from others of its name, earlier ones
+    included."""
 
     cluster: str
     topic: str
@@ -66,7 +67,7 @@ class PartitionId:
 
     @property
     def folder(self) -> str:
-        """Where its batches lie."""
+        """The prefix of its batches."""
         return f"{INTAKE}{self.cluster}/{self.topic}/{self.partition:05d}/"
 
     def __str__(self) -> str:
@@ -74,8 +75,8 @@ class PartitionId:
 
 
 class KafkaGroup(StoredModel):
-    """Records of a batch that are one job: their headers in common, and keys of their lines and records. `traces`: what
-    their producers sent them for, where that is told and the door traces; the first so many that differ."""
+    """Records of a batch that form one job: their common headers, and the keys of their lines and records. `traces`:
+    the distinct producers' traces, if ingest traces and they are known, up to `MAX_TRACES`."""
 
     tier: str | None = None
     model: str | None = None
@@ -98,10 +99,10 @@ class KafkaBatch(StoredModel):
     """`FIRST.json`. Covers offsets `first` up to, and including, `last`, some of which may hold no record.
 
     Attributes:
-        at: when it was made; its jobs are named and sorted by it.
-        previous: where the batch before begins, as far as its maker knew.
-        sample, sample_sha256: offset of a record, and a digest of its value: another topic would hold another there.
-        refused, resent: how many records became dead letters, and how many were sent before.
+        at: when it was created; its jobs' ids are derived from it and sort by it.
+        previous: first offset of the previous batch, as far as its creator knew.
+        sample, sample_sha256: offset of a record, and a digest of its value, which detect another topic.
+        refused, resent: numbers of records that became dead letters, and of resent records.
     """
 
     version: Literal[1] = 1
@@ -121,11 +122,11 @@ class KafkaBatch(StoredModel):
 
 
 class Origin(StoredModel):
-    """`intake/origins/JOB.json`: where a job of the Kafka door came from, and so what is still to be announced of it.
+    """`intake/origins/JOB.json`: the origin of a job from Kafka, until its results are published.
 
     Attributes:
-        batch, group: the batch's key, and which of its groups the job is.
-        reply_to: for a job by reference, the topic that its results go to as well.
+        batch, group: the batch's key, and the index of the job's group in it.
+        reply_to: for a job by reference, a further topic for its results.
     """
 
     version: Literal[1] = 1
@@ -134,9 +135,9 @@ class Origin(StoredModel):
     reply_to: str | None = None
 
 
-def batch_key(place: PartitionId, first: int) -> str:
+def batch_key(partition_id: PartitionId, first: int) -> str:
     """Key of the batch that begins at `first`."""
-    return f"{place.folder}{first:0{_DIGITS}d}.json"
+    return f"{partition_id.folder}{first:0{_DIGITS}d}.json"
 
 
 def origin_key(job: str) -> str:
@@ -145,31 +146,31 @@ def origin_key(job: str) -> str:
 
 
 def moment(timestamp: int) -> datetime:
-    """A record's timestamp (milliseconds; -1 for none, and whatever else a producer makes of it) as a moment."""
-    return datetime.fromtimestamp(min(max(timestamp, 0), _LATEST) // 1000, UTC)
+    """A record's timestamp as a moment (milliseconds; -1 for none; out-of-range values of producers are clamped)."""
+    return datetime.fromtimestamp(min(max(timestamp, 0), _MAX_TIMESTAMP) // 1000, UTC)
 
 
 def value_digest(record: Record) -> str:
-    """What a record is recognised by."""
+    """The digest that identifies a record's value."""
     return hashlib.sha256(b"\0" if record.value is None else b"\1" + record.value).hexdigest()
 
 
 def store_groups(
-    store: ObjectStore, place: PartitionId, first: int, found: SortedRecords, *, traced: bool = False
+    store: ObjectStore, partition_id: PartitionId, first: int, found: SortedRecords, *, traced: bool = False
 ) -> tuple[KafkaGroup, ...]:
-    """Write each group's lines and records; the same ones again are found, not written twice. `traced`: what the
-    records were sent for is kept."""
-    groups = (_store_group(store, place, first, key, kept) for key, kept in found.groups.items())
+    """Write each group's lines and records; identical ones are found, not written twice. `traced`: store the producers'
+    traces."""
+    groups = (_store_group(store, partition_id, first, key, accepted) for key, accepted in found.groups.items())
     if not traced:
         return tuple(groups)
     return tuple(
-        group.model_copy(update={"traces": _traces(kept)})
-        for group, kept in zip(groups, found.groups.values(), strict=True)
+        group.model_copy(update={"traces": _traces(accepted)})
+        for group, accepted in zip(groups, found.groups.values(), strict=True)
     )
 
 
 def load_batch(store: ObjectStore, key: str) -> KafkaBatch | None:
-    """A stored batch; raises `LedgerError` for a damaged one."""
+    """Read a stored batch; None when there is none. Raises `LedgerError` for a damaged one."""
     try:
         data = store.read(key)
     except ObjectNotFound:
@@ -178,7 +179,7 @@ def load_batch(store: ObjectStore, key: str) -> KafkaBatch | None:
 
 
 def load_origin(store: ObjectStore, job: str) -> Origin | None:
-    """Where the job came from; None if not through Kafka, or all is announced."""
+    """Read the job's origin; None if it didn't come from Kafka, or its results are published."""
     try:
         data = store.read(origin_key(job))
     except ObjectNotFound:
@@ -186,15 +187,15 @@ def load_origin(store: ObjectStore, job: str) -> Origin | None:
     return parse_stored(store.locate(origin_key(job)), data, Origin)
 
 
-def floor_batch(store: ObjectStore, place: PartitionId, offset: int) -> KafkaBatch | None:
+def floor_batch(store: ObjectStore, partition_id: PartitionId, offset: int) -> KafkaBatch | None:
     """The last batch that begins at or before `offset`."""
     name = f"{offset:0{_DIGITS}d}"
-    for digits in _LOOKS:
+    for digits in _PREFIX_DIGITS:
         best = None
-        for info in store.list(place.folder + name[:digits]):
-            first = info.key.removeprefix(place.folder).removesuffix(".json")
+        for info in store.list(partition_id.folder + name[:digits]):
+            first = info.key.removeprefix(partition_id.folder).removesuffix(".json")
             if not first.isdigit() or int(first) > offset:
-                break  # keys come in order; the lines' folder sorts behind the digits
+                break  # keys are in order; the folder of lines sorts after the digits
             best = info.key
         if best is not None:
             return load_batch(store, best)
@@ -202,7 +203,7 @@ def floor_batch(store: ObjectStore, place: PartitionId, offset: int) -> KafkaBat
 
 
 def drafts(store: ObjectStore, batch: KafkaBatch) -> list[JobDraft]:
-    """The batch's jobs, one for each group: a function of the stored batch alone, whoever calls it."""
+    """The batch's jobs, one for each group: a function of the stored batch alone."""
     return [_draft(store, batch, index, group) for index, group in enumerate(batch.groups)]
 
 
@@ -212,7 +213,7 @@ def group_records(store: ObjectStore, group: KafkaGroup, columns: Sequence[str])
 
 
 def original_records(store: ObjectStore, group: KafkaGroup) -> Iterator[Record]:
-    """A group's records as they were read."""
+    """A group's records as received."""
     lines = store.read(group.lines).split(b"\n")
     for found in group_records(store, group, RECORDS_SCHEMA.names).to_pylist():
         value = lines[found["row"]] if found["original"] is None else found["original"]
@@ -233,41 +234,41 @@ def _draft(store: ObjectStore, batch: KafkaBatch, index: int, group: KafkaGroup)
 
 
 def _store_group(
-    store: ObjectStore, place: PartitionId, first: int, key: GroupKey, kept: Sequence[AcceptedRecord]
+    store: ObjectStore, partition_id: PartitionId, first: int, key: GroupKey, accepted: Sequence[AcceptedRecord]
 ) -> KafkaGroup:
-    lines = b"".join(one.line + b"\n" for one in kept)
+    lines = b"".join(one.line + b"\n" for one in accepted)
     digest = hashlib.sha256(lines).hexdigest()
-    lines_key = _content_key(place, first, digest, "jsonl")
+    lines_key = _content_key(partition_id, first, digest, "jsonl")
     store.create(lines_key, lines)
     records = io.BytesIO()
-    pq.write_table(_records_table(kept), records, compression="zstd")
-    records_key = _content_key(place, first, hashlib.sha256(records.getvalue()).hexdigest(), "parquet")
+    pq.write_table(_records_table(accepted), records, compression="zstd")
+    records_key = _content_key(partition_id, first, hashlib.sha256(records.getvalue()).hexdigest(), "parquet")
     store.create(records_key, records.getvalue())
     return KafkaGroup(
         tier=key.tier, model=key.model, deadline=key.deadline, output_expires_after=key.output_expires_after,
-        job=key.job, lines=lines_key, size=len(lines), sha256=digest, rows=len(kept), records=records_key,
+        job=key.job, lines=lines_key, size=len(lines), sha256=digest, rows=len(accepted), records=records_key,
     )  # fmt: skip
 
 
-def _traces(kept: Sequence[AcceptedRecord]) -> tuple[str, ...] | None:
-    told = (one.record.traceparent for one in kept)
-    return tuple(islice(dict.fromkeys(trace for trace in told if trace is not None), MOST_TRACES)) or None
+def _traces(accepted: Sequence[AcceptedRecord]) -> tuple[str, ...] | None:
+    traces = (one.record.traceparent for one in accepted)
+    return tuple(islice(dict.fromkeys(trace for trace in traces if trace is not None), MAX_TRACES)) or None
 
 
-def _content_key(place: PartitionId, first: int, digest: str, kind: str) -> str:
-    return f"{place.folder}lines/{first:0{_DIGITS}d}-{digest[:32]}.{kind}"
+def _content_key(partition_id: PartitionId, first: int, digest: str, kind: str) -> str:
+    return f"{partition_id.folder}lines/{first:0{_DIGITS}d}-{digest[:32]}.{kind}"
 
 
-def _records_table(kept: Sequence[AcceptedRecord]) -> pa.Table:
-    records = [one.record for one in kept]
+def _records_table(accepted: Sequence[AcceptedRecord]) -> pa.Table:
+    records = [one.record for one in accepted]
     columns: dict[str, Sequence[Any]] = {
-        "row": range(len(kept)),
+        "row": range(len(accepted)),
         "offset": [record.offset for record in records],
         "timestamp": [record.timestamp for record in records],
         "key": [record.key for record in records],
-        "reply_to": [one.reply_to for one in kept],
-        "digest": [one.digest for one in kept],
+        "reply_to": [one.reply_to for one in accepted],
+        "digest": [one.digest for one in accepted],
         "headers": [[{"name": name, "value": value} for name, value in record.headers] for record in records],
-        "original": [None if one.record.value == one.line else one.record.value for one in kept],
+        "original": [None if one.record.value == one.line else one.record.value for one in accepted],
     }
     return pa.table([pa.array(columns[field.name], field.type) for field in RECORDS_SCHEMA], schema=RECORDS_SCHEMA)

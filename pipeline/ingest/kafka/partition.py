@@ -1,4 +1,4 @@
-"""One partition in this consumer's hands: the records that are gathered, and the one piece of work under way."""
+"""The state of one assigned partition: its gathered records, and its one running task."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pipeline.ingest.kafka.settings import KafkaIngestSettings
 
 
 class Handler(Protocol):
-    """What becomes of a topic's records. Called from the door's threads, for one partition never from two at a time."""
+    """Processes a topic's records. Called from the consumer's threads, for one partition never from two at a time."""
 
-    def begin(self, place: PartitionId, offset: int) -> int:
-        """A partition was given to this consumer, to be read from `offset` on; where to read instead, if others stored
-        more. Raises `PipelineError`: try again."""
+    def begin(self, partition_id: PartitionId, offset: int) -> int:
+        """Start an assigned partition, to be read from `offset` on; returns the offset to read from, which is higher if
+        other consumers stored more. Raises `PipelineError`: try again."""
         ...
 
-    def store(self, place: PartitionId, first: int, records: Sequence[Record]) -> int:
-        """Make durable all from `first` up to these records. The offset behind what is: it may be committed, and
-        reading goes on there. Raises `PipelineError`: try again with the same."""
+    def store(self, partition_id: PartitionId, first: int, records: Sequence[Record]) -> int:
+        """Make everything from `first` up to these records durable. Returns the offset after the durable records: it
+        may be committed, and reading continues there. Raises `PipelineError`: try again with the same records."""
         ...
 
 
 @dataclass(slots=True)
 class PartitionTask:
-    """Something to be done for a partition, until it is. `end`: the offset behind it, as the consumer knows."""
+    """A task for a partition, retried until it is done. `end`: the offset after it, as far as the consumer knows."""
 
     kind: Literal["begin", "store"]
     first: int
@@ -39,16 +39,16 @@ class PartitionTask:
 
 @dataclass(slots=True, eq=False)
 class Partition:
-    """Offsets, in order: what is committed <= `durable` <= `work.first` < `work.end` = `first` <= `next`.
+    """Offsets, in order: committed offset <= `durable` <= `work.first` < `work.end` = `first` <= `next`.
 
     Attributes:
-        first: where the batch that is gathered begins.
-        next: the offset of the record that comes next, or a lower one where the log has gaps.
-        since: when the first of `records` came.
-        durable: the offset that may be committed, if it isn't.
+        first: first offset of the batch that is being gathered.
+        next: offset of the next record, or a lower one where the log has gaps.
+        since: when the first of `records` was received.
+        durable: the offset that may be committed, if it isn't committed yet.
     """
 
-    place: PartitionId
+    partition_id: PartitionId
     first: int
     next: int
     records: list[Record] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Partition:
     durable: int | None = None
 
     def gather(self, records: Sequence[Record], now: float) -> None:
-        """Add what was read."""
+        """Add received records."""
         if not self.records:
             self.since = now
         self.records.extend(records)
@@ -68,12 +68,12 @@ class Partition:
         self.next = records[-1].offset + 1
 
     def restart(self, offset: int) -> None:
-        """Forget what was gathered; the next record is at `offset`."""
+        """Discard the gathered records; the next record is at `offset`."""
         self.records, self.size = [], 0
         self.first = self.next = offset
 
     def safe(self) -> int | None:
-        """The offset that may be committed, with what a thread has stored since it was looked at last."""
+        """The offset that may be committed, including the running task if it has just finished."""
         future = None if self.work is None else self.work.future
         if self.work is None or future is None or not future.done() or future.exception() is not None:
             return self.durable
@@ -84,11 +84,11 @@ class Partition:
         return len(self.records) >= settings.batch_records or self.size >= settings.batch_bytes
 
     def is_due(self, settings: KafkaIngestSettings, now: float) -> bool:
-        """Whether the batch is to be stored."""
+        """Whether the batch is due to be stored."""
         return bool(self.records) and (self.is_full(settings) or now - self.since >= settings.batch_seconds)
 
     def cut(self, settings: KafkaIngestSettings, now: float) -> PartitionTask:
-        """The batch that is due; what is beyond its limits begins the next one."""
+        """Cut the batch that is due; records beyond its limits begin the next one."""
         count = size = 0
         for record in self.records:
             if count and (count >= settings.batch_records or size + record.size > settings.batch_bytes):

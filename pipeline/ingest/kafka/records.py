@@ -1,8 +1,8 @@
-"""From records to groups of input lines: which become one job together, which are resends, which are nothing at all.
+"""Sorting of records into groups of input lines: records of one job, resent records, and refused records.
 
-A pure function of the records, the settings and what was seen before, so it can be tried on any input. A record's value
-is one input line; whether the request in it is valid is the planner's to say, row by row. Only what has no place in a
-job is refused here.
+A pure function of the records, the settings and the digests seen before, so it can be tested on any input. A record's
+value is one input line; the planner validates its request, row by row. Only records that can be part of no job are
+refused here.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ REPLY_TO: Final = "reply_to"
 OPTION_HEADERS: Final = ("tier", "model", "deadline", "output_expires_after")
 OWN_HEADERS: Final = (*OPTION_HEADERS, JOB_LABEL, REPLY_TO)
 DIGEST_BYTES: Final = 16
-_LONGEST_LABEL: Final = 512
+_MAX_LABEL_CHARS: Final = 512
 
 Headers = Sequence[tuple[str, bytes | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record as it was read. `timestamp` in milliseconds since 1970, as producer or broker set it."""
+    """A received record. `timestamp` in milliseconds since 1970, as producer or broker set it."""
 
     offset: int
     timestamp: int
@@ -45,7 +45,7 @@ class Record:
 
     @property
     def traceparent(self) -> str | None:
-        """What its producer sent it for; None: that isn't said."""
+        """The producer's trace context; None: not given."""
         return next((read_traceparent(value) for name, value in self.headers if name == TRACEPARENT), None)
 
     @property
@@ -56,7 +56,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """What records of one job have in common, besides their tenant: their headers as they came."""
+    """The headers, as received, that records of one job share, in addition to their tenant."""
 
     tier: str | None = None
     model: str | None = None
@@ -65,7 +65,7 @@ class GroupKey:
     job: str | None = None
 
     def options(self) -> JobOptions:
-        """What the job is submitted with; raises pydantic's ValidationError."""
+        """The job's options; raises pydantic's ValidationError."""
         given = {name: value for name in OPTION_HEADERS if (value := getattr(self, name)) is not None}
         metadata: dict[str, MetadataValue] = {} if self.job is None else {JOB_LABEL: self.job}
         return JobOptions(**given, metadata=metadata)
@@ -92,7 +92,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class SortedRecords:
-    """What became of some records: each is in a group, refused, or a resend of one before."""
+    """Sorted records: each is in a group, refused, or a resend of an earlier one."""
 
     groups: dict[GroupKey, list[AcceptedRecord]] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
@@ -101,18 +101,20 @@ class SortedRecords:
 
 @dataclass(frozen=True, slots=True)
 class RecordRules:
-    """What a record may be. `most_value_bytes`: a longer value is refused."""
+    """Limits of records. `max_value_bytes`: a longer value is refused."""
 
     tenant: str
-    most_value_bytes: int
+    max_value_bytes: int
     reply_topics: frozenset[str] = frozenset()
     limits: Limits = field(default_factory=Limits)
 
 
 def sort_records(records: Sequence[Record], rules: RecordRules, seen: Collection[bytes] = ()) -> SortedRecords:
-    """Sort records in the order of their offsets. `seen`: digests of requests that came before these."""
+    """Sort records, which are in the order of their offsets. `seen`: digests of earlier requests."""
     done, here = SortedRecords(), set[bytes]()
-    headers: dict[tuple[tuple[str, bytes | None], ...], tuple[GroupKey, str | None]] = {}  # most records have the same
+    headers: dict[
+        tuple[tuple[str, bytes | None], ...], tuple[GroupKey, str | None]
+    ] = {}  # cache: most records have the same
     for record in records:
         own = tuple(header for header in record.headers if header[0] in OWN_HEADERS)
         try:
@@ -130,13 +132,13 @@ def sort_records(records: Sequence[Record], rules: RecordRules, seen: Collection
         if digest is not None:
             here.add(digest)
         assert record.value is not None
-        kept = AcceptedRecord(record, one_line(record.value), digest or b"", reply_to)
-        done.groups.setdefault(group, []).append(kept)
+        accepted = AcceptedRecord(record, one_line(record.value), digest or b"", reply_to)
+        done.groups.setdefault(group, []).append(accepted)
     return done
 
 
 def read_headers(headers: Headers, reply_topics: Collection[str]) -> tuple[GroupKey, str | None]:
-    """What the headers ask for; others' headers are passed over. Raises `InvalidSubmission`."""
+    """Parse the headers; unknown headers are ignored. Raises `InvalidSubmission`."""
     found: dict[str, str] = {}
     for name, raw in headers:
         if name not in OWN_HEADERS or raw is None:
@@ -153,9 +155,9 @@ def read_headers(headers: Headers, reply_topics: Collection[str]) -> tuple[Group
             "bad_header", f"header reply_to is {reply_to[:80]!r}, which is not among the allowed topics"
         )
     label = found.get(JOB_LABEL)
-    if label is not None and not 0 < len(label) <= _LONGEST_LABEL:
+    if label is not None and not 0 < len(label) <= _MAX_LABEL_CHARS:
         raise InvalidSubmission(
-            "bad_header", f"header job has {len(label)} characters, but must have 1 to {_LONGEST_LABEL}"
+            "bad_header", f"header job has {len(label)} characters, but must have 1 to {_MAX_LABEL_CHARS}"
         )
     group = GroupKey(**found)
     try:
@@ -170,10 +172,10 @@ def check_value(value: bytes | None, rules: RecordRules) -> dict[str, Any]:
     """The JSON object in a value; raises `InvalidSubmission`."""
     if value is None:
         raise InvalidSubmission("no_value", "the record has no value; send a request as a JSON object")
-    if len(value) > rules.most_value_bytes:
+    if len(value) > rules.max_value_bytes:
         raise InvalidSubmission(
             "too_large",
-            f"the value has {len(value)} bytes, but at most {rules.most_value_bytes} are taken; put large requests "
+            f"the value has {len(value)} bytes, but at most {rules.max_value_bytes} are taken; put large requests "
             "into a file and send a job by reference",
         )
     parsed = parse_json(one_line(value), rules.limits)
@@ -187,13 +189,13 @@ def check_value(value: bytes | None, rules: RecordRules) -> dict[str, Any]:
 
 
 def one_line(value: bytes) -> bytes:
-    """The same JSON on one line: line ends stand only between its tokens, where a space says the same."""
+    """The same JSON on one line: line ends occur only between its tokens, where a space is equivalent."""
     return value.replace(b"\r", b" ").replace(b"\n", b" ")
 
 
 def _digest(tenant: str, label: str | None, value: dict[str, Any]) -> bytes | None:
-    """Equal for two requests that are one: of the same tenant and label, with the same custom_id, url and body. None
-    where there is no custom_id to know it by."""
+    """The digest of a request, equal for resends: same tenant and label, custom_id, url and body. None without a
+    custom_id."""
     if not isinstance(value.get("custom_id"), str):
         return None
     identity = [tenant, label, value["custom_id"], value.get("url"), value.get("body")]

@@ -1,9 +1,9 @@
-"""`requests`: records become durable micro-batches, and each batch becomes jobs, whoever finds it.
+"""Topics of requests: records become durable micro-batches, and each batch becomes jobs; any consumer can finish one.
 
-The order of writes is the whole of it: dead letters, lines, the batch (which decides), the jobs' origins, the jobs;
-then the offset may be committed. After a death at any point the next consumer begins at the same offset, finds what
-stands and does what is missing. A batch is found by the offset where it begins, and by any that it covers: the log may
-have been compacted or shortened in between.
+The order of writes ensures correctness: dead letters, lines, the batch (which decides), the jobs' origins, the jobs;
+then the offset may be committed. After a crash at any point the next consumer starts at the same offset, finds the
+existing objects and creates the missing ones. A batch is found by its first offset, and by any offset that it covers:
+the log may have been compacted or truncated in between.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ logger = structlog.get_logger(__name__)
 
 
 class RecordMismatch(PipelineError):
-    """Raised when a stored batch is not of the records that the topic holds now: the topic was made anew."""
+    """Raised when a stored batch doesn't match the topic's current records: the topic was recreated."""
 
 
 class RequestBatches:
-    """What the door does with partitions of requests: side by side, each of them by one thread at a time."""
+    """Handler of partitions of requests: concurrent partitions, one thread at a time for each."""
 
     def __init__(
         self,
@@ -55,53 +55,55 @@ class RequestBatches:
         self._world = world
         self._store = world.store
         self._intake = intake
-        self._letters = letters
+        self._dead_letters = letters
         self._settings = settings
         self._limits = limits or Limits()
         self._windows: dict[str, ResendWindow] = {}
 
-    def begin(self, place: PartitionId, offset: int) -> int:
-        """A partition was given to this consumer: finish what others stored of it from `offset` on, and say where to
-        read on."""
+    def begin(self, partition_id: PartitionId, offset: int) -> int:
+        """Start an assigned partition: finish the batches that other consumers stored from `offset` on; returns the
+        offset to read from."""
         window = ResendWindow(self._world, self._settings.resend_window, self._settings.resend_records)
-        self._windows[place.folder] = window
-        batch = floor_batch(self._store, place, offset)
+        self._windows[partition_id.folder] = window
+        batch = floor_batch(self._store, partition_id, offset)
         if batch is None:
             return offset
         window.recall(batch)
         if batch.first == offset or batch.last < offset:
             return offset  # `store` compares a batch that begins here with the records
-        self._finish(place, batch)
+        self._finish(partition_id, batch)
         return batch.last + 1
 
-    def store(self, place: PartitionId, first: int, records: Sequence[Record]) -> int:
-        """Make the records durable, with all that stands between `first` and them, and their jobs accepted. The offset
-        behind what is safe, which may be committed: another consumer may have stored fewer records, or more."""
-        key = batch_key(place, first)
+    def store(self, partition_id: PartitionId, first: int, records: Sequence[Record]) -> int:
+        """Make the records, and everything between `first` and them, durable, and submit their jobs. Returns the offset
+        after the durable records, which may be committed: another consumer may have stored fewer records, or more."""
+        key = batch_key(partition_id, first)
         batch = load_batch(self._store, key)
         if batch is None:
-            batch = self._create(key, place, first, records)
-        _check_same(batch, records, place)
-        self._finish(place, batch)
-        window = self._windows[place.folder]
+            batch = self._create(key, partition_id, first, records)
+        _check_same(batch, records, partition_id)
+        self._finish(partition_id, batch)
+        window = self._windows[partition_id.folder]
         if batch.first != window.latest:
             window.remember(batch)
         return batch.last + 1
 
-    def _create(self, key: str, place: PartitionId, first: int, records: Sequence[Record]) -> KafkaBatch:
-        window = self._windows[place.folder]
-        rules = RecordRules(place.tenant, self._settings.most_value_bytes, self._settings.reply_topics, self._limits)
+    def _create(self, key: str, partition_id: PartitionId, first: int, records: Sequence[Record]) -> KafkaBatch:
+        window = self._windows[partition_id.folder]
+        rules = RecordRules(
+            partition_id.tenant, self._settings.most_value_bytes, self._settings.reply_topics, self._limits
+        )
         found = sort_records(records, rules, window.seen())
-        self._letters.write(place, found.refused)
+        self._dead_letters.write(partition_id, found.refused)
         batch = KafkaBatch(
-            cluster=place.cluster,
-            topic=place.topic,
-            partition=place.partition,
-            tenant=place.tenant,
+            cluster=partition_id.cluster,
+            topic=partition_id.topic,
+            partition=partition_id.partition,
+            tenant=partition_id.tenant,
             first=first,
             last=records[-1].offset,
             at=self._world.clock.now(),
-            groups=store_groups(self._store, place, first, found, traced=self._world.traces.on),
+            groups=store_groups(self._store, partition_id, first, found, traced=self._world.traces.on),
             previous=window.latest,
             sample=records[0].offset,
             sample_sha256=value_digest(records[0]),
@@ -109,15 +111,15 @@ class RequestBatches:
             resent=len(found.resent),
         )
         if not self._store.create(key, batch.to_json()):
-            standing = load_batch(self._store, key)
-            if standing is None:
+            existing = load_batch(self._store, key)
+            if existing is None:
                 raise PipelineError(
                     f"{self._store.locate(key)}: exists and can't be found; is something deleting here?"
                 )
-            return standing
+            return existing
         logger.info(
             "kafka_batch_stored",
-            place=str(place),
+            partition=str(partition_id),
             first=first,
             last=batch.last,
             jobs=len(batch.groups),
@@ -126,43 +128,43 @@ class RequestBatches:
         )
         return batch
 
-    def _finish(self, place: PartitionId, batch: KafkaBatch) -> None:
-        """The batch's jobs, in order; all that are there already cost a look."""
-        key = batch_key(place, batch.first)
+    def _finish(self, partition_id: PartitionId, batch: KafkaBatch) -> None:
+        """Submit the batch's jobs, in order; a job that exists already costs one existence check."""
+        key = batch_key(partition_id, batch.first)
         for index, draft in enumerate(drafts(self._store, batch)):
             origin = Origin(batch=key, group=index)
             self._store.create(origin_key(draft.job_id), origin.to_json())
             try:
                 with doors_span(self._world.traces, "kafka batch", batch.groups[index].traces or ()) as span:
                     submitted = self._intake.accept(draft)
-                    span.set(_told_of(place, batch, index) | {"tokenmill.job.id": submitted.job.id})
+                    span.set(_span_attributes(partition_id, batch, index) | {"tokenmill.job.id": submitted.job.id})
             except IntakeRefused as refused:
                 if refused.code == NO_MODEL:
-                    raise PipelineError(f"{place}: {refused}; the records wait") from refused
-                self._refuse(place, batch, index, refused)
+                    raise PipelineError(f"{partition_id}: {refused}; the records wait") from refused
+                self._refuse(partition_id, batch, index, refused)
                 self._store.delete(origin_key(draft.job_id))
 
-    def _refuse(self, place: PartitionId, batch: KafkaBatch, index: int, refused: IntakeRefused) -> None:
+    def _refuse(self, partition_id: PartitionId, batch: KafkaBatch, index: int, refused: IntakeRefused) -> None:
         records = list(original_records(self._store, batch.groups[index]))
-        self._letters.write(place, refuse_all(records, refused.code, str(refused)))
+        self._dead_letters.write(partition_id, refuse_all(records, refused.code, str(refused)))
 
 
-def _told_of(place: PartitionId, batch: KafkaBatch, index: int) -> dict[str, str | int]:
-    """By OpenTelemetry's words for messaging."""
+def _span_attributes(partition_id: PartitionId, batch: KafkaBatch, index: int) -> dict[str, str | int]:
+    """Span attributes by OpenTelemetry's semantic conventions for messaging."""
     return {
         "messaging.system": "kafka",
-        "messaging.destination.name": place.topic,
-        "messaging.destination.partition.id": str(place.partition),
+        "messaging.destination.name": partition_id.topic,
+        "messaging.destination.partition.id": str(partition_id.partition),
         "messaging.kafka.offset": batch.first,
         "messaging.batch.message_count": batch.groups[index].rows,
     }
 
 
-def _check_same(batch: KafkaBatch, records: Sequence[Record], place: PartitionId) -> None:
-    """Raises `RecordMismatch` when the batch was made of another topic of this name."""
+def _check_same(batch: KafkaBatch, records: Sequence[Record], partition_id: PartitionId) -> None:
+    """Raise `RecordMismatch` when the batch was stored from another topic of this name."""
     for record in records:
         if record.offset == batch.sample and value_digest(record) != batch.sample_sha256:
             raise RecordMismatch(
-                f"kafka: {place} holds another record at offset {record.offset} than when it was stored: the topic was "
-                "made anew; give the door another epoch"
+                f"kafka: {partition_id} holds another record at offset {record.offset} than when it was stored: the "
+                "topic was made anew; set another epoch"
             )

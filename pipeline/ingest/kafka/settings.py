@@ -1,4 +1,4 @@
-"""How the Kafka door is set up: which topics are whose, how much is gathered, how the group behaves."""
+"""Settings of Kafka ingest: topics and their tenants, batch sizes, and the consumer group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pipeline.adapters.kafka.connection import KafkaConnection, KafkaSettingsError
 
 _TOPIC = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,248}")
-_ALL = 1 << 30
+_UNLIMITED = 1 << 30
 _FETCH_BYTES = 1 << 20
 _EPOCH = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -20,24 +20,25 @@ class KafkaIngestSettings:
     """Times in seconds, sizes in bytes.
 
     Attributes:
-        requests, jobs: topic -> the tenant whose topic it is. Nothing in a message can change the tenant.
-        epoch: names the cluster where its topics have no ids: a new one whenever a topic of the same name is made anew.
-            None: the topics' own ids do.
-        start: where a group begins that has committed nothing, or that finds its offset out of the topic's range.
-            "stop": the door ends with an error.
+        requests, jobs: topic -> its tenant. Nothing in a message can change the tenant.
+        epoch: identifies the topics on a cluster without topic ids: set a new one whenever a topic of the same name is
+            recreated. None: the topics' own ids are used.
+        start: start of a group that has committed nothing, or whose offset is out of the topic's range. "stop": ingest
+            ends with an error.
         batch_records, batch_bytes, batch_seconds: a batch is stored when it has so many records, so many bytes of
             values, or when its first record has waited so long.
-        most_value_bytes: a longer value is a dead letter.
+        most_value_bytes: a longer value becomes a dead letter.
         reply_topics: topics that a message's `reply_to` may name.
-        uri_prefixes: tenant -> beginnings of the URIs that its jobs may name; each ends with "/".
-        resend_window, resend_records: how long, and over how many of a partition's records, a request that comes again
-            is known as the producer's resend. 0 records: only within a batch.
-        deadletter_patience: how long the dead letters' topic is waited for. Then their objects in the store do alone.
-        retry_first, retry_most: what fails for now is tried again after so long, doubling up to the most.
-        heartbeat_every: or a third of the session's timeout, if that is less.
-        max_poll_interval: the broker takes a member for dead that hasn't polled for so long; the door polls all the
-            time.
-        store_threads: how many partitions' batches are stored side by side.
+        uri_prefixes: tenant -> prefixes of the URIs that its jobs may name; each ends with "/".
+        resend_window, resend_records: how long, and over how many of a partition's records, a repeated request is
+            recognised as the producer's resend. 0 records: only within a batch.
+        deadletter_patience: retry time-out of the dead-letter topic. After it only their objects in the store are
+            written.
+        retry_first, retry_most: first and maximum wait before a retry; it doubles in between.
+        heartbeat_every: interval of the group's heartbeats; at most a third of the session time-out.
+        max_poll_interval: the broker declares a member dead that hasn't polled for so long; the consumer polls
+            continuously.
+        store_threads: number of partitions whose batches are stored concurrently.
     """
 
     connection: KafkaConnection
@@ -89,15 +90,15 @@ class KafkaIngestSettings:
         return {**self.requests, **self.jobs}
 
     def consumer_options(self) -> dict[str, Any]:
-        """Arguments of kafka-python's consumer. Offsets are committed by the door alone, and of transactions only what
-        was committed is read. A poll takes all that was fetched: what the client keeps of a partition that is then
-        paused it may never give out again (kafka-python 3.0), so fetches are kept small instead."""
+        """Arguments of kafka-python's consumer. Only `KafkaIngest` commits offsets, and only committed transactions
+        are read. A poll takes all fetched records: records that the client buffers for a partition that is then paused
+        may never be returned (kafka-python 3.0), so fetches are kept small instead."""
         return self.connection.options() | {
             "group_id": self.group,
             "enable_auto_commit": False,
             "auto_offset_reset": "none" if self.start == "stop" else self.start,
             "isolation_level": "read_committed",
-            "max_poll_records": _ALL,
+            "max_poll_records": _UNLIMITED,
             "max_partition_fetch_bytes": _FETCH_BYTES,
             "fetch_max_bytes": 16 * _FETCH_BYTES,
             "session_timeout_ms": int(self.session_timeout * 1000),

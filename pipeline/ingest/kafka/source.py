@@ -1,4 +1,4 @@
-"""The Kafka door, put together: what a process that takes in records needs to build."""
+"""Assembly of Kafka ingest."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def kafka_handlers(
     pin: Pin,
     limits: Limits | None = None,
 ) -> dict[str, Handler]:
-    """Topic -> what becomes of its records.
+    """The handler of each topic.
 
     Args:
-        messages: where dead letters are told of.  pin: fixes what a job by reference reads.
-        limits: of the lines; those that jobs are planned with.
+        messages: producer of dead letters' messages.  pin: pins the input of a job by reference.
+        limits: of the lines; the same with which jobs are planned.
     """
-    letters = KafkaDeadLetters(world, messages, settings.deadletter_topic, settings.deadletter_patience)
-    requests = RequestBatches(world, intake, letters, settings, limits)
-    jobs = JobRecords(world, intake, letters, settings, pin)
+    dead_letters = KafkaDeadLetters(world, messages, settings.deadletter_topic, settings.deadletter_patience)
+    requests = RequestBatches(world, intake, dead_letters, settings, limits)
+    jobs = JobRecords(world, intake, dead_letters, settings, pin)
     return {**dict.fromkeys(settings.requests, requests), **dict.fromkeys(settings.jobs, jobs)}
 
 

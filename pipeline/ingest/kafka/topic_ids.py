@@ -1,5 +1,5 @@
-"""Which topic this is: its id, or the epoch that the settings give. A topic that is deleted and made anew begins at
-offset 0 again, and must not be taken for the old one."""
+"""The identity of a topic: its id, or the epoch in the settings. A topic that is deleted and recreated begins at offset
+0 again, and must not be mistaken for the old one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from pipeline.ports import PipelineError
 
 
 class TopicIds:
-    """Looks topics up. Not for threads."""
+    """Reads the ids of topics. Not thread-safe."""
 
     def __init__(self, settings: KafkaIngestSettings) -> None:
         self._settings = settings
         self._admin: Any = None
 
     def cluster_of(self, topic: str) -> str:
-        """What tells the topic from all others of its name.
+        """The id that distinguishes the topic from all others of its name.
 
         Raises:
-            PipelineError: it isn't there yet.  KafkaSettingsError: the brokers give topics no ids, and no epoch is set.
+            PipelineError: it doesn't exist yet.  KafkaSettingsError: the brokers give topics no ids, and no epoch is
+                set.
         """
         if self._settings.epoch is not None:
             return self._settings.epoch
@@ -39,7 +40,7 @@ class TopicIds:
         raise PipelineError(f"kafka: there is no topic {topic} yet, or no right to see it")
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         if self._admin is not None:
             self._admin.close()
             self._admin = None

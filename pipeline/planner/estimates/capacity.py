@@ -1,4 +1,4 @@
-"""What hardware allows: lower bounds for time and cost, from a model's shape and a machine's data sheet.
+"""Lower bounds of time and cost on given hardware, from a model's shape and an accelerator's data sheet.
 
 Prefill is bound by arithmetic, decode by the bandwidth that reads weights and KV cache once a step (Williams et al.
 2009, Roofline; Pope et al. 2022, Efficiently Scaling Transformer Inference, section 2). Pure functions in SI units:
@@ -39,12 +39,12 @@ HARDWARE: Final[Mapping[str, Hardware]] = {
         Hardware("t4", 16e9, 0.32e12, 65e12),
     )
 }
-"""Data-sheet figures (SXM forms where there are several; without sparsity)."""
+"""Values of data sheets (SXM variants where there are several; without sparsity)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the formulas need of a model. `bytes_per_parameter`: 2 for 16-bit, 1 for 8-bit, 0.5 for 4-bit."""
+    """The parameters of a model in the formulas. `bytes_per_parameter`: 2 for 16-bit, 1 for 8-bit, 0.5 for 4-bit."""
 
     parameters: int
     layers: int
@@ -68,7 +68,7 @@ class DoesNotFit(ValueError):
 
 
 def concurrent_sequences(model: ModelShape, hardware: Hardware, tokens: float, utilisation: float = 0.9) -> int:
-    """Sequences of `tokens` that fit beside the weights; raises `DoesNotFit` when none does."""
+    """Number of sequences of `tokens` that fit in memory with the weights; raises `DoesNotFit` when none does."""
     room = hardware.memory * utilisation - model.weight_bytes
     fits = int(room // (model.kv_bytes_per_token * max(1.0, tokens)))
     if fits < 1:
@@ -81,7 +81,8 @@ def concurrent_sequences(model: ModelShape, hardware: Hardware, tokens: float, u
 
 
 def read_seconds(model: ModelShape, hardware: Hardware, sequences: float, tokens: float) -> float:
-    """What one decode step reads, weights once and the KV cache of `sequences` with `tokens` each, in seconds."""
+    """Seconds that one decode step takes to read the weights once and the KV cache of `sequences` with `tokens`
+    each."""
     return (model.weight_bytes + sequences * tokens * model.kv_bytes_per_token) / hardware.bandwidth
 
 
@@ -110,11 +111,11 @@ def bound(
     output_tokens: float,
     price_per_hour: float | None = None,
 ) -> WorkEstimate:
-    """At least so long and so dear on one device: an engine that mixes prefill into decode steps computes while it
+    """Lower bounds of time and cost on one device. An engine that mixes prefill into decode steps computes while it
     reads, so the longer of the two counts.
 
     Args:
-        prompt_tokens: of all requests.  computed_prompt_tokens: of them, without what shared prefixes save.
+        prompt_tokens: of all requests.  computed_prompt_tokens: of them, without the savings of shared prefixes.
         price_per_hour: of the device; None: no cost is known.
     Raises:
         DoesNotFit: no sequence of the mean length fits.

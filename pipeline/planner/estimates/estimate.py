@@ -1,5 +1,5 @@
-"""What a job would compute, without planning it for real: nothing is stored. Only for a sample of its shards are texts
-spilled, one segment's at a time."""
+"""Estimate of a job's work, as planning would find it, without storing anything. Texts are spilled only for a sample of
+its shards, one segment at a time."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from schemas.requests.errors import RowErrorCode
 
 @dataclass(frozen=True, slots=True)
 class InputEstimate:
-    """What an input amounts to; tokens are of the unique requests.
+    """Totals of an input; tokens are of the unique requests.
 
     Attributes:
-        rows: lines that get a result.  rejected: of them, refused; `reasons` says how many for which reason.
-        unique: requests to compute.  shards: that would be cut.
-        prompt_tokens: counted when `exact`, else estimated.  shared_prefix_tokens: of them, computed once already.
-        expected_tokens: of all answers.  max_tokens: the most that they can have.
-        tokens_of_models: prompts and expected answers, by the name of their model.
-        segments: that would be planned.  sequences: one for each choice of each unique request.
-        certain_tokens: that the longest answer will have at least, whatever the model says.
+        rows: lines that get a result.  rejected: of them, refused; `reasons`: number of refused rows by reason.
+        unique: requests to compute.  shards: number of shards that would be cut.
+        prompt_tokens: counted when `exact`, else estimated.  shared_prefix_tokens: of them, shared with an earlier one.
+        expected_tokens: of all answers.  max_tokens: their maximum.
+        tokens_of_models: prompt and expected answer tokens, by model name.
+        segments: number of segments that would be planned.  sequences: one for each choice of each unique request.
+        certain_tokens: minimum tokens of the longest answer, for any output of the model.
     """
 
     rows: int
@@ -72,11 +72,11 @@ def measure(
     """Read and validate an input as planning would.
 
     Args:
-        counter: tokens of a text, by the model's tokenizer.  exact: count every prompt, not a sample.
-        template: what the chat template adds; None: a rule of thumb.
-        sample: takes shards to be looked at closely.
-        max_model_len: tokens of the model's context: requests beyond it are counted as refused. Without `exact` those
-            only whose max_tokens alone are beyond it.
+        counter: counts a text's tokens with the model's tokenizer.  exact: count every prompt, not a sample.
+        template: tokens that the chat template adds; None: a rule of thumb.
+        sample: collects shards for a dry run.
+        max_model_len: tokens of the model's context: requests beyond it are counted as refused. Without `exact`, only
+            requests whose max_tokens alone exceed it.
     Raises:
         InputError: the input can't be read.
     """
@@ -105,7 +105,7 @@ def measure(
         of_models.update(plan.tokens_of_models())
 
     def begin() -> SegmentBuilder:
-        # The last segment's texts are read no more: its file is written anew.
+        # The previous segment's texts are not read any more: its file is overwritten.
         spill = None if sample is None else SegmentTexts(Path(folder) / f"texts-{totals['segments'] % 2}.arrow", None)
         return SegmentBuilder(spill, models)
 

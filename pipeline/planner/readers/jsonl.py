@@ -1,7 +1,7 @@
-"""JSONL as a stream of bytes, in bounded memory: no line, however broken, stops the reading of the next one.
+"""Reader of JSONL as a byte stream, in bounded memory: no broken line stops the reading of the next one.
 
-A line is looked at in this order: length, UTF-8, nesting, JSON; so nothing large or deep ever reaches a parser.
-Where an object repeats a key the last one counts, as in every common JSON parser.
+A line is checked in this order: length, UTF-8, nesting, JSON; so nothing large or deep ever reaches a parser. If an
+object repeats a key, the last one counts, as in every common JSON parser.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ OTHER_FORMATS = {
     b"\xff\xfe": "is UTF-16; save it as UTF-8",
     b"\xfe\xff": "is UTF-16; save it as UTF-8",
 }
-"""How files begin that hold no line of JSON at all, and what to do about them."""
+"""First bytes of files that hold no JSON lines -> the problem and its remedy."""
 WHITESPACE = b" \t\r\v\f"
 
-# Possessive: linear in the line's length whatever it holds, and an unterminated string runs to the end.
+# Possessive: linear in the line's length for any content, and an unterminated string runs to the end.
 STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class JsonlSource:
-    """Some JSONL files, one after the other, as one input."""
+    """JSONL files, concatenated, as one input."""
 
     def __init__(self, files: Sequence[SourceFile], limits: Limits) -> None:
         self._files = tuple(files)
@@ -54,7 +54,7 @@ class JsonlSource:
                 yield batch
 
     def _file_batches(self, file: SourceFile, first_row: int, sizes: SegmentSizes) -> Iterator[SourceBatch]:
-        """Batch borders depend on the file's content alone, not on how its bytes happen to arrive."""
+        """The batches of a file. Their boundaries depend on the file's content alone, not on the sizes of reads."""
         name = file.name if len(self._files) > 1 else ""
         file_start = start = row = first_row
         end = sizes.end(row)
@@ -78,11 +78,11 @@ class JsonlSource:
 
 
 BLANK = object()
-"""What `parse_json` gives for a line of nothing but whitespace."""
+"""The result of `parse_json` for a line of whitespace only."""
 
 
 def parse_json(data: bytes, limits: Limits) -> object:
-    """The parsed line, `BLANK`, or the `RowError` (returned, not raised) that says why it can't be parsed."""
+    """The parsed line, `BLANK`, or the parse error as a `RowError` (returned, not raised)."""
     data = data.strip(WHITESPACE)
     if not data:
         return BLANK
@@ -95,7 +95,7 @@ def parse_json(data: bytes, limits: Limits) -> object:
 
 
 def nested_deeper(data: bytes, limit: int) -> bool:
-    """Whether brackets outside of strings nest deeper than `limit`; time linear in the line, whatever it holds."""
+    """Whether brackets outside of strings nest deeper than `limit`; time linear in the line for any content."""
     if data.count(b"[") + data.count(b"{") <= limit:
         return False
     depth = 0
@@ -107,7 +107,7 @@ def nested_deeper(data: bytes, limit: int) -> bool:
 
 
 def refuse_other_formats(file: SourceFile) -> None:
-    """One error for the file where otherwise every line of it would be one; raises `InputError`."""
+    """Raise one `InputError` for a file of another format, of which every line would be an error."""
     with file.open() as stream:
         start = stream.read(4)
     for signature, what in OTHER_FORMATS.items():
@@ -116,7 +116,7 @@ def refuse_other_formats(file: SourceFile) -> None:
 
 
 def _lines(file: SourceFile, max_bytes: int) -> Iterator[bytes | None]:
-    """The file's lines without their ends, None for one longer than `max_bytes`; holds at most that and one read."""
+    """The file's lines without line ends, None for one longer than `max_bytes`; buffers at most that and one read."""
     with file.open() as stream:
         rest = bytearray()
         skipping = False

@@ -1,8 +1,7 @@
-"""Parquet as an input: row groups streamed, each row made into the line it stands for.
+"""Reader of Parquet: row groups are streamed, and each row becomes an input line.
 
-`custom_id` and one of `body` (JSON), `messages` or `prompt` make the request, or `input` (to be embedded) where there
-is none of these; beside `body`, `url` and `method` are understood too. Every other column is carried through to the
-results.
+The request consists of `custom_id` and one of `body` (JSON), `messages` or `prompt`, or, without any of these, `input`
+(to be embedded); with `body`, `url` and `method` are read too. Every other column is carried through to the results.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ TO_EMBED = "input"
 
 
 class ParquetSource:
-    """Some Parquet files of one schema, one after the other, as one input.
+    """Parquet files of one schema, concatenated, as one input.
 
     Args:
-        model: what rows made of `messages` or `prompt` run on.
+        model: the model of rows with `messages` or `prompt`.
     Raises:
         InputError: a file is not Parquet, columns are missing or ambiguous, or schemas differ.
         TooManyRows: the footers declare more rows than a job may have.
@@ -103,7 +102,7 @@ class ParquetSource:
         return SourceBatch(row, row + table.num_rows, rows, carried, file.name if len(self._files) > 1 else "")
 
     def _refuse_large(self, carried: pa.Table, values: list[object]) -> pa.Table:
-        """The columns to carry, nulls in rows that hold too much of them; `values` of these become errors."""
+        """The columns to carry, with nulls in rows that are too large; the `values` of these rows become errors."""
         limit = self._limits.max_carried_bytes
         if carried.nbytes <= limit:
             return carried
@@ -121,7 +120,7 @@ class ParquetSource:
         return carried.take(pa.array(range(len(values)), pa.int64(), mask=large))
 
     def _line(self, cells: dict[str, Any]) -> object:
-        """The input line a row stands for, or the error why it stands for none."""
+        """The input line of a row, or the error of a row without one."""
         for cell in cells.values():
             if isinstance(cell, RowError):
                 return cell
@@ -139,7 +138,7 @@ class ParquetSource:
         if isinstance(value, RowError):
             return value
         if self._content == "messages":
-            if isinstance(value, list):  # a struct column gives null for what a message does not have
+            if isinstance(value, list):  # a struct column has null for fields that a message lacks
                 value = [_without_nulls(message) for message in value]
             return line | {"method": "POST", "url": CHAT_URL, "body": {"model": self._model, "messages": value}}
         url = _url_of(value)
@@ -154,7 +153,7 @@ class ParquetSource:
 
 
 def _url_of(body: object) -> str:
-    """The url that a body without one is meant for."""
+    """The default url of a body."""
     if not isinstance(body, dict):
         return CHAT_URL
     if "prompt" in body:

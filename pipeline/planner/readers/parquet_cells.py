@@ -1,5 +1,5 @@
-"""Cells of Parquet columns as Python values. What concerns one row is that row's error; sizes are looked at before any
-value is made."""
+"""Cells of Parquet columns as Python values. A problem of one row is that row's error; sizes are checked before values
+are created."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cells_of(column: pa.ChunkedArray, name: str, max_bytes: int) -> list[Any]:
 
 
 def row_bytes(table: pa.Table, enough: int) -> NDArray[np.int64]:
-    """Bytes of each row, int64 [rows]; nested columns count where they hold more than `enough` in all."""
+    """Bytes of each row, int64 [rows]; nested columns count only if they hold more than `enough` in all."""
     sizes = np.zeros(table.num_rows, dtype=np.int64)
     for column in table.columns:
         sizes += _sizes(column, enough)

@@ -1,10 +1,9 @@
-"""Decodes Parquet in bounded memory, and makes whatever can't be decoded the job's error.
+"""Decodes Parquet in bounded memory; data that can't be decoded is an error of the job.
 
-A Parquet file of a few kilobytes can stand for gigabytes: a value of a dictionary is stored once and repeated in every
-row. So the bytes that a row may take are bounded before rows are decoded, from the longest value of each dictionary,
-the widths of fixed types and the sizes that the footer declares, and few rows are decoded at once. The footer is the
-file's own word, and nested columns hide their dictionaries: what lies beyond these bounds is left to the memory limit
-of the process that plans.
+A Parquet file of a few kilobytes can decode to gigabytes: a dictionary value is stored once and repeated in every row.
+So the bytes of a row are bounded before rows are decoded, from the longest value of each dictionary, the widths of
+fixed types and the sizes that the footer declares, and few rows are decoded at once. The footer may lie, and nested
+columns hide their dictionaries: beyond these bounds the memory limit of the planner process applies.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ MAX_DECODED_ROWS: Final = 256
 """Rows decoded at once; fewer where they are large."""
 
 MAX_ROW_BYTES: Final = 1 << 28
-"""A row group whose rows would take more each is refused."""
+"""Maximum bytes of a row; a row group with larger rows is refused."""
 
 MAX_EXPANSION: Final = 10_000
-"""A file may decode to so many times its own size. Texts that share all but a number reach about a thousand."""
+"""Maximum decoded size as a multiple of the file's size. Texts that differ only in a number reach about a thousand."""
 
 ALWAYS_DECODED_BYTES: Final = 1 << 30
-"""However small the file."""
+"""Decoded bytes that are allowed for a file of any size."""
 
 
 @contextmanager
 def decoding(where: str) -> Iterator[None]:
-    """Around everything that reads or decodes Parquet. Raises `BrokenInput` for what Arrow or Python's codecs can't
-    make sense of, and `InputError` where the system can't read the file."""
+    """Translate errors of reading and decoding Parquet: `BrokenInput` for data that Arrow or Python's codecs can't
+    decode, and `InputError` when the system can't read the file."""
     try:
         yield
     except OSError as error:
@@ -49,14 +48,14 @@ def decoding(where: str) -> Iterator[None]:
 
 
 class ParquetFooter(NamedTuple):
-    """What a file declares: its columns, with values in place of dictionary codes, and the number of its rows."""
+    """A file's declared columns, with values in place of dictionary codes, and its number of rows."""
 
     schema: pa.Schema
     num_rows: int
 
 
 def read_footer(file: SourceFile) -> ParquetFooter:
-    """The footer of a file. Where it contradicts itself the largest number of rows counts."""
+    """The footer of a file. If it contradicts itself, the largest number of rows counts."""
     with decoding(f"{file.name} is not a Parquet file"), file.open() as stream:
         parquet = pq.ParquetFile(stream)
         found = parquet.metadata
@@ -69,14 +68,14 @@ def read_tables(file: SourceFile, schema: pa.Schema) -> Iterator[pa.Table]:
     """The rows of a file in order, some at a time, as `schema`, which is the file's own.
 
     Raises:
-        InputError: the file can't be read.  BrokenInput: it can't be decoded, or decodes to far more than it holds.
+        InputError: the file can't be read.  BrokenInput: it can't be decoded, or decodes to far more than its size.
     """
     with file.open() as stream:
         with decoding(file.name):
             size = stream.seek(0, os.SEEK_END)
             parquet = pq.ParquetFile(stream, buffer_size=READ_BYTES)
             groups = parquet.num_row_groups
-        bytes_left = most = max(ALWAYS_DECODED_BYTES, MAX_EXPANSION * size)
+        bytes_left = max_bytes = max(ALWAYS_DECODED_BYTES, MAX_EXPANSION * size)
         for group in range(groups):  # Arrow can't read nested dictionaries across groups
             where = f"{file.name}: row group {group + 1} of {groups}"
             with decoding(where):
@@ -91,27 +90,26 @@ def read_tables(file: SourceFile, schema: pa.Schema) -> Iterator[pa.Table]:
                 bytes_left -= table.nbytes
                 if bytes_left < 0:
                     raise BrokenInput(
-                        f"{where}: {size} bytes of Parquet decode to more than {most} bytes, which is too large; "
+                        f"{where}: {size} bytes of Parquet decode to more than {max_bytes} bytes, which is too large; "
                         "submit such rows as JSONL"
                     )
                 yield table
 
 
 def _rows_at_once(where: str, parquet: pq.ParquetFile, stream: BinaryIO, group: int) -> int:
-    """How many rows of the group are decoded at once."""
+    """Number of rows of the group to decode at once."""
     found = parquet.metadata.row_group(group)
     declared: int = found.total_byte_size // max(1, found.num_rows)
-    most = max(declared, _longest_cells(parquet, stream, group))
-    if most > MAX_ROW_BYTES:
+    row_bytes = max(declared, _longest_cells(parquet, stream, group))
+    if row_bytes > MAX_ROW_BYTES:
         raise BrokenInput(
-            f"{where}: its rows may take {most} bytes each, but {MAX_ROW_BYTES} are allowed; shorten them"
+            f"{where}: its rows may take {row_bytes} bytes each, but {MAX_ROW_BYTES} are allowed; shorten them"
         )
-    return max(1, min(MAX_DECODED_ROWS, BATCH_BYTES // max(1, most)))
+    return max(1, min(MAX_DECODED_ROWS, BATCH_BYTES // max(1, row_bytes)))
 
 
 def _longest_cells(parquet: pq.ParquetFile, stream: BinaryIO, group: int) -> int:
-    """The most bytes that a row's cells take together, of columns that aren't nested and have a fixed width or a
-    dictionary."""
+    """Maximum bytes of a row's cells in total, of columns that aren't nested and have a fixed width or a dictionary."""
     flat = {
         column.path: column.physical_type
         for column in (parquet.schema.column(index) for index in range(len(parquet.schema)))
@@ -138,8 +136,8 @@ def _broken(where: str, error: Exception) -> BrokenInput:
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema with values in place of dictionary codes: each row group has a dictionary of its own, and a column
-    that is taken from several could not have one."""
+    """The schema with values in place of dictionary codes: each row group has a dictionary of its own, so a column from
+    several groups can't have one."""
     return pa.schema([pa.field(field.name, _plain_type(field.type)) for field in schema])
 
 

@@ -1,4 +1,4 @@
-"""Which files an input consists of, and the source that reads them as one."""
+"""Selection of an input's files, and the source that reads them as one."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def open_source(files: Sequence[SourceFile], kind: InputFormat, limits: Limits, 
     """The files as one input.
 
     Args:
-        model: what Parquet rows made of `prompt` or `messages` columns run on.
+        model: the model of Parquet rows with `prompt` or `messages` columns.
     Raises:
-        InputError: a Parquet file can't be read or lacks columns, or a JSONL file is plainly something else.
+        InputError: a Parquet file can't be read or lacks columns, or a JSONL file has another format.
     """
     if kind is InputFormat.PARQUET:
         return ParquetSource(files, limits, model)

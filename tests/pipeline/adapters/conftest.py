@@ -17,6 +17,6 @@ def bucket(s3_server: MotoServer, unique_name: Callable[[], str]) -> str:
 
 @pytest.fixture
 def proxy(s3_server: MotoServer) -> Iterator[FaultyHttp]:
-    """Between a client and the S3 server; fails as it is told to."""
+    """A proxy between a client and the S3 server that fails as configured."""
     with FaultyHttp(s3_server.endpoint) as proxy:
         yield proxy

@@ -1,6 +1,6 @@
 """What every lane must do while its server runs. An adapter's test module subclasses `LaneContract` and gives a
 `make_lane` fixture: a function settings -> the caller's side of a lane, on which `worker(name)` gives a worker's side;
-each call is one more view of the same, at first empty, place. Times are real, and short."""
+each call is one more view of the same, initially empty, lane. Times are real, and short."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class LaneContract:
             assert worker.emit([tokens("r1", 0), tokens("r1", 1)]) == frozenset()
         assert told(lane, "r1") == [tokens("r1", 0), tokens("r1", 1)]
 
-    # -- tenants beside each other
+    # -- several tenants
 
     def test_behind_a_flood_of_one_tenant_another_is_next(self, lane: OpenLane, worker: LaneWorker) -> None:
         for number in range(30):
@@ -398,7 +398,7 @@ class LaneContract:
         with pytest.raises(LaneFull):
             lane.send(request("r2"))
         until = time.monotonic() + HANG_SECONDS
-        while lane.lost(late) != {"r0", "r1"}:  # nobody wants them any more
+        while lane.lost(late) != {"r0", "r1"}:  # they are no longer wanted
             assert time.monotonic() < until
             time.sleep(0.02)
         for one in late:

@@ -1,5 +1,5 @@
 """What every shard queue must do while its server runs. An adapter's test module subclasses `QueueContract` and gives a
-`make_queue` fixture: a function without arguments that opens one more queue on the same, at first empty, place."""
+`make_queue` fixture: a function without arguments that opens one more queue on the same, initially empty, server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger of dead letters: written once, whole when seen, and sent again when asked."""
+"""Dead letters: written once, complete when visible, and replayed on request."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def test_given_a_send_that_fails_when_a_letter_is_replayed_then_it_is_not_marked
 
 
 def test_given_what_cannot_be_replayed_then_the_reason_says_what_to_do(world: World) -> None:
-    letters = DeadLetters(world, most_bytes=4)
+    letters = DeadLetters(world, max_bytes=4)
     long = letters.record(source(), "a", "b", b"12345")
     assert letters.original(letters.find(long).letter) == b"1234"
     with pytest.raises(CannotReplay, match="only 4 of 5 bytes"):
         letters.replay(long, lambda _, __: "sent")
-    with pytest.raises(CannotReplay, match="the door 'kafka', which can't be reached"):
+    with pytest.raises(CannotReplay, match="the ingest source 'kafka', which can't be reached"):
         letters.replay(letters.record(source(8), "a", "b", b"1"))
     with pytest.raises(DeadLetterNotFound, match="dl-nothing"):
         letters.find("dl-nothing")

@@ -156,7 +156,7 @@ def test_options_that_make_no_sense_are_told_of(wrong: dict[str, Any], message: 
 
 
 def test_a_model_that_is_published_while_it_is_looked_for_is_found(tmp_path: Path) -> None:
-    """Its first worker may tell of it between the look for the name and the look at all names."""
+    """Its first worker may publish it between the read of the name and the read of all names."""
     world = simulated_world(tmp_path)
 
     class LateStore(MemoryStore):

@@ -1,4 +1,4 @@
-"""What a tenant's URIs may name, whichever door they come by."""
+"""Validation of tenants' URIs, for all ingest sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An input that changes while its job is planned is never mixed in: one line says so, and what was committed stays."""
+"""An input that changes while its job is planned is never mixed in: planning stops with an error, and committed
+segments stay."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def lines(word: str, broken: int | None = None) -> str:
 
 
 def rewrite(source: Path, text: str) -> None:
-    """In place, at the same size and with the old modification time, as careless tools do."""
+    """Overwrite in place, at the same size and with the old modification time, as careless tools do."""
     before = source.stat()
     time.sleep(0.02)  # a later tick of the file system's clock
     source.write_text(text)

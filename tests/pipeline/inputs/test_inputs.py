@@ -1,4 +1,4 @@
-"""An input's URI says how it is read; what names none is refused before it gets into a job's papers."""
+"""An input's URI determines how it is read; invalid URIs are refused before they get into a job's records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An input is hashed once, and again only where the file system says that it may have changed."""
+"""An input is hashed once, and again only if its stamp in the file system changed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_hash_without_a_stamp_is_not_relied_on(source: Path) -> None:
 
 
 def test_a_file_that_is_still_being_written_is_refused(source: Path) -> None:
-    """Given bytes that arrive while the file is hashed, then no hash could tell what will be read later."""
+    """Given bytes that are written while the file is hashed, then pinning fails: no hash could match later reads."""
     grown = source.with_name("grows.jsonl")
     grown.write_bytes(b"x" * (64 << 20))
     stop = threading.Event()
@@ -115,7 +115,7 @@ def test_a_file_that_is_still_being_written_is_refused(source: Path) -> None:
 
 
 def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
-    """Also when it takes the place of a file that was pinned."""
+    """Also when it replaces a pinned file."""
     path = tmp_path / "a.jsonl"
     os.mkfifo(path)
     with pytest.raises(InputError, match=r"a\.jsonl: is no regular file"):

@@ -1,4 +1,4 @@
-"""Jobs that end before their time: each row still has exactly one result, and what was finished is kept."""
+"""Jobs that end before their time: each row still has exactly one result, and finished rows are retained."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pipeline.jobs.retry import NothingToRetry, choose_rows
 from pipeline.jobs.submit import DifferentJob, submit
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
-from pipeline.results.export import NotItsRetry, export, in_order
+from pipeline.results.export import NotItsRetry, export, order_retries
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Closing, Job, JobSettings
 from schemas.jobs.outcome import Usage
@@ -50,7 +50,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def begin(world: World, source: Path, place: str, rows: RowSelection | None = None, of: str | None = None) -> House:
-    """A planned job at `place`, in segments of 16 lines."""
+    """A planned job in folder `place`, in segments of 16 lines."""
     ledger = JobLedger(world.store, f"{place}/")
     plan = PlanSettings(segment_rows=16, shard_tokens=60)
     settings = JobSettings(plan=plan, rows=rows)
@@ -177,7 +177,7 @@ def test_given_a_chain_of_retries_when_merged_then_each_row_has_its_best_result_
     ids = [line["id"] for line in lines]
     assert len(set(ids)) == 40
 
-    # Whoever is not of this family is refused.
+    # Jobs that are no retries of this job are refused.
     with pytest.raises(NotItsRetry, match="all retries between"):
         export(first.ledger, tmp_path / "no", retries=[third.ledger])
     with pytest.raises(NotItsRetry, match="given already"):
@@ -200,11 +200,11 @@ def test_given_a_clock_that_was_set_back_between_retries_when_merged_then_the_la
         work(chain[-1], {20: code, 30: code})
 
     retries = [house.ledger for house in (chain[2], chain[3], chain[1])]
-    assert in_order(first.ledger, retries) == [house.ledger for house in chain[1:]]
+    assert order_retries(first.ledger, retries) == [house.ledger for house in chain[1:]]
     export(first.ledger, tmp_path / "all", retries=retries)
     assert lines_of(tmp_path / "all")[20]["error"]["code"] == codes[-1]
     with pytest.raises(NotItsRetry, match=f"retry-1.*: holds a retry of {chain[1].ledger.job().id}, not one of"):
-        in_order(first.ledger, [chain[2].ledger, chain[3].ledger])
+        order_retries(first.ledger, [chain[2].ledger, chain[3].ledger])
 
 
 def retry(world: World, source: Path, place: str, before: House, job: Job, seconds: float = 60.0) -> House:

@@ -1,4 +1,4 @@
-"""Every door ends in `submit`: the same order finds its job, another one is refused, `fresh` starts anew."""
+"""Submission: the same order finds its job, another order is refused, `fresh` starts anew."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_missing_events_end_the_answer_with_an_error() -> None:
 
 
 class BrokenLane:
-    """Fails as often as told, then is a lane in memory."""
+    """A lane in memory whose first calls fail."""
 
     def __init__(self, lane: MemoryLane, failures: int) -> None:
         self._lane = lane
@@ -169,7 +169,7 @@ def test_between_two_reads_there_is_a_pause_for_each_call_and_what_comes_meanwhi
 
 
 class LookingLane(BrokenLane):
-    """A lane in memory, where a look takes its time."""
+    """A lane in memory with slow reads."""
 
     def __init__(self, lane: MemoryLane, clock: SimulatedClock) -> None:
         super().__init__(lane, 0)

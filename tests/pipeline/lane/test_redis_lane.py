@@ -50,7 +50,7 @@ def raw(redis_server: RedisServer) -> Any:
 
 
 class Worker(threading.Thread):
-    """A worker that answers each request with as many tokens as it is told, unless it dies after some.
+    """A worker that answers each request with a given number of tokens, unless it dies after some.
 
     Attributes:
         seen: (attempt, tokens known before) of each request that it took.

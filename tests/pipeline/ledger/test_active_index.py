@@ -1,4 +1,4 @@
-"""Markers of open jobs: whatever was cut off or raced, an open job in a root has one, and an ended one loses it."""
+"""Markers of open jobs: after any crash or race, an open job in a root has a marker, and an ended one loses it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def job_in(store: ObjectStore, name: str = "job-1") -> JobLedger:
 
 
 def check(store: ObjectStore) -> None:
-    """What holds at any moment, whatever died."""
+    """Check the invariants, which hold at any moment and after any crash."""
     ledger = job_in(store)
     is_open = store.info(ledger.prefix + JOB) is not None and store.info(ledger.prefix + MANIFEST) is None
     assert not is_open or store.info(MARKER) is not None, "an open job without a marker is never found"
@@ -60,12 +60,12 @@ def check(store: ObjectStore) -> None:
 
 
 def left(store: ObjectStore) -> list[str]:
-    """Keys of markers, and of what attempts left."""
+    """Keys of markers, and of attempts' objects."""
     return [info.key for info in store.list("") if info.key.startswith("active/") or "/work/0" in info.key]
 
 
 def at_every_call(make: MakeWorld, prepare: Callable[[World], None], act: Callable[[World], object]) -> Iterator[World]:
-    """Worlds in which `act` died before its first store call, before its second, and so on, up to a whole one."""
+    """Worlds in which `act` crashed before its first store call, before its second, and so on, up to a complete one."""
     for nth in range(1, 1000):
         world = make()
         prepare(world)
@@ -84,7 +84,8 @@ def accept(world: World, *, fresh: bool = False) -> bool:
 
 
 def compute(world: World) -> None:
-    """All parts of a job of three shards stand. An attempt on the first was given up, and logged on all the same."""
+    """Compute all parts of a job of three shards. An attempt on the first was given up, and still writes
+    checkpoints."""
     accept(world)
     ledger = job_in(world.store)
     job = plan_by_hand(ledger, world, [[0, 1], [2], [3]], rejected=[4])
@@ -114,7 +115,7 @@ def compute(world: World) -> None:
 
 
 def end(world: World) -> None:
-    """What a dispatcher does for a job whose parts stand."""
+    """End a job with all parts, as a dispatcher does."""
     dispatcher = Dispatcher(world, MemoryQueue(), MemoryHeartbeats(world.clock, 10.0))
     dispatcher.add(job_in(world.store))
     dispatcher.tick()
@@ -190,7 +191,7 @@ def test_given_two_dispatchers_when_one_ends_the_job_at_any_call_of_the_other_th
         nth, calls = nth + 1, len(watched.calls)
         manifest = job_in(world.store).manifest()
         assert manifest is not None
-        assert manifest.usage.repeated == 18, "who is slower finds less, and must not be who tells"
+        assert manifest.usage.repeated == 18, "the slower dispatcher finds less, and must not write the outcome"
         assert left(world.store) == []
     assert nth > 20
 
@@ -210,7 +211,7 @@ def test_given_a_death_at_any_call_when_a_job_is_made_afresh_then_what_stands_is
         assert [ledger.name for ledger in open_jobs(world.store)] == ["job-1"]
 
 
-def test_given_jobs_that_have_ended_when_open_ones_are_asked_for_then_the_others_are_not_looked_at(
+def test_given_jobs_that_have_ended_when_open_ones_are_asked_for_then_the_others_are_not_read(
     make_world: MakeWorld,
 ) -> None:
     world = make_world()
@@ -222,7 +223,7 @@ def test_given_jobs_that_have_ended_when_open_ones_are_asked_for_then_the_others
     assert [ledger.name for ledger in open_jobs(watched)] == ["job-2", "job-3"], "the newest first: ids sort so"
     assert {key for _, key in watched.calls} == {
         "job.json", "active/",
-        *(f"jobs/{name}/{paper}" for name in ("job-2", "job-3") for paper in ("job.json", "manifest.json")),
+        *(f"jobs/{name}/{record}" for name in ("job-2", "job-3") for record in ("job.json", "manifest.json")),
     }  # fmt: skip
 
 
@@ -250,7 +251,7 @@ def test_given_markers_that_went_astray_when_swept_then_both_sides_are_mended(ma
         assert left(world.store) == ["active/job-2", "active/job-3"]
 
 
-def test_given_a_sweep_at_any_call_of_a_door_and_the_other_way_round_then_the_new_job_is_marked(
+def test_given_a_sweep_at_any_call_of_a_submission_and_the_other_way_round_then_the_new_job_is_marked(
     make_world: MakeWorld,
 ) -> None:
     def sweeps(store: ObjectStore, world: World) -> None:
@@ -263,7 +264,7 @@ def test_given_a_sweep_at_any_call_of_a_door_and_the_other_way_round_then_the_ne
         nth = calls = 1
         while nth <= calls:
             world = make_world()
-            mark(job_in(world.store))  # a door died here once
+            mark(job_in(world.store))  # left by a crashed ingest source
             watched = WatchedStore(
                 world.store,
                 lets_in(nth, lambda world=world, second=second: second(world.store, world)),  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The ledger can be read after any number of writes: whatever was cut off, a reader finds a state that makes sense."""
+"""The ledger can be read after any number of writes: after any interruption a reader finds a consistent state."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def change(store: MemoryStore, key: str, body: bytes | None) -> None:
 
 
 def test_any_single_object_may_be_missing(finished: MemoryStore) -> None:
-    """Not a state that writing can leave, but what a careless hand can; it is told or coped with, never a traceback."""
+    """Writes can't cause this state, but manual deletion can. It is reported or tolerated, never a traceback."""
     for missing in finished.log:
         store = MemoryStore({key: body for key, body in finished.objects.items() if key != missing})
         for summary in list_jobs(store):
@@ -130,7 +130,7 @@ def test_a_later_format_is_refused_by_name(finished: MemoryStore, key: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         (b"", "is not JSON"),
         (b'{"version": 1, "id"', "is not JSON"),
@@ -139,9 +139,9 @@ def test_a_later_format_is_refused_by_name(finished: MemoryStore, key: str) -> N
         (b"\xff\xfe", "is not JSON"),
     ],
 )
-def test_a_damaged_paper_is_said_to_be(finished: MemoryStore, body: bytes, told: str) -> None:
+def test_a_damaged_record_is_reported(finished: MemoryStore, body: bytes, message: str) -> None:
     finished.objects[JOB] = body
-    with pytest.raises(LedgerError, match=rf"{JOB}: .*{told}"):
+    with pytest.raises(LedgerError, match=rf"{JOB}: .*{message}"):
         JobLedger(finished).job()
 
 
@@ -181,7 +181,7 @@ def begin(ledger: JobLedger, name: str) -> AttemptRecord:
     )
 
 
-def test_attempts_are_numbered_and_kept_until_the_job_has_ended(house: House) -> None:
+def test_attempts_are_numbered_and_retained_until_the_job_has_ended(house: House) -> None:
     job, ledger = plan_by_hand(house.ledger, house.world, [[0]]), house.ledger
     for name in "xyz":
         record = begin(ledger, name)

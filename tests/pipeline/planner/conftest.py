@@ -31,7 +31,7 @@ NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
 
 class MemorySink:
-    """A `PlanSink` that keeps everything; `standing` are segments that somebody committed before."""
+    """A `PlanSink` that stores everything in memory; `standing`: segments that were committed before."""
 
     def __init__(self, carried: pa.Schema | None, standing: dict[int, PlanSegment] | None = None) -> None:
         self._carried = carried

@@ -1,4 +1,4 @@
-"""What holds for every plan, whatever the input: nothing lost, nothing twice, copies beside what they copy."""
+"""Properties of every plan, for any input: no row lost, no row twice, copies in the shard of their original."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_plan(tools: Any, lines: list[Any], plan: dict[str, int]) -> None:
     job = tools.job(models=("demo", "other"), plan=plan)
     planned = tools.plan(data, job)
 
-    # Each line with content ends in exactly one place.
+    # Each non-blank line is in exactly one shard or refused.
     wanted = [row for row, text in enumerate(texts) if text.strip()]
     ends = Counter(row["row"] for row in planned.rows) + Counter(planned.error_of.keys())
     assert ends == Counter(wanted)

@@ -1,4 +1,4 @@
-"""Large inputs are planned in segments, each of which stands for itself once committed."""
+"""Large inputs are planned in segments, each of which is independent once committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as OpenAI batch output lines, and listings of the jobs in a place."""
+"""Results as OpenAI batch output lines, and listings of a store's jobs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_input_order_is_kept_however_many_parts_there_are(world: World, tmp_path
 
 
 class CountingStore(MemoryStore):
-    """Knows how many of its objects are open at once."""
+    """A store that counts its open objects."""
 
     most_open = 0
 

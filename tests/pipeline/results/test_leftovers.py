@@ -1,4 +1,4 @@
-"""What attempts leave under work/ is gone when the job has ended, whoever was slow and whoever died."""
+"""Attempts' objects under work/ are deleted when the job has ended, even after slow or crashed attempts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Bench:
     job: str
 
     def client(self, name: str, *, deaf: bool = False) -> ShardClient:
-        """A worker's; a deaf one hears of nobody else, as when Redis was emptied."""
+        """A worker's client; a deaf one reads no other workers, as when Redis was emptied."""
         beats = MemoryHeartbeats(self.world.clock, 10.0) if deaf else self.beats
         return ShardClient(name, self.world, lambda _: self.ledger, self.queue, beats, lambda: False, models=MODELS)
 
@@ -136,7 +136,7 @@ def test_a_shard_given_back_can_be_taken_again(bench: Bench) -> None:
 
 
 def test_a_shard_that_another_holds_is_passed_over_until_that_one_lets_go(bench: Bench) -> None:
-    # Given a name that was put twice, since nobody took it for long, or by two dispatchers
+    # Given a task that was put twice, because it was not taken for long, or by two dispatchers
     one, two = bench.client("one"), bench.client("two")
     work = bench.take(one)
     assert work is not None
@@ -175,7 +175,7 @@ def begun(bench: Bench, client: ShardClient) -> ShardWork:
 
 
 def silent_for(bench: Bench, client: ShardClient, work: ShardWork, seconds: float) -> None:
-    """The worker's process stands still for so long, and goes on with a heartbeat."""
+    """The worker's process is suspended for so long, and continues with a heartbeat."""
     client.send_heartbeat([work])
     bench.world.clock.sleep(seconds)
 
@@ -192,7 +192,7 @@ def test_given_a_silence_when_another_worker_has_taken_the_shard_then_it_is_revo
     two.begin(other)
     assert one.find_revoked([work]).to_release == {(bench.job, 1)}
     assert two.find_revoked([other]) == RevokedShards(), "it was never silent"
-    # and once the other's part stands, there is nothing left to log.
+    # and once the other's part exists, there is nothing left to log.
     assert two.commit(other, computed(other), report(other)) is True
     assert one.find_revoked([work]) == RevokedShards(committed=frozenset({(bench.job, 1)}))
 
@@ -232,7 +232,7 @@ def test_given_a_silence_and_a_long_step_after_it_then_what_was_taken_over_is_st
         two.send_heartbeat([other])
         bench.world.clock.sleep(3.0)
     one.send_heartbeat([work])
-    # Then the shard is revoked, and once that was looked at the silence is over
+    # Then the shard is revoked, and once that was checked the silence is over
     assert one.find_revoked([work]).to_release == {(bench.job, 1)}
     assert one.find_revoked([work]) == RevokedShards()
 
@@ -275,7 +275,7 @@ def test_given_a_shard_that_was_released_meanwhile_when_its_job_is_forgotten_the
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The question which shards are revoked is asked on another thread."""
-    monkeypatch.setattr("pipeline.worker_client.shard_client.MOST_JOBS", 0)
+    monkeypatch.setattr("pipeline.worker_client.shard_client.MAX_JOBS", 0)
     client = bench.client("w")
     work = bench.take(client)
     assert work is not None

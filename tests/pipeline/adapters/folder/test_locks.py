@@ -1,4 +1,4 @@
-"""Whether the owner of a lock that is held can still be running, as its file and the kernel tell."""
+"""Whether the owner of a held lock can still be running, by its lock file and the kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dead_pid() -> int:
 
 
 def refusal(folder: Path, owner: str) -> str:
-    """What a run is told of a lock that is held, and whose file names `owner`."""
+    """The error of a run when the lock is held and its file names `owner`."""
     with RunLock(folder) as held:
         held.path.write_text(f"{owner}\n")
         with pytest.raises(OutputLocked) as caught, RunLock(folder, patience=SOON):

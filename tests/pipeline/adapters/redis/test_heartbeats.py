@@ -55,7 +55,7 @@ class TestRedisHeartbeatsContract(HeartbeatsContract):
 
 
 def keep_on(beats: RedisHeartbeats, seconds: float) -> None:
-    """A worker that lives and a dispatcher that looks."""
+    """A live worker and a dispatcher that polls."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         beats.beat(W)

@@ -1,4 +1,4 @@
-"""Redis over TLS: whoever can't prove to be the server is told nothing, least of all the password."""
+"""Redis over TLS: an unauthenticated server receives no data, and above all no password."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def certificate(tmp_path: Path) -> Path:
 
 
 class Listener(ThreadingTCPServer):
-    """A TLS server that answers every command with an error, and keeps what it was told."""
+    """A TLS server that answers every command with an error, and records the received bytes."""
 
     daemon_threads = True
 
     def __init__(self, certificate: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.heard = b""
+        self.received = b""
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.load_cert_chain(certificate)
 
@@ -73,7 +73,7 @@ class Answer(BaseRequestHandler):
         try:
             with server.context.wrap_socket(self.request, server_side=True) as connection:
                 while data := connection.recv(4096):
-                    server.heard += data
+                    server.received += data
                     connection.sendall(b"-ERR heard\r\n")
         except OSError:
             return  # the client doesn't trust it, which is the point
@@ -98,14 +98,14 @@ ASKED: dict[str, Ask] = {
 def test_a_server_that_nobody_vouches_for_hears_nothing(listener: Listener, ask: Ask) -> None:
     with pytest.raises(ServiceUnavailable, match=r"(?i)certificate"):
         ask(f"rediss://me:s3cret@localhost:{listener.server_address[1]}/0")
-    assert listener.heard == b""
+    assert listener.received == b""
 
 
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
 def test_one_that_is_vouched_for_is_talked_to(listener: Listener, certificate: Path, ask: Ask) -> None:
     with pytest.raises(ServiceUnavailable):  # it is no Redis
         ask(f"rediss://me:s3cret@localhost:{listener.server_address[1]}/0?ssl_ca_certs={certificate}")
-    assert b"AUTH" in listener.heard
+    assert b"AUTH" in listener.received
 
 
 def reach_broker(app: Celery) -> None:
@@ -129,7 +129,7 @@ def test_the_door_of_tasks_tells_such_a_server_nothing_either(
 
     with pytest.raises((OperationalError, RedisError), match=r"(?i)certificate"):
         reach(app(place))
-    assert listener.heard == b""
+    assert listener.received == b""
     with pytest.raises((OperationalError, RedisError)):  # it is no Redis
         reach(app(f"{place}?ssl_ca_certs={certificate}"))
-    assert b"AUTH" in listener.heard
+    assert b"AUTH" in listener.received

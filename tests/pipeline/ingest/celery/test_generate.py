@@ -27,7 +27,7 @@ CLOCK = SystemClock()
 
 
 class Told:
-    """A task that waits, as the door has it."""
+    """A waiting task, as Celery ingest has it."""
 
     def __init__(self) -> None:
         self.body: Mapping[str, Any] | None = None

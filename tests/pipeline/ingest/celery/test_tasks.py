@@ -1,4 +1,4 @@
-"""What a task asks for becomes a job once, or a line that says why not: the door of Celery tasks without Celery."""
+"""Celery ingest tasks without Celery: a task becomes a job exactly once, or is refused with one line."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_what_can_never_become_a_job_is_refused_in_one_line(
     assert house.jobs() == []
 
 
-def test_without_a_word_in_the_settings_no_uri_is_taken(house: House) -> None:
+def test_without_settings_no_uri_is_accepted(house: House) -> None:
     with pytest.raises(TaskRefused, match=r"forbidden_uri.*none is configured"):
         house.submit(str(house.source), tenant="other")
     with pytest.raises(BadAddress, match="must end with a slash"):
@@ -264,7 +264,7 @@ def test_without_room_or_a_model_the_task_is_for_later_and_then_done(tmp_path: P
     assert house.submit([LINE], task="task-2") != first
 
 
-def test_a_job_is_told_of_as_a_batch_object_and_cancelled(house: House) -> None:
+def test_a_job_is_returned_as_a_batch_object_and_cancelled(house: House) -> None:
     job_id = house.submit([LINE], deadline="1h", output_expires_after="2d", metadata={"k": "v"})
     told = house.tasks.status("acme", [], {"id": job_id})
     assert json.loads(json.dumps(told)) == told
@@ -289,7 +289,7 @@ def test_a_job_is_told_of_as_a_batch_object_and_cancelled(house: House) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["job-none", "../acme", "a/b", "", 5, None, ["x"], "x" * 200])
-def test_what_is_no_job_of_ours_is_not_found(house: House, wanted: Any) -> None:
+def test_an_unknown_job_is_not_found(house: House, wanted: Any) -> None:
     for act in (house.tasks.status, house.tasks.cancel):
         with pytest.raises(
             TaskRefused, match=r"job_not_found: there is no job .*give the id that tokenmill.submit gave"
@@ -297,7 +297,7 @@ def test_what_is_no_job_of_ours_is_not_found(house: House, wanted: Any) -> None:
             act("acme", [wanted], {})
 
 
-def test_what_was_sent_inline_goes_with_the_jobs_results(house: House) -> None:
+def test_inline_requests_are_removed_with_the_jobs_results(house: House) -> None:
     job_id = house.submit([LINE])
     end_job(JobLedger(house.world.store, f"jobs/{job_id}/"), house.world.clock.now(), JobStatus.COMPLETED)
     house.world.store.delete(f"active/{job_id}")

@@ -1,4 +1,4 @@
-"""The Celery door on a real Redis, as a caller knows it who has nothing of ours but names."""
+"""Celery ingest on a real Redis, from the side of a caller that knows only the tasks' names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def requests(count: int) -> list[dict[str, Any]]:
 
 
 class House:
-    """A root, doors to it on threads, and a caller."""
+    """A root, Celery ingest workers on threads, and a caller."""
 
     def __init__(self, folder: Path, store: FolderStore, url: str, queue: str) -> None:
         self.world = World(store, SystemClock(), SystemRandomness(), store.scratch)
@@ -179,7 +179,7 @@ def test_a_file_and_inline_requests_go_the_whole_way_to_an_outcome(house: House)
     assert house.ask("status", inline)["tokenmill"]["tier"] == "bulk"
 
 
-def test_the_same_task_delivered_thrice_and_at_two_doors_at_once_is_one_job(house: House) -> None:
+def test_the_same_task_delivered_thrice_and_at_two_workers_at_once_is_one_job(house: House) -> None:
     for _ in range(3):
         house.call("submit", requests(3), task_id="the-task")
     house.door()
@@ -252,7 +252,7 @@ def shared_house(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisSe
         house.close()
 
 
-def test_the_queue_says_whose_task_it_is_and_nothing_in_a_message_does(house: House) -> None:
+def test_the_queue_determines_the_tenant_and_nothing_in_a_message_does(house: House) -> None:
     other = f"{house.queue}-other"
     house.door({house.queue: "default", other: "acme"})
     ours, theirs = house.ask("submit", requests(1)), house.ask("submit", requests(1), queue=other)
@@ -268,7 +268,7 @@ def test_the_queue_says_whose_task_it_is_and_nothing_in_a_message_does(house: Ho
     assert JobLedger(house.world.store, f"jobs/{sent.get(timeout=HANG_SECONDS)}/").job().tenant == "acme"
 
 
-def test_without_room_the_task_is_tried_again_and_at_last_the_caller_is_told(house: House) -> None:
+def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(house: House) -> None:
     full = IntakeSettings(tenant_tokens=1, look_every=0.05)
     house.door(intake=full, tries=4)
     first = house.ask("submit", requests(5))
@@ -359,7 +359,7 @@ def test_a_job_is_cancelled_by_its_id(house: House) -> None:
     assert closing.kind == "cancel"
 
 
-def test_the_door_outlives_its_broker(house: House, redis_server: RedisServer) -> None:
+def test_ingest_survives_a_restart_of_its_broker(house: House, redis_server: RedisServer) -> None:
     house.door()
     first = house.ask("submit", requests(1))
     for end in (redis_server.kill, redis_server.start_empty):
@@ -381,8 +381,8 @@ def test_a_broker_that_hangs_is_given_up_and_found_again(house: House, redis_ser
     assert len({*house.jobs(), house.ask("submit", requests(2))}) == 2
 
 
-def test_a_place_for_results_that_stalls_is_no_failure_of_the_task(house: House, tmp_path: Path) -> None:
-    """Celery's own way is to tell the caller that a read from a socket timed out, and to do the task all the same."""
+def test_a_result_backend_that_stalls_is_no_failure_of_the_task(house: House, tmp_path: Path) -> None:
+    """By default Celery reports a socket time-out to the caller, and executes the task all the same."""
     (tmp_path / "results").mkdir()
     with RedisServer(tmp_path / "results") as results:
         results.start()
@@ -396,7 +396,7 @@ def test_a_place_for_results_that_stalls_is_no_failure_of_the_task(house: House,
 
 
 def answered_over_stalls(house: House, results: RedisServer) -> str:
-    """What a caller is told who waits while the place for results stalls."""
+    """The result that a caller gets who waits while the result backend stalls."""
     full = IntakeSettings(tenant_tokens=1, look_every=0.05)
     house.door(intake=full, tries=1_000, timeout=0.4, longest_wait=0.1, result_url=results.url)
     first = house.ask("submit", requests(5))
@@ -414,7 +414,7 @@ def answered_over_stalls(house: House, results: RedisServer) -> str:
     return job
 
 
-def test_the_door_can_be_told_to_stop_while_its_broker_is_away(house: House, redis_server: RedisServer) -> None:
+def test_ingest_can_be_stopped_while_its_broker_is_away(house: House, redis_server: RedisServer) -> None:
     redis_server.kill()
     house.door()
     time.sleep(0.5)

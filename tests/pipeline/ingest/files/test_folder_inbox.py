@@ -1,4 +1,4 @@
-"""The folder door: the contract of dropped files, and what only a folder can do."""
+"""File ingest from a folder: the contract of file ingest, and behaviour that is specific to folders."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pipeline.ingest.intake import Intake, IntakeRefused, JobDraft
 from pipeline.jobs.submit import SubmittedJob
 from pipeline.ports import StoreError, World
 from schemas.jobs.inputs import InputFormat
-from tests.pipeline.contracts.ingest_contract import LINE, DropDoorContract, Drops, RefusalContract
+from tests.pipeline.contracts.ingest_contract import LINE, FileIngestContract, InboxHarness, RefusalContract
 from tests.pipeline.simulation import SeededRandomness, SimulatedClock
 
 SETTLE = 2.0
 
 
-class FolderDrops(Drops):
+class FolderInboxHarness(InboxHarness):
     tenant = "default"
 
     def __init__(self, root: Path) -> None:
@@ -39,67 +39,69 @@ class FolderDrops(Drops):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
-    def door(self, intake: Intake, world: World) -> FileIngestSource:
+    def source(self, intake: Intake, world: World) -> FileIngestSource:
         return FileIngestSource(FolderInbox(self.store, self.clock, settle=SETTLE), intake, world)
 
-    def notice(self, door: FileIngestSource) -> None:
-        door.sweep()
+    def notice(self, source: FileIngestSource) -> None:
+        source.sweep()
         self.clock.sleep(SETTLE)
-        door.sweep()
+        source.sweep()
 
     def remove(self, name: str) -> None:
         (self.incoming / name).unlink()
 
-    def lies_there(self, name: str) -> bool:
+    def has_file(self, name: str) -> bool:
         return (self.incoming / name).is_file()
 
 
 @pytest.fixture
-def drops(tmp_path: Path) -> Iterator[FolderDrops]:
-    place = FolderDrops(tmp_path / "root")
+def harness(tmp_path: Path) -> Iterator[FolderInboxHarness]:
+    place = FolderInboxHarness(tmp_path / "root")
     yield place
     place.store.close()
 
 
-class TestFolderDoorContract(DropDoorContract, RefusalContract):
+class TestFolderDoorContract(FileIngestContract, RefusalContract):
     pass
 
 
 @pytest.fixture
-def served(drops: FolderDrops) -> FolderDrops:
-    drops.serve()
-    return drops
+def served(harness: FolderInboxHarness) -> FolderInboxHarness:
+    harness.serve()
+    return harness
 
 
 def test_given_a_file_that_grows_when_it_is_watched_then_it_is_taken_when_it_has_been_the_same_for_a_while(
-    served: FolderDrops,
+    served: FolderInboxHarness,
 ) -> None:
-    door = served.intake()
+    source = served.intake()
     for lines in range(1, 5):
         served.put("a.jsonl", LINE * lines)
-        door.sweep()
+        source.sweep()
         served.clock.sleep(SETTLE - 0.5)
-        assert door.sweep() == {}
-    assert door.take("a.jsonl") is IngestResult.WAITING
+        assert source.sweep() == {}
+    assert source.take("a.jsonl") is IngestResult.WAITING
     served.clock.sleep(0.6)
-    assert door.sweep() == {IngestResult.JOB: 1}
+    assert source.sweep() == {IngestResult.JOB: 1}
     (job,) = served.jobs()
     assert job.input.size == 4 * len(LINE)
 
 
-def test_given_a_file_that_changes_while_it_is_hashed_when_it_is_taken_then_it_waits(served: FolderDrops) -> None:
-    door = served.intake()
+def test_given_a_file_that_changes_while_it_is_hashed_when_it_is_taken_then_it_waits(
+    served: FolderInboxHarness,
+) -> None:
+    source = served.intake()
     served.put("a.jsonl", LINE)
-    door.sweep()
+    source.sweep()
     served.clock.sleep(SETTLE)
-    list(door.inbox.entries())
+    list(source.inbox.entries())
     served.put("a.jsonl", LINE * 2)
-    assert door.take("a.jsonl") is IngestResult.WAITING
+    assert source.take("a.jsonl") is IngestResult.WAITING
     assert served.jobs() == []
 
 
 def test_given_the_same_bytes_dropped_again_then_it_is_a_new_job_but_a_copy_with_its_times_is_not(
-    served: FolderDrops, tmp_path: Path
+    served: FolderInboxHarness, tmp_path: Path
 ) -> None:
     served.put("a.jsonl", LINE)
     (first,) = served.take_all()
@@ -123,20 +125,20 @@ def test_given_the_same_bytes_dropped_again_then_it_is_a_new_job_but_a_copy_with
 
 
 def test_given_a_file_that_has_to_wait_when_it_is_looked_at_again_then_it_is_not_hashed_again(
-    drops: FolderDrops,
+    harness: FolderInboxHarness,
 ) -> None:
-    drops.put("a.jsonl", LINE)
-    door = drops.intake()
-    drops.notice(door)
-    assert door.take("a.jsonl") is IngestResult.WAITING, "no model is served yet"
-    drop = door.inbox.look("a.jsonl")
+    harness.put("a.jsonl", LINE)
+    source = harness.intake()
+    harness.notice(source)
+    assert source.take("a.jsonl") is IngestResult.WAITING, "no model is served yet"
+    drop = source.inbox.look("a.jsonl")
     assert drop is not None
-    first, second = (door.inbox.pin(drop, InputFormat.JSONL).input.files[0] for _ in range(2))
+    first, second = (source.inbox.pin(drop, InputFormat.JSONL).input.files[0] for _ in range(2))
     assert first is second
 
 
 def test_given_a_file_that_cannot_be_taken_now_when_swept_then_the_others_do_not_wait_for_it(
-    served: FolderDrops,
+    served: FolderInboxHarness,
 ) -> None:
     class Failing(Intake):
         def accept(self, draft: JobDraft) -> SubmittedJob:
@@ -146,8 +148,8 @@ def test_given_a_file_that_cannot_be_taken_now_when_swept_then_the_others_do_not
 
     for name in ("a.jsonl", "b.jsonl"):
         served.put(name, LINE)
-    door = served.door(Failing(served.world), served.world)
-    served.notice(door)
+    source = served.source(Failing(served.world), served.world)
+    served.notice(source)
     assert [job.input.uri[-7:] for job in served.jobs()] == ["b.jsonl"]
     assert served.letters() == []
     assert len(served.take_all()) == 2
@@ -155,7 +157,7 @@ def test_given_a_file_that_cannot_be_taken_now_when_swept_then_the_others_do_not
 
 @pytest.mark.parametrize("seconds", [-5, 0, 1e15])
 def test_given_a_file_of_an_impossible_time_when_it_is_taken_then_it_is_a_job(
-    served: FolderDrops, seconds: float
+    served: FolderInboxHarness, seconds: float
 ) -> None:
     served.put("a.jsonl", LINE)
     try:
@@ -166,7 +168,7 @@ def test_given_a_file_of_an_impossible_time_when_it_is_taken_then_it_is_a_job(
 
 
 def test_given_a_link_to_a_file_elsewhere_when_it_is_noticed_then_it_is_refused(
-    served: FolderDrops, tmp_path: Path
+    served: FolderInboxHarness, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret.jsonl"
     secret.write_bytes(LINE)
@@ -180,7 +182,7 @@ def test_given_a_link_to_a_file_elsewhere_when_it_is_noticed_then_it_is_refused(
 
 @pytest.mark.parametrize("kind", ["fifo", "link to a fifo", "link to JSON", "folder"])
 def test_given_a_sidecar_that_is_no_file_when_its_input_is_taken_then_that_is_refused_and_the_others_go_on(
-    served: FolderDrops, tmp_path: Path, kind: str
+    served: FolderInboxHarness, tmp_path: Path, kind: str
 ) -> None:
     """Opening a FIFO would wait for ever, and a link may lead to what only this process may read."""
     served.put("good.jsonl", LINE)
@@ -207,7 +209,7 @@ def test_given_a_sidecar_that_is_no_file_when_its_input_is_taken_then_that_is_re
 
 
 def test_given_a_folder_that_becomes_a_link_while_a_file_in_it_is_taken_then_nothing_is_read_through_it(
-    served: FolderDrops, tmp_path: Path
+    served: FolderInboxHarness, tmp_path: Path
 ) -> None:
     served.put("bulk/a.jsonl", LINE)
     inbox = served.intake().inbox
@@ -223,7 +225,9 @@ def test_given_a_folder_that_becomes_a_link_while_a_file_in_it_is_taken_then_not
         inbox.read("bulk/a.jsonl", 100)
 
 
-def test_given_a_file_that_is_renamed_when_it_is_whole_then_only_the_whole_file_is_taken(served: FolderDrops) -> None:
+def test_given_a_file_that_is_renamed_when_it_is_whole_then_only_the_whole_file_is_taken(
+    served: FolderInboxHarness,
+) -> None:
     served.put(".a.jsonl", LINE)
     assert served.take_all() == []
     (served.incoming / ".a.jsonl").rename(served.incoming / "a.jsonl")
@@ -231,7 +235,7 @@ def test_given_a_file_that_is_renamed_when_it_is_whole_then_only_the_whole_file_
 
 
 def test_given_a_watch_when_files_come_then_each_is_taken_once_and_settled_ones_are_not_hashed_again(
-    served: FolderDrops,
+    served: FolderInboxHarness,
 ) -> None:
     watch = FileIngestWatcher([served.intake()], served.world, WatchSettings(sweep_every=1.0))
     for number in range(3):
@@ -243,9 +247,9 @@ def test_given_a_watch_when_files_come_then_each_is_taken_once_and_settled_ones_
 
 
 def test_given_so_many_files_that_a_sweep_takes_long_when_watched_then_it_rests_ten_times_as_long(
-    served: FolderDrops,
+    served: FolderInboxHarness,
 ) -> None:
-    class SlowDoor(FileIngestSource):
+    class SlowSource(FileIngestSource):
         sweeps = 0
 
         def sweep(self) -> Counter[IngestResult]:
@@ -253,8 +257,8 @@ def test_given_so_many_files_that_a_sweep_takes_long_when_watched_then_it_rests_
             served.clock.sleep(5.0)
             return super().sweep()
 
-    door = SlowDoor(FolderInbox(served.store, served.clock), Intake(served.world), served.world)
-    watch = FileIngestWatcher([door], served.world, WatchSettings(sweep_every=1.0))
+    source = SlowSource(FolderInbox(served.store, served.clock), Intake(served.world), served.world)
+    watch = FileIngestWatcher([source], served.world, WatchSettings(sweep_every=1.0))
     while served.clock.seconds < 10 * 55.0:
         watch.step()
-    assert door.sweeps == 10
+    assert source.sweeps == 10

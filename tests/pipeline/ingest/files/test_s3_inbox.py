@@ -1,4 +1,4 @@
-"""The bucket door on real servers' protocols: S3 and its events through SQS, and the sweep that needs no events."""
+"""File ingest from a bucket on real servers' protocols: S3, its events through SQS, and the sweep without events."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from pipeline.ingest.files.source import FileIngestSettings, FileIngestSource, I
 from pipeline.ingest.files.watcher import FileIngestWatcher, WatchSettings
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.ports import PipelineError, World
-from tests.pipeline.contracts.ingest_contract import LINE, DropDoorContract, Drops, RefusalContract
+from tests.pipeline.contracts.ingest_contract import LINE, FileIngestContract, InboxHarness, RefusalContract
 from tests.servers.moto import MotoServer
 from tests.waiting import HANG_SECONDS
 
 SOON = EventSettings(no_room=0, waiting=0, failed=0, foreign=0)
-PLACE = "team/incoming/"
+PREFIX = "team/incoming/"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def clients(s3_server: MotoServer) -> Clients:
     return Clients(s3_server, s3_server.client(), s3_server.client("sqs"), S3Connection(settings))
 
 
-class BucketDrops(Drops):
+class BucketInboxHarness(InboxHarness):
     """A bucket with a tenant's drop place, and a root that by default lies in it too."""
 
     def __init__(self, clients: Clients, bucket: str, root: Path | None = None) -> None:
@@ -70,25 +70,25 @@ class BucketDrops(Drops):
         self.world = World(self.store, SystemClock(), SystemRandomness(), self.store.scratch)
 
     def put(self, name: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:
-        self.s3.put_object(Bucket=self.bucket, Key=PLACE + name, Body=data, Metadata=dict(metadata or {}))
+        self.s3.put_object(Bucket=self.bucket, Key=PREFIX + name, Body=data, Metadata=dict(metadata or {}))
 
-    def door(self, intake: Intake, world: World) -> FileIngestSource:
-        return FileIngestSource(self.inbox(), intake, world, FileIngestSettings(sidecar_wait=60.0))
+    def source(self, intake: Intake, world: World) -> FileIngestSource:
+        return FileIngestSource(self.inbox(), intake, world, FileIngestSettings(sidecar_wait_seconds=60.0))
 
     def inbox(self) -> BucketInbox:
-        return BucketInbox(self.connection, self.bucket, PLACE, self.tenant)
+        return BucketInbox(self.connection, self.bucket, PREFIX, self.tenant)
 
-    def notice(self, door: FileIngestSource) -> None:
-        door.sweep()
+    def notice(self, source: FileIngestSource) -> None:
+        source.sweep()
 
     def remove(self, name: str) -> None:
-        self.s3.delete_object(Bucket=self.bucket, Key=PLACE + name)
+        self.s3.delete_object(Bucket=self.bucket, Key=PREFIX + name)
 
-    def lies_there(self, name: str) -> bool:
+    def has_file(self, name: str) -> bool:
         return self.inbox().look(name) is not None
 
 
-class NotifiedDrops(BucketDrops):
+class NotifiedInboxHarness(BucketInboxHarness):
     """The same, and the bucket tells a queue of uploads."""
 
     def __init__(self, clients: Clients, bucket: str, root: Path | None = None) -> None:
@@ -98,7 +98,7 @@ class NotifiedDrops(BucketDrops):
         arn = self.sqs.get_queue_attributes(QueueUrl=self.queue_url, AttributeNames=["QueueArn"])["Attributes"][
             "QueueArn"
         ]
-        below = {"Key": {"FilterRules": [{"Name": "prefix", "Value": PLACE}]}}
+        below = {"Key": {"FilterRules": [{"Name": "prefix", "Value": PREFIX}]}}
         wanted = {"QueueConfigurations": [{"QueueArn": arn, "Events": ["s3:ObjectCreated:*"], "Filter": below}]}
         self.s3.put_bucket_notification_configuration(Bucket=bucket, NotificationConfiguration=wanted)
 
@@ -117,10 +117,10 @@ class NotifiedDrops(BucketDrops):
             )
         return self._queues[visibility]
 
-    def events(self, door: FileIngestSource, visibility: int = 30, settings: EventSettings = SOON) -> BucketEvents:
-        inbox = door.inbox
+    def events(self, source: FileIngestSource, visibility: int = 30, settings: EventSettings = SOON) -> BucketEvents:
+        inbox = source.inbox
         assert isinstance(inbox, BucketInbox)
-        return BucketEvents(self.queue(visibility), [(inbox, door)], self.world, settings)
+        return BucketEvents(self.queue(visibility), [(inbox, source)], self.world, settings)
 
     def left(self) -> int:
         """Messages on the queue, seen by nobody or in somebody's hands."""
@@ -137,20 +137,20 @@ class NotifiedDrops(BucketDrops):
         self.sqs.send_message(QueueUrl=self.queue_url, MessageBody=json.dumps(document))
 
 
-class EventDrops(NotifiedDrops):
+class EventDrops(NotifiedInboxHarness):
     """Where each event comes twice and only events are listened to, one sweep for what had to wait."""
 
     def put(self, name: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:
         super().put(name, data, metadata)
-        self.tell(PLACE + name)
+        self.tell(PREFIX + name)
 
     def take_all(self, settings: IntakeSettings | None = None) -> list[Any]:
         for name in [entry.name for entry in self.inbox().entries()]:
-            self.tell(PLACE + name)
+            self.tell(PREFIX + name)
         return super().take_all(settings)
 
-    def notice(self, door: FileIngestSource) -> None:
-        events = self.events(door)
+    def notice(self, source: FileIngestSource) -> None:
+        events = self.events(source)
         for _ in range(8):
             if not events.poll() or not self.left():
                 break
@@ -161,187 +161,195 @@ def bucket(unique_name: Callable[[], str]) -> str:
     return f"drops-{unique_name()[-8:]}"
 
 
-class TestBucketSweepContract(DropDoorContract, RefusalContract):
+class TestBucketSweepContract(FileIngestContract, RefusalContract):
     every = 3
 
     @pytest.fixture
-    def drops(self, clients: Clients, bucket: str, tmp_path: Path) -> BucketDrops:
-        return BucketDrops(clients, bucket, tmp_path / "root")
+    def harness(self, clients: Clients, bucket: str, tmp_path: Path) -> BucketInboxHarness:
+        return BucketInboxHarness(clients, bucket, tmp_path / "root")
 
 
-class TestBucketEventsContract(DropDoorContract):
+class TestBucketEventsContract(FileIngestContract):
     every = 5
 
     @pytest.fixture
-    def drops(self, clients: Clients, bucket: str, tmp_path: Path) -> BucketDrops:
+    def harness(self, clients: Clients, bucket: str, tmp_path: Path) -> BucketInboxHarness:
         return EventDrops(clients, bucket, tmp_path / "root")
 
 
 @pytest.fixture
-def drops(clients: Clients, bucket: str) -> NotifiedDrops:
-    made = NotifiedDrops(clients, bucket)
+def harness(clients: Clients, bucket: str) -> NotifiedInboxHarness:
+    made = NotifiedInboxHarness(clients, bucket)
     assert made.left() == 1, "S3 tries the queue with a test event"
     drain(made, made.events(made.intake()))
     made.serve()
     return made
 
 
-def drain(drops: NotifiedDrops, events: BucketEvents) -> None:
+def drain(harness: NotifiedInboxHarness, events: BucketEvents) -> None:
     """Handle messages until none is left."""
     for _ in range(50):
-        if not drops.left():
+        if not harness.left():
             return
         events.poll()
-    raise AssertionError(f"{drops.left()} messages stay on the queue")
+    raise AssertionError(f"{harness.left()} messages stay on the queue")
 
 
 def test_given_uploads_at_once_and_in_parts_when_events_come_then_each_is_one_job_and_the_queue_is_empty(
-    drops: NotifiedDrops,
+    harness: NotifiedInboxHarness,
 ) -> None:
-    drops.put("bulk/with space+é.jsonl", LINE)
-    upload = drops.s3.create_multipart_upload(Bucket=drops.bucket, Key=PLACE + "parts.jsonl")["UploadId"]
-    part = {"Bucket": drops.bucket, "Key": PLACE + "parts.jsonl", "UploadId": upload}
-    tag = drops.s3.upload_part(**part, PartNumber=1, Body=LINE * 2)["ETag"]
-    door = drops.intake()
-    events = drops.events(door)
-    drain(drops, events)
-    assert len(drops.jobs()) == 1, "what is half uploaded can't be seen"
-    drops.s3.complete_multipart_upload(**part, MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": tag}]})
-    assert drops.left() >= 1, "this server tells twice of an upload in parts"
-    drain(drops, events)
-    assert sorted(job.input.size for job in drops.jobs()) == [len(LINE), 2 * len(LINE)]
-    assert {job.tenant for job in drops.jobs()} == {"team-a"}
-    assert drops.letters() == []
+    harness.put("bulk/with space+é.jsonl", LINE)
+    upload = harness.s3.create_multipart_upload(Bucket=harness.bucket, Key=PREFIX + "parts.jsonl")["UploadId"]
+    part = {"Bucket": harness.bucket, "Key": PREFIX + "parts.jsonl", "UploadId": upload}
+    tag = harness.s3.upload_part(**part, PartNumber=1, Body=LINE * 2)["ETag"]
+    source = harness.intake()
+    events = harness.events(source)
+    drain(harness, events)
+    assert len(harness.jobs()) == 1, "what is half uploaded can't be seen"
+    harness.s3.complete_multipart_upload(**part, MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": tag}]})
+    assert harness.left() >= 1, "this server tells twice of an upload in parts"
+    drain(harness, events)
+    assert sorted(job.input.size for job in harness.jobs()) == [len(LINE), 2 * len(LINE)]
+    assert {job.tenant for job in harness.jobs()} == {"team-a"}
+    assert harness.letters() == []
 
 
-def test_given_events_that_get_lost_when_the_watch_sweeps_then_nothing_is(drops: NotifiedDrops) -> None:
-    drops.put("a.jsonl", LINE)
-    drops.sqs.purge_queue(QueueUrl=drops.queue_url)
-    door = drops.intake()
-    watch = FileIngestWatcher([door], drops.world, WatchSettings(sweep_every=0.0, pause=0.0), drops.events(door))
+def test_given_events_that_get_lost_when_the_watch_sweeps_then_nothing_is(harness: NotifiedInboxHarness) -> None:
+    harness.put("a.jsonl", LINE)
+    harness.sqs.purge_queue(QueueUrl=harness.queue_url)
+    source = harness.intake()
+    watch = FileIngestWatcher(
+        [source], harness.world, WatchSettings(sweep_every=0.0, pause=0.0), harness.events(source)
+    )
     watch.step()
-    assert len(drops.jobs()) == 1
+    assert len(harness.jobs()) == 1
 
 
 def test_given_a_watch_that_runs_when_files_are_dropped_then_they_are_jobs_at_once_and_it_stops_when_told(
-    drops: NotifiedDrops,
+    harness: NotifiedInboxHarness,
 ) -> None:
-    door = drops.intake()
-    watch = FileIngestWatcher([door], drops.world, WatchSettings(sweep_every=3600.0, pause=0.05), drops.events(door))
+    source = harness.intake()
+    watch = FileIngestWatcher(
+        [source], harness.world, WatchSettings(sweep_every=3600.0, pause=0.05), harness.events(source)
+    )
     stop = threading.Event()
     thread = threading.Thread(target=watch.run, args=(stop,))
     thread.start()
     try:
         for number in range(3):
-            drops.put(f"{number}.jsonl", LINE)
+            harness.put(f"{number}.jsonl", LINE)
         until = time.monotonic() + HANG_SECONDS
-        while len(drops.jobs()) < 3 and time.monotonic() < until:
+        while len(harness.jobs()) < 3 and time.monotonic() < until:
             time.sleep(0.05)
     finally:
         stop.set()
         thread.join(HANG_SECONDS)
     assert not thread.is_alive()
-    assert len(drops.jobs()) == 3
+    assert len(harness.jobs()) == 3
 
 
 def test_given_what_is_not_for_this_door_when_events_come_then_it_is_passed_over_left_or_a_dead_letter(
-    drops: NotifiedDrops,
+    harness: NotifiedInboxHarness,
 ) -> None:
-    door = drops.intake()
-    events = drops.events(door)
-    drops.s3.put_object(Bucket=drops.bucket, Key="elsewhere/a.jsonl", Body=LINE)
-    drops.tell("elsewhere/a.jsonl")
-    drops.say(Service="Amazon S3", Event="s3:TestEvent", Bucket=drops.bucket)
-    drops.sqs.send_message(QueueUrl=drops.queue_url, MessageBody="this is not an event")
-    drain(drops, events)
-    ((code, place),) = drops.letters()
-    assert (code, place) == ("invalid_event", drops.queue_url)
-    (found,) = DeadLetters(drops.world).letters()
-    assert DeadLetters(drops.world).original(found.letter) == b"this is not an event"
+    source = harness.intake()
+    events = harness.events(source)
+    harness.s3.put_object(Bucket=harness.bucket, Key="elsewhere/a.jsonl", Body=LINE)
+    harness.tell("elsewhere/a.jsonl")
+    harness.say(Service="Amazon S3", Event="s3:TestEvent", Bucket=harness.bucket)
+    harness.sqs.send_message(QueueUrl=harness.queue_url, MessageBody="this is not an event")
+    drain(harness, events)
+    ((code, place),) = harness.letters()
+    assert (code, place) == ("invalid_event", harness.queue_url)
+    (found,) = DeadLetters(harness.world).letters()
+    assert DeadLetters(harness.world).original(found.letter) == b"this is not an event"
 
-    drops.tell(PLACE + "a.jsonl", bucket="another-bucket")
+    harness.tell(PREFIX + "a.jsonl", bucket="another-bucket")
     events.poll()
-    assert drops.left() == 1, "it may be somebody else's"
-    assert drops.jobs() == []
-    assert len(drops.letters()) == 1
+    assert harness.left() == 1, "it may be somebody else's"
+    assert harness.jobs() == []
+    assert len(harness.letters()) == 1
 
 
-def test_given_a_refused_message_when_it_is_replayed_then_it_is_on_the_queue_again(drops: NotifiedDrops) -> None:
-    events = drops.events(drops.intake())
-    drops.sqs.send_message(QueueUrl=drops.queue_url, MessageBody="poison")
-    drain(drops, events)
-    letters = DeadLetters(drops.world)
+def test_given_a_refused_message_when_it_is_replayed_then_it_is_on_the_queue_again(
+    harness: NotifiedInboxHarness,
+) -> None:
+    events = harness.events(harness.intake())
+    harness.sqs.send_message(QueueUrl=harness.queue_url, MessageBody="poison")
+    drain(harness, events)
+    letters = DeadLetters(harness.world)
     (found,) = letters.letters()
     letters.replay(found.letter.id, lambda _, original: events.replay(original))
-    assert drops.left() == 1
-    drain(drops, events)
-    assert len(drops.letters()) == 2, "refused again: a message of its own"
+    assert harness.left() == 1
+    drain(harness, events)
+    assert len(harness.letters()) == 2, "refused again: a message of its own"
 
 
-def test_given_a_tenant_without_room_when_events_come_then_the_queue_is_not_even_asked(drops: NotifiedDrops) -> None:
+def test_given_a_tenant_without_room_when_events_come_then_the_queue_is_not_even_asked(
+    harness: NotifiedInboxHarness,
+) -> None:
     settings = IntakeSettings(tenant_tokens=1, look_every=0.0)
-    door = drops.intake(settings)
-    events = drops.events(door)
-    drops.put("a.jsonl", LINE)
-    drain(drops, events)
-    drops.put("b.jsonl", LINE)
+    source = harness.intake(settings)
+    events = harness.events(source)
+    harness.put("a.jsonl", LINE)
+    drain(harness, events)
+    harness.put("b.jsonl", LINE)
     for _ in range(5):
         assert events.poll() is None
-    (job,) = drops.jobs()
-    drops.end(job)
-    (message,) = drops.queue().receive()
+    (job,) = harness.jobs()
+    harness.end(job)
+    (message,) = harness.queue().receive()
     assert message.receives == 1, "a message that was looked at in vain comes nearer to the queue's own dead letters"
-    drops.queue().postpone(message, 0)
-    drain(drops, events)
-    assert len(drops.jobs()) == 2
+    harness.queue().postpone(message, 0)
+    drain(harness, events)
+    assert len(harness.jobs()) == 2
 
 
 def test_given_work_that_takes_longer_than_messages_stay_hidden_when_others_look_then_they_see_none(
-    drops: NotifiedDrops,
+    harness: NotifiedInboxHarness,
 ) -> None:
     seen = list[str]()
 
     class SlowIntake(Intake):
         def accept(self, draft: Any) -> Any:
             time.sleep(2.5)
-            seen.extend(message.id for message in drops.queue().receive())
+            seen.extend(message.id for message in harness.queue().receive())
             return super().accept(draft)
 
-    drops.put("a.jsonl", LINE)
-    door = drops.door(SlowIntake(drops.world), drops.world)
-    assert drops.events(door, visibility=1).poll() == 1
+    harness.put("a.jsonl", LINE)
+    source = harness.source(SlowIntake(harness.world), harness.world)
+    assert harness.events(source, visibility=1).poll() == 1
     assert seen == []
-    assert drops.left() == 0
-    assert len(drops.jobs()) == 1
+    assert harness.left() == 0
+    assert len(harness.jobs()) == 1
 
 
 def test_given_an_intake_that_dies_before_it_deletes_the_message_when_another_comes_then_it_is_one_job(
-    drops: NotifiedDrops,
+    harness: NotifiedInboxHarness,
 ) -> None:
-    drops.put("a.jsonl", LINE)
-    assert len(drops.queue(visibility=1).receive()) == 1
-    assert drops.intake().take("a.jsonl") is IngestResult.JOB
+    harness.put("a.jsonl", LINE)
+    assert len(harness.queue(visibility=1).receive()) == 1
+    assert harness.intake().take("a.jsonl") is IngestResult.JOB
     time.sleep(1.1)
-    events = drops.events(drops.intake())
+    events = harness.events(harness.intake())
     assert events.poll() == 1
-    assert drops.left() == 0
-    assert len(drops.jobs()) == 1
+    assert harness.left() == 0
+    assert len(harness.jobs()) == 1
 
 
 @pytest.fixture
-def versioned(drops: NotifiedDrops) -> NotifiedDrops:
-    drops.s3.put_bucket_versioning(Bucket=drops.bucket, VersioningConfiguration={"Status": "Enabled"})
-    return drops
+def versioned(harness: NotifiedInboxHarness) -> NotifiedInboxHarness:
+    harness.s3.put_bucket_versioning(Bucket=harness.bucket, VersioningConfiguration={"Status": "Enabled"})
+    return harness
 
 
 def test_given_a_versioned_bucket_when_a_file_is_replaced_before_its_event_comes_then_both_versions_are_jobs(
-    versioned: NotifiedDrops,
+    versioned: NotifiedInboxHarness,
 ) -> None:
     for _ in range(2):
         versioned.put("a.jsonl", LINE)
-    kept = versioned.s3.list_object_versions(Bucket=versioned.bucket, Prefix=PLACE)["Versions"]
+    kept = versioned.s3.list_object_versions(Bucket=versioned.bucket, Prefix=PREFIX)["Versions"]
     for version in kept:
-        versioned.tell(PLACE + "a.jsonl", versionId=version["VersionId"])  # as S3 does, and this server doesn't
+        versioned.tell(PREFIX + "a.jsonl", versionId=version["VersionId"])  # as S3 does, and this server doesn't
     drain(versioned, versioned.events(versioned.intake()))
     jobs = versioned.jobs()
     assert len(jobs) == 2, "the same bytes at the same second, but put twice"
@@ -350,68 +358,73 @@ def test_given_a_versioned_bucket_when_a_file_is_replaced_before_its_event_comes
 
 
 def test_given_a_versioned_bucket_when_a_file_is_deleted_before_its_event_comes_then_it_is_no_job(
-    versioned: NotifiedDrops,
+    versioned: NotifiedInboxHarness,
 ) -> None:
     versioned.put("a.jsonl", LINE)
-    versioned.s3.delete_object(Bucket=versioned.bucket, Key=PLACE + "a.jsonl")
+    versioned.s3.delete_object(Bucket=versioned.bucket, Key=PREFIX + "a.jsonl")
     drain(versioned, versioned.events(versioned.intake()))
     assert versioned.jobs() == []
     assert versioned.inbox().look("a.jsonl", "no-such-version") is None
 
 
 def test_given_options_in_metadata_when_the_event_comes_then_the_job_has_them_and_the_tenant_is_the_places(
-    drops: NotifiedDrops,
+    harness: NotifiedInboxHarness,
 ) -> None:
-    drops.put("a.jsonl", LINE, {"tokenmill-tier": "bulk", "seed": "5", "tenant": "somebody-else"})
-    drops.put("b.jsonl", LINE, {"tokenmill-tenant": "somebody-else"})
-    drain(drops, drops.events(drops.intake()))
-    (job,) = drops.jobs()
+    harness.put("a.jsonl", LINE, {"tokenmill-tier": "bulk", "seed": "5", "tenant": "somebody-else"})
+    harness.put("b.jsonl", LINE, {"tokenmill-tenant": "somebody-else"})
+    drain(harness, harness.events(harness.intake()))
+    (job,) = harness.jobs()
     assert (job.tier, job.settings.seed, job.tenant) == ("bulk", 5, "team-a")
-    assert [code for code, _ in drops.letters()] == ["unknown_option"]
+    assert [code for code, _ in harness.letters()] == ["unknown_option"]
 
 
-def test_given_an_announced_sidecar_when_it_comes_later_then_the_file_waits_for_it(drops: NotifiedDrops) -> None:
-    door = drops.intake()
-    events = drops.events(door)
-    drops.put("a.jsonl", LINE, {"tokenmill-sidecar": "true"})
+def test_given_an_announced_sidecar_when_it_comes_later_then_the_file_waits_for_it(
+    harness: NotifiedInboxHarness,
+) -> None:
+    source = harness.intake()
+    events = harness.events(source)
+    harness.put("a.jsonl", LINE, {"tokenmill-sidecar": "true"})
     assert events.poll() == 1
-    assert door.sweep() == {IngestResult.WAITING: 1}
-    assert drops.left() == 1
-    drops.put("a.job.json", b'{"tier": "bulk"}')
-    drain(drops, events)
-    (job,) = drops.jobs()
+    assert source.sweep() == {IngestResult.WAITING: 1}
+    assert harness.left() == 1
+    harness.put("a.job.json", b'{"tier": "bulk"}')
+    drain(harness, events)
+    (job,) = harness.jobs()
     assert job.tier == "bulk"
 
 
 def test_given_an_announced_sidecar_that_never_comes_when_the_wait_is_over_then_it_is_a_dead_letter(
-    drops: NotifiedDrops,
+    harness: NotifiedInboxHarness,
 ) -> None:
-    drops.put("a.jsonl", LINE, {"tokenmill-sidecar": "true"})
-    impatient = FileIngestSource(drops.inbox(), Intake(drops.world), drops.world, FileIngestSettings(sidecar_wait=-1.0))
-    drain(drops, drops.events(impatient))
-    assert [code for code, _ in drops.letters()] == ["sidecar_missing"]
-    drops.put("a.job.json", b'{"tier": "bulk"}')
-    assert drops.intake().sweep() == {}
-    (found,) = DeadLetters(drops.world).letters()
-    DeadLetters(drops.world).replay(found.letter.id)
-    (job,) = drops.take_all()
+    harness.put("a.jsonl", LINE, {"tokenmill-sidecar": "true"})
+    impatient = FileIngestSource(
+        harness.inbox(), Intake(harness.world), harness.world, FileIngestSettings(sidecar_wait_seconds=-1.0)
+    )
+    drain(harness, harness.events(impatient))
+    assert [code for code, _ in harness.letters()] == ["sidecar_missing"]
+    harness.put("a.job.json", b'{"tier": "bulk"}')
+    assert harness.intake().sweep() == {}
+    (found,) = DeadLetters(harness.world).letters()
+    DeadLetters(harness.world).replay(found.letter.id)
+    (job,) = harness.take_all()
     assert job.tier == "bulk"
 
 
 def test_given_two_places_in_one_bucket_when_files_come_then_the_place_says_whose_they_are(
-    drops: NotifiedDrops,
+    harness: NotifiedInboxHarness,
 ) -> None:
-    inboxes = [BucketInbox(drops.connection, drops.bucket, prefix, tenant) for prefix, tenant in
+    inboxes = [BucketInbox(harness.connection, harness.bucket, prefix, tenant) for prefix, tenant in
                (("incoming/", "all"), ("x/incoming/", "x"))]  # fmt: skip
-    doors = [(inbox, FileIngestSource(inbox, Intake(drops.world), drops.world)) for inbox in inboxes]
+    sources = [(inbox, FileIngestSource(inbox, Intake(harness.world), harness.world)) for inbox in inboxes]
     for key in ("incoming/a.jsonl", "x/incoming/a.jsonl", "x/a.jsonl"):
-        drops.s3.put_object(Bucket=drops.bucket, Key=key, Body=LINE)
-        drops.tell(key)
-    drain(drops, BucketEvents(drops.queue(), doors, drops.world, SOON))
-    assert sorted(job.tenant for job in drops.jobs()) == ["all", "x"]
+        harness.s3.put_object(Bucket=harness.bucket, Key=key, Body=LINE)
+        harness.tell(key)
+    drain(harness, BucketEvents(harness.queue(), sources, harness.world, SOON))
+    assert sorted(job.tenant for job in harness.jobs()) == ["all", "x"]
 
-    inside = BucketInbox(drops.connection, drops.bucket, "incoming/y/", "y")
-    with pytest.raises(PipelineError, match=r"incoming/y/ lies in .*incoming/"):
+    inside = BucketInbox(harness.connection, harness.bucket, "incoming/y/", "y")
+    with pytest.raises(PipelineError, match=r"incoming/y/ is inside .*incoming/"):
         FileIngestWatcher(
-            [door for _, door in doors] + [FileIngestSource(inside, Intake(drops.world), drops.world)], drops.world
+            [source for _, source in sources] + [FileIngestSource(inside, Intake(harness.world), harness.world)],
+            harness.world,
         )

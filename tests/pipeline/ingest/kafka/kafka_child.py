@@ -75,11 +75,11 @@ class DyingHandler:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
 
-    def begin(self, place: PartitionId, offset: int) -> int:
-        return self._handler.begin(place, offset)
+    def begin(self, partition_id: PartitionId, offset: int) -> int:
+        return self._handler.begin(partition_id, offset)
 
-    def store(self, place: PartitionId, first: int, records: Sequence[Record]) -> int:
-        end = self._handler.store(place, first, records)
+    def store(self, partition_id: PartitionId, first: int, records: Sequence[Record]) -> int:
+        end = self._handler.store(partition_id, first, records)
         die()
         return end
 

@@ -1,4 +1,4 @@
-"""A root on a folder, topics on a real broker, and doors that run on threads: what the Kafka tests stand on."""
+"""Harness of the Kafka tests: a root on a folder, topics on a real broker, and consumers on threads."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class Said:
 
 @dataclass
 class KafkaHouse:
-    """One test's root and topics.
+    """The root and topics of one test.
 
     Attributes:
-        name: of the topics; another in each test.
+        name: prefix of the topics; unique for each test.
     """
 
     bootstrap: str
@@ -122,23 +122,23 @@ class KafkaHouse:
         return replace(plain, **changes)
 
     def handlers(self, settings: KafkaIngestSettings, intake: IntakeOptions) -> dict[str, Handler]:
-        """What becomes of each topic's records."""
+        """The handler of each topic."""
         return kafka_handlers(settings, self.world, intake, self.sender, pin_local)
 
     def door(self, settings: KafkaIngestSettings | None = None, intake: IntakeOptions | None = None) -> KafkaIngest:
-        """A door on the house's topics."""
+        """A new consumer of the harness's topics."""
         intake = intake or Intake(self.world)
         return build_kafka_ingest(settings or self.settings(), self.world, intake, self.sender, pin_local)
 
     @contextmanager
     def running(self, door: KafkaIngest) -> Iterator[KafkaIngest]:
-        """The door on a thread; what it raised comes out here."""
+        """Run the consumer on a thread; its error is raised here."""
         stop, raised = threading.Event(), list[BaseException]()
 
         def run() -> None:
             try:
                 door.run(stop)
-            except BaseException as error:  # noqa: BLE001 - told to the test below
+            except BaseException as error:  # noqa: BLE001 - raised in the test below
                 raised.append(error)
 
         thread = threading.Thread(target=run)
@@ -154,7 +154,7 @@ class KafkaHouse:
 
     @contextmanager
     def stepping(self, door: KafkaIngest) -> Iterator[Callable[[Callable[[], bool], str], None]]:
-        """The door on this thread: what is given steps it until something is true."""
+        """Run the consumer on this thread: the yielded function steps it until a condition is true."""
         try:
             yield lambda met, what: until(lambda: bool(door.step()) or met(), what)
         finally:
@@ -174,7 +174,7 @@ class KafkaHouse:
             producer.close()
 
     def consume(self, topic: str, count: int, seconds: float = 10.0) -> list[Any]:
-        """At least so many messages of a topic, from its beginning, and what comes within a moment after."""
+        """At least so many messages of a topic, from its beginning, and those that arrive within a moment after."""
         consumer = KafkaConsumer(bootstrap_servers=self.bootstrap, auto_offset_reset="earliest")
         found: list[Any] = []
         try:
@@ -201,13 +201,13 @@ class KafkaHouse:
         return offset
 
     def commit(self, offset: int, partition: int = 0) -> None:
-        """As an operator who sets a group's offset while nobody is in it."""
+        """Set the group's offset while it has no members, as an operator."""
         consumer = KafkaConsumer(bootstrap_servers=self.bootstrap, group_id=f"{self.name}-intake",
                                  enable_auto_commit=False)  # fmt: skip
         try:
-            place = TopicPartition(self.requests, partition)
-            consumer.assign([place])
-            consumer.commit({place: OffsetAndMetadata(offset, "", -1)})
+            topic_partition = TopicPartition(self.requests, partition)
+            consumer.assign([topic_partition])
+            consumer.commit({topic_partition: OffsetAndMetadata(offset, "", -1)})
         finally:
             consumer.close()
 
@@ -218,7 +218,7 @@ class KafkaHouse:
         return [ledger.job() for ledger in self.ledgers()]
 
     def lines(self) -> list[str]:
-        """The custom_ids of all jobs' input lines, sorted: one that is there twice was taken twice."""
+        """The custom_ids of all jobs' input lines, sorted: a duplicate was ingested twice."""
         return sorted(
             orjson.loads(line)["custom_id"]
             for job in self.jobs()
@@ -240,12 +240,12 @@ class KafkaHouse:
 
 
 def pin_local(uri: str) -> InputRef:
-    """What a job by reference reads, in tests: a local file."""
+    """Pin the input of a job by reference: in tests, a local file."""
     return pin_input(Path(uri))
 
 
 def until(met: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
-    """Wait for something to become true."""
+    """Wait until a condition is true."""
     end = time.monotonic() + seconds
     while not met():
         assert time.monotonic() < end, f"after {seconds} s still not: {what}"
@@ -253,7 +253,7 @@ def until(met: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None
 
 
 def child(house: KafkaHouse, moment: str, **more: object) -> subprocess.Popen[bytes]:
-    """A door in a process of its own; see `kafka_child`."""
+    """A consumer in a process of its own; see `kafka_child`."""
     given = {"bootstrap": house.bootstrap, "name": house.name, "folder": str(house.folder), "moment": moment, **more}
     command = [sys.executable, "-m", "tests.pipeline.ingest.kafka.kafka_child", json.dumps(given)]
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

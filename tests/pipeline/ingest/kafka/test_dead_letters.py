@@ -1,4 +1,5 @@
-"""Dead letters of records when their topic is silent for too long: reading goes on, and the messages come later."""
+"""Dead letters of records when their topic is silent for too long: ingest continues, and the messages are sent
+later."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def owed(house: KafkaHouse) -> list[str]:
 
 
 def told(house: KafkaHouse, count: int) -> Counter[tuple[bytes | None, bytes, tuple[tuple[str, bytes], ...]]]:
-    """What is on the dead letters' topic, and how often; at least so many messages."""
+    """The messages on the dead-letter topic, and how often each occurs; at least so many messages."""
     return Counter((one.key, one.value, tuple(one.headers)) for one in house.consume(house.deadletter, count))
 
 
@@ -84,9 +85,9 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
 def test_given_letters_that_are_owed_when_the_announcer_dies_anywhere_then_each_is_sent_and_none_is_owed(
     house: KafkaHouse, nowhere: KafkaHouse
 ) -> None:
-    letters = KafkaDeadLetters(nowhere.world, nowhere.sender, house.deadletter, patience=0.0)
-    place = PartitionId("c", house.requests, 0, "team")
-    letters.write(place, [Refused(Record(n, 1_000, b"k", b"x%d" % n), "bad", "no good") for n in range(3)])
+    letters = KafkaDeadLetters(nowhere.world, nowhere.sender, house.deadletter, retry_timeout_seconds=0.0)
+    partition_id = PartitionId("c", house.requests, 0, "team")
+    letters.write(partition_id, [Refused(Record(n, 1_000, b"k", b"x%d" % n), "bad", "no good") for n in range(3)])
     removed = house.letters()[-1]  # before anybody was told of it
     value = DeadLetters(house.world).original(removed)
     for info in letter_objects(house.store, removed.id):

@@ -17,7 +17,7 @@ from tests.servers.kafka import KafkaBroker
 from tests.waiting import HANG_SECONDS
 
 JOBS = {"before": 0, "batch": 0, "job": 1, "stored": 2, "committed": 2}
-"""Moment of death -> jobs that stand then."""
+"""Moment of the crash -> jobs that exist then."""
 
 
 @pytest.mark.slow

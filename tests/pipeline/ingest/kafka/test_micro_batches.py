@@ -24,7 +24,7 @@ from schemas.models import CatalogEntry, ModelPin
 from tests.pipeline.ingest.kafka.kafka_harness import MODEL, request
 from tests.pipeline.simulation import SimulatedClock
 
-PLACE = PartitionId("c1", "requests", 0, "team")
+PARTITION = PartitionId("c1", "requests", 0, "team")
 
 
 class Outbox:
@@ -58,7 +58,7 @@ class Partition:
         Catalog(self.store).publish(CatalogEntry(pin=pin, max_model_len=512))
 
     def consumer(self) -> RequestBatches:
-        """A consumer that knows nothing yet."""
+        """A new consumer without state."""
         settings = KafkaIngestSettings(KafkaConnection(("nowhere:1",)), resend_window=60.0, most_value_bytes=50_000)
         letters = KafkaDeadLetters(self.world, self.outbox, "dead", settings.deadletter_patience)
         return RequestBatches(self.world, Intake(self.world), letters, settings)
@@ -83,11 +83,11 @@ def test_given_a_batch_when_the_log_was_compacted_before_another_consumer_comes_
     partition: Partition,
 ) -> None:
     one, two = partition.consumer(), partition.consumer()
-    one.begin(PLACE, 0)
-    assert one.store(PLACE, 0, records(0, 1, 2, 3)) == 4
+    one.begin(PARTITION, 0)
+    assert one.store(PARTITION, 0, records(0, 1, 2, 3)) == 4
 
-    assert two.begin(PLACE, 0) == 0
-    end = two.store(PLACE, 0, records(2, 3, 4, 5))  # 0 and 1 are gone
+    assert two.begin(PARTITION, 0) == 0
+    end = two.store(PARTITION, 0, records(2, 3, 4, 5))  # 0 and 1 are gone
 
     assert end == 4, "what is behind the stored batch is read again"
     assert len(partition.lines()) == 4
@@ -97,11 +97,11 @@ def test_given_a_batch_when_the_log_begins_in_its_middle_then_the_next_consumer_
     partition: Partition,
 ) -> None:
     one, two = partition.consumer(), partition.consumer()
-    one.begin(PLACE, 0)
-    one.store(PLACE, 0, records(0, 1, 2, 3))
+    one.begin(PARTITION, 0)
+    one.store(PARTITION, 0, records(0, 1, 2, 3))
 
-    assert two.begin(PLACE, 2) == 4
-    assert two.store(PLACE, 4, records(4)) == 5
+    assert two.begin(PARTITION, 2) == 4
+    assert two.store(PARTITION, 4, records(4)) == 5
     assert len(partition.lines()) == 5
 
 
@@ -110,27 +110,27 @@ def test_given_batches_far_apart_when_the_one_before_an_offset_is_looked_for_the
     partition: Partition, offset: int
 ) -> None:
     consumer = partition.consumer()
-    consumer.begin(PLACE, offset)
-    consumer.store(PLACE, offset, records(offset))
-    consumer.store(PLACE, offset + 10**9, records(offset + 10**9))
+    consumer.begin(PARTITION, offset)
+    consumer.store(PARTITION, offset, records(offset))
+    consumer.store(PARTITION, offset + 10**9, records(offset + 10**9))
 
     for looked, expected in ((offset, offset), (offset + 10**9 - 1, offset), (offset + 10**15, offset + 10**9)):
-        found = floor_batch(partition.store, PLACE, looked)
+        found = floor_batch(partition.store, PARTITION, looked)
         assert found is not None
         assert found.first == expected
     if offset:
-        assert floor_batch(partition.store, PLACE, offset - 1) is None
+        assert floor_batch(partition.store, PARTITION, offset - 1) is None
 
 
 def test_given_a_longer_batch_of_another_consumer_when_records_are_stored_then_its_end_counts(
     partition: Partition,
 ) -> None:
     one, two = partition.consumer(), partition.consumer()
-    one.begin(PLACE, 0)
-    two.begin(PLACE, 0)
-    one.store(PLACE, 0, records(*range(10)))
+    one.begin(PARTITION, 0)
+    two.begin(PARTITION, 0)
+    one.store(PARTITION, 0, records(*range(10)))
 
-    assert two.store(PLACE, 0, records(*range(4))) == 10
+    assert two.store(PARTITION, 0, records(*range(4))) == 10
     assert len(partition.lines()) == 10
 
 
@@ -138,24 +138,24 @@ def test_given_a_topic_made_anew_under_the_same_epoch_when_its_records_are_store
     partition: Partition,
 ) -> None:
     one, two = partition.consumer(), partition.consumer()
-    one.begin(PLACE, 0)
-    one.store(PLACE, 0, records(0, 1))
-    two.begin(PLACE, 0)
+    one.begin(PARTITION, 0)
+    one.store(PARTITION, 0, records(0, 1))
+    two.begin(PARTITION, 0)
 
     with pytest.raises(RecordMismatch, match="another epoch"):
-        two.store(PLACE, 0, [Record(0, 0, None, request("new")), *records(1)])
+        two.store(PARTITION, 0, [Record(0, 0, None, request("new")), *records(1)])
 
 
 def test_given_no_model_is_served_yet_when_records_come_then_they_wait_and_are_no_dead_letters(tmp_path: Path) -> None:
     partition = Partition(tmp_path / "root", served=False)
     consumer = partition.consumer()
-    consumer.begin(PLACE, 0)
+    consumer.begin(PARTITION, 0)
 
     with pytest.raises(PipelineError, match="wait"):
-        consumer.store(PLACE, 0, records(0, 1))
+        consumer.store(PARTITION, 0, records(0, 1))
     partition.serve()
 
-    assert consumer.store(PLACE, 0, records(0, 1, 2)) == 2, "the batch that was stored counts"
+    assert consumer.store(PARTITION, 0, records(0, 1, 2)) == 2, "the batch that was stored counts"
     assert len(partition.lines()) == 2
     assert not partition.outbox.sent
     partition.store.close()
@@ -165,15 +165,15 @@ def test_given_a_request_that_comes_again_when_the_window_has_passed_then_it_is_
     partition: Partition,
 ) -> None:
     consumer = partition.consumer()
-    consumer.begin(PLACE, 0)
-    consumer.store(PLACE, 0, records(0))
+    consumer.begin(PARTITION, 0)
+    consumer.store(PARTITION, 0, records(0))
     again = [Record(1, 0, b"k", request("a0"))]
-    consumer.store(PLACE, 1, again)
+    consumer.store(PARTITION, 1, again)
     partition.clock.sleep(61.0)
-    consumer.store(PLACE, 2, [Record(2, 0, b"k", request("a0"))])
+    consumer.store(PARTITION, 2, [Record(2, 0, b"k", request("a0"))])
 
     assert len(partition.lines()) == 2
-    second = load_batch(partition.store, batch_key(PLACE, 1))
+    second = load_batch(partition.store, batch_key(PARTITION, 1))
     assert second is not None
     assert (second.resent, second.groups, second.previous) == (1, (), 0)
 
@@ -182,15 +182,15 @@ def test_given_many_batches_when_a_consumer_takes_over_then_it_knows_the_request
     partition: Partition,
 ) -> None:
     one, two = partition.consumer(), partition.consumer()
-    one.begin(PLACE, 0)
+    one.begin(PARTITION, 0)
     for offset in range(6):
-        one.store(PLACE, offset, records(offset))
+        one.store(PARTITION, offset, records(offset))
         partition.clock.sleep(timedelta(seconds=15).total_seconds())
 
-    two.begin(PLACE, 6)
-    two.store(PLACE, 6, [Record(6 + n, 0, b"k", request(f"a{n}")) for n in range(6)])
+    two.begin(PARTITION, 6)
+    two.store(PARTITION, 6, [Record(6 + n, 0, b"k", request(f"a{n}")) for n in range(6)])
 
-    batch = load_batch(partition.store, batch_key(PLACE, 6))
+    batch = load_batch(partition.store, batch_key(PARTITION, 6))
     assert batch is not None
     assert batch.resent == 3, "those of the last minute"
 
@@ -199,24 +199,24 @@ def test_given_the_dead_letters_topic_is_silent_when_poison_comes_then_it_is_wai
     partition: Partition,
 ) -> None:
     consumer = partition.consumer()
-    consumer.begin(PLACE, 0)
+    consumer.begin(PARTITION, 0)
     poison = [Record(0, 0, b"k", b"nonsense")]
     partition.outbox.reason = NotConfirmed("silent", final=False)
 
     with pytest.raises(NotConfirmed):
-        consumer.store(PLACE, 0, poison)
-    assert load_batch(partition.store, batch_key(PLACE, 0)) is None
+        consumer.store(PARTITION, 0, poison)
+    assert load_batch(partition.store, batch_key(PARTITION, 0)) is None
     partition.clock.sleep(61.0)
 
-    assert consumer.store(PLACE, 0, poison) == 1
+    assert consumer.store(PARTITION, 0, poison) == 1
 
 
 def test_given_poison_larger_than_a_message_when_it_is_a_dead_letter_then_the_message_says_where_it_lies(
     partition: Partition,
 ) -> None:
     consumer = partition.consumer()
-    consumer.begin(PLACE, 0)
-    consumer.store(PLACE, 0, [Record(0, 0, b"k", b"x" * 20_000)])
+    consumer.begin(PARTITION, 0)
+    consumer.store(PARTITION, 0, [Record(0, 0, b"k", b"x" * 20_000)])
 
     (message,) = partition.outbox.sent
     headers = dict(message.headers)

@@ -78,7 +78,7 @@ def check_offsets(house: KafkaHouse) -> None:
 
 
 def held(door: KafkaIngest) -> set[int]:
-    """The partitions in a door's hands."""
+    """The partitions that are assigned to a consumer."""
     return {place.partition for place in [*door._partitions, *door._unplaced]}
 
 

@@ -24,8 +24,8 @@ from pipeline.ingest.kafka.micro_batches import (
 from pipeline.ingest.kafka.records import GroupKey, Record, RecordRules, sort_records
 from schemas.jobs.job import Tier
 
-RULES = RecordRules("team", most_value_bytes=1_000, reply_topics=frozenset({"replies"}))
-PLACE = PartitionId("c1", "tokenmill.requests", 3, "team")
+RULES = RecordRules("team", max_value_bytes=1_000, reply_topics=frozenset({"replies"}))
+PARTITION = PartitionId("c1", "tokenmill.requests", 3, "team")
 Found = list[tuple[bytes | None, list[tuple[str, bytes | None]], int]]
 AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -85,8 +85,8 @@ def numbered(found: Found, start: int = 100) -> list[Record]:
 def stored(store: FolderStore, records: list[Record]) -> KafkaBatch:
     found = sort_records(records, RULES)
     return KafkaBatch(
-        cluster=PLACE.cluster, topic=PLACE.topic, partition=PLACE.partition, tenant=PLACE.tenant, first=100,
-        last=records[-1].offset, at=AT, groups=store_groups(store, PLACE, 100, found),
+        cluster=PARTITION.cluster, topic=PARTITION.topic, partition=PARTITION.partition, tenant=PARTITION.tenant,
+        first=100, last=records[-1].offset, at=AT, groups=store_groups(store, PARTITION, 100, found),
         sample=records[0].offset, sample_sha256=value_digest(records[0]),
     )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The Kafka door on a real broker: what is produced becomes jobs, once, whatever it is and however often it comes."""
+"""Kafka ingest on a real broker: produced records become jobs exactly once, whatever they contain and however often
+they are resent."""
 
 from __future__ import annotations
 
@@ -226,10 +227,10 @@ def test_given_a_topic_made_anew_under_the_old_epoch_when_it_is_read_then_its_re
     settings = house.settings(epoch="e1")
     door = house.door(settings)
     handler = house.handlers(settings, Intake(house.world))[house.requests]
-    place = PartitionId("e1", house.requests, 0, "team")
-    handler.begin(place, 0)
-    handler.store(place, 0, [Record(0, 0, b"k", request("old"))])
-    assert house.store.info(batch_key(place, 0)) is not None
+    partition_id = PartitionId("e1", house.requests, 0, "team")
+    handler.begin(partition_id, 0)
+    handler.store(partition_id, 0, [Record(0, 0, b"k", request("old"))])
+    assert house.store.info(batch_key(partition_id, 0)) is not None
 
     with house.running(door):
         until(lambda: door.counts.failures > 1, "refused, again and again")

@@ -97,7 +97,7 @@ def test_known_figures_of_a_70b_model() -> None:
 
 
 def test_an_8b_model_on_an_h100() -> None:
-    """Some 430,000 tokens of KV cache fit beside the weights; no run is faster than either bound."""
+    """Some 430,000 tokens of KV cache fit in memory with the weights; no run is faster than either bound."""
     assert concurrent_sequences(LLAMA_8B, HARDWARE["h100"], 1) == pytest.approx(427_000, rel=0.01)
     work = {"requests": 10_000, "prompt_tokens": 5e6, "computed_prompt_tokens": 5e6, "output_tokens": 5e6}
     least = bound(LLAMA_8B, HARDWARE["h100"], **work)

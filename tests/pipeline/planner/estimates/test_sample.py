@@ -48,7 +48,7 @@ def test_of_a_small_job_the_sample_is_the_shards_that_planning_makes(tools: Any)
 
 def test_of_a_large_job_the_sample_stays_small_and_comes_from_everywhere(tools: Any) -> None:
     lines = data(tools, 3000)
-    sample, estimate = sampled(tools, lines, most_tokens=20_000, piece_tokens=500)
+    sample, estimate = sampled(tools, lines, max_tokens=20_000, piece_tokens=500)
 
     tables, whole = sample.shards()
     rows = rows_of(tables)
@@ -62,7 +62,7 @@ def test_of_a_large_job_the_sample_stays_small_and_comes_from_everywhere(tools: 
     quarters = [sum(q * 750 <= row < (q + 1) * 750 for row in rows) / len(rows) for q in range(4)]
     assert min(quarters) > 0.15
     assert 0.2 < sum(row % 3 == 0 for row in rows) / len(rows) < 0.5
-    again, _ = sampled(tools, lines, most_tokens=20_000, piece_tokens=500)
+    again, _ = sampled(tools, lines, max_tokens=20_000, piece_tokens=500)
     assert rows_of(again.shards()[0]) == rows
 
 
@@ -78,5 +78,5 @@ def test_one_of_several_workers_gets_its_part(tools: Any) -> None:
 
 def test_a_tiny_request_weighs_something(tools: Any) -> None:
     lines = b"\n".join(tools.line(str(n), f"{n}", max_tokens=1) for n in range(2000))
-    sample, _ = sampled(tools, lines, most_tokens=20_000, piece_tokens=500)
+    sample, _ = sampled(tools, lines, max_tokens=20_000, piece_tokens=500)
     assert len(rows_of(sample.shards()[0])) <= 20_000 / 64

@@ -1,4 +1,4 @@
-"""How long a job takes, worked out by hand beside what is said."""
+"""Estimated durations of jobs, compared with values computed by hand."""
 
 from __future__ import annotations
 

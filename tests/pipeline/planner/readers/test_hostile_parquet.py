@@ -49,7 +49,7 @@ def read(data: bytes, limits: Limits | None = None) -> list[object]:
 
 
 def repeated(value: str, rows: int, **more: Any) -> bytes:
-    """A column `prompt` of one value that stands once in the file and in each of its rows."""
+    """A column `prompt` of one value that is stored once in the file and occurs in each of its rows."""
     prompts = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([value]))
     table = pa.table({"custom_id": [f"r{row}" for row in range(rows)], "prompt": prompts, **more})
     return written(
