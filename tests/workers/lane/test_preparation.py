@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.workers.lane import LaneRequest
-from workers.lane.preparation import LARGE_BYTES, MAX_PASSED, PreparationQueue, is_large
+from workers.lane.preparation import LARGE_BYTES, MAX_OVERTAKEN, PreparationQueue, is_large
 
 HANG_SECONDS = 120.0
 """A wait as long as this has failed."""
@@ -96,10 +96,10 @@ def prepared_in_order(*requests: LaneRequest) -> list[str]:
 
 
 def test_a_large_request_lets_small_ones_pass_so_many_times() -> None:
-    small = [request(f"s{number}") for number in range(MAX_PASSED + 2)]
+    small = [request(f"s{number}") for number in range(MAX_OVERTAKEN + 2)]
     order = prepared_in_order(request("large", size=LARGE_BYTES + 1), *small)
     names = [one.id for one in small]
-    assert order == [*names[:MAX_PASSED], "large", *names[MAX_PASSED:]]
+    assert order == [*names[:MAX_OVERTAKEN], "large", *names[MAX_OVERTAKEN:]]
 
 
 @given(st.lists(st.sampled_from("aaabcd"), max_size=30))

@@ -111,7 +111,7 @@ class Worker:
         self.error: BaseException | None = None
         rules, of_lane = LaneRules(caps={Tier.STANDARD: 300}), serving.pop("of_lane", LANE_SETTINGS)
         server = LaneServer(
-            model, lane.worker(name), CLOCK, rules, LaneServing(**{"tell_seconds": 0.01} | serving), of_lane
+            model, lane.worker(name), CLOCK, rules, LaneServing(**{"emit_interval_seconds": 0.01} | serving), of_lane
         )
 
         def run() -> None:
@@ -401,12 +401,18 @@ def test_many_are_answered_at_once(host: Any, kit: Any, lane: MemoryLane, work: 
     assert [found[one.id] for one in asked] == alone
 
 
-@pytest.mark.parametrize("learnt_by", [LaneServing(tell_seconds=0.01), LaneServing(tell_seconds=60.0)])
+@pytest.mark.parametrize(
+    "learnt_by", [LaneServing(emit_interval_seconds=0.01), LaneServing(emit_interval_seconds=60.0)]
+)
 def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: Any, learnt_by: LaneServing) -> None:
     # Given a worker that tells often and seldom says what it holds, or the other way round, when a caller goes,
     model, runner = host(step_seconds=0.01)
-    often = learnt_by.tell_seconds < 1
-    work(model, tell_seconds=learnt_by.tell_seconds, of_lane=LaneSettings(lifetime=300.0) if often else LANE_SETTINGS)
+    often = learnt_by.emit_interval_seconds < 1
+    work(
+        model,
+        emit_interval_seconds=learnt_by.emit_interval_seconds,
+        of_lane=LaneSettings(lifetime=300.0) if often else LANE_SETTINGS,
+    )
     events = answer(lane, request(model, kit.chat(max_tokens=300, ignore_eos=True)), CLOCK, CALL)
     next(events)
     # then it learns that at once all the same.
@@ -580,7 +586,9 @@ def test_a_bug_of_a_thread_ends_the_worker_and_what_it_had_goes_elsewhere(
     model, _ = host(step_seconds=0.01)
     asked = request(model, kit.chat("x", max_tokens=300, ignore_eos=True))
     lane.send(asked)
-    server = LaneServer(model, Broken(), CLOCK, serving=LaneServing(tell_seconds=0.01), lane_settings=LANE_SETTINGS)
+    server = LaneServer(
+        model, Broken(), CLOCK, serving=LaneServing(emit_interval_seconds=0.01), lane_settings=LANE_SETTINGS
+    )
     with pytest.raises(ZeroDivisionError), server.running(threading.Event()) as beside:
         ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=beside).run()
 

@@ -266,7 +266,7 @@ Ask = Callable[..., list[LaneEvent]]
 def served(kit: Any, model: LoadedModel, policies: Policies) -> Iterator[Ask]:
     """A worker on a lane of its own: gives the events of a body's answer."""
     lane, stop = MemoryLane(CLOCK), threading.Event()
-    serving = LaneServing(tell_seconds=0.0, tell_each_seconds=0.0)
+    serving = LaneServing(emit_interval_seconds=0.0, emit_interval_seconds_each=0.0)
     server = LaneServer(model, lane.worker("w"), CLOCK, LaneRules(policies=policies), serving)
 
     def run() -> None:

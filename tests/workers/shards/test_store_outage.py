@@ -28,7 +28,7 @@ from tests.pipeline.simulation import MemoryStore, simulated_world
 from tests.waiting import HANG_SECONDS
 from workers.model.loaded_model import LoadedModel
 from workers.settings import WorkerSettings
-from workers.shards.store_outage import FORGET_SECONDS, OutageTolerantClient
+from workers.shards.store_outage import READ_FAILURE_SECONDS, OutageTolerantClient
 from workers.shards.worker import ShardWorker
 
 
@@ -147,7 +147,7 @@ def test_given_a_shard_that_could_not_be_read_when_others_have_taken_it_then_the
     sink.source.left.clear()
     assert tolerant.take(0) is None
     assert tolerant.outage == "take: away", "that no shard came says nothing of the store"
-    clock.sleep(FORGET_SECONDS)
+    clock.sleep(READ_FAILURE_SECONDS)
     assert tolerant.take(0) is None
     assert tolerant.outage is None
 

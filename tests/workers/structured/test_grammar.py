@@ -230,7 +230,7 @@ def test_a_grammar_is_compiled_once_also_when_it_can_not_be(
 def test_only_so_many_grammars_are_kept(
     grammars: Grammars, byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "KEPT_GRAMMARS", 3)
+    monkeypatch.setattr(grammar, "MAX_CACHED_GRAMMARS", 3)
     sources = [GrammarSource(f'start: "{n}"', "x") for n in range(5)]
     made = [grammars.compile(source) for source in sources]
     assert len(grammars._kept) == 3

@@ -143,7 +143,7 @@ def served(kit: Any, model: LoadedModel) -> Iterator[Ask]:
     errors: list[BaseException] = []
 
     def run() -> None:
-        server = LaneServer(model, lane.worker("w"), CLOCK, serving=LaneServing(tell_seconds=0.0, grace=0.1))
+        server = LaneServer(model, lane.worker("w"), CLOCK, serving=LaneServing(emit_interval_seconds=0.0, grace=0.1))
         try:
             with server.running(stop) as beside:
                 ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=beside).run(stop)
@@ -228,7 +228,7 @@ def test_given_tokens_that_cant_be_told_then_the_request_ends_with_an_error_and_
         assert "KeyError" in events[-1].message
         assert isinstance(ask("r2", other(kit))[-1], EndEvent)
         assert writer.written < 200, "it was computed to its end"
-    (line,) = [line for line in logs if line["event"] == "tokens could not be told"]
+    (line,) = [line for line in logs if line["event"] == "tokens could not be emitted"]
     assert (line["request"], line["error"], line["log_level"]) == ("r1", "KeyError", "error")
     assert "lane_answers.py" in line["at"]
     assert "xx" not in repr(logs)
