@@ -285,13 +285,12 @@ class LaneServer:
             self._open[row.request.request_id] = opened
 
     def _pass_on_tokens(self, everything: bool = False) -> None:
-        """Pass on the engine's new tokens to the emitter when the interval has passed. The end of a choice is not
-        passed
-        on: it follows with the completion."""
+        """Pass on the engine's new tokens to the emitter when the interval has passed. The end of a choice is
+        not passed on; it follows with the completion."""
         now = self._clock.monotonic()
         due = everything or now >= self._next_emit
         if due:
-            self._next_emit = now + self._serving.tell_seconds + len(self._open) * self._serving.tell_each_seconds
+            self._next_emit = now + self._serving.emit_interval_seconds + len(self._open) * self._serving.emit_interval_seconds_each
         for opened in self._open.values():
             if opened.has_tokens and not due:
                 continue
@@ -310,7 +309,7 @@ class LaneServer:
         now = self._clock.monotonic()
         if now < self._next_log:
             return
-        self._next_log = now + self._serving.report_seconds
+        self._next_log = now + self._serving.log_interval_seconds
         pace = self._engine.stats().pace
         if pace is not None and pace.first_tokens > self._logged_first_tokens:
             self._logged_first_tokens = pace.first_tokens

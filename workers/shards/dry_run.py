@@ -44,14 +44,14 @@ class ShardDryRun:
 
     Args:
         reader: prepares the shards; only its model's tokenizer and limits are used.
-        rehearsal: schedules the rows.  max_num_seqs: rows of its running batch.
+        dry_run: schedules the rows.  max_num_seqs: rows of its running batch.
     """
 
     def __init__(
-        self, reader: ShardReader, rehearsal: DryRun, max_num_seqs: int, settings: WorkerSettings | None = None
+        self, reader: ShardReader, dry_run: DryRun, max_num_seqs: int, settings: WorkerSettings | None = None
     ) -> None:
         self._reader = reader
-        self._dry_run = rehearsal
+        self._dry_run = dry_run
         self._settings = settings or WorkerSettings()
         timed = self._settings.request_timeout is not None
         self._lookahead = Lookahead(max_num_seqs, self._settings.watermark, timed=timed)

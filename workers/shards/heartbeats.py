@@ -31,10 +31,10 @@ Timer = Callable[[Callable[[], None]], AbstractContextManager[None]]
 @contextmanager
 def thread_timer(task: Callable[[], None]) -> Iterator[None]:
     """A `Timer` with a thread of its own. The thread has ended when the block has."""
-    over = threading.Event()
+    ended = threading.Event()
 
     def run() -> None:
-        while not over.wait(TIMER_SECONDS):
+        while not ended.wait(TIMER_SECONDS):
             task()
 
     thread = threading.Thread(target=run, name="worker-heartbeat-timer", daemon=True)
@@ -42,7 +42,7 @@ def thread_timer(task: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join()
 
 

@@ -178,7 +178,7 @@ class OutageTolerantClient:
             ended = failed and not self._reasons
         if ended:
             seconds = round(self._clock.monotonic() - self._since, 1)
-            logger.info("the store can be used again: the worker goes on", seconds=seconds)
+            logger.info("the store can be used again: the worker continues", seconds=seconds)
 
     def _forget_reads(self) -> None:
         with self._lock:

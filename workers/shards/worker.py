@@ -1,7 +1,7 @@
 """The worker's loop: fills the engine with the rows of several shards, and commits each shard when its last row ends.
 
 The loop's thread steps the engine and never waits for I/O, except where a record must be durable first. These threads
-work beside it:
+run in parallel:
 
 - The fetch thread takes the next shard and tokenizes it (`prefetch`), which may take seconds.
 - The writer thread makes all writes, one after the other (`writer`): checkpoints every second or so, and parts.
@@ -286,8 +286,8 @@ class ShardWorker:
         return shard.is_begun
 
     def _prove_engine(self) -> None:
-        """Compute a harmless request once more before the next row is tried. A durable note says that no row is being
-        computed, so that no row is blamed for a death of the process meanwhile."""
+        """Compute a harmless request once more before the next row is tried. A durable note records that no row is
+        being computed, so that no row is blamed for a death of the process meanwhile."""
         self._write_notes(())
         self._side_work.wait(IDLE_SECONDS)
         self._engine.add(self._probe)

@@ -2,7 +2,7 @@
 
 One executor thread makes all these writes, in the order in which they are submitted. The worker's loop submits them and
 collects their outcomes between two steps of the engine. The loop waits only for writes that must be durable before it
-goes on; heartbeats and progress reports continue meanwhile.
+continues; heartbeats and progress reports continue meanwhile.
 """
 
 from __future__ import annotations

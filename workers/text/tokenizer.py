@@ -146,10 +146,10 @@ class Tokenizer:
         encoded = self.encode_batch([text if SPELT not in text else "" for text in texts], add_special_tokens=False)
         for at, text in enumerate(texts):
             if SPELT in text:
-                encoded[at] = self._encode_mark_as_text(text)
+                encoded[at] = self._encode_marked(text)
         return encoded
 
-    def _encode_spelt(self, text: str) -> TokenIds:
+    def _encode_marked(self, text: str) -> TokenIds:
         """A special token is where its spelling is cut out of the text anyway, so the pieces around are the same."""
         pieces = self.encode_batch(self._spelt.split(text), add_special_tokens=False)
         parts = [pieces[0]]

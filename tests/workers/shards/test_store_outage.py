@@ -102,7 +102,7 @@ def test_given_a_store_that_is_away_for_a_while_then_the_worker_waits_and_all_ro
     assert not any(sink.left.values()), "each kind of call met the outage"
     events = [line["event"] for line in logs if "the store can" in line["event"]]
     assert len(events) <= 3 * len(sink.left), "two lines for each outage, and not one for each try"
-    assert events[-1] == "the store can be used again: the worker goes on"
+    assert events[-1] == "the store can be used again: the worker continues"
     assert tolerant.outage is None
 
 
