@@ -290,7 +290,9 @@ class LaneServer:
         now = self._clock.monotonic()
         due = everything or now >= self._next_emit
         if due:
-            self._next_emit = now + self._serving.emit_interval_seconds + len(self._open) * self._serving.emit_interval_seconds_each
+            self._next_emit = (
+                now + self._serving.emit_interval_seconds + len(self._open) * self._serving.emit_interval_seconds_each
+            )
         for opened in self._open.values():
             if opened.has_tokens and not due:
                 continue

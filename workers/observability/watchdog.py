@@ -1,10 +1,9 @@
 """Ends the process of a worker whose engine is stuck: a kernel that never returns can't be stopped otherwise.
 
-A long step must not cost a worker its shards: its heartbeats are repeated until `limit_seconds` seconds have passed
-    without
-progress (see `workers.shards.heartbeats`). Then the watchdog ends the process, after it has dumped the threads' stacks.
-The supervisor restarts the process, and other workers take its shards soon after. The attempt records no end, so the
-rows that were running are suspects, as after any death (see `workers.shards.isolation`).
+A long step must not cost a worker its shards: its heartbeats are repeated until `limit_seconds` have passed without
+progress (see `workers.shards.heartbeats`). Then the watchdog dumps the threads' stacks and ends the process. The
+supervisor restarts the process, and other workers take its shards soon after. The attempt records no end, so the rows
+that were running are suspects, as after any death (see `workers.shards.isolation`).
 """
 
 from __future__ import annotations

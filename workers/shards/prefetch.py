@@ -53,8 +53,7 @@ class ShardFetcher:
 
     @property
     def is_dry(self) -> bool:
-        """Whether the source had no shard at the last poll for all tiers, so that the open shards are probably the
-        last.
+        """Whether the source had no shard at the last poll for all tiers, so the open shards are probably the last.
         Another one may follow: of another job, from the planner, or because an attempt has died."""
         return self._is_dry and self.prepared is None
 

@@ -99,7 +99,7 @@ class Tokenizer:
         self._dropped_blanks = dropped or 0
         spellings = sorted((self.added_tokens[i] for i in self.special_ids if self.added_tokens[i]), key=len)[::-1]
         self._special = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
-        self._spelt = re.compile("|".join(re.escape(_mark_as_text(text)) for text in spellings) or r"(?!)")
+        self._marked = re.compile("|".join(re.escape(_mark_as_text(text)) for text in spellings) or r"(?!)")
         self._plain_ids = {
             _mark_as_text(text): ids for text, ids in zip(spellings, self._as_text(spellings), strict=True)
         }
@@ -142,23 +142,24 @@ class Tokenizer:
         return 0 if self._bound is None else self._bound.least_tokens(text.replace(SPELT, ""))
 
     def encode_chats(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Token ids of each conversation that `render_chat` wrote, int32 [tokens]."""
+        """Token ids of each conversation from `render_chat`, int32 [tokens]."""
         encoded = self.encode_batch([text if SPELT not in text else "" for text in texts], add_special_tokens=False)
-        for at, text in enumerate(texts):
+        for index, text in enumerate(texts):
             if SPELT in text:
-                encoded[at] = self._encode_marked(text)
+                encoded[index] = self._encode_marked(text)
         return encoded
 
     def _encode_marked(self, text: str) -> TokenIds:
-        """A special token is where its spelling is cut out of the text anyway, so the pieces around are the same."""
-        pieces = self.encode_batch(self._spelt.split(text), add_special_tokens=False)
+        """Encode a text with marked spellings. Splitting it there changes no other token: the text is split at special
+        tokens anyway."""
+        pieces = self.encode_batch(self._marked.split(text), add_special_tokens=False)
         parts = [pieces[0]]
-        for spelling, piece in zip(self._spelt.findall(text), pieces[1:], strict=True):
+        for spelling, piece in zip(self._marked.findall(text), pieces[1:], strict=True):
             parts += [self._plain_ids[spelling], piece]
         return np.concatenate(parts)
 
     def _as_text(self, spellings: Sequence[str]) -> list[TokenIds]:
-        """Ids of special tokens' spellings read as text."""
+        """Token ids of special tokens' spellings, encoded as text."""
         self._backend.encode_special_tokens = True
         try:
             whole = self.encode_batch(spellings, add_special_tokens=False)
