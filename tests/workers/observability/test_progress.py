@@ -1,4 +1,4 @@
-"""How fast a worker is doesn't depend on how much there is to do."""
+"""The measured rate doesn't depend on how much work there is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_idle_time_counts_for_nothing() -> None:
     assert meter.measure(10.0, busy(0)) is None
     assert meter.measure(13.0, busy(300)) == pytest.approx(100.0)
     assert meter.measure(16.0, replace(busy(600), running=0)) == pytest.approx(100.0)
-    assert meter.measure(1_000.0, replace(busy(600), running=0)) == pytest.approx(100.0), "the last that is known"
+    assert meter.measure(1_000.0, replace(busy(600), running=0)) == pytest.approx(100.0), "the last measured rate"
     assert meter.measure(1_003.0, busy(650)) == pytest.approx(100.0)
     assert meter.measure(1_006.0, busy(950)) == pytest.approx(100.0)
 

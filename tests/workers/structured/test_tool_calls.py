@@ -54,7 +54,7 @@ def joined(deltas: list[AnswerDelta]) -> tuple[str, dict[int, list[str]]]:
     spaced=st.booleans(),
     cuts=st.lists(st.integers(0, 400), max_size=12),
 )
-def test_a_text_in_pieces_holds_what_the_whole_text_holds(
+def test_a_text_in_pieces_splits_as_the_whole_text(
     form: ToolFormat, content: str, made: list[tuple[str, dict[str, Any]]], spaced: bool, cuts: list[int]
 ) -> None:
     if form.max_calls == 1:
@@ -81,7 +81,7 @@ def test_a_text_in_pieces_holds_what_the_whole_text_holds(
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
-def test_a_call_that_is_cut_off_keeps_what_there_is_of_its_arguments(cut: int) -> None:
+def test_an_incomplete_call_has_the_beginning_of_its_arguments(cut: int) -> None:
     whole = '<tool_call>\n{"name": "look_up", "arguments": {"b": [1, "}"]}}\n</tool_call>'
     split = split_answer(HERMES, whole[:-cut], IDS)
     closed = cut <= len("}\n</tool_call>")
@@ -124,7 +124,7 @@ near_calls = st.lists(st.sampled_from(PIECES) | heads | pieces, max_size=8).map(
     text=st.text(max_size=30) | near_calls,
     cuts=st.lists(st.integers(0, 200), max_size=6),
 )
-def test_no_text_is_an_error_and_in_pieces_it_says_what_it_says_as_a_whole(
+def test_no_text_is_an_error_and_pieces_split_as_the_whole_text(
     form: ToolFormat, opened: bool, text: str, cuts: list[int]
 ) -> None:
     text = form.opening + text if opened else text
