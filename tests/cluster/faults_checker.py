@@ -1,16 +1,16 @@
-"""Judges a run from outside: it knows the inputs, and reads Kafka, Parquet and the jobs' papers with json and pyarrow.
+"""Checks a run from outside, by its inputs: reads Kafka, Parquet and the jobs' records with json and pyarrow.
 
-It shares no code with the ledger, the results' readers or the announcer, and looks at nothing that is private to jobs.
+It shares no code with the ledger, the results' readers or the announcer, and reads no internal objects of jobs.
 
     I1  each line has one terminal result in its job, and its text is that of an undisturbed run; a row is cancelled or
-        expired only where closing.json says so; an input is as many jobs as it was sent times, and a retry has the
-        rows that the first job left; each result is told on Kafka, the same in each repeat, and nothing else is told;
-        what is no request is a dead letter
-    I2  a part that a reader saw while the run was on stands unchanged
+        expired only if closing.json has that reason; an input becomes one job for each time it was sent, and a retry
+        has the rows that the first job left; each result is published on Kafka, the same in each repeat, and nothing
+        else is; an invalid request is a dead letter
+    I2  a part that a reader saw during the run is unchanged
     I3  the manifest's counts are those of the rows and sum to the total; its files are the parts, by size and sha256
-    I4  all that lies under results/ is a whole Parquet file, and was whenever a reader looked
-    I5  what was repeated is reported, and within the bound that the manifest gives
-    I7  every job has ended (how soon after each fault is for the script to say)
+    I4  each object under results/ is a whole Parquet file, and was at each read
+    I5  repeated tokens are reported, and within the manifest's bound
+    I7  every job has ended (the script measures how soon after each fault)
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class CopiedJob:
 
 @dataclass
 class Checker:
-    """Looks at everything; what is wrong is in `broken`, a line each that begins with the invariant.
+    """Checks all invariants; `broken` has a line for each violation, which begins with the invariant.
 
     Attributes:
-        notes: what is odd, and not our doing.
+        notes: oddities that tokenmill doesn't cause.
         outcomes: jobs by how they ended.  rows: by status.  tokens: of committed answers, repeated, and at most.
     """
 
@@ -119,8 +119,8 @@ class Checker:
                 self._say("I4", f"{place.name}/results/{path.name} is no part")
             files[f"results/{path.name}"] = (len(data), hashlib.sha256(data).hexdigest(), len(found))
             rows += found
-        papers = {name: place / f"{name}.json" for name in ("manifest", "closing")}
-        read = {name: json.loads(path.read_bytes()) if path.is_file() else None for name, path in papers.items()}
+        records = {name: place / f"{name}.json" for name in ("manifest", "closing")}
+        read = {name: json.loads(path.read_bytes()) if path.is_file() else None for name, path in records.items()}
         closing = None if read["closing"] is None else str(read["closing"]["kind"])
         labels = {row["custom_id"].rpartition("/")[0] for row in rows if row["custom_id"]}
         if len(labels) > 1:
@@ -223,7 +223,7 @@ class Checker:
     # -- Kafka
 
     def _check_told(self, sent: dict[str, Sending], jobs: list[CopiedJob]) -> None:
-        """All results of the jobs that came by Kafka are told, as they stand, and nothing else."""
+        """Exactly the results of the jobs from Kafka are published, as committed."""
         by_kafka = {"kafka records", "kafka jobs"}
         rows = {(job.name, row["row"]): row for job in jobs for row in job.rows}
         wanted = {
@@ -239,21 +239,25 @@ class Checker:
             number = record.headers["result_id"]
             self.repeats_told += number in values
             if values.setdefault(number, record.value) != record.value:
-                self._say("I1", f"result {number.decode()} is told in two ways")
+                self._say("I1", f"result {number.decode()} is published in two versions")
                 continue
             message = json.loads(record.value)
             at = (message["job"], message["row"])
             if told.setdefault(at, number) != number:
-                self._say("I1", f"row {at[1]} of job {at[0]} is told as two results")
+                self._say("I1", f"row {at[1]} of job {at[0]} is published as two results")
             if at not in rows:
-                self._say("I1", f"row {at[1]} of job {at[0]} is told at {record.place}, but no such row is committed")
+                self._say(
+                    "I1", f"row {at[1]} of job {at[0]} is published at {record.place}, but no such row is committed"
+                )
             else:
                 self._check_message(message, rows[at], record)
             source = record.headers.get("source", b"").decode()
             if source and json.loads(sources.get(source, b"{}")).get("custom_id") != message["custom_id"]:
-                self._say("I1", f"what is told at {record.place} is said to be of {source}, which is another request")
+                self._say(
+                    "I1", f"what is published at {record.place} has the source {source}, which is another request"
+                )
         for name, at in sorted(wanted - told.keys()):
-            self._say("I1", f"row {at} of job {name} came by Kafka and is not told there")
+            self._say("I1", f"row {at} of job {name} came by Kafka and is not published there")
 
     def _check_message(self, message: dict[str, Any], row: Row, record: TopicRecord) -> None:
         response, error = message.get("response"), message.get("error")
@@ -261,10 +265,10 @@ class Checker:
         code = None if error is None else error["code"]
         facts = (message["custom_id"], message["status"], text, code)
         if facts != (row["custom_id"], row["status"], row["text"], row["error_code"]):
-            self._say("I1", f"what is told at {record.place} is not what is committed: {facts}")
+            self._say("I1", f"what is published at {record.place} is not what is committed: {facts}")
 
     def _check_letters(self, sent: dict[str, Sending]) -> None:
-        """What is no request is a dead letter, and nothing else is."""
+        """Exactly the invalid requests are dead letters."""
         letters = {record.value for record in self.evidence.letters}
         stored = {record.value for record in self.evidence.requests}
         wrong = {line.text for sending in sent.values() for line in sending.lines if line.error == "invalid_json"}
@@ -274,7 +278,7 @@ class Checker:
             self._say("I1", f"{value[:60]!r} is a dead letter, but a request")
 
     def _check_sampled(self) -> None:
-        """What was sampled and is in no answer was reported, as far as anybody could know of it."""
+        """Sampled tokens without an answer are reported, as far as they could be logged."""
         if self.evidence.sampled is None:
             return
         self.tokens["sampled"] = self.evidence.sampled

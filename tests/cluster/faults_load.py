@@ -1,7 +1,7 @@
-"""Sends inputs in by every door, as careful senders do: what isn't confirmed is sent again under the same name.
+"""Sends inputs through every ingest source, as careful senders do: an unconfirmed input is sent again with its name.
 
-Senders reach S3 itself and not through what fails. A file that is written twice is meant twice, and a sender that
-doesn't know whether it wrote would only blur what is judged.
+Senders reach S3 directly, not through the failing proxy. A file that is written twice counts as two inputs, so a sender
+that doesn't know whether it wrote would blur the check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.cluster.cluster import BUCKET, Cluster
 from tests.cluster.faults_plan import Sending
 
 PATIENCE: Final = 120.0
-"""Seconds after which a sender gives up; nothing is away for so long."""
+"""Seconds after which a sender gives up; no outage lasts as long."""
 
 ANSWER_SECONDS: Final = 8.0
 PAUSE: Final = 0.5
@@ -39,7 +39,7 @@ class Senders:
     """All doors of a cluster. Threads may share one. `sent`: what went in, in the order in which it began to.
 
     Attributes:
-        again: how often something was sent again because nobody had confirmed it.
+        again: how often an input was sent again because it was unconfirmed.
     """
 
     def __init__(self, cluster: Cluster, seed: int) -> None:

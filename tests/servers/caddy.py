@@ -1,4 +1,4 @@
-"""A proxy before several gateways: Caddy, as docs/operations.md has it. It asks each for /readyz and sends nothing to
+"""A proxy before several gateways: Caddy, as in docs/operations.md. It polls /readyz of each and sends nothing to
 those that are not ready."""
 
 from __future__ import annotations
