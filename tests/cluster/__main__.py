@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.cluster.cluster import Cluster, running_cluster
-from tests.cluster.ingest import all_done, answers, by_source, count_announced, send
+from tests.cluster.ingest import all_done, answers, by_door, send, told
 from tests.waiting import wait_for
 
 PROCESSES = ("dispatcher-1", "dispatcher-2", "intake-1", "worker-1", "worker-2")
@@ -54,16 +54,16 @@ def main() -> int:
 
 def _report(cluster: Cluster, rows: int, seconds: float) -> bool:
     texts: dict[str, list[tuple[str, str | None]]] = {}
-    for door, jobs in sorted(by_source(cluster).items()):
+    for source, jobs in sorted(by_door(cluster).items()):
         found = [row for job, manifest in sorted(jobs, reverse=True) if manifest.files for row in answers(cluster, job)]
-        texts[door] = sorted((row["custom_id"] or "", row["text"]) for row in found)
+        texts[source] = sorted((row["custom_id"] or "", row["text"]) for row in found)
         good = sum(row["status"] == "succeeded" for row in found)
-        print(f"  {door:15} {len(jobs)} job(s), {len(found)} rows, {good} succeeded")
+        print(f"  {source:15} {len(jobs)} job(s), {len(found)} rows, {good} succeeded")
         for error in (error for _, manifest in jobs for error in manifest.errors):
             print(f"    {error.code}: {error.message}")
     same = len({tuple(found) for found in texts.values()}) == 1
-    announced = count_announced(cluster, 2 * rows)
-    print(f"{seconds:.1f} s for all; the answers are {'the same' if same else 'NOT THE SAME'} by every door")
+    announced = told(cluster, 2 * rows)
+    print(f"{seconds:.1f} s for all; the answers are {'the same' if same else 'NOT THE SAME'} by every source")
     print(f"results of Kafka's jobs announced on Kafka: {announced} of {2 * rows}")
     return same and announced == 2 * rows
 

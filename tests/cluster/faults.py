@@ -117,7 +117,7 @@ def run(setup: Setup) -> Outcome:
             finally:
                 injector.close()
         ended = time.monotonic()
-        by_kafka = sum(sending.rows for sending in senders.sent if sending.door.startswith("kafka"))
+        by_kafka = sum(sending.rows for sending in senders.sent if sending.source.startswith("kafka"))
         told = read_topic(cluster, "tokenmill.results", by_kafka)
         others = {name: read_topic(cluster, f"tokenmill.{name}") for name in ("requests", "jobs", "deadletter")}
         codes = cluster.stop()
@@ -130,7 +130,7 @@ def run(setup: Setup) -> Outcome:
             requests=others["requests"],
             references=others["jobs"],
             results=told,
-            letters=others["deadletter"],
+            dead_letters=others["deadletter"],
             seen={key.removeprefix("jobs/"): digest for key, digest in watch.digests.items()},
             complaints=tuple(watch.complaints),
             sampled=read_meters(meters) if setup.worker == "null" else None,

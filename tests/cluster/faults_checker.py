@@ -74,7 +74,7 @@ class Checker:
         self.broken += self.evidence.complaints
         self._check_seen()
         folder = self.evidence.jobs
-        jobs = [self._read_job(place) for place in sorted(folder.iterdir())] if folder.is_dir() else []
+        jobs = [self._read_job(job_folder) for job_folder in sorted(folder.iterdir())] if folder.is_dir() else []
         by_label: defaultdict[str, list[CopiedJob]] = defaultdict(list)
         for job in jobs:
             by_label[job.label].append(job)
@@ -83,12 +83,12 @@ class Checker:
             self._say("I1", f"job {job.name} is of no input")
         for label, sending in sent.items():
             found = sorted(by_label[label], key=lambda job: (job.created_at, job.name))
-            if sending.door == "kafka records":
+            if sending.source == "kafka records":
                 self._check_records(sending, found)
             else:
                 self._check_file(sending, found)
         self._check_told(sent, jobs)
-        self._check_letters(sent)
+        self._check_dead_letters(sent)
         self._check_sampled()
         return self.broken
 
@@ -105,27 +105,27 @@ class Checker:
             elif hashlib.sha256(path.read_bytes()).hexdigest() != digest:
                 self._say("I2", f"{key} is not what was seen")
 
-    def _read_job(self, place: Path) -> CopiedJob:
+    def _read_job(self, job_folder: Path) -> CopiedJob:
         rows: list[Row] = []
         files: dict[str, tuple[int, str, int]] = {}
-        for path in sorted((place / "results").iterdir()) if (place / "results").is_dir() else ():
+        for path in sorted((job_folder / "results").iterdir()) if (job_folder / "results").is_dir() else ():
             data = path.read_bytes()
             try:
                 found = pq.read_table(io.BytesIO(data), use_threads=False).to_pylist()
             except (pa.ArrowInvalid, OSError) as error:
-                self._say("I4", f"{place.name}/results/{path.name} is not a whole Parquet file: {error}")
+                self._say("I4", f"{job_folder.name}/results/{path.name} is not a whole Parquet file: {error}")
                 continue
             if not PART.fullmatch(path.name):
-                self._say("I4", f"{place.name}/results/{path.name} is no part")
+                self._say("I4", f"{job_folder.name}/results/{path.name} is no part")
             files[f"results/{path.name}"] = (len(data), hashlib.sha256(data).hexdigest(), len(found))
             rows += found
-        records = {name: place / f"{name}.json" for name in ("manifest", "closing")}
+        records = {name: job_folder / f"{name}.json" for name in ("manifest", "closing")}
         read = {name: json.loads(path.read_bytes()) if path.is_file() else None for name, path in records.items()}
         closing = None if read["closing"] is None else str(read["closing"]["kind"])
         labels = {row["custom_id"].rpartition("/")[0] for row in rows if row["custom_id"]}
         if len(labels) > 1:
-            self._say("I1", f"job {place.name} has rows of several inputs: {sorted(labels)}")
-        job = CopiedJob(place.name, rows, read["manifest"], closing, min(labels, default=""))
+            self._say("I1", f"job {job_folder.name} has rows of several inputs: {sorted(labels)}")
+        job = CopiedJob(job_folder.name, rows, read["manifest"], closing, min(labels, default=""))
         self._check_manifest(job, files)
         return job
 
@@ -158,11 +158,11 @@ class Checker:
 
     def _check_file(self, sending: Sending, jobs: list[CopiedJob]) -> None:
         times = 1
-        if sending.door == "kafka jobs":  # each record that stands in the topic is an order of its own
+        if sending.source == "kafka jobs":  # each record that stands in the topic is a job of its own
             name = f"/{sending.label}.jsonl".encode()
             times = sum(name in record.value for record in self.evidence.references)
         if not times <= len(jobs) <= times + sending.retries:
-            self._say("I1", f"input {sending.label} ({sending.door}) came {times} times, but is {len(jobs)} jobs")
+            self._say("I1", f"input {sending.label} ({sending.source}) came {times} times, but is {len(jobs)} jobs")
         lines = dict(enumerate(sending.lines))
         for job in jobs[:times]:
             self._check_rows(job, sending, lines)
@@ -229,10 +229,10 @@ class Checker:
         wanted = {
             (job.name, row["row"])
             for job in jobs
-            if job.label in sent and sent[job.label].door in by_kafka
+            if job.label in sent and sent[job.label].source in by_kafka
             for row in job.rows
         }
-        sources = {record.place: record.value for record in self.evidence.requests}
+        sources = {record.location: record.value for record in self.evidence.requests}
         values: dict[bytes, bytes] = {}
         told: dict[tuple[str, int], bytes] = {}
         for record in self.evidence.results:
@@ -247,14 +247,14 @@ class Checker:
                 self._say("I1", f"row {at[1]} of job {at[0]} is published as two results")
             if at not in rows:
                 self._say(
-                    "I1", f"row {at[1]} of job {at[0]} is published at {record.place}, but no such row is committed"
+                    "I1", f"row {at[1]} of job {at[0]} is published at {record.location}, but no such row is committed"
                 )
             else:
                 self._check_message(message, rows[at], record)
             source = record.headers.get("source", b"").decode()
             if source and json.loads(sources.get(source, b"{}")).get("custom_id") != message["custom_id"]:
                 self._say(
-                    "I1", f"what is published at {record.place} has the source {source}, which is another request"
+                    "I1", f"what is published at {record.location} has the source {source}, which is another request"
                 )
         for name, at in sorted(wanted - told.keys()):
             self._say("I1", f"row {at} of job {name} came by Kafka and is not published there")
@@ -265,16 +265,16 @@ class Checker:
         code = None if error is None else error["code"]
         facts = (message["custom_id"], message["status"], text, code)
         if facts != (row["custom_id"], row["status"], row["text"], row["error_code"]):
-            self._say("I1", f"what is published at {record.place} is not what is committed: {facts}")
+            self._say("I1", f"what is published at {record.location} is not what is committed: {facts}")
 
-    def _check_letters(self, sent: dict[str, Sending]) -> None:
+    def _check_dead_letters(self, sent: dict[str, Sending]) -> None:
         """Exactly the invalid requests are dead letters."""
-        letters = {record.value for record in self.evidence.letters}
+        dead_letters = {record.value for record in self.evidence.dead_letters}
         stored = {record.value for record in self.evidence.requests}
         wrong = {line.text for sending in sent.values() for line in sending.lines if line.error == "invalid_json"}
-        for value in sorted((stored & wrong) - letters):
+        for value in sorted((stored & wrong) - dead_letters):
             self._say("I1", f"{value[:60]!r} is no request and no dead letter")
-        for value in sorted(letters - (stored & wrong)):
+        for value in sorted(dead_letters - (stored & wrong)):
             self._say("I1", f"{value[:60]!r} is a dead letter, but a request")
 
     def _check_sampled(self) -> None:

@@ -26,9 +26,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class TopicRecord:
-    """A Kafka record. `place`: topic/partition/offset."""
+    """A Kafka record. `location`: topic/partition/offset."""
 
-    place: str
+    location: str
     key: bytes | None
     value: bytes
     headers: Mapping[str, bytes]
@@ -42,7 +42,7 @@ class Evidence:
         sent: the inputs.
         reference: custom_id -> the row's answer if it succeeded.
         jobs: a folder with ID/results/part-*.parquet, ID/manifest.json and ID/closing.json.
-        requests, references, results, letters: records of Kafka's topics of requests, jobs, results and dead letters.
+        requests, references, results, dead_letters: records of these Kafka topics; `references` are jobs by URI.
         seen: "ID/results/part-…" -> sha256, of parts that a reader saw during the run.
         complaints: violations that this reader found.
         sampled: tokens that all workers have sampled, if they were counted.
@@ -54,7 +54,7 @@ class Evidence:
     requests: tuple[TopicRecord, ...] = ()
     references: tuple[TopicRecord, ...] = ()
     results: tuple[TopicRecord, ...] = ()
-    letters: tuple[TopicRecord, ...] = ()
+    dead_letters: tuple[TopicRecord, ...] = ()
     seen: Mapping[str, str] = field(default_factory=dict)
     complaints: tuple[str, ...] = ()
     sampled: int | None = None
@@ -90,8 +90,8 @@ def read_topic(cluster: Cluster, topic: str, at_least: int = 0, patience: float 
                 for record in records:
                     headers = dict(record.headers)
                     known.add(headers.get("result_id") or record.value)
-                    place = f"{record.topic}/{record.partition}/{record.offset}"
-                    found.append(TopicRecord(place, record.key, record.value, headers))
+                    location = f"{record.topic}/{record.partition}/{record.offset}"
+                    found.append(TopicRecord(location, record.key, record.value, headers))
     finally:
         consumer.close()
     return tuple(found)

@@ -54,8 +54,8 @@ SECONDS = {
     "s3 lost": (5.0, 10.0),
 }
 
-DOORS = ("bucket", "kafka records", "kafka jobs", "celery uri", "celery requests", "bucket bulk")
-FILE_DOORS = frozenset({"bucket", "bucket bulk", "kafka jobs", "celery uri"})
+SOURCES = ("bucket", "kafka records", "kafka jobs", "celery uri", "celery requests", "bucket bulk")
+FILE_SOURCES = frozenset({"bucket", "bucket bulk", "kafka jobs", "celery uri"})
 """Sources of unparsed lines, whose invalid requests are failed rows. Invalid requests from Kafka are dead letters."""
 
 WORDS = (
@@ -123,7 +123,7 @@ class Sending:
     """
 
     label: str
-    door: str
+    source: str
     lines: tuple[Line, ...]
     role: str = "work"
     deadline: int | None = None
@@ -141,7 +141,7 @@ class Sending:
     @property
     def rows(self) -> int:
         """Results that it must have; an invalid request from Kafka has none."""
-        return sum(line.error is None or self.door in FILE_DOORS for line in self.lines)
+        return sum(line.error is None or self.source in FILE_SOURCES for line in self.lines)
 
     @property
     def data(self) -> bytes:
@@ -171,7 +171,7 @@ def draw_work(seed: int, scale: Scale) -> Iterator[Sending]:
     """An endless rotation of jobs over all ingest sources."""
     for number in itertools.count():
         rows = random.Random(f"rows {seed} {number}").randint(*scale.rows)
-        yield _sending(seed, f"w{number:02d}", DOORS[number % len(DOORS)], rows, scale)
+        yield _sending(seed, f"w{number:02d}", SOURCES[number % len(SOURCES)], rows, scale)
 
 
 def draw_races(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, Sending]:
@@ -179,42 +179,44 @@ def draw_races(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, Se
     found = {}
     for fault in faults:
         if fault.kind in ("cancel", "expire", "retry"):
-            door = "celery uri" if fault.number % 2 else "bucket"
+            source = "celery uri" if fault.number % 2 else "bucket"
             # All of them go before other work: they are to run when they are closed.
             deadline = scale.expire_seconds if fault.kind == "expire" else 3_600
             label = f"{fault.kind[0]}{fault.number:02d}"
-            found[fault.number] = _sending(seed, label, door, scale.race_rows, scale, fault.kind, deadline)
+            found[fault.number] = _sending(seed, label, source, scale.race_rows, scale, fault.kind, deadline)
     return found
 
 
 def draw_probes(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, Sending]:
     """A small, urgent job for each fault, by the fault's number. 0, -1 and -2 are sent before anything strikes."""
-    doors = {0: "bucket", -1: "kafka records", -2: "celery requests"}
+    sources = {0: "bucket", -1: "kafka records", -2: "celery requests"}
     for fault in faults:
         usual = "bucket" if fault.number % 2 else "kafka records"
-        doors[fault.number] = {"redis emptied": "celery requests", "broker restarted": "kafka records"}.get(
+        sources[fault.number] = {"redis emptied": "celery requests", "broker restarted": "kafka records"}.get(
             fault.kind, usual
         )
-    return {number: _sending(seed, f"p{number:02d}", door, 5, scale, "probe", 3_600) for number, door in doors.items()}
+    return {
+        number: _sending(seed, f"p{number:02d}", source, 5, scale, "probe", 3_600) for number, source in sources.items()
+    }
 
 
 def _sending(
-    seed: int, label: str, door: str, rows: int, scale: Scale, role: str = "work", deadline: int | None = None
+    seed: int, label: str, source: str, rows: int, scale: Scale, role: str = "work", deadline: int | None = None
 ) -> Sending:
     chance = random.Random(f"{seed} {label}")
     lines: list[Line] = []
     for number in range(rows):
         luck = chance.random()
         custom_id = f"{label}/{number:05d}"
-        if luck < 0.01 and role == "work" and door != "celery requests":
+        if luck < 0.01 and role == "work" and source != "celery requests":
             lines.append(Line(f"{custom_id} is not JSON".encode(), None, "invalid_json"))
-        elif luck < 0.02 and role == "work" and door in FILE_DOORS and lines and lines[-1].error is None:
+        elif luck < 0.02 and role == "work" and source in FILE_SOURCES and lines and lines[-1].error is None:
             lines.append(Line(lines[-1].text, lines[-1].custom_id, "duplicate_custom_id"))
         else:  # now and then the same request as one before, under a name of its own
             same = random.Random(f"{seed} {label} {chance.randrange(number + 1) if luck < 0.05 else number}")
             text = f"{label}: {' '.join(same.choices(WORDS, k=12))}"
             lines.append(Line(_line(custom_id, text, same.randint(*scale.max_tokens)), custom_id))
-    return Sending(label, door, tuple(lines), role, deadline)
+    return Sending(label, source, tuple(lines), role, deadline)
 
 
 def _line(custom_id: str, text: str, max_tokens: int) -> bytes:

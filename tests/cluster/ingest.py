@@ -50,7 +50,7 @@ def answers(cluster: Cluster, job: str) -> list[dict[str, Any]]:
     return rows
 
 
-def count_announced(cluster: Cluster, expected: int) -> int:
+def told(cluster: Cluster, expected: int) -> int:
     """Results that Kafka's topic holds, once there are as many as expected."""
     from kafka import KafkaConsumer
 
@@ -67,7 +67,7 @@ def count_announced(cluster: Cluster, expected: int) -> int:
     return len(found)
 
 
-def by_source(cluster: Cluster) -> dict[str, list[tuple[str, Manifest]]]:
+def by_door(cluster: Cluster) -> dict[str, list[tuple[str, Manifest]]]:
     """Outcomes of jobs by their ingest source."""
     sources: dict[str, list[tuple[str, Manifest]]] = {}
     for job, manifest in cluster.outcomes().items():
@@ -89,7 +89,7 @@ def by_source(cluster: Cluster) -> dict[str, list[tuple[str, Manifest]]]:
 def all_done(cluster: Cluster, rows: int, refused: int = 0) -> bool:
     """Whether each source has ended jobs of so many rows; over Kafka `refused` are invalid requests, and none is
     left."""
-    sources = by_source(cluster)
+    sources = by_door(cluster)
     whole = [sum(manifest.counts.total for _, manifest in jobs) for jobs in sources.values()]
     return (
         len(whole) == DOORS

@@ -144,5 +144,5 @@ def readers(model: Path, kinds: Sequence[Kind], tokens: int, ramp: float, until:
 
 def dropped(log: str) -> dict[str, float]:
     """Requests that the worker of this log stopped computing because they were unwanted: id -> `time.time`."""
-    found = re.findall(r"timestamp='(\S+)' .*event='request dropped: .*request='(\S+)'", log)
+    found = re.findall(r"timestamp='(\S+)' .*event='request cancelled: .*request='(\S+)'", log)
     return {request: datetime.fromisoformat(at).timestamp() for at, request in found}
