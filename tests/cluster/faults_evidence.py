@@ -42,7 +42,8 @@ class Evidence:
         sent: the inputs.
         reference: custom_id -> the row's answer if it succeeded.
         jobs: a folder with ID/results/part-*.parquet, ID/manifest.json and ID/closing.json.
-        requests, references, results, dead_letters: records of these Kafka topics; `references` are jobs by URI.
+        requests, references, results, dead_letters: records of Kafka's topics of requests, jobs,
+            results and dead letters.
         seen: "ID/results/part-…" -> sha256, of parts that a reader saw during the run.
         complaints: violations that this reader found.
         sampled: tokens that all workers have sampled, if they were counted.

@@ -316,7 +316,7 @@ class LaneServer:
         if pace is not None and pace.first_tokens > self._logged_first_tokens:
             self._logged_first_tokens = pace.first_tokens
             fields = {name: _rounded(value) for name, value in asdict(pace).items()}
-            logger.info("latency objectives of interactive requests", objective=_rounded(pace.objective), **fields)
+            logger.info("requests whose callers wait", objective=_rounded(pace.objective), **fields)
 
     def _cancel_unwanted(self) -> None:
         with self._changed:
