@@ -207,14 +207,14 @@ def test_a_grammar_is_compiled_once_also_when_it_can_not_be(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    compiled = grammar._compiled
+    compiled = grammar._compile
 
     def counting(library: Any, text: str) -> Any:
         made.append(text)
         time.sleep(0.05)
         return compiled(library, text)
 
-    monkeypatch.setattr(grammar, "_compiled", counting)
+    monkeypatch.setattr(grammar, "_compile", counting)
     good, bad = GrammarSource('start: "1"', "x"), GrammarSource("start: nothing", "x")
     threads = [threading.Thread(target=lambda: grammars.compile(good)(0)) for _ in range(6)]
     for thread in threads:
@@ -233,11 +233,11 @@ def test_the_grammar_cache_is_bounded(
     monkeypatch.setattr(grammar, "MAX_CACHED_GRAMMARS", 3)
     sources = [GrammarSource(f'start: "{n}"', "x") for n in range(5)]
     made = [grammars.compile(source) for source in sources]
-    assert len(grammars._kept) == 3
+    assert len(grammars._cache) == 3
     # a row whose grammar has left the cache gets it compiled again, and it is cached again
     assert allowed(made[0], byte_level.size) == allowed(grammars.compile(sources[0]), byte_level.size)
-    assert sources[0].text in grammars._kept
-    assert len(grammars._kept) == 3
+    assert sources[0].text in grammars._cache
+    assert len(grammars._cache) == 3
 
 
 def test_a_model_whose_tokens_are_no_bytes_is_refused(byte_level: Tokenizer, kit: Any) -> None:
