@@ -80,7 +80,7 @@ class Checker:
             by_label[job.label].append(job)
         sent = {sending.label: sending for sending in self.evidence.sent}
         for job in (job for label, of_it in by_label.items() if label not in sent for job in of_it):
-            self._say("I1", f"job {job.name} is of no input")
+            self._report_violation("I1", f"job {job.name} is of no input")
         for label, sending in sent.items():
             found = sorted(by_label[label], key=lambda job: (job.created_at, job.name))
             if sending.source == "kafka records":
@@ -92,7 +92,7 @@ class Checker:
         self._check_sampled()
         return self.broken
 
-    def _say(self, invariant: str, what: str) -> None:
+    def _report_violation(self, invariant: str, what: str) -> None:
         self.broken.append(f"{invariant}: {what}")
 
     # -- a job by itself
@@ -101,9 +101,9 @@ class Checker:
         for key, digest in sorted(self.evidence.seen.items()):
             path = self.evidence.jobs / key
             if not path.is_file():
-                self._say("I2", f"{key} was seen, and is gone")
+                self._report_violation("I2", f"{key} was seen, and is gone")
             elif hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-                self._say("I2", f"{key} is not what was seen")
+                self._report_violation("I2", f"{key} is not what was seen")
 
     def _read_job(self, job_folder: Path) -> CopiedJob:
         rows: list[Row] = []
@@ -113,10 +113,12 @@ class Checker:
             try:
                 found = pq.read_table(io.BytesIO(data), use_threads=False).to_pylist()
             except (pa.ArrowInvalid, OSError) as error:
-                self._say("I4", f"{job_folder.name}/results/{path.name} is not a whole Parquet file: {error}")
+                self._report_violation(
+                    "I4", f"{job_folder.name}/results/{path.name} is not a whole Parquet file: {error}"
+                )
                 continue
             if not PART.fullmatch(path.name):
-                self._say("I4", f"{job_folder.name}/results/{path.name} is no part")
+                self._report_violation("I4", f"{job_folder.name}/results/{path.name} is no part")
             files[f"results/{path.name}"] = (len(data), hashlib.sha256(data).hexdigest(), len(found))
             rows += found
         records = {name: job_folder / f"{name}.json" for name in ("manifest", "closing")}
@@ -124,7 +126,7 @@ class Checker:
         closing = None if read["closing"] is None else str(read["closing"]["kind"])
         labels = {row["custom_id"].rpartition("/")[0] for row in rows if row["custom_id"]}
         if len(labels) > 1:
-            self._say("I1", f"job {job_folder.name} has rows of several inputs: {sorted(labels)}")
+            self._report_violation("I1", f"job {job_folder.name} has rows of several inputs: {sorted(labels)}")
         job = CopiedJob(job_folder.name, rows, read["manifest"], closing, min(labels, default=""))
         self._check_manifest(job, files)
         return job
@@ -132,7 +134,7 @@ class Checker:
     def _check_manifest(self, job: CopiedJob, files: dict[str, tuple[int, str, int]]) -> None:
         manifest = job.manifest
         if manifest is None:
-            self._say("I7", f"job {job.name} has not ended")
+            self._report_violation("I7", f"job {job.name} has not ended")
             return
         statuses = Counter(row["status"] for row in job.rows)
         self.outcomes[manifest["status"]] += 1
@@ -140,19 +142,21 @@ class Checker:
         counts = manifest["counts"]
         shown = {name: counts[name] for name in STATUSES if counts.get(name)}
         if shown != dict(statuses) or counts["total"] != len(job.rows) or counts.get("pending"):
-            self._say("I3", f"job {job.name} counts {counts}, but its rows are {dict(statuses)}")
+            self._report_violation("I3", f"job {job.name} counts {counts}, but its rows are {dict(statuses)}")
         listed = {entry["path"]: (entry["size"], entry["sha256"], entry["rows"]) for entry in manifest["files"]}
         if listed != files:
             odd = sorted(name for name in listed.keys() | files.keys() if listed.get(name) != files.get(name))
-            self._say("I3", f"the manifest of job {job.name} has other files than results/ holds: {odd[:5]}")
+            self._report_violation(
+                "I3", f"the manifest of job {job.name} has other files than results/ holds: {odd[:5]}"
+            )
         ended = next((ENDINGS[name] for name in ("cancelled", "expired") if statuses[name]), "completed")
         if manifest["status"] != ended:
-            self._say("I3", f"job {job.name} ended as {manifest['status']}, but its rows say {ended}")
+            self._report_violation("I3", f"job {job.name} ended as {manifest['status']}, but its rows say {ended}")
         usage = manifest["usage"]
         repeated, at_most = usage.get("repeated", 0), manifest.get("repeated_at_most", 0)
         self.tokens.update({"committed": usage.get("completion", 0), "repeated": repeated, "at most": at_most})
         if repeated > at_most:
-            self._say("I5", f"job {job.name} reports {repeated} repeated tokens, but at most {at_most}")
+            self._report_violation("I5", f"job {job.name} reports {repeated} repeated tokens, but at most {at_most}")
 
     # -- an input and its jobs
 
@@ -162,7 +166,9 @@ class Checker:
             name = f"/{sending.label}.jsonl".encode()
             times = sum(name in record.value for record in self.evidence.references)
         if not times <= len(jobs) <= times + sending.retries:
-            self._say("I1", f"input {sending.label} ({sending.source}) came {times} times, but is {len(jobs)} jobs")
+            self._report_violation(
+                "I1", f"input {sending.label} ({sending.source}) came {times} times, but is {len(jobs)} jobs"
+            )
         lines = dict(enumerate(sending.lines))
         for job in jobs[:times]:
             self._check_rows(job, sending, lines)
@@ -199,18 +205,20 @@ class Checker:
     def _compare(self, where: str, doubled: Any, missing: Any, unknown: Any) -> None:
         for what, odd in (("are there twice", doubled), ("have no result", missing), ("were never sent", unknown)):
             if odd:
-                self._say("I1", f"{len(odd)} rows of {where} {what}, such as {sorted(odd, key=str)[:5]}")
+                self._report_violation("I1", f"{len(odd)} rows of {where} {what}, such as {sorted(odd, key=str)[:5]}")
 
     def _check_row(self, where: str, row: Row, line: Line, job: CopiedJob, sending: Sending) -> None:
         if row["custom_id"] != line.custom_id:
-            self._say("I1", f"{where} bears {row['custom_id']!r} instead of {line.custom_id!r}")
+            self._report_violation("I1", f"{where} bears {row['custom_id']!r} instead of {line.custom_id!r}")
         ended = (row["status"], row["error_code"])
         if ended in CLOSED:
             if not CLOSED[ended] == job.closing == sending.closes:
-                self._say("I1", f"{where} is {row['status']}, but closing.json says {job.closing}")
+                self._report_violation("I1", f"{where} is {row['status']}, but closing.json says {job.closing}")
             return
         if ended != (("succeeded", None) if line.error is None else ("failed", line.error)):
-            self._say("I1", f"{where} ended as {row['status']} ({row['error_code']}: {row['error_message']})")
+            self._report_violation(
+                "I1", f"{where} ended as {row['status']} ({row['error_code']}: {row['error_message']})"
+            )
             return
         if line.error is not None:
             return
@@ -218,7 +226,7 @@ class Checker:
         told = json.loads(row["response"])["choices"][0]["message"]["content"]
         facts = (row["text"], row["finish_reason"], row["completion_tokens"])
         if facts != (want.text, want.finish_reason, want.completion_tokens) or told != want.text:
-            self._say("I1", f"{where} says {facts}, but an undisturbed run says {want}")
+            self._report_violation("I1", f"{where} says {facts}, but an undisturbed run says {want}")
 
     # -- Kafka
 
@@ -239,25 +247,25 @@ class Checker:
             number = record.headers["result_id"]
             self.repeats_told += number in values
             if values.setdefault(number, record.value) != record.value:
-                self._say("I1", f"result {number.decode()} is published in two versions")
+                self._report_violation("I1", f"result {number.decode()} is published in two versions")
                 continue
             message = json.loads(record.value)
             at = (message["job"], message["row"])
             if told.setdefault(at, number) != number:
-                self._say("I1", f"row {at[1]} of job {at[0]} is published as two results")
+                self._report_violation("I1", f"row {at[1]} of job {at[0]} is published as two results")
             if at not in rows:
-                self._say(
+                self._report_violation(
                     "I1", f"row {at[1]} of job {at[0]} is published at {record.location}, but no such row is committed"
                 )
             else:
                 self._check_message(message, rows[at], record)
             source = record.headers.get("source", b"").decode()
             if source and json.loads(sources.get(source, b"{}")).get("custom_id") != message["custom_id"]:
-                self._say(
+                self._report_violation(
                     "I1", f"what is published at {record.location} has the source {source}, which is another request"
                 )
         for name, at in sorted(wanted - told.keys()):
-            self._say("I1", f"row {at} of job {name} came by Kafka and is not published there")
+            self._report_violation("I1", f"row {at} of job {name} came by Kafka and is not published there")
 
     def _check_message(self, message: dict[str, Any], row: Row, record: TopicRecord) -> None:
         response, error = message.get("response"), message.get("error")
@@ -265,7 +273,7 @@ class Checker:
         code = None if error is None else error["code"]
         facts = (message["custom_id"], message["status"], text, code)
         if facts != (row["custom_id"], row["status"], row["text"], row["error_code"]):
-            self._say("I1", f"what is published at {record.location} is not what is committed: {facts}")
+            self._report_violation("I1", f"what is published at {record.location} is not what is committed: {facts}")
 
     def _check_dead_letters(self, sent: dict[str, Sending]) -> None:
         """Exactly the invalid requests are dead letters."""
@@ -273,9 +281,9 @@ class Checker:
         stored = {record.value for record in self.evidence.requests}
         wrong = {line.text for sending in sent.values() for line in sending.lines if line.error == "invalid_json"}
         for value in sorted((stored & wrong) - dead_letters):
-            self._say("I1", f"{value[:60]!r} is no request and no dead letter")
+            self._report_violation("I1", f"{value[:60]!r} is no request and no dead letter")
         for value in sorted(dead_letters - (stored & wrong)):
-            self._say("I1", f"{value[:60]!r} is a dead letter, but a request")
+            self._report_violation("I1", f"{value[:60]!r} is a dead letter, but a request")
 
     def _check_sampled(self) -> None:
         """Sampled tokens without an answer are reported, as far as they could be logged."""
@@ -284,7 +292,7 @@ class Checker:
         self.tokens["sampled"] = self.evidence.sampled
         wasted = self.evidence.sampled - self.tokens["committed"]
         if not self.tokens["repeated"] <= wasted <= self.tokens["at most"]:
-            self._say(
+            self._report_violation(
                 "I5",
                 f"{wasted} tokens are in no answer, but {self.tokens['repeated']} are reported as repeated, and "
                 f"{self.tokens['at most']} at most",

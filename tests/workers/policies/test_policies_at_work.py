@@ -144,8 +144,8 @@ def test_a_refused_prompt_fails_its_row_before_anything_is_computed(
             "change the prompt"
         )
         assert row.text is row.response is None
-    emitted = [log for log in logs if log["event"] == "content refused"]
-    assert [log["row"] for log in emitted] == [f"job-1/{row}" for row in range(len(bodies)) if row != 1]
+    refusals = [log for log in logs if log["event"] == "content refused"]
+    assert [log["row"] for log in refusals] == [f"job-1/{row}" for row in range(len(bodies)) if row != 1]
     assert WORD not in repr(logs).lower()
 
 
