@@ -1,20 +1,20 @@
-"""What can go wrong in a worker, beside what the engine and single rows report."""
+"""Errors of a worker. The engine and single rows have their own."""
 
 from __future__ import annotations
 
 
 class WorkerError(Exception):
-    """The root: every error a worker raises on purpose; the run can't go on."""
+    """Base class of all errors that a worker raises deliberately; the run can't continue."""
 
 
 class TokenizerError(WorkerError):
-    """Raised when a model's tokenizer is missing, broken or of a kind that can't be run here."""
+    """Raised when a model's tokenizer is missing, broken or of an unsupported kind."""
 
 
 class ModelMismatchError(WorkerError):
-    """Raised when a job is pinned to other weights or another dtype than the loaded ones: mixing their answers in one
-    job would be wrong, and refusing its rows for good would be too."""
+    """Raised when a job is pinned to other weights or another dtype than the loaded ones. The answers of both must not
+    be mixed in one job, and its rows must not be failed either."""
 
 
 class BrokenEngineError(WorkerError):
-    """Raised when the engine's steps fail again and again, whatever they are given."""
+    """Raised when the engine's steps fail repeatedly, whatever rows they compute."""

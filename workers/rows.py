@@ -1,4 +1,4 @@
-"""A shard's rows on their way through the worker: prepared, then finished."""
+"""The rows of a shard in a worker: prepared, then finished."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.policies.policy import PolicyGuard
 
 
 class RowName(NamedTuple):
-    """Whose result: the input's row index, and the user's name for it."""
+    """Identifies a result: the input's row index, and the user's id for it."""
 
     row: int
     custom_id: str
@@ -22,11 +22,11 @@ class RowName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedRow:
-    """A row that the engine can compute, and the rows that take the same answer.
+    """A row that the engine can compute, and its copies, which get the same answer.
 
     Attributes:
         names: the row itself first, then its copies.
-        guard: judges its answers; None: nobody does.
+        guard: checks its answers against the content policies; None: there are none.
     """
 
     names: tuple[RowName, ...]
@@ -37,7 +37,7 @@ class PreparedRow:
 
 @dataclass(frozen=True, slots=True)
 class RefusedRow:
-    """A row (with its copies) that never entered the engine; times are the engine clock's, in seconds."""
+    """A row and its copies that never entered the engine; times are seconds of the engine's clock."""
 
     names: tuple[RowName, ...]
     model: str
@@ -48,8 +48,8 @@ class RefusedRow:
 
 @dataclass(frozen=True, slots=True)
 class ComputedRow:
-    """A row that the engine is done with, for better or worse. `withheld`: choices that were refused while they grew,
-    and perhaps ended for that."""
+    """A row that left the engine, completed or failed. `withheld`: choices that a content policy refused while they
+    grew; the worker may have cancelled them."""
 
     prepared: PreparedRow
     completion: Completion
@@ -58,7 +58,7 @@ class ComputedRow:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all results of one attempt at a shard share. `wall` turns the engine clock's seconds into UTC."""
+    """Fields that all results of one attempt at a shard share. `wall` converts seconds of the engine's clock to UTC."""
 
     job: str
     created_at: datetime

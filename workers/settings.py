@@ -1,4 +1,4 @@
-"""How a worker works."""
+"""Settings of a worker's loop."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pipeline.worker_client.protocol import CHECKPOINT_SECONDS
 from workers.policies.policy import NO_POLICIES, Policies
 
 IDLE_SECONDS: Final = 0.02
-"""Pause between looks when there is nothing to compute."""
+"""Poll interval while the engine has nothing to compute."""
 
 FIRST_CHECKPOINT_SECONDS: Final = 1.0
-"""Before the first checkpoint of an attempt, where the interval is longer."""
+"""Time until an attempt's first checkpoint, unless the interval is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How a worker works.
+    """Settings of a worker's loop.
 
     Attributes:
-        request_timeout: seconds a request may take, from when the engine is given it; None: for ever. With a timeout
-            the engine is given fewer rows ahead, so that waiting hardly counts.
-        max_open_shards: shards worked on at once; a long answer at the end of one doesn't keep the next from starting.
-        watermark: rows ready or waiting, below which the next shard is fetched; None: twice the running batch.
-        report_seconds: between two calls of the observer.
-        look_seconds: between two looks for a shard, when there was none.
-        checkpoint_seconds: between two checkpoints; the first comes within `FIRST_CHECKPOINT_SECONDS`. 0: after each
+        request_timeout: seconds that a request may take from its arrival in the engine; None: no limit. With a timeout
+            the engine gets fewer rows ahead, so that the time in its queue hardly counts.
+        max_open_shards: shards computed at once. A long answer at the end of one doesn't delay the start of the next.
+        watermark: the next shard is opened when fewer rows than this are ready; None: twice the running batch.
+        report_seconds: interval of the observer's calls.
+        look_seconds: interval of polling the source while it has no shard.
+        checkpoint_seconds: interval of checkpoints; the first comes within `FIRST_CHECKPOINT_SECONDS`. 0: after each
             step.
-        stuck_seconds: after so long without a turn of the loop its heartbeats end.
-        policies: judge prompts and answers.
-        traced_step_seconds: between two of the engine's steps that get a span, where there are traces; 0: none does.
+        stuck_seconds: the heartbeats end after so long without an iteration of the loop.
+        policies: check prompts and answers.
+        traced_step_seconds: interval of the engine's steps that get a span, where traces are on; 0: none does.
     """
 
     request_timeout: float | None = None

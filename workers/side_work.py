@@ -1,7 +1,7 @@
-"""What an engine computes beside the rows of shards: requests whose callers wait.
+"""The interface of work that an engine computes in the same batch as the rows of shards: requests of waiting callers.
 
-The worker's loop owns the engine, so all that enters it goes through the loop; what comes in, and what is told of it,
-is the business of threads of its own (`workers.lane.server`). The loop asks once a turn.
+Only the worker's loop may add requests to the engine, because its thread steps it. The loop therefore polls the side
+work in each iteration. The threads of the side work receive requests and emit events (`workers.lane.server`).
 """
 
 from __future__ import annotations
@@ -14,91 +14,91 @@ from engine.request import Completion
 from pipeline.ports import Clock
 from workers.observability.metrics import SideWorkMetrics
 
-_REST_SECONDS: Final = 0.02
+_IDLE_SECONDS: Final = 0.02
 
 
 class SideWork(Protocol):
-    """Called by the thread that steps the engine, between two steps. Nothing here may wait, but `rest`."""
+    """Called by the thread that steps the engine, between two steps. Only `wait` may block."""
 
     @property
     def busy(self) -> bool:
-        """Whether something of it is in the engine, or about to enter."""
+        """Whether a request is in the engine, or about to enter it."""
         ...
 
     @property
-    def grace(self) -> float:
-        """Seconds that requests have to come to their end when the worker is told to stop."""
+    def grace_seconds(self) -> float:
+        """How long requests may take to end after the worker's stop."""
         ...
 
-    def figures(self) -> SideWorkMetrics:
-        """How it stands, and what it has counted."""
+    def metrics(self) -> SideWorkMetrics:
+        """Its gauges and counters."""
         ...
 
-    def turn(self, *, admit: bool) -> None:
-        """Pass on what is new of the requests in the engine, cancel those that nobody wants, and add those that have
-        come, unless rows are being tried that nothing may join (`admit` false)."""
+    def poll(self, *, admit: bool) -> None:
+        """Pass on new tokens of the requests in the engine, cancel the requests that are unwanted, and add those that
+        have arrived. `admit` false: add none, because isolated rows are in the engine."""
         ...
 
     def take(self, completion: Completion) -> bool:
-        """Whether the completion belongs to a request of its own; then it is dealt with."""
+        """Process the completion of one of its own requests. False: the request is not its own."""
         ...
 
-    def rest(self, seconds: float) -> None:
-        """There is nothing to compute: wait so long, or until something comes."""
+    def wait(self, seconds: float) -> None:
+        """Block until a request arrives, `seconds` at most. The engine has nothing to compute."""
         ...
 
     def close(self) -> None:
-        """Nothing new comes in from now on."""
+        """Accept no new requests."""
         ...
 
     def hand_back(self) -> None:
-        """No more steps will come: cancel in the engine what is left, and have others go on with it."""
+        """Cancel the remaining requests in the engine, and hand them back for other workers. No more steps follow."""
         ...
 
 
 class NoSideWork:
-    """Beside the shards there is nothing."""
+    """Side work without requests."""
 
     busy = False
-    grace = 0.0
+    grace_seconds = 0.0
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def figures(self) -> SideWorkMetrics:
-        """All is zero."""
+    def metrics(self) -> SideWorkMetrics:
+        """All are zero."""
         return SideWorkMetrics()
 
-    def turn(self, *, admit: bool) -> None:
-        """Nothing comes."""
+    def poll(self, *, admit: bool) -> None:
+        """Does nothing."""
 
     def take(self, completion: Completion) -> bool:
-        """Nothing is its own."""
+        """No request is its own."""
         return False
 
-    def rest(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         """Sleep."""
         self._clock.sleep(seconds)
 
     def close(self) -> None:
-        """Nothing comes anyway."""
+        """Does nothing."""
 
     def hand_back(self) -> None:
-        """Nothing is left."""
+        """Does nothing."""
 
 
-def run_out(
-    beside: SideWork, engine: StepEngine, step: Callable[[], None], tell: Callable[[], None], clock: Clock
+def drain_side_work(
+    side_work: SideWork, engine: StepEngine, step: Callable[[], None], report: Callable[[], None], clock: Clock
 ) -> None:
-    """Let what is beside come to its end if that is soon enough, and hand back the rest. The worker takes no more
-    shards, and has none."""
-    beside.close()
-    until = clock.monotonic() + beside.grace
-    while beside.busy and clock.monotonic() < until:
-        beside.turn(admit=True)
+    """Compute the side work's requests for `grace_seconds` at most, and hand back the remaining ones. The worker has no
+    shards and takes none. `step`: steps the engine.  `report`: called after each iteration."""
+    side_work.close()
+    until = clock.monotonic() + side_work.grace_seconds
+    while side_work.busy and clock.monotonic() < until:
+        side_work.poll(admit=True)
         if engine.has_work:
             step()
         else:
-            beside.rest(_REST_SECONDS)
-        tell()
-    beside.hand_back()
+            side_work.wait(_IDLE_SECONDS)
+        report()
+    side_work.hand_back()

@@ -1,10 +1,10 @@
-"""Starts an installation on this machine, sends one file in by every door, and shows what comes out.
+"""Starts an installation on this machine, sends one file through every ingest source, and compares the answers.
 
     python -m tests.cluster INPUT --model MODEL [--folder DIR]
 
 Real servers (S3 with SQS, Kafka, Redis), an intake, two dispatchers and two workers, each a process. INPUT goes in as
-an object in the bucket, record by record over Kafka, by reference over Kafka, and by the bucket once more under its
-tier bulk; then the answers are compared.
+an object in the bucket, record by record over Kafka, by reference over Kafka, and once more as an object with tier
+bulk. Then the answers are compared.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ def main() -> int:
                 print(f"{error}; so far:")
             ok = _report(cluster, rows, time.monotonic() - begun)
             codes = cluster.stop()
-            print(f"told to stop, all ended with {sorted(set(codes.values()))}")
+            print(f"all stopped processes ended with {sorted(set(codes.values()))}")
             return 0 if ok and not any(codes.values()) else 1
 
 
 def _report(cluster: Cluster, rows: int, seconds: float) -> bool:
     texts: dict[str, list[tuple[str, str | None]]] = {}
-    for door, jobs in sorted(by_door(cluster).items()):
+    for source, jobs in sorted(by_door(cluster).items()):
         found = [row for job, manifest in sorted(jobs, reverse=True) if manifest.files for row in answers(cluster, job)]
-        texts[door] = sorted((row["custom_id"] or "", row["text"]) for row in found)
+        texts[source] = sorted((row["custom_id"] or "", row["text"]) for row in found)
         good = sum(row["status"] == "succeeded" for row in found)
-        print(f"  {door:15} {len(jobs)} job(s), {len(found)} rows, {good} succeeded")
+        print(f"  {source:15} {len(jobs)} job(s), {len(found)} rows, {good} succeeded")
         for error in (error for _, manifest in jobs for error in manifest.errors):
             print(f"    {error.code}: {error.message}")
     same = len({tuple(found) for found in texts.values()}) == 1
     announced = told(cluster, 2 * rows)
-    print(f"{seconds:.1f} s for all; the answers are {'the same' if same else 'NOT THE SAME'} by every door")
-    print(f"results told on Kafka, of the jobs that came from there: {announced} of {2 * rows}")
+    print(f"{seconds:.1f} s for all; the answers are {'the same' if same else 'NOT THE SAME'} by every source")
+    print(f"results of Kafka's jobs announced on Kafka: {announced} of {2 * rows}")
     return same and announced == 2 * rows
 
 

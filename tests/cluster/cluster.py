@@ -1,4 +1,4 @@
-"""A whole installation on one machine: real servers (S3 with SQS, Kafka, Redis), and our commands as processes."""
+"""A whole installation on one machine: real servers (S3 with SQS, Kafka, Redis), and tokenmill's processes."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class Cluster:
         return process
 
     def log(self, name: str) -> str:
-        """What the process has said."""
+        """The process's log."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def store(self) -> S3Store:
-        """The root, to be looked at."""
+        """The root, for inspection."""
         return S3Store.from_url(self.root, settings_of(self.s3), read_only=True)
 
     def ledger(self, job: str) -> JobLedger:
@@ -88,7 +88,7 @@ class Cluster:
         return {job: manifest for job, manifest in found.items() if manifest is not None}
 
     def stop(self) -> dict[str, int]:
-        """Tell all to end; their exit codes."""
+        """Stop all processes; returns their exit codes."""
         for process in self.processes.values():
             process.send_signal(signal.SIGTERM)
         codes = {}
@@ -114,7 +114,7 @@ def running_cluster(
 
     Args:
         processes: such as "worker-1", "null-1", "intake-1".
-        s3_kind: one that has no SQS tells nobody of drops: they are found by listing.
+        s3_kind: one without SQS sends no notifications: ingest finds files by listing.
         faulty: the seed of what stands between processes and S3, which can fail; the broker then keeps its log in a
             bucket, and can be killed. None: neither.
     """
@@ -134,7 +134,7 @@ def running_cluster(
             storage = _log_storage(
                 server(MotoServer, "kafka-s3")
             )  # of its own: what befalls the other is not its fault
-        kafka = server(lambda place: KafkaBroker(place, storage), "kafka")
+        kafka = server(lambda folder: KafkaBroker(folder, storage), "kafka")
         s3.ensure_bucket(BUCKET)
         cluster = Cluster(
             folder, s3, kafka, redis, _queue_of_drops(s3) if isinstance(s3, MotoServer) else "",
@@ -183,7 +183,7 @@ def _log_storage(s3: MotoServer) -> BucketStorage:
 
 
 def _queue_of_drops(s3: MotoServer) -> str:
-    """A queue that the bucket tells of what is dropped."""
+    """A queue that gets the bucket's notifications of new objects."""
     bucket, queues = s3.client(), s3.client("sqs")
     url: str = queues.create_queue(QueueName="drops")["QueueUrl"]
     arn = queues.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]

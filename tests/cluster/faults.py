@@ -1,12 +1,12 @@
-"""Strikes a whole installation with seeded faults while jobs come in by every door, and has what is left judged.
+"""Injects seeded faults into a whole installation while jobs arrive by every ingest source, and checks the results.
 
     python -m tests.cluster.faults --seed 1 --faults 40 --worker null [--model MODEL] [--json OUT.json]
 
 Real servers (S3 with SQS behind a proxy that fails, Kafka with its log in a bucket, Redis), two intakes, dispatchers
-and workers each. Processes are killed and stopped, servers are killed and emptied, S3 is busy, slow, or done but not
-heard; jobs are cancelled, expire and are tried again while their parts are committed. What has died is started again,
-as an operator's supervisor would do. With each fault a small, urgent job is sent in: when it has ended tells how long
-the fault was felt. The seed says which faults strike whom and when, and what the jobs hold.
+and workers each. Processes are killed and stopped, servers are killed and emptied, S3 is busy, slow, or loses its
+responses; jobs are cancelled, expire and are retried while their parts are committed. Processes that died are restarted
+as by an operator's supervisor. With each fault a small, urgent job is submitted; its end shows how long the fault had
+effects. The seed determines the faults, their targets and times, and the jobs' contents.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tests.waiting import wait_for
 START_SECONDS: Final = 120.0
 CALM_SECONDS: Final = 60.0
 END_SECONDS: Final = 240.0
-"""After the last fault, in which all must be done."""
+"""Time after the last fault in which all jobs must end."""
 
 TURN_SECONDS: Final = 0.05
 
@@ -117,7 +117,7 @@ def run(setup: Setup) -> Outcome:
             finally:
                 injector.close()
         ended = time.monotonic()
-        by_kafka = sum(sending.rows for sending in senders.sent if sending.door.startswith("kafka"))
+        by_kafka = sum(sending.rows for sending in senders.sent if sending.source.startswith("kafka"))
         told = read_topic(cluster, "tokenmill.results", by_kafka)
         others = {name: read_topic(cluster, f"tokenmill.{name}") for name in ("requests", "jobs", "deadletter")}
         codes = cluster.stop()
@@ -130,7 +130,7 @@ def run(setup: Setup) -> Outcome:
             requests=others["requests"],
             references=others["jobs"],
             results=told,
-            letters=others["deadletter"],
+            dead_letters=others["deadletter"],
             seen={key.removeprefix("jobs/"): digest for key, digest in watch.digests.items()},
             complaints=tuple(watch.complaints),
             sampled=read_meters(meters) if setup.worker == "null" else None,
@@ -157,7 +157,7 @@ def _attack(injector: Injector, faults: Sequence[Fault], setup: Setup) -> None:
     for fault in faults:
         at = time.monotonic() + fault.gap
         while time.monotonic() < at or not injector.strike(fault):
-            injector.turn()
+            injector.poll()
             given = [sending for sending in given if injector.watch.done_at(sending) is None]
             if len(given) < setup.sizes.at_once:
                 given.append(next(work))
@@ -167,10 +167,10 @@ def _attack(injector: Injector, faults: Sequence[Fault], setup: Setup) -> None:
 
 
 def _await_end(injector: Injector) -> list[str]:
-    """Until all that was sent is done and all that was struck is back; what isn't in time."""
+    """Wait until all sent jobs have ended and all faults are over; returns those that are not in time."""
     until = time.monotonic() + END_SECONDS
     while time.monotonic() < until:
-        injector.turn()
+        injector.poll()
         left = [sending.label for sending in injector.senders.sent if injector.watch.done_at(sending) is None]
         left += injector.watch.still_open()
         if not left and not injector.busy:

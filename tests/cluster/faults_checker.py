@@ -1,16 +1,16 @@
-"""Judges a run from outside: it knows the inputs, and reads Kafka, Parquet and the jobs' papers with json and pyarrow.
+"""Checks a run from outside, by its inputs: reads Kafka, Parquet and the jobs' records with json and pyarrow.
 
-It shares no code with the ledger, the results' readers or the announcer, and looks at nothing that is private to jobs.
+It shares no code with the ledger, the results' readers or the announcer, and reads no internal objects of jobs.
 
     I1  each line has one terminal result in its job, and its text is that of an undisturbed run; a row is cancelled or
-        expired only where closing.json says so; an input is as many jobs as it was sent times, and a retry has the
-        rows that the first job left; each result is told on Kafka, the same in each repeat, and nothing else is told;
-        what is no request is a dead letter
-    I2  a part that a reader saw while the run was on stands unchanged
+        expired only if closing.json has that reason; an input becomes one job for each time it was sent, and a retry
+        has the rows that the first job left; each result is published on Kafka, the same in each repeat, and nothing
+        else is; an invalid request is a dead letter
+    I2  a part that a reader saw during the run is unchanged
     I3  the manifest's counts are those of the rows and sum to the total; its files are the parts, by size and sha256
-    I4  all that lies under results/ is a whole Parquet file, and was whenever a reader looked
-    I5  what was repeated is reported, and within the bound that the manifest gives
-    I7  every job has ended (how soon after each fault is for the script to say)
+    I4  each object under results/ is a whole Parquet file, and was at each read
+    I5  repeated tokens are reported, and within the manifest's bound
+    I7  every job has ended (the script measures how soon after each fault)
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class CopiedJob:
 
 @dataclass
 class Checker:
-    """Looks at everything; what is wrong is in `broken`, a line each that begins with the invariant.
+    """Checks all invariants; `broken` has a line for each violation, which begins with the invariant.
 
     Attributes:
-        notes: what is odd, and not our doing.
+        notes: oddities that tokenmill doesn't cause.
         outcomes: jobs by how they ended.  rows: by status.  tokens: of committed answers, repeated, and at most.
     """
 
@@ -74,25 +74,25 @@ class Checker:
         self.broken += self.evidence.complaints
         self._check_seen()
         folder = self.evidence.jobs
-        jobs = [self._read_job(place) for place in sorted(folder.iterdir())] if folder.is_dir() else []
+        jobs = [self._read_job(job_folder) for job_folder in sorted(folder.iterdir())] if folder.is_dir() else []
         by_label: defaultdict[str, list[CopiedJob]] = defaultdict(list)
         for job in jobs:
             by_label[job.label].append(job)
         sent = {sending.label: sending for sending in self.evidence.sent}
         for job in (job for label, of_it in by_label.items() if label not in sent for job in of_it):
-            self._say("I1", f"job {job.name} is of no input")
+            self._report_violation("I1", f"job {job.name} is of no input")
         for label, sending in sent.items():
             found = sorted(by_label[label], key=lambda job: (job.created_at, job.name))
-            if sending.door == "kafka records":
+            if sending.source == "kafka records":
                 self._check_records(sending, found)
             else:
                 self._check_file(sending, found)
         self._check_told(sent, jobs)
-        self._check_letters(sent)
+        self._check_dead_letters(sent)
         self._check_sampled()
         return self.broken
 
-    def _say(self, invariant: str, what: str) -> None:
+    def _report_violation(self, invariant: str, what: str) -> None:
         self.broken.append(f"{invariant}: {what}")
 
     # -- a job by itself
@@ -101,38 +101,40 @@ class Checker:
         for key, digest in sorted(self.evidence.seen.items()):
             path = self.evidence.jobs / key
             if not path.is_file():
-                self._say("I2", f"{key} was seen, and is gone")
+                self._report_violation("I2", f"{key} was seen, and is gone")
             elif hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-                self._say("I2", f"{key} is not what was seen")
+                self._report_violation("I2", f"{key} is not what was seen")
 
-    def _read_job(self, place: Path) -> CopiedJob:
+    def _read_job(self, job_folder: Path) -> CopiedJob:
         rows: list[Row] = []
         files: dict[str, tuple[int, str, int]] = {}
-        for path in sorted((place / "results").iterdir()) if (place / "results").is_dir() else ():
+        for path in sorted((job_folder / "results").iterdir()) if (job_folder / "results").is_dir() else ():
             data = path.read_bytes()
             try:
                 found = pq.read_table(io.BytesIO(data), use_threads=False).to_pylist()
             except (pa.ArrowInvalid, OSError) as error:
-                self._say("I4", f"{place.name}/results/{path.name} is not a whole Parquet file: {error}")
+                self._report_violation(
+                    "I4", f"{job_folder.name}/results/{path.name} is not a whole Parquet file: {error}"
+                )
                 continue
             if not PART.fullmatch(path.name):
-                self._say("I4", f"{place.name}/results/{path.name} is no part")
+                self._report_violation("I4", f"{job_folder.name}/results/{path.name} is no part")
             files[f"results/{path.name}"] = (len(data), hashlib.sha256(data).hexdigest(), len(found))
             rows += found
-        papers = {name: place / f"{name}.json" for name in ("manifest", "closing")}
-        read = {name: json.loads(path.read_bytes()) if path.is_file() else None for name, path in papers.items()}
+        records = {name: job_folder / f"{name}.json" for name in ("manifest", "closing")}
+        read = {name: json.loads(path.read_bytes()) if path.is_file() else None for name, path in records.items()}
         closing = None if read["closing"] is None else str(read["closing"]["kind"])
         labels = {row["custom_id"].rpartition("/")[0] for row in rows if row["custom_id"]}
         if len(labels) > 1:
-            self._say("I1", f"job {place.name} has rows of several inputs: {sorted(labels)}")
-        job = CopiedJob(place.name, rows, read["manifest"], closing, min(labels, default=""))
+            self._report_violation("I1", f"job {job_folder.name} has rows of several inputs: {sorted(labels)}")
+        job = CopiedJob(job_folder.name, rows, read["manifest"], closing, min(labels, default=""))
         self._check_manifest(job, files)
         return job
 
     def _check_manifest(self, job: CopiedJob, files: dict[str, tuple[int, str, int]]) -> None:
         manifest = job.manifest
         if manifest is None:
-            self._say("I7", f"job {job.name} has not ended")
+            self._report_violation("I7", f"job {job.name} has not ended")
             return
         statuses = Counter(row["status"] for row in job.rows)
         self.outcomes[manifest["status"]] += 1
@@ -140,29 +142,33 @@ class Checker:
         counts = manifest["counts"]
         shown = {name: counts[name] for name in STATUSES if counts.get(name)}
         if shown != dict(statuses) or counts["total"] != len(job.rows) or counts.get("pending"):
-            self._say("I3", f"job {job.name} counts {counts}, but its rows are {dict(statuses)}")
+            self._report_violation("I3", f"job {job.name} counts {counts}, but its rows are {dict(statuses)}")
         listed = {entry["path"]: (entry["size"], entry["sha256"], entry["rows"]) for entry in manifest["files"]}
         if listed != files:
             odd = sorted(name for name in listed.keys() | files.keys() if listed.get(name) != files.get(name))
-            self._say("I3", f"the manifest of job {job.name} has other files than results/ holds: {odd[:5]}")
+            self._report_violation(
+                "I3", f"the manifest of job {job.name} has other files than results/ holds: {odd[:5]}"
+            )
         ended = next((ENDINGS[name] for name in ("cancelled", "expired") if statuses[name]), "completed")
         if manifest["status"] != ended:
-            self._say("I3", f"job {job.name} ended as {manifest['status']}, but its rows say {ended}")
+            self._report_violation("I3", f"job {job.name} ended as {manifest['status']}, but its rows say {ended}")
         usage = manifest["usage"]
         repeated, at_most = usage.get("repeated", 0), manifest.get("repeated_at_most", 0)
         self.tokens.update({"committed": usage.get("completion", 0), "repeated": repeated, "at most": at_most})
         if repeated > at_most:
-            self._say("I5", f"job {job.name} reports {repeated} repeated tokens, but at most {at_most}")
+            self._report_violation("I5", f"job {job.name} reports {repeated} repeated tokens, but at most {at_most}")
 
     # -- an input and its jobs
 
     def _check_file(self, sending: Sending, jobs: list[CopiedJob]) -> None:
         times = 1
-        if sending.door == "kafka jobs":  # each record that stands in the topic is an order of its own
+        if sending.source == "kafka jobs":  # each record that stands in the topic is a job of its own
             name = f"/{sending.label}.jsonl".encode()
             times = sum(name in record.value for record in self.evidence.references)
         if not times <= len(jobs) <= times + sending.retries:
-            self._say("I1", f"input {sending.label} ({sending.door}) came {times} times, but is {len(jobs)} jobs")
+            self._report_violation(
+                "I1", f"input {sending.label} ({sending.source}) came {times} times, but is {len(jobs)} jobs"
+            )
         lines = dict(enumerate(sending.lines))
         for job in jobs[:times]:
             self._check_rows(job, sending, lines)
@@ -199,18 +205,20 @@ class Checker:
     def _compare(self, where: str, doubled: Any, missing: Any, unknown: Any) -> None:
         for what, odd in (("are there twice", doubled), ("have no result", missing), ("were never sent", unknown)):
             if odd:
-                self._say("I1", f"{len(odd)} rows of {where} {what}, such as {sorted(odd, key=str)[:5]}")
+                self._report_violation("I1", f"{len(odd)} rows of {where} {what}, such as {sorted(odd, key=str)[:5]}")
 
     def _check_row(self, where: str, row: Row, line: Line, job: CopiedJob, sending: Sending) -> None:
         if row["custom_id"] != line.custom_id:
-            self._say("I1", f"{where} bears {row['custom_id']!r} instead of {line.custom_id!r}")
+            self._report_violation("I1", f"{where} bears {row['custom_id']!r} instead of {line.custom_id!r}")
         ended = (row["status"], row["error_code"])
         if ended in CLOSED:
             if not CLOSED[ended] == job.closing == sending.closes:
-                self._say("I1", f"{where} is {row['status']}, but closing.json says {job.closing}")
+                self._report_violation("I1", f"{where} is {row['status']}, but closing.json says {job.closing}")
             return
         if ended != (("succeeded", None) if line.error is None else ("failed", line.error)):
-            self._say("I1", f"{where} ended as {row['status']} ({row['error_code']}: {row['error_message']})")
+            self._report_violation(
+                "I1", f"{where} ended as {row['status']} ({row['error_code']}: {row['error_message']})"
+            )
             return
         if line.error is not None:
             return
@@ -218,42 +226,46 @@ class Checker:
         told = json.loads(row["response"])["choices"][0]["message"]["content"]
         facts = (row["text"], row["finish_reason"], row["completion_tokens"])
         if facts != (want.text, want.finish_reason, want.completion_tokens) or told != want.text:
-            self._say("I1", f"{where} says {facts}, but an undisturbed run says {want}")
+            self._report_violation("I1", f"{where} says {facts}, but an undisturbed run says {want}")
 
     # -- Kafka
 
     def _check_told(self, sent: dict[str, Sending], jobs: list[CopiedJob]) -> None:
-        """All results of the jobs that came by Kafka are told, as they stand, and nothing else."""
+        """Exactly the results of the jobs from Kafka are published, as committed."""
         by_kafka = {"kafka records", "kafka jobs"}
         rows = {(job.name, row["row"]): row for job in jobs for row in job.rows}
         wanted = {
             (job.name, row["row"])
             for job in jobs
-            if job.label in sent and sent[job.label].door in by_kafka
+            if job.label in sent and sent[job.label].source in by_kafka
             for row in job.rows
         }
-        sources = {record.place: record.value for record in self.evidence.requests}
+        sources = {record.location: record.value for record in self.evidence.requests}
         values: dict[bytes, bytes] = {}
         told: dict[tuple[str, int], bytes] = {}
         for record in self.evidence.results:
             number = record.headers["result_id"]
             self.repeats_told += number in values
             if values.setdefault(number, record.value) != record.value:
-                self._say("I1", f"result {number.decode()} is told in two ways")
+                self._report_violation("I1", f"result {number.decode()} is published in two versions")
                 continue
             message = json.loads(record.value)
             at = (message["job"], message["row"])
             if told.setdefault(at, number) != number:
-                self._say("I1", f"row {at[1]} of job {at[0]} is told as two results")
+                self._report_violation("I1", f"row {at[1]} of job {at[0]} is published as two results")
             if at not in rows:
-                self._say("I1", f"row {at[1]} of job {at[0]} is told at {record.place}, but no such row is committed")
+                self._report_violation(
+                    "I1", f"row {at[1]} of job {at[0]} is published at {record.location}, but no such row is committed"
+                )
             else:
                 self._check_message(message, rows[at], record)
             source = record.headers.get("source", b"").decode()
             if source and json.loads(sources.get(source, b"{}")).get("custom_id") != message["custom_id"]:
-                self._say("I1", f"what is told at {record.place} is said to be of {source}, which is another request")
+                self._report_violation(
+                    "I1", f"what is published at {record.location} has the source {source}, which is another request"
+                )
         for name, at in sorted(wanted - told.keys()):
-            self._say("I1", f"row {at} of job {name} came by Kafka and is not told there")
+            self._report_violation("I1", f"row {at} of job {name} came by Kafka and is not published there")
 
     def _check_message(self, message: dict[str, Any], row: Row, record: TopicRecord) -> None:
         response, error = message.get("response"), message.get("error")
@@ -261,26 +273,26 @@ class Checker:
         code = None if error is None else error["code"]
         facts = (message["custom_id"], message["status"], text, code)
         if facts != (row["custom_id"], row["status"], row["text"], row["error_code"]):
-            self._say("I1", f"what is told at {record.place} is not what is committed: {facts}")
+            self._report_violation("I1", f"what is published at {record.location} is not what is committed: {facts}")
 
-    def _check_letters(self, sent: dict[str, Sending]) -> None:
-        """What is no request is a dead letter, and nothing else is."""
-        letters = {record.value for record in self.evidence.letters}
+    def _check_dead_letters(self, sent: dict[str, Sending]) -> None:
+        """Exactly the invalid requests are dead letters."""
+        dead_letters = {record.value for record in self.evidence.dead_letters}
         stored = {record.value for record in self.evidence.requests}
         wrong = {line.text for sending in sent.values() for line in sending.lines if line.error == "invalid_json"}
-        for value in sorted((stored & wrong) - letters):
-            self._say("I1", f"{value[:60]!r} is no request and no dead letter")
-        for value in sorted(letters - (stored & wrong)):
-            self._say("I1", f"{value[:60]!r} is a dead letter, but a request")
+        for value in sorted((stored & wrong) - dead_letters):
+            self._report_violation("I1", f"{value[:60]!r} is no request and no dead letter")
+        for value in sorted(dead_letters - (stored & wrong)):
+            self._report_violation("I1", f"{value[:60]!r} is a dead letter, but a request")
 
     def _check_sampled(self) -> None:
-        """What was sampled and is in no answer was reported, as far as anybody could know of it."""
+        """Sampled tokens without an answer are reported, as far as they could be logged."""
         if self.evidence.sampled is None:
             return
         self.tokens["sampled"] = self.evidence.sampled
         wasted = self.evidence.sampled - self.tokens["committed"]
         if not self.tokens["repeated"] <= wasted <= self.tokens["at most"]:
-            self._say(
+            self._report_violation(
                 "I5",
                 f"{wasted} tokens are in no answer, but {self.tokens['repeated']} are reported as repeated, and "
                 f"{self.tokens['at most']} at most",

@@ -1,4 +1,4 @@
-"""What is judged after a run: what went in, what Kafka holds, and the jobs' papers and Parquet as a user has them."""
+"""The evidence of a run: its inputs, Kafka's topics, and the jobs' records and Parquet files as users read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cluster.cluster import BUCKET, Cluster
 from tests.cluster.faults_plan import Sending
 
 QUIET_SECONDS: Final = 3.0
-"""A topic that has given nothing for so long is read to its end: this broker's end offsets can't be trusted."""
+"""A topic without a record for this long is read to its end, because this broker's end offsets are unreliable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class TopicRecord:
-    """A record, wherever it lies. `place`: topic/partition/offset."""
+    """A Kafka record. `location`: topic/partition/offset."""
 
-    place: str
+    location: str
     key: bytes | None
     value: bytes
     headers: Mapping[str, bytes]
@@ -36,16 +36,17 @@ class TopicRecord:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the checker gets.
+    """The input of the checker.
 
     Attributes:
         sent: the inputs.
-        reference: custom_id -> what the row must say if it succeeded.
+        reference: custom_id -> the row's answer if it succeeded.
         jobs: a folder with ID/results/part-*.parquet, ID/manifest.json and ID/closing.json.
-        requests, references, results, letters: what Kafka's topics of requests, jobs, results and dead letters hold.
-        seen: "ID/results/part-…" -> sha256, of parts that a reader saw while the run was on.
-        complaints: what that reader found wrong.
-        sampled: tokens that all workers have sampled, if anything counted them.
+        requests, references, results, dead_letters: records of Kafka's topics of requests, jobs,
+            results and dead letters.
+        seen: "ID/results/part-…" -> sha256, of parts that a reader saw during the run.
+        complaints: violations that this reader found.
+        sampled: tokens that all workers have sampled, if they were counted.
     """
 
     sent: tuple[Sending, ...]
@@ -54,7 +55,7 @@ class Evidence:
     requests: tuple[TopicRecord, ...] = ()
     references: tuple[TopicRecord, ...] = ()
     results: tuple[TopicRecord, ...] = ()
-    letters: tuple[TopicRecord, ...] = ()
+    dead_letters: tuple[TopicRecord, ...] = ()
     seen: Mapping[str, str] = field(default_factory=dict)
     complaints: tuple[str, ...] = ()
     sampled: int | None = None
@@ -90,8 +91,8 @@ def read_topic(cluster: Cluster, topic: str, at_least: int = 0, patience: float 
                 for record in records:
                     headers = dict(record.headers)
                     known.add(headers.get("result_id") or record.value)
-                    place = f"{record.topic}/{record.partition}/{record.offset}"
-                    found.append(TopicRecord(place, record.key, record.value, headers))
+                    location = f"{record.topic}/{record.partition}/{record.offset}"
+                    found.append(TopicRecord(location, record.key, record.value, headers))
     finally:
         consumer.close()
     return tuple(found)

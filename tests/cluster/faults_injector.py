@@ -1,6 +1,6 @@
-"""Does to a cluster what was drawn, and what an operator's supervisor does: what has died is started again.
+"""Injects the planned faults into a cluster, and restarts processes that died, as an operator's supervisor does.
 
-One thread calls `strike` and `turn`; what has to wait (senders, cancels, retries) does so on threads of its own.
+One thread calls `strike` and `poll`; senders, cancels and retries, which block, run on threads of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.cluster.faults_races import Races
 from tests.cluster.faults_watch import Watch
 
 RESTART_SECONDS: Final = 1.0
-"""A process that ended by itself is started again after this long."""
+"""Time until a process that ended by itself is restarted."""
 
 S3_FAULTS: Final[dict[str, dict[str, Any]]] = {
     "s3 busy": {"kind": "status", "status": 503, "chance": 0.6},
@@ -48,8 +48,8 @@ class Injector:
 
     Attributes:
         names: of the plan's processes -> of the cluster's.
-        probes, races: what is sent when a fault strikes, by its number.
-        ended: processes that ended though nobody told them to, with their last words.
+        probes, races: jobs that are sent with a fault, by its number.
+        ended: processes that ended without being stopped, with the end of their logs.
         unsent: why something could not be sent, cancelled or tried again.
     """
 
@@ -101,8 +101,8 @@ class Injector:
         self.send(self.probes[fault.number])
         return True
 
-    def turn(self) -> None:
-        """Do what is due, start again what has ended, and note what a sender raised."""
+    def poll(self) -> None:
+        """Run due actions, restart processes that ended, and record exceptions of senders."""
         while self._due and self._due[0][0] <= time.monotonic():
             heapq.heappop(self._due)[2]()
         for name, process in self.cluster.processes.items():
@@ -143,7 +143,7 @@ class Injector:
         self._down.discard(name)
 
     def _held(self, fault: Fault) -> tuple[tuple[str, int], ...]:
-        """Shards that the victim has, as its heart says."""
+        """Shards that the victim holds, by its heartbeat."""
         if not fault.target.startswith("worker") or fault.kind not in ("kill", "stop"):
             return ()
         pid = self.cluster.processes[self.names[fault.target]].pid

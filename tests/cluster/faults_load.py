@@ -1,7 +1,7 @@
-"""Sends inputs in by every door, as careful senders do: what isn't confirmed is sent again under the same name.
+"""Sends inputs through every ingest source, as careful senders do: an unconfirmed input is sent again with its name.
 
-Senders reach S3 itself and not through what fails. A file that is written twice is meant twice, and a sender that
-doesn't know whether it wrote would only blur what is judged.
+Senders reach S3 directly, not through the failing proxy. A file that is written twice counts as two inputs, so a sender
+that doesn't know whether it wrote would blur the check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.cluster.cluster import BUCKET, Cluster
 from tests.cluster.faults_plan import Sending
 
 PATIENCE: Final = 120.0
-"""Seconds after which a sender gives up; nothing is away for so long."""
+"""Seconds after which a sender gives up; no outage lasts as long."""
 
 ANSWER_SECONDS: Final = 8.0
 PAUSE: Final = 0.5
@@ -32,14 +32,14 @@ Entry = tuple[bytes, bytes, list[tuple[str, bytes]]]
 
 
 class NotSent(Exception):
-    """Raised when a door took nothing within `PATIENCE`."""
+    """Raised when a source took nothing within `PATIENCE`."""
 
 
 class Senders:
-    """All doors of a cluster. Threads may share one. `sent`: what went in, in the order in which it began to.
+    """All sources of a cluster. Threads may share one. `sent`: what went in, in the order in which it began to.
 
     Attributes:
-        again: how often something was sent again because nobody had confirmed it.
+        again: how often an input was sent again because it was unconfirmed.
     """
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
@@ -51,25 +51,25 @@ class Senders:
         self.again = 0
 
     def send(self, sending: Sending) -> None:
-        """Return when the door has it for certain. Raises `NotSent`."""
+        """Return when the source has it for certain. Raises `NotSent`."""
         with self._lock:
             self.sent.append(sending)
         deadline = None if sending.deadline is None else f"{sending.deadline}s"
         options = {} if deadline is None else {"deadline": deadline}
-        if sending.door in ("bucket", "bucket bulk"):
-            folder = "incoming/bulk/" if sending.door == "bucket bulk" else "incoming/"
+        if sending.source in ("bucket", "bucket bulk"):
+            folder = "incoming/bulk/" if sending.source == "bucket bulk" else "incoming/"
             self._put(f"{folder}{sending.label}.jsonl", sending, {f"tokenmill-{k}": v for k, v in options.items()})
-        elif sending.door == "kafka jobs":
+        elif sending.source == "kafka jobs":
             uri = self._put(f"elsewhere/{sending.label}.jsonl", sending)
             value = json.dumps({"uri": uri, "options": options}).encode()
             self._produce("tokenmill.jobs", [(sending.label.encode(), value, [])])
-        elif sending.door == "kafka records":
+        elif sending.source == "kafka records":
             headers = [("job", sending.label.encode()), *((name, value.encode()) for name, value in options.items())]
             lines = sending.lines
             # The same request again goes to the same partition, where it is known.
             records = [(line.custom_id or "none", line.text) for line in lines]
             self._produce("tokenmill.requests", [(key.encode(), text, headers) for key, text in records])
-        elif sending.door == "celery uri":
+        elif sending.source == "celery uri":
             self.call(
                 "submit", f"submit-{sending.label}", self._put(f"by-task/{sending.label}.jsonl", sending), options
             )

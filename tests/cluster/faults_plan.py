@@ -1,7 +1,8 @@
-"""What a seed stands for: which faults strike in which order, how long after each other, and which jobs come meanwhile.
+"""The plan of a run: the order and the intervals of the faults, and the jobs that arrive meanwhile, drawn from a seed.
 
-All of it is drawn before anything starts, so a run is repeated by its seed. What a fault meets depends on the machine:
-real processes are not as repeatable as what is done to them.
+The whole plan is drawn before the run, so its seed repeats it. The state that a fault meets depends on the machine:
+    real
+processes are not as reproducible as the faults.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ INTAKES = ("intake-1", "intake-2")
 PROCESSES = (*DISPATCHERS, *INTAKES, *WORKERS)
 
 SILENCE = 12.0
-"""A worker that is stopped for longer than this counts as dead, and its shards go to others before it goes on."""
+"""A worker that is stopped for longer than this counts as dead, and its shards go to others before it continues."""
 
 DECK = (
     ("kill", WORKERS, 4),
@@ -38,7 +39,7 @@ DECK = (
     ("stop", INTAKES, 2),
     ("s3 slow", (), 2),
 )
-"""Kind, whom it may hit, and how many of it there are among 40. A shorter run takes them in turns, from the first."""
+"""Kind, possible targets, and number among 40 faults. A shorter run takes the kinds in rotation, from the first."""
 
 PAUSES = {"worker": ((1.0, 4.0), (SILENCE + 2, SILENCE + 6)), "dispatcher": ((7.0, 10.0),), "intake": ((8.0, 11.0),)}
 """Seconds for which a process is stopped: beyond the lease of dispatchers and the session of Kafka's consumers; of
@@ -53,9 +54,9 @@ SECONDS = {
     "s3 lost": (5.0, 10.0),
 }
 
-DOORS = ("bucket", "kafka records", "kafka jobs", "celery uri", "celery requests", "bucket bulk")
-FILE_DOORS = frozenset({"bucket", "bucket bulk", "kafka jobs", "celery uri"})
-"""Where lines come as they are: what is no request is a failed row. Kafka's are dead letters instead."""
+SOURCES = ("bucket", "kafka records", "kafka jobs", "celery uri", "celery requests", "bucket bulk")
+FILE_SOURCES = frozenset({"bucket", "bucket bulk", "kafka jobs", "celery uri"})
+"""Sources of unparsed lines, whose invalid requests are failed rows. Invalid requests from Kafka are dead letters."""
 
 WORDS = (
     *("river", "stone", "lamp", "copper", "winter", "orchard", "engine", "ladder", "silver", "harbour", "window"),
@@ -87,7 +88,7 @@ class Scale:
         rows: of a job, the least and the most.  race_rows: of one that is closed while it runs.
         max_tokens: of a row, the least and the most.
         expire_seconds: the deadline of one that is to expire.
-        at_once: jobs that are open at any time, beside those that belong to faults.
+        at_once: jobs that are open at any time, without those that belong to faults.
     """
 
     rows: tuple[int, int]
@@ -114,7 +115,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """One input and the way it goes. `label` begins each custom_id, so a result tells which input it is of.
+    """One input and the way it goes. `label` begins each custom_id, so each result can be traced to its input.
 
     Attributes:
         role: "work", "probe" (sent when a fault strikes, to see when it is answered), or the race that it is for.
@@ -122,7 +123,7 @@ class Sending:
     """
 
     label: str
-    door: str
+    source: str
     lines: tuple[Line, ...]
     role: str = "work"
     deadline: int | None = None
@@ -139,8 +140,8 @@ class Sending:
 
     @property
     def rows(self) -> int:
-        """Results that it must have: over Kafka what is no request has none."""
-        return sum(line.error is None or self.door in FILE_DOORS for line in self.lines)
+        """Results that it must have; an invalid request from Kafka has none."""
+        return sum(line.error is None or self.source in FILE_SOURCES for line in self.lines)
 
     @property
     def data(self) -> bytes:
@@ -152,7 +153,7 @@ def draw_faults(seed: int, count: int) -> list[Fault]:
     """`count` faults, in the order in which they strike."""
     chance = random.Random(f"faults {seed}")
     most = max(many for _, _, many in DECK)
-    rounds = [(kind, targets) for turn in range(most) for kind, targets, many in DECK if turn < many]
+    rounds = [(kind, targets) for number in range(most) for kind, targets, many in DECK if number < many]
     cards: list[tuple[str, Sequence[str]]] = [rounds[at % len(rounds)] for at in range(count)]
     chance.shuffle(cards)
     return [_fault(chance, number, kind, targets) for number, (kind, targets) in enumerate(cards, 1)]
@@ -167,10 +168,10 @@ def _fault(chance: random.Random, number: int, kind: str, targets: Sequence[str]
 
 
 def draw_work(seed: int, scale: Scale) -> Iterator[Sending]:
-    """The jobs that come by all doors in turn, for as long as they are wanted."""
+    """An endless rotation of jobs over all ingest sources."""
     for number in itertools.count():
         rows = random.Random(f"rows {seed} {number}").randint(*scale.rows)
-        yield _sending(seed, f"w{number:02d}", DOORS[number % len(DOORS)], rows, scale)
+        yield _sending(seed, f"w{number:02d}", SOURCES[number % len(SOURCES)], rows, scale)
 
 
 def draw_races(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, Sending]:
@@ -178,42 +179,44 @@ def draw_races(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, Se
     found = {}
     for fault in faults:
         if fault.kind in ("cancel", "expire", "retry"):
-            door = "celery uri" if fault.number % 2 else "bucket"
+            source = "celery uri" if fault.number % 2 else "bucket"
             # All of them go before other work: they are to run when they are closed.
             deadline = scale.expire_seconds if fault.kind == "expire" else 3_600
             label = f"{fault.kind[0]}{fault.number:02d}"
-            found[fault.number] = _sending(seed, label, door, scale.race_rows, scale, fault.kind, deadline)
+            found[fault.number] = _sending(seed, label, source, scale.race_rows, scale, fault.kind, deadline)
     return found
 
 
 def draw_probes(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, Sending]:
     """A small, urgent job for each fault, by the fault's number. 0, -1 and -2 are sent before anything strikes."""
-    doors = {0: "bucket", -1: "kafka records", -2: "celery requests"}
+    sources = {0: "bucket", -1: "kafka records", -2: "celery requests"}
     for fault in faults:
         usual = "bucket" if fault.number % 2 else "kafka records"
-        doors[fault.number] = {"redis emptied": "celery requests", "broker restarted": "kafka records"}.get(
+        sources[fault.number] = {"redis emptied": "celery requests", "broker restarted": "kafka records"}.get(
             fault.kind, usual
         )
-    return {number: _sending(seed, f"p{number:02d}", door, 5, scale, "probe", 3_600) for number, door in doors.items()}
+    return {
+        number: _sending(seed, f"p{number:02d}", source, 5, scale, "probe", 3_600) for number, source in sources.items()
+    }
 
 
 def _sending(
-    seed: int, label: str, door: str, rows: int, scale: Scale, role: str = "work", deadline: int | None = None
+    seed: int, label: str, source: str, rows: int, scale: Scale, role: str = "work", deadline: int | None = None
 ) -> Sending:
     chance = random.Random(f"{seed} {label}")
     lines: list[Line] = []
     for number in range(rows):
         luck = chance.random()
         custom_id = f"{label}/{number:05d}"
-        if luck < 0.01 and role == "work" and door != "celery requests":
+        if luck < 0.01 and role == "work" and source != "celery requests":
             lines.append(Line(f"{custom_id} is not JSON".encode(), None, "invalid_json"))
-        elif luck < 0.02 and role == "work" and door in FILE_DOORS and lines and lines[-1].error is None:
+        elif luck < 0.02 and role == "work" and source in FILE_SOURCES and lines and lines[-1].error is None:
             lines.append(Line(lines[-1].text, lines[-1].custom_id, "duplicate_custom_id"))
         else:  # now and then the same request as one before, under a name of its own
             same = random.Random(f"{seed} {label} {chance.randrange(number + 1) if luck < 0.05 else number}")
             text = f"{label}: {' '.join(same.choices(WORDS, k=12))}"
             lines.append(Line(_line(custom_id, text, same.randint(*scale.max_tokens)), custom_id))
-    return Sending(label, door, tuple(lines), role, deadline)
+    return Sending(label, source, tuple(lines), role, deadline)
 
 
 def _line(custom_id: str, text: str, max_tokens: int) -> bytes:

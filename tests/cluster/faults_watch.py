@@ -1,7 +1,8 @@
-"""A reader that looks at the results all the time, as users may at any moment, and notes what it sees and when.
+"""A reader that polls the results during a run, as users may at any moment, and records what it reads and when.
 
-What it notes is evidence: a part that it has seen must stand unchanged at the end, and whatever it reads must be whole.
-It reads what users read (results, manifest, progress), past all that fails.
+Its records are evidence: a part that it has read must be unchanged at the end, and each read must be whole. It reads
+    the
+objects of users (results, manifest, progress) directly, not through the failing proxy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.cluster.cluster import BUCKET, Cluster
 from tests.cluster.faults_plan import Sending
 
 EVERY: Final = 1.0
-"""Seconds between two looks."""
+"""Poll interval in seconds."""
 
 
 @dataclass
@@ -32,7 +33,7 @@ class SeenJob:
     """A job as far as it was seen; times are monotonic.
 
     Attributes:
-        label: of the input that it is of, once a row told.
+        label: that of its input, once a row has been read.
         parts: key -> (size, the store's tag, when it was seen first).
         ended_at: when its manifest was seen.
     """
@@ -44,12 +45,12 @@ class SeenJob:
 
 
 class Watch:
-    """Looks on a thread of its own between `with` and its end.
+    """Polls on a thread of its own inside a `with` block.
 
     Attributes:
         digests: key of each part that was seen -> sha256 of its bytes.
-        complaints: what was not as it must be, when it was looked at.
-        looks: how often was looked.
+        complaints: violations that it found.
+        polls: number of polls.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -60,7 +61,7 @@ class Watch:
         self._jobs: dict[str, SeenJob] = {}
         self.digests: dict[str, str] = {}
         self.complaints: list[str] = []
-        self.looks = 0
+        self.polls = 0
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -96,23 +97,23 @@ class Watch:
         with self._lock:
             return sorted(name for name, job in self._jobs.items() if job.ended_at is None)
 
-    # -- looking
+    # -- polling
 
     def _run(self) -> None:
         try:
             while not self._stop.wait(EVERY):
-                self.look()
-        except Exception as error:  # noqa: BLE001 - nobody joins it before the end, and then it is one of the findings
+                self.poll()
+        except Exception as error:  # noqa: BLE001 - the thread is joined at the end, and then the error is a finding
             self.complaints.append(f"the reader ended: {error!r}")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """At every job that hasn't ended."""
         for name in self._folders():
             with self._lock:
                 job = self._jobs.setdefault(name, SeenJob())
             if job.ended_at is None:
                 self._look_at(name, job)
-        self.looks += 1
+        self.polls += 1
 
     def _look_at(self, name: str, job: SeenJob) -> None:
         manifest = self._read(f"{JOBS}{name}/{MANIFEST}")  # first: the parts that are listed then are all there are

@@ -1,4 +1,4 @@
-"""One file, sent in by every door of a cluster, and what comes out of each."""
+"""Sends one file through every ingest source of a cluster, and reads the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOORS = 5
 
 
 def send(cluster: Cluster, source: Path) -> None:
-    """The file, by every door."""
+    """Send the file through every ingest source."""
     from celery import Celery
     from kafka import KafkaProducer
 
@@ -35,7 +35,7 @@ def send(cluster: Cluster, source: Path) -> None:
     producer.flush(30)
     producer.close()
     s3.put_object(Bucket=BUCKET, Key=f"by-task/{source.name}", Body=data)
-    caller = Celery("a-caller", broker=cluster.redis.url, backend=cluster.redis.url)  # it knows names only
+    caller = Celery("a-caller", broker=cluster.redis.url, backend=cluster.redis.url)  # it has only task names
     uri = f"s3://{BUCKET}/by-task/{source.name}"
     job = caller.send_task("tokenmill.submit", args=[uri], queue="tokenmill").get(timeout=HANG_SECONDS)
     assert job in cluster.jobs(), job
@@ -68,31 +68,31 @@ def told(cluster: Cluster, expected: int) -> int:
 
 
 def by_door(cluster: Cluster) -> dict[str, list[tuple[str, Manifest]]]:
-    """Outcomes by the door that their jobs came by."""
-    doors: dict[str, list[tuple[str, Manifest]]] = {}
+    """Outcomes of jobs by their ingest source."""
+    sources: dict[str, list[tuple[str, Manifest]]] = {}
     for job, manifest in cluster.outcomes().items():
         uri = cluster.ledger(job).job().input.uri
-        for door, mark in (
+        for source, mark in (
             ("bucket, bulk", "/incoming/bulk/"),
             ("bucket", "/incoming/"),
             ("kafka jobs", "/elsewhere/"),
             ("celery", "/by-task/"),
         ):
             if mark in uri:
-                doors.setdefault(door, []).append((job, manifest))
+                sources.setdefault(source, []).append((job, manifest))
                 break
         else:
-            doors.setdefault("kafka requests", []).append((job, manifest))
-    return doors
+            sources.setdefault("kafka requests", []).append((job, manifest))
+    return sources
 
 
 def all_done(cluster: Cluster, rows: int, refused: int = 0) -> bool:
-    """Whether each door has ended jobs of so many rows; over Kafka `refused` of them are no requests, and none is
+    """Whether each source has ended jobs of so many rows; over Kafka `refused` are invalid requests, and none is
     left."""
-    doors = by_door(cluster)
-    whole = [sum(manifest.counts.total for _, manifest in jobs) for jobs in doors.values()]
+    sources = by_door(cluster)
+    whole = [sum(manifest.counts.total for _, manifest in jobs) for jobs in sources.values()]
     return (
         len(whole) == DOORS
         and all(total >= rows - refused for total in whole)
-        and len(cluster.jobs()) == sum(map(len, doors.values()))
+        and len(cluster.jobs()) == sum(map(len, sources.values()))
     )

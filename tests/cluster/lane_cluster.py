@@ -1,4 +1,4 @@
-"""Gateways and null workers as real processes with a real Redis between them: all that streams need, and no more."""
+"""A minimal cluster for streams: gateways and null workers as processes, with a real Redis between them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LaneCluster:
         return f"http://127.0.0.1:{self._ports[name]}"
 
     def end(self, name: str, seconds: float = 60.0) -> int:
-        """Tell it to stop, and wait; how it ended."""
+        """Stop it and wait; returns its exit code."""
         self.processes[name].send_signal(signal.SIGTERM)
         return self.processes[name].wait(seconds)
 
@@ -74,14 +74,14 @@ class LaneCluster:
         self.processes[name].wait()
 
     def log(self, name: str) -> str:
-        """What processes of this name have said."""
+        """The log of the processes with this name."""
         return self._log_of(name).read_text(errors="replace")
 
     def _log_of(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
     def _beginnings(self, name: str) -> int:
-        """How often one has said that it is up."""
+        """How often one has logged that it is up."""
         return len(re.findall(r"^(?:serving|working for) ", self.log(name), re.MULTILINE))
 
     def _is_up(self, name: str, said_before: int) -> bool:
@@ -143,6 +143,6 @@ def readers(model: Path, kinds: Sequence[Kind], tokens: int, ramp: float, until:
 
 
 def dropped(log: str) -> dict[str, float]:
-    """Requests that the worker of this log stopped computing because nobody wanted them: id -> `time.time`."""
-    found = re.findall(r"timestamp='(\S+)' .*event='request dropped: .*request='(\S+)'", log)
+    """Requests that the worker of this log stopped computing because they were unwanted: id -> `time.time`."""
+    found = re.findall(r"timestamp='(\S+)' .*event='request cancelled: .*request='(\S+)'", log)
     return {request: datetime.fromisoformat(at).timestamp() for at, request in found}

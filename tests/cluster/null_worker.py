@@ -1,10 +1,11 @@
-"""A worker whose model costs nothing, and whose answers anybody can work out: all that is around a model, for real.
+"""A worker whose model costs nothing and whose answers can be calculated; everything but the model is real.
 
     python -m tests.cluster.null_worker --model MODEL … [--root ROOT] [--step-ms MS] [--switch-after SECONDS]
 
 It is `tokenmill worker` with another loader: MODEL's own tokenizer, and an engine whose runner makes each token from
-the whole prompt, the position and the token before. So a row that got another row's tokens, or went on from a wrong
-checkpoint, has another text than `Answers` works out. Its pin isn't the real model's: neither takes the other's shards.
+the whole prompt, the position and the previous token. A row with another row's tokens, or one that was resumed from a
+wrong checkpoint, therefore differs from the text of `Answers`. Its pin differs from the real model's, so neither takes
+the other's shards.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from workers.text.tokenizer import TokenIds, Tokenizer
 from workers.translation.requests import JobRules, ModelLimits, Translator
 
 NUM_BLOCKS: Final = 16_384
-"""Of 32 tokens each."""
+"""Number of cache blocks, of 32 tokens each."""
 
 FIRST_TOKEN: Final = 256
-"""Below lie special tokens and single bytes."""
+"""First ordinary token; special tokens and single bytes are below."""
 
 
 def next_tokens(prompts: Any, last: Any, known: Any, vocab_size: int) -> Any:

@@ -1,10 +1,10 @@
-"""Readers of streams as a process of their own, so that they take no time from whoever starts them: many clients on one
-event loop, each on a socket of its own, that note when which bytes came and judge them only when all is over.
+"""Clients that read streams, in a process of their own, so that they take no time from the tests' process. Many clients
+share one event loop, each with its own socket. They record the bytes with their times, and check them at the end.
 
     python -m tests.cluster.stream_clients < PLAN.json > REPORT.json
 
-Most read to the end. Some stop reading in the middle (their sockets take little, so the server feels it), and some hang
-up. A stream is right when it has every event in order, the whole text that the model gives, and its end.
+Most read to the end. Some stop reading in the middle (with small socket buffers, so the server is affected), and some
+hang up. A stream is correct when it has all events in order, the model's whole text, and its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import orjson
 ROOT: Final = Path(__file__).parents[2]
 CHAT: Final = "/v1/chat/completions"
 LITTLE: Final = 4_096
-"""Bytes that the sockets of those who will stop reading take."""
+"""Socket buffer of the clients that will stop reading, in bytes."""
 
 Kind = Literal["reads", "stalls", "leaves"]
 
@@ -57,7 +57,7 @@ class Plan:
 
     Attributes:
         url: of the gateway.  patience: seconds after which a client gives up.
-        wake: seconds after which those who stopped reading take what is left, and see how it ended; None: never.
+        wake: seconds after which clients that stopped reading read the rest; None: never.
     """
 
     url: str
@@ -72,7 +72,7 @@ class Seen:
 
     Attributes:
         stream: its id.
-        wrong: what is not as it must be; empty: nothing. Of one who hung up only the beginning is judged.
+        wrong: the violation; empty: none. Only the beginning is checked after a hang-up.
         begun: the request was sent.  arrivals: when bytes came.  ended: the last byte came, or it hung up.
         stopped: it read no more, or hung up.
         code: of the error that ended it.
@@ -110,7 +110,7 @@ def report_of(process: subprocess.Popen[bytes]) -> list[Seen]:
 
 
 class _Arrivals:
-    """Knows when the last of so many clients has got something. `last`: `time.monotonic`; infinite before."""
+    """Records when the last of several clients has received data. `last`: `time.monotonic`; infinite before."""
 
     def __init__(self, clients: int) -> None:
         self.last = float("inf")
@@ -175,7 +175,7 @@ class _Client:
         return time.monotonic() >= self._arrivals.last + self._reader.until
 
     def judge(self) -> Seen:
-        """Find what is wrong with what came."""
+        """Check the received events."""
         seen, wrong = self._seen, self._seen.wrong
         head, _, chunked = bytes(self._data).partition(b"\r\n\r\n")
         seen.status = int(head.split(b" ", 2)[1]) if head else 0
@@ -197,25 +197,25 @@ class _Client:
         return seen
 
     def _judge_text(self, chunks: Sequence[Mapping[str, Any]]) -> None:
-        """All choices have the same text. Whoever reads to the end has all of it, the others its beginning."""
+        """All choices have the same text. Clients that read to the end have all of it, the others its beginning."""
         seen, expected = self._seen, self._reader.text
-        said: defaultdict[int, str] = defaultdict(str)
+        texts: defaultdict[int, str] = defaultdict(str)
         reasons: dict[int, str] = {}
         for chunk in chunks:
             if "error" in chunk:
                 seen.code = chunk["error"]["code"]
                 continue
             for choice in chunk["choices"]:
-                said[choice["index"]] += choice["delta"].get("content") or ""
+                texts[choice["index"]] += choice["delta"].get("content") or ""
                 if choice["finish_reason"]:
                     reasons[choice["index"]] = choice["finish_reason"]
-        for text in said.values():
+        for text in texts.values():
             if not expected.startswith(text):
                 at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(expected, text, strict=False)))
                 seen.wrong.append(f"another text from character {at} on: {text[at:][:40]!r}")
             elif seen.kind == "reads" and text != expected:
                 seen.wrong.append(f"{len(text)} of {len(expected)} characters")
-        if seen.kind == "reads" and (set(reasons.values()), len(reasons), seen.code) != ({"length"}, len(said), None):
+        if seen.kind == "reads" and (set(reasons.values()), len(reasons), seen.code) != ({"length"}, len(texts), None):
             seen.wrong.append(f"it ended by {reasons}, error {seen.code}")
 
 

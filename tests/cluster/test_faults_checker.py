@@ -1,4 +1,4 @@
-"""The checker of the run of faults can fail: a sound copy passes, and each kind of damage is named."""
+"""The faults checker passes a sound copy, and reports each kind of damage."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Copy:
     parts: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
     closings: dict[str, str] = field(default_factory=dict)
     manifests: dict[str, dict[str, Any]] = field(default_factory=dict)
-    told: list[TopicRecord] = field(default_factory=list)
-    letters: list[TopicRecord] = field(default_factory=list)
+    published: list[TopicRecord] = field(default_factory=list)
+    dead_letters: list[TopicRecord] = field(default_factory=list)
     requests: list[TopicRecord] = field(default_factory=list)
 
     def write(self) -> Evidence:
-        """With manifests that fit what is there, as far as they are not given."""
+        """The evidence, with matching manifests where none are given."""
         for number, (job, parts) in enumerate(self.parts.items()):
             results = self.folder / job / "results"
             results.mkdir(parents=True, exist_ok=True)
@@ -89,8 +89,8 @@ class Copy:
             self.folder,
             tuple(self.requests),
             (),
-            tuple(self.told),
-            tuple(self.letters),
+            tuple(self.published),
+            tuple(self.dead_letters),
             seen,
         )
 
@@ -119,8 +119,8 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def told(job: str, row: dict[str, Any], offset: int) -> TopicRecord:
-    """A message of the results' topic that says what the row says."""
+def result_record(job: str, row: dict[str, Any], offset: int) -> TopicRecord:
+    """A message of the results topic with the row's result."""
     body = None if row["response"] is None else {"body": json.loads(row["response"])}
     error = None if row["error_code"] is None else {"code": row["error_code"]}
     value = {
@@ -133,7 +133,8 @@ def told(job: str, row: dict[str, Any], offset: int) -> TopicRecord:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Copy:
-    """A job from the bucket, one from Kafka whose records were told, and one that was cancelled and tried again."""
+    """A job from the bucket, one from Kafka whose records were published, and one that was cancelled and tried
+    again."""
     made = Copy(tmp_path)
     lines = [line(f"w00/{n}") for n in range(4)]
     made.sent.append(Sending("w00", "bucket", (*lines, NOT_JSON)))
@@ -148,8 +149,10 @@ def copy(tmp_path: Path) -> Copy:
     made.requests = [
         TopicRecord(f"requests/0/{n}", None, one.text, {}) for n, one in enumerate((*made.sent[1].lines, NOT_JSON))
     ]
-    made.letters = [TopicRecord("letters/0/0", None, NOT_JSON.text, {})] * 2
-    made.told = [told("job-b", row, n) for n, row in enumerate([*rows, rows[0]])]  # one is told twice, alike
+    made.dead_letters = [TopicRecord("letters/0/0", None, NOT_JSON.text, {})] * 2
+    made.published = [
+        result_record("job-b", row, n) for n, row in enumerate([*rows, rows[0]])
+    ]  # one is published twice, alike
     made.sent.append(Sending("r02", "celery uri", tuple(line(f"r02/{n}") for n in range(3)), "retry"))
     made.parts["job-c"] = {
         "part-00000.parquet": [],
@@ -190,7 +193,7 @@ def swap_two_rows(copy: Copy) -> None:
     first["row"], second["row"] = second["row"], first["row"]
 
 
-def add_a_row_nobody_sent(copy: Copy) -> None:
+def add_a_row_that_was_never_sent(copy: Copy) -> None:
     copy.parts["job-a"]["part-00002.parquet"].append(result("w00/9", 9))
 
 
@@ -198,7 +201,7 @@ def make_a_second_job(copy: Copy) -> None:
     copy.parts["job-e"] = copy.parts["job-a"]
 
 
-def make_a_job_of_nobody(copy: Copy) -> None:
+def make_a_job_without_input(copy: Copy) -> None:
     copy.parts["job-e"] = {"part-00000.parquet": [], "part-00001.parquet": [result("w99/0", 0)]}
 
 
@@ -220,46 +223,46 @@ def blame_the_engine(copy: Copy) -> None:
 
 def lose_a_record(copy: Copy) -> None:
     del copy.parts["job-b"]["part-00001.parquet"][1]
-    del copy.told[1]
+    del copy.published[1]
 
 
 def double_a_record(copy: Copy) -> None:
     row = result("w01/0", 0)
     copy.parts["job-e"] = {"part-00000.parquet": [], "part-00001.parquet": [row]}
-    copy.told.append(told("job-e", row, 9))
+    copy.published.append(result_record("job-e", row, 9))
 
 
-def tell_an_uncommitted_row(copy: Copy) -> None:
-    copy.told.append(told("job-b", result("w01/7", 7), 9))
+def publish_an_uncommitted_row(copy: Copy) -> None:
+    copy.published.append(result_record("job-b", result("w01/7", 7), 9))
 
 
-def tell_something_else(copy: Copy) -> None:
-    copy.told[1] = told("job-b", result("w01/1", 1, "engine_error"), 1)
+def publish_another_result(copy: Copy) -> None:
+    copy.published[1] = result_record("job-b", result("w01/1", 1, "engine_error"), 1)
 
 
-def tell_one_result_in_two_ways(copy: Copy) -> None:
-    copy.told[3] = replace(copy.told[3], value=copy.told[1].value)
+def publish_two_versions_of_a_result(copy: Copy) -> None:
+    copy.published[3] = replace(copy.published[3], value=copy.published[1].value)
 
 
-def tell_a_row_under_two_ids(copy: Copy) -> None:
-    headers = {**copy.told[3].headers, "result_id": b"other"}
-    copy.told[3] = replace(copy.told[3], headers=headers)
+def publish_a_row_under_two_ids(copy: Copy) -> None:
+    headers = {**copy.published[3].headers, "result_id": b"other"}
+    copy.published[3] = replace(copy.published[3], headers=headers)
 
 
 def say_that_it_is_of_another_record(copy: Copy) -> None:
-    copy.told[2] = replace(copy.told[2], headers={**copy.told[2].headers, "source": b"requests/0/0"})
+    copy.published[2] = replace(copy.published[2], headers={**copy.published[2].headers, "source": b"requests/0/0"})
 
 
-def keep_a_result_to_oneself(copy: Copy) -> None:
-    del copy.told[1]
+def withhold_a_result(copy: Copy) -> None:
+    del copy.published[1]
 
 
 def lose_a_dead_letter(copy: Copy) -> None:
-    copy.letters.clear()
+    copy.dead_letters.clear()
 
 
 def bury_a_request(copy: Copy) -> None:
-    copy.letters.append(TopicRecord("letters/0/9", None, copy.sent[1].lines[0].text, {}))
+    copy.dead_letters.append(TopicRecord("letters/0/9", None, copy.sent[1].lines[0].text, {}))
 
 
 def miscount(copy: Copy) -> None:
@@ -282,21 +285,24 @@ def repeat_without_bound(copy: Copy) -> None:
         (change_a_text, "I1: row 0 of job job-a says ('another answer'"),
         (change_a_response, "I1: row 0 of job job-a says"),
         (swap_two_rows, "I1: row 1 of job job-a bears 'w00/0' instead of 'w00/1'"),
-        (add_a_row_nobody_sent, "I1: 1 rows of job-a were never sent"),
+        (add_a_row_that_was_never_sent, "I1: 1 rows of job-a were never sent"),
         (make_a_second_job, "I1: input w00 (bucket) came 1 times, but is 2 jobs"),
-        (make_a_job_of_nobody, "I1: job job-e is of no input"),
+        (make_a_job_without_input, "I1: job job-e is of no input"),
         (cancel_without_a_closing, "I1: row 1 of job job-c is cancelled, but closing.json says None"),
         (try_a_finished_row_again, "I1: 1 rows of job-d were never sent, such as [0]"),
         (leave_a_row_untried, "I1: 1 rows of job-d have no result, such as [1]"),
         (blame_the_engine, "I1: row 0 of job job-a ended as failed (engine_error"),
         (lose_a_record, "I1: 1 rows of w01 have no result"),
         (double_a_record, "I1: 1 rows of w01 are there twice"),
-        (tell_an_uncommitted_row, "I1: row 7 of job job-b is told at results/0/9, but no such row is committed"),
-        (tell_something_else, "I1: what is told at results/0/1 is not what is committed"),
-        (tell_one_result_in_two_ways, "I1: result job-b-0 is told in two ways"),
-        (tell_a_row_under_two_ids, "I1: row 0 of job job-b is told as two results"),
+        (
+            publish_an_uncommitted_row,
+            "I1: row 7 of job job-b is published at results/0/9, but no such row is committed",
+        ),
+        (publish_another_result, "I1: what is published at results/0/1 is not what is committed"),
+        (publish_two_versions_of_a_result, "I1: result job-b-0 is published in two versions"),
+        (publish_a_row_under_two_ids, "I1: row 0 of job job-b is published as two results"),
         (say_that_it_is_of_another_record, "which is another request"),
-        (keep_a_result_to_oneself, "I1: row 1 of job job-b came by Kafka and is not told there"),
+        (withhold_a_result, "I1: row 1 of job job-b came by Kafka and is not published there"),
         (lose_a_dead_letter, "I1: b'not JSON' is no request and no dead letter"),
         (bury_a_request, "is a dead letter, but a request"),
         (miscount, "I3: job job-a counts"),
@@ -345,8 +351,8 @@ def test_a_job_that_has_not_ended_and_a_complaint_are_named(copy: Copy) -> None:
 
 def test_what_the_broker_lost_is_noted_and_not_held_against_the_pipeline(copy: Copy) -> None:
     copy.requests = copy.requests[:2]
-    del copy.parts["job-b"]["part-00001.parquet"][2], copy.told[2]
-    copy.letters.clear()
+    del copy.parts["job-b"]["part-00001.parquet"][2], copy.published[2]
+    copy.dead_letters.clear()
     checker = Checker(copy.write())
     assert checker.judge() == []
     assert checker.notes == ["the broker has lost 2 confirmed records of w01"]

@@ -5,9 +5,10 @@
 Forms: `cluster`, a gateway, a dispatcher, an intake and a worker on Redis and S3; `serve`, everything in one process on
 a folder. Exit code 1 where a criterion is broken: a process died, memory grew by more than 512 MiB, the well-behaved
 tenant's TTFT p95 was more than three times its quiet one, its batch went wrong, or an attack was answered otherwise
-than expected. What dies is started again, so that the run comes to its end.
+than expected. Processes that die are restarted, so that the run completes.
 
-Of the mutated Parquet files, a part is uploaded and becomes batches, and the rest is dropped: 100 and 200 with the
+Of the mutated Parquet files, some are uploaded and become batches, and the others are written to the inbox: 100 and 200
+    with the
 cluster, whose S3 server sets the pace, 100 and 1,600 with `serve`; 2,000 in all.
 """
 

@@ -1,4 +1,4 @@
-"""Runs one attack as a process of its own, so that it can be stopped, and takes little from what it attacks.
+"""Runs one attack in a process of its own, which can be stopped and takes little processor time from its target.
 
 python -m tests.hostile.attacker NAME < TARGET.json > ANSWERS.json
 """
@@ -16,7 +16,7 @@ from tests.hostile.table import ATTACKS
 
 MEMORY_BYTES: Final = 4 << 30
 NICENESS: Final = 10
-"""The attacker stands for machines elsewhere: it yields the processor to the deployment."""
+"""The attacker represents remote machines, so it yields the processor to the deployment."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The attacker's HTTP: single requests, uploads, batches followed to their end, raw bytes, and floods."""
+"""The attacker's HTTP client: single requests, uploads, whole batches, raw bytes, and floods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deployment under attack: our commands as processes whose memory is limited, started again when they die."""
+"""A deployment under attack: tokenmill's processes with limited memory, restarted when they die."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.servers.process import free_port
 from tests.waiting import wait_for
 
 QUOTAS: Final = {"stored_bytes": 64 << 20, "stored_files": 50}
-"""Of the tenant "limited"; as far as the version under attack has quotas."""
+"""Quotas of the tenant "limited", if the version under attack supports quotas."""
 MEMORY_KIB: Final = 8 << 20
-"""Of address space a process may have: a bomb ends it before it takes the machine."""
+"""Address space limit of a process: a memory bomb ends the process before it affects the machine."""
 LIMITED: Final = ("sh", "-c", 'ulimit -v "$0" && exec "$@"', str(MEMORY_KIB))
 
 TENANTS: Final = ("good", "bad", "other", "limited")

@@ -1,4 +1,4 @@
-"""Attacks by dropped files: links, pipes, sidecars and names."""
+"""Attacks by files in the inbox: links, pipes, sidecars and names."""
 
 from __future__ import annotations
 

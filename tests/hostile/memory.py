@@ -1,4 +1,5 @@
-"""Resident memory of processes and of their children, from /proc: now, and the most since it was asked."""
+"""Resident memory of processes and their children, from /proc: the current value, and the maximum since the last
+read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks by requests to a model whose callers wait: prompts, schemas, choices, and floods of them."""
+"""Attacks by interactive requests to a model: prompts, schemas, choices, and floods of them."""
 
 from __future__ import annotations
 

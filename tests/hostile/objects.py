@@ -1,4 +1,4 @@
-"""The root's objects as somebody finds them who may write there: keys and bytes, in a folder or in S3."""
+"""The root's objects as keys and bytes, in a folder or in S3, for attackers with write access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks by Parquet files: uploads that become batches, and files that are dropped."""
+"""Attacks by Parquet files: uploads that become batches, and files in the inbox."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hostile.client import CHAT, COMPLETIONS, flood, run_file
 from tests.hostile.objects import objects_of, outcome_of
 
 AT_ONCE: Final = 4
-"""As many uploads as a gateway takes of one tenant."""
+"""Number of uploads that a gateway accepts from one tenant."""
 
 DROP_SECONDS: Final = 600.0
 DROPS_AT_ONCE: Final = 100
@@ -23,7 +23,7 @@ ENDS: Final = (
     Expected("job", "completed"),
     Expected("http", "4..", message=r"\w"),
 )
-"""Of mutated files: some can still be read."""
+"""Possible outcomes of mutated files: some remain readable."""
 
 
 def refused(message: str) -> tuple[Expected, ...]:

@@ -1,4 +1,4 @@
-"""A run as JSON and as Markdown, beside an earlier one."""
+"""The report of a run as JSON and as Markdown, compared with an earlier run."""
 
 from __future__ import annotations
 

@@ -23,19 +23,19 @@ from tests.hostile.judging import Verdict, judge
 from tests.hostile.well_behaved import GIVE_UP_SECONDS, Sample
 
 MAX_DEATHS: Final = 2
-"""Of processes, after which an attack is stopped: it is known then what it does."""
+"""Number of deaths of processes after which an attack is stopped, since its effect is known then."""
 POLL_SECONDS: Final = 0.2
 CLEAN_SECONDS: Final = 240.0
-"""For cancelled jobs to end."""
+"""Timeout for the end of cancelled jobs, in seconds."""
 DAMAGED_SECONDS: Final = 10.0
-"""For damaged ones, which may never."""
+"""Timeout for the end of damaged jobs, which may never end, in seconds."""
 SETTLE_SECONDS: Final = 10.0
 BATCH_ROWS: Final = 100
 BATCH_TOKENS: Final = 8
 BATCH_SECONDS: Final = 240.0
 LONG_PROMPTS: Final = 24
 LONG_PROMPT_WORDS: Final = 300
-"""Together more tokens than the cache holds: memory of the cache is resident once it has been written to."""
+"""Requests with more tokens in total than the cache holds: its memory becomes resident when it is written."""
 
 
 @dataclass(frozen=True, slots=True)

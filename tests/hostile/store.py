@@ -1,4 +1,4 @@
-"""Attacks on what the processes rely on: objects of one job that are damaged, and workers that are stopped."""
+"""Attacks on the store and on workers: a job's damaged objects, and stopped workers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ROWS: Final = 100
 TOKENS: Final = 40
 PLAN_SECONDS: Final = 40.0
 ENDS_SECONDS: Final = 400.0
-"""For a job that must end: a shard is read by three attempts before it counts as lost."""
+"""Timeout of a job that must end: three attempts read a shard before it counts as lost."""
 LEFT_SECONDS: Final = 60.0
-"""For a job that may be left open."""
+"""Timeout of a job that may stay open."""
 OTHER_SECONDS: Final = 150.0
 STOPPED_SECONDS: Final = 16.0
 STORMS: Final = 3
 
 Damage = Callable[[Objects, str], bool]
-"""Damages the objects of a job, by its prefix; False: they do not stand yet."""
+"""Damages the objects of a job, by its prefix; False: they do not exist yet."""
 
 
 def _batch_of(target: Target, rows: int, tokens: int, key: str) -> tuple[str | None, Answer]:
@@ -185,7 +185,7 @@ FAILED: Final = (
     OTHER, Expected("job", "failed|rows_failed", message=r"read|damaged|shard|lost|belongs"),
 )  # fmt: skip
 LEFT: Final = (*FAILED, Expected("job", "open|cancelled"), Expected("http", "5..", message="."))
-"""A job whose own record can't be read can't be ended: it is left alone, and others go on."""
+"""A job whose own record can't be read can't be ended: it is skipped, and others continue."""
 
 TABLE: Final = (
     Attack("store: shard cut in half", shard_cut, FAILED, limit_seconds=HANG_SECONDS),

@@ -1,4 +1,4 @@
-"""The table of all attacks, in the order in which they are run."""
+"""The table of all attacks, in the order of the run."""
 
 from __future__ import annotations
 

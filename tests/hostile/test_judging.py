@@ -1,4 +1,4 @@
-"""What the harness for hostile input calls right: a run is broken by a death, growth, slowness, or another answer."""
+"""The criteria of hostile runs: a death, memory growth, slowness or an unexpected answer breaks a run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A well-behaved tenant as a process of its own: a short streamed chat each second, whatever becomes of those before.
+"""A well-behaved tenant in a process of its own: a short streamed chat each second, whatever the state of earlier ones.
 
     python -m tests.hostile.well_behaved HOST PORT < KEY > SAMPLES.jsonl
 
-It ends when it gets SIGTERM. A chat is sent when its second has come, also while earlier ones wait, so a
-deployment that stands still is seen by as many chats as it holds up.
+It ends when it gets SIGTERM. A chat is sent each second, also while earlier ones wait, so all chats that a
+stalled deployment delays are measured.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A proxy before several gateways: Caddy, as docs/operations/upgrades.md has it. It asks each for /readyz and sends nothing to
-those that are not ready."""
+"""A proxy before several gateways: Caddy, as in docs/operations/upgrades.md. It polls /readyz of each, and sends nothing
+to those that are not ready."""
 
 from __future__ import annotations
 

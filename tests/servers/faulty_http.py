@@ -1,7 +1,7 @@
-"""A proxy in front of an HTTP server (S3, SQS) that fails as told: busy, slow, deaf, or done but not heard.
+"""A proxy in front of an HTTP server (S3, SQS) that injects faults: busy, slow, unreachable, or lost responses.
 
-It knows HTTP, so a fault can hit certain requests only, and each request is written down. `FaultyHttp.faults` holds the
-rules that are in force; a request meets the first that fits.
+It parses HTTP, so a fault can apply to certain requests only, and each request is recorded. `FaultyHttp.faults` are the
+active rules; the first matching rule applies to a request.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class FaultyHttp:
         self.seen: list[Seen] = []
         self.watch = watch
         self.remember = remember
-        self.strip: set[tuple[str, str]] = set()  # (method, header in small letters) that the server never gets
+        self.strip: set[tuple[str, str]] = (
+            set()
+        )  # (method, header in small letters) that are not forwarded to the server
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -188,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = relay  # noqa: N815 - the base's names
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
-        """Nothing: `seen` tells more."""
+        """Log nothing: `seen` has more."""
 
     def _body(self) -> bytes:
         if "chunked" in self.headers.get("Transfer-Encoding", ""):
@@ -202,11 +204,12 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def _note(self, outcome: int | str) -> None:
-        """Before the client hears of it, so that a test that has its answer finds the request written down."""
+        """Record the request before the client gets its response, so that a test with a response finds the record."""
         self.server.proxy.note(Seen(self.command, self.path, dict(self.headers.items()), outcome))
 
     def _pass_on(self, body: bytes, kind: str, late: float) -> None:
-        """Ask the server, and tell what it says, unless that is to be lost; a server out of reach is a hang-up."""
+        """Forward the request and its response, unless the response is to be lost; an unreachable server is a
+        hang-up."""
         upstream = http.client.HTTPConnection(self.server.proxy.host, self.server.proxy.upstream_port, UPSTREAM_SECONDS)
         try:
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -247,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._hang_up()
 
     def _refuse(self, fault: Fault) -> None:
-        content = f"<Error><Code>{fault.code}</Code><Message>told to</Message></Error>".encode()
+        content = f"<Error><Code>{fault.code}</Code><Message>injected fault</Message></Error>".encode()
         self.send_response_only(fault.status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(content)))

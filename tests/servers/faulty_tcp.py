@@ -1,6 +1,6 @@
-"""A proxy in front of any server (Kafka, Redis) that can delay, cut, refuse or swallow what goes through.
+"""A proxy in front of any server (Kafka, Redis) that can delay, cut, refuse or swallow its traffic.
 
-It knows nothing of what it carries. `delay` is added to each direction; in `silence` connections stay open and nothing
+It doesn't parse the traffic. `delay` is added to each direction; in `silence` connections stay open and nothing
 arrives until `restore`, as when a cable is pulled.
 """
 
@@ -110,7 +110,7 @@ class FaultyTcp:
 
 
 def _close(connection: socket.socket) -> None:
-    """Wakes whoever waits in it, too."""
+    """Also wakes the threads that wait in it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

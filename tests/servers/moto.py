@@ -1,4 +1,4 @@
-"""S3 and SQS in memory: moto's server. It forgets all when it is killed, and takes any credentials."""
+"""S3 and SQS in memory: moto's server. It loses all data when it is killed, and accepts any credentials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ APP = Path(__file__).with_name("moto_app.py")
 
 
 class MotoServer(S3Server):
-    """S3 and SQS at `endpoint`. Uploads tell SQS as S3 does, but twice for one in several parts, with "/" as "%2F"."""
+    """S3 and SQS at `endpoint`. Uploads send notifications to SQS as with S3, but twice for one in several parts, with
+    "/" as "%2F"."""
 
     name = "moto"
 

@@ -1,8 +1,8 @@
 """moto's server with S3 requests one at a time: run as `python moto_app.py PORT`.
 
-moto looks whether a key is free and then writes it, in two steps; two threads may both find it free. S3 promises that
-of two conditional writes one wins, and that is what tests rely on. Other services are left alone: a look into a queue
-of SQS may wait for seconds.
+moto checks whether a key is free and then writes it, in two steps; two threads may both find it free. S3 guarantees
+that one of two conditional writes wins, and tests rely on that. Other services are not serialized: a receive from an
+SQS queue may wait for seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Fixtures of real servers for all tests, one of each a session, started when a test first asks for it.
+"""Fixtures of real servers for all tests, one of each for a session, started when a test first requests it.
 
-A test gets servers that run, whatever the one before did to them; data of other tests is there, so names (buckets,
-topics, key prefixes) should be a test's own: `unique_name` gives them. A server that isn't installed fails the tests
-that need it in CI, and skips them elsewhere.
+A test gets running servers, whatever the previous test did to them. They contain data of other tests, so names
+(buckets, topics, key prefixes) should be unique: `unique_name` makes them. A server that isn't installed fails the
+tests that need it in CI, and skips them elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Show with a test that failed what the servers said that it uses."""
+    """Show the logs of a failed test's servers."""
     report: pytest.TestReport = yield
     if report.failed:
         used = item.funcargs.values() if isinstance(item, pytest.Function) else []
@@ -76,7 +76,7 @@ def durable_s3_server(tmp_path_factory: pytest.TempPathFactory, pytestconfig: py
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[RedisServer]:
-    """Redis; keeps what it was told over a kill, unless it is started empty."""
+    """Redis; its data survives a kill, unless it is started empty."""
     yield from started(RedisServer(tmp_path_factory.mktemp("redis")), pytestconfig)
 
 
@@ -99,6 +99,6 @@ def durable_kafka_broker(
 
 @pytest.fixture
 def unique_name(request: pytest.FixtureRequest) -> Callable[[], str]:
-    """A function that gives names nobody has used: of the test and a few digits, fit for buckets, topics and keys."""
+    """A function that makes unique names from the test's name and a few digits, valid for buckets, topics and keys."""
     stem = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:40].strip("-")
     return lambda: f"{stem}-{secrets.token_hex(4)}"

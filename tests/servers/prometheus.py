@@ -1,4 +1,4 @@
-"""Prometheus: the system's own program (Debian's package `prometheus`), told whom to ask and what to judge."""
+"""Prometheus: the system's own program (Debian's package `prometheus`), configured with targets and rules."""
 
 from __future__ import annotations
 

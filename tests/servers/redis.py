@@ -9,7 +9,7 @@ from tests.servers.process import MissingServer, ServerProcess, answers
 
 
 class RedisServer(ServerProcess):
-    """Redis at `url`. It logs what is written, so a restart finds it again; `start_empty` doesn't."""
+    """Redis at `url`. It logs its writes, so its data survives a restart, but not `start_empty`."""
 
     name = "redis"
 

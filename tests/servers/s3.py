@@ -1,4 +1,4 @@
-"""What the S3 servers of the tests have in common: an endpoint, one pair of keys, a client, buckets."""
+"""The common part of the tests' S3 servers: an endpoint, one pair of keys, a client, buckets."""
 
 from __future__ import annotations
 

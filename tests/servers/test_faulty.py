@@ -1,4 +1,4 @@
-"""The fault proxies do what they are told, and nothing else."""
+"""The fault proxies inject the configured faults, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.servers.moto import MotoServer
 from tests.servers.redis import RedisServer
 
 SIGNED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"
-"""As far as moto looks at it."""
+"""A signature that moto accepts."""
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_each_fault_hits_what_it_fits_as_often_as_it_should(
     proxy.add("lost", method="PUT", path="/lost", times=1)
     with pytest.raises((http.client.HTTPException, OSError)):
         request(proxy.port, "PUT", f"/{bucket}/lost", b"done")
-    assert request(s3_server.port, "GET", f"/{bucket}/lost") == (200, b"done"), "done, but not heard"
+    assert request(s3_server.port, "GET", f"/{bucket}/lost") == (200, b"done"), "done, but the response is lost"
 
     proxy.add("dropped", method="PUT", path="/dropped", times=1)
     with pytest.raises((http.client.HTTPException, OSError)):

@@ -1,4 +1,4 @@
-"""The tests' own servers: they come back on their port, stand still when paused, and never outlive the tests."""
+"""The tests' servers restart on their port, don't respond when paused, and never outlive the tests."""
 
 from __future__ import annotations
 

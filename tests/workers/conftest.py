@@ -1,5 +1,5 @@
-"""Small real things for the tests of workers/: tokenizers trained on the spot, models of random weights, and a
-source and sink that live in memory."""
+"""Fixtures of the tests of workers/: tokenizers trained on the fly, models of random weights, and an in-memory source
+and sink."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> 
 
 
 class FakeClock:
-    """Time that passes only in sleeps and by `tick`."""
+    """A clock that advances only in sleeps."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -148,7 +148,7 @@ class ListSource:
 
 
 class MemorySink:
-    """Keeps what is committed, and refuses what a real sink would refuse."""
+    """Stores what is committed, and refuses what a real sink would refuse."""
 
     def __init__(self, lost: Sequence[int] = ()) -> None:
         self.parts: dict[int, list[ResultRow]] = {}
@@ -181,7 +181,7 @@ class MemorySink:
         self.begun.append(work.shard)
 
     def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
-        """Through the bytes, as a real one."""
+        """Encode and decode the checkpoint, as a real sink does."""
         standing = self.checkpoints.setdefault(work.shard, [])
         head = CheckpointHead(
             job=work.job.id, shard=work.shard, attempt_id=work.attempt_id, sequence=len(standing), final=new.final,
@@ -264,7 +264,7 @@ def make_work(bodies: Sequence[Any], *, shard: int = 1, first_row: int = 0, job:
 
 @pytest.fixture(scope="session")
 def kit() -> SimpleNamespace:
-    """The makers above, for test modules (which can't import a conftest)."""
+    """The helpers above, for test modules, which can't import a conftest."""
     return SimpleNamespace(
         NOON=NOON,
         TEMPLATE=TEMPLATE,

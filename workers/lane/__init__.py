@@ -1,1 +1,1 @@
-"""Serves the lane: interactive requests in the running batch."""
+"""Serves the lane: computes interactive requests in the running batch."""

@@ -1,7 +1,8 @@
-"""From a request on the lane to one that the engine can compute: checked and refused exactly as a row of a job is.
+"""Prepares requests of the lane for the engine. They are checked and refused exactly as rows of a job are.
 
-An attempt that follows another goes on behind the tokens that the caller has. Where log-probabilities are asked for it
-computes those tokens again, since nobody has kept theirs; the same ones come out, and are not told a second time.
+An attempt that follows another one resumes after the tokens that the caller has. If log-probabilities are requested, it
+computes those tokens again, because their log-probabilities are not stored. The tokens are the same, and are not
+emitted a second time.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from schemas.workers.lane import LaneRequest
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
 from workers.rows import PreparedRow, RowName
-from workers.shards.resume import go_on
+from workers.shards.resume import resume_from
 from workers.text.tokenizer import TokenIds
 from workers.translation.embeddings import EmbeddingReader
 from workers.translation.policy_texts import texts_of_prompt, texts_to_embed
 from workers.translation.requests import PRIORITIES, JobRules, RowHints, StopWatchers, Translator
 
 PREFIX: Final = "/lane/"
-"""Of the engine's names for the lane's requests. No job's id begins with a slash."""
+"""Prefix of the engine's request ids of the lane. No job's id begins with a slash."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneRules:
-    """What stands in where a request says nothing, and what it may ask for.
+    """Defaults and limits of the lane's requests.
 
     Attributes:
-        default_max_tokens: tokens of a request that names no number (or what is left of the context, if that is less).
+        default_max_tokens: of a request without max_tokens (or the remaining context, if that is less).
         caps: the largest max_tokens of each tier.
         request_timeout: seconds that a request may take in the engine; None: until its deadline.
-        policies: judge prompts and answers.
+        policies: check prompts and answers.
     """
 
     default_max_tokens: int = JobSettings().default_max_tokens
@@ -56,7 +57,7 @@ class LaneReader:
         self._rules = rules or LaneRules()
 
     def prepare(self, request: LaneRequest) -> PreparedRow:
-        """The request as a row; raises `RowError`."""
+        """Prepare the request as a row. Raises `RowError`."""
         if request.url not in BODIES:
             raise unsupported_url(request.url)
         body = parse_body(request.url, request.body, self._rules.limits)
@@ -71,9 +72,9 @@ class LaneReader:
         if guard is not None:
             guard.check_prompt(texts_of_prompt(body, text, self._model.tokenizer))
         prompt = self._encode(text, chat=request.url == CHAT_URL)
-        made = translator.request(engine_name(request), body, prompt, RowHints(_number(request.id)))
-        made = replace(made, readers_known=False)  # who else may come with this prompt nobody knows
-        return PreparedRow(names, body, _resumed(made, request.tokens), guard)
+        engine_request = translator.request(engine_request_id(request), body, prompt, RowHints(_row_number(request.id)))
+        engine_request = replace(engine_request, readers_known=False)  # more requests may share this prompt's prefix
+        return PreparedRow(names, body, _resume(engine_request, request.tokens), guard)
 
     def _embedding(self, request: LaneRequest, body: EmbeddingBody, guard: PolicyGuard | None) -> Request:
         reader = EmbeddingReader(self._model.tokenizer, self._model.limits, self._job_rules(request))
@@ -81,12 +82,12 @@ class LaneReader:
         if guard is not None:
             guard.check_prompt(texts_to_embed(inputs, self._model.tokenizer))
         (prompts,) = reader.encode([inputs])
-        return reader.request(engine_name(request), body, prompts)
+        return reader.request(engine_request_id(request), body, prompts)
 
     def deadline(self, request: LaneRequest, now: datetime) -> float | None:
-        """Seconds from now after which the engine is to give the request up."""
-        left = None if request.deadline is None else (request.deadline - now).total_seconds()
-        limits = [limit for limit in (left, self._rules.request_timeout) if limit is not None]
+        """Seconds from now after which the engine times the request out; None: never."""
+        until_deadline = None if request.deadline is None else (request.deadline - now).total_seconds()
+        limits = [limit for limit in (until_deadline, self._rules.request_timeout) if limit is not None]
         return min(limits, default=None)
 
     def _job_rules(self, request: LaneRequest) -> JobRules:
@@ -108,29 +109,29 @@ class LaneReader:
         )[0]
 
 
-def engine_name(request: LaneRequest) -> str:
-    """The engine's name for this attempt."""
+def engine_request_id(request: LaneRequest) -> str:
+    """The engine's request id of this attempt."""
     return f"{PREFIX}{request.id}/{request.attempt}"
 
 
-def _number(request_id: str) -> int:
-    """What a row's number is to a job: sampling without a seed is keyed by it, the same in each attempt."""
+def _row_number(request_id: str) -> int:
+    """Stands for a row's number in a job, which keys sampling without a seed. It is the same in each attempt."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=7).digest(), "big")
 
 
-def _resumed(made: Request, tokens: Sequence[Sequence[int]]) -> Request:
-    """Going on behind these tokens of each choice."""
-    if made.params.logprobs is not None or not any(tokens):
-        return made
-    partial = [_partial(made, choice, ids) for choice, ids in enumerate(tokens) if ids]
-    return go_on(made, tuple(partial))
+def _resume(request: Request, tokens: Sequence[Sequence[int]]) -> Request:
+    """The request, resumed after these tokens of each choice."""
+    if request.params.logprobs is not None or not any(tokens):
+        return request
+    partial = [_partial(request, choice, ids) for choice, ids in enumerate(tokens) if ids]
+    return resume_from(request, tuple(partial))
 
 
-def _partial(made: Request, choice: int, ids: Sequence[int]) -> PartialChoice:
-    """What a choice has. Whether a stop string had ended it is seen; an end token comes again by itself."""
+def _partial(request: Request, choice: int, ids: Sequence[int]) -> PartialChoice:
+    """The tokens of a choice. A stop string that had ended it is found again here; an end token is sampled again."""
     reason = None
-    if isinstance(made.watcher, StopWatchers):
-        watcher = made.watcher(choice)
+    if isinstance(request.watcher, StopWatchers):
+        watcher = request.watcher(choice)
         for token_id in ids:
             watcher.push(token_id)
         if watcher.text is not None:

@@ -1,16 +1,20 @@
-"""A worker on the lane: requests whose callers wait, in the running batch beside the rows of shards.
+"""Serves the lane: computes interactive requests in the running batch, together with the rows of shards.
 
-Threads of its own: one takes requests, a few prepare them, tenants in turn (`workers.lane.preparation`). Another tells:
-it makes events of what the engine gave, hands them over in batches, and says every few seconds which requests are held
-here; from the answers it learns which of them nobody wants any more. In between, on the thread that steps the engine,
-the loop asks once a turn (`SideWork`).
+Threads of the server:
 
-Once two tenants have sent requests, one tenant alone holds no more than all but a reserve of what is held here, so that
-a request of another one is taken at once.
+- The taker takes requests from the lane.
+- A few preparers prepare them, alternating between tenants (`workers.lane.preparation`).
+- The emitter makes events from the engine's tokens and emits them in batches. Every few seconds it renews the holds on
+  the requests of this worker. The lane's replies name the requests that are no longer wanted.
 
-A request ends with a response, an error, or by being handed back; if the process dies, the lane notices. One whose step
-failed is computed once more: another row may have been to blame, and is found by then (`workers.shards.isolation`).
-What nobody foresaw about a request is that request's error.
+Between them and the engine is the worker's loop, which polls the server between two steps (`SideWork`).
+
+Once two tenants have sent requests, a part of the worker's capacity is reserved: one tenant alone can't fill it, so a
+request of another tenant is taken at once.
+
+A request ends with a response, an error, or by being handed back; the lane detects the death of the process. A request
+whose step failed is computed once more: another row may have caused the failure, and is isolated by then
+(`workers.shards.isolation`). An unexpected exception ends its own request with an error, and no other.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from schemas.requests.errors import RowError, RowErrorCode
 from schemas.workers.lane import LaneEvent, LaneRequest, closes_attempt
 from workers.lane.preparation import PreparationQueue
 from workers.lane.requests import PREFIX, LaneReader, LaneRules
-from workers.lane.responses import LaneAnswer, handed_back, refusal
+from workers.lane.responses import LaneAnswer, hand_back_events, refusal_events
 from workers.model.loaded_model import LoadedModel
 from workers.observability.metrics import EndedRequests, SideWorkMetrics
 from workers.observability.tracing import LaneSpans
@@ -48,47 +52,53 @@ from workers.translation.responses import ResponseBuilder
 from workers.translation.unexpected import unforeseen
 
 _TAKE_SECONDS: Final = 1.0
-_PAUSE_SECONDS: Final = 1.0
-_END_SECONDS: Final = 5.0
-_MOST_AT_ONCE: Final = 256
+_RETRY_SECONDS: Final = 1.0
+_LAST_EMIT_SECONDS: Final = 5.0
+_MAX_BATCH_EVENTS: Final = 256
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LaneServing:
-    """How a worker serves the lane; seconds.
+    """Settings of a worker that serves the lane; times are seconds.
 
     Attributes:
-        most: requests that it has at once; None: a few more than its batch has rows, so that no row stands empty until
-            the next has come.
-        tell_seconds, tell_each_seconds: between two events of a request, and as much more for each request that is
-            here: telling takes time from computing. A first token is told at once.
-        report_seconds: between two notes in the log on how they fare.
-        grace: that requests have to come to their end when the worker is told to stop; the others are handed back.
-        tries: in the engine, for a request whose step fails.
-        preparing_threads: that prepare requests; one tenant, and large requests, use all but one of them at most.
+        most: requests that the worker holds at once; None: a few more than its batch has rows, so that no row of the
+            batch stays empty until the next request arrives.
+        emit_interval_seconds, emit_interval_seconds_each: interval between two events of a request: a fixed part, and
+            a part for each request in the engine, because emitting takes time from computing. The first token is
+            emitted at once.
+        log_interval_seconds: interval of the log record with the latency objectives.
+        grace: how long requests may take to end after the worker's stop; the others are handed back.
+        max_tries: tries in the engine of a request whose step fails.
+        num_preparers: threads that prepare requests. One tenant, and large requests, use all but one of them at most.
     """
 
     most: int | None = None
-    tell_seconds: float = 0.02
-    tell_each_seconds: float = 0.0005
-    report_seconds: float = 60.0
+    emit_interval_seconds: float = 0.02
+    emit_interval_seconds_each: float = 0.0005
+    log_interval_seconds: float = 60.0
     grace: float = 20.0
-    tries: int = 2
-    preparing_threads: int = 2
+    max_tries: int = 2
+    num_preparers: int = 2
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request here. `given`: choice -> tokens that were passed on; `begun`: whether there were any; `failed`: its end
-    is told, whatever the engine still says of it."""
+class _OpenRequest:
+    """A prepared request.
+
+    Attributes:
+        passed_on: choice -> tokens that were passed on to the emitter.
+        has_tokens: whether any were.
+        is_failed: an error was emitted; later outcomes of the engine are ignored.
+    """
 
     answer: LaneAnswer
     row: PreparedRow
-    given: dict[int, int] = field(default_factory=dict)
-    begun: bool = False
-    failed: bool = False
+    passed_on: dict[int, int] = field(default_factory=dict)
+    has_tokens: bool = False
+    is_failed: bool = False
     tries: int = 1
 
     @property
@@ -96,8 +106,8 @@ class _Open:
         return self.answer.request
 
 
-_Telling = Callable[[], Sequence[LaneEvent]]
-"""Makes events on the teller's thread."""
+_EventMaker = Callable[[], Sequence[LaneEvent]]
+"""Makes events on the emitter's thread."""
 
 
 class LaneServer:
@@ -113,7 +123,7 @@ class LaneServer:
         lane_settings: LaneSettings | None = None,
         traces: Traces = NO_TRACES,
     ) -> None:
-        """`lane_settings`: the lane's own."""
+        """`lane_settings`: those of the lane."""
         self._model = model
         self._engine = model.engine
         self._lane = lane
@@ -122,140 +132,140 @@ class LaneServer:
         self._builder = ResponseBuilder(model.tokenizer)
         self._spans = LaneSpans(model.name, traces)
         self._serving = serving or LaneServing()
-        self._most = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)
+        self._max_requests = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)
         self._key = model.pin().key
-        self._hold_every = (lane_settings or LaneSettings()).lifetime / 3
-        self._zero = clock.now() - timedelta(seconds=self._engine.clock())
-        # Between the threads.
+        self._hold_interval_seconds = (lane_settings or LaneSettings()).lifetime / 3
+        self._engine_epoch = clock.now() - timedelta(seconds=self._engine.clock())
+        # Shared by the threads.
         self._changed = threading.Condition()
-        self._held: dict[str, LaneRequest] = {}  # by id, from being taken until its end is told
+        self._held: dict[str, LaneRequest] = {}  # by id, from being taken until its last event is emitted
         self._first_tenant: str | None = None
         self._has_several_tenants = False
         self._unwanted: set[tuple[str, int]] = set()
-        self._arrived: deque[_Open] = deque()
-        self._refused: deque[tuple[str, int]] = deque()  # engine's name and choice, to be ended
-        self._taking = False
-        self._admitting = True
+        self._arrived: deque[_OpenRequest] = deque()
+        self._refused: deque[tuple[str, int]] = deque()  # engine's request id and choice, to cancel
+        self._is_taking = False
+        self._is_admitting = True
         self._wake = threading.Event()
         self._closed = threading.Event()
-        self._news: queue.SimpleQueue[_Telling | None] = queue.SimpleQueue()
+        self._pending_events: queue.SimpleQueue[_EventMaker | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._taker: threading.Thread | None = None
-        self._preparation = PreparationQueue(self._prepare, self._serving.preparing_threads)
+        self._preparation = PreparationQueue(self._prepare, self._serving.num_preparers)
         self._preparers: list[threading.Thread] = []
-        # The loop's own.
-        self._open: dict[str, _Open] = {}  # by the engine's name
-        self._next_tell = 0.0
-        self._next_report = 0.0
-        self._reported = 0
-        self._ended_here = EndedRequests()
+        # Used by the loop only.
+        self._open: dict[str, _OpenRequest] = {}  # by the engine's request id
+        self._next_emit = 0.0
+        self._next_log = 0.0
+        self._logged_first_tokens = 0
+        self._ended_requests = EndedRequests()
 
     @contextmanager
     def running(self, stop: threading.Event) -> Iterator[LaneServer]:
-        """Serve until the block ends; when `stop` is set nothing new is taken."""
+        """Serve until the block ends. Once `stop` is set no more requests are taken."""
         self._taker = taker = threading.Thread(target=self._guarded, args=(self._take_all, stop), name="lane-taker")
-        teller = threading.Thread(target=self._guarded, args=(self._tell_all,), name="lane-teller")
+        emitter = threading.Thread(target=self._guarded, args=(self._emit_all,), name="lane-emitter")
         self._preparers = [
             threading.Thread(target=self._guarded, args=(self._preparation.work,), name=f"lane-preparer-{number}")
-            for number in range(self._serving.preparing_threads)
+            for number in range(self._serving.num_preparers)
         ]
-        for thread in (teller, taker, *self._preparers):
+        for thread in (emitter, taker, *self._preparers):
             thread.start()
         try:
             yield self
         finally:
             self._end_taking()
             for left in [*self._open.values(), *self._arrived]:  # the loop ended with an error
-                self._news.put(left.answer.handed_back)
-            self._news.put(None)
-            teller.join()
+                self._pending_events.put(left.answer.hand_back)
+            self._pending_events.put(None)
+            emitter.join()
 
     # -- on the loop's thread
 
     @property
     def busy(self) -> bool:
-        """Whether something of it is in the engine, or about to enter."""
-        return bool(self._open or self._arrived or self._taking or self._preparation.busy)
+        """Whether a request is in the engine, or about to enter it."""
+        return bool(self._open or self._arrived or self._is_taking or self._preparation.busy)
 
     @property
-    def grace(self) -> float:
-        """Seconds that requests have to come to their end when the worker is told to stop."""
+    def grace_seconds(self) -> float:
+        """How long requests may take to end after the worker's stop."""
         return self._serving.grace
 
-    def turn(self, *, admit: bool) -> None:
-        """See `SideWork.turn`. Raises what ended one of the threads."""
+    def poll(self, *, admit: bool) -> None:
+        """See `SideWork.poll`. Raises what ended one of the threads."""
         if self._failure is not None:
             raise self._failure
-        self._admitting = admit
+        self._is_admitting = admit
         if self._unwanted:
-            self._drop_unwanted()
+            self._cancel_unwanted()
         while self._refused:
             name, choice = self._refused.popleft()
-            if name in self._open:  # its completion comes like that of any other
+            if name in self._open:  # its completion follows like that of any other
                 self._engine.cancel(name, choice)
         if self._open:
-            self._pass_on()
+            self._pass_on_tokens()
         while admit and self._arrived:
             self._add(self._arrived.popleft())
-        self._report()
+        self._log_objectives()
 
     def take(self, completion: Completion) -> bool:
-        """Whether it is one of the lane's requests that has ended."""
+        """Process the completion of one of the lane's requests. False: it is not one of them."""
         if not completion.request_id.startswith(PREFIX):
             return False
         opened = self._open.pop(completion.request_id, None)
-        if opened is None:  # nobody wanted it any more
+        if opened is None:  # it was cancelled as unwanted
             return True
-        failed = any(choice.finish_reason is FinishReason.ERROR for choice in completion.choices)
-        failed = failed and too_complex(completion.error or "") is None  # its grammar would fail again
-        if failed and opened.tries < self._serving.tries:
+        is_failed = any(choice.finish_reason is FinishReason.ERROR for choice in completion.choices)
+        is_failed = is_failed and too_complex(completion.error or "") is None  # its grammar would fail again
+        if is_failed and opened.tries < self._serving.max_tries:
             opened.tries += 1
             opened.row = resume_failed(opened.row, completion)
             self._arrived.append(opened)
         else:
-            self._ended_here.note(opened.request.tier, completion)
-            self._news.put(partial(self._ended, opened, completion))
+            self._ended_requests.note(opened.request.tier, completion)
+            self._pending_events.put(partial(self._make_end_events, opened, completion))
         return True
 
-    def figures(self) -> SideWorkMetrics:
-        """See `SideWork.figures`."""
+    def metrics(self) -> SideWorkMetrics:
+        """See `SideWork.metrics`."""
         with self._changed:
             waiting = Counter(opened.request.tier for opened in self._arrived)
-        return SideWorkMetrics(len(self._open), waiting, self._ended_here)
+        return SideWorkMetrics(len(self._open), waiting, self._ended_requests)
 
-    def rest(self, seconds: float) -> None:
-        """Wait until something comes, or so long."""
+    def wait(self, seconds: float) -> None:
+        """See `SideWork.wait`."""
         self._wake.wait(seconds)
         self._wake.clear()
 
     def close(self) -> None:
-        """Nothing new is taken from now on."""
+        """Take no more requests."""
         self._closed.set()
 
     def hand_back(self) -> None:
-        """See `SideWork.hand_back`. Waits for a look at the lane that is under way, or it might take them again."""
+        """See `SideWork.hand_back`. Waits for the taker's current call, which might take these requests again."""
         self._end_taking()
-        self._pass_on(everything=True)
+        self._pass_on_tokens(everything=True)
         for name, opened in self._open.items():
             self._engine.cancel(name)
-            self._news.put(opened.answer.handed_back)
+            self._pending_events.put(opened.answer.hand_back)
         self._open.clear()
         while self._arrived:
-            self._news.put(self._arrived.popleft().answer.handed_back)
+            self._pending_events.put(self._arrived.popleft().answer.hand_back)
 
     def _end_taking(self) -> None:
-        """Take nothing more, and hand back what waits to be prepared; what is being prepared arrives before this
-        returns."""
+        """Stop the taker and the preparers. Requests that wait to be prepared are handed back; those in preparation
+        have arrived when this returns."""
         self._closed.set()
         if self._taker is not None:
             self._taker.join()
         for request in self._preparation.close():
-            self._news.put(partial(handed_back, request))
+            self._pending_events.put(partial(hand_back_events, request))
         for thread in self._preparers:
             thread.join()
 
-    def _add(self, opened: _Open) -> None:
-        """Into the engine, unless nobody wants it; an earlier attempt at the same request leaves it."""
+    def _add(self, opened: _OpenRequest) -> None:
+        """Add the request to the engine unless it is unwanted; an earlier attempt at it is cancelled."""
         request, row = opened.request, opened.row
         for name in [name for name, other in self._open.items() if other.request.id == request.id]:
             self._forget(name)
@@ -270,51 +280,54 @@ class LaneServer:
         except RequestRefused as error:
             too_long = isinstance(error, ContextLengthExceeded)
             code = RowErrorCode.CONTEXT_LENGTH_EXCEEDED if too_long else RowErrorCode.INVALID_REQUEST
-            self._news.put(partial(opened.answer.failed, RowError(code, str(error))))
+            self._pending_events.put(partial(opened.answer.fail, RowError(code, str(error))))
         else:
             self._open[row.request.request_id] = opened
 
-    def _pass_on(self, everything: bool = False) -> None:
-        """New tokens of the requests in the engine, when it is time. What ends is told at its end."""
+    def _pass_on_tokens(self, everything: bool = False) -> None:
+        """Pass on the engine's new tokens to the emitter when the interval has passed. The end of a choice is
+        not passed on; it follows with the completion."""
         now = self._clock.monotonic()
-        due = everything or now >= self._next_tell
+        due = everything or now >= self._next_emit
         if due:
-            self._next_tell = now + self._serving.tell_seconds + len(self._open) * self._serving.tell_each_seconds
+            self._next_emit = (
+                now + self._serving.emit_interval_seconds + len(self._open) * self._serving.emit_interval_seconds_each
+            )
         for opened in self._open.values():
-            if opened.begun and not due:
+            if opened.has_tokens and not due:
                 continue
-            found = self._engine.partial(opened.row.request, opened.given)
+            found = self._engine.partial(opened.row.request, opened.passed_on)
             new = [choice for choice in found if choice.finish_reason is None]
             for choice in new:
-                opened.given[choice.index] = opened.given.get(choice.index, 0) + len(choice.token_ids)
+                opened.passed_on[choice.index] = opened.passed_on.get(choice.index, 0) + len(choice.token_ids)
             if new:
-                if not opened.begun:
+                if not opened.has_tokens:
                     self._spans.first_token(opened.request)
-                opened.begun = True
-                self._news.put(partial(self._grown, opened, new))
+                opened.has_tokens = True
+                self._pending_events.put(partial(self._make_token_events, opened, new))
 
-    def _report(self) -> None:
-        """Say in the log how they fare, now and then, where something is promised and somebody was served."""
+    def _log_objectives(self) -> None:
+        """Log the latency objectives every `log_interval_seconds`, if there are any and requests were served since."""
         now = self._clock.monotonic()
-        if now < self._next_report:
+        if now < self._next_log:
             return
-        self._next_report = now + self._serving.report_seconds
+        self._next_log = now + self._serving.log_interval_seconds
         pace = self._engine.stats().pace
-        if pace is not None and pace.first_tokens > self._reported:
-            self._reported = pace.first_tokens
-            said = {name: _rounded(value) for name, value in asdict(pace).items()}
-            logger.info("requests whose callers wait", objective=_rounded(pace.objective), **said)
+        if pace is not None and pace.first_tokens > self._logged_first_tokens:
+            self._logged_first_tokens = pace.first_tokens
+            fields = {name: _rounded(value) for name, value in asdict(pace).items()}
+            logger.info("requests whose callers wait", objective=_rounded(pace.objective), **fields)
 
-    def _drop_unwanted(self) -> None:
+    def _cancel_unwanted(self) -> None:
         with self._changed:
             unwanted = set(self._unwanted)
         for name in [n for n, o in self._open.items() if (o.request.id, o.request.attempt) in unwanted]:
-            logger.info("request dropped: nobody wants it any more", request=self._open[name].request.id)
+            logger.info("request cancelled: it is no longer wanted", request=self._open[name].request.id)
             self._forget(name)
         for request in self._preparation.discard(unwanted):
-            logger.info("request dropped before it was prepared: nobody wants it any more", request=request.id)
+            logger.info("request discarded before its preparation: it is no longer wanted", request=request.id)
             self._release(request)
-        with self._changed:  # those that are being prepared stay on the list
+        with self._changed:  # those in preparation stay in the set
             self._unwanted = {pair for pair in self._unwanted if self._holds(*pair)}
 
     def _forget(self, name: str) -> None:
@@ -331,18 +344,18 @@ class LaneServer:
             try:
                 taken = self._lane.take([self._key], room, _TAKE_SECONDS, shares)
             except ServiceUnavailable as error:
-                logger.warning("no requests can be taken", reason=str(error))
-                self._closed.wait(_PAUSE_SECONDS)
+                logger.warning("requests can't be taken from the lane", reason=str(error))
+                self._closed.wait(_RETRY_SECONDS)
                 continue
-            self._taking = bool(taken)
+            self._is_taking = bool(taken)
             self._hold_taken(taken)
             for request in taken:
                 self._spans.taken(request)
                 self._preparation.put(request)
-            self._taking = False
+            self._is_taking = False
 
     def _hold_taken(self, taken: Sequence[LaneRequest]) -> None:
-        """Note what was taken. An earlier attempt that still waits to be prepared is not wanted any more."""
+        """Record the requests as held. An earlier attempt that still waits to be prepared is discarded."""
         with self._changed:
             earlier = [(request.id, self._held[request.id].attempt) for request in taken if request.id in self._held]
             self._held.update((request.id, request) for request in taken)
@@ -353,142 +366,142 @@ class LaneServer:
             self._release(request)
 
     def _room(self) -> tuple[int, TenantShares]:
-        """How many requests may be taken, beside which others; waits a while for room."""
+        """How many requests may be taken, and each tenant's share of the held ones; waits a while for room."""
         with self._changed:
-            self._changed.wait_for(lambda: self._admitting and len(self._held) < self._most, _TAKE_SECONDS)
-            room = self._most - len(self._held)
-            if not self._admitting:
+            self._changed.wait_for(lambda: self._is_admitting and len(self._held) < self._max_requests, _TAKE_SECONDS)
+            room = self._max_requests - len(self._held)
+            if not self._is_admitting:
                 room = 0
             held = Counter(request.tenant for request in self._held.values())
-            reserve = max(1, self._most // 8) if self._has_several_tenants and self._most > 1 else 0
-            return room, TenantShares(held, self._most - reserve)
+            reserve = max(1, self._max_requests // 8) if self._has_several_tenants and self._max_requests > 1 else 0
+            return room, TenantShares(held, self._max_requests - reserve)
 
     def _prepare(self, request: LaneRequest) -> None:
         try:
             row = self._reader.prepare(request)
             answer = LaneAnswer(request, row, self._model.tokenizer)
         except RowError as error:
-            self._news.put(partial(refusal, request, error))
+            self._pending_events.put(partial(refusal_events, request, error))
             return
-        except Exception as error:  # noqa: BLE001 - its own, and nobody else's
+        except Exception as error:  # noqa: BLE001 - it concerns one request
             failure = unforeseen(error, "a request could not be prepared", request.id)
-            self._news.put(partial(refusal, request, failure))
+            self._pending_events.put(partial(refusal_events, request, failure))
             return
-        given = {choice.index: len(choice.token_ids) for choice in row.request.partial}
+        passed_on = {choice.index: len(choice.token_ids) for choice in row.request.partial}
         with self._changed:
-            self._arrived.append(_Open(answer, row, given))
+            self._arrived.append(_OpenRequest(answer, row, passed_on))
         self._wake.set()
 
-    # -- on the teller's thread
+    # -- on the emitter's thread
 
-    def _tell_all(self) -> None:
+    def _emit_all(self) -> None:
         events: deque[LaneEvent] = deque()
-        ending, next_hold, give_up = False, 0.0, float("inf")
-        while not (ending and not events) and self._clock.monotonic() < give_up:
-            news, ended = self._gather(wait=not events)
-            if ended and not ending:
-                ending, give_up = True, self._clock.monotonic() + _END_SECONDS
-            for tell in news:
-                events += tell()
+        is_ending, next_hold, deadline = False, 0.0, float("inf")
+        while not (is_ending and not events) and self._clock.monotonic() < deadline:
+            makers, has_ended = self._gather(wait=not events)
+            if has_ended and not is_ending:
+                is_ending, deadline = True, self._clock.monotonic() + _LAST_EMIT_SECONDS
+            for make_events in makers:
+                events += make_events()
             try:
                 while events:
-                    batch = [events[at] for at in range(min(len(events), _MOST_AT_ONCE))]
+                    batch = [events[index] for index in range(min(len(events), _MAX_BATCH_EVENTS))]
                     self._emit(batch)
                     for _ in batch:
                         events.popleft()
                 if self._clock.monotonic() >= next_hold:
-                    next_hold = self._clock.monotonic() + self._hold_every
+                    next_hold = self._clock.monotonic() + self._hold_interval_seconds
                     self._hold()
             except ServiceUnavailable as error:
-                logger.warning("the lane can't be told", events=len(events), reason=str(error))
-                self._clock.sleep(_PAUSE_SECONDS)
+                logger.warning("events can't be emitted to the lane", events=len(events), reason=str(error))
+                self._clock.sleep(_RETRY_SECONDS)
 
-    def _gather(self, *, wait: bool) -> tuple[list[_Telling], bool]:
-        """What there is to tell, and whether that is all there will ever be; waits for the first, not for ever."""
-        news: list[_Telling] = []
+    def _gather(self, *, wait: bool) -> tuple[list[_EventMaker], bool]:
+        """The pending events, and whether no more will follow; waits a bounded time for the first."""
+        makers: list[_EventMaker] = []
         try:
             while True:
-                one = self._news.get(wait and not news, self._hold_every / 2)
+                one = self._pending_events.get(wait and not makers, self._hold_interval_seconds / 2)
                 if one is None:
-                    return news, True
-                news.append(one)
+                    return makers, True
+                makers.append(one)
         except queue.Empty:
-            return news, False
+            return makers, False
 
-    def _grown(self, opened: _Open, new: Sequence[PartialChoice]) -> Sequence[LaneEvent]:
-        """Tell of new tokens. A choice that a policy refuses is not to be computed any further, nor is a request whose
-        tokens can't be told."""
-        if opened.failed:
+    def _make_token_events(self, opened: _OpenRequest, new: Sequence[PartialChoice]) -> Sequence[LaneEvent]:
+        """The events of new tokens. A choice that a policy refuses is cancelled, and so is a request whose events can't
+        be made."""
+        if opened.is_failed:
             return ()
         try:
-            events = opened.answer.grown(new)
-        except Exception as error:  # noqa: BLE001 - its own, and nobody else's
-            opened.failed = True
-            self._unwant(opened.request.id, opened.request.attempt)
-            return opened.answer.failed(unforeseen(error, "tokens could not be told", opened.request.id))
+            events = opened.answer.grow(new)
+        except Exception as error:  # noqa: BLE001 - it concerns one request
+            opened.is_failed = True
+            self._mark_unwanted(opened.request.id, opened.request.attempt)
+            return opened.answer.fail(unforeseen(error, "tokens could not be emitted", opened.request.id))
         for choice in (choice.index for choice in new if opened.answer.refuses(choice.index)):
             self._refused.append((opened.row.request.request_id, choice))
         return events
 
-    def _ended(self, opened: _Open, completion: Completion) -> Sequence[LaneEvent]:
+    def _make_end_events(self, opened: _OpenRequest, completion: Completion) -> Sequence[LaneEvent]:
         request = opened.request
-        if opened.failed:
+        if opened.is_failed:
             return ()
         envelope = Envelope(f"{PREFIX}{request.id}", self._clock.now(), request.attempt, self._wall)
         try:
-            return opened.answer.ended(opened.row, completion, self._builder, envelope)
-        except Exception as error:  # noqa: BLE001 - its own, and nobody else's
-            return opened.answer.failed(unforeseen(error, "a response could not be made", request.id))
+            return opened.answer.end(opened.row, completion, self._builder, envelope)
+        except Exception as error:  # noqa: BLE001 - it concerns one request
+            return opened.answer.fail(unforeseen(error, "a response could not be made", request.id))
 
     def _wall(self, seconds: float) -> datetime:
         """UTC of a time on the engine's clock."""
-        return self._zero + timedelta(seconds=seconds)
+        return self._engine_epoch + timedelta(seconds=seconds)
 
     def _emit(self, events: Sequence[LaneEvent]) -> None:
         unwanted = self._lane.emit(events)
         for event in events:
             if closes_attempt(event):
-                self._spans.told(event)
-                self._release_pair(event.request, event.attempt)
+                self._spans.ended(event)
+                self._release_attempt(event.request, event.attempt)
             elif event.request in unwanted:
-                self._unwant(event.request, event.attempt)
+                self._mark_unwanted(event.request, event.attempt)
 
     def _hold(self) -> None:
         with self._changed:
             held = {request_id: request.attempt for request_id, request in self._held.items()}
         if held:
             for request_id in self._lane.hold(list(held)):
-                self._unwant(request_id, held[request_id])
+                self._mark_unwanted(request_id, held[request_id])
 
-    def _unwant(self, request_id: str, attempt: int) -> None:
-        """Nobody wants it from this worker any more: have the loop take it out of the engine."""
+    def _mark_unwanted(self, request_id: str, attempt: int) -> None:
+        """Mark the attempt as unwanted from this worker; the loop then cancels it in the engine."""
         with self._changed:
             if self._holds(request_id, attempt):
                 self._unwanted.add((request_id, attempt))
         self._wake.set()
 
-    # -- on any
+    # -- on any thread
 
     def _holds(self, request_id: str, attempt: int) -> bool:
         held = self._held.get(request_id)
         return held is not None and held.attempt == attempt
 
     def _release(self, request: LaneRequest) -> None:
-        self._release_pair(request.id, request.attempt)
+        self._release_attempt(request.id, request.attempt)
 
-    def _release_pair(self, request_id: str, attempt: int) -> None:
-        """The request is no longer here: there is room for another."""
-        self._spans.dropped(request_id, attempt)  # unless its end was told
+    def _release_attempt(self, request_id: str, attempt: int) -> None:
+        """The attempt is no longer held, and another request may be taken."""
+        self._spans.discarded(request_id, attempt)  # does nothing if the span has ended
         with self._changed:
             if self._holds(request_id, attempt):
                 del self._held[request_id]
                 self._changed.notify_all()
 
     def _guarded(self, work: Callable[..., None], *arguments: threading.Event) -> None:
-        """A thread whose failure is the loop's."""
+        """Run a thread's work; its failure is raised in the loop."""
         try:
             work(*arguments)
-        except BaseException as error:  # noqa: BLE001 - raised again by `turn`
+        except BaseException as error:  # noqa: BLE001 - raised again by `poll`
             self._failure = error
             self._wake.set()
 

@@ -1,4 +1,4 @@
-"""A model that this process holds: its engine, its tokenizer, and proof of which weights they are."""
+"""A loaded model: its engine, its tokenizer, and the digest of its weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MEANING_FILES: Final = (
     "vocab.json",
     "merges.txt",
 )
-"""Small files that change answers, beside the weights."""
+"""Small files that influence answers."""
 
 Fact = str | int | float | bool | None
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -53,14 +53,14 @@ class LoadedModel:
     """A model ready to serve.
 
     Attributes:
-        name: what requests call it.  aliases: other names under which it answers.
+        name: its name in requests.  aliases: other names that requests may use.
         source: the folder or file it was loaded from.
-        digest: "sha256:…", see `model_digest`.  revision: as its origin names it.
+        digest: "sha256:…", see `model_digest`.  revision: as named by its origin.
         max_num_seqs: rows of the engine's running batch.
-        quantization, kv_dtype: of weights and KV cache, as the engine's settings have them.
+        quantization, kv_dtype: of weights and KV cache, as in the engine's settings.
         facts: the engine's settings, for manifests.
-        weightless: it stands in for a model, and its answers mean nothing.
-        grammars: what answers can be held to; made once for a model.
+        weightless: it replaces a model in tests and measurements; its answers are meaningless.
+        grammars: compiles grammars for this model.
     """
 
     name: str
@@ -97,19 +97,19 @@ class LoadedModel:
     ) -> LoadedModel:
         """Load the weights and the tokenizer at `path` (a Hugging Face folder, or a GGUF file).
 
-        The digest is computed meanwhile in a thread (hashing lets go of the interpreter), unless it is given.
-        Raises what `Engine.load` raises, `TokenizerError`, and `WorkerError` where a draft model's tokens are others.
+        The digest is computed meanwhile in a thread (hashing releases the interpreter lock), unless it is given.
+        Raises what `Engine.load` raises, `TokenizerError`, and `WorkerError` when a draft model's tokens differ.
         """
         path = model_path(path)
         with ThreadPoolExecutor(max_workers=1) as pool:
-            proof = None if digest is not None else pool.submit(model_digest, path, chat_template)
+            computed_digest = None if digest is not None else pool.submit(model_digest, path, chat_template)
             tokenizer = Tokenizer.load(path, chat_template)
             speculation = None if config is None else config.speculation
             if speculation is not None and speculation.method == "draft" and speculation.draft_model is not None:
                 _check_same_tokens(speculation.draft_model, tokenizer)
-            encodes = is_encoder(path)
-            engine = EncoderEngine.load(path, config) if encodes else Engine.load(path, config)
-            digest = digest if proof is None else proof.result()
+            has_encoder = is_encoder(path)
+            engine = EncoderEngine.load(path, config) if has_encoder else Engine.load(path, config)
+            digest = digest if computed_digest is None else computed_digest.result()
         return cls._of(engine, tokenizer, name=name, source=path, digest=digest, revision=revision, aliases=aliases)
 
     @classmethod
@@ -123,8 +123,8 @@ class LoadedModel:
         digest: str | None,
         make_runner: Callable[[RowState, int], StepRunner] = NullRunner,
     ) -> LoadedModel:
-        """The tokenizer of the model at `path`, before an engine whose steps cost nothing: to measure and to try all
-        that is around a model. `num_blocks`, `make_runner`: see `Engine.without_model`."""
+        """The tokenizer of the model at `path` with an engine whose steps cost nothing, to measure and test everything
+        but the model. `num_blocks`, `make_runner`: see `Engine.without_model`."""
         path = model_path(path)
         if is_encoder(path):
             raise UnsupportedModel(f"{path} is an encoder, and what stands in for a model here only generates tokens")
@@ -165,10 +165,11 @@ class LoadedModel:
         )
 
     def answers_to(self, name: str) -> bool:
+        """Whether `name` is the model's name or one of its aliases."""
         return name == self.name or name in self.aliases
 
     def pin(self, name: str | None = None) -> ModelPin:
-        """What a job that runs on this model is pinned to; `name`: what its requests call it."""
+        """The pin of a job that runs on this model; `name`: the model's name in its requests."""
         return ModelPin(
             name=name or self.name,
             source=self.source,
@@ -180,7 +181,7 @@ class LoadedModel:
         )
 
     def mismatch(self, pin: ModelPin) -> str | None:
-        """In what this model differs from the pinned one, or None when it is the same."""
+        """How this model differs from the pinned one, or None when it is the same."""
         if pin.digest is not None and self.digest is not None and pin.digest != self.digest:
             return f"weights {pin.digest[:19]}…, but {self.digest[:19]}… are loaded from {self.source}"
         for name in ("dtype", "quantization", "kv_dtype"):
@@ -197,7 +198,7 @@ def _limits(engine: Engine | EncoderEngine, embedding: EmbeddingSettings | None)
 
 
 def _check_same_tokens(draft: str, tokenizer: Tokenizer) -> None:
-    """Refuse a draft model whose token ids mean other texts; raises `WorkerError`."""
+    """Raise `WorkerError` when the token ids of the draft model have other texts."""
     if (token_id := tokenizer.first_difference(Tokenizer.load(model_path(Path(draft))))) is not None:
         raise WorkerError(
             f"the draft model {draft} has another tokenizer: token {token_id} is not the same text; "
@@ -206,7 +207,8 @@ def _check_same_tokens(draft: str, tokenizer: Tokenizer) -> None:
 
 
 def model_path(path: Path) -> Path:
-    """The model itself: a folder with weights, or the GGUF file, also when a folder with just that file is given."""
+    """The path of the model itself: a folder with weights, or the GGUF file of a folder that contains just this
+    file."""
     if path.is_dir() and not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
@@ -215,11 +217,11 @@ def model_path(path: Path) -> Path:
 
 
 def model_digest(path: Path, chat_template: str | None = None) -> str:
-    """ "sha256:…" over all that decides a model's answers.
+    """The digest ("sha256:…") of all files that determine a model's answers.
 
-    Of a lone GGUF file it is that file's own sha256. Of a folder it is the sha256 over name, size and sha256 of the
-    weight files, the config, the tokenizer's files and those that say how vectors are made, in the order of their
-    names. A chat template that replaces the model's own enters too. Reads every byte: about a second a gigabyte.
+    For a lone GGUF file it is that file's own sha256. For a folder it is the sha256 over name, size and sha256 of the
+    weight files, the config, the tokenizer's files and the pooling settings, in the order of their names. A chat
+    template that replaces the model's own is included. Reads every byte: about a second a gigabyte.
 
     Raises `WorkerError` when there is no model or a file can't be read.
     """
@@ -229,15 +231,15 @@ def model_digest(path: Path, chat_template: str | None = None) -> str:
         files = [path] if path.is_file() else _model_files(path)
         if not files:
             raise WorkerError(f"{path} holds no model; give a folder with config.json and weights, or a GGUF file")
-        total = hashlib.sha256()
+        digest = hashlib.sha256()
         for file in files:
-            inside = file.name if path.is_file() else file.relative_to(path).as_posix()
-            total.update(f"{inside}\0{file.stat().st_size}\0{_file_digest(file)}\n".encode())
+            relative_path = file.name if path.is_file() else file.relative_to(path).as_posix()
+            digest.update(f"{relative_path}\0{file.stat().st_size}\0{_file_digest(file)}\n".encode())
     except OSError as error:
         raise WorkerError(f"can't read the model: {error}") from error
     if chat_template is not None:
-        total.update(b"chat template\0" + chat_template.encode())
-    return "sha256:" + total.hexdigest()
+        digest.update(b"chat template\0" + chat_template.encode())
+    return "sha256:" + digest.hexdigest()
 
 
 def _model_files(folder: Path) -> list[Path]:
@@ -258,7 +260,7 @@ def dtype_name(spec: ModelSpec) -> DTypeName:
 
 
 def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
-    """The engine's settings as a manifest shows them."""
+    """The engine's settings for a manifest."""
     config, spec = engine.config, engine.spec
     return {
         "architecture": spec.architecture,
@@ -282,9 +284,9 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
 
 
 def speculation_facts(stats: SpeculationStats) -> dict[str, Fact]:
-    """What became of guessed tokens since the engine was made, as a manifest shows it: by who guessed them, and which
-    share of those at each place was right; and what they gained (`engine.speculative.gain`), in all and for each second
-    of the steps that had some."""
+    """Statistics of speculative decoding since the engine's start, for a manifest: drafted and accepted tokens of each
+    source, the share of accepted ones at each draft position, and the gained tokens (`engine.speculative.gain`), in
+    total and for each second of the steps with drafts."""
     facts: dict[str, Fact] = {}
     for source, counts in stats.sources.items():
         facts[f"drafted_{source}"], facts[f"accepted_{source}"] = counts.num_drafted, counts.num_accepted
@@ -297,7 +299,7 @@ def speculation_facts(stats: SpeculationStats) -> dict[str, Fact]:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what computes, for manifests; a tokenmill that runs from a bare checkout has none."""
+    """Versions of the libraries that compute, for manifests. A tokenmill from a bare checkout has no version."""
     versions = {"python": platform.python_version()}
     for name in ("tokenmill", "torch", "transformers", "tokenizers", "llguidance", "numpy"):
         try:

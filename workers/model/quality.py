@@ -1,7 +1,7 @@
-"""What quantizing a model cost: the same text scored before and after.
+"""Measures the quality loss of quantizing a model: the same text is scored before and after.
 
-Text comes from a file: JSON lines with `text`, with a request's `body` or with `prompt` or `messages`; or plain text.
-It is cut into windows of tokens, and each window is scored by itself.
+The text is read from a file: JSON lines with `text`, with a request's `body` or with `prompt` or `messages`; or plain
+text. It is cut into windows of tokens, and each window is scored by itself.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from engine.request import Request, SamplingParams
 from workers.errors import WorkerError
 from workers.text.tokenizer import TokenIds, Tokenizer
 
-_LONGEST_LINE = 10 << 20
-_LONGEST_TEXT = 64 << 20
+_MAX_LINE_CHARS = 10 << 20
+_MAX_TEXT_CHARS = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class QualityComparison:
-    """One text, scored by two models.
+    """The scores of one text by two models.
 
     Attributes:
-        tokens: that were scored.
+        tokens: number of scored tokens.
         before, after: perplexities.
-        distance: the mean of |difference| of a token's log-probability (natural logarithm).
-        same_greedy: of the tokens, the share for which both models would choose the same.
+        distance: the mean absolute difference of a token's log-probability (natural logarithm).
+        same_greedy: share of tokens for which both models' likeliest token is the same.
     """
 
     tokens: int
@@ -45,15 +45,15 @@ class QualityComparison:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScores:
-    """float64 [tokens]: each token's log-probability; int32 [tokens]: what the model would have chosen instead."""
+    """float64 [tokens]: each token's log-probability; int32 [tokens]: the model's likeliest token instead."""
 
     logprobs: NDArray[np.float64]
     greedy: NDArray[np.int32]
 
 
-def read_windows(path: Path, tokenizer: Tokenizer, length: int, most: int) -> list[TokenIds]:
-    """Up to `most` windows of `length` tokens from a file of text; what doesn't fill one is left out. Each begins with
-    what the tokenizer puts before every text: models that were trained with it are lost without.
+def read_windows(path: Path, tokenizer: Tokenizer, length: int, max_windows: int) -> list[TokenIds]:
+    """Up to `max_windows` windows of `length` tokens from a file of text; the incomplete last one is left out. Each
+    begins with the tokens that the tokenizer prepends to every text: models trained with them need them.
 
     Raises `WorkerError` when the file can't be read, or fills no window.
     """
@@ -63,10 +63,10 @@ def read_windows(path: Path, tokenizer: Tokenizer, length: int, most: int) -> li
     left = np.empty(0, dtype=np.int32)
     for text in _texts(path):
         left = np.concatenate([left, tokenizer.encode_batch([text], add_special_tokens=False)[0]])
-        while len(left) >= length and len(found) < most:
+        while len(left) >= length and len(found) < max_windows:
             found.append(np.concatenate([start, left[:length]]))
             left = left[length:]
-        if len(found) == most:
+        if len(found) == max_windows:
             break
     if not found:
         raise WorkerError(f"{path} holds {len(left)} tokens of text; at least {length} are needed")
@@ -74,7 +74,7 @@ def read_windows(path: Path, tokenizer: Tokenizer, length: int, most: int) -> li
 
 
 def token_scores(engine: Engine, windows: Sequence[TokenIds]) -> TokenScores:
-    """Scores of all tokens of all windows but each one's first.
+    """Score all tokens of all windows but each window's first.
 
     Raises `WorkerError` when the engine can't compute one.
     """
@@ -90,7 +90,7 @@ def token_scores(engine: Engine, windows: Sequence[TokenIds]) -> TokenScores:
 
 
 def compare(before: TokenScores, after: TokenScores) -> QualityComparison:
-    """The same tokens, scored by two models."""
+    """Compare two models' scores of the same tokens."""
     return QualityComparison(
         tokens=len(before.logprobs),
         before=math.exp(-float(before.logprobs.mean())),
@@ -104,10 +104,10 @@ def _texts(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8") as file:
             if path.suffix not in (".jsonl", ".json"):
-                yield file.read(_LONGEST_TEXT)
+                yield file.read(_MAX_TEXT_CHARS)
                 return
             number = 0
-            while line := file.readline(_LONGEST_LINE):
+            while line := file.readline(_MAX_LINE_CHARS):
                 number += 1
                 if line.strip():
                     yield _text_of(line, path, number)
@@ -116,7 +116,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _text_of(line: str, path: Path, number: int) -> str:
-    """The text of a line; of messages what they say, one a paragraph."""
+    """The text of a line; the contents of messages are joined as paragraphs."""
     try:
         value = json.loads(line)
         body = value.get("body", value)

@@ -16,12 +16,12 @@ from workers.text.tokenizer import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the model makes of one sequence.
+    """The score of one sequence.
 
     Attributes:
         tokens: predicted tokens; the first one of a sequence has nothing before it and doesn't count.
         logprob: the sum of their log-probabilities (natural logarithm).
-        greedy: of them, those that the model itself would have chosen.
+        greedy: number of tokens that are the model's likeliest.
     """
 
     tokens: int

@@ -1,9 +1,8 @@
-"""What a worker computes between loading a model and serving it: real steps at the shapes that will come, and canary
-prompts whose answers are known.
+"""Warms up a loaded model before it serves: real steps at the expected shapes, then canary prompts with known answers.
 
-The steps come first: kernels are chosen or compiled, graphs captured and memory taken at a shape's first use, and no
-request should pay for that. The canary prompts then show that this model on this machine computes what it computed
-where it was recorded; a wrong kernel, a bad memory or another library may give fluent nonsense without any error.
+The first use of a shape selects or compiles kernels, captures graphs and allocates memory, which no request should pay
+for. The canary prompts then verify that the model on this machine computes the recorded answers: a wrong kernel, faulty
+memory or another library version may produce fluent nonsense without any error.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ CANARY_PROMPTS: Final = (
     "Once upon a time, in a village between the mountains and the sea, there lived an old clockmaker who",
     "SELECT customer_id, SUM(amount) FROM orders WHERE",
 )
-"""Plain texts of several kinds, without a chat template; changing one makes all that was recorded useless."""
+"""Plain texts of several kinds, without a chat template. Changing one invalidates all recorded answers."""
 
 CANARY_TOKENS: Final = 16
-"""Of each answer."""
+"""Tokens of each canary answer."""
 
-DECODED: Final = 4
-"""Steps that each batch is decoded for."""
+DECODE_STEPS: Final = 4
+"""Decode steps of each warm-up batch."""
 
-SHORT: Final = 16
-"""Tokens of a prompt in a batch."""
+PROMPT_TOKENS: Final = 16
+"""Tokens of each prompt in a warm-up batch."""
 
 
 def warm_up(model: LoadedModel, options: WarmupOptions) -> None:
-    """Compute one long prompt, then batches of each size. Raises `BrokenEngineError`."""
+    """Compute one long prompt, then a batch of each size. Raises `BrokenEngineError`."""
     longest = model.limits.max_model_len
-    length = max(1, min(options.prompt_tokens, longest - DECODED))
+    length = max(1, min(options.prompt_tokens, longest - DECODE_STEPS))
     _complete(model, [_request(model, "long", length, longest)])
     for rows in sorted({min(rows, model.max_num_seqs) for rows in options.rows}):
-        short = max(1, min(SHORT, longest - DECODED))
+        short = max(1, min(PROMPT_TOKENS, longest - DECODE_STEPS))
         _complete(model, [_request(model, f"{rows}-{row}", short, longest) for row in range(rows)])
 
 
@@ -59,17 +58,17 @@ def answer_canaries(model: LoadedModel) -> tuple[CanaryAnswer, ...]:
     prompts = [_cut(ids, model) for ids in model.tokenizer.encode_batch(CANARY_PROMPTS, add_special_tokens=True)]
     requests = []
     for number, prompt in enumerate(prompts):
-        most = min(CANARY_TOKENS, model.limits.max_model_len - len(prompt))
-        params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, logprobs=2)
+        max_tokens = min(CANARY_TOKENS, model.limits.max_model_len - len(prompt))
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
         requests.append(_pooled(model, Request(f"canary-{number}", as_token_ids(prompt), params)))
     done = _complete(model, requests)
     return tuple(_answer(prompt, done[f"canary-{number}"]) for number, prompt in enumerate(prompts))
 
 
 def drift_from(model: LoadedModel, recorded: Sequence[CanaryAnswer]) -> LogprobDrift | None:
-    """How far this model's log-probabilities lie from those of another one, on the other's answers: each of its tokens
-    is scored behind all that it had said before. None where the two can't be compared: other tokens, or vectors. Raises
-    `BrokenEngineError`."""
+    """How far this model's log-probabilities differ from recorded ones of another model: each token of the recorded
+    answers is scored after its predecessors. None when the two can't be compared: their tokens differ, or they make
+    embeddings. Raises `BrokenEngineError`."""
     own = [_cut(ids, model) for ids in model.tokenizer.encode_batch(CANARY_PROMPTS, add_special_tokens=True)]
     if not model.limits.generates or [tuple(ids) for ids in own] != [answer.prompt for answer in recorded]:
         return None
@@ -79,24 +78,28 @@ def drift_from(model: LoadedModel, recorded: Sequence[CanaryAnswer]) -> LogprobD
         for number, answer in enumerate(recorded)
     ]
     done = _complete(model, requests)
-    off: list[float] = []
+    differences: list[float] = []
     for number, answer in enumerate(recorded):
         scored = done[f"drift-{number}"].prompt_logprobs
-        assert scored is not None, "a prompt that was to be scored has log-probabilities"
-        off += np.abs(scored.chosen[len(answer.prompt) :] - np.array(answer.logprobs)).tolist()
-    return LogprobDrift(mean=float(np.mean(off)), most=max(off), tokens=len(off)) if off else None
+        assert scored is not None, "a scored prompt has log-probabilities"
+        differences += np.abs(scored.chosen[len(answer.prompt) :] - np.array(answer.logprobs)).tolist()
+    return (
+        LogprobDrift(mean=float(np.mean(differences)), most=max(differences), tokens=len(differences))
+        if differences
+        else None
+    )
 
 
 def _request(model: LoadedModel, name: str, length: int, longest: int) -> Request:
-    """A prompt of so many tokens that no other begins with."""
+    """A request with a prompt of `length` tokens that shares no prefix with another one."""
     first = sum(name.encode())
-    ids = [1 + (first * 31 + place * 7919) % max(1, model.limits.vocab_size - 1) for place in range(length)]
-    params = SamplingParams(max_tokens=min(DECODED, longest - length), temperature=0.0, ignore_eos=True)
+    ids = [1 + (first * 31 + index * 7919) % max(1, model.limits.vocab_size - 1) for index in range(length)]
+    params = SamplingParams(max_tokens=min(DECODE_STEPS, longest - length), temperature=0.0, ignore_eos=True)
     return _pooled(model, Request(f"warm-{name}", as_token_ids(ids), params))
 
 
 def _pooled(model: LoadedModel, request: Request) -> Request:
-    """As the model can compute it: one that generates nothing makes vectors."""
+    """The request as the model can compute it: a model without a language-model head makes embeddings."""
     embedding = model.limits.embedding
     if model.limits.generates or embedding is None:
         return request
@@ -104,13 +107,13 @@ def _pooled(model: LoadedModel, request: Request) -> Request:
 
 
 def _cut(prompt: Iterable[int], model: LoadedModel) -> list[int]:
-    """A prompt that leaves room for an answer, as far as the model has any."""
+    """The prompt, cut to leave room for an answer if the model generates one."""
     room = model.limits.max_model_len - (CANARY_TOKENS if model.limits.generates else 0)
     return [int(token) for token in prompt][: max(1, room)]
 
 
 def _complete(model: LoadedModel, requests: Sequence[Request]) -> dict[str, Completion]:
-    """All of them, computed together. Raises `BrokenEngineError`."""
+    """Compute all requests in one run. Raises `BrokenEngineError`."""
     engine = model.engine
     done: dict[str, Completion] = {}
     try:
@@ -134,7 +137,7 @@ def _answer(prompt: Sequence[int], completion: Completion) -> CanaryAnswer:
         vector /= np.linalg.norm(vector) or 1.0
         return CanaryAnswer(prompt=tuple(prompt), vector=tuple(round(float(value), 6) for value in vector))
     choice = completion.choices[0]
-    assert choice.logprobs is not None, "they were asked for"
+    assert choice.logprobs is not None, "log-probabilities were requested"
     return CanaryAnswer(
         prompt=tuple(prompt),
         tokens=tuple(choice.token_ids.tolist()),

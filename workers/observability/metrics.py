@@ -1,7 +1,7 @@
-"""What a worker tells of its work, from what its loop, its lane and its engine count.
+"""Builds a worker's metrics from the counters of its loop, its side work and its engine.
 
-Nothing is counted here but requests that have ended; the rest is read where it is counted anyway, every few seconds, on
-the thread that steps the engine.
+This module counts only the requests that have ended. It reads all other counters where they are kept, every few
+seconds, on the thread that steps the engine.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from workers.translation.requests import PRIORITIES
 from workers.translation.responses import failure_of
 
 RATE_SECONDS: Final = 10.0
-"""Rates are of the last so many seconds, or a little more."""
+"""Window of the token rates, in seconds; the actual window may be a little longer."""
 
 
 @dataclass(slots=True)
-class _OfTier:
+class _TierCounts:
+    """Counters of ended requests of one tier."""
+
     answered: int = 0
     failed: int = 0
     prompt: int = 0
@@ -47,14 +49,14 @@ class _OfTier:
 
 
 class EndedRequests:
-    """Requests that have ended, by tier."""
+    """Counts the requests that have ended, by tier."""
 
     def __init__(self) -> None:
-        self._tiers: dict[Tier, _OfTier] = {}
+        self._tiers: dict[Tier, _TierCounts] = {}
 
     def note(self, tier: Tier, completion: Completion) -> None:
-        """One more."""
-        counts = self._tiers.setdefault(tier, _OfTier())
+        """Count a completion."""
+        counts = self._tiers.setdefault(tier, _TierCounts())
         if failure_of(completion) is None:
             counts.answered += 1
         else:
@@ -66,21 +68,22 @@ class EndedRequests:
         counts.accepted += completion.accepted_tokens
 
     def note_refused(self, tier: Tier, requests: int) -> None:
-        """So many that never entered the engine."""
+        """Count requests that never entered the engine."""
         if requests:
-            self._tiers.setdefault(tier, _OfTier()).failed += requests
+            self._tiers.setdefault(tier, _TierCounts()).failed += requests
 
-    def of(self, tier: Tier) -> _OfTier:
-        return self._tiers.get(tier) or _OfTier()
+    def of(self, tier: Tier) -> _TierCounts:
+        """The counters of a tier."""
+        return self._tiers.get(tier) or _TierCounts()
 
 
 @dataclass(frozen=True, slots=True)
 class SideWorkMetrics:
-    """What is computed beside the shards.
+    """Metrics of the side work.
 
     Attributes:
-        open: requests in the engine.  waiting: that have come and are not in it yet, by tier.
-        ended: those that have come to their end.
+        open: requests in the engine.  waiting: requests that are prepared and not in it yet, by tier.
+        ended: requests that have ended.
     """
 
     open: int = 0
@@ -89,10 +92,10 @@ class SideWorkMetrics:
 
 
 class MetricsReader:
-    """Makes figures of one loaded model's worker.
+    """Builds the metrics of the worker of one loaded model.
 
     Args:
-        model: its name.  began: when it began to serve it, on the worker's clock (seconds).
+        model: the model's name.  began: start of serving it, on the worker's clock (seconds).
     """
 
     def __init__(self, model: str, engine: StepEngine, began: float) -> None:
@@ -100,20 +103,20 @@ class MetricsReader:
         self._model = model
         self._engine = engine
         self._began = began
-        # What the engine computed before, to warm up, was nobody's.
+        # The warm-up's steps are not counted.
         self._before, self._classes_before = engine.stats(), engine.classes()
-        self._seen: deque[tuple[float, EngineStats]] = deque([(began, self._before)])
+        self._readings: deque[tuple[float, EngineStats]] = deque([(began, self._before)])
 
-    def read(self, now: float, queued: Mapping[Tier, int], beside: SideWorkMetrics) -> WorkerMetrics:
-        """How it stands.
+    def read(self, now: float, queued: Mapping[Tier, int], side_work: SideWorkMetrics) -> WorkerMetrics:
+        """The metrics now.
 
         Args:
-            now: on the worker's clock.  queued: rows of open shards that the engine doesn't have yet.
+            now: on the worker's clock (seconds).  queued: rows of open shards that the engine doesn't have yet.
         """
         stats, before = self._engine.stats(), self._before
-        waiting = Counter(queued) + Counter(beside.waiting)
+        waiting = Counter(queued) + Counter(side_work.waiting)
         found = {
-            tier: self._tier(tier, counts, then, waiting[tier], beside.ended.of(tier))
+            tier: self._tier(tier, counts, then, waiting[tier], side_work.ended.of(tier))
             for (tier, _), counts, then in zip(
                 sorted(PRIORITIES.items(), key=lambda one: one[1]),
                 self._engine.classes(),
@@ -124,7 +127,7 @@ class MetricsReader:
         return WorkerMetrics(
             model=self._model,
             seconds=max(0.0, now - self._began),
-            tiers={tier: figures for tier, figures in found.items() if figures != _NOTHING},
+            tiers={tier: metrics for tier, metrics in found.items() if metrics != _NO_METRICS},
             rates=self._rates(now, stats),
             computed=stats.computed - before.computed,
             prompt=stats.prompt - before.prompt,
@@ -137,13 +140,13 @@ class MetricsReader:
             preemptions=stats.preemptions - before.preemptions,
             kv_blocks=stats.total_blocks,
             kv_blocks_used=stats.total_blocks - stats.free_blocks,
-            lane_open=beside.open,
-            lane_waiting=sum(beside.waiting.values()),
+            lane_open=side_work.open,
+            lane_waiting=sum(side_work.waiting.values()),
             pace=None if stats.pace is None else _pace(stats.pace),
             speculation=_speculation(stats.speculation),
         )
 
-    def _tier(self, tier: Tier, counts: ClassStats, then: ClassStats, waiting: int, lane: _OfTier) -> TierMetrics:
+    def _tier(self, tier: Tier, counts: ClassStats, then: ClassStats, waiting: int, lane: _TierCounts) -> TierMetrics:
         rows = self.ended.of(tier)
         return TierMetrics(
             running=counts.running,
@@ -157,11 +160,11 @@ class MetricsReader:
         )
 
     def _rates(self, now: float, stats: EngineStats) -> TokenRates:
-        """Since the latest look that is old enough."""
-        while len(self._seen) > 1 and self._seen[1][0] <= now - RATE_SECONDS:
-            self._seen.popleft()
-        then, before = self._seen[0]
-        self._seen.append((now, stats))
+        """Rates since the latest reading that is at least `RATE_SECONDS` old."""
+        while len(self._readings) > 1 and self._readings[1][0] <= now - RATE_SECONDS:
+            self._readings.popleft()
+        then, before = self._readings[0]
+        self._readings.append((now, stats))
         seconds = now - then
         if seconds <= 0:
             return TokenRates()
@@ -172,10 +175,10 @@ class MetricsReader:
         )
 
 
-_NOTHING: Final = TierMetrics()
+_NO_METRICS: Final = TierMetrics()
 
 
-def _usage(counts: _OfTier) -> Usage:
+def _usage(counts: _TierCounts) -> Usage:
     return Usage(
         prompt=counts.prompt,
         cached=counts.cached,
@@ -186,12 +189,12 @@ def _usage(counts: _OfTier) -> Usage:
 
 
 def _histogram(counts: LatencyCounts, before: LatencyCounts) -> HistogramSample:
-    """What came since `before`."""
+    """The samples since `before`."""
     old = before.counts or (0,) * len(counts.counts)
-    kept = [now - then for now, then in zip(counts.counts, old, strict=True)]
-    while kept and not kept[-1]:
-        kept.pop()
-    return HistogramSample(counts=tuple(kept), seconds=max(0.0, counts.seconds - before.seconds))
+    added = [now - then for now, then in zip(counts.counts, old, strict=True)]
+    while added and not added[-1]:
+        added.pop()
+    return HistogramSample(counts=tuple(added), seconds=max(0.0, counts.seconds - before.seconds))
 
 
 def _pace(stats: PaceStats) -> PaceMetrics:

@@ -1,4 +1,4 @@
-"""What a worker tells about itself while it runs."""
+"""The progress of a worker: counters, engine state and throughput, as its loop reports them to an observer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from engine.engine import EngineStats
 from engine.request import Completion
 
 RATE_SECONDS: Final = 30.0
-"""What was measured so long ago counts about a third of what is measured now."""
+"""Time constant of the throughput: a measurement this old weighs about a third of a current one."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCounts:
-    """Counters since the worker began. Rows include copies; tokens are of computed rows that are finished.
+    """Counters since the worker's start. Rows include copies; tokens are those of finished computed rows.
 
     Attributes:
         succeeded, failed: rows with an outcome.  committed: rows in durable parts.
-        shards_committed: parts that this worker made.  shards_lost: shards that another attempt committed first.
+        shards_committed: parts that this worker wrote.  shards_lost: shards that another attempt committed first.
         prompt_tokens, cached_tokens, completion_tokens: of finished rows.
         first_start, last_end: of computed rows, on the engine's clock (seconds).
     """
@@ -36,10 +36,11 @@ class WorkerCounts:
     last_end: float | None = None
 
     def with_refused(self, rows: int) -> WorkerCounts:
+        """Add refused rows."""
         return replace(self, failed=self.failed + rows)
 
     def with_computed(self, rows: int, completion: Completion, failed: bool) -> WorkerCounts:
-        """One computed row more, and `rows` - 1 copies of it."""
+        """Add one computed row and its `rows` - 1 copies."""
         start, end = completion.started_at, completion.finished_at
         return replace(
             self,
@@ -53,6 +54,7 @@ class WorkerCounts:
         )
 
     def with_part(self, rows: int, committed: bool) -> WorkerCounts:
+        """Add a shard whose part is durable; `committed`: this worker wrote it."""
         if not committed:
             return replace(self, shards_lost=self.shards_lost + 1)
         return replace(self, committed=self.committed + rows, shards_committed=self.shards_committed + 1)
@@ -60,13 +62,13 @@ class WorkerCounts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgress:
-    """Where a worker stands.
+    """The state of a worker.
 
     Attributes:
         engine: live counters of the engine, running rows included; `engine.running` and `engine.waiting` are its rows.
         queued: rows of open shards that the engine doesn't have yet.
-        shards_open: taken and not yet committed.
-        stopped: the worker was told to stop, and gave its unfinished shards back.
+        shards_open: shards that are taken and not yet committed.
+        stopped: the worker was stopped, and has released its unfinished shards.
     """
 
     counts: WorkerCounts
@@ -88,31 +90,31 @@ class WorkerProgress:
 
 
 class RateMeter:
-    """Tokens per second while there is work, the latest half minute or so counting most.
+    """Measures tokens per second while the engine has work, as an exponential average over about half a minute.
 
-    Between two looks the engine must have had work all the time for the time to count: how fast it is doesn't depend on
-    how much there is to do.
+    The time between two measurements counts only if the engine had work at the first one, so that idle time doesn't
+    lower the rate.
     """
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
-        self._last: tuple[float, int] | None = None  # when the engine was last seen to have work, and its tokens
+        self._last: tuple[float, int] | None = None  # the last measurement with work: time and tokens
 
-    def look(self, now: float, engine: EngineStats) -> float | None:
-        """The rate by now; None: not known yet. `now`: seconds, monotonic."""
+    def measure(self, now: float, engine: EngineStats) -> float | None:
+        """Tokens per second; None: not measured yet. `now`: seconds, monotonic."""
         tokens = engine.computed - engine.recomputed + engine.cached
         if self._last is not None and now > self._last[0]:
             seconds = now - self._last[0]
-            kept = exp(-seconds / RATE_SECONDS)
-            self._tokens = kept * self._tokens + (tokens - self._last[1])
-            self._seconds = kept * self._seconds + seconds
+            decay = exp(-seconds / RATE_SECONDS)
+            self._tokens = decay * self._tokens + (tokens - self._last[1])
+            self._seconds = decay * self._seconds + seconds
         self._last = (now, tokens) if engine.running or engine.waiting else None
         return self._tokens / self._seconds if self._seconds else None
 
 
 class WorkerObserver(Protocol):
-    """Is told how the work goes, on the thread that steps the engine: it must be quick."""
+    """Receives a worker's progress on the thread that steps the engine, so it must return quickly."""
 
     def progress(self, progress: WorkerProgress) -> None:
-        """Called every so often, and once at the end."""
+        """Called every `WorkerSettings.report_seconds`, and once at the end."""
         ...

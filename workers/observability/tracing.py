@@ -1,8 +1,8 @@
-"""Spans of a worker's loop: each shard from being taken to its end, and now and then a step of the engine.
+"""Trace spans of a worker: each shard from being taken to its end, sampled steps of the engine, and lane requests.
 
-A step takes milliseconds and there are millions, so one is looked at every so often. It belongs to the most urgent
-shard that is open, and is linked with the others: rows of all of them are in it. In an engine's step with nothing but
-requests whose callers wait no shard is open, and it isn't looked at: those have spans of their own.
+A step takes milliseconds and there are millions of them, so one step per interval gets a span. Its parent is the most
+urgent open shard, and it is linked with the other open shards, because it computes rows of all of them. A step without
+open shards, which computes only lane requests, gets no span: these requests have their own.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest
 
 
 class HasWork(Protocol):
-    """A shard that is open."""
+    """An open shard."""
 
     @property
     def work(self) -> ShardWork: ...
 
 
 class EngineCounts(Protocol):
-    """What an engine has counted since it began."""
+    """Counters of an engine since its start."""
 
     @property
     def computed(self) -> int: ...
@@ -34,11 +34,11 @@ class EngineCounts(Protocol):
 
 
 class ShardSpans:
-    """The spans of one worker's loop, and used by its thread only.
+    """The spans of one worker's loop, used by its thread only.
 
     Args:
-        model: its name.
-        step_seconds: between two steps that are looked at; 0: none is.
+        model: the model's name.
+        step_seconds: interval of the steps that get a span; 0: none does.
     """
 
     def __init__(self, clock: Clock, model: str, traces: Traces, step_seconds: float) -> None:
@@ -50,7 +50,7 @@ class ShardSpans:
         self._next_step = 0.0 if self._step_seconds else float("inf")
 
     def taken(self, work: ShardWork) -> dict[str, str]:
-        """The shard is here; what its lines in the log say besides."""
+        """Begin the shard's span; returns the fields that its log records carry."""
         if not self._traces.on:
             return {}
         about = {
@@ -65,36 +65,39 @@ class ShardSpans:
         return log_fields(span.traceparent)
 
     def ended(self, work: ShardWork, outcome: str, error: str | None = None) -> dict[str, str]:
-        """It is no more here: "committed", "repeated" (another's part stands), "given back". As `taken`."""
+        """End the shard's span; returns fields as `taken`. `outcome`: "committed", "repeated" (another attempt's part
+        is durable), "given back" (released) or "given up"."""
         span = self._open.pop(work.attempt_id, NO_SPAN)
         span.set({"tokenmill.outcome": outcome})
         span.end(error)
         return log_fields(span.traceparent)
 
     def sample(self, shards: Sequence[HasWork]) -> Span | None:
-        """A span for the step that is about to be made; nearly always none."""
+        """Begin a span for the next step when the interval has passed; otherwise None."""
         if self._next_step == float("inf") or not shards:
             return None
         now = self._clock.monotonic()
         if now < self._next_step:
             return None
         self._next_step = now + self._step_seconds
-        places = [span.traceparent for one in shards if (span := self._open.get(one.work.attempt_id)) is not None]
-        known = [place for place in places if place is not None]
-        if not known:
+        spans = [span for shard in shards if (span := self._open.get(shard.work.attempt_id)) is not None]
+        contexts = [span.traceparent for span in spans if span.traceparent is not None]
+        if not contexts:
             return None
-        return self._traces.begin("engine step", {"tokenmill.model": self._model}, parent=known[0], links=known[1:])
+        return self._traces.begin(
+            "engine step", {"tokenmill.model": self._model}, parent=contexts[0], links=contexts[1:]
+        )
 
 
 def end_step(span: Span, before: EngineCounts, after: EngineCounts) -> None:
-    """The step was made; what it computed."""
+    """End the span of a step, with the rows and tokens that it computed."""
     span.set({"tokenmill.step.rows": after.step_rows - before.step_rows})
     span.set({"tokenmill.step.tokens": after.computed - before.computed})
     span.end()
 
 
 class LaneSpans:
-    """The spans of requests whose callers wait, from being taken until their end is told. Threads share one."""
+    """The spans of lane requests, from being taken until their last event is emitted. Threads share one object."""
 
     def __init__(self, model: str, traces: Traces) -> None:
         self._traces = traces
@@ -102,7 +105,7 @@ class LaneSpans:
         self._open: dict[tuple[str, int], Span] = {}
 
     def taken(self, request: LaneRequest) -> None:
-        """A request is here."""
+        """Begin the request's span."""
         if self._traces.on:
             about: dict[str, str | int | float | bool | None] = {
                 "tokenmill.request.id": request.id,
@@ -115,12 +118,12 @@ class LaneSpans:
             self._open[request.id, request.attempt] = span
 
     def first_token(self, request: LaneRequest) -> None:
-        """Its first token is here."""
+        """Record the request's first token."""
         if self._open:
             self._open.get((request.id, request.attempt), NO_SPAN).event("first token")
 
-    def told(self, event: LaneEvent) -> None:
-        """The last event of an attempt has been told."""
+    def ended(self, event: LaneEvent) -> None:
+        """End the span with the last event of the attempt."""
         span = self._open.pop((event.request, event.attempt), None)
         if span is None:
             return
@@ -131,6 +134,6 @@ class LaneSpans:
         else:
             span.end(event.code if isinstance(event, ErrorEvent) else "handed_back")
 
-    def dropped(self, request_id: str, attempt: int) -> None:
-        """It is no longer here, and nothing is told of it: nobody wants it, or another attempt came."""
+    def discarded(self, request_id: str, attempt: int) -> None:
+        """End the span of an attempt that ends without an event: it is unwanted, or another attempt replaced it."""
         self._open.pop((request_id, attempt), NO_SPAN).end("dropped")

@@ -1,9 +1,9 @@
-"""Ends a worker whose engine is stuck: a kernel that never returns can't be asked to stop.
+"""Ends the process of a worker whose engine is stuck: a kernel that never returns can't be stopped otherwise.
 
-A long step is no reason to take a worker's shards away: its heartbeats are repeated until `limit` seconds have passed
-without progress (see `heartbeats`), and then this ends the process. It says where it hangs, and is started again by
-whatever looks after it; others have its shards soon after. The attempt leaves no end behind, so the rows that were
-running are suspects, as after any death (see `shard_worker`).
+A long step must not cost a worker its shards: its heartbeats are repeated until `limit_seconds` have passed without
+progress (see `workers.shards.heartbeats`). Then the watchdog dumps the threads' stacks and ends the process. The
+supervisor restarts the process, and other workers take its shards soon after. The attempt records no end, so the rows
+that were running are suspects, as after any death (see `workers.shards.isolation`).
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ if TYPE_CHECKING:
 STUCK_EXIT_CODE: Final = 70
 """EX_SOFTWARE of sysexits.h."""
 
-LOOKS: Final = 10
-"""In the time after which a worker counts as stuck."""
+CHECKS_PER_LIMIT: Final = 10
+"""How often the watchdog checks within the time after which a worker counts as stuck."""
 
 logger = structlog.get_logger(__name__)
 
 
 class Watchdog:
-    """A `WorkerObserver` that ends the process when it hasn't been told of anything for `limit` seconds."""
+    """A `WorkerObserver` that ends the process after `limit_seconds` seconds without progress."""
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-        self._heard = time.monotonic()
+    def __init__(self, limit_seconds: float) -> None:
+        self._limit_seconds = limit_seconds
+        self._last_progress = time.monotonic()
 
     def progress(self, progress: WorkerProgress) -> None:
-        """The loop is alive."""
-        self._heard = time.monotonic()
+        """Record progress of the loop."""
+        self._last_progress = time.monotonic()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch from here on, until the block ends."""
-        over = threading.Event()
-        self._heard = time.monotonic()
-        threading.Thread(target=self._watch, args=(over,), name="watchdog", daemon=True).start()
+        """Watch until the block ends."""
+        ended = threading.Event()
+        self._last_progress = time.monotonic()
+        threading.Thread(target=self._watch, args=(ended,), name="watchdog", daemon=True).start()
         try:
             yield
         finally:
-            over.set()
+            ended.set()
 
-    def _watch(self, over: threading.Event) -> None:
-        while not over.wait(self._limit / LOOKS):
-            silent = time.monotonic() - self._heard
-            if silent > self._limit and not over.is_set():
-                logger.error("the engine is stuck, and the worker ends", seconds=round(silent))
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(self._limit_seconds / CHECKS_PER_LIMIT):
+            silent_seconds = time.monotonic() - self._last_progress
+            if silent_seconds > self._limit_seconds and not ended.is_set():
+                logger.error("the engine is stuck, and the worker ends", seconds=round(silent_seconds))
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
                 os._exit(STUCK_EXIT_CODE)

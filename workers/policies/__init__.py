@@ -1,1 +1,1 @@
-"""Content policies: judge prompts before they are computed, and answers before they leave."""
+"""Content policies check prompts before they are computed, and answers before they leave the worker."""

@@ -1,4 +1,4 @@
-"""From the names of content policies to the policies: tokenmill's own, and those of installed distributions."""
+"""Loads content policies by their names: tokenmill's own, and those of installed distributions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from workers.policies import rules as content_rules
 from workers.policies.policy import NO_POLICIES, Policies
 
 GROUP: Final = "tokenmill.content_policies"
-"""Entry points; each is a callable that is given what stands behind the colon, or None, and gives a `ContentPolicy`."""
+"""Entry point group. Each entry is a callable that takes the argument after the colon, or None, and returns a
+`ContentPolicy`."""
 
-OWN: Final[Mapping[str, Callable[[str | None], Any]]] = {"rules": content_rules.load}
+BUILT_IN: Final[Mapping[str, Callable[[str | None], Any]]] = {"rules": content_rules.load}
 
 
 class PolicyError(WorkerError):
-    """Raised when a content policy that was chosen can't be used."""
+    """Raised when a chosen content policy can't be used."""
 
 
 def load_policies(chosen: Sequence[str]) -> Policies:
-    """The policies of these names, each NAME or NAME:ARGUMENT.
+    """Load the policies with these names, each NAME or NAME:ARGUMENT.
 
     Raises:
         PolicyError: there is no such policy, or it can't be loaded.
@@ -33,11 +34,11 @@ def load_policies(chosen: Sequence[str]) -> Policies:
 def _load(chosen: str) -> tuple[str, Any]:
     name, colon, argument = chosen.partition(":")
     try:
-        make = OWN.get(name) or _installed(name)
+        make = BUILT_IN.get(name) or _installed(name)
         policy = make(argument if colon else None)
         window, fingerprint = policy.window, policy.fingerprint
-        known = callable(policy.before) and callable(policy.after) and isinstance(fingerprint, str)
-        if not (known and (window is None or (type(window) is int and window >= 0))):
+        is_policy = callable(policy.before) and callable(policy.after) and isinstance(fingerprint, str)
+        if not (is_policy and (window is None or (type(window) is int and window >= 0))):
             raise TypeError("it is no ContentPolicy: fingerprint must be text, window characters from 0 or None")
     except WorkerError:
         raise
@@ -49,10 +50,10 @@ def _load(chosen: str) -> tuple[str, Any]:
 def _installed(name: str) -> Callable[[str | None], Any]:
     found = list(entry_points(group=GROUP, name=name))
     if not found:
-        known = ", ".join(sorted({*OWN, *entry_points(group=GROUP).names}))
+        known = ", ".join(sorted({*BUILT_IN, *entry_points(group=GROUP).names}))
         raise PolicyError(f"content policy {name!r} is not installed (known: {known}); correct the name, or install it")
     if len(found) > 1:
         makers = ", ".join(sorted(point.dist.name if point.dist else point.value for point in found))
         raise PolicyError(f"content policy {name!r} is installed twice ({makers}); remove one of them")
-    made: Callable[[str | None], Any] = found[0].load()
-    return made
+    factory: Callable[[str | None], Any] = found[0].load()
+    return factory

@@ -1,11 +1,11 @@
-"""Content policies: they judge prompts before a token is computed for them, and answers before their text leaves.
+"""Content policies check prompts before any token is computed for them, and answers before their text leaves.
 
-A policy looks at text and says yes or no; who writes one needs nothing of tokenmill but this module. What follows from
-a verdict is done here and by those who call: a refused prompt fails its row, a refused answer's text is withheld. What
-a policy could not judge, because it raised, is never let through: the row fails, and says so. Logs name the row, the
+A policy allows or refuses a text; an author of a policy needs only this module of tokenmill. The worker applies the
+verdict: a refused prompt fails its row, and a refused answer's text is withheld. A text that a policy could not judge,
+because the policy raised, never passes: its row fails with an error that states this. Log records name the row, the
 policy and the rule, and quote no text.
 
-Policies are called by several threads at once.
+Several threads call a policy at the same time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import structlog
 
 from schemas.requests.errors import RowError, RowErrorCode
 
-_MOST_RULE_CHARS: Final = 100
+_MAX_RULE_CHARS: Final = 100
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyVerdict:
-    """What a policy says of a text. `rule`: what refuses it. It is told and logged, so it must not quote the text."""
+    """A policy's verdict on a text. `rule`: the rule that refuses it. It is logged and appears in the error, so it must
+    not quote the text."""
 
     allowed: bool
     rule: str = ""
@@ -37,7 +38,7 @@ ALLOWED: Final = PolicyVerdict(True)
 
 
 class JudgedText(NamedTuple):
-    """Whose text it is. `row`: "JOB/ROW", or the id of a request whose caller waits. `url`: OpenAI's endpoint."""
+    """The request of a text. `row`: "JOB/ROW", or the id of an interactive request. `url`: OpenAI's endpoint."""
 
     row: str
     tenant: str
@@ -47,11 +48,11 @@ class JudgedText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked.
+    """The prompt of a request.
 
     Attributes:
-        texts: the prompt as the model reads it, then the contents, names and calls' arguments of its messages as they
-            came. Of a request for embeddings each text.
+        texts: the prompt as the model reads it, then the contents, names and calls' arguments of its messages as
+            received. For an embeddings request: its inputs.
     """
 
     about: JudgedText
@@ -60,12 +61,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer: what the model wrote, calls and thoughts included.
+    """An answer of the model, including its tool calls and thoughts.
 
     Attributes:
-        text: all of it; or, of one that grows, its end.
-        start: where in `text` that begins which was not let through yet; nothing that is refused begins before.
-        ended: nothing follows.
+        text: the whole answer; of a growing one, its end.
+        start: index in `text` of the first character that has not passed yet. No refused text begins before it.
+        ended: the answer is complete.
     """
 
     about: JudgedText
@@ -75,37 +76,37 @@ class Answer:
 
 
 class ContentPolicy(Protocol):
-    """What judges. Found by its entry point in the group `tokenmill.content_policies`."""
+    """A policy. It is found by its entry point in the group `tokenmill.content_policies`."""
 
     @property
     def fingerprint(self) -> str:
-        """Another one whenever a verdict may be another: answers that are kept are given again under the same only."""
+        """Identifies the policy's verdicts; it must change when a verdict may change. Stored answers are reused only
+        under the same fingerprint."""
         ...
 
     @property
     def window(self) -> int | None:
-        """Characters at the end of a growing answer that may still become part of what is refused; so many are held
-        back. None: only whole answers can be judged, so nothing of one is told before its end. 0: no answer is ever
-        refused."""
+        """Characters at the end of a growing answer that may still become part of a refused text; they are held back.
+        None: only whole answers can be judged, so no text is emitted before the end. 0: no answer is ever refused."""
         ...
 
     def before(self, prompt: Prompt) -> PolicyVerdict:
-        """Of a prompt, before anything is computed for it."""
+        """Judge a prompt, before any token is computed for it."""
         ...
 
     def after(self, answer: Answer) -> PolicyVerdict:
-        """Of an answer. While it grows (`ended` false) only what no further text can mend is to be refused; each answer
-        comes once more as a whole, with `start` 0."""
+        """Judge an answer. While it grows (`ended` false), refuse only text that no further text can make acceptable.
+        Each answer is judged once more as a whole, with `start` 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The policies of a worker, in the order in which they are asked. None: nothing is judged, which costs nothing.
+    """The policies of a worker, in the order of their calls. Without policies, no text is judged, at no cost.
 
     Attributes:
-        named: each with the name by which it was chosen.
-        fingerprint: of all of them; None: there are none.
+        named: pairs of a policy's name in the settings and the policy.
+        fingerprint: that of all policies; None: there are none.
     """
 
     named: tuple[tuple[str, ContentPolicy], ...] = ()
@@ -117,12 +118,12 @@ class Policies:
         object.__setattr__(self, "fingerprint", fingerprint)
 
     def guard(self, about: JudgedText) -> PolicyGuard | None:
-        """What judges this row; None: nobody does."""
+        """The guard of a row; None: there are no policies."""
         return PolicyGuard(self, about) if self.named else None
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a manifest says of them."""
+        """The policies as a manifest records them."""
         names = ", ".join(name for name, _ in self.named)
         return {"content_policies": f"{names} ({self.fingerprint})"} if self.named else {}
 
@@ -131,12 +132,12 @@ NO_POLICIES: Final = Policies()
 
 
 class PolicyGuard:
-    """Judges the texts of one row.
+    """Checks the texts of one row against all policies.
 
     Attributes:
-        fingerprint: of the policies.
-        window: the largest of those that can judge growing answers; characters.
-        holds_all: one of them can't: nothing is told before the end.
+        fingerprint: that of the policies.
+        window: the largest window of the policies that can judge growing answers; characters.
+        holds_all: a policy can't judge growing answers, so no text is emitted before the end.
     """
 
     __slots__ = ("_about", "_policies", "fingerprint", "holds_all", "window")
@@ -150,35 +151,37 @@ class PolicyGuard:
         self.holds_all = None in windows
 
     def check_prompt(self, texts: Sequence[str]) -> None:
-        """Raises `RowError` when a policy refuses the prompt, or fails."""
+        """Raise `RowError` when a policy refuses the prompt, or fails."""
         prompt = Prompt(self._about, tuple(texts))
         for name, policy in self._policies:
-            verdict = self._ask(name, "prompt", policy.before, prompt)
+            verdict = self._judge(name, "prompt", policy.before, prompt)
             if not verdict.allowed:
                 by = f"content policy {name!r}" + (f", rule {_rule(verdict)!r}" if verdict.rule else "")
                 raise RowError(RowErrorCode.CONTENT_FILTER, f"the prompt is refused by {by}; change the prompt")
 
     def refuses(self, text: str) -> bool:
-        """Whether the whole text of an answer must not be told. Raises `RowError` when a policy fails."""
+        """Whether a policy refuses the whole text of an answer. Raises `RowError` when a policy fails."""
         answer = Answer(self._about, text)
-        return any(not self._ask(name, "answer", policy.after, answer).allowed for name, policy in self._policies)
+        return any(not self._judge(name, "answer", policy.after, answer).allowed for name, policy in self._policies)
 
     def refuses_growing(self, text: str, start: int) -> bool:
-        """The same of an answer's end, from which on more follows."""
+        """Whether a policy refuses the end of a growing answer. Raises `RowError` when a policy fails."""
         answer = Answer(self._about, text, start, ended=False)
         return any(
-            not self._ask(name, "answer", policy.after, answer).allowed
+            not self._judge(name, "answer", policy.after, answer).allowed
             for name, policy in self._policies
             if policy.window
         )
 
-    def _ask(self, name: str, what: str, judge: Callable[[Any], PolicyVerdict], text: Prompt | Answer) -> PolicyVerdict:
+    def _judge(
+        self, name: str, what: str, judge: Callable[[Any], PolicyVerdict], text: Prompt | Answer
+    ) -> PolicyVerdict:
         try:
             verdict: object = judge(text)
             if not isinstance(verdict, PolicyVerdict):
-                raise TypeError("no Verdict")
-        except Exception as error:  # noqa: BLE001 - whatever it raises, the row fails and the worker goes on
-            # Neither the error's message nor a traceback: both may quote the text.
+                raise TypeError("the verdict is no PolicyVerdict")
+        except Exception as error:  # noqa: BLE001 - the row fails and the worker continues
+            # Neither the error's message nor a traceback is logged: both may quote the text.
             at = traceback.extract_tb(error.__traceback__)[-1]
             kind, where = type(error).__name__, f"{at.filename}:{at.lineno}"
             logger.error("content policy failed", policy=name, row=self._about.row, what=what, error=kind, at=where)
@@ -190,22 +193,22 @@ class PolicyGuard:
 
 
 def _rule(verdict: PolicyVerdict) -> str:
-    return verdict.rule[:_MOST_RULE_CHARS]
+    return verdict.rule[:_MAX_RULE_CHARS]
 
 
 class GrowingAnswer:
-    """An answer whose text comes piece by piece: what of it may be told, and whether it is to go on at all.
+    """Judges an answer whose text grows: which characters may be emitted, and whether it may continue.
 
-        |  forgotten  |  context  |  held back: a window  |  comes next
+        | discarded   |  context  |  held back: a window  |  future text
         |------- cleared ---------|
                       |-------------- text ---------------|
                                 start
 
-    What is refused within a window is found while all of it is held back: it begins in there, or in what comes next.
+    A refused text is at most a window long, so it is found while all of it is held back.
 
     Attributes:
-        cleared: characters, from the beginning, that may be told.
-        refused: the answer must not go on; nothing more of it may be told.
+        cleared: characters from the answer's beginning that may be emitted.
+        refused: the answer must not continue, and no more of it may be emitted.
     """
 
     __slots__ = ("_guard", "_start", "_text", "cleared", "refused")
@@ -218,7 +221,7 @@ class GrowingAnswer:
         self.refused = False
 
     def push(self, text: str) -> None:
-        """More of it. Raises `RowError` when a policy fails."""
+        """Add text. Raises `RowError` when a policy fails."""
         if not text or self.refused:
             return
         window = self._guard.window
@@ -229,5 +232,5 @@ class GrowingAnswer:
         end = max(self._start, len(self._text) - window)
         if not self._guard.holds_all:
             self.cleared += end - self._start
-        kept = max(0, end - max(1, window))  # as context: whether a word begins at `start` is seen in front of it
-        self._text, self._start = self._text[kept:], end - kept
+        context = max(0, end - max(1, window))  # shows a pattern whether a word begins at `start`
+        self._text, self._start = self._text[context:], end - context

@@ -1,7 +1,7 @@
-"""The content policy that tokenmill ships, `rules`: keywords and regular expressions from a TOML file.
+"""The built-in content policy `rules`: keywords and regular expressions from a TOML file.
 
-RE2 matches them: its time is linear in the text whatever the pattern, so no prompt makes a match take for ever, and it
-lets other threads work meanwhile. It has neither look-around nor back-references.
+RE2 matches them in time linear in the text, whatever the pattern is, so no prompt can stall a match. It releases the
+interpreter lock meanwhile. It has neither look-around nor back-references.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from workers.errors import WorkerError
 from workers.policies.policy import ALLOWED, Answer, PolicyVerdict, Prompt
 
 DEFAULT_WINDOW: Final = 200
-"""Characters that a regex may match in a stream before any of them is told."""
+"""Default of a rule's `window`: the characters that a regex may match in a stream before any of them is emitted."""
 
 MAX_STEPS: Final = 10_000
-"""RE2's measure of a compiled regex; a character takes it some ten nanoseconds for each at the very worst."""
+"""Limit of a compiled regex's size in RE2's steps. In the worst case a character costs some ten nanoseconds a step."""
 
-_MAX_MEMORY: Final = 64 << 20
-"""Of one compiled pattern, bytes: with less, a list of ten thousand keywords is matched a hundred times slower."""
+_MAX_MEMORY_BYTES: Final = 64 << 20
+"""RE2's memory of one compiled pattern. With less, ten thousand keywords are matched a hundred times slower."""
 
 Side = Literal["prompt", "answer", "both"]
 
 
 class RulesError(WorkerError):
-    """Raised when a file of rules can't be used; the message names file, rule, entry and what would be right."""
+    """Raised when a file of rules can't be used; the message names the file, the rule, the entry and the fix."""
 
 
 class _Rule(BaseModel):
     """One `[[rule]]`.
 
     Attributes:
-        action: what a match does; there is only one.
-        ignore_case, whole_words: of keywords.
-        window: characters that a match of `regexes` has at most.
+        action: what a match does; there is only one action.
+        ignore_case, whole_words: apply to keywords.
+        window: maximum length of a match of `regexes`, in characters.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -87,11 +87,11 @@ class _Compiled:
 
 
 class Rules:
-    """A `ContentPolicy`. A match anywhere in a text refuses it.
+    """The policy of a file of rules (a `ContentPolicy`). It refuses a text that matches anywhere.
 
     Attributes:
-        fingerprint: of the file.
-        window: of the longest match in an answer.
+        fingerprint: that of the file.
+        window: length of the longest possible match in an answer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,8 +112,8 @@ class Rules:
         return ALLOWED
 
     def after(self, answer: Answer) -> PolicyVerdict:
-        """See `ContentPolicy`. A match that ends where a growing text ends may be none with the next letter (`\\b`,
-        `$`), so the last letter can be in none before another one follows."""
+        """See `ContentPolicy`. A match at the end of a growing text may disappear with the next letter (`\\b`, `$`), so
+        the last letter is excluded until another one follows."""
         if not (self._of_answers and answer.text):
             return ALLOWED
         data = answer.text.encode()
@@ -126,14 +126,14 @@ class Rules:
 
 
 def load(argument: str | None) -> Rules:
-    """The policy of the file that is named; raises `RulesError`."""
+    """Load the policy from the file `argument`. Raises `RulesError`."""
     if argument is None:
         raise RulesError("content policy rules needs a file; name it, as in rules:policy.toml")
     return Rules(Path(argument).expanduser())
 
 
 def _read(path: Path) -> tuple[list[_Rule], str]:
-    """The rules and the file's fingerprint."""
+    """Read the file's rules and fingerprint."""
     try:
         data = path.read_bytes()
         rules = _File.model_validate(tomllib.loads(data.decode())).rule
@@ -144,14 +144,14 @@ def _read(path: Path) -> tuple[list[_Rule], str]:
     except ValueError as error:  # tomllib's, and bytes that are not UTF-8
         raise RulesError(f"{path}: is no TOML: {error}; correct it") from error
     names = [rule.name for rule in rules]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise RulesError(f"{path}: two rules are called {twice!r}; give each a name of its own")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise RulesError(f"{path}: two rules are called {duplicate!r}; give each a name of its own")
     return rules, hashlib.sha256(data).hexdigest()
 
 
 def _explain(error: ValidationError) -> str:
-    """The first mistake: where, what, and what would be right."""
+    """The first mistake: its location, what is wrong, and the fix."""
     detail = error.errors(include_url=False)[0]
     match list(detail["loc"]):
         case ["rule", int(number), *path]:
@@ -200,11 +200,11 @@ def _regex(where: str, at: int, regex: str) -> Any:
 
 
 def _pattern(pattern: str, *, ignore_case: bool = False) -> Any:
-    """Compiled; raises `ValueError` with RE2's reason."""
+    """Compile a pattern. Raises `ValueError` with RE2's reason."""
     options = re2.Options()
     options.log_errors = False  # to stderr
     options.never_capture = True
-    options.max_mem = _MAX_MEMORY
+    options.max_mem = _MAX_MEMORY_BYTES
     options.case_sensitive = not ignore_case
     try:
         return re2.compile(pattern, options)

@@ -1,1 +1,1 @@
-"""Computes shards: prefetch, the loop, checkpoints, isolation of poison rows."""
+"""Computes shards: prefetch, the worker's loop, checkpoints, and isolation of poison rows."""

@@ -1,7 +1,7 @@
-"""What a worker logs of its open shards, so that an attempt that dies costs no more than the last second.
+"""Checkpoints of a worker's open shards, so that the death of an attempt costs no more than about a second of work.
 
-The snapshot is taken between two steps, on the thread that steps the engine: rows that have finished since the last
-one, and the new tokens of those that run. Building results and writing happen on the helper.
+The loop's thread takes a snapshot between two steps: the rows that have finished since the last snapshot, and the new
+tokens of the running ones. The writer thread builds the results and writes them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ NO_USAGE: Final = Usage()
 
 @dataclass(slots=True)
 class LoggedRow:
-    """How much of a running row is logged: choice -> tokens, the choices whose end is, how many end tokens these had,
-    and tokens that were counted as sampled."""
+    """How much of a running row is logged.
+
+    Attributes:
+        tokens: choice -> number of logged tokens.
+        ended: choices whose end is logged.  stops: end tokens that these had.
+        counted: tokens that were counted as sampled.
+    """
 
     tokens: dict[int, int] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
@@ -38,7 +43,7 @@ class LoggedRow:
 
 @dataclass(frozen=True, slots=True)
 class ShardSnapshot:
-    """What is new in a shard, before its finished rows are results."""
+    """A shard's new outcomes and tokens since its last snapshot. Its finished rows are not results yet."""
 
     shard: OpenShard
     finished: list[FinishedRow]
@@ -47,7 +52,7 @@ class ShardSnapshot:
     busy_seconds: float
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not (self.finished or self.running)
 
 
@@ -55,7 +60,7 @@ class Checkpointer:
     """Takes snapshots of the open shards of one worker, and writes them.
 
     Attributes:
-        exposed: the most tokens that were sampled between two snapshots: what a death would have cost.
+        exposed: the largest number of tokens sampled between two snapshots, which a death would have cost.
     """
 
     def __init__(self, engine: StepEngine, builder: ResponseBuilder, sink: ShardSink) -> None:
@@ -63,23 +68,24 @@ class Checkpointer:
         self._builder = builder
         self._sink = sink
         self._rows: dict[str, LoggedRow] = {}
-        self._sampled = engine.stats().generated  # tokens, at the last snapshot; it was warmed up before the first
+        self._sampled = engine.stats().generated  # tokens at the last snapshot; warm-up comes before the first
         self.exposed = 0
 
     def forget(self, request_id: str) -> None:
-        """The row is gone."""
+        """Stop tracking the row."""
         self._rows.pop(request_id, None)
 
-    def keep(self, shard: OpenShard, row: PreparedRow, completion: Completion) -> None:
-        """The row left the engine without its outcome, and will go on from what it has."""
+    def retain(self, shard: OpenShard, row: PreparedRow, completion: Completion) -> None:
+        """The row left the engine without an outcome, and will resume from its tokens: log these with the next
+        snapshot."""
         name = row.request.request_id
         if name not in self._rows and completion.generated_tokens <= completion.resumed_tokens:
-            return  # what it has is in an earlier attempt's log
+            return  # its tokens are in an earlier attempt's log
         logged = self._rows.setdefault(name, LoggedRow(counted=completion.resumed_tokens))
-        shard.kept += self._add(shard, logged, row.names[0].row, unfinished(completion, logged.tokens))
+        shard.retained += self._add(shard, logged, row.names[0].row, unfinished(completion, logged.tokens))
 
     def finish(self, shard: OpenShard, row: FinishedRow) -> None:
-        """A row has its outcome."""
+        """Record that a row has its outcome."""
         shard.finished.append(row)
         shard.num_finished += 1
         if isinstance(row, ComputedRow):
@@ -88,9 +94,10 @@ class Checkpointer:
             shard.unlogged += row.completion.generated_tokens - counted
 
     def snapshot(self, shard: OpenShard, running: Iterable[PreparedRow]) -> ShardSnapshot:
-        """What is new since the shard's last snapshot; `running` are its rows in the engine. Between two steps only."""
+        """New outcomes and tokens since the shard's last snapshot; `running` are its rows in the engine. Call it
+        between two steps only."""
         finished, shard.finished = shard.finished, []
-        choices, shard.kept = shard.kept, []
+        choices, shard.retained = shard.retained, []
         for row in running:
             choices += self._new_choices(shard, row.request, row.names[0].row)
         shard.generated += shard.unlogged
@@ -102,13 +109,13 @@ class Checkpointer:
         new = self._engine.partial(request, None if logged is None else logged.tokens)
         if logged is None:
             resumed = resumed_tokens(request)
-            if _tokens(new) <= resumed:  # it waits for its turn; what it has is in an earlier attempt's log
+            if _tokens(new) <= resumed:  # it waits in the engine; its tokens are in an earlier attempt's log
                 return []
             logged = self._rows[request.request_id] = LoggedRow(counted=resumed)
         return self._add(shard, logged, row, new)
 
     def _add(self, shard: OpenShard, logged: LoggedRow, row: int, new: Iterable[PartialChoice]) -> list[LoggedChoice]:
-        """Log what a row got behind what is logged of it."""
+        """The row's tokens that follow the logged ones, as log records; they count as logged from now on."""
         choices = []
         for partial in new:
             if partial.index in logged.ended:
@@ -119,40 +126,40 @@ class Checkpointer:
             if partial.finish_reason is not None:
                 logged.ended.add(partial.index)
                 logged.stops += partial.stop_token_id is not None
-        # Never less than before: a choice that had ended starts again when its prompt is scored a second time.
+        # The count never decreases: a choice that had ended restarts when its prompt is scored a second time.
         sampled = max(logged.counted, sum(logged.tokens.values()) + logged.stops)
         shard.unlogged += sampled - logged.counted
         logged.counted = sampled
         return choices
 
     def sampled(self) -> int:
-        """Tokens that the engine sampled since the last call, for all shards together."""
+        """Tokens that the engine sampled for all shards since the last call."""
         generated = self._engine.stats().generated
         new, self._sampled = generated - self._sampled, generated
         self.exposed = max(self.exposed, new)
         return new
 
     def write(self, snapshots: Iterable[tuple[ShardSnapshot, Envelope]], exposed: int, *, final: bool = False) -> None:
-        """On the helper: build the results of what has finished, and make everything durable. A shard for which that
-        fails has its `failure`, and the others are written. Raises `StoreError`."""
+        """Build the results of finished rows and write the checkpoints. Runs on the writer thread. When one shard
+        fails, its `failure` is set and the others are written. Raises `StoreError`."""
         for snapshot, envelope in snapshots:
             if snapshot.shard.failure is not None:
-                continue  # behind what is missing
+                continue  # an earlier checkpoint of it is missing
             try:
                 self._write(snapshot, envelope, exposed, final)
             except StoreError:
                 raise
-            except Exception as error:  # noqa: BLE001 - of one shard, whose attempt ends with it
+            except Exception as error:  # noqa: BLE001 - it concerns one shard, whose attempt ends
                 snapshot.shard.failure = error
 
     def _write(self, snapshot: ShardSnapshot, envelope: Envelope, exposed: int, final: bool) -> None:
         finished = self.build(snapshot.shard, snapshot.finished, envelope)
-        if not snapshot.empty or (final and snapshot.shard.begun):
+        if not snapshot.is_empty or (final and snapshot.shard.is_begun):
             work = CheckpointWork(finished, snapshot.running, snapshot.generated, exposed, final, snapshot.busy_seconds)
             self._sink.checkpoint(snapshot.shard.work, work)
 
     def build(self, shard: OpenShard, finished: list[FinishedRow], envelope: Envelope) -> FinishedRows:
-        """On the helper: results of rows that have finished, which are also kept for the shard's part."""
+        """Build the results of finished rows, and collect them for the shard's part. Runs on the writer thread."""
         usages: dict[int, Usage] = {}
         for row in finished:
             if isinstance(row, ComputedRow):
@@ -173,5 +180,5 @@ class Checkpointer:
 
 
 def _tokens(choices: Iterable[PartialChoice]) -> int:
-    """Tokens of all of them, end tokens included."""
+    """Tokens of all choices, end tokens included."""
     return sum(len(choice.token_ids) + (choice.stop_token_id is not None) for choice in choices)

@@ -1,4 +1,4 @@
-"""Whose a step of the engine is: what jobs pay for when a worker computes several shards and the lane at once."""
+"""Divides an engine step's time among the open shards, so that each job pays for its rows only."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from workers.shards.state import OpenShard
 
 
 def shares_of_step(
-    engine: StepEngine, shards: Sequence[OpenShard], rows: int, most: int
+    engine: StepEngine, shards: Sequence[OpenShard], rows: int, max_rows: int
 ) -> list[tuple[OpenShard, float]]:
-    """The shards' shares of the step that comes; together 1, or less where the lane has rows in it.
+    """Each shard's share of the next step. The shares add up to 1, or less when the step has rows of the lane.
 
-    A step's time is shared by rows. The engine doesn't say whose rows have a slot: the lane's go first, then those of
-    the shards in the order in which they were given to it, which is close to what it does.
+    A step's time is divided by rows. The engine doesn't report which rows have a slot. The shares assume the lane's
+    rows first, then those of the shards in the order in which they were added, which is close to the engine's order.
 
     Args:
-        rows: of the shards, that the engine has.  most: rows that it computes at once.
+        rows: the shards' rows in the engine.  max_rows: rows that it computes at once.
     """
-    given = engine.num_running + engine.num_waiting
-    left = slots = max(1, min(given, most))
-    left -= max(0, given - rows)  # the lane's
+    total = engine.num_running + engine.num_waiting
+    left = slots = max(1, min(total, max_rows))
+    left -= max(0, total - rows)  # the lane's
     found = []
     for shard in shards:
         if left <= 0:
             break
-        if taken := min(shard.in_engine, left):
+        if taken := min(shard.num_in_engine, left):
             found.append((shard, taken / slots))
             left -= taken
     return found

@@ -1,5 +1,5 @@
-"""A worker's shards, rehearsed: read, tokenized and given to the engine's scheduler as the worker would, with nothing
-computed (engine/dry_run.py)."""
+"""A dry run of one worker: shards are read, tokenized and scheduled as the worker would do it, and nothing is computed
+(engine/dry_run.py)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from workers.shards.state import OpenShard, PreparedShard, ShardReader
 
 @dataclass(frozen=True, slots=True)
 class DryRunResult:
-    """What the worker would do.
+    """The steps that the worker would make.
 
     Attributes:
-        steps: float64 [steps, 4], of each step the tokens, logits, reads and pairs (`StepWork`).
-        waiting: bool [steps], whether sequences had to wait for a row.
-        progress: float64 [steps], prompt and answer tokens known to be done after each step, cached ones included.
+        steps: float64 [steps, 4], each step's tokens, logits, reads and pairs (`StepWork`).
+        waiting: bool [steps], whether sequences waited for a row of the batch.
+        progress: float64 [steps], prompt and answer tokens that are done after each step, cached ones included.
         refused: requests that the worker would refuse.
         prompt_tokens, cached_tokens, generated_tokens: of all requests (`DryRun`).
     """
@@ -40,36 +40,36 @@ class DryRunResult:
 
 
 class ShardDryRun:
-    """One worker's way through shards.
+    """The dry run of one worker.
 
     Args:
-        reader: prepares them; of its model only the tokenizer and the limits matter.
-        rehearsal: the scheduler.  max_num_seqs: rows of its running batch.
+        reader: prepares the shards; only its model's tokenizer and limits are used.
+        dry_run: schedules the rows.  max_num_seqs: rows of its running batch.
     """
 
     def __init__(
-        self, reader: ShardReader, rehearsal: DryRun, max_num_seqs: int, settings: WorkerSettings | None = None
+        self, reader: ShardReader, dry_run: DryRun, max_num_seqs: int, settings: WorkerSettings | None = None
     ) -> None:
         self._reader = reader
-        self._rehearsal = rehearsal
+        self._dry_run = dry_run
         self._settings = settings or WorkerSettings()
         timed = self._settings.request_timeout is not None
-        self._ahead = Lookahead(max_num_seqs, self._settings.watermark, timed=timed)
+        self._lookahead = Lookahead(max_num_seqs, self._settings.watermark, timed=timed)
         self._shards: list[OpenShard] = []
-        self._whose: dict[str, OpenShard] = {}
+        self._owners: dict[str, OpenShard] = {}
         self._refused = 0
 
     def run(self, works: Iterable[ShardWork]) -> DryRunResult:
-        """All shards, in this order; they are prepared one by one, when they are due."""
-        due, steps, progress = iter(works), list[StepWork](), list[float]()
-        scheduler = self._rehearsal.scheduler
-        following = next(due, None)  # fetched ahead of need, as a worker does: so it knows when there are no more
+        """Schedule all shards in this order. Each is prepared when the worker would open it."""
+        remaining, steps, progress = iter(works), list[StepWork](), list[float]()
+        scheduler = self._dry_run.scheduler
+        following = next(remaining, None)  # fetched ahead as by a worker, which then sees when no more follow
         while True:
             while following is not None and self._wants_shard():
                 self._open(self._reader.prepare(following))
-                following = next(due, None)
-            self._feed(last_open=following is None)
-            if (done := self._rehearsal.step()) is None:
+                following = next(remaining, None)
+            self._feed_scheduler(last_open=following is None)
+            if (done := self._dry_run.step()) is None:
                 if following is None and not self._shards:
                     break
                 continue
@@ -78,43 +78,42 @@ class ShardDryRun:
             stats = scheduler.stats
             progress.append(stats.computed_tokens - stats.recomputed_tokens + stats.prefix_hit_tokens)
             for name in ended:
-                self._whose.pop(name).num_finished += 1
-            self._shards = [shard for shard in self._shards if not shard.done]
+                self._owners.pop(name).num_finished += 1
+            self._shards = [shard for shard in self._shards if not shard.is_done]
         table = np.array(steps, dtype=np.float64).reshape(-1, len(StepWork._fields))
-        made = self._rehearsal
         return DryRunResult(
             steps=table[:, :4],
             waiting=table[:, 4] > 0,
             progress=np.array(progress, dtype=np.float64),
             refused=self._refused,
-            prompt_tokens=made.prompt_tokens,
-            cached_tokens=made.cached_tokens,
-            generated_tokens=made.generated_tokens,
+            prompt_tokens=self._dry_run.prompt_tokens,
+            cached_tokens=self._dry_run.cached_tokens,
+            generated_tokens=self._dry_run.generated_tokens,
         )
 
     def _wants_shard(self) -> bool:
-        room = len(self._shards) < self._settings.max_open_shards
-        return room and self._ahead.wants_shard(self._shards, self._rehearsal.scheduler.num_waiting)
+        has_room = len(self._shards) < self._settings.max_open_shards
+        return has_room and self._lookahead.wants_shard(self._shards, self._dry_run.scheduler.num_waiting)
 
     def _open(self, shard: PreparedShard) -> None:
         self._refused += len(shard.refused)
         opened = OpenShard.open(shard)
-        if not opened.done:
+        if not opened.is_done:
             self._shards.append(opened)
 
-    def _feed(self, *, last_open: bool) -> None:
-        limit = self._ahead.rows(last_open=last_open)
+    def _feed_scheduler(self, *, last_open: bool) -> None:
+        limit = self._lookahead.rows(last_open=last_open)
         for shard in self._shards:
-            while shard.waiting and self._rehearsal.scheduler.num_waiting < limit:
+            while shard.waiting and self._dry_run.scheduler.num_waiting < limit:
                 self._add(shard, shard.waiting.popleft())
-        self._shards = [shard for shard in self._shards if not shard.done]
-        self._rehearsal.scheduler.settle(more_to_come=not engine_has_all(self._shards, last_open=last_open))
+        self._shards = [shard for shard in self._shards if not shard.is_done]
+        self._dry_run.scheduler.settle(more_to_come=not engine_has_all(self._shards, last_open=last_open))
 
     def _add(self, shard: OpenShard, row: PreparedRow) -> None:
         try:
-            self._rehearsal.add(row.request)
+            self._dry_run.add(row.request)
         except RequestRefused:
             shard.num_finished += 1
             self._refused += 1
         else:
-            self._whose[row.request.request_id] = shard
+            self._owners[row.request.request_id] = shard

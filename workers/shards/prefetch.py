@@ -1,6 +1,7 @@
-"""Fetching shards ahead of need: one waits, prepared, while others are worked on, and more urgent ones pass it by.
+"""Fetches and prepares the next shard while the worker computes others.
 
-Reading and tokenizing a shard takes time in which the engine should not run dry, so it happens on another thread.
+Reading and tokenizing a shard takes time in which the engine should not run dry, so another thread does it. One
+prepared shard waits at most; a more urgent one is fetched all the same and opened before it.
 """
 
 from __future__ import annotations
@@ -19,93 +20,93 @@ class ShardFetcher:
     """Takes shards from a source and prepares them, one at a time.
 
     Args:
-        sink: where a shard is given up that can't be prepared.
-        look_seconds: between two looks for a shard, when there was none.
+        sink: records shards that can't be prepared as given up.
+        poll_seconds: interval of polling the source while it has no shard.
 
     Attributes:
-        prepared: waits until there is too little left to do.
+        prepared: the shard that waits to be opened.
     """
 
     def __init__(
-        self, source: ShardSource, sink: ShardSink, reader: ShardReader, clock: Clock, look_seconds: float
+        self, source: ShardSource, sink: ShardSink, reader: ShardReader, clock: Clock, poll_seconds: float
     ) -> None:
         self._source = source
         self._sink = sink
         self._reader = reader
         self._clock = clock
-        self._look_seconds = look_seconds
-        self._next_look = 0.0
-        self._source_finished = False
-        self._dry = False
+        self._poll_seconds = poll_seconds
+        self._next_poll = 0.0
+        self._is_source_finished = False
+        self._is_dry = False
         self._preparing: Future[PreparedShard | None] | None = None
         self.prepared: PreparedShard | None = None
 
     @property
-    def preparing(self) -> bool:
-        """A shard is being looked for or prepared now."""
+    def is_preparing(self) -> bool:
+        """Whether the source is being polled or a shard is being prepared."""
         return self._preparing is not None
 
     @property
-    def source_finished(self) -> bool:
-        """The source has no more; what it gave last may still be being prepared."""
-        return self._source_finished
+    def is_source_finished(self) -> bool:
+        """Whether the source has no more shards. Its last one may still be in preparation."""
+        return self._is_source_finished
 
     @property
-    def dry(self) -> bool:
-        """The source had nothing when it was last asked for anything: for all that is known, no shard comes after those
-        that are open. One may all the same: of another job, from the planner, or because an attempt has died."""
-        return self._dry and self.prepared is None
+    def is_dry(self) -> bool:
+        """Whether the source had no shard at the last poll for all tiers, so the open shards are probably the last.
+        Another one may follow: of another job, from the planner, or because an attempt has died."""
+        return self._is_dry and self.prepared is None
 
     @property
-    def exhausted(self) -> bool:
-        """No shard will ever come again."""
-        return self._source_finished and self._preparing is None and self.prepared is None
+    def is_exhausted(self) -> bool:
+        """Whether no shard will follow."""
+        return self._is_source_finished and self._preparing is None and self.prepared is None
 
     def collect(self) -> PreparedShard | None:
-        """The shard that has come since the last call. It is `prepared` now; or, if another waits there already, it is
-        more urgent than that one, and to be opened at once. Raises what fetching raised."""
+        """The shard that was prepared since the last call. It is `prepared` now; if another one waits there already,
+        the new one is more urgent and must be opened at once. Raises what fetching raised."""
         if self._preparing is None or not self._preparing.done():
             return None
         shard, self._preparing = self._preparing.result(), None
         if shard is None:
-            self._next_look = self._clock.monotonic() + self._look_seconds
+            self._next_poll = self._clock.monotonic() + self._poll_seconds
         elif self.prepared is None:
             self.prepared = shard
         return shard
 
-    def fetch(self, helper: Executor, open_tiers: Sequence[Tier]) -> None:
-        """Have the next shard fetched and prepared, if none is. While one waits, only those may come that would be
-        opened at once: more urgent than all that is open (`open_tiers`) or waits."""
-        if self._preparing is not None or self._source_finished or self._clock.monotonic() < self._next_look:
+    def fetch(self, executor: Executor, open_tiers: Sequence[Tier]) -> None:
+        """Fetch and prepare the next shard, unless one is being fetched. While a prepared shard waits, only tiers are
+        fetched that would be opened at once: more urgent than it and all open shards (`open_tiers`)."""
+        if self._preparing is not None or self._is_source_finished or self._clock.monotonic() < self._next_poll:
             return
         tiers: Sequence[Tier] = BY_URGENCY
         if self.prepared is not None:
             tiers = BY_URGENCY[: min(BY_URGENCY.index(tier) for tier in (*open_tiers, self.prepared.work.tier))]
         if tiers:
-            self._preparing = helper.submit(self._fetch, tiers)
+            self._preparing = executor.submit(self._fetch, tiers)
 
     def take(self) -> PreparedShard | None:
-        """The prepared shard, which waits no more."""
+        """Remove and return the prepared shard."""
         shard, self.prepared = self.prepared, None
         return shard
 
     def take_all(self) -> list[PreparedShard]:
-        """What is prepared, and what is being prepared once it is."""
+        """Remove and return all shards; waits for the one in preparation."""
         shards = [self.take(), None if self._preparing is None else self._preparing.result()]
         self._preparing = None
         return [shard for shard in shards if shard is not None]
 
     def _fetch(self, tiers: Sequence[Tier]) -> PreparedShard | None:
-        """On the other thread: the next shard, prepared, or None when there is none now."""
+        """The next shard, prepared; None when the source has none now. Runs on the fetch thread."""
         work = self._source.take(0.0, tiers)
-        self._dry = work is None and len(tiers) == len(BY_URGENCY)
+        self._is_dry = work is None and len(tiers) == len(BY_URGENCY)
         if work is None:
-            self._source_finished = self._source.finished()
+            self._is_source_finished = self._source.finished()
             return None
         try:
             return self._reader.prepare(work)
-        except ModelMismatchError:  # the worker's, and no shard's
+        except ModelMismatchError:  # it concerns the worker, not the shard
             raise
-        except Exception as error:  # noqa: BLE001 - of one shard; the worker goes on with others
+        except Exception as error:  # noqa: BLE001 - it concerns one shard; the worker continues with others
             self._sink.give_up(work, error)
             return None

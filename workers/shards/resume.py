@@ -1,4 +1,4 @@
-"""Between what is logged of a running row and what the engine goes on from."""
+"""Resumes rows: converts logged choices to the engine's partial choices, and back."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ logger = structlog.get_logger(__name__)
 
 
 def resume(request: Request, logged: Iterable[LoggedChoice]) -> Request:
-    """The request, going on from what was logged of it; from nothing when that doesn't fit it, which is logged."""
-    return go_on(request, tuple(_partial(request, choice) for choice in logged))
+    """The request, resumed from its logged choices; unchanged (with a warning in the log) when these don't fit it."""
+    return resume_from(request, tuple(_partial(request, choice) for choice in logged))
 
 
 def resume_failed(row: PreparedRow, completion: Completion) -> PreparedRow:
-    """The row, going on from what its choices had when a step with it failed."""
-    return replace(row, request=go_on(row.request, tuple(unfinished(completion))))
+    """The row, resumed from the tokens that its choices had when a step with it failed."""
+    return replace(row, request=resume_from(row.request, tuple(unfinished(completion))))
 
 
 def unfinished(completion: Completion, given: Mapping[int, int] | None = None) -> list[PartialChoice]:
-    """What the choices of a request had that a failed step threw out of the engine, as `Engine.partial` gives it."""
+    """The choices of a request that a failed step removed from the engine, as `Engine.partial` returns them.
+
+    `given`: choice -> tokens to leave out at its beginning.
+    """
     found = []
     for choice in completion.choices:
         start, logprobs = (given or {}).get(choice.index, 0), choice.logprobs
@@ -41,18 +44,18 @@ def unfinished(completion: Completion, given: Mapping[int, int] | None = None) -
     return found
 
 
-def go_on(request: Request, partial: tuple[PartialChoice, ...]) -> Request:
-    """The request, going on from what its choices had; from nothing when that doesn't fit it, which is logged."""
-    if request.params.prompt_logprobs is not None:  # they come with choice 0, so that one can't be over already
+def resume_from(request: Request, partial: tuple[PartialChoice, ...]) -> Request:
+    """The request, resumed from these choices; unchanged (with a warning in the log) when these don't fit it."""
+    if request.params.prompt_logprobs is not None:  # choice 0 returns them, so it can't have ended already
         partial = tuple(choice for choice in partial if choice.index or choice.finish_reason is None)
     resumed = replace(request, partial=partial)
     try:
         check_partial(resumed)
     except RequestRefused as error:
-        logger.warning("what was logged of a row doesn't fit it: it is computed again", why=str(error))
+        logger.warning("logged choices don't fit their row: the row is computed again", why=str(error))
         return request
     if isinstance(request.watcher, StopWatchers):
-        for choice in partial:  # the text of one that a stop string ended is known to its watcher only
+        for choice in partial:  # only the watcher has the text of a choice that a stop string ended
             if choice.finish_reason is FinishReason.STOP and choice.stop_token_id is None:
                 watcher = request.watcher(choice.index)
                 for token_id in choice.token_ids.tolist():
@@ -61,7 +64,7 @@ def go_on(request: Request, partial: tuple[PartialChoice, ...]) -> Request:
 
 
 def logged_choice(row: int, start: int, partial: PartialChoice) -> LoggedChoice:
-    """What the engine knows of a choice, as it is logged; its first token stands at `start` of the answer."""
+    """The log record of a choice; its first token is at index `start` of the answer."""
     given = partial.logprobs
     return LoggedChoice(
         row=row,

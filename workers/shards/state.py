@@ -1,4 +1,4 @@
-"""From a shard's table to rows that the engine can compute, and what is known of a shard while it is worked on."""
+"""Prepares shards for the engine, and holds the state of a shard while it is computed."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ HINTS = ("prefix_group", "prefix_readers", "expected_tokens")
 COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", *HINTS)
 
 CONDEMNED_AFTER: Final = 3
-"""Deaths of a process that computed one row and no other, after which the row isn't tried any more. One or two may be
-chance: the proofs before the second and the third (`trials.PROOF_SECONDS`) differ by more than a row has before its
-first checkpoint, so nothing that ends workers a certain time after their start meets the row in both."""
+"""Deaths of a process that computed one row alone, after which the row fails. One or two may be chance. The proofs
+before the second and the third death (`isolation.PROOF_SECONDS`) differ by more than the time until a row's first
+checkpoint, so a fault that ends workers a certain time after their start can't coincide with the row in both."""
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedShard:
-    """A shard whose prompts are token ids. `waiting` are rows for the engine, in the planner's order."""
+    """A shard whose prompts are encoded. `waiting` are the rows for the engine, in the planner's order."""
 
     work: ShardWork
     waiting: tuple[PreparedRow, ...]
@@ -50,20 +50,20 @@ class PreparedShard:
 
 @dataclass(slots=True)
 class OpenShard:
-    """A shard that the engine works on; it is done when as many rows finished as there are computed rows.
+    """A shard that the engine computes.
 
     Attributes:
         waiting: rows not yet given to the engine.
-        finished: rows with their outcome that are not results yet.  num_finished: all that have an outcome.
+        finished: rows with an outcome that are not results yet.  num_finished: all rows with an outcome.
         total: rows that are computed or refused here (copies not counted).
-        built_rows, built_usages: results, and what each cost.
-        unlogged, generated: tokens sampled for it since the last snapshot, and before.
+        built_rows, built_usages: results, and the tokens that each cost.
+        unlogged, generated: tokens sampled for the shard since the last snapshot, and before it.
         first_start, last_end: of its computed rows, on the engine's clock (seconds).
-        kept: what rows had that a failed step threw out of the engine, to be logged.
-        begun: it is durable that rows of the shard may be in the engine.
-        failure: why this attempt can't go on; it is given up soon.
-        in_engine: its rows that the engine has.  busy_seconds: of the engine's steps, its share.
-        expected, longest: tokens that its rows are expected to generate, together and the longest answer.
+        retained: choices of rows that a failed step removed from the engine, for the next snapshot.
+        is_begun: the attempt's begin record is durable, so rows of the shard may be in the engine.
+        failure: why this attempt can't continue; it will be given up.
+        num_in_engine: its rows in the engine.  busy_seconds: its share of the engine's step time.
+        expected_tokens, longest_tokens: tokens that its rows are expected to generate: the sum, and the longest answer.
     """
 
     work: ShardWork
@@ -77,13 +77,13 @@ class OpenShard:
     generated: int = 0
     first_start: float | None = None
     last_end: float | None = None
-    kept: list[LoggedChoice] = field(default_factory=list)
-    begun: bool = False
+    retained: list[LoggedChoice] = field(default_factory=list)
+    is_begun: bool = False
     failure: Exception | None = None
-    in_engine: int = 0
+    num_in_engine: int = 0
     busy_seconds: float = 0.0
-    expected: int = 0
-    longest: int = 0
+    expected_tokens: int = 0
+    longest_tokens: int = 0
 
     @classmethod
     def open(cls, shard: PreparedShard) -> OpenShard:
@@ -92,14 +92,14 @@ class OpenShard:
         for row in shard.waiting:
             params, hint = row.request.params, row.request.expected_tokens
             length = params.max_tokens if hint is None else hint
-            opened.expected += length * params.n
-            opened.longest = max(opened.longest, length)
+            opened.expected_tokens += length * params.n
+            opened.longest_tokens = max(opened.longest_tokens, length)
         return opened
 
     @property
-    def expected_left(self) -> float:
-        """Tokens that are expected of the rows without an outcome."""
-        return self.expected * self.unfinished
+    def expected_tokens_left(self) -> float:
+        """Tokens that the rows without an outcome are expected to generate."""
+        return self.expected_tokens * self.unfinished
 
     @property
     def unfinished(self) -> float:
@@ -107,18 +107,19 @@ class OpenShard:
         return 1 - self.num_finished / self.total if self.total else 0.0
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
+        """Whether all rows have an outcome."""
         return self.num_finished == self.total
 
     def note_times(self, started: float, finished: float) -> None:
-        """A computed row's start and end."""
+        """Record a computed row's start and end."""
         self.first_start = started if self.first_start is None else min(self.first_start, started)
         self.last_end = finished if self.last_end is None else max(self.last_end, finished)
 
 
 @dataclass(slots=True)
 class _Line:
-    """A computed row on its way from the table."""
+    """A row of the table that is being prepared."""
 
     names: tuple[RowName, ...]
     url: str
@@ -127,26 +128,26 @@ class _Line:
     hints: RowHints
     parsed: Body | None = None
     prompt: str | TokenIds | None = None
-    inputs: Sequence[Input] = ()  # to be embedded
+    inputs: Sequence[Input] = ()  # to embed
     guard: PolicyGuard | None = None
     error: RowError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ShardReader:
-    """Prepares shards for one model: reads bodies, renders templates, has prompts judged, tokenizes a whole shard in
-    two calls."""
+    """Prepares shards for one model: reads bodies, renders templates, checks prompts against the policies, and
+    tokenizes a whole shard in two calls."""
 
     model: LoadedModel
     policies: Policies = NO_POLICIES
 
     def prepare(self, work: ShardWork) -> PreparedShard:
-        """All rows of the shard, prepared or refused. Raises `ModelMismatchError` (see there)."""
+        """Prepare or refuse each row of the shard. Raises `ModelMismatchError` (see there)."""
         lines = self._lines(work)
         for line in lines:
             deaths = work.history.blamed.get(line.names[0].row, 0)
             if deaths >= CONDEMNED_AFTER:
-                line.error = RowError(RowErrorCode.ENGINE_ERROR, died_alone(deaths))
+                line.error = RowError(RowErrorCode.ENGINE_ERROR, describe_deaths(deaths))
         model, rules = self.model, self._rules(work)
         translator = Translator(model.tokenizer, model.limits, rules, model.grammars)
         embeddings = EmbeddingReader(model.tokenizer, model.limits, rules)
@@ -178,7 +179,7 @@ class ShardReader:
         )
 
     def _lines(self, work: ShardWork) -> list[_Line]:
-        """The computed rows in the table's order, each with the names of its copies."""
+        """The rows to compute, in the table's order, each with the names of its copies."""
         columns: dict[str, list[Any]] = {name: work.table.column(name).to_pylist() for name in COLUMNS}
         names = [RowName(*pair) for pair in zip(columns["row"], columns["custom_id"], strict=True)]
         copies: defaultdict[int, list[RowName]] = defaultdict(list)
@@ -187,13 +188,15 @@ class ShardReader:
                 copies[compute_row].append(name)
         lines = []
         finished = work.history.finished_rows
-        for at, name in enumerate(names):
-            if name.row == columns["compute_row"][at]:
-                hints = RowHints(name.row, **{hint: columns[hint][at] for hint in HINTS})
-                whose = (name, *copies.pop(name.row, ()))
+        for index, name in enumerate(names):
+            if name.row == columns["compute_row"][index]:
+                hints = RowHints(name.row, **{hint: columns[hint][index] for hint in HINTS})
+                row_names = (name, *copies.pop(name.row, ()))
                 if name.row in finished:
                     continue
-                lines.append(_Line(whose, columns["url"][at], columns["body"][at], columns["model"][at], hints))
+                lines.append(
+                    _Line(row_names, columns["url"][index], columns["body"][index], columns["model"][index], hints)
+                )
         assert not copies, f"shard {work.shard}: rows {sorted(copies)[:5]} have copies, but are not in the shard"
         return lines
 
@@ -216,9 +219,9 @@ class ShardReader:
                     guard.check_prompt(texts_of_prompt(line.parsed, line.prompt, tokenizer))
         except RowError as error:
             line.error = error
-        except (ModelMismatchError, MemoryError):  # the run's, and no row's
+        except (ModelMismatchError, MemoryError):  # it concerns the run, not the row
             raise
-        except Exception as error:  # noqa: BLE001 - the row's own
+        except Exception as error:  # noqa: BLE001 - it concerns one row
             line.error = _unforeseen(error, "a row could not be read", line, work)
 
     def _check_model(self, name: str, work: ShardWork) -> None:
@@ -238,26 +241,26 @@ class ShardReader:
             )
 
     def _encode(self, lines: list[_Line], work: ShardWork, embeddings: EmbeddingReader) -> None:
-        """Token ids for all prompts; where that fails, for each by itself, to find the row that is to blame."""
+        """Encode all prompts; if that fails, encode each by itself, to find the row that causes it."""
         try:
-            self._encode_together(lines, embeddings)
+            self._encode_batch(lines, embeddings)
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - raised again by the row that is to blame
-            logger.warning("prompts can't be encoded together", rows=len(lines), error=type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - raised again by the row that causes it
+            logger.warning("prompts can't be encoded in one batch", rows=len(lines), error=type(error).__name__)
             for line in lines:
                 self._encode_alone(line, work, embeddings)
 
     def _encode_alone(self, line: _Line, work: ShardWork, embeddings: EmbeddingReader) -> None:
         try:
-            self._encode_together([line], embeddings)
+            self._encode_batch([line], embeddings)
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - the row's own
+        except Exception as error:  # noqa: BLE001 - it concerns one row
             line.error = _unforeseen(error, "a row could not be encoded", line, work)
 
-    def _encode_together(self, lines: list[_Line], embeddings: EmbeddingReader) -> None:
-        """Token ids for all prompts that are text; templates bring their special tokens, completions get BOS."""
+    def _encode_batch(self, lines: list[_Line], embeddings: EmbeddingReader) -> None:
+        """Encode all prompts that are text. Chat templates contain their special tokens; completions get BOS."""
         embedded = [line for line in lines if line.inputs]
         for line, prompts in zip(embedded, embeddings.encode([line.inputs for line in embedded]), strict=True):
             line.inputs = prompts
@@ -278,10 +281,10 @@ class ShardReader:
         logged = work.history.running.get(line.names[0].row)
         try:
             if isinstance(line.parsed, EmbeddingBody):
-                prompts = [given for given in line.inputs if not isinstance(given, str)]
+                prompts = [prompt for prompt in line.inputs if not isinstance(prompt, str)]
                 request = embeddings.request(request_id, line.parsed, prompts)
             else:
-                assert isinstance(line.prompt, np.ndarray), "prompts are encoded by now"
+                assert isinstance(line.prompt, np.ndarray), "prompts are encoded before"
                 request = translator.request(request_id, line.parsed, line.prompt, line.hints)
             request = request if logged is None else resume(request, logged)
         except RowError as error:
@@ -289,14 +292,14 @@ class ShardReader:
             return None
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - the row's own
+        except Exception as error:  # noqa: BLE001 - it concerns one row
             line.error = _unforeseen(error, "a row could not be prepared", line, work)
             return None
         return PreparedRow(line.names, line.parsed, request, line.guard)
 
 
-def died_alone(times: int) -> str:
-    """Why a row is not tried any more."""
+def describe_deaths(times: int) -> str:
+    """The message of a row that is not tried again."""
     return (
         f"the process died {times} times while it computed this row and no other; see the system's log for the reason"
     )

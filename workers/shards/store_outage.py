@@ -1,8 +1,8 @@
-"""Lets a worker outlive an outage of the store: it keeps its model and its shards, and waits.
+"""Makes a worker survive an outage of the store: it keeps its model and its shards, and retries.
 
-To load a model again takes minutes, and the shards would be computed from their last checkpoints by a worker that can't
-write either. Writes are tried again on the thread that makes them, while the engine goes on: with what the worker holds
-already, for no shard is begun before that is durable. Requests of the lane need no store, and are answered meanwhile.
+Loading a model again would take minutes, and another worker that resumed the shards couldn't write either. Writes are
+retried on the thread that makes them, while the engine continues with the shards that have begun: a shard's begin
+record must be durable before its rows are computed. Requests of the lane need no store and are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Tier
 
 RETRY_SECONDS: Final = 1.0
-"""Between two tries of a write, each of which may itself wait for the store."""
+"""Interval of retries; each try may itself wait for the store."""
 
-FORGET_SECONDS: Final = 60.0
-"""After so long a read that failed counts no more, where the worker has had nothing to read since."""
+READ_FAILURE_SECONDS: Final = 60.0
+"""Time after which a failed read no longer counts as an outage, where the worker has read nothing since."""
 
 Access = Literal["read", "write"]
 Answer = TypeVar("Answer")
@@ -41,30 +41,30 @@ logger = structlog.get_logger(__name__)
 
 
 def wait_out(use: Callable[[], Answer], clock: Clock, stop: threading.Event) -> Answer:
-    """What `use` of the store returns, once the store can be used; raises its `StoreUnavailable` when `stop` is set."""
-    waits = False
+    """Call `use` until the store is available, and return its result. Raises `StoreUnavailable` once `stop` is set."""
+    is_waiting = False
     while True:
         try:
             return use()
         except StoreUnavailable as error:
             if stop.is_set():
                 raise
-            if not waits:
+            if not is_waiting:
                 logger.error("the store can't be used: the worker waits", why=str(error))
-            waits = True
+            is_waiting = True
             clock.sleep(RETRY_SECONDS)
 
 
 class Client(ShardSource, ShardSink, Protocol):
-    """A worker's side of the pipeline."""
+    """A worker's client of the pipeline."""
 
 
 class OutageTolerantClient:
-    """`ShardSource` and `ShardSink` over those of `client`, whose writes must not mind being repeated.
+    """A `ShardSource` and `ShardSink` that retries the calls of `client` during an outage. Its writes must be
+    idempotent.
 
     Args:
-        stop: once set, an outage is waited for no more, and its error is raised.
-
+        stop: once set, an outage raises its error instead of being waited for.
     """
 
     def __init__(self, client: Client, clock: Clock, stop: threading.Event) -> None:
@@ -78,13 +78,13 @@ class OutageTolerantClient:
 
     @property
     def outage(self) -> str | None:
-        """Why the store can't be used now; None: it can."""
+        """Why the store is unavailable; None: it is available."""
         return next(iter(self._reasons.copy().values()), None)
 
     # -- ShardSource
 
     def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
-        """The next shard; None while the store can't be used."""
+        """The next shard; None during an outage."""
         try:
             work = self._client.take(timeout, tiers)
         except StoreUnavailable as error:
@@ -93,48 +93,48 @@ class OutageTolerantClient:
             return None
         if work is not None:
             self._note_success("read")
-        elif self._clock.monotonic() - self._last_failure > FORGET_SECONDS:
+        elif self._clock.monotonic() - self._last_failure > READ_FAILURE_SECONDS:
             self._forget_reads()
         return work
 
     def finished(self) -> bool:
-        """True when no shard will ever come again."""
+        """Whether no shard will follow."""
         return self._client.finished()
 
     # -- ShardSink
 
     def commit(self, work: ShardWork, finished: FinishedRows, report: ShardReport) -> bool:
-        """Make the shard's part, sooner or later."""
+        """See `ShardSink.commit`; retried during an outage."""
         return self._wait_out(lambda: self._client.commit(work, finished, report))
 
     def begin(self, work: ShardWork) -> None:
-        """Make it durable that the attempt begins, sooner or later."""
+        """See `ShardSink.begin`; retried during an outage."""
         self._wait_out(lambda: self._client.begin(work))
 
     def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
-        """Make what is new durable, sooner or later."""
+        """See `ShardSink.checkpoint`; retried during an outage."""
         self._wait_out(lambda: self._client.checkpoint(work, new))
 
     def note(self, work: ShardWork, rows: Sequence[int]) -> None:
-        """Make the note durable, sooner or later."""
+        """See `ShardSink.note`; retried during an outage."""
         self._wait_out(lambda: self._client.note(work, rows))
 
     def release(self, work: ShardWork, generated: int, busy_seconds: float) -> None:
-        """Release the shard, sooner or later."""
+        """See `ShardSink.release`; retried during an outage."""
         self._wait_out(lambda: self._client.release(work, generated, busy_seconds))
 
     def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None:
-        """Record why the attempt can't go on with the shard, sooner or later."""
+        """See `ShardSink.give_up`; retried during an outage."""
         self._wait_out(lambda: self._client.give_up(work, error, generated, busy_seconds))
 
     def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad) -> None:
-        """Needs no store; says whether it can be used."""
+        """Send the heartbeat, with the current outage in its metrics. Needs no store."""
         if load.figures is not None:
             load = replace(load, figures=load.figures.model_copy(update={"store_outage": self.outage}))
         self._client.send_heartbeat(shards, load)
 
     def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:
-        """None are known while the store can't be used."""
+        """See `ShardSink.find_revoked`; none during an outage."""
         try:
             revoked = self._client.find_revoked(shards)
         except StoreUnavailable as error:
@@ -169,7 +169,7 @@ class OutageTolerantClient:
             )
 
     def _note_success(self, access: Access) -> None:
-        """A read says nothing of writes: a disk that is full can be read."""
+        """Clear the failures that this success disproves. A read disproves none of writes: a full disk can be read."""
         with self._lock:
             failed = bool(self._reasons)
             self._reasons.pop("read", None)
@@ -178,7 +178,7 @@ class OutageTolerantClient:
             ended = failed and not self._reasons
         if ended:
             seconds = round(self._clock.monotonic() - self._since, 1)
-            logger.info("the store can be used again: the worker goes on", seconds=seconds)
+            logger.info("the store can be used again: the worker continues", seconds=seconds)
 
     def _forget_reads(self) -> None:
         with self._lock:

@@ -1,7 +1,8 @@
-"""From what a body says about its answer's form to a grammar (llguidance's Lark).
+"""Builds the grammar of an answer (in llguidance's Lark) from a request's body: tools, response format, regex and so
+on.
 
-JSON schemas go in as they are; calls are written in the model's own form around the schemas of their arguments. Free
-text is any text without special tokens.
+JSON schemas are embedded as they are; tool calls follow the model's own format, around the schemas of their arguments.
+Free text is any text without special tokens.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.requests import ChatBody, CompletionBody, EmbeddingBody
 from schemas.requests.structured import NamedTool, Tool
 from workers.structured.grammar import GrammarSource
-from workers.structured.json_schema import adapted, check_depth, json_rule
-from workers.structured.tool_formats import KNOWN, ToolFormat, find_tool_format, takes_tools
+from workers.structured.json_schema import adapt_schema, check_depth, json_rule
+from workers.structured.tool_formats import KNOWN_FORMATS, ToolFormat, find_tool_format, takes_tools
 from workers.text.tokenizer import Tokenizer
 from workers.text.vocabulary import cut_at, spelt_specials
 
 OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
-"""The model chooses among all ways to spell what is forced, as it would without a grammar."""
+"""Lets the model choose among all tokenizations of forced text, as it would without a grammar."""
 
 TEXT: Final = r"/(?s:.)*/"
 
 
 def grammar_of(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> GrammarSource | None:
-    """The grammar of the answer; None: every text may be the answer. Raises `RowError` when the model can't be held to
-    it."""
+    """The grammar of the answer; None: any text may be the answer. Raises `RowError` when the model can't be
+    constrained to it."""
     if isinstance(body, ChatBody) and body.offered_tools:
         parts = {
             f"tools[{at}].function.parameters": tool.function.parameters or {} for at, tool in enumerate(body.tools)
         }
         return GrammarSource(_tools_grammar(body, tool_format(tokenizer), tokenizer), "tools", parts)
     if body.response_format is not None:
-        asked = body.response_format
+        wanted = body.response_format
         path = "response_format.json_schema.schema"
-        return json_grammar(asked.schema_of_answer, "response_format", path, lenient=asked.lenient)
+        return json_grammar(wanted.schema_of_answer, "response_format", path, lenient=wanted.lenient)
     outputs = body.structured_outputs
     if outputs is None:
         return None
@@ -52,60 +53,64 @@ def grammar_of(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Grammar
 
 
 def json_grammar(schema: dict[str, Any], param: str, path: str = "", *, lenient: bool = False) -> GrammarSource:
-    """A JSON text that follows the schema, and nothing else; `path`: of the schema in the body; `lenient`: but for
-    keywords that can't be kept. Raises `RowError`: it is nested too deep."""
+    """The grammar of a JSON text that follows the schema.
+
+    `path`: the schema's path in the body.  `lenient`: ignore keywords that can't be enforced. Raises `RowError` when
+    the schema is nested too deep.
+    """
     return GrammarSource(f"{OPTIONS}start: {_json(schema, param, lenient)}\n", param, {path or param: schema})
 
 
 def _json(schema: dict[str, Any], param: str, lenient: bool = False) -> str:
-    """A JSON text that follows the schema."""
+    """The rule of a JSON text that follows the schema."""
     check_depth(schema, param)
-    return json_rule(adapted(schema), lenient=lenient)
+    return json_rule(adapt_schema(schema), lenient=lenient)
 
 
 def shown_tokens(body: ChatBody | CompletionBody | EmbeddingBody, tokenizer: Tokenizer) -> dict[int, str]:
-    """Special tokens that mark calls in an answer: its text shows them."""
+    """Special tokens that mark calls in an answer; its text contains their spelling."""
     form = find_tool_format(tokenizer) if isinstance(body, ChatBody) and body.offered_tools else None
     return {} if form is None else spelt_specials(tokenizer, form.opening + form.closing)
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat:
-    """How the model writes calls. Raises `RowError` where it can't be told."""
+    """The model's format of tool calls. Raises `RowError` when the model has none or an unknown one."""
     template = tokenizer.tool_template
     if template is None or not takes_tools(template):
         why = "the model's chat template takes no tools; remove them, or give a --chat-template that does"
         raise RowError(RowErrorCode.UNSUPPORTED_PARAMETER, f"tools is not supported: {why}", param="tools")
     form = find_tool_format(tokenizer)
     if form is None:
-        why = f"the model's chat template writes calls in a form that is not known here (known: {KNOWN}); remove them"
+        why = "the model's chat template writes calls in a form that is not known here"
+        why = f"{why} (known: {KNOWN_FORMATS}); remove them"
         raise RowError(RowErrorCode.UNSUPPORTED_PARAMETER, f"tools is not supported: {why}", param="tools")
     return form
 
 
 def _tools_grammar(body: ChatBody, form: ToolFormat, tokenizer: Tokenizer) -> str:
-    """The calls that must or may come."""
+    """The grammar of the calls that the answer must or may contain."""
     choice = body.tool_choice
     tools = body.offered_tools
-    single = form.most == 1 or not body.parallel_tool_calls
+    single = form.max_calls == 1 or not body.parallel_tool_calls
     if isinstance(choice, NamedTool):
         tools = tuple(tool for tool in tools if tool.function.name == choice.function.name)
         single = True
     one = {"anyOf": [_call_schema(tool, at, form) for at, tool in enumerate(tools)]}
     schema: dict[str, Any] = one
     if form.listed:
-        schema = {"type": "array", "items": adapted(one, "#/items"), "minItems": 1}
+        schema = {"type": "array", "items": adapt_schema(one, "#/items"), "minItems": 1}
         schema |= {"maxItems": 1} if single else {}
     opening, closing = (_marker(text, tokenizer) for text in (form.opening, form.closing))
     lenient = all(tool.function.strict is False for tool in tools)
     rules = [f"call: {json_rule(schema, lenient=lenient)}"]
-    last = f'" "? call {closing}' if form.listed else f"call {closing}"  # some write a blank before a list
+    last = f'" "? call {closing}' if form.listed else f"call {closing}"  # some models write a blank before a list
     more = "" if single or form.listed else f" ({_marker(form.between, tokenizer)} {opening} {last})*"
     forced = f"{opening} {last}{more}"
     if choice is not None:
         rules.append(f"start: {forced}")
     elif body.response_format is not None:
-        asked = body.response_format
-        answer = _json(asked.schema_of_answer, "response_format", asked.lenient)
+        wanted = body.response_format
+        answer = _json(wanted.schema_of_answer, "response_format", wanted.lenient)
         rules += [f"start: answer | {forced}", f"answer: {answer}"]
     else:
         rules += _free(form, tokenizer, opening, f"{last}{more}")
@@ -113,8 +118,8 @@ def _tools_grammar(body: ChatBody, form: ToolFormat, tokenizer: Tokenizer) -> st
 
 
 def _free(form: ToolFormat, tokenizer: Tokenizer, opening: str, rest: str) -> list[str]:
-    """Any text, or calls behind it: from the marker on there is no way back."""
-    if not form.opening:  # a brace at the beginning is the marker
+    """Rules for any text, optionally followed by calls. After the marker only calls may follow."""
+    if not form.opening:  # a leading brace is the marker
         return [f"start: {rest} | TEXT", r"TEXT: /([^{\s](?s:.)*)?/"]
     head, *behind = cut_at(form.opening, spelt_specials(tokenizer, form.opening).values())
     if head in spelt_specials(tokenizer, form.opening).values():
@@ -129,10 +134,10 @@ def _free(form: ToolFormat, tokenizer: Tokenizer, opening: str, rest: str) -> li
 
 
 def _call_schema(tool: Tool, at: int, form: ToolFormat) -> dict[str, Any]:
-    """A call of this tool; the schema's references into itself are led to where it stands now."""
+    """The schema of a call of this tool, whose parameters' internal references are rebased to their new location."""
     given = {k: v for k, v in (tool.function.parameters or {}).items() if k not in ("$schema", "$id", "id")}
     check_depth(given, "tools")
-    parameters = {"type": "object", **adapted(given, f"#/anyOf/{at}/properties/{form.arguments}")}
+    parameters = {"type": "object", **adapt_schema(given, f"#/anyOf/{at}/properties/{form.arguments}")}
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, form.arguments: parameters},
@@ -142,7 +147,7 @@ def _call_schema(tool: Tool, at: int, form: ToolFormat) -> dict[str, Any]:
 
 
 def _marker(text: str, tokenizer: Tokenizer) -> str:
-    """A text of ours, in which special tokens stand for themselves."""
+    """The rule of a marker, in which special tokens are matched as tokens."""
     specials = {spelling: token_id for token_id, spelling in spelt_specials(tokenizer, text).items()}
     pieces = cut_at(text, specials)
     return " ".join(f"<[{specials[piece]}]>" if piece in specials else _literal(piece) for piece in pieces)
@@ -157,6 +162,6 @@ def _regex(pattern: str) -> str:
 
 
 def _for_slashes(pattern: str) -> str:
-    """The pattern as it stands between slashes, on one line."""
+    """Escape the pattern for use between slashes, on one line."""
     escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
     return escaped.replace("\n", r"\n").replace("\r", r"\r")

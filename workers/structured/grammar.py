@@ -1,9 +1,9 @@
-"""Grammars as masks: which tokens an answer may go on with, so that it ends as it must be.
+"""Constrains answers by grammars: a token mask allows only the tokens that a valid answer may continue with.
 
-llguidance (Rust) compiles a grammar for a model's tokens and walks it token by token. The vocabulary is handed over
-once for a model, when the first grammar comes; compiled grammars are kept, since the rows of a job repeat theirs.
-Compiling happens on the threads that prepare rows, never on the one that steps the engine; what a step has to do then
-is bounded, too (`limits`), and a step's masks are filled together, on several threads.
+llguidance (Rust) compiles a grammar for a model's tokens and advances it token by token. It gets the vocabulary once
+for a model, with the first grammar. Compiled grammars are cached, since the rows of a job repeat theirs. Compiling
+happens on the threads that prepare rows, never on the one that steps the engine. A step's work is bounded (`limits`),
+and its masks are filled in one call, on several threads.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from numpy.typing import NDArray
 
 from engine.sampling.rows import MASK_FAILED
 from schemas.requests.errors import RowError, RowErrorCode
-from workers.structured.json_schema import adapted, json_rule
+from workers.structured.json_schema import adapt_schema, json_rule
 from workers.text.tokenizer import Tokenizer
 from workers.text.vocabulary import Vocabulary
 
-KEPT_GRAMMARS: Final = 512
-"""A fifth of a megabyte each, of real schemas."""
+MAX_CACHED_GRAMMARS: Final = 512
+"""Compiled grammars of real schemas take a fifth of a megabyte each."""
 
-MOST_MESSAGE: Final = 300
+MAX_MESSAGE_CHARS: Final = 300
 ONE_OF: Final = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
-"""What the library says of it; its option is `strict: false` here."""
+"""The library's message about oneOf; its option corresponds to `strict: false` here."""
 
-MOST_TRIES: Final = 100
-MOST_SECONDS: Final = 1.0
-"""Spent on finding the place in a schema that is to blame."""
+MAX_DIAGNOSIS_TRIES: Final = 100
+MAX_DIAGNOSIS_SECONDS: Final = 1.0
+"""Limit of the search for the part of a schema that can't be compiled."""
 
 
 class GrammarFailure(Exception):
-    """A mask can't go on: its grammar does not take the token."""
+    """Raised when a mask can't continue: its grammar does not accept the token."""
 
 
 class GrammarTooComplex(GrammarFailure):
-    """A grammar reached a limit of `limits` while an answer was made: whoever wrote the grammar is to blame."""
+    """Raised when a grammar reaches a limit of `limits` while an answer is generated. The request's grammar causes
+    it."""
 
 
 def too_complex(message: str) -> str | None:
-    """The reason in the engine's message on a mask that failed with `GrammarTooComplex`; None: another failure."""
+    """The reason in the engine's message about a mask that raised `GrammarTooComplex`; None: another failure."""
     _, found, reason = message.partition(f"{GrammarTooComplex.__name__}: ")
     return reason if found and message.startswith(MASK_FAILED) else None
 
@@ -58,8 +59,8 @@ class GrammarSource:
 
     Attributes:
         text: in llguidance's Lark.
-        param: the body's field that asks for it.
-        schemas: JSON schemas that are part of it, by their path in the body: one of them may be to blame.
+        param: the body's field that requests it.
+        schemas: the JSON schemas in it by their path in the body, for the diagnosis of an error.
     """
 
     text: str
@@ -69,10 +70,10 @@ class GrammarSource:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that could be compiled; called, it makes the mask of a choice (`Request.mask`).
+    """A grammar that compiles. A call makes the mask of a choice (`Request.mask`).
 
-    Rows that wait hold no compiled grammar: a job may have as many of them as rows. Where it isn't kept any more it is
-    compiled once more.
+    It holds no compiled grammar, because a job may have as many grammars as waiting rows. When the compiled grammar has
+    left the cache, it is compiled again.
     """
 
     grammars: Grammars
@@ -83,7 +84,7 @@ class Grammar:
 
 
 class GrammarMask:
-    """A choice's place in its grammar (an engine's `TokenMask`)."""
+    """A choice's state in its grammar (an engine's `TokenMask`)."""
 
     __slots__ = ("filler", "matcher")
 
@@ -106,8 +107,8 @@ class ThreadedMaskFiller:
     """Fills the masks of many choices at once (an engine's `ThreadedMaskFiller`), on threads of its own.
 
     Args:
-        ends: tokens that end an answer: all are allowed where the grammar may end.
-        eos: the one of them that the grammar library knows.
+        ends: tokens that end an answer; all are allowed where the grammar may end.
+        eos: the one of them that the grammar library uses.
     """
 
     def __init__(self, ends: frozenset[int], eos: int, size: int) -> None:
@@ -130,8 +131,8 @@ class ThreadedMaskFiller:
 
 
 @dataclass(slots=True)
-class _Made:
-    """What compiling gave: a matcher at its beginning, or why there is none."""
+class _CompiledGrammar:
+    """The result of compiling: a matcher at its start, or the reason of the failure."""
 
     matcher: Any = None
     reason: str = ""
@@ -139,10 +140,10 @@ class _Made:
 
 
 class Grammars:
-    """The grammars of one model. May be used by several threads at once.
+    """Compiles and caches the grammars of one model. Thread-safe.
 
     Args:
-        size: token ids of the model.  ends: those of them that end an answer.
+        size: number of the model's token ids.  ends: those of them that end an answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> None:
@@ -151,53 +152,53 @@ class Grammars:
         self._tokenizer = tokenizer
         self._size = size
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, _Made] = OrderedDict()
+        self._cache: OrderedDict[str, _CompiledGrammar] = OrderedDict()
         self._library: Any = None
         self._filler: ThreadedMaskFiller | None = None
 
     def compile(self, source: GrammarSource) -> Grammar:
-        """The grammar, if it can be compiled.
+        """Compile the grammar.
 
         Raises:
-            RowError: invalid_request: it can't be; unsupported_parameter: the model's tokens don't allow it.
+            RowError: invalid_request: it can't be compiled; unsupported_parameter: the model's tokens don't allow it.
         """
-        self._made(source)
+        self._compiled(source)
         return Grammar(self, source)
 
     def mask(self, source: GrammarSource) -> GrammarMask:
-        """A mask at the beginning of a grammar; raises `RowError`, too."""
-        matcher, filler = self._made(source)
+        """A mask at the start of a grammar. Raises `RowError` as `compile`."""
+        matcher, filler = self._compiled(source)
         return GrammarMask(matcher.deep_copy(), filler)
 
-    def _made(self, source: GrammarSource) -> tuple[Any, ThreadedMaskFiller]:
-        """What was kept, or is compiled now. Whoever wants one that is being compiled waits for it."""
+    def _compiled(self, source: GrammarSource) -> tuple[Any, ThreadedMaskFiller]:
+        """The compiled grammar, from the cache or compiled now; waits for one that another thread is compiling."""
         library, filler = self._ready(source.param)
         with self._lock:
-            made = self._kept.get(source.text)
-            mine = made is None
-            if made is None:
-                made = self._kept[source.text] = _Made()
-                while len(self._kept) > KEPT_GRAMMARS:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(source.text)
-        if mine:
+            entry = self._cache.get(source.text)
+            is_missing = entry is None
+            if entry is None:
+                entry = self._cache[source.text] = _CompiledGrammar()
+                while len(self._cache) > MAX_CACHED_GRAMMARS:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(source.text)
+        if is_missing:
             try:
                 began = time.monotonic()
-                matcher, reason = _compiled(library, source.text)
-                made.matcher = None if reason else matcher
-                # A schema that took long to compile isn't compiled again, part by part.
-                quick = time.monotonic() - began < MOST_SECONDS / 4
-                made.reason = _where(library, source, reason) if reason and quick else reason
+                matcher, reason = _compile(library, source.text)
+                entry.matcher = None if reason else matcher
+                # The diagnosis would compile a slow schema again, part by part.
+                is_quick = time.monotonic() - began < MAX_DIAGNOSIS_SECONDS / 4
+                entry.reason = _locate_error(library, source, reason) if reason and is_quick else reason
             finally:
-                made.done.set()
-        made.done.wait()
-        if made.matcher is None:
-            message = f"{source.param} can't be compiled: {made.reason}"
+                entry.done.set()
+        entry.done.wait()
+        if entry.matcher is None:
+            message = f"{source.param} can't be compiled: {entry.reason}"
             raise RowError(RowErrorCode.INVALID_REQUEST, message, param=source.param)
-        return made.matcher, filler
+        return entry.matcher, filler
 
     def _ready(self, param: str) -> tuple[Any, ThreadedMaskFiller]:
-        """The library with the model's vocabulary."""
+        """The library's tokenizer with the model's vocabulary, made at the first call."""
         with self._lock:
             if self._filler is None:
                 if not self._ends:
@@ -210,46 +211,46 @@ class Grammars:
             return self._library, self._filler
 
 
-def _compiled(library: Any, text: str) -> tuple[Any, str]:
-    """A matcher at its beginning, and why it can't be used (empty: it can)."""
+def _compile(library: Any, text: str) -> tuple[Any, str]:
+    """A matcher at its start, and why it can't be used (empty: it can)."""
     matcher = llguidance.LLMatcher(library, text, log_level=0, limits=limits())
     reason = _error_of(matcher)
     if not reason:
-        mask = matcher.compute_bitmask()  # the work of the first step, which all copies have done then
+        mask = matcher.compute_bitmask()  # computed once for all copies: the first step's work
         reason = _error_of(matcher) or _second_error(matcher, mask, library.eos_token)
     return matcher, reason
 
 
 def _second_error(matcher: Any, mask: bytes, eos: int) -> str:
-    """Why no second token can follow (empty: one can). The library counts the items of a grammar's beginning when it
-    takes the first token, so a beginning that is too large for every answer shows only there."""
+    """Why no second token can follow (empty: one can). The library checks the size of a grammar's start only with the
+    first token, so a start that is too large for every answer fails only here."""
     allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
     first = next((token for token in allowed.tolist() if token != eos), None)
     if first is None:
         return ""
-    walked = matcher.deep_copy()
-    if walked.consume_token(first):
-        walked.compute_bitmask()
-    return _error_of(walked)
+    advanced = matcher.deep_copy()
+    if advanced.consume_token(first):
+        advanced.compute_bitmask()
+    return _error_of(advanced)
 
 
 def _error_of(matcher: Any) -> str:
     return _reason(matcher.get_error()) if matcher.is_error() else ""
 
 
-def _where(library: Any, source: GrammarSource, reason: str) -> str:
-    """The reason, with the place in a schema if there is one that fails by itself."""
-    tries = MOST_TRIES
-    until = time.monotonic() + MOST_SECONDS
+def _locate_error(library: Any, source: GrammarSource, reason: str) -> str:
+    """The reason, with the path of the innermost schema that fails by itself, if there is one."""
+    tries_left = MAX_DIAGNOSIS_TRIES
+    until = time.monotonic() + MAX_DIAGNOSIS_SECONDS
     for path, root in source.schemas.items():
         shared: dict[str, Any] = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        found, left = "", [(path, root)]
-        while left and tries and time.monotonic() < until:
-            tries -= 1
-            at, schema = left.pop(0)
-            _, wrong = _compiled(library, f"start: {json_rule(adapted({**shared, **schema}))}")
-            if wrong:
-                found, left, reason = at, list(_inside(at, schema)), wrong
+        found, pending = "", [(path, root)]
+        while pending and tries_left and time.monotonic() < until:
+            tries_left -= 1
+            at, schema = pending.pop(0)
+            _, error = _compile(library, f"start: {json_rule(adapt_schema({**shared, **schema}))}")
+            if error:
+                found, pending, reason = at, list(_inside(at, schema)), error
         if found:
             return f"{found}: {reason}"
     return reason
@@ -269,14 +270,14 @@ def _inside(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
 
 
 def _failure(matcher: Any) -> GrammarFailure:
-    """Why a mask can't go on."""
+    """The error of a mask that can't continue."""
     error = matcher.get_error()
-    refused = "doesn't satisfy the grammar" in error  # the library's words for a token that no mask allowed
-    return GrammarFailure(_reason(error)) if refused else GrammarTooComplex(_reason(error))
+    is_refused = "doesn't satisfy the grammar" in error  # the library's message about a token that no mask allowed
+    return GrammarFailure(_reason(error)) if is_refused else GrammarTooComplex(_reason(error))
 
 
 def limits() -> Any:
-    """What compiling and a step may cost. At the library's speeds a step's share is some 20 ms at most."""
+    """Limits of compiling and of a step. At the library's speed a step takes some 20 ms at most."""
     return llguidance.LLParserLimits(
         max_items_in_row=2_000,
         initial_lexer_fuel=1_000_000,
@@ -289,12 +290,14 @@ def limits() -> Any:
 
 
 def _reason(text: str) -> str:
-    """The library's message, on one line, without the grammar that it shows."""
-    said = re.split(r"\n\s*\d+ \| ", text.removesuffix("<non-verbose/>"))[0]
-    said = said.replace(ONE_OF, "oneOf is kept to only where its options can't both hold; use anyOf, or strict false")
-    said = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", said)
-    said = "no text fits it" if said.startswith("NoExtension") else said
-    return " ".join(said.split())[:MOST_MESSAGE] or "the grammar library gives no reason"
+    """The library's message on one line, without the quoted grammar."""
+    message = re.split(r"\n\s*\d+ \| ", text.removesuffix("<non-verbose/>"))[0]
+    message = message.replace(
+        ONE_OF, "oneOf is kept to only where its options can't both hold; use anyOf, or strict false"
+    )
+    message = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", message)
+    message = "no text fits it" if message.startswith("NoExtension") else message
+    return " ".join(message.split())[:MAX_MESSAGE_CHARS] or "the grammar library gives no reason"
 
 
 def _unsupported(what: str, param: str) -> RowError:

@@ -1,8 +1,8 @@
-"""From the text of an answer to the calls in it, piece by piece as it grows or all at once.
+"""Splits the text of an answer into content and tool calls, incrementally for a stream or at once.
 
-The same reader serves a finished answer and a stream: what is told of an answer in pieces is what its end says. A
-call's arguments are the model's own text, not a copy of it. A model may write anything (a grammar lets ordinary tokens
-spell a marker that is a special one), so no text is an error: what begins as a call and has no name is content.
+The same reader serves both, so the pieces of a stream add up to the finished answer. A call's arguments are the model's
+own text, unchanged. A model may write any text (a grammar lets ordinary tokens spell a special marker), so no text is
+an error: text that begins as a call and has no name is content.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEAD: Final = re.compile(
 
 
 class AnswerDelta(NamedTuple):
-    """Something that became certain: text of the content, or of call `call`: its name first, then its arguments."""
+    """A certain piece of an answer: text of the content or of call `call`, whose name comes before its arguments."""
 
     content: str = ""
     call: int | None = None
@@ -31,34 +31,34 @@ class AnswerDelta(NamedTuple):
     arguments: str = ""
 
 
-class _At(Enum):
+class _State(Enum):
     CONTENT = "content"
-    TEXT = "text"  # content in which no call can begin any more
-    BETWEEN = "between"  # in front of a call's brace, or behind its last one
-    HEAD = "head"  # behind a call's brace, in front of its arguments
+    TEXT = "text"  # content in which no call can begin
+    BETWEEN = "between"  # before a call's first brace, or after its last one
+    HEAD = "head"  # after a call's brace, before its arguments
     ARGUMENTS = "arguments"
 
 
 class ToolCallReader:
-    """Splits the text of one answer."""
+    """Incrementally splits the text of one answer."""
 
     def __init__(self, form: ToolFormat) -> None:
         self._opening = form.opening.strip()
-        self._at = _At.CONTENT
-        self._text = ""  # read, but not yet understood
-        self._before = ""  # what stood before it since the last call: content, unless one follows
+        self._state = _State.CONTENT
+        self._text = ""  # received, but not processed yet
+        self._before = ""  # the text before it since the last call: content, unless a call follows
         self._calls = 0
         self._depth = 0
         self._quoted = False
         self._escaped = False
 
     @property
-    def whole(self) -> bool:
-        """Whether there are calls, and none of them is cut off."""
-        return self._calls > 0 and self._at is _At.BETWEEN
+    def is_whole(self) -> bool:
+        """Whether there are calls, and none of them is incomplete."""
+        return self._calls > 0 and self._state is _State.BETWEEN
 
     def push(self, text: str) -> list[AnswerDelta]:
-        """What the next piece of text makes certain."""
+        """Add text; returns the pieces that are certain now."""
         self._text += text
         found: list[AnswerDelta] = []
         while self._text and self._step(found):
@@ -66,43 +66,43 @@ class ToolCallReader:
         return found
 
     def close(self) -> list[AnswerDelta]:
-        """What was held back in case that a call followed."""
-        kept, self._text = self._text, ""
-        return [AnswerDelta(content=kept)] if self._at is _At.CONTENT and kept else []
+        """The text that was held back in case a call followed."""
+        rest, self._text = self._text, ""
+        return [AnswerDelta(content=rest)] if self._state is _State.CONTENT and rest else []
 
     def _step(self, found: list[AnswerDelta]) -> bool:
-        """One move; False: more text is needed."""
-        match self._at:
-            case _At.CONTENT:
+        """Make one state transition. False: more text is needed."""
+        match self._state:
+            case _State.CONTENT:
                 return self._read_content(found)
-            case _At.TEXT:
+            case _State.TEXT:
                 found.append(AnswerDelta(content=self._text))
                 self._text = ""
                 return False
-            case _At.BETWEEN:
+            case _State.BETWEEN:
                 start = self._text.find("{")
                 end = start if start >= 0 else len(self._text)
                 self._before, self._text = self._before + self._text[:end], self._text[end:]
                 if start < 0:
                     return False
-                self._at = _At.HEAD
+                self._state = _State.HEAD
                 return True
-            case _At.HEAD:
+            case _State.HEAD:
                 return self._read_head(found)
-            case _At.ARGUMENTS:
+            case _State.ARGUMENTS:
                 return self._read_arguments(found)
 
     def _read_content(self, found: list[AnswerDelta]) -> bool:
-        """Up to the opening. Blanks before it are no content; text that may be its beginning is held back."""
+        """Read up to the opening. Blanks before it are not content; text that may begin it is held back."""
         text = self._text
         if not self._opening:
             stripped = text.lstrip()
             if stripped.startswith("{"):
-                self._text, self._at = stripped, _At.BETWEEN
+                self._text, self._state = stripped, _State.BETWEEN
                 return True
             if not stripped:
                 return False
-            self._at = _At.TEXT
+            self._state = _State.TEXT
             return True
         start = text.find(self._opening)
         end = start if start >= 0 else len(text) - _overlap(text, self._opening)
@@ -112,12 +112,12 @@ class ToolCallReader:
         if start < 0:
             self._text = text[end:]
             return False
-        behind = start + len(self._opening)
-        self._before, self._text, self._at = text[end:behind], text[behind:], _At.BETWEEN
+        after = start + len(self._opening)
+        self._before, self._text, self._state = text[end:after], text[after:], _State.BETWEEN
         return True
 
     def _read_head(self, found: list[AnswerDelta]) -> bool:
-        """Up to the arguments. Where the name is none, nothing from here on is a call."""
+        """Read up to the arguments. If the name is invalid, all following text is content."""
         head = _HEAD.match(self._text)
         if head is None:
             return False
@@ -125,16 +125,16 @@ class ToolCallReader:
         if name is None:
             start = self._before.find(self._opening) if self._calls else 0
             found.append(AnswerDelta(content=self._before[start:] if start >= 0 else ""))
-            self._before, self._at = "", _At.TEXT
+            self._before, self._state = "", _State.TEXT
             return True
         self._text = self._text[head.end() :]
         found.append(AnswerDelta(call=self._calls, name=name))
         self._calls += 1
-        self._before, self._at, self._depth = "", _At.ARGUMENTS, 0
+        self._before, self._state, self._depth = "", _State.ARGUMENTS, 0
         return True
 
     def _read_arguments(self, found: list[AnswerDelta]) -> bool:
-        """Up to the brace that closes the arguments."""
+        """Read up to the brace that closes the arguments."""
         end = len(self._text)
         for at, char in enumerate(self._text):
             if self._escaped:
@@ -149,16 +149,16 @@ class ToolCallReader:
             elif char in "}]":
                 self._depth -= 1
                 if not self._depth:
-                    end, self._at = at + 1, _At.BETWEEN
+                    end, self._state = at + 1, _State.BETWEEN
                     break
         piece, self._text = self._text[:end], self._text[end:]
         if piece:
             found.append(AnswerDelta(call=self._calls - 1, arguments=piece))
-        return self._at is _At.BETWEEN
+        return self._state is _State.BETWEEN
 
 
 def _name(text: str) -> str | None:
-    """A call's name, from JSON; None: it is none, or holds half a surrogate pair, which no answer could say."""
+    """A call's name, decoded from JSON; None: it is invalid, or has half a surrogate pair, which UTF-8 can't encode."""
     try:
         name: str = json.loads(text)
         name.encode()
@@ -174,7 +174,7 @@ def _overlap(text: str, marker: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CallIds:
-    """Ids of an answer's calls: the same each time it is computed."""
+    """The ids of an answer's calls, which are the same each time it is computed."""
 
     answer: str
     choice: int
@@ -186,7 +186,7 @@ class CallIds:
 
 
 class SplitAnswer(NamedTuple):
-    """An answer's content and calls, in OpenAI's shape; `whole`: there are calls, and the last one is not cut off."""
+    """An answer's content and calls, as in OpenAI's API; `whole`: there are calls, and none is incomplete."""
 
     content: str
     calls: list[dict[str, Any]]
@@ -194,7 +194,7 @@ class SplitAnswer(NamedTuple):
 
 
 def split_answer(form: ToolFormat, text: str, ids: CallIds) -> SplitAnswer:
-    """The content and the calls of a finished answer."""
+    """Split a finished answer into content and calls."""
     reader = ToolCallReader(form)
     content = ""
     calls: list[dict[str, Any]] = []
@@ -206,11 +206,11 @@ def split_answer(form: ToolFormat, text: str, ids: CallIds) -> SplitAnswer:
             calls.append({"id": ids.of(delta.call), "type": "function", "function": function})
         if delta.arguments:
             calls[-1]["function"]["arguments"] += delta.arguments
-    return SplitAnswer(content, calls, reader.whole)
+    return SplitAnswer(content, calls, reader.is_whole)
 
 
-def told(deltas: Iterable[AnswerDelta], ids: CallIds) -> tuple[str, list[dict[str, Any]]]:
-    """Content, and `delta.tool_calls` as OpenAI's streams have them."""
+def stream_deltas(deltas: Iterable[AnswerDelta], ids: CallIds) -> tuple[str, list[dict[str, Any]]]:
+    """The content, and `delta.tool_calls` as in OpenAI's streams."""
     content = ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:

@@ -1,7 +1,7 @@
-"""Token ids to text while an answer grows: where it is streamed, judged as it grows or watched for stop strings.
+"""Incremental detokenization of growing answers that are streamed, judged by policies or watched for stop strings.
 
-Other rows never come here; their text is decoded in bulk at the end. Both ways give the same characters: the pieces of
-an answer, joined, begin its final text at every moment.
+All other answers are decoded in bulk at their end. Both ways give the same characters: the joined pieces of an answer
+are always a prefix of its final text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workers.text.tokenizer import CONTEXT_TOKENS, NOTHING_SHOWN, TokenIds, Toke
 
 
 class _Decoding(Protocol):
-    """The state between an answer's pieces."""
+    """Decoding state of one answer."""
 
     @property
     def pending(self) -> str: ...
@@ -24,33 +24,33 @@ class _Decoding(Protocol):
 
 
 class IncrementalDetokenizer:
-    """The text of a growing answer, in pieces that never end in half a character. The cost of a token doesn't depend on
-    the length of the answer."""
+    """Decodes a growing answer into pieces that never end within a character. The cost of a token doesn't depend on the
+    answer's length."""
 
     __slots__ = ("_decoding",)
 
     def __init__(self, tokenizer: Tokenizer, prompt: TokenIds, shown: Mapping[int, str] = NOTHING_SHOWN) -> None:
-        """`prompt` int32 [prompt_tokens] is what the answer follows; `shown`: special tokens that are spelt out."""
+        """`prompt` int32 [prompt_tokens] precedes the answer; `shown`: special tokens that are spelt out."""
         kind = _ByteDecoding if tokenizer.joins_bytes else _NeighbourDecoding
         self._decoding: _Decoding = kind(tokenizer, prompt, shown)
 
     @property
     def pending(self) -> str:
-        """What the text would have behind the last piece if the answer ended here: U+FFFD for an incomplete character
-        (two for the beginning of a surrogate, which is none), else nothing."""
+        """The text that would follow the last piece if the answer ended here: U+FFFD for an incomplete character (two
+        for the beginning of a surrogate, which is invalid), else nothing."""
         return self._decoding.pending
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens; returns the text that became certain with them."""
+        """Add tokens; returns the text that becomes certain with them."""
         return self._decoding.push(token_ids)
 
     def push(self, token_id: int) -> str:
-        """Take the next token; returns the text that became certain with it."""
+        """Add a token; returns the text that becomes certain with it."""
         return self._decoding.push((token_id,))
 
 
 class _ByteDecoding:
-    """Of a tokenizer that joins bytes: a UTF-8 decoder that keeps the bytes of an incomplete character back."""
+    """Decoding for a tokenizer that joins bytes: a UTF-8 decoder that buffers the bytes of an incomplete character."""
 
     __slots__ = ("_blanks", "_shown", "_tokenizer", "_utf8")
 
@@ -74,7 +74,8 @@ class _ByteDecoding:
 
 
 class _NeighbourDecoding:
-    """Of a tokenizer whose decoder looks at a token's neighbours (WordPiece): it is given the last tokens once more."""
+    """Decoding for a tokenizer whose decoder depends on a token's neighbours (WordPiece): the last tokens are decoded
+    once more with each token."""
 
     __slots__ = ("_context", "_shown", "_tokenizer")
 
@@ -93,18 +94,18 @@ class _NeighbourDecoding:
             elif token_id not in self._tokenizer.special_ids:
                 ids = [*self._context, token_id]
                 before = self._tokenizer.decode(self._context)
-                if piece := self._tokenizer.decode(ids)[len(before) :]:  # an id without text is no neighbour
+                if piece := self._tokenizer.decode(ids)[len(before) :]:  # an id without text is not context
                     text += piece
                     self._context = ids[-CONTEXT_TOKENS:]
         return text
 
 
 class StopStringWatcher:
-    """Ends a choice at its first stop string, wherever that lies across token borders (a `TokenWatcher`). An incomplete
-    character at the end is not text yet, so no stop string lies in it.
+    """Ends a choice at its first stop string, also across token borders (a `TokenWatcher`). An incomplete character at
+    the end is not text yet, so no stop string can match it.
 
-    Like OpenAI's, the text ends before the stop string. A stop string counts if it ends in a token behind the first
-    `min_tokens`. Pushing the same tokens into a new watcher brings it to the same state.
+    As with OpenAI, the text ends before the stop string. A stop string counts if it ends in a token after the first
+    `min_tokens`. Pushing the same tokens into a new watcher gives the same state.
 
     Attributes:
         text: the final text once a stop string was found, else None.
@@ -112,9 +113,9 @@ class StopStringWatcher:
 
     __slots__ = (
         "_detokenizer",
-        "_free",
+        "_exempt_characters",
         "_ids",
-        "_keep",
+        "_max_tail",
         "_min_tokens",
         "_prompt",
         "_shown",
@@ -139,30 +140,30 @@ class StopStringWatcher:
         self._shown = shown
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, shown)
         self._stops = tuple(stops)
-        self._keep = max(map(len, stops)) - 1
+        self._max_tail = max(map(len, stops)) - 1
         self._min_tokens = min_tokens
         self._ids: list[int] = []
-        self._tail = ""  # the last characters given out: a stop string may have begun there
-        self._free = 0  # characters of the first `min_tokens` tokens, where no stop string may end
+        self._tail = ""  # the last emitted characters, where a stop string may have begun
+        self._exempt_characters = 0  # characters of the first `min_tokens` tokens, where no stop string may end
         self.text: str | None = None
 
     def push(self, token_id: int) -> bool:
-        """Take the next sampled token; True once a stop string is complete."""
+        """Add the next sampled token; returns True once a stop string is complete."""
         self._ids.append(token_id)
         piece = self._detokenizer.push(token_id)
         if len(self._ids) <= self._min_tokens:
-            self._free += len(piece)
+            self._exempt_characters += len(piece)
         else:
             window = self._tail + piece
             if any(stop in window for stop in self._stops):
                 self.text = self._cut()
-        self._tail = (self._tail + piece)[-self._keep :] if self._keep else ""
+        self._tail = (self._tail + piece)[-self._max_tail :] if self._max_tail else ""
         return self.text is not None
 
     def _cut(self) -> str | None:
-        """The text of the whole answer up to the stop string, or None if it is not in there."""
+        """The whole answer's text before the stop string, or None if it contains none."""
         text = self._tokenizer.decode_showing(self._prompt, self._ids, self._shown)
         text = text.removesuffix(self._detokenizer.pending)
-        starts = [text.find(stop, max(0, self._free - len(stop) + 1)) for stop in self._stops]
+        starts = [text.find(stop, max(0, self._exempt_characters - len(stop) + 1)) for stop in self._stops]
         found = [start for start in starts if start >= 0]
         return text[: min(found)] if found else None

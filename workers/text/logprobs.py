@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens in OpenAI's two shapes, and the bytes behind a token id.
+"""Log-probabilities of tokens in OpenAI's two formats, and the bytes of a token id.
 
-A token need not be text: byte-level vocabularies cut characters in pieces. The chat shape has a `bytes` list for that;
-the older completions shape has only strings, in which such a token is spelt `bytes:\\xe6\\x97`, as OpenAI does.
+A token need not be text: byte-level vocabularies split characters. The chat format has a `bytes` list for that; the
+older completions format has only strings, in which such a token is spelt `bytes:\\xe6\\x97`, as OpenAI does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.request import TokenLogprobs
 from workers.text.tokenizer import TokenIds, Tokenizer
 
 LOWEST: Final = -9999.0
-"""Stands for minus infinity, which JSON can't hold (OpenAI's value for it)."""
+"""Represents minus infinity, which JSON can't express (OpenAI's value for it)."""
 
 
 class TokenTexts:
@@ -25,18 +25,17 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that the token stands for in running text, or those that spell a special one; empty for an unused
-        id."""
+        """The token's bytes in running text, or the spelling of a special one; empty for an unused id."""
         if self.is_special(token_id):
             return self._tokenizer.added_tokens[token_id].encode()
         return self._tokenizer.token_bytes[token_id]
 
     def is_special(self, token_id: int) -> bool:
-        """Whether texts leave the token out."""
+        """Whether decoding leaves the token out."""
         return token_id in self._tokenizer.special_ids
 
     def spelling_of(self, token_id: int) -> str:
-        """The token as text, or `bytes:\\x..` when it isn't UTF-8. Several tokens can have one spelling: a letter and
+        """The token as text, or `bytes:\\x..` when it isn't UTF-8. Several tokens can share a spelling: a letter and
         its byte (`A` and `<0x41>`), and all unused ids."""
         raw = self.bytes_of(token_id)
         try:
@@ -67,10 +66,10 @@ def chat_logprobs(texts: TokenTexts, ids: TokenIds, logprobs: TokenLogprobs, top
 def completion_logprobs(
     texts: TokenTexts, runs: Sequence[tuple[TokenIds, TokenLogprobs]], top: int
 ) -> dict[str, list[Any]]:
-    """`choices[].logprobs` of a text completion, over one run of tokens after the other (prompt, answer).
+    """`choices[].logprobs` of a text completion, over several runs of tokens (prompt, answer).
 
-    `token_logprobs` and `top_logprobs` of a prompt's first token are null: nothing stands before it. Offsets are in
-    characters; special tokens take none, as the text doesn't show them.
+    `token_logprobs` and `top_logprobs` of a prompt's first token are null: it has no predecessor. Offsets are in
+    characters; special tokens have none, because the text leaves them out.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
@@ -94,8 +93,8 @@ def completion_logprobs(
 def _tops(
     texts: TokenTexts, logprobs: TokenLogprobs, index: int, top: int, spelling: str, value: float
 ) -> dict[str, float]:
-    """The likeliest tokens at one place; the token that stands there is always among them, as with OpenAI. Of tokens
-    with the same spelling the likeliest counts."""
+    """The likeliest tokens at one position, always with the chosen token, as with OpenAI. Of tokens with the same
+    spelling the likeliest is returned."""
     ids, values = logprobs.top_ids[index, :top].tolist(), logprobs.top[index, :top].tolist()
     entries: dict[str, float] = {}
     for other, other_value in zip(ids, values, strict=True):

@@ -1,10 +1,10 @@
-"""The fewest tokens that a text can have, found without tokenizing it: a prompt far beyond the context is refused at
-once, where tokenizing it would take seconds.
+"""A lower bound of a text's tokens that needs no tokenizing: a prompt far beyond the context is refused at once, where
+tokenizing it would take seconds.
 
-Each token covers at most as much text as the longest one, so a text of so many bytes has at least so many tokens. That
-holds only where every step of the tokenizer keeps the text: steps that may drop any amount of it (a normalizer that
-strips, words that become one unknown token) leave no bound, and steps that join at most so many characters into one
-weaken it. Steps that are not known here leave no bound.
+Each token covers at most as much text as the longest token, so a text's size divided by it is the bound. This holds
+only if every step of the tokenizer preserves the text. Steps that may drop any amount of it (a normalizer that strips,
+words that become one unknown token) leave no bound; steps that join a limited number of characters into one weaken it.
+Unknown steps leave no bound.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ IN_NO_TEXT: Final = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 """Bytes that UTF-8 never uses."""
 
 JOINED_BY_COMPOSITION: Final = 4
-"""Characters that NFC and NFKC join into one, at most: no canonical decomposition of Unicode is longer. A character
-that they replace becomes at least one."""
+"""Maximum number of characters that NFC and NFKC join into one: no canonical decomposition of Unicode is longer. A
+character that they replace becomes at least one."""
 
 KEEPS_CHARACTERS: Final = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"})
-"""Normalizers that make at least one character of each."""
+"""Normalizers that turn each character into at least one."""
 
 KEEPS_TEXT: Final = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
 """Pre-tokenizers that drop nothing."""
@@ -35,13 +35,13 @@ KEEPS_TEXT: Final = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScrip
 
 @dataclass(frozen=True, slots=True)
 class PromptBound:
-    """What the longest token covers.
+    """The text that the longest token covers.
 
     Attributes:
         longest: bytes of UTF-8, or characters.
         in_bytes: whether `longest` is bytes.
-        unspelt: bytes that no token holds: they are left out of the ids, so they are not counted.
-        blanks_count: false: tokens may cover any number of blanks beside them, so blanks are not counted.
+        unspelt: bytes that no token contains. They are left out of the ids, so they are not counted.
+        blanks_count: false: tokens may cover any number of adjacent blanks, so blanks are not counted.
     """
 
     longest: int
@@ -50,18 +50,18 @@ class PromptBound:
     blanks_count: bool = True
 
     def least_tokens(self, text: str) -> int:
-        """No encoding of the text has fewer tokens."""
+        """A lower bound of the tokens in any encoding of the text."""
         counted = text if self.blanks_count else "".join(text.split())
         size = len(counted.encode().translate(None, self.unspelt)) if self.in_bytes else len(counted)
         return -(-size // self.longest)
 
 
 def bound_of(backend: tokenizers.Tokenizer) -> PromptBound | None:
-    """The bound for a tokenizer; None: there is none."""
+    """The bound of a tokenizer; None: it has none."""
     model = backend.model
     normalizers = list(_parts(component_state(backend.normalizer), "normalizers"))
     pre_tokenizers = list(_parts(component_state(backend.pre_tokenizer), "pretokenizers"))
-    joined = _joined(normalizers)
+    joined = _max_joined(normalizers)
     if joined is None or not all(map(_keeps_text, pre_tokenizers)) or not isinstance(model, BPE):
         return None
     if model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -86,13 +86,13 @@ def bound_of(backend: tokenizers.Tokenizer) -> PromptBound | None:
 
 
 def component_state(component: Any) -> dict[str, Any]:
-    """A tokenizer component's settings, as tokenizer.json would hold them."""
+    """A tokenizer component's settings, as in tokenizer.json."""
     state: dict[str, Any] = json.loads(component.__getstate__()) if component is not None else {}
     return state
 
 
 def _parts(component: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a component, those of sequences one by one."""
+    """The steps of a component; a sequence is flattened."""
     if component and component["type"] == "Sequence":
         for part in component[name]:
             yield from _parts(part, name)
@@ -100,8 +100,8 @@ def _parts(component: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any
         yield component
 
 
-def _joined(normalizers: Sequence[Mapping[str, Any]]) -> int | None:
-    """Characters of a text that become one, at most; None: any number."""
+def _max_joined(normalizers: Sequence[Mapping[str, Any]]) -> int | None:
+    """Maximum number of characters that become one; None: any number."""
     joined = 1
     for part in normalizers:
         if part["type"] in ("NFC", "NFKC"):
@@ -120,7 +120,7 @@ def _keeps_text(part: Mapping[str, Any]) -> bool:
 
 
 def byte_characters() -> dict[str, int]:
-    """The characters that stand for the 256 bytes in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
+    """The characters that represent the 256 bytes in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,10 +1,10 @@
-"""The bytes behind token ids, and how a decoder makes text of them.
+"""The bytes of token ids, and how a decoder joins them to text.
 
-Texts of byte-level and byte-fallback vocabularies are joined here, byte by byte: the byte-fallback decoder of the
-tokenizers library replaces every byte of a whole run of byte tokens by U+FFFD where the run as a whole is not UTF-8,
-so that an answer which ends within a character would lose all characters of that run.
+This module joins the texts of byte-level and byte-fallback vocabularies byte by byte. The byte-fallback decoder of the
+tokenizers library replaces every byte of a whole run of byte tokens by U+FFFD if the run as a whole is not UTF-8,
+so an answer that ends within a character would lose all characters of that run.
 
-Bytes are read as `bytes.decode("utf-8", "replace")` reads them: each maximal subpart of an ill-formed sequence becomes
+Bytes are decoded as by `bytes.decode("utf-8", "replace")`: each maximal subpart of an ill-formed sequence becomes
 one U+FFFD (The Unicode Standard, section 3.9, "U+FFFD Substitution of Maximal Subparts"; also the WHATWG's decoder).
 """
 
@@ -18,9 +18,9 @@ BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> the bytes that it adds to a running text: none for special tokens and unused ids.
+    """Token id -> the bytes that it adds to a running text; none for special tokens and unused ids.
 
-    Filled as ids are asked for, so that looking up a known one costs no call.
+    Entries are added on first use, so a later lookup costs no call.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class TokenBytes(dict[int, bytes]):
         special: Collection[int],
         byte_level: bool,
     ) -> None:
-        """`spelling_of`: the vocabulary's; `added`: texts of the tokens that are matched whole; `special`: ids of those
-        that texts leave out."""
+        """`spelling_of`: a token's spelling in the vocabulary; `added`: texts of the tokens that are matched whole;
+        `special`: ids of the tokens that decoding leaves out."""
         super().__init__(dict.fromkeys(special, b""))
         self._spelling_of = spelling_of
         self._added = added
@@ -52,13 +52,13 @@ class TokenBytes(dict[int, bytes]):
         token = self._spelling_of(token_id) or ""
         try:
             return bytes(map(self._byte_of.__getitem__, token))
-        except KeyError:  # the library takes such a token for plain text
+        except KeyError:  # the library treats such a token as plain text
             return token.encode()
 
 
 def dropped_blanks(decoder: Mapping[str, Any]) -> int | None:
-    """How many blanks a decoder (its part of a tokenizer.json) drops at the beginning of a text; None: it does more
-    than to join its tokens' bytes."""
+    """Number of blanks that a decoder (as in tokenizer.json) drops at the beginning of a text; None: it does more than
+    to join its tokens' bytes."""
     if decoder.get("type") == "ByteLevel":
         return 0
     parts = decoder.get("decoders", [])
@@ -80,12 +80,12 @@ def dropped_blanks(decoder: Mapping[str, Any]) -> int | None:
 
 
 def without_blanks(raw: bytes, max_blanks: int) -> bytes:
-    """`raw` without the blanks that it begins with, `max_blanks` of them at most."""
+    """`raw` without its leading blanks, of which `max_blanks` are removed at most."""
     return raw[min(max_blanks, len(raw) - len(raw.lstrip(b" "))) :]
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on, in order."""
+    """GPT-2's spelling of bytes: printable ones represent themselves, the others follow from U+0100 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,11 +1,11 @@
-"""Text to token ids and back, around the tokenizer that a model brings.
+"""Encodes text to token ids and decodes them, with a model's own tokenizer.
 
-transformers builds the tokenizer and renders chat templates (in its jinja sandbox); encoding and decoding then go
-straight to the Rust tokenizer behind it, a whole shard in one call. That object is never reconfigured after loading
-(no truncation or padding is switched on), so one `Tokenizer` may be used by several threads at once.
+transformers builds the tokenizer and renders chat templates (in its jinja sandbox). Encoding and decoding call the Rust
+tokenizer behind it directly, a whole shard in one call. That object is never reconfigured after loading (no truncation
+or padding is switched on), so one `Tokenizer` may be used by several threads at once.
 
-Only the template writes special tokens into a conversation. Where a message spells one, it is text: otherwise whoever
-fills in a message could end it and speak as somebody else.
+Only the template writes special tokens into a conversation. A special token that a message spells is encoded as text:
+otherwise the author of a message could end it and continue in another role.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ TokenIds = NDArray[np.int32]
 DIGIT_SPLITTING_PRE_TOKENIZERS: Final = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 )
-"""Values of a GGUF file's `tokenizer.ggml.pre` whose merges were learnt with every digit cut off first (llama.cpp,
-src/llama-vocab.cpp). transformers reads such files with GPT-2's plain splitting, which puts blanks before numbers
-into other tokens than those the model was trained on."""
+"""Values of a GGUF file's `tokenizer.ggml.pre` whose merges were trained with every digit split off first (llama.cpp,
+src/llama-vocab.cpp). transformers reads such files with GPT-2's plain splitting, which encodes blanks before numbers
+as other tokens than those the model was trained on."""
 
 GPT2_PRE_TOKENIZERS: Final = frozenset({"gpt-2", "gpt2", "default", "phi-2", "jina-es", "jina-de", "mpt", "olmo"})
-"""Values under which GPT-2's plain splitting is right."""
+"""Values for which GPT-2's plain splitting is correct."""
 
 SPELT: Final = "\ufdd0"
-"""Stands behind the first character of a special token that a message spells, from the template to the encoder. Unicode
-keeps it for such use inside a program."""
+"""Marks a special token that a message spells: it follows the token's first character from the template to the encoder.
+Unicode reserves this character for internal use."""
 
 CONTEXT_TOKENS: Final = 4
-"""Prompt tokens decoded in front of an answer where decoding depends on what stands before."""
+"""Prompt tokens decoded before an answer, for tokenizers whose decoding depends on the preceding tokens."""
 
 NOTHING_SHOWN: Final[Mapping[int, str]] = MappingProxyType({})
 
@@ -62,11 +62,11 @@ class Tokenizer:
     Attributes:
         bos_token_id, eos_token_id: as the tokenizer names them, or None.
         size: ids from 0 that encode or decode to something.
-        byte_level: whether tokens are runs of bytes, so that texts of token runs can simply be joined.
-        decodes_tokens_alone: whether each token stands for bytes of its own, but for a blank at the beginning.
+        byte_level: whether tokens are runs of bytes, so that the texts of token runs can be joined.
+        decodes_tokens_alone: whether each token has bytes of its own, except for a blank at the beginning.
         tool_template: the chat template for conversations with tools.
-        added_tokens: ids and texts of the tokens that are matched whole.  special_ids: those that texts leave out.
-        joins_bytes: whether texts are `token_bytes`, joined; otherwise a token's text depends on its neighbours.
+        added_tokens: ids and texts of the tokens that are matched whole.  special_ids: those that decoding leaves out.
+        joins_bytes: whether a text is its joined `token_bytes`; otherwise a token's text depends on its neighbours.
     """
 
     def __init__(self, hf: Any, chat_template: str | None = None) -> None:
@@ -83,7 +83,7 @@ class Tokenizer:
             hf.chat_template = chat_template
         self._template: str | None = hf.get_chat_template() if hf.chat_template else None
         self.tool_template: str | None = hf.get_chat_template(tools=[{}]) if hf.chat_template else None
-        self._knows_developer = self._template is not None and "developer" in self._template
+        self._supports_developer = self._template is not None and "developer" in self._template
         self.bos_token_id: int | None = hf.bos_token_id
         self.eos_token_id: int | None = hf.eos_token_id
         self.size: int = self._backend.get_vocab_size(with_added_tokens=True)
@@ -99,13 +99,15 @@ class Tokenizer:
         self._dropped_blanks = dropped or 0
         spellings = sorted((self.added_tokens[i] for i in self.special_ids if self.added_tokens[i]), key=len)[::-1]
         self._special = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
-        self._spelt = re.compile("|".join(re.escape(_spelt(text)) for text in spellings) or r"(?!)")
-        self._plain_ids = {_spelt(text): ids for text, ids in zip(spellings, self._as_text(spellings), strict=True)}
+        self._marked = re.compile("|".join(re.escape(_mark_as_text(text)) for text in spellings) or r"(?!)")
+        self._plain_ids = {
+            _mark_as_text(text): ids for text, ids in zip(spellings, self._as_text(spellings), strict=True)
+        }
         self._bound = bound_of(self._backend)
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
-        """Load the tokenizer of a model folder (Hugging Face layout) or of a GGUF file; never asks the network.
+        """Load the tokenizer of a model folder (Hugging Face layout) or of a GGUF file, without network access.
 
         Raises `TokenizerError` when there is none or it can't be built.
         """
@@ -113,17 +115,17 @@ class Tokenizer:
             return cls(_from_gguf(path) if path.is_file() else _from_folder(path), chat_template)
         except TokenizerError:
             raise
-        except Exception as error:  # the Rust side knows no other class, and transformers believes what files say
+        except Exception as error:  # the Rust side raises no other class, and transformers doesn't validate files
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TokenizerError(f"{path}: no tokenizer that can be loaded (tokenizer.json, …): {reason}") from error
 
     def first_difference(self, other: Tokenizer) -> int | None:
-        """The lowest token id that is not the same text for both; None: there is none."""
+        """The lowest token id whose text differs between the tokenizers; None: there is none."""
         mine, theirs = (of._backend.get_vocab(with_added_tokens=True) for of in (self, other))
         return min((token_id for _, token_id in mine.items() ^ theirs.items()), default=None)
 
     def save(self, folder: Path) -> None:
-        """Write it as a Hugging Face folder has it: tokenizer.json, its settings and the chat template."""
+        """Write the files of a Hugging Face folder: tokenizer.json, its settings and the chat template."""
         self._hf.save_pretrained(folder)
 
     @property
@@ -131,32 +133,33 @@ class Tokenizer:
         return self._template is not None
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[TokenIds]:
-        """Token ids of each text, int32 [tokens]; `add_special_tokens` adds what the tokenizer itself adds (BOS)."""
+        """Token ids of each text, int32 [tokens]; `add_special_tokens` adds the tokenizer's own ones (BOS)."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def least_tokens(self, text: str) -> int:
-        """No encoding of the text has fewer tokens, whatever it says; 0: nothing is known without encoding it."""
+        """A lower bound of the text's tokens; 0: no bound is known without encoding it."""
         return 0 if self._bound is None else self._bound.least_tokens(text.replace(SPELT, ""))
 
     def encode_chats(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Token ids of each conversation that `render_chat` wrote, int32 [tokens]."""
+        """Token ids of each conversation from `render_chat`, int32 [tokens]."""
         encoded = self.encode_batch([text if SPELT not in text else "" for text in texts], add_special_tokens=False)
-        for at, text in enumerate(texts):
+        for index, text in enumerate(texts):
             if SPELT in text:
-                encoded[at] = self._encode_spelt(text)
+                encoded[index] = self._encode_marked(text)
         return encoded
 
-    def _encode_spelt(self, text: str) -> TokenIds:
-        """A special token is where its spelling is cut out of the text anyway, so the pieces around are the same."""
-        pieces = self.encode_batch(self._spelt.split(text), add_special_tokens=False)
+    def _encode_marked(self, text: str) -> TokenIds:
+        """Encode a text with marked spellings. Splitting it there changes no other token: the text is split at special
+        tokens anyway."""
+        pieces = self.encode_batch(self._marked.split(text), add_special_tokens=False)
         parts = [pieces[0]]
-        for spelling, piece in zip(self._spelt.findall(text), pieces[1:], strict=True):
+        for spelling, piece in zip(self._marked.findall(text), pieces[1:], strict=True):
             parts += [self._plain_ids[spelling], piece]
         return np.concatenate(parts)
 
     def _as_text(self, spellings: Sequence[str]) -> list[TokenIds]:
-        """Ids of special tokens' spellings read as text."""
+        """Token ids of special tokens' spellings, encoded as text."""
         self._backend.encode_special_tokens = True
         try:
             whole = self.encode_batch(spellings, add_special_tokens=False)
@@ -169,9 +172,9 @@ class Tokenizer:
         ]
 
     def render_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
-        """The conversation as the model's chat template writes it, up to where the answer starts.
+        """Render the conversation with the model's chat template, up to the start of the answer.
 
-        The text holds all special tokens that the model wants: give it to `encode_chats`.
+        The text contains all special tokens that the model requires: encode it with `encode_chats`.
         Raises `RowError` (invalid_request) when there is no template or the template refuses the messages.
         """
         template = self.tool_template if tools else self._template
@@ -191,12 +194,12 @@ class Tokenizer:
         try:
             rendered: str = self._hf.apply_chat_template(
                 conversation,
-                tools=[self._as_said(_tool(tool)) for tool in tools] or None,
+                tools=[self._escape_specials(_tool(tool)) for tool in tools] or None,
                 chat_template=template,
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except Exception as error:  # a template is a program of the model's
+        except Exception as error:  # a template is a program from the model's author
             raise RowError(
                 RowErrorCode.INVALID_REQUEST,
                 f"the model's chat template refuses the messages: {str(error) or type(error).__name__}"[:500],
@@ -205,62 +208,62 @@ class Tokenizer:
         return rendered
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
-        role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        given = {"content": message.text, "name": message.name, "tool_call_id": message.tool_call_id}
-        fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        role = "system" if message.role == "developer" and not self._supports_developer else message.role
+        optional = {"content": message.text, "name": message.name, "tool_call_id": message.tool_call_id}
+        fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         if message.tool_calls:
             fields["tool_calls"] = [_call(call) for call in message.tool_calls]
-        return {"role": role} | {name: self._as_said(value) for name, value in fields.items()}
+        return {"role": role} | {name: self._escape_specials(value) for name, value in fields.items()}
 
-    def _as_said(self, value: Any) -> Any:
-        """A JSON value whose strings spell no special token."""
+    def _escape_specials(self, value: Any) -> Any:
+        """A JSON value in whose strings the special tokens are marked as text (`SPELT`)."""
         if isinstance(value, str):
-            return self._special.sub(lambda found: _spelt(found[0]), value)
+            return self._special.sub(lambda found: _mark_as_text(found[0]), value)
         if isinstance(value, list):
-            return [self._as_said(item) for item in value]
+            return [self._escape_specials(item) for item in value]
         if isinstance(value, dict):
-            return {self._as_said(key): self._as_said(item) for key, item in value.items()}
+            return {self._escape_specials(key): self._escape_specials(item) for key, item in value.items()}
         return value
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """The text of these ids taken by themselves, without special tokens; broken UTF-8 becomes U+FFFD."""
+        """The text of these ids without context and without special tokens; invalid UTF-8 becomes U+FFFD."""
         if self.joins_bytes:
             return self.decode_showing(_NO_TOKENS, _as_list(ids), NOTHING_SHOWN)
         return self._backend.decode(_as_list(ids), skip_special_tokens=True)
 
     def join_bytes(self, ids: Sequence[int], shown: Mapping[int, str] = NOTHING_SHOWN) -> bytes:
-        """The bytes of these tokens in running text, with these special tokens spelt out."""
+        """The bytes of these tokens in running text; the special tokens in `shown` are spelt out."""
         if not shown:
             return b"".join(map(self.token_bytes.__getitem__, ids))
         return b"".join([shown[i].encode() if i in shown else self.token_bytes[i] for i in ids])
 
     def blanks_to_drop(self, prompt: TokenIds) -> int:
-        """Blanks that the text of an answer to `prompt` begins without: the decoder drops them where no text stands
-        before the answer."""
+        """Number of leading blanks that the decoder drops from an answer to `prompt`: it drops them only when no text
+        precedes the answer."""
         if not self._dropped_blanks:
             return 0
         before = self.join_bytes(prompt[-CONTEXT_TOKENS:].tolist())
         return 0 if before.strip(b" ") else max(0, self._dropped_blanks - len(before))
 
     def decode_showing(self, prompt: TokenIds, answer: TokenIds | list[int], shown: Mapping[int, str]) -> str:
-        """The text of an answer after its prompt, with these special tokens spelt out, and no others."""
+        """The text of an answer after its prompt; of its special tokens only those in `shown` are spelt out."""
         ids = _as_list(answer)
         if self.joins_bytes:
             raw = without_blanks(self.join_bytes(ids, shown), self.blanks_to_drop(prompt))
             return raw.decode("utf-8", "replace")
-        places = [at for at, token_id in enumerate(ids) if token_id in shown]
+        positions = [index for index, token_id in enumerate(ids) if token_id in shown]
         text, start = "", 0
-        for place in [*places, len(ids)]:
+        for position in [*positions, len(ids)]:
             before = np.concatenate([prompt, np.asarray(ids[:start], dtype=np.int32)])
-            text += self.decode_answers([before], [ids[start:place]])[0]
-            text += shown[ids[place]] if place < len(ids) else ""
-            start = place + 1
+            text += self.decode_answers([before], [ids[start:position]])[0]
+            text += shown[ids[position]] if position < len(ids) else ""
+            start = position + 1
         return text
 
     def decode_answers(self, prompts: Sequence[TokenIds], answers: Sequence[TokenIds | list[int]]) -> list[str]:
-        """The text of each answer where it stands, after its prompt, without special tokens.
+        """The text of each answer after its prompt, without special tokens.
 
-        Decoders that do more than to join bytes are given the end of the prompt, whose own text is then cut off.
+        Decoders that do more than to join bytes also decode the end of the prompt, whose text is then cut off.
         """
         ids = [_as_list(answer) for answer in answers]
         if self.joins_bytes:
@@ -276,7 +279,7 @@ class Tokenizer:
         ]
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it (not text: bytes may be escaped), or None for an unused id."""
+        """The token's spelling in the vocabulary (bytes may be escaped), or None for an unused id."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
@@ -285,13 +288,13 @@ _NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
 def _joins_pieces(decoder: dict[str, Any]) -> bool:
-    """Whether a decoder's part is one of those that join SentencePiece's pieces."""
+    """Whether a decoder's step joins SentencePiece's pieces."""
     replaces_blanks = decoder.get("type") == "Replace" and "\u2581" in str(decoder.get("pattern"))
     return replaces_blanks or decoder.get("type") in ("ByteFallback", "Metaspace")
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    """A tool as templates know it."""
+    """A tool in the form that templates expect."""
     function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
     return {
         "type": "function",
@@ -300,7 +303,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """A call as templates know it: its arguments are an object. Raises `RowError`."""
+    """A call in the form that templates expect, with its arguments as an object. Raises `RowError`."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
@@ -314,7 +317,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _spelt(text: str) -> str:
+def _mark_as_text(text: str) -> str:
     return text[:1] + SPELT + text[1:]
 
 
@@ -329,8 +332,8 @@ def _from_folder(path: Path) -> Any:
 
 
 def _from_gguf(path: Path) -> Any:
-    """A GGUF file's tokenizer. The generic class is asked, not AutoTokenizer, which would first parse the whole file
-    for the model's config: 0.7 s instead of 5.4 s for 49,152 tokens, with the same result."""
+    """A GGUF file's tokenizer. It is loaded with the generic class instead of AutoTokenizer, which would first parse
+    the whole file for the model's config: 0.7 s instead of 5.4 s for 49,152 tokens, with the same result."""
     hf = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
     kind = _gguf_pre_tokenizer(path)
     plain = component_state(hf.backend_tokenizer.pre_tokenizer).get("type") == "ByteLevel"

@@ -1,8 +1,8 @@
-"""The tokens of a model as bytes, as a grammar library needs them.
+"""A model's tokens as bytes, for the grammar library.
 
-What a token stands for is what decoding it in running text gives. Tokens that texts leave out (special ones, and the
-model's end tokens) are marked as such: no grammar takes them for text. Where two tokens stand for the same bytes, one
-is kept: the other is never written by the tokenizer itself.
+A token's bytes are those that decoding it in running text gives. Tokens that decoding leaves out (special ones, and the
+model's end tokens) are marked, so that no grammar matches them as text. If two tokens have the same bytes, one is
+included: the tokenizer itself never produces the other.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from workers.text.token_bytes import BYTE_TOKEN
 from workers.text.tokenizer import Tokenizer
 
 SPECIAL_MARK: Final = b"\xff"
-"""Begins the bytes of a special token (llguidance's convention): no text holds this byte."""
+"""First byte of a special token (llguidance's convention): no text contains this byte."""
 
 
 def token_bytes(tokenizer: Tokenizer, size: int, ends: Collection[int]) -> list[bytes]:
-    """The bytes of each token id below `size`; empty: it never stands in a text."""
+    """The bytes of each token id below `size`; empty: the token never occurs in a text."""
     texts = TokenTexts(tokenizer)
     found = [b""] * size
     owner: dict[bytes, int] = {}
@@ -48,11 +48,11 @@ def _is_byte(tokenizer: Tokenizer, token_id: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What `llguidance.LLTokenizer` takes for a tokenizer (its `TokenizerWrapper`), by duck typing.
+    """The tokenizer interface of `llguidance.LLTokenizer` (its `TokenizerWrapper`), by duck typing.
 
     Attributes:
-        tokens: the bytes of each id.  eos_token_id: stands for the end of an answer.
-        special_token_ids: tokens that no text holds.
+        tokens: the bytes of each id.  eos_token_id: marks the end of an answer.
+        special_token_ids: tokens that no text contains.
     """
 
     tokenizer: Tokenizer
@@ -64,7 +64,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int, ends: Collection[int]) -> Vocabulary:
-        """Of a model with so many token ids, of which `ends` (at least one) end an answer."""
+        """The vocabulary of a model with `size` token ids, of which `ends` (at least one) end an answer."""
         eos = tokenizer.eos_token_id
         if eos is None or eos not in ends:
             eos = min(ends)
@@ -73,7 +73,8 @@ class Vocabulary:
         return cls(tokenizer, tokens, eos, special)
 
     def __call__(self, text: Any) -> list[int]:
-        """Ids of a text: the tokenizer's own, or, where that would put a blank before it, the longest that fit."""
+        """Encode a text with the tokenizer, or greedily by the longest match where the tokenizer would prepend a
+        blank."""
         if self.tokenizer.byte_level:
             (ids,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
             return list(map(int, ids))
@@ -83,7 +84,7 @@ class Vocabulary:
         while at < len(raw):
             ends = range(min(len(raw), at + longest), at, -1)
             end = next((end for end in ends if raw[at:end] in ids_of), None)
-            if end is None:  # a byte that no token has: what can't be spelt isn't forced
+            if end is None:  # no token has this byte: the rest isn't forced
                 break
             found.append(ids_of[raw[at:end]])
             at = end
@@ -91,12 +92,12 @@ class Vocabulary:
 
 
 def spelt_specials(tokenizer: Tokenizer, text: str) -> dict[int, str]:
-    """The special tokens that are spelt in `text`."""
+    """The special tokens that `text` spells."""
     return {i: tokenizer.added_tokens[i] for i in tokenizer.special_ids if tokenizer.added_tokens[i] in text}
 
 
 def cut_at(text: str, spellings: Collection[str]) -> list[str]:
-    """The text in pieces, each of `spellings` one of its own."""
+    """Split the text so that each occurrence of one of `spellings` is a piece."""
     if not spellings:
         return [text]
     pattern = "|".join(map(re.escape, sorted(spellings, key=len, reverse=True)))

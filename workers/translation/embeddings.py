@@ -1,7 +1,7 @@
-"""Requests for embeddings: from a body to the engine's request, and from vectors to OpenAI's response.
+"""Embeddings requests: translates a body to the engine's request, and vectors to OpenAI's response.
 
-Texts are prepared as sentence-transformers 6 prepares them: one of the model's prompts goes before, blanks at the ends
-stay, and the tokenizer adds its special tokens. Token ids are taken as they are.
+Texts are prepared as in sentence-transformers 6: one of the model's prompts is prepended, blanks at the ends stay, and
+the tokenizer adds its special tokens. Token ids are used as they are.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from workers.text.tokenizer import TokenIds, Tokenizer
 from workers.translation.requests import JobRules, ModelLimits, encodable
 
 Input = str | TokenIds
-"""One thing to embed: text, still to be encoded, or token ids (int32 [tokens])."""
+"""One input to embed: text to encode, or token ids (int32 [tokens])."""
 
 
 class EmbeddingReader:
-    """Makes the engine's requests for embeddings, of one job for one model."""
+    """Translates the embeddings requests of one job for one model."""
 
     def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, rules: JobRules) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._rules = rules
-        self._skips: dict[str, int] = {}  # tokens of prompts that a mean leaves out
+        self._skips: dict[str, int] = {}  # prompt -> its tokens that pooling excludes
 
     def inputs_of(self, body: EmbeddingBody) -> list[Input]:
-        """What is to be encoded and embedded. Raises `RowError`."""
+        """The inputs to encode and embed. Raises `RowError`."""
         settings = self._settings()
         prompt = self._prompt(body, settings)
         inputs: list[Input] = []
         for at, given in enumerate(body.input):
             if isinstance(given, str):
                 text = self._prepared(prompt + encodable(given, _name(body, at)), settings)
-                if (least := self._tokenizer.least_tokens(text)) > self.max_tokens:
-                    raise self._too_long(f"{_name(body, at)} has at least {least} tokens")
+                if (min_tokens := self._tokenizer.least_tokens(text)) > self.max_tokens:
+                    raise self._too_long(f"{_name(body, at)} has at least {min_tokens} tokens")
                 inputs.append(text)
                 continue
             if body.prompt_name is not None or (prompt and not settings.include_prompt):
@@ -61,19 +61,19 @@ class EmbeddingReader:
         return inputs
 
     def encode(self, inputs: Sequence[Sequence[Input]]) -> list[list[TokenIds]]:
-        """Token ids of the inputs of many requests; all texts in one call."""
-        texts = [given for several in inputs for given in several if isinstance(given, str)]
+        """Encode the inputs of many requests; all texts in one call."""
+        texts = [given for request in inputs for given in request if isinstance(given, str)]
         encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens=True))
-        return [[next(encoded) if isinstance(given, str) else given for given in several] for several in inputs]
+        return [[next(encoded) if isinstance(given, str) else given for given in request] for request in inputs]
 
     def request(self, request_id: str, body: EmbeddingBody, prompts: Sequence[TokenIds]) -> Request:
         """The engine's request for encoded inputs. Raises `RowError`."""
         settings = self._settings()
-        most = self.max_tokens
+        limit = self.max_tokens
         for at, prompt in enumerate(prompts):
             if not len(prompt):
                 raise _refuse(f"{_name(body, at)} holds no tokens; give some text", "input")
-            if len(prompt) > most:
+            if len(prompt) > limit:
                 raise self._too_long(f"{_name(body, at)} has {len(prompt)} tokens")
         total = sum(len(prompt) for prompt in prompts)
         if total > self._rules.max_embedding_tokens:
@@ -95,7 +95,7 @@ class EmbeddingReader:
 
     @property
     def max_tokens(self) -> int:
-        """Of one input."""
+        """Maximum tokens of one input."""
         return min(self._limits.max_model_len, self._settings().max_tokens or self._limits.max_model_len)
 
     def _too_long(self, what: str) -> RowError:
@@ -133,7 +133,7 @@ class EmbeddingReader:
             raise _refuse(f"dimensions is {wanted}, but the model's vectors have {size}; lower it", "dimensions")
 
     def _skip(self, body: EmbeddingBody, settings: EmbeddingSettings, shortest: int) -> int:
-        """Tokens of the prompt, where they don't count: all of its own but a special one at the end."""
+        """Tokens of the prompt that pooling excludes: all of them but a special token at its end. 0: none."""
         prompt = "" if settings.include_prompt else self._prompt(body, settings)
         if not prompt:
             return 0
@@ -145,8 +145,8 @@ class EmbeddingReader:
 
 
 def embedding_results(row: ComputedRow, envelope: Envelope) -> list[ResultRow]:
-    """The results of a row that was embedded, and of its copies. `embedding` holds the vector of a request for one
-    text; of several, all are in `response`."""
+    """The results of an embedded row and of its copies. `ResultRow.embedding` is the vector of a request with one
+    input; the vectors of several inputs are in `response`."""
     prepared, completion = row.prepared, row.completion
     body, vectors = prepared.body, completion.embeddings
     assert isinstance(body, EmbeddingBody)
@@ -154,7 +154,7 @@ def embedding_results(row: ComputedRow, envelope: Envelope) -> list[ResultRow]:
     response = {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
+            {"object": "embedding", "index": index, "embedding": _encode_vector(vector, body.encoding_format)}
             for index, vector in enumerate(vectors)
         ],
         "model": body.model,
@@ -162,16 +162,16 @@ def embedding_results(row: ComputedRow, envelope: Envelope) -> list[ResultRow]:
     }
     text = orjson.dumps(response, option=orjson.OPT_SERIALIZE_NUMPY).decode()
 
-    def result(at: int, whose: RowName) -> ResultRow:
+    def result(index: int, name: RowName) -> ResultRow:
         return ResultRow(
-            custom_id=whose.custom_id,
-            row=whose.row,
+            custom_id=name.custom_id,
+            row=name.row,
             status=RowStatus.SUCCEEDED,
             status_code=200,
             response=text,
             model=body.model,
             prompt_tokens=completion.prompt_tokens,
-            cached_tokens=completion.cached_tokens if at == 0 else completion.prompt_tokens,
+            cached_tokens=completion.cached_tokens if index == 0 else completion.prompt_tokens,
             completion_tokens=0,
             embedding=vectors[0] if len(vectors) == 1 else None,
             created_at=envelope.created_at,
@@ -180,11 +180,11 @@ def embedding_results(row: ComputedRow, envelope: Envelope) -> list[ResultRow]:
             attempt=envelope.attempt,
         )
 
-    return [result(at, whose) for at, whose in enumerate(prepared.names)]
+    return [result(index, name) for index, name in enumerate(prepared.names)]
 
 
-def _written(vector: NDArray[np.float32], encoding: str) -> Any:
-    """A vector as a response has it: numbers, or the base64 of little-endian float32."""
+def _encode_vector(vector: NDArray[np.float32], encoding: str) -> Any:
+    """A vector in the response's encoding: numbers, or the base64 of little-endian float32."""
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return np.ascontiguousarray(vector, dtype=np.float32)

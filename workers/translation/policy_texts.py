@@ -1,4 +1,4 @@
-"""What of a request is text that a content policy should see."""
+"""Extracts the texts of a request that content policies check."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from workers.translation.embeddings import Input
 
 
 def texts_of_prompt(body: ChatBody | CompletionBody, prompt: str | TokenIds, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The prompt as the model reads it (rendered, or int32 [tokens]), and its messages as they came: a template may
-    leave something out, or spell it otherwise."""
+    """The prompt as the model reads it (rendered text, or int32 [tokens]), followed by its messages as received: a
+    template may omit or respell parts of them."""
     whole = prompt.replace(SPELT, "") if isinstance(prompt, str) else tokenizer.decode(prompt)
     messages = body.messages if isinstance(body, ChatBody) else ()
     return (whole, *(text for message in messages for text in _texts_of_message(message)))
 
 
 def texts_to_embed(inputs: list[Input], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The inputs of a request for embeddings, as the model reads them."""
-    return tuple(given if isinstance(given, str) else tokenizer.decode(given) for given in inputs)
+    """The inputs of an embeddings request, as the model reads them."""
+    return tuple(text if isinstance(text, str) else tokenizer.decode(text) for text in inputs)
 
 
 def _texts_of_message(message: ChatMessage) -> Iterator[str]:

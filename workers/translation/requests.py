@@ -1,7 +1,7 @@
-"""From a request's body, as OpenAI's API has it, to the engine's request: token ids and plain numbers.
+"""Translates a request's body (OpenAI's API) to the engine's request: token ids and plain numbers.
 
-What a body leaves out gets its default here, and everything that needs the tokenizer or the model's size is checked
-here, row by row: one row's mistake is that row's failure.
+This module applies defaults, and checks whatever depends on the tokenizer or the model's size. It checks row by row: a
+row's mistake fails that row only.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Generation = ChatBody | CompletionBody
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What of a model bounds its requests.
+    """Limits that a model sets to its requests.
 
     Attributes:
         max_model_len: tokens of one sequence, prompt and answer.
-        vocab_size: token ids from 0 that the model knows.
-        end_token_ids: the tokens that the engine itself takes as the end of an answer.
-        generates: it has a language-model head.
-        embedding: how it makes vectors; None: it makes none.  embedding_size: numbers in one.
+        vocab_size: number of the model's token ids, from 0.
+        end_token_ids: tokens at which the engine itself ends an answer.
+        generates: the model has a language-model head.
+        embedding: its pooling settings; None: it makes no embeddings.  embedding_size: numbers in a vector.
     """
 
     max_model_len: int
@@ -51,15 +51,15 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class JobRules:
-    """What of a job enters its requests.
+    """Settings of a job that apply to its requests.
 
     Attributes:
-        seed: of requests that bring none.
-        default_max_tokens: of requests that name none (or what is left of the context, if that is less).
+        seed: of requests without a seed.
+        default_max_tokens: of requests without max_tokens (or the remaining context, if that is less).
         max_output_tokens: a request for more is refused.
-        max_embedding_tokens: of all inputs of one request for embeddings; one with more is refused.
+        max_embedding_tokens: of all inputs of one embeddings request; a request with more is refused.
         priority: the engine's class; lower runs first.
-        salt: keeps the prefix cache of tenants apart.
+        salt: separates the prefix caches of tenants.
     """
 
     seed: int = 0
@@ -72,7 +72,7 @@ class JobRules:
 
 @dataclass(frozen=True, slots=True)
 class RowHints:
-    """What the planner found out about a row."""
+    """The planner's estimates for a row."""
 
     row: int
     prefix_group: int | None = None
@@ -82,46 +82,47 @@ class RowHints:
 
 @dataclass(slots=True)
 class StopWatchers:
-    """Makes the watcher of each choice for the engine, and remembers the last one, which knows the final text."""
+    """Makes the stop-string watcher of each choice for the engine, and stores the last one, which has the final
+    text."""
 
     tokenizer: Tokenizer
     prompt: TokenIds
     stops: tuple[str, ...]
     min_tokens: int
     shown: Mapping[int, str] = field(default_factory=dict)
-    made: dict[int, StopStringWatcher] = field(default_factory=dict)
+    watchers: dict[int, StopStringWatcher] = field(default_factory=dict)
 
     def __call__(self, choice: int) -> StopStringWatcher:
         watcher = StopStringWatcher(self.tokenizer, self.prompt, self.stops, self.min_tokens, self.shown)
-        self.made[choice] = watcher
+        self.watchers[choice] = watcher
         return watcher
 
     def text(self, choice: int) -> str | None:
         """The text of a choice that a stop string ended, else None."""
-        watcher = self.made.get(choice)
+        watcher = self.watchers.get(choice)
         return None if watcher is None else watcher.text
 
 
 class Translator:
-    """Makes the engine's requests of one job for one model."""
+    """Translates the requests of one job for one model."""
 
     def __init__(
         self, tokenizer: Tokenizer, limits: ModelLimits, rules: JobRules, grammars: Grammars | None = None
     ) -> None:
-        """`grammars`: the model's; None: the translator has its own."""
+        """`grammars`: those of the model; None: the translator makes its own."""
         self._tokenizer = tokenizer
         self._grammars = grammars or Grammars(tokenizer, limits.vocab_size, limits.end_token_ids)
         self._limits = limits
         self._rules = rules
         eos = tokenizer.eos_token_id
-        known = eos is None or eos in limits.end_token_ids or eos >= limits.vocab_size
-        self._more_ends = () if eos is None or known else (eos,)
+        is_known = eos is None or eos in limits.end_token_ids or eos >= limits.vocab_size
+        self._extra_end_ids = () if eos is None or is_known else (eos,)
 
     def prompt_of(self, body: Generation) -> str | TokenIds:
-        """The prompt as text still to be encoded (with special tokens for completions), or as given token ids.
+        """The prompt as text to encode (with special tokens for completions), or as the given token ids.
 
         Raises `RowError` when the model has no head, the chat template refuses the messages or the tools, an id is
-        outside the vocabulary, or a text is too long for the context however it is encoded.
+        outside the vocabulary, or any encoding of a text is too long for the context.
         """
         if not self._limits.generates:
             raise RowError(
@@ -143,7 +144,7 @@ class Translator:
     def request(self, request_id: str, body: Generation, prompt: TokenIds, hints: RowHints) -> Request:
         """The engine's request for a body whose prompt is encoded (`prompt` int32 [prompt_tokens]).
 
-        The deadline is left open: it counts from when the engine gets the request. Raises `RowError`.
+        It has no deadline: that counts from the request's arrival in the engine. Raises `RowError`.
         """
         if not len(prompt):
             raise _refuse("the prompt holds no tokens; give some text", "prompt")
@@ -172,14 +173,14 @@ class Translator:
             expected_tokens=None if expected is None else max(1, min(expected, max_tokens)),
             prefix_group=hints.prefix_group,
             prefix_readers=hints.prefix_readers or 0,
-            readers_known=True,  # the planner has put those side by side that share a prefix
+            readers_known=True,  # the planner groups rows with a common prefix
             salt=self._rules.salt,
             watcher=watchers,
             mask=self._grammar(body),
         )
 
     def _grammar(self, body: Generation) -> Grammar | None:
-        """What the answer is held to."""
+        """The grammar that constrains the answer."""
         wanted = grammar_of(body, self._tokenizer)
         return None if wanted is None else self._grammars.compile(wanted)
 
@@ -202,7 +203,7 @@ class Translator:
             presence_penalty=body.presence_penalty,
             logit_bias=bias,
             seed=row_seed(self._rules.seed, row) if body.seed is None else body.seed,
-            stop_token_ids=body.stop_token_ids if body.ignore_eos else (*body.stop_token_ids, *self._more_ends),
+            stop_token_ids=body.stop_token_ids if body.ignore_eos else (*body.stop_token_ids, *self._extra_end_ids),
             ignore_eos=body.ignore_eos,
             min_tokens=body.min_tokens,
             logprobs=logprobs,
@@ -210,24 +211,24 @@ class Translator:
         )
 
     def _max_tokens(self, body: Generation, prompt_tokens: int) -> int:
-        asked = body.output_limit
-        most = self._rules.max_output_tokens
-        if asked is not None and asked > most:
-            raise _refuse(f"max_tokens is {asked}, but this job allows at most {most}; lower it", "max_tokens")
+        requested = body.output_limit
+        limit = self._rules.max_output_tokens
+        if requested is not None and requested > limit:
+            raise _refuse(f"max_tokens is {requested}, but this job allows at most {limit}; lower it", "max_tokens")
         left = self._limits.max_model_len - prompt_tokens
-        if asked is None and left >= 1:
-            return min(self._rules.default_max_tokens, most, left)
-        wanted = 1 if asked is None else asked
+        if requested is None and left >= 1:
+            return min(self._rules.default_max_tokens, limit, left)
+        wanted = 1 if requested is None else requested
         if wanted > left:
             error = ContextLengthExceeded(prompt_tokens, wanted, self._limits.max_model_len)
             raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, str(error)) from error
         return wanted
 
     def _within_context(self, text: str, body: Generation) -> str:
-        """The text; raises `RowError` when no encoding of it leaves room for one token of an answer."""
-        least, limit = self._tokenizer.least_tokens(text), self._limits.max_model_len
-        if least + (body.output_limit != 0) > limit:
-            message = f"prompt of at least {least} tokens, but the context holds {limit}; shorten the prompt"
+        """Return the text. Raises `RowError` when no encoding of it leaves room for one token of an answer."""
+        min_tokens, limit = self._tokenizer.least_tokens(text), self._limits.max_model_len
+        if min_tokens + (body.output_limit != 0) > limit:
+            message = f"prompt of at least {min_tokens} tokens, but the context holds {limit}; shorten the prompt"
             raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
         return text
 
@@ -238,13 +239,13 @@ class Translator:
 
 
 def row_seed(job_seed: int, row: int) -> int:
-    """The seed of a row that brings none: the same each time the job is run, different from row to row."""
+    """The seed of a row without one: the same in each run of the job, different for each row."""
     digest = hashlib.blake2b(f"{job_seed}:{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def encodable(text: str, name: str) -> str:
-    """The text, of the field `name`; raises `RowError` when it is none."""
+    """Return the text of the field `name`. Raises `RowError` when it can't be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,8 +1,9 @@
-"""From the engine's completions to results: OpenAI's response bodies as JSON, and rows of the result table.
+"""Builds results from the engine's completions: OpenAI's response bodies as JSON, and rows of the result table.
 
-A shard's texts are decoded in one call. A copy gets the same answer under its own name and id. Its row states what an
-API would have answered: the same prompt and completion tokens, but all of the prompt as cached, since nothing was
-computed for it; the job's usage counts only rows that were computed.
+A shard's texts are decoded in one call. A copy gets the same answer under its own custom id and response id. Its usage
+is that of an API which has the whole prompt cached: the same prompt and completion tokens, all prompt tokens cached.
+    The
+job's usage counts only the computed rows.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ FAILURES: Final = {
     FinishReason.CANCELLED: RowErrorCode.BATCH_CANCELLED,
     FinishReason.ERROR: RowErrorCode.ENGINE_ERROR,
 }
-"""Reasons that are not answers. `CANCELLED` never reaches a result while a worker drains: its shards are given back."""
+"""Finish reasons that are failures. `CANCELLED` never reaches a result while a worker drains, because it releases its
+shards."""
 
 MESSAGES: Final = {
     FinishReason.TIMEOUT: "the request took longer than the time a request may take; shorten it or raise the limit",
@@ -45,15 +47,15 @@ MESSAGES: Final = {
 }
 
 CONTENT_FILTER: Final = "content_filter"
-"""Finish reason of a choice whose text is withheld. As with OpenAI and Azure the response is none the less an answer,
-with its usage and its other choices: status 200, and no text where the text was."""
+"""Finish reason of a choice whose text is withheld. As with OpenAI and Azure the response still is an answer with its
+usage and its other choices: status 200, with empty text for this choice."""
 
 logger = structlog.get_logger(__name__)
 
 
 def failure_of(completion: Completion, withheld: frozenset[int] = frozenset(), mask: object = None) -> RowError | None:
-    """Why a completion is no answer, or None when it is one: one failed choice fails the row. How those ended that are
-    withheld doesn't matter. `mask`: the request's, whose grammar may be to blame."""
+    """The error of a completion, or None when it is an answer. One failed choice fails the row, unless it is withheld.
+    `mask`: the request's token mask, whose grammar may have caused the error."""
     for choice in completion.choices:
         code = FAILURES.get(choice.finish_reason)
         if code is not None and choice.index not in withheld:
@@ -67,7 +69,7 @@ def failure_of(completion: Completion, withheld: frozenset[int] = frozenset(), m
 
 
 def response_id(kind: str, job: str, row: int) -> str:
-    """The same id each time a row of a job is computed."""
+    """The response id, which is the same each time a row of a job is computed."""
     return f"{kind}-{hashlib.blake2b(f'{job}/{row}'.encode(), digest_size=12).hexdigest()}"
 
 
@@ -77,10 +79,10 @@ class ResponseBuilder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
-        self._form = find_tool_format(tokenizer)
+        self._tool_format = find_tool_format(tokenizer)
 
     def results(self, rows: Iterable[FinishedRow], envelope: Envelope) -> list[ResultRow]:
-        """One result for each row and each copy. A row whose result can't be made has failed."""
+        """One result for each row and each copy. A row whose result can't be built fails."""
         answered: list[ComputedRow] = []
         results: list[ResultRow] = []
         for row in rows:
@@ -89,29 +91,29 @@ class ResponseBuilder:
             elif (error := failure_of(row.completion, row.withheld, row.prepared.request.mask)) is not None:
                 results += _failed(row, error, envelope)
             elif isinstance(row.prepared.body, EmbeddingBody):
-                results += _made(row, envelope, partial(embedding_results, row, envelope))
+                results += _build_or_fail(row, envelope, partial(embedding_results, row, envelope))
             else:
                 answered.append(row)
-        for row, texts in zip(answered, self._texts_together(answered), strict=True):
-            results += _made(row, envelope, partial(self._answer, row, texts, envelope))
+        for row, texts in zip(answered, self._decode_rows(answered), strict=True):
+            results += _build_or_fail(row, envelope, partial(self._answer, row, texts, envelope))
         return results
 
-    def _texts_together(self, rows: Sequence[ComputedRow]) -> Sequence[list[str] | None]:
-        """The texts of each row; None: one of them can't be read, so each is to be read by itself."""
+    def _decode_rows(self, rows: Sequence[ComputedRow]) -> Sequence[list[str] | None]:
+        """The texts of each row; None for all of them: one row fails, so each must be decoded by itself."""
         try:
             return self.answer_texts(rows)
-        except Exception as error:  # noqa: BLE001 - raised again by the row that is to blame
-            logger.warning("answers can't be read together", rows=len(rows), error=type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - raised again by the row that causes it
+            logger.warning("answers can't be decoded in one batch", rows=len(rows), error=type(error).__name__)
             return [None] * len(rows)
 
     def _answer(self, row: ComputedRow, texts: list[str] | None, envelope: Envelope) -> list[ResultRow]:
-        """The results of a row with an answer. Raises `RowError` where it can't be judged."""
+        """The results of an answered row. Raises `RowError` when a content policy fails."""
         if texts is None:
             (texts,) = self.answer_texts([row])
         return self.answered(row, texts, withheld_choices(row, texts), envelope)
 
     def answer_texts(self, rows: Sequence[ComputedRow]) -> list[list[str]]:
-        """The text of each choice of each row, calls and all."""
+        """The text of each choice of each row, tool calls included."""
         prompts, answers = [], []
         for row in rows:
             for choice in row.completion.choices:
@@ -121,11 +123,11 @@ class ResponseBuilder:
         return [[self._text(row.prepared, choice, next(decoded)) for choice in row.completion.choices] for row in rows]
 
     def _text(self, prepared: PreparedRow, choice: Choice, decoded: str) -> str:
-        """The text of a choice: what its stop watcher kept, else all that was decoded."""
+        """The text of a choice: cut at its stop string, or all decoded text."""
         watchers = prepared.request.watcher
-        kept = watchers.text(choice.index) if isinstance(watchers, StopWatchers) else None
-        if kept is not None:
-            return kept
+        stopped_text = watchers.text(choice.index) if isinstance(watchers, StopWatchers) else None
+        if stopped_text is not None:
+            return stopped_text
         shown = shown_tokens(prepared.body, self._tokenizer)
         if shown and not shown.keys().isdisjoint(choice.token_ids.tolist()):
             return self._tokenizer.decode_showing(prepared.request.prompt_token_ids, choice.token_ids, shown)
@@ -134,7 +136,7 @@ class ResponseBuilder:
     def answered(
         self, row: ComputedRow, texts: list[str], withheld: frozenset[int], envelope: Envelope
     ) -> list[ResultRow]:
-        """The results of a row with an answer, whose choices have these texts, and of its copies."""
+        """The results of an answered row, whose choices have these texts, and of its copies."""
         prepared, completion = row.prepared, row.completion
         body = prepared.body
         started, finished = envelope.wall(completion.started_at), envelope.wall(completion.finished_at)
@@ -146,7 +148,7 @@ class ResponseBuilder:
                 for c, text in zip(completion.choices, texts, strict=True)
             ]
         else:
-            assert isinstance(body, CompletionBody), "an embedding is no text"
+            assert isinstance(body, CompletionBody), "embeddings have no text"
             kind, name = "cmpl", "text_completion"
             choices = [
                 _withheld_choice(body, at) if at in withheld else self._completion_choice(body, row, at, texts[at])
@@ -155,13 +157,13 @@ class ResponseBuilder:
         response = {"id": "", "object": name, "created": int(started.timestamp()), "model": body.model}
         response["choices"] = choices
 
-        def result(at: int, whose: RowName) -> ResultRow:
-            cached = completion.cached_tokens if at == 0 else completion.prompt_tokens
-            response["id"] = response_id(kind, envelope.job, whose.row)
+        def result(index: int, row_name: RowName) -> ResultRow:
+            cached = completion.cached_tokens if index == 0 else completion.prompt_tokens
+            response["id"] = response_id(kind, envelope.job, row_name.row)
             response["usage"] = _usage(completion, cached)
             return ResultRow(
-                custom_id=whose.custom_id,
-                row=whose.row,
+                custom_id=row_name.custom_id,
+                row=row_name.row,
                 status=RowStatus.SUCCEEDED,
                 status_code=200,
                 text=choices[0]["text"] if kind == "cmpl" else choices[0]["message"]["content"] or "",
@@ -177,18 +179,19 @@ class ResponseBuilder:
                 attempt=envelope.attempt,
             )
 
-        return [result(at, whose) for at, whose in enumerate(prepared.names)]
+        return [result(index, row_name) for index, row_name in enumerate(prepared.names)]
 
     def _chat_choice(self, body: ChatBody, choice: Choice, text: str, answer: str) -> dict[str, Any]:
-        """A choice with this text, calls and all; `answer` names the answer: its calls' ids come from it."""
+        """A choice with this text, split into content and tool calls. `answer`: identifies the answer in the calls'
+        ids."""
         logprobs = None
         if choice.logprobs is not None:
-            kept = choice.token_ids[: self._tokens_within(choice, text)]
-            logprobs = chat_logprobs(self._texts, kept, choice.logprobs, body.top_logprobs)
+            token_ids = choice.token_ids[: self._num_tokens_within(choice, text)]
+            logprobs = chat_logprobs(self._texts, token_ids, choice.logprobs, body.top_logprobs)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         reason = str(choice.finish_reason)
-        if body.offered_tools and self._form is not None:
-            split = split_answer(self._form, text, CallIds(answer, choice.index, self._form.short_ids))
+        if body.offered_tools and self._tool_format is not None:
+            split = split_answer(self._tool_format, text, CallIds(answer, choice.index, self._tool_format.short_ids))
             message["content"] = split.content
             if split.calls:
                 message |= {"content": split.content or None, "tool_calls": split.calls}
@@ -206,7 +209,7 @@ class ResponseBuilder:
             if row.completion.prompt_logprobs is not None:
                 runs.append((ids, row.completion.prompt_logprobs))
         if choice.logprobs is not None:
-            runs.append((choice.token_ids[: self._tokens_within(choice, text)], choice.logprobs))
+            runs.append((choice.token_ids[: self._num_tokens_within(choice, text)], choice.logprobs))
         logprobs = None if body.logprobs is None else completion_logprobs(self._texts, runs, body.logprobs)
         return {
             "index": choice.index,
@@ -215,8 +218,8 @@ class ResponseBuilder:
             "finish_reason": str(choice.finish_reason),
         }
 
-    def _tokens_within(self, choice: Choice, text: str) -> int:
-        """How many tokens of the choice begin within its text, which may be cut before a stop string."""
+    def _num_tokens_within(self, choice: Choice, text: str) -> int:
+        """Number of tokens that begin within the choice's text, which may be cut before a stop string."""
         if choice.finish_reason is not FinishReason.STOP or choice.stop_token_id is not None:
             return len(choice.token_ids)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -230,7 +233,7 @@ class ResponseBuilder:
 
 
 def withheld_choices(row: ComputedRow, texts: Sequence[str]) -> frozenset[int]:
-    """The choices that must not be told. Raises `RowError` where that can't be found out."""
+    """The choices whose text the content policies withhold. Raises `RowError` when a policy fails."""
     guard = row.prepared.guard
     if guard is None:
         return row.withheld
@@ -240,21 +243,21 @@ def withheld_choices(row: ComputedRow, texts: Sequence[str]) -> frozenset[int]:
 
 
 def _withheld_choice(body: ChatBody | CompletionBody, index: int) -> dict[str, Any]:
-    """A choice without its text, which its log-probabilities and an echo of the prompt would spell."""
+    """A choice without text, and without log-probabilities, which would spell it."""
     message = {"role": "assistant", "content": None, "refusal": None}
-    what: dict[str, Any] = {"message": message} if isinstance(body, ChatBody) else {"text": ""}
-    return {"index": index, **what, "logprobs": None, "finish_reason": CONTENT_FILTER}
+    content: dict[str, Any] = {"message": message} if isinstance(body, ChatBody) else {"text": ""}
+    return {"index": index, **content, "logprobs": None, "finish_reason": CONTENT_FILTER}
 
 
-def _made(row: ComputedRow, envelope: Envelope, make: Callable[[], list[ResultRow]]) -> list[ResultRow]:
-    """The results of a row; those of its failure, if they can't be made."""
+def _build_or_fail(row: ComputedRow, envelope: Envelope, make: Callable[[], list[ResultRow]]) -> list[ResultRow]:
+    """The results of a row, or of its failure when they can't be built."""
     try:
         return make()
     except RowError as error:
         return _failed(row, error, envelope)
-    except MemoryError:  # the machine's, and no row's
+    except MemoryError:  # it concerns the machine, not the row
         raise
-    except Exception as error:  # noqa: BLE001 - the row's own
+    except Exception as error:  # noqa: BLE001 - it concerns one row
         name = f"{envelope.job}/{row.prepared.names[0].row}"
         return _failed(row, unforeseen(error, "a result could not be made", name), envelope)
 

@@ -1,8 +1,8 @@
-"""What nobody foresaw about one request: its own error, and a line in the log.
+"""Converts an unexpected exception into the error of its request, and logs it.
 
-A worker serves many requests at once, and what they and the model say is anybody's: an exception on the way of one of
-them must be the end of no other. Neither the error nor the log quotes the exception's message: it may hold text of the
-request, or of an answer that a content policy would have withheld.
+A worker serves many requests at once, and their texts and the model's answers are untrusted input: an exception caused
+by one request must not affect another. Neither the error nor the log quotes the exception's message, which may contain
+text of the request, or of an answer that a content policy would have withheld.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ logger = structlog.get_logger(__name__)
 
 
 def unforeseen(error: Exception, what: str, request: str) -> RowError:
-    """The error that the request ends with. Logged as `what`, with the request's name and the innermost lines of
-    code."""
+    """Log the exception as `what`, with the request's name and the innermost code lines; returns the request's
+    error."""
     kind = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     at = " > ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)

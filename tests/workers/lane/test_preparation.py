@@ -1,4 +1,4 @@
-"""The order in which requests are prepared: tenants in turn, and slow preparations beside quick ones."""
+"""The order of preparation: fair between tenants, and slow requests never occupy all threads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.workers.lane import LaneRequest
-from workers.lane.preparation import LARGE_BYTES, MAX_PASSED, PreparationQueue, is_large
+from workers.lane.preparation import LARGE_BYTES, MAX_OVERTAKEN, PreparationQueue, is_large
 
 HANG_SECONDS = 120.0
-"""A wait as long as this has failed."""
+"""Timeout of a wait, in seconds."""
 
 
 def request(name: str, tenant: str = "a", size: int = 1, attempt: int = 1) -> LaneRequest:
@@ -22,7 +22,7 @@ def request(name: str, tenant: str = "a", size: int = 1, attempt: int = 1) -> La
 
 
 class Preparation:
-    """Prepares on threads of its own; a request whose name is in `held` is in preparation until it is let go."""
+    """Prepares on threads. A request whose name is in `held` stays in preparation until it is released."""
 
     def __init__(self, *held: str, threads: int = 2) -> None:
         self.held = {name: threading.Event() for name in held}
@@ -39,7 +39,7 @@ class Preparation:
             assert self.held[prepared.id].wait(HANG_SECONDS)
 
     def wait_for(self, *names: str) -> None:
-        """Until these have begun."""
+        """Wait until the preparation of these has begun."""
         with self.changed:
             assert self.changed.wait_for(lambda: set(names) <= set(self.begun), HANG_SECONDS), self.begun
 
@@ -64,7 +64,7 @@ def test_one_tenants_slow_requests_leave_a_thread_to_others() -> None:
         for number in range(4):
             made.queue.put(request(f"slow {number}"))
         made.wait_for("slow 0")
-        # then those of others are prepared meanwhile, and none of its own beside the first.
+        # then those of others are prepared meanwhile, and only the first of its own.
         for number in range(5):
             made.queue.put(request(f"quick {number}", "b"))
         made.wait_for(*(f"quick {number}" for number in range(5)))
@@ -86,7 +86,7 @@ def test_large_requests_of_many_tenants_leave_a_thread_to_small_ones() -> None:
 
 
 def prepared_in_order(*requests: LaneRequest) -> list[str]:
-    """The order on one thread, when all of them wait."""
+    """The order of preparation on one thread, when all of them wait."""
     made = Preparation(threads=1)
     for one in requests:
         made.queue.put(one)
@@ -95,27 +95,27 @@ def prepared_in_order(*requests: LaneRequest) -> list[str]:
     return made.begun
 
 
-def test_a_large_request_lets_small_ones_pass_so_many_times() -> None:
-    small = [request(f"s{number}") for number in range(MAX_PASSED + 2)]
+def test_small_requests_overtake_a_large_one_a_bounded_number_of_times() -> None:
+    small = [request(f"s{number}") for number in range(MAX_OVERTAKEN + 2)]
     order = prepared_in_order(request("large", size=LARGE_BYTES + 1), *small)
     names = [one.id for one in small]
-    assert order == [*names[:MAX_PASSED], "large", *names[MAX_PASSED:]]
+    assert order == [*names[:MAX_OVERTAKEN], "large", *names[MAX_OVERTAKEN:]]
 
 
 @given(st.lists(st.sampled_from("aaabcd"), max_size=30))
-def test_tenants_take_turns_and_each_keeps_its_order(tenants: list[str]) -> None:
+def test_tenants_alternate_and_each_is_served_in_order(tenants: list[str]) -> None:
     order = prepared_in_order(*(request(f"{tenant}{number}", tenant) for number, tenant in enumerate(tenants)))
     for tenant in set(tenants):
         numbers = [int(name[1:]) for name in order if name[0] == tenant]
         assert numbers == sorted(numbers)
         # No other tenant is served twice while this one waits.
-        places = [at for at, name in enumerate(order) if name[0] == tenant]
-        for before, after in zip([-1, *places], places, strict=False):
+        positions = [at for at, name in enumerate(order) if name[0] == tenant]
+        for before, after in zip([-1, *positions], positions, strict=False):
             between = [name[0] for name in order[before + 1 : after]]
             assert len(set(between)) == len(between), order
 
 
-def test_what_is_not_wanted_any_more_is_not_prepared() -> None:
+def test_a_discarded_request_is_not_prepared() -> None:
     made = Preparation(threads=1)
     for name in ("r0", "r1", "r2"):
         made.queue.put(request(name))
@@ -127,7 +127,7 @@ def test_what_is_not_wanted_any_more_is_not_prepared() -> None:
     assert made.begun == ["r0", "r2"]
 
 
-def test_closing_returns_what_waits_and_lets_what_is_prepared_end() -> None:
+def test_closing_returns_waiting_requests_and_finishes_those_in_preparation() -> None:
     with Preparation("first", threads=1).running() as made:
         made.queue.put(request("first"))
         made.wait_for("first")
@@ -148,5 +148,5 @@ def test_closing_returns_what_waits_and_lets_what_is_prepared_end() -> None:
         ({}, False),
     ],
 )
-def test_what_a_body_holds_says_whether_it_is_large(body: dict[str, object], large: bool) -> None:
+def test_a_body_is_large_by_its_size(body: dict[str, object], large: bool) -> None:
     assert is_large(body) is large

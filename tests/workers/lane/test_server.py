@@ -1,4 +1,4 @@
-"""A worker on the lane: answers beside shards' rows are those that the same rows would get, and each request ends."""
+"""The lane server: its answers equal those of the same rows in a shard, and each request ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CLOCK = SystemClock()
 
 
 class SlowRunner:
-    """The null runner, whose steps take their time, and fail while `fails` says so."""
+    """The null runner with steps of a given duration, which fail while `fails` returns true."""
 
     def __init__(self, rows: RowState, step_seconds: float) -> None:
         self._null = NullRunner(rows, SPEC.vocab_size)
@@ -69,7 +69,7 @@ class SlowRunner:
 
 @pytest.fixture
 def host(byte_level: Tokenizer) -> Any:
-    """Makes a model whose steps cost only time: (model, runner)."""
+    """Makes a model whose steps only take time: (model, runner)."""
 
     def host(max_num_seqs: int = 8, step_seconds: float = 0.001) -> tuple[LoadedModel, SlowRunner]:
         made: list[SlowRunner] = []
@@ -88,7 +88,7 @@ def host(byte_level: Tokenizer) -> Any:
 
 
 class Endless:
-    """Shards from a list, and never the last."""
+    """A source with these shards that never finishes."""
 
     def __init__(self, shards: Sequence[ShardWork] = ()) -> None:
         self.left = list(shards)
@@ -101,7 +101,7 @@ class Endless:
 
 
 class Worker:
-    """A worker on threads."""
+    """A worker with a lane server on threads."""
 
     def __init__(
         self, kit: Any, model: LoadedModel, lane: MemoryLane, name: str, shards: Sequence[ShardWork], **serving: Any
@@ -111,16 +111,21 @@ class Worker:
         self.error: BaseException | None = None
         rules, of_lane = LaneRules(caps={Tier.STANDARD: 300}), serving.pop("of_lane", LANE_SETTINGS)
         server = LaneServer(
-            model, lane.worker(name), CLOCK, rules, LaneServing(**{"tell_seconds": 0.01} | serving), of_lane
+            model, lane.worker(name), CLOCK, rules, LaneServing(**{"emit_interval_seconds": 0.01} | serving), of_lane
         )
 
         def run() -> None:
             try:
-                with server.running(self.stop) as beside:
+                with server.running(self.stop) as side_work:
                     ShardWorker(
-                        model, Endless(shards), self.sink, CLOCK, WorkerSettings(checkpoint_seconds=0.05), beside=beside
+                        model,
+                        Endless(shards),
+                        self.sink,
+                        CLOCK,
+                        WorkerSettings(checkpoint_seconds=0.05),
+                        beside=side_work,
                     ).run(self.stop)
-            except BaseException as error:  # noqa: BLE001 - looked at by the test
+            except BaseException as error:  # noqa: BLE001 - checked by the test
                 self.error = error
 
         self.thread = threading.Thread(target=run)
@@ -167,7 +172,7 @@ def request(model: LoadedModel, body: dict[str, Any], name: str = "r1", **more: 
     return LaneRequest(name, model.pin().key, body, **{"url": url, "tier": Tier.STANDARD, **more})
 
 
-def told(lane: MemoryLane, asked: LaneRequest) -> list[LaneEvent]:
+def events_of(lane: MemoryLane, asked: LaneRequest) -> list[LaneEvent]:
     return list(answer(lane, asked, CLOCK, CALL))
 
 
@@ -181,14 +186,14 @@ def text_of(events: Sequence[LaneEvent], choice: int = 0) -> str:
 
 
 def as_rows(kit: Any, model: LoadedModel, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a shard with these bodies would answer."""
+    """The responses of a shard with these bodies."""
     sink = kit.MemorySink()
     ShardWorker(model, kit.ListSource([kit.make_work(bodies)]), sink, CLOCK).run()
     return [json.loads(row.response) for row in sink.parts[1]]
 
 
 def alike(body: dict[str, Any]) -> dict[str, Any]:
-    """Of a response what doesn't depend on when and as what it was asked for."""
+    """The response without ids and times."""
     usage = {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     return {"object": body["object"], "model": body["model"], "choices": body["choices"], "usage": usage}
 
@@ -208,7 +213,7 @@ def bodies(kit: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def loaded(model_folder: Path) -> LoadedModel:
-    """A real model: sampling, stop strings and log-probabilities are its own."""
+    """A real model with sampling, stop strings and log-probabilities."""
     config = EngineConfig(
         dtype="float32", threads=1, cache=CacheConfig(block_size=16, num_blocks=200),
         schedule=ScheduleConfig(max_num_seqs=8),
@@ -223,7 +228,7 @@ def test_answers_are_those_of_the_same_rows_and_the_text_comes_in_pieces(
     rows = as_rows(kit, loaded, asked)
     work(loaded)
     for number, (body, row) in enumerate(zip(asked, rows, strict=True)):
-        events = told(lane, request(loaded, body, f"r{number}"))
+        events = events_of(lane, request(loaded, body, f"r{number}"))
         assert alike(response(events)) == alike(row), body
         for choice in row["choices"]:
             whole = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -240,12 +245,12 @@ def test_answers_are_those_of_the_same_rows_and_the_text_comes_in_pieces(
 
 
 @pytest.mark.parametrize("number", range(7))
-def test_an_attempt_goes_on_behind_the_tokens_of_another(
+def test_an_attempt_resumes_after_the_tokens_of_another(
     loaded: LoadedModel, kit: Any, lane: MemoryLane, work: Any, number: int
 ) -> None:
     work(loaded)
     body = bodies(kit)[number]
-    first = told(lane, request(loaded, body, f"a{number}"))
+    first = events_of(lane, request(loaded, body, f"a{number}"))
     told_tokens: dict[int, list[int]] = {}
     text: dict[int, str] = {}
     for event in first:
@@ -254,7 +259,7 @@ def test_an_attempt_goes_on_behind_the_tokens_of_another(
     # Given that the caller has some of the tokens of each choice, or all of them, when it asks another worker,
     for part in (1, 2, 7, 10**6):
         known = tuple(tuple(told_tokens.get(choice, ())[:part]) for choice in range(body.get("n", 1)))
-        again = told(lane, request(loaded, body, f"b{number}-{part}", attempt=2, tokens=known))
+        again = events_of(lane, request(loaded, body, f"b{number}-{part}", attempt=2, tokens=known))
         # then it gets the others, and the same response.
         seeded = body.get("seed") is not None or body.get("temperature") == 0
         if seeded:
@@ -279,12 +284,12 @@ def test_an_attempt_goes_on_behind_the_tokens_of_another(
         ({"prompt": [399, 400]}, COMPLETIONS, "invalid_request", 400),
     ],
 )
-def test_what_a_row_would_be_refused_for_is_refused(
+def test_a_request_is_refused_as_a_row_would_be(
     host: Any, lane: MemoryLane, work: Any, body: dict[str, Any], url: str, code: str, status: int
 ) -> None:
     model, _ = host()
     work(model)
-    (last,) = told(lane, request(model, {"model": "tiny", **body}, url=url))
+    (last,) = events_of(lane, request(model, {"model": "tiny", **body}, url=url))
     assert isinstance(last, ErrorEvent)
     assert (last.code, last.status) == (code, status), last.message
 
@@ -292,7 +297,7 @@ def test_what_a_row_would_be_refused_for_is_refused(
 def test_tokens_that_no_model_has_are_refused(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
     model, _ = host()
     work(model)
-    (last,) = told(lane, request(model, kit.chat(), attempt=2, tokens=((10**9,),)))
+    (last,) = events_of(lane, request(model, kit.chat(), attempt=2, tokens=((10**9,),)))
     assert isinstance(last, ErrorEvent)
     assert last.code == "invalid_request"
 
@@ -315,16 +320,18 @@ def test_a_standard_request_is_admitted_in_the_next_step_although_bulk_fills_the
     assert isinstance(list(events)[-1], EndEvent)
     worker.stop.set()
     worker.thread.join(HANG_SECONDS)
-    assert worker.sink.released == [1], "the shard is given back, not lost"
+    assert worker.sink.released == [1], "the shard is released, not lost"
 
 
-def test_another_tenants_chat_is_answered_beside_a_flood(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
+def test_a_flood_of_one_tenant_does_not_delay_another_tenants_chat(
+    host: Any, kit: Any, lane: MemoryLane, work: Any
+) -> None:
     # Given more requests of one tenant than the worker has room for, whose answers take hundreds of steps,
     model, runner = host(max_num_seqs=4, step_seconds=0.002)
     work(model)
     chat = kit.chat("quick", max_tokens=2, ignore_eos=True)
     before = request(model, chat, "before", tenant="b", tier=Tier.INTERACTIVE)
-    assert isinstance(told(lane, before)[-1], EndEvent)
+    assert isinstance(events_of(lane, before)[-1], EndEvent)
     for number in range(30):
         body = kit.chat("long", max_tokens=300, ignore_eos=True, n=8)
         lane.send(request(model, body, f"flood {number}", tenant="a", tier=Tier.INTERACTIVE))
@@ -333,7 +340,7 @@ def test_another_tenants_chat_is_answered_beside_a_flood(host: Any, kit: Any, la
     for number in range(3):
         steps = runner.steps
         asked = request(model, chat, f"r{number}", tenant="b", tier=Tier.INTERACTIVE)
-        assert isinstance(told(lane, asked)[-1], EndEvent)
+        assert isinstance(events_of(lane, asked)[-1], EndEvent)
         assert runner.steps - steps < 250
     for number in range(30):
         lane.cancel(request(model, {}, f"flood {number}", tenant="a"))
@@ -355,7 +362,7 @@ def test_a_request_that_is_slow_to_prepare_holds_up_its_own_tenant_only(
     for name in ("slow", "behind", "cancelled"):
         lane.send(request(model, body, name, tenant="a"))
     for number in range(3):
-        assert isinstance(told(lane, request(model, body, f"r{number}", tenant="b"))[-1], EndEvent)
+        assert isinstance(events_of(lane, request(model, body, f"r{number}", tenant="b"))[-1], EndEvent)
     lane.cancel(request(model, body, "cancelled", tenant="a"))
     assert lane.read({"behind": START}, 0) == []
     go_on.set()
@@ -363,7 +370,7 @@ def test_a_request_that_is_slow_to_prepare_holds_up_its_own_tenant_only(
         wait_until(lambda name=name: isinstance((lane.read({name: START}, 0) or [None])[-1], EndEvent))
 
 
-def test_what_waits_to_be_prepared_is_handed_back_when_the_worker_ends(
+def test_unprepared_requests_are_handed_back_when_the_worker_ends(
     host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = host()
@@ -401,12 +408,16 @@ def test_many_are_answered_at_once(host: Any, kit: Any, lane: MemoryLane, work: 
     assert [found[one.id] for one in asked] == alone
 
 
-@pytest.mark.parametrize("learnt_by", [LaneServing(tell_seconds=0.01), LaneServing(tell_seconds=60.0)])
-def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: Any, learnt_by: LaneServing) -> None:
-    # Given a worker that tells often and seldom says what it holds, or the other way round, when a caller goes,
+@pytest.mark.parametrize("serving", [LaneServing(emit_interval_seconds=0.01), LaneServing(emit_interval_seconds=60.0)])
+def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: Any, serving: LaneServing) -> None:
+    # Given a worker that emits often and seldom renews its holds, or the other way round, when a caller goes,
     model, runner = host(step_seconds=0.01)
-    often = learnt_by.tell_seconds < 1
-    work(model, tell_seconds=learnt_by.tell_seconds, of_lane=LaneSettings(lifetime=300.0) if often else LANE_SETTINGS)
+    often = serving.emit_interval_seconds < 1
+    work(
+        model,
+        emit_interval_seconds=serving.emit_interval_seconds,
+        of_lane=LaneSettings(lifetime=300.0) if often else LANE_SETTINGS,
+    )
     events = answer(lane, request(model, kit.chat(max_tokens=300, ignore_eos=True)), CLOCK, CALL)
     next(events)
     # then it learns that at once all the same.
@@ -414,45 +425,45 @@ def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: 
     events.close()  # type: ignore[attr-defined]
     wait_until(lambda: model.engine.num_running == 0)
     assert runner.steps < 200, "it was not computed to its end"
-    assert isinstance(told(lane, request(model, kit.chat(max_tokens=3), "r2"))[-1], EndEvent)
+    assert isinstance(events_of(lane, request(model, kit.chat(max_tokens=3), "r2"))[-1], EndEvent)
 
 
 def test_behind_its_deadline_a_request_ends_with_an_error(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
     model, _ = host(step_seconds=0.02)
     work(model)
     soon = datetime.now(UTC) + timedelta(seconds=0.5)
-    last = told(lane, request(model, kit.chat(max_tokens=300, ignore_eos=True), deadline=soon))[-1]
+    last = events_of(lane, request(model, kit.chat(max_tokens=300, ignore_eos=True), deadline=soon))[-1]
     assert isinstance(last, ErrorEvent)
     assert (last.code, last.status) == ("request_timeout", 408)
     wait_until(lambda: not model.engine.has_work)
 
 
-def test_a_worker_that_is_told_to_stop_finishes_what_it_can_and_another_goes_on_with_the_rest(
+def test_a_stopped_worker_finishes_requests_within_its_grace_and_hands_back_the_rest(
     host: Any, kit: Any, work: Any
 ) -> None:
-    lane = MemoryLane(CLOCK, LaneSettings(lifetime=60.0))  # nobody is taken for dead here
+    lane = MemoryLane(CLOCK, LaneSettings(lifetime=60.0))  # no worker counts as dead here
     (one, _), (other, _) = host(step_seconds=0.02), host(step_seconds=0.02)
     quick = request(one, kit.chat("quick", max_tokens=15, ignore_eos=True), "quick")
     long = request(one, kit.chat("long", max_tokens=100, ignore_eos=True), "long")
     alone = [alike(body) for body in as_rows(kit, host()[0], [quick.body, long.body])]
     first = work(one, "w1", on=lane, grace=0.6)
     begun = [answer(lane, asked, CLOCK, CALL) for asked in (quick, long)]
-    heard = [[next(events)] for events in begun]
+    received = [[next(events)] for events in begun]
     work(other, "w2", on=lane)
     first.stop.set()
     began = time.monotonic()
-    for events, so_far in zip(begun, heard, strict=True):
+    for events, so_far in zip(begun, received, strict=True):
         so_far += list(events)
     print(f"all ended {time.monotonic() - began:.1f} s after the stop")
-    assert [alike(response(events)) for events in heard] == alone
-    assert {event.attempt for event in heard[0]} == {1}
-    attempts = [event.attempt for event in heard[1]]
+    assert [alike(response(events)) for events in received] == alone
+    assert {event.attempt for event in received[0]} == {1}
+    attempts = [event.attempt for event in received[1]]
     assert attempts[0] == 1
     assert attempts[-1] > 1, "what the first still takes while it ends it hands back, too"
-    tokens = [t for event in heard[1] if isinstance(event, TokensEvent) for t in event.tokens]
+    tokens = [t for event in received[1] if isinstance(event, TokensEvent) for t in event.tokens]
     assert len(tokens) == 100, "none twice, none missing"
     # And it took nothing new meanwhile.
-    assert isinstance(told(lane, request(one, kit.chat("late", max_tokens=3), "late"))[-1], EndEvent)
+    assert isinstance(events_of(lane, request(one, kit.chat("late", max_tokens=3), "late"))[-1], EndEvent)
 
 
 def test_given_a_worker_that_falls_silent_another_answers(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
@@ -463,7 +474,7 @@ def test_given_a_worker_that_falls_silent_another_answers(host: Any, kit: Any, l
     assert silent.take([asked.model], 1, 1.0) == [asked]
     silent.emit([TokensEvent(asked.id, 1, 0, tokens=(256,), text="?")])
     work(model)
-    events = told(lane, asked)
+    events = events_of(lane, asked)
     assert response(events)["usage"]["completion_tokens"] == 30
     assert {event.attempt for event in events} == {1, 2}
 
@@ -480,11 +491,11 @@ def test_a_failed_step_costs_a_request_nothing_and_one_that_fails_again_ends_wit
     assert response(list(events))["usage"]["completion_tokens"] == 60
     poison = model.tokenizer.encode_batch(["poison"], add_special_tokens=False)[0].tolist()
     runner.fails = lambda prompts: any(prompt == poison for prompt in prompts)
-    last = told(lane, request(model, kit.completion("poison", max_tokens=5), "bad"))[-1]
+    last = events_of(lane, request(model, kit.completion("poison", max_tokens=5), "bad"))[-1]
     assert isinstance(last, ErrorEvent)
     assert (last.code, last.status) == ("engine_error", 500)
     assert worker.thread.is_alive()
-    assert isinstance(told(lane, request(model, kit.chat("good"), "r3"))[-1], EndEvent)
+    assert isinstance(events_of(lane, request(model, kit.chat("good"), "r3"))[-1], EndEvent)
 
 
 def test_rows_of_shards_survive_a_request_that_breaks_steps(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
@@ -494,7 +505,7 @@ def test_rows_of_shards_survive_a_request_that_breaks_steps(host: Any, kit: Any,
     rows = [kit.chat(f"row {row}", max_tokens=60, ignore_eos=True) for row in range(6)]
     worker = work(model, shards=[kit.make_work(rows)])
     wait_until(lambda: runner.steps > 5)
-    last = told(lane, request(model, kit.completion("poison", max_tokens=5), "bad"))[-1]
+    last = events_of(lane, request(model, kit.completion("poison", max_tokens=5), "bad"))[-1]
     assert isinstance(last, ErrorEvent)
     wait_until(lambda: 1 in worker.sink.parts)
     assert [row.completion_tokens for row in worker.sink.parts[1]] == [60] * 6
@@ -537,13 +548,13 @@ def test_an_idle_worker_answers_at_once_and_burns_no_processor(
     assert first < 0.5
 
 
-def test_what_may_be_the_beginning_of_a_stop_string_is_not_told(host: Any, kit: Any) -> None:
+def test_text_that_may_begin_a_stop_string_is_not_emitted(host: Any, kit: Any) -> None:
     model, _ = host()
     asked = request(model, kit.completion("q", stop=["xyz!", "?"], max_tokens=50))
     row = LaneReader(model).prepare(asked)
     ids, last = (model.tokenizer.encode_batch([text], add_special_tokens=False)[0] for text in ("abcxyz", "!"))
-    told_of = LaneAnswer(asked, row, model.tokenizer)
-    early = told_of.grown([PartialChoice(0, ids)])
+    lane_answer = LaneAnswer(asked, row, model.tokenizer)
+    early = lane_answer.grow([PartialChoice(0, ids)])
     assert text_of(early) == "abc"
     assert row.request.watcher is not None
     watcher = row.request.watcher(0)
@@ -554,19 +565,19 @@ def test_what_may_be_the_beginning_of_a_stop_string_is_not_told(host: Any, kit: 
         len(whole), 0.0, 1.0,
     )  # fmt: skip
     envelope = Envelope("j", CLOCK.now(), 1, lambda _: CLOCK.now())
-    late = told_of.ended(row, completion, ResponseBuilder(model.tokenizer), envelope)
+    late = lane_answer.end(row, completion, ResponseBuilder(model.tokenizer), envelope)
     assert text_of([*early, *late]) == "abc" == response(late)["choices"][0]["text"]
-    # An attempt that goes on with those tokens knows that no more than that was told.
+    # An attempt that resumes those tokens reconstructs that no more text was emitted.
     again = replace(asked, attempt=2, tokens=(tuple(ids.tolist()),))
-    more = LaneAnswer(again, LaneReader(model).prepare(again), model.tokenizer).grown([PartialChoice(0, last)])
+    more = LaneAnswer(again, LaneReader(model).prepare(again), model.tokenizer).grow([PartialChoice(0, last)])
     assert text_of(more) == "x"
 
 
-def test_a_bug_of_a_thread_ends_the_worker_and_what_it_had_goes_elsewhere(
+def test_an_unexpected_exception_of_a_thread_ends_the_worker_and_its_requests_are_handed_back(
     host: Any, kit: Any, lane: MemoryLane
 ) -> None:
     class Broken:
-        """A lane that fails in a way that nobody foresaw."""
+        """A lane that raises an unexpected exception."""
 
         def __init__(self) -> None:
             self.inner = lane.worker("broken")
@@ -580,13 +591,15 @@ def test_a_bug_of_a_thread_ends_the_worker_and_what_it_had_goes_elsewhere(
     model, _ = host(step_seconds=0.01)
     asked = request(model, kit.chat("x", max_tokens=300, ignore_eos=True))
     lane.send(asked)
-    server = LaneServer(model, Broken(), CLOCK, serving=LaneServing(tell_seconds=0.01), lane_settings=LANE_SETTINGS)
-    with pytest.raises(ZeroDivisionError), server.running(threading.Event()) as beside:
-        ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=beside).run()
+    server = LaneServer(
+        model, Broken(), CLOCK, serving=LaneServing(emit_interval_seconds=0.01), lane_settings=LANE_SETTINGS
+    )
+    with pytest.raises(ZeroDivisionError), server.running(threading.Event()) as side_work:
+        ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=side_work).run()
 
 
-def wait_until(there: Callable[[], Any]) -> None:
+def wait_until(condition: Callable[[], Any]) -> None:
     until = time.monotonic() + HANG_SECONDS
-    while not there():
+    while not condition():
         assert time.monotonic() < until, "it did not come"
         time.sleep(0.01)

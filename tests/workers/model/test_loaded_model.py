@@ -42,7 +42,7 @@ def reference(model_folder: Path) -> Iterator[Any]:
     torch.set_num_threads(threads)
 
 
-def test_a_loaded_model_knows_what_it_is(loaded: LoadedModel, model_folder: Path) -> None:
+def test_a_loaded_model_has_its_pin_and_limits(loaded: LoadedModel, model_folder: Path) -> None:
     pin = loaded.pin("other")
     assert (pin.name, pin.source, pin.dtype) == ("other", str(model_folder), "float32")
     assert pin.digest == model_digest(model_folder)
@@ -56,7 +56,7 @@ def test_a_loaded_model_knows_what_it_is(loaded: LoadedModel, model_folder: Path
     assert library_versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
 
-def test_a_model_says_how_it_was_quantized_and_what_serves(model_folder: Path, loaded: LoadedModel) -> None:
+def test_engine_facts_have_quantization_and_attention(model_folder: Path, loaded: LoadedModel) -> None:
     quantized = LoadedModel.load(
         model_folder, name="tiny", config=replace(CONFIG, attention="paged-sdpa", quantize="int8")
     )
@@ -71,7 +71,7 @@ def test_a_model_says_how_it_was_quantized_and_what_serves(model_folder: Path, l
     assert native.mismatch(loaded.pin()) == "kv_dtype auto, but int8 is loaded"
 
 
-def test_the_digest_changes_with_what_changes_answers(model_folder: Path, tmp_path: Path) -> None:
+def test_the_digest_changes_with_each_file_that_influences_answers(model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(model_folder, folder)
     same = model_digest(folder)
@@ -94,7 +94,7 @@ def test_a_gguf_files_digest_is_its_own(tmp_path: Path) -> None:
         model_digest(tmp_path / "gone")
 
 
-def test_what_is_no_model_can_not_be_loaded(tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises((EngineError, WorkerError), match=str(tmp_path)):
         LoadedModel.load(tmp_path, name="x", config=CONFIG)
 

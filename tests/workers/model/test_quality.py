@@ -44,7 +44,7 @@ def test_every_kind_of_line_is_text(tmp_path: Path) -> None:
     assert "".join(map(chr, window)) == "hell"
 
 
-def test_each_window_begins_as_every_text_does_for_the_model(tmp_path: Path) -> None:
+def test_each_window_begins_with_the_tokenizers_prefix(tmp_path: Path) -> None:
     class Marking(Letters):
         """Puts a ^ before each text."""
 

@@ -1,4 +1,4 @@
-"""A worker that is stuck ends, and says where; one that isn't never does."""
+"""The watchdog ends a stuck worker with its stack traces, and never one that makes progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content policies by themselves: what matches, what may be told of an answer that grows, and what fails closed."""
+"""Content policies: matching, growing answers, and failing closed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def of_regexes(folder: Path, regexes: Sequence[str]) -> Rules:
 
 
 def pieces(text: str, cuts: Sequence[int]) -> Iterator[str]:
-    """The text, cut at these places."""
+    """The text, cut at these positions."""
     return (text[start:end] for start, end in itertools.pairwise([0, *sorted(cuts), len(text)]))
 
 
@@ -82,7 +82,7 @@ def earliest(regexes: Sequence[str], text: str, end: int | None = None) -> int |
 
 
 def check_growing(judge: PolicyGuard, regexes: Sequence[str], text: str, cuts: Sequence[int]) -> None:
-    """A stream of these pieces is judged as the whole text is, and nothing of a match is told."""
+    """A stream of these pieces is judged as the whole text is, and nothing of a match is emitted."""
     growing = GrowingAnswer(judge)
     for piece in pieces(text, cuts):
         growing.push(piece)
@@ -92,7 +92,7 @@ def check_growing(judge: PolicyGuard, regexes: Sequence[str], text: str, cuts: S
         assert not growing.refused, "refused for what the whole doesn't hold"
         assert growing.cleared == max(0, len(text) - WINDOW), "held back without need"
     else:
-        assert growing.cleared <= first, "some of it was told"
+        assert growing.cleared <= first, "some of it was emitted"
         assert growing.refused == (earliest(regexes, text, len(text) - 1) is not None)
 
 
@@ -135,24 +135,26 @@ def test_tokens_leave_when_their_text_is_judged_and_half_characters_don_t(
     (ids,) = byte_level.encode_batch([text], add_special_tokens=False)
     table = np.arange(len(ids), dtype=np.float32)
     gate = PolicyStreamFilter(judge, IncrementalDetokenizer(byte_level, np.zeros(0, np.int32)), 0)
-    told: list[int] = []
+    emitted: list[int] = []
     logprobs: list[float] = []
     for start, end in itertools.pairwise([0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]):
         lines = TokenLogprobs(table[start:end], ids[start:end, None], table[start:end, None])
         cleared = gate.push(PartialChoice(0, ids[start:end], lines))
         if cleared is not None:
             assert cleared.logprobs is not None
-            told += cleared.token_ids.tolist()
+            emitted += cleared.token_ids.tolist()
             logprobs += cleared.logprobs.chosen.tolist()
-    assert told == ids[: len(told)].tolist()
-    assert logprobs == table[: len(told)].tolist()
+    assert emitted == ids[: len(emitted)].tolist()
+    assert logprobs == table[: len(emitted)].tolist()
     first = earliest(regexes, text)
     most = text[: max(0, len(text) - WINDOW) if first is None else first].encode()
-    assert most.startswith(b"".join(map(TokenTexts(byte_level).bytes_of, told))), "a byte of what isn't judged was told"
+    assert most.startswith(b"".join(map(TokenTexts(byte_level).bytes_of, emitted))), (
+        "a byte of what isn't judged was emitted"
+    )
     assert gate.refused == (earliest(regexes, text, len(text) - 1) is not None if text else False)
 
 
-def test_a_match_begins_in_what_an_earlier_attempt_told(byte_level: Tokenizer, tmp_path: Path) -> None:
+def test_a_match_that_begins_in_an_earlier_attempts_tokens_is_found(byte_level: Tokenizer, tmp_path: Path) -> None:
     def ids(text: str) -> Any:
         return byte_level.encode_batch([text], add_special_tokens=False)[0]
 
@@ -184,13 +186,13 @@ def test_keywords_and_sides(rules: Callable[[str], Rules]) -> None:
     def asked(*texts: str) -> str:
         return policy.before(Prompt(ABOUT, texts)).rule
 
-    def told(text: str) -> bool:
+    def emitted(text: str) -> bool:
         return policy.after(Answer(ABOUT, text)).allowed
 
     assert asked("fine", "the BLUE heron") == asked("A.B") == "asked"
     assert asked("blue  heron, axb, class") == "" == asked("half a pair \ud800")
-    assert not told("a class.")
-    assert told("first-classy Class blue heron")
+    assert not emitted("a class.")
+    assert emitted("first-classy Class blue heron")
     assert policy.window == 5
 
 
@@ -239,7 +241,7 @@ class Breaks:
 @pytest.mark.parametrize(
     "how", [lambda text: int(text), lambda text: None, lambda text: True, lambda text: {}[text], lambda text: 1 / 0]
 )
-def test_what_can_t_be_judged_is_refused_and_no_text_is_logged(how: Callable[[str], Any]) -> None:
+def test_a_text_that_can_t_be_judged_is_refused_and_not_logged(how: Callable[[str], Any]) -> None:
     judge = guard(Breaks(how))
     with capture_logs() as logs:
         for call in (lambda: judge.check_prompt([SECRET]), lambda: judge.refuses(SECRET)):
@@ -251,7 +253,7 @@ def test_what_can_t_be_judged_is_refused_and_no_text_is_logged(how: Callable[[st
             GrowingAnswer(judge).push(SECRET)
     assert [(log["policy"], log["row"]) for log in logs] == [("p0", "job-1/7")] * 3
     assert SECRET not in repr(logs)
-    assert re.search(r"content_policies\.py:\d+$", logs[0]["at"])
+    assert re.search(r"(content_policies|policy)\.py:\d+$", logs[0]["at"])
 
 
 def test_a_refusal_names_policy_rule_and_row_and_quotes_nothing(rules: Callable[[str], Rules]) -> None:
@@ -304,7 +306,7 @@ def test_a_refusal_names_policy_rule_and_row_and_quotes_nothing(rules: Callable[
         ("[[rule", "policy.toml", "is no TOML"),
     ],
 )
-def test_a_file_that_can_t_be_used_is_refused_at_the_start_with_what_to_do(
+def test_an_invalid_rules_file_is_refused_at_the_start_with_the_fix(
     rules: Callable[[str], Rules], tmp_path: Path, text: str, where: str, what: str
 ) -> None:
     with pytest.raises(RulesError) as wrong:
@@ -356,7 +358,7 @@ def test_a_regex_at_the_limit_takes_time_in_proportion_to_the_text(rules: Callab
     assert not judge.refuses("".join(letters))
 
 
-def test_what_the_page_shows_works(rules: Callable[[str], Rules]) -> None:
+def test_the_example_in_the_docs_works(rules: Callable[[str], Rules]) -> None:
     page = (Path(__file__).parents[3] / "docs/content-policy.md").read_text(encoding="utf-8")
     example = page.split("```toml\n")[1].split("```")[0]
     judge = guard(rules(example))

@@ -144,12 +144,12 @@ def test_a_refused_prompt_fails_its_row_before_anything_is_computed(
             "change the prompt"
         )
         assert row.text is row.response is None
-    told = [log for log in logs if log["event"] == "content refused"]
-    assert [log["row"] for log in told] == [f"job-1/{row}" for row in range(len(bodies)) if row != 1]
+    refusals = [log for log in logs if log["event"] == "content refused"]
+    assert [log["row"] for log in refusals] == [f"job-1/{row}" for row in range(len(bodies)) if row != 1]
     assert WORD not in repr(logs).lower()
 
 
-def test_rows_beside_a_refused_one_are_answered_as_without_policies(
+def test_other_rows_of_a_shard_with_a_refused_one_are_answered_as_without_policies(
     model: LoadedModel, birds: Policies, kit: Any
 ) -> None:
     bodies = [kit.chat(f"row {n}", seed=n, max_tokens=20, logprobs=True) for n in range(6)]
@@ -185,9 +185,9 @@ def test_a_refused_answer_is_withheld_and_its_row_has_succeeded(model: LoadedMod
     assert sink.rows[2].finish_reason == "stop"
     (choice,) = json.loads(sink.rows[3].response)["choices"]
     assert choice == {"index": 0, "text": "", "logprobs": None, "finish_reason": "content_filter"}
-    kept = repr([point.finished["response"].to_pylist() for point in sink.checkpoints[1]])
-    assert "heron" in kept
-    assert WORD not in kept
+    checkpointed = repr([point.finished["response"].to_pylist() for point in sink.checkpoints[1]])
+    assert "heron" in checkpointed
+    assert WORD not in checkpointed
 
 
 def test_of_several_choices_those_are_withheld_that_are_refused(model: LoadedModel, birds: Policies, kit: Any) -> None:
@@ -213,7 +213,7 @@ def tool_call(kit: Any, text: str, **more: Any) -> dict[str, Any]:
     return made
 
 
-def test_what_a_call_says_is_judged(model: LoadedModel, birds: Policies, kit: Any) -> None:
+def test_the_text_of_a_tool_call_is_judged(model: LoadedModel, birds: Policies, kit: Any) -> None:
     sink = rows_of(kit, model, [tool_call(kit, FORBIDDEN), tool_call(kit, FINE)], birds)
     assert (sink.rows[0].finish_reason, message_of(sink.rows[0]).tool_calls) == ("content_filter", None)
     (call,) = message_of(sink.rows[1]).tool_calls
@@ -221,7 +221,7 @@ def test_what_a_call_says_is_judged(model: LoadedModel, birds: Policies, kit: An
 
 
 @pytest.mark.parametrize("policy", [Breaks(), LateBreaks()])
-def test_a_policy_that_raises_fails_the_row_and_the_worker_goes_on(
+def test_a_policy_that_raises_fails_the_row_and_the_worker_continues(
     model: LoadedModel, kit: Any, policy: Breaks
 ) -> None:
     with capture_logs() as logs:
@@ -266,12 +266,12 @@ Ask = Callable[..., list[LaneEvent]]
 def served(kit: Any, model: LoadedModel, policies: Policies) -> Iterator[Ask]:
     """A worker on a lane of its own: gives the events of a body's answer."""
     lane, stop = MemoryLane(CLOCK), threading.Event()
-    serving = LaneServing(tell_seconds=0.0, tell_each_seconds=0.0)
+    serving = LaneServing(emit_interval_seconds=0.0, emit_interval_seconds_each=0.0)
     server = LaneServer(model, lane.worker("w"), CLOCK, LaneRules(policies=policies), serving)
 
     def run() -> None:
-        with server.running(stop) as beside:
-            ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=beside).run(stop)
+        with server.running(stop) as side_work:
+            ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=side_work).run(stop)
 
     def ask(body: dict[str, Any], **more: Any) -> list[LaneEvent]:
         url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
@@ -299,7 +299,7 @@ def end_of(events: Sequence[LaneEvent]) -> EndEvent:
 
 
 def check_cut(text: str) -> None:
-    """As much was told as could be, and nothing of the word."""
+    """All text before the word was emitted, and nothing of the word."""
     assert LEAD.startswith(text)
     assert len(text) > len(LEAD) - 20
 
@@ -325,8 +325,8 @@ def test_a_stream_ends_before_the_word_and_nothing_more_is_computed(
     tokens = [event for event in events if isinstance(event, TokensEvent)]
     spelt = "".join(entry["token"] for event in tokens for entry in (event.logprobs or {"content": []})["content"])
     assert spelt == text_of(events), "log-probabilities spell no more than the text"
-    told = model.tokenizer.decode([token for event in tokens for token in event.tokens])
-    assert told == text_of(events)
+    emitted = model.tokenizer.decode([token for event in tokens for token in event.tokens])
+    assert emitted == text_of(events)
     used, whole = (one.response["usage"]["completion_tokens"] for one in (end, plain))
     print(f"{used} of {whole} tokens were computed")
     assert used < whole / 2
@@ -335,24 +335,24 @@ def test_a_stream_ends_before_the_word_and_nothing_more_is_computed(
 
 
 @pytest.mark.parametrize("stop", [None, f"{WORD} c", "lake"])
-def test_what_is_allowed_is_told_as_without_policies(
+def test_allowed_text_is_emitted_as_without_policies(
     model: LoadedModel, birds: Policies, kit: Any, stop: str | None
 ) -> None:
-    # A stop string may hold the word: it is cut off, so nobody is told of it.
+    # A stop string may hold the word: it is cut off, so it is never emitted.
     body = forced(kit, FINE if stop is None else FORBIDDEN.replace(WORD, "heron") if stop == "lake" else FORBIDDEN)
     body |= {"logprobs": True, "n": 2} | ({} if stop is None else {"stop": [stop]})
     del body["structured_outputs"]["choice"][1:]
-    told = []
+    emitted = []
     for policies in (NO_POLICIES, birds):
         with served(kit, model, policies) as ask:
             events = ask(body)
         lines = [event.logprobs["content"] for event in events if isinstance(event, TokensEvent) and event.logprobs]
-        told.append((end_of(events).response["choices"], text_of(events), text_of(events, 1), len(lines) > 0))
-    assert told[0] == told[1]
-    assert told[0][1] == (FINE if stop is None else LEAD if stop != "lake" else f"{LEAD}heron circling over the ")
+        emitted.append((end_of(events).response["choices"], text_of(events), text_of(events, 1), len(lines) > 0))
+    assert emitted[0] == emitted[1]
+    assert emitted[0][1] == (FINE if stop is None else LEAD if stop != "lake" else f"{LEAD}heron circling over the ")
 
 
-def test_one_choice_ends_and_the_others_go_on(model: LoadedModel, birds: Policies, kit: Any) -> None:
+def test_a_refused_choice_ends_and_the_others_continue(model: LoadedModel, birds: Policies, kit: Any) -> None:
     with served(kit, model, NO_POLICIES) as ask:
         for seed in range(1, 20):
             body = forced(kit, FORBIDDEN, FINE, n=6, temperature=2, seed=seed)
@@ -376,7 +376,7 @@ def test_one_choice_ends_and_the_others_go_on(model: LoadedModel, birds: Policie
     assert used < before - 200 * said.count(FORBIDDEN)
 
 
-def test_a_call_is_told_up_to_the_word_and_no_further(model: LoadedModel, birds: Policies, kit: Any) -> None:
+def test_a_call_is_emitted_up_to_the_refused_word(model: LoadedModel, birds: Policies, kit: Any) -> None:
     with served(kit, model, birds) as ask:
         events = ask(tool_call(kit, FORBIDDEN))
     (choice,) = end_of(events).response["choices"]
@@ -387,24 +387,24 @@ def test_a_call_is_told_up_to_the_word_and_no_further(model: LoadedModel, birds:
 
 
 @pytest.mark.parametrize("first", ["with", "without"])
-def test_an_attempt_that_goes_on_tells_the_rest_and_finds_a_word_that_had_begun(
+def test_a_resumed_attempt_emits_the_rest_and_finds_a_word_that_had_begun(
     model: LoadedModel, birds: Policies, kit: Any, first: str
 ) -> None:
     for text in (FORBIDDEN, FINE):
         with served(kit, model, birds if first == "with" else NO_POLICIES) as ask:
             begun = [event for event in ask(forced(kit, text)) if isinstance(event, TokensEvent)]
         tokens: tuple[int, ...] = tuple(token for event in begun for token in event.tokens)
-        if first == "without":  # the first attempt told the beginning of the word
+        if first == "without":  # the first attempt emitted the beginning of the word
             count = next(n for n in range(len(tokens)) if len(model.tokenizer.decode(tokens[:n])) > len(LEAD) + 2)
             tokens = tokens[:count]
-        told = model.tokenizer.decode(tokens)
+        emitted = model.tokenizer.decode(tokens)
         with served(kit, model, birds) as ask:
             more = ask(forced(kit, text), attempt=2, tokens=(tokens,))
         if text == FINE:
-            assert told + text_of(more) == FINE
+            assert emitted + text_of(more) == FINE
             assert end_of(more).response["choices"][0]["message"]["content"] == FINE
         else:
-            assert text_of(more) == "", "all of it is held back, or was told before"
+            assert text_of(more) == "", "all of it is held back, or was emitted before"
             assert end_of(more).response["choices"][0]["finish_reason"] == "content_filter"
 
 
@@ -420,10 +420,10 @@ def test_a_refused_request_and_one_that_can_t_be_judged_end_with_errors(
     for policy in (Breaks(), LateBreaks()):
         with served(kit, model, Policies((("mine", policy),))) as ask:
             for body in (kit.chat(f"a {WORD}"), forced(kit, FORBIDDEN)):
-                *told, last = ask(body)
+                *emitted, last = ask(body)
                 assert isinstance(last, ErrorEvent)
                 assert (last.code, last.status) == ("engine_error", 500)
                 assert last.message.startswith("content policy 'mine' could not judge the ")
-                assert WORD not in text_of(told)
-                assert not (told and policy.window is None), "told before it could be judged"
+                assert WORD not in text_of(emitted)
+                assert not (emitted and policy.window is None), "emitted before it could be judged"
             assert text_of(ask(forced(kit, FINE))) == FINE

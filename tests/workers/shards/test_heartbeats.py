@@ -38,7 +38,7 @@ def test_given_a_long_step_then_the_last_load_is_repeated_until_the_worker_count
     kit: Any, clock: Any, sink: Any, sender: HeartbeatSender
 ) -> None:
     # Given a loop that sent a heartbeat, and makes no turn since
-    sender.note_turn()
+    sender.note_progress()
     sender.send([kit.make_work([kit.chat()], shard=4)], LOAD)
     for _ in range(3 * int(STUCK_SECONDS)):
         clock.sleep(1.0)
@@ -49,7 +49,7 @@ def test_given_a_long_step_then_the_last_load_is_repeated_until_the_worker_count
     assert repeats == [[]] * int(STUCK_SECONDS / HEARTBEAT_SECONDS)
     assert sink.loads == [LOAD] * (1 + len(repeats))
     # When the loop makes a turn after all, then heartbeats are repeated again
-    sender.note_turn()
+    sender.note_progress()
     sender.repeat()
     assert len(sink.held) == 2 + len(repeats)
 
@@ -58,8 +58,8 @@ def test_given_a_loop_that_sends_its_own_then_none_is_repeated(clock: Any, sink:
     sender.repeat()
     assert sink.held == [], "there is none to repeat"
     for _ in range(60):
-        sender.note_turn()
-        if sender.due:
+        sender.note_progress()
+        if sender.is_due:
             sender.send([], LOAD)
         sender.repeat()
         clock.sleep(0.5)
@@ -68,7 +68,7 @@ def test_given_a_loop_that_sends_its_own_then_none_is_repeated(clock: Any, sink:
 
 def test_given_a_repeat_that_fails_then_the_loop_raises_it(kit: Any, clock: Any, sender: HeartbeatSender) -> None:
     sender.send([], LOAD)
-    assert not sender.due
+    assert not sender.is_due
 
     def fail(*_: Any) -> None:
         raise PipelineError("planted")
@@ -78,7 +78,7 @@ def test_given_a_repeat_that_fails_then_the_loop_raises_it(kit: Any, clock: Any,
     sender.repeat()
     sender.repeat()
     with pytest.raises(PipelineError, match="planted"):
-        _ = sender.due
+        _ = sender.is_due
 
 
 def test_given_a_step_that_outlasts_heartbeats_then_the_worker_sends_them_meanwhile(

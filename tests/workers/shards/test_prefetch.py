@@ -106,7 +106,7 @@ def test_given_a_worker_that_must_stop_then_the_prepared_shard_is_given_back_too
     assert not model.engine.has_work
 
 
-def test_given_a_job_that_closes_then_another_jobs_prepared_shard_is_opened_in_its_turn(host: Any, kit: Any) -> None:
+def test_given_a_job_that_closes_then_another_jobs_prepared_shard_is_opened_in_order(host: Any, kit: Any) -> None:
     # Given a shard of another job that waits, whose attempts have died twice
     clock, steps = kit.FakeClock(), 0
     first, second = long_shards(kit, 2)
@@ -127,7 +127,7 @@ def test_given_a_job_that_closes_then_another_jobs_prepared_shard_is_opened_in_i
     assert sink.notes == [(2, [2]), (2, [])], "its rows are tried apart, and that is noted"
 
 
-def test_given_a_part_that_cant_be_written_then_its_attempt_says_that_it_ended(host: Any, kit: Any) -> None:
+def test_given_a_part_that_cant_be_written_then_the_end_of_its_attempt_is_recorded(host: Any, kit: Any) -> None:
     class Full(kit.MemorySink):  # type: ignore[misc]
         def commit(self, work: ShardWork, *args: Any) -> bool:
             raise StoreError("the disk is full")

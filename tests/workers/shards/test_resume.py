@@ -51,10 +51,10 @@ class Killed(BaseException):
 
 
 class Dies:
-    """A worker's observer that kills it after some turns."""
+    """A worker's observer that kills it after some iterations."""
 
-    def __init__(self, turns: float) -> None:
-        self._left = turns
+    def __init__(self, iterations: float) -> None:
+        self._left = iterations
 
     def progress(self, progress: WorkerProgress) -> None:
         self._left -= 1
@@ -63,11 +63,11 @@ class Dies:
 
 
 class Ticking:
-    """A shard source whose dispatcher looks at the world before each take."""
+    """A shard source whose dispatcher polls at the world before each take."""
 
-    def __init__(self, house: House, name: str) -> None:
-        self._house = house
-        self._client = house.client(name)
+    def __init__(self, harness: House, name: str) -> None:
+        self._house = harness
+        self._client = harness.client(name)
 
     def take(self, timeout: float, tiers: Sequence[Tier] = ()) -> ShardWork | None:
         self._house.dispatcher.tick()
@@ -114,21 +114,21 @@ def begin(tmp_path: Path, source: Path, name: str) -> World:
     return world
 
 
-def work_on(world: World, model: LoadedModel, turns: float, kit: Any, **settings: Any) -> Manifest | None:
-    """One life of a worker: until the job ends, or it dies after so many turns."""
-    house = House(world, JobLedger(world.store))
-    house.dispatcher.add(house.ledger)
-    source = Ticking(house, "w")
+def work_on(world: World, model: LoadedModel, iterations: float, kit: Any, **settings: Any) -> Manifest | None:
+    """One life of a worker: until the job ends, or it dies after so many iterations."""
+    harness = House(world, JobLedger(world.store))
+    harness.dispatcher.add(harness.ledger)
+    source = Ticking(harness, "w")
     how = WorkerSettings(report_seconds=0, **{"checkpoint_seconds": 0, "max_open_shards": 2} | settings)
-    worker = ShardWorker(model, source, source, world.clock, how, Dies(turns), kit.InlineExecutor())  # type: ignore[arg-type]
+    worker = ShardWorker(model, source, source, world.clock, how, Dies(iterations), kit.InlineExecutor())  # type: ignore[arg-type]
     try:
         worker.run()
     except Killed:
         return None
     for _ in range(3):
         world.clock.sleep(LIFETIME + 1)
-        house.dispatcher.tick()
-    return house.ledger.manifest()
+        harness.dispatcher.tick()
+    return harness.ledger.manifest()
 
 
 def rows_of(world: World) -> list[dict[str, Any]]:
@@ -151,7 +151,7 @@ def rounded(value: Any) -> Any:
     return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
 
 
-def test_given_deaths_at_any_moment_when_workers_go_on_then_results_are_those_of_an_unbroken_run(
+def test_given_deaths_at_any_moment_when_workers_resume_then_results_are_those_of_an_unbroken_run(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
     unbroken = begin(tmp_path, requests, "unbroken")
@@ -174,17 +174,17 @@ def test_given_deaths_at_any_moment_when_workers_go_on_then_results_are_those_of
     assert not [key for key in left if key.endswith(tuple("0123456789"))], "checkpoints are removed with the commit"
 
 
-def test_given_a_log_now_and_then_when_workers_die_then_only_what_was_not_logged_is_repeated(
+def test_given_rare_checkpoints_when_workers_die_then_only_unlogged_tokens_are_computed_again(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
     unbroken, broken = begin(tmp_path, requests, "unbroken"), begin(tmp_path, requests, "broken")
     whole = work_on(unbroken, load(), float("inf"), kit)
     assert whole is not None
     sampled = 0
-    for turns in (9, 14, float("inf")):
+    for iterations in (9, 14, float("inf")):
         model = load()
         # The clock stands still while the engine computes: only the first step of each life is logged.
-        manifest = work_on(broken, model, turns, kit, checkpoint_seconds=1e9)
+        manifest = work_on(broken, model, iterations, kit, checkpoint_seconds=1e9)
         sampled += model.engine.stats().generated
 
     assert manifest is not None
@@ -194,7 +194,7 @@ def test_given_a_log_now_and_then_when_workers_die_then_only_what_was_not_logged
     assert lost > 50
 
 
-def test_given_damaged_or_lost_checkpoints_when_going_on_then_what_they_said_is_computed_again(
+def test_given_damaged_or_lost_checkpoints_when_resuming_then_their_rows_are_computed_again(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
     unbroken, broken = begin(tmp_path, requests, "unbroken"), begin(tmp_path, requests, "broken")
@@ -224,22 +224,22 @@ def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts
     assert whole is not None
 
     class Stops:
-        """Set once the worker has looked so many times."""
+        """Set after this many polls by the worker."""
 
-        def __init__(self, looks: int) -> None:
-            self.left = looks
+        def __init__(self, polls: int) -> None:
+            self.left = polls
 
         def is_set(self) -> bool:
             self.left -= 1
             return self.left < 0
 
-    for looks in (6, 9, 12):
-        house = House(broken, JobLedger(broken.store))
-        house.dispatcher.add(house.ledger)
-        source: Any = Ticking(house, "w")
+    for polls in (6, 9, 12):
+        harness = House(broken, JobLedger(broken.store))
+        harness.dispatcher.add(harness.ledger)
+        source: Any = Ticking(harness, "w")
         model = load()
         how = WorkerSettings(checkpoint_seconds=1e9, max_open_shards=2)
-        progress = ShardWorker(model, source, source, broken.clock, how, helper=kit.InlineExecutor()).run(Stops(looks))  # type: ignore[arg-type]
+        progress = ShardWorker(model, source, source, broken.clock, how, helper=kit.InlineExecutor()).run(Stops(polls))  # type: ignore[arg-type]
         assert progress.stopped
         assert not model.engine.has_work
     manifest = work_on(broken, load(), float("inf"), kit)
@@ -304,7 +304,7 @@ def test_given_workers_that_are_killed_a_while_after_their_start_then_no_row_is_
         if work_on(world, killed, float("inf"), kit, checkpoint_seconds=interval) is not None:
             break  # long lives get done
         model = load()
-    # When nobody kills them any more, then all rows are answered
+    # When they are no longer killed, then all rows are answered
     manifest = work_on(world, model, float("inf"), kit, checkpoint_seconds=interval)
     assert manifest is not None
     assert {row["error_code"] for row in rows_with_errors(world)} == {None}
@@ -325,7 +325,7 @@ def killed_after(model: LoadedModel, seconds: float, world: World) -> LoadedMode
     return replace(model, engine=Wrapped(model.engine, model.engine.add, deadly))  # type: ignore[arg-type]
 
 
-def test_given_kills_while_a_shard_waits_for_its_turn_then_it_is_not_taken_for_deadly(
+def test_given_kills_while_a_shard_waits_then_its_rows_are_not_suspects(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
     # Given lives that end early, in which the later shards are taken and prepared, but none of their rows let in
@@ -339,7 +339,7 @@ def test_given_kills_while_a_shard_waits_for_its_turn_then_it_is_not_taken_for_d
     )
 
 
-def test_given_a_run_that_ends_with_an_error_when_it_goes_on_then_no_row_is_suspected(
+def test_given_a_run_that_ends_with_an_error_when_it_is_resumed_then_no_row_is_a_suspect(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
     # Given engines that fail with everything, so that row after row fails alone

@@ -28,7 +28,7 @@ from tests.pipeline.simulation import MemoryStore, simulated_world
 from tests.waiting import HANG_SECONDS
 from workers.model.loaded_model import LoadedModel
 from workers.settings import WorkerSettings
-from workers.shards.store_outage import FORGET_SECONDS, OutageTolerantClient
+from workers.shards.store_outage import READ_FAILURE_SECONDS, OutageTolerantClient
 from workers.shards.worker import ShardWorker
 
 
@@ -102,7 +102,7 @@ def test_given_a_store_that_is_away_for_a_while_then_the_worker_waits_and_all_ro
     assert not any(sink.left.values()), "each kind of call met the outage"
     events = [line["event"] for line in logs if "the store can" in line["event"]]
     assert len(events) <= 3 * len(sink.left), "two lines for each outage, and not one for each try"
-    assert events[-1] == "the store can be used again: the worker goes on"
+    assert events[-1] == "the store can be used again: the worker continues"
     assert tolerant.outage is None
 
 
@@ -139,15 +139,15 @@ def test_given_an_outage_when_heartbeats_are_sent_then_they_have_its_reason(kit:
     assert [found.figures and found.figures.store_outage for found in sink.loads] == ["no room", "no room", None, None]
 
 
-def test_given_a_shard_that_could_not_be_read_when_others_have_taken_it_then_the_outage_is_forgotten(kit: Any) -> None:
+def test_given_a_failed_read_when_no_other_read_follows_then_the_outage_expires(kit: Any) -> None:
     sink, clock = failing(kit, 1), kit.FakeClock()
     tolerant = OutageTolerantClient(sink, clock, threading.Event())
     assert tolerant.take(0) is None
     assert tolerant.outage == "take: away"
     sink.source.left.clear()
     assert tolerant.take(0) is None
-    assert tolerant.outage == "take: away", "that no shard came says nothing of the store"
-    clock.sleep(FORGET_SECONDS)
+    assert tolerant.outage == "take: away", "the store may be unavailable though no shard came"
+    clock.sleep(READ_FAILURE_SECONDS)
     assert tolerant.take(0) is None
     assert tolerant.outage is None
 
@@ -171,11 +171,11 @@ def test_given_an_outage_without_end_then_no_shard_is_begun_and_a_stop_ends_the_
     tolerant = OutageTolerantClient(sink, Stopping(), stop)
     with pytest.raises(Away, match="away"):
         ShardWorker(model, tolerant, tolerant, clock, helper=kit.InlineExecutor()).run(stop)
-    assert model.engine.stats().generated == 0, "nothing is computed that nobody knows of"
+    assert model.engine.stats().generated == 0, "no row is computed without a begin record"
 
 
-class Forgetful(MemoryStore):
-    """Does what it is asked, and then says that it could not be reached."""
+class LostConfirmations(MemoryStore):
+    """A store that makes each write and then raises `StoreUnavailable`."""
 
     lost = 0
 
@@ -189,7 +189,7 @@ class Forgetful(MemoryStore):
 
 def test_given_lost_confirmations_when_writes_are_repeated_then_each_finds_itself(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    store = Forgetful()
+    store = LostConfirmations()
     world = World(store, world.clock, world.random, world.scratch)
     ledger, queue = JobLedger(store), MemoryQueue()
     job = plan_by_hand(ledger, world, [[0, 1, 2]])

@@ -1,4 +1,4 @@
-"""Bulk work gives way at once to what is more urgent, and comes to its end all the same."""
+"""More urgent shards overtake bulk work at once, and bulk work ends all the same."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def host(byte_level: Tokenizer, kit: Any) -> Any:
 
 
 class Tiers:
-    """A source with a queue for each tier; `later` come into them after so many looks."""
+    """A source with a queue for each tier; `later`: number of polls -> the shard that arrives then."""
 
     def __init__(self, shards: list[ShardWork], later: dict[int, ShardWork]) -> None:
         self.queues: dict[Tier, list[ShardWork]] = {tier: [] for tier in BY_URGENCY}
         for shard in shards:
             self.queues[shard.tier].append(shard)
         self.later = later
-        self.looks = 0
+        self.polls = 0
         self.taken: list[int] = []
 
     def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
-        self.looks += 1
-        for look in [look for look in self.later if look <= self.looks]:
-            shard = self.later.pop(look)
+        self.polls += 1
+        for poll in [poll for poll in self.later if poll <= self.polls]:
+            shard = self.later.pop(poll)
             self.queues[shard.tier].append(shard)
         for tier in tiers:
             if self.queues[tier]:
@@ -86,7 +86,7 @@ def run(kit: Any, model: Any, source: Tiers) -> Any:
     return sink
 
 
-def test_an_urgent_shard_is_opened_beside_full_bulk_ones_and_its_rows_start_first(host: Any, kit: Any) -> None:
+def test_an_urgent_shard_is_opened_before_full_bulk_ones_and_its_rows_start_first(host: Any, kit: Any) -> None:
     # Given a machine that is full of bulk work, with more than it may open, when an urgent shard comes,
     model = host(max_num_seqs=4)
     bulk = [shard(kit, number, Tier.BULK) for number in range(1, 8)]
@@ -101,7 +101,7 @@ def test_an_urgent_shard_is_opened_beside_full_bulk_ones_and_its_rows_start_firs
     assert all(row.completion_tokens == 60 for row in sink.rows.values() if row.row < 8_000)
 
 
-def test_what_is_taken_for_the_floor_is_as_urgent_as_the_others(host: Any, kit: Any) -> None:
+def test_a_bulk_shard_of_the_floor_is_as_urgent_as_standard_ones(host: Any, kit: Any) -> None:
     model = host(max_num_seqs=4)
     floor = replace(shard(kit, 1, Tier.BULK, rows=4, tokens=5), as_tier=Tier.STANDARD)
     source = Tiers([floor, shard(kit, 2, Tier.STANDARD, rows=60, tokens=30)], {})
@@ -109,7 +109,7 @@ def test_what_is_taken_for_the_floor_is_as_urgent_as_the_others(host: Any, kit: 
     assert list(sink.parts) == [1, 2]
 
 
-def test_standard_shards_are_not_fetched_beyond_what_may_be_open(host: Any, kit: Any) -> None:
+def test_standard_shards_are_not_fetched_beyond_max_open_shards(host: Any, kit: Any) -> None:
     model = host(max_num_seqs=2)
     shards = [shard(kit, number, Tier.STANDARD, rows=20, tokens=10) for number in range(1, 9)]
 

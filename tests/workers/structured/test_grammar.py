@@ -1,4 +1,4 @@
-"""Grammars as masks: what a token stands for, what is kept, what is refused, and how long it may take."""
+"""Grammars as masks: token bytes, the cache, refused grammars, and time limits."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_a_tokens_bytes_are_what_decoding_gives(tokenizer: Tokenizer) -> None:
     # Given texts as the tokenizer cuts them, when their tokens' bytes are joined, then that is the decoded text
     for text in TEXTS:
         (ids,) = tokenizer.encode_batch([text], add_special_tokens=False)
-        kept = [token for token in ids.tolist() if token not in tokenizer.special_ids]
+        plain = [token for token in ids.tolist() if token not in tokenizer.special_ids]
         anchor = tokenizer.encode_batch(["x"], add_special_tokens=False)[0]
-        decoded = tokenizer.decode_answers([anchor], [kept])[0]
-        assert b"".join(found[token] for token in kept).decode() == decoded
+        decoded = tokenizer.decode_answers([anchor], [plain])[0]
+        assert b"".join(found[token] for token in plain).decode() == decoded
     # and each single token stands for what it adds to a text
     head = tokenizer.decode(anchor)
     for token, raw in enumerate(found[: tokenizer.size]):
@@ -81,7 +81,7 @@ def test_no_two_tokens_stand_for_the_same_bytes(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("extra", [0, 1, 45])
-def test_masks_hold_what_the_grammar_takes_and_end_tokens_where_it_may_end(tokenizer: Tokenizer, extra: int) -> None:
+def test_masks_allow_the_grammars_tokens_and_end_tokens_where_it_may_end(tokenizer: Tokenizer, extra: int) -> None:
     """Also where the model has more token ids than its tokenizer, as many have."""
     size = tokenizer.size + extra
     ends = (END, *([size - 1] if extra else []))
@@ -104,17 +104,17 @@ def test_a_token_that_was_not_allowed_is_an_error_and_stays_one(grammars: Gramma
         mask.fill(np.zeros(-(-byte_level.size // 32), dtype=np.int32))
 
 
-def test_masks_are_filled_together_as_one_by_one(grammars: Grammars, byte_level: Tokenizer) -> None:
+def test_masks_filled_in_one_call_equal_those_filled_one_by_one(grammars: Grammars, byte_level: Tokenizer) -> None:
     words = -(-byte_level.size // 32)
     sources = ['start: "1"', "start: /[a-z]+/", json_grammar({"type": "object"}, "x").text]
     masks = [grammars.compile(GrammarSource(source, "x"))(0) for source in sources for _ in range(5)]
     broken = grammars.compile(GrammarSource('start: "1"', "x"))(0)
     with pytest.raises(GrammarFailure):
         broken.advance(300)
-    together = np.zeros((16, words), dtype=np.int32)
-    failed = masks[0].filler.fill([*masks, broken], together)
+    in_one_call = np.zeros((16, words), dtype=np.int32)
+    failed = masks[0].filler.fill([*masks, broken], in_one_call)
     assert set(failed) == {15}
-    for mask, line in zip(masks, together, strict=False):
+    for mask, line in zip(masks, in_one_call, strict=False):
         alone = np.zeros(words, dtype=np.int32)
         mask.fill(alone)
         np.testing.assert_array_equal(line, alone)
@@ -130,7 +130,7 @@ def test_masks_are_filled_together_as_one_by_one(grammars: Grammars, byte_level:
         ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"if": {}}}}, "schema.", "if"),
     ],
 )
-def test_a_schema_that_can_not_be_compiled_says_where(
+def test_the_error_of_a_schema_has_the_path_of_its_invalid_part(
     grammars: Grammars, schema: dict[str, Any], where: str, why: str
 ) -> None:
     with pytest.raises(RowError) as refused:
@@ -207,14 +207,14 @@ def test_a_grammar_is_compiled_once_also_when_it_can_not_be(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    compiled = grammar._compiled
+    compiled = grammar._compile
 
     def counting(library: Any, text: str) -> Any:
         made.append(text)
         time.sleep(0.05)
         return compiled(library, text)
 
-    monkeypatch.setattr(grammar, "_compiled", counting)
+    monkeypatch.setattr(grammar, "_compile", counting)
     good, bad = GrammarSource('start: "1"', "x"), GrammarSource("start: nothing", "x")
     threads = [threading.Thread(target=lambda: grammars.compile(good)(0)) for _ in range(6)]
     for thread in threads:
@@ -227,20 +227,20 @@ def test_a_grammar_is_compiled_once_also_when_it_can_not_be(
     assert made == [good.text, bad.text]
 
 
-def test_only_so_many_grammars_are_kept(
+def test_the_grammar_cache_is_bounded(
     grammars: Grammars, byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "KEPT_GRAMMARS", 3)
+    monkeypatch.setattr(grammar, "MAX_CACHED_GRAMMARS", 3)
     sources = [GrammarSource(f'start: "{n}"', "x") for n in range(5)]
     made = [grammars.compile(source) for source in sources]
-    assert len(grammars._kept) == 3
-    # a row whose grammar is gone gets it all the same, and it is kept again
+    assert len(grammars._cache) == 3
+    # a row whose grammar has left the cache gets it compiled again, and it is cached again
     assert allowed(made[0], byte_level.size) == allowed(grammars.compile(sources[0]), byte_level.size)
-    assert sources[0].text in grammars._kept
-    assert len(grammars._kept) == 3
+    assert sources[0].text in grammars._cache
+    assert len(grammars._cache) == 3
 
 
-def test_a_model_whose_tokens_are_no_bytes_is_told_so(byte_level: Tokenizer, kit: Any) -> None:
+def test_a_model_whose_tokens_are_no_bytes_is_refused(byte_level: Tokenizer, kit: Any) -> None:
     hf = kit.byte_level_tokenizer()
     state = json.loads(hf.backend_tokenizer.to_str())
     state["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}

@@ -52,7 +52,7 @@ def written(made: Grammar, tokens: list[bytes], chance: random.Random) -> str | 
     "seed",
     [0, *(pytest.param(seed, marks=pytest.mark.slow if seed < 3 else pytest.mark.exhaustive) for seed in range(1, 6))],
 )
-def test_what_comes_to_its_end_follows_its_schema(
+def test_a_complete_answer_follows_its_schema(
     byte_level: Tokenizer, schemas: list[tuple[str, dict[str, Any]]], seed: int
 ) -> None:
     grammars = Grammars(byte_level, byte_level.size, (END,))
@@ -76,7 +76,7 @@ def test_what_comes_to_its_end_follows_its_schema(
     assert ended >= 190
 
 
-def test_where_strict_is_said_to_be_false_more_schemas_are_taken(
+def test_with_strict_false_more_schemas_are_accepted(
     byte_level: Tokenizer, schemas: list[tuple[str, dict[str, Any]]]
 ) -> None:
     grammars = Grammars(byte_level, byte_level.size, (END,))

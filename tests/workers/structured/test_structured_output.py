@@ -139,7 +139,7 @@ def test_every_answer_follows_its_schema(model: LoadedModel, answer: Any, kit: A
 def test_answers_of_a_sentencepiece_model_follow_their_schema(
     tmp_path: Path, tiny_models: Any, kit: Any, answer: Any
 ) -> None:
-    """Whose decoder drops a blank at the beginning, and which has tokens for single bytes beside those for letters."""
+    """Whose decoder drops a blank at the beginning, and which has tokens for single bytes and for letters."""
     tiny_models.make_tiny_model("gemma3", tmp_path / "tiny", vocab_size=512)
     kit.sentencepiece_tokenizer().save_pretrained(tmp_path / "tiny")
     model = load(tmp_path / "tiny", config=replace(CONFIG, max_model_len=512))
@@ -158,7 +158,7 @@ def test_answers_of_a_sentencepiece_model_follow_their_schema(
     assert ended >= 12
 
 
-def test_other_forms_are_kept_too(model: LoadedModel, answer: Any, kit: Any) -> None:
+def test_answers_follow_regexes_choices_and_grammars(model: LoadedModel, answer: Any, kit: Any) -> None:
     forms: list[tuple[dict[str, Any], str]] = [
         ({"structured_outputs": {"regex": "[0-9]{3}-[a-c]+/x{1,5}"}, "stop": None}, r"[0-9]{3}-[a-c]+/x{1,5}"),
         ({"structured_outputs": {"choice": ["ja", 'n"e\\in', "vielleicht 日本"]}}, r'ja|n"e\\in|vielleicht 日本'),
@@ -184,7 +184,7 @@ def test_any_object_will_do_where_no_schema_is_given(model: LoadedModel, answer:
             assert isinstance(json.loads(choice.message.content, strict=True), dict)
 
 
-def test_what_can_not_be_compiled_costs_its_own_row(model: LoadedModel, answer: Any, kit: Any) -> None:
+def test_a_schema_that_can_not_be_compiled_fails_its_own_row(model: LoadedModel, answer: Any, kit: Any) -> None:
     broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"a": {"not": {}}}}}}
     bodies = [
         kit.chat("a", temperature=0, max_tokens=5),
@@ -203,7 +203,7 @@ def test_what_can_not_be_compiled_costs_its_own_row(model: LoadedModel, answer: 
     assert "chat template takes no tools" in tools.error_message
 
 
-def test_a_tools_schema_that_can_not_be_kept_to_is_named_unless_it_need_not_be(
+def test_a_tools_schema_that_can_not_be_enforced_is_named_unless_it_is_not_strict(
     hermes: LoadedModel, answer: Any, kit: Any
 ) -> None:
     def tools(strict: bool | None) -> list[Any]:
@@ -291,7 +291,7 @@ def test_calls_may_come_and_then_follow_their_schemas(
         assert marker not in (choice.message.content or "") or family == "LLAMA"
 
 
-def test_an_answer_is_the_same_with_guesses_and_without(
+def test_an_answer_is_the_same_with_drafts_and_without(
     long_folder: Path, hermes: LoadedModel, answer: Any, kit: Any
 ) -> None:
     bodies = [
@@ -304,15 +304,15 @@ def test_an_answer_is_the_same_with_guesses_and_without(
         ),
     ]
     config = replace(CONFIG, speculation=SpeculationConfig("ngram"))
-    guessing = load(long_folder, tool_templates.HERMES, config)
-    plain, guessed = answer(hermes, bodies), answer(guessing, bodies)
+    drafting = load(long_folder, tool_templates.HERMES, config)
+    plain, drafted = answer(hermes, bodies), answer(drafting, bodies)
     assert [json.loads(row.response)["choices"] for row in plain] == [
-        json.loads(row.response)["choices"] for row in guessed
+        json.loads(row.response)["choices"] for row in drafted
     ]
-    assert guessing.engine.stats().speculation.sources  # type: ignore[attr-defined]
+    assert drafting.engine.stats().speculation.sources  # type: ignore[attr-defined]
 
 
-def test_an_answer_that_was_put_back_goes_on_in_its_form(
+def test_a_preempted_answer_resumes_in_its_grammar(
     long_folder: Path, model: LoadedModel, answer: Any, kit: Any
 ) -> None:
     """Given too few blocks for all, when sequences are preempted, then each one's grammar is led to where it was."""
@@ -349,36 +349,36 @@ def test_a_template_is_given_tools_and_calls_without_special_tokens(long_folder:
 
 
 @pytest.mark.parametrize("template", ["FUNCTION_TAGS", "NAMES_AND_PARAMETERS", "UNKNOWN"])
-def test_forms_that_are_not_known_are_refused(long_folder: Path, answer: Any, kit: Any, template: str) -> None:
+def test_unknown_tool_formats_are_refused(long_folder: Path, answer: Any, kit: Any, template: str) -> None:
     (row,) = answer(load(long_folder, getattr(tool_templates, template)), [kit.chat("x", tools=TOOLS)])
     assert row.error_code is RowErrorCode.UNSUPPORTED_PARAMETER
     assert "in a form that is not known here" in row.error_message
 
 
 def streamed(model: LoadedModel, body: dict[str, Any], every: int, tokens: Any = (), attempt: int = 1) -> list[Any]:
-    """The events of an answer that is told every few tokens; going on behind `tokens`."""
+    """The events of an answer that is emitted every few tokens, resumed after `tokens`."""
     request = LaneRequest("r1", "tiny", body, tokens=tokens, attempt=attempt)
     row = LaneReader(model).prepare(request)
-    told = LaneAnswer(request, row, model.tokenizer)
+    lane_answer = LaneAnswer(request, row, model.tokenizer)
     events: list[Any] = []
     given = {partial.index: len(partial.token_ids) for partial in row.request.partial}
     model.engine.add(row.request)
     while model.engine.has_work:
         for completion in model.engine.step():
             envelope = Envelope("/lane/r1", SystemClock().now(), attempt, lambda s: SystemClock().now())
-            events += told.ended(row, completion, ResponseBuilder(model.tokenizer), envelope)
+            events += lane_answer.end(row, completion, ResponseBuilder(model.tokenizer), envelope)
             return events
         new = [
             p for p in model.engine.partial(row.request, given) if p.finish_reason is None and len(p.token_ids) >= every
         ]
         for partial in new:
             given[partial.index] = given.get(partial.index, 0) + len(partial.token_ids)
-        events += told.grown(new)
+        events += lane_answer.grow(new)
     return events
 
 
 def gathered(events: Sequence[Any], choice: int) -> tuple[str, list[dict[str, Any]]]:
-    """Content and calls, put together as OpenAI's client does."""
+    """Content and calls, assembled as by OpenAI's client."""
     text, calls = "", []
     for event in events:
         if isinstance(event, TokensEvent) and event.choice == choice:
@@ -394,7 +394,7 @@ def gathered(events: Sequence[Any], choice: int) -> tuple[str, list[dict[str, An
 
 @pytest.mark.parametrize("family", ["HERMES", "LLAMA", "MISTRAL"])
 @pytest.mark.parametrize("every", [1, 3, 50])
-def test_a_stream_tells_the_calls_that_the_response_has(marked_folder: Path, kit: Any, family: str, every: int) -> None:
+def test_a_stream_emits_the_calls_of_the_response(marked_folder: Path, kit: Any, family: str, every: int) -> None:
     model = load(marked_folder, getattr(tool_templates, family))
     body = kit.chat("x", seed=5, tool_choice="required", n=2, **ONE)
     events = streamed(model, body, every)
@@ -403,7 +403,7 @@ def test_a_stream_tells_the_calls_that_the_response_has(marked_folder: Path, kit
         text, calls = gathered(events, choice.index)
         assert calls == [call.model_dump() for call in choice.message.tool_calls or []]
         assert text == (choice.message.content or "")
-    # and an attempt that goes on behind some of the tokens tells the rest, under the same ids
+    # and an attempt that resumes after some of the tokens emits the rest, under the same ids
     whole = gathered(events, 0)[1]
     known = [t for event in events[:-1] if event.choice == 0 for t in event.tokens][: 30 if every == 1 else 12]
     more = streamed(model, body, every, (tuple(known),), 2)

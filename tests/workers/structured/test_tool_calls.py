@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.structured.tool_calls import AnswerDelta, CallIds, ToolCallReader, split_answer, told
+from workers.structured.tool_calls import AnswerDelta, CallIds, ToolCallReader, split_answer, stream_deltas
 from workers.structured.tool_formats import BARRED, HERMES, LLAMA, MISTRAL, ToolFormat
 
 IDS = CallIds("job/1", 0, False)
@@ -54,10 +54,10 @@ def joined(deltas: list[AnswerDelta]) -> tuple[str, dict[int, list[str]]]:
     spaced=st.booleans(),
     cuts=st.lists(st.integers(0, 400), max_size=12),
 )
-def test_a_text_in_pieces_holds_what_the_whole_text_holds(
+def test_a_text_in_pieces_splits_as_the_whole_text(
     form: ToolFormat, content: str, made: list[tuple[str, dict[str, Any]]], spaced: bool, cuts: list[int]
 ) -> None:
-    if form.most == 1:
+    if form.max_calls == 1:
         made, content = made[:1], "" if made else content
     text = written(form, content, made, spaced)
     reader = ToolCallReader(form)
@@ -67,21 +67,21 @@ def test_a_text_in_pieces_holds_what_the_whole_text_holds(
         deltas += reader.push(text[start:end])
     deltas += reader.close()
 
-    told_content, found = joined(deltas)
-    assert told_content == (content.rstrip() if made else content)
+    content_of_stream, found = joined(deltas)
+    assert content_of_stream == (content.rstrip() if made else content)
     assert [(name, json.loads(arguments)) for name, arguments in found.values()] == made
-    assert reader.whole == bool(made)
-    # and the end of the answer says the same as what was told of it
+    assert reader.is_whole == bool(made)
+    # and the finished answer has the same content and calls as the stream
     split = split_answer(form, text, IDS)
-    assert split.content == told_content
+    assert split.content == content_of_stream
     assert [[c["function"]["name"], c["function"]["arguments"]] for c in split.calls] == list(found.values())
-    streamed, told_calls = told(deltas, IDS)
-    assert streamed == told_content
-    assert [call["id"] for call in told_calls if "id" in call] == [call["id"] for call in split.calls]
+    streamed_content, streamed_calls = stream_deltas(deltas, IDS)
+    assert streamed_content == content_of_stream
+    assert [call["id"] for call in streamed_calls if "id" in call] == [call["id"] for call in split.calls]
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
-def test_a_call_that_is_cut_off_keeps_what_there_is_of_its_arguments(cut: int) -> None:
+def test_an_incomplete_call_has_the_beginning_of_its_arguments(cut: int) -> None:
     whole = '<tool_call>\n{"name": "look_up", "arguments": {"b": [1, "}"]}}\n</tool_call>'
     split = split_answer(HERMES, whole[:-cut], IDS)
     closed = cut <= len("}\n</tool_call>")
@@ -124,7 +124,7 @@ near_calls = st.lists(st.sampled_from(PIECES) | heads | pieces, max_size=8).map(
     text=st.text(max_size=30) | near_calls,
     cuts=st.lists(st.integers(0, 200), max_size=6),
 )
-def test_no_text_is_an_error_and_in_pieces_it_says_what_it_says_as_a_whole(
+def test_no_text_is_an_error_and_pieces_split_as_the_whole_text(
     form: ToolFormat, opened: bool, text: str, cuts: list[int]
 ) -> None:
     text = form.opening + text if opened else text
@@ -136,9 +136,9 @@ def test_no_text_is_an_error_and_in_pieces_it_says_what_it_says_as_a_whole(
     deltas += reader.close()
     split = split_answer(form, text, IDS)
     content, found = joined(deltas)
-    assert (content, reader.whole) == (split.content, split.whole)
+    assert (content, reader.is_whole) == (split.content, split.whole)
     assert list(found.values()) == [[c["function"]["name"], c["function"]["arguments"]] for c in split.calls]
-    orjson.dumps([split.content, split.calls])  # it can be told
+    orjson.dumps([split.content, split.calls])  # it can be sent
 
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, BARRED, LLAMA], ids=lambda form: form.name)

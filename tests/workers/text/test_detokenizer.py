@@ -118,7 +118,7 @@ def test_the_beginning_of_a_surrogate_is_pending_as_it_is_read(kits: dict[str, T
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "word_pieces"])
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_the_stream_is_always_a_beginning_of_the_final_text(
+def test_the_stream_is_always_a_prefix_of_the_final_text(
     kits: dict[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:
     # Given any tokens after any prompt, UTF-8 or not
@@ -173,7 +173,7 @@ def test_a_character_behind_many_broken_bytes_is_streamed_whole(kits: dict[str, 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=40) | st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
-def test_whole_texts_are_what_the_tokenizer_library_reads(kits: dict[str, Tokenizer], kind: str, text: str) -> None:
+def test_whole_texts_equal_the_tokenizer_librarys(kits: dict[str, Tokenizer], kind: str, text: str) -> None:
     tokenizer = kits[kind]
     (ids,) = tokenizer.encode_batch([text], add_special_tokens=False)
     assert tokenizer.decode(ids) == tokenizer._backend.decode(ids.tolist(), skip_special_tokens=True)
@@ -185,7 +185,7 @@ def test_the_character_that_stands_for_broken_bytes_can_be_a_stop(kits: dict[str
     ids = ids_of(tokenizer, ["a", "🦀", "b"], cut_up=True)
     assert len(ids) > 4
     assert watch(tokenizer, ids, ["\ufffd"], 0) is None
-    # And what is broken is a stop once that is certain
+    # And an invalid character completes a stop string once it is certain
     assert watch(tokenizer, [*ids[:-2], *ids[-1:], *ids], ["\ufffd"], 0) == (len(ids) - 1, "a")
 
 
@@ -220,7 +220,7 @@ def test_the_pieces_are_the_text(kits: dict[str, Tokenizer], text: str) -> None:
 
 
 class MeasuringTokenizer(Tokenizer):
-    """Knows how many tokens were ever decoded in one call."""
+    """Counts how many tokens were decoded in one call."""
 
     longest = 0
 
@@ -246,7 +246,7 @@ def test_the_cost_of_a_token_does_not_grow(kit: Any, kind: str) -> None:
 
 
 def test_a_watcher_can_be_built_again(byte_level: Tokenizer) -> None:
-    # Given a preempted choice whose tokens are pushed into a new watcher, then it ends at the same place
+    # Given a preempted choice whose tokens are pushed into a new watcher, then it ends at the same position
     ids = ids_of(byte_level, ["The quick", "ST", "OP", "b"], cut_up=False)
     first = StopStringWatcher(byte_level, PROMPT, ["STOP"])
     for token_id in ids[:3]:
@@ -271,12 +271,12 @@ def test_a_blank_before_the_first_word_can_be_a_stop(kits: dict[str, Tokenizer],
     cut_up=st.booleans(),
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=9),
 )
-def test_tokens_that_come_together_give_the_text_that_they_give_one_by_one(
+def test_tokens_pushed_in_one_call_give_the_same_text_as_one_by_one(
     kits: dict[str, Tokenizer], kind: str, pieces: list[str], cut_up: bool, cuts: list[int]
 ) -> None:
     ids = ids_of(kits[kind], pieces, cut_up)
-    together, alone = IncrementalDetokenizer(kits[kind], PROMPT), IncrementalDetokenizer(kits[kind], PROMPT)
+    in_one_call, alone = IncrementalDetokenizer(kits[kind], PROMPT), IncrementalDetokenizer(kits[kind], PROMPT)
     for cut in cuts * len(ids):
         some, ids = ids[:cut], ids[cut:]
-        assert together.push_all(some) == "".join(map(alone.push, some))
-        assert together.pending == alone.pending
+        assert in_one_call.push_all(some) == "".join(map(alone.push, some))
+        assert in_one_call.pending == alone.pending

@@ -57,16 +57,16 @@ def test_text_is_split_as_the_files_merges_were_learnt(digits: Any, tmp_path: Pa
     assert tokenizer.decode(ids) == "x  5 7"
 
 
-def test_an_unknown_way_of_splitting_is_said(digits: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_pre_tokenizer_is_logged(digits: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "m.gguf", digits, model="gpt2", pre="brand-new", add_bos=False)
     Tokenizer.load(path)
-    said = capsys.readouterr()
-    assert "unknown pre-tokenizer" in said.out + said.err
-    assert "brand-new" in said.out + said.err
+    output = capsys.readouterr()
+    assert "unknown pre-tokenizer" in output.out + output.err
+    assert "brand-new" in output.out + output.err
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_bos_is_added_if_the_file_says_so(kit: Any, tmp_path: Path, add_bos: bool) -> None:
+def test_bos_is_added_if_the_file_requires_it(kit: Any, tmp_path: Path, add_bos: bool) -> None:
     path = write(
         tmp_path / "m.gguf", kit.byte_level_tokenizer(), model="gpt2", pre="gpt-2", add_bos=add_bos,
         template=kit.TEMPLATE,

@@ -1,4 +1,4 @@
-"""Texts and tokenizers that mean harm: a message can't speak as somebody else, a template can't end the worker."""
+"""Hostile texts and tokenizers: a message can't speak in another role, and a template can't end the worker."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def byte_level(normalizer: Any = None, drop: str = "", **added: Any) -> RustToke
     """Trained, with another normalizer, without these characters of its alphabet, and with one more added token."""
     rust: RustTokenizer = byte_level_tokenizer().backend_tokenizer
     state = json.loads(rust.to_str())
-    kept = {text: at for text, at in state["model"]["vocab"].items() if not set(text) & set(drop)}
-    state["model"]["vocab"] = kept
+    vocabulary = {text: at for text, at in state["model"]["vocab"].items() if not set(text) & set(drop)}
+    state["model"]["vocab"] = vocabulary
     state["model"]["merges"] = [pair for pair in state["model"]["merges"] if not set("".join(pair)) & set(drop)]
     made = RustTokenizer.from_str(json.dumps(state))
     if normalizer is not None:
@@ -97,7 +97,7 @@ def test_blanks_that_a_pre_tokenizer_drops_leave_no_bound() -> None:
     assert bound_of(rust) is None
 
 
-def test_composition_joins_as_many_characters_as_the_bound_says() -> None:
+def test_composition_joins_at_most_the_bounds_number_of_characters() -> None:
     characters = list(map(chr, range(sys.maxunicode + 1)))
     assert max(len(unicodedata.normalize("NFD", one)) for one in characters) == JOINED_BY_COMPOSITION
     assert all(unicodedata.normalize("NFKD", one) and one.lower() for one in characters)

@@ -17,7 +17,7 @@ def message(role: str, content: Any) -> ChatMessage:
     return ChatMessage(role=role, content=content)
 
 
-def test_a_conversation_is_written_as_the_template_says(byte_level: Tokenizer) -> None:
+def test_a_conversation_is_rendered_by_the_template(byte_level: Tokenizer) -> None:
     # Given a developer's message, which the template doesn't know, and content in parts
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     text = byte_level.render_chat([message("developer", "Be brief."), message("user", parts)])
@@ -25,13 +25,13 @@ def test_a_conversation_is_written_as_the_template_says(byte_level: Tokenizer) -
     assert text == "<s><turn>system\nBe brief.<end>\n<turn>user\na\nb<end>\n<turn>assistant\n"
 
 
-def test_a_template_that_knows_developers_gets_them(kit: Any) -> None:
+def test_a_template_with_a_developer_role_gets_developer_messages(kit: Any) -> None:
     template = "{% for m in messages %}{% if m['role'] == 'developer' %}D:{% endif %}{{ m['content'] }}{% endfor %}"
     tokenizer = Tokenizer(kit.byte_level_tokenizer(template))
     assert tokenizer.render_chat([message("developer", "x")]) == "D:x"
 
 
-def test_what_a_template_refuses_is_the_rows_fault(byte_level: Tokenizer) -> None:
+def test_a_conversation_that_the_template_refuses_fails_its_row(byte_level: Tokenizer) -> None:
     with pytest.raises(RowError, match="tool messages are not supported") as caught:
         byte_level.render_chat([message("tool", "42")])
     assert caught.value.code is RowErrorCode.INVALID_REQUEST
@@ -97,7 +97,7 @@ def test_an_answer_keeps_its_first_blank(byte_level: Tokenizer, sentencepiece: T
         assert tokenizer.decode_answers([prompt], [ids]) == [" brown fox"]
 
 
-def test_what_can_not_be_loaded_says_so(tmp_path: Path) -> None:
+def test_a_tokenizer_that_can_not_be_loaded_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="neither a model folder nor a GGUF file"):
         Tokenizer.load(tmp_path / "nowhere")
     with pytest.raises(TokenizerError, match="no tokenizer that can be loaded"):

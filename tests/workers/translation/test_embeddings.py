@@ -147,7 +147,7 @@ def test_blanks_stay_and_prompts_come_before(embeds: LoadedModel, embedding_mode
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "says"),
+    ("body", "code", "message"),
     [
         ({"input": "x " * 30}, "context_length_exceeded", r"input has \d+ tokens, but the model embeds at most 24"),
         ({"input": ["x", "x " * 30]}, "context_length_exceeded", r"input\[1\] has"),
@@ -159,12 +159,12 @@ def test_blanks_stay_and_prompts_come_before(embeds: LoadedModel, embedding_mode
         ({"prompt": "x"}, "unsupported_url", "use /v1/embeddings"),
     ],
 )
-def test_what_can_not_be_is_that_rows_failure(
-    embeds: LoadedModel, answer: Any, body: dict[str, Any], code: str, says: str
+def test_an_invalid_request_fails_its_row(
+    embeds: LoadedModel, answer: Any, body: dict[str, Any], code: str, message: str
 ) -> None:
     rows = answer(embeds, body, {"input": "fine"}, limits={"max_embedding_tokens": 400})
     assert rows[0].error_code == code
-    assert re.search(says, rows[0].error_message), rows[0].error_message
+    assert re.search(message, rows[0].error_message), rows[0].error_message
     assert rows[1].status is RowStatus.SUCCEEDED
 
 
@@ -232,7 +232,7 @@ def _last_state(folder: Path, model: LoadedModel, text: str) -> Any:
     return (last / last.norm()).numpy()
 
 
-def test_what_is_done_is_logged_with_its_vector(embeds: LoadedModel, kit: Any) -> None:
+def test_a_finished_row_is_logged_with_its_vector(embeds: LoadedModel, kit: Any) -> None:
     # Given a worker that logs after each step, of which one computes a few rows only
     sink = kit.MemorySink()
     work = kit.make_work([{"model": "tiny", "input": f"text number {n}"} for n in range(40)])
@@ -260,7 +260,7 @@ def test_prompts_can_be_left_out_of_the_mean(tiny_encoders: Any, tmp_path: Path,
     np.testing.assert_allclose(row.embedding, hidden[len(prompt) - 1 :].mean(dim=0), atol=1e-5)
 
 
-def test_the_digest_knows_how_vectors_are_made(tiny_encoders: Any, tmp_path: Path) -> None:
+def test_the_digest_includes_the_pooling_settings(tiny_encoders: Any, tmp_path: Path) -> None:
     folder = tiny_encoders.make_embedding_model("bert", tmp_path, dense=[(8, "Tanh")])
     seen = {model_digest(folder)}
     for name in ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "sentence_bert_config.json"):
@@ -292,7 +292,7 @@ class Poisoned:
         return self._model.pool(prompts, mode, skips)
 
 
-def test_a_poisoned_row_fails_alone(embedding_model: Path, answer: Any) -> None:
+def test_a_poison_row_fails_alone(embedding_model: Path, answer: Any) -> None:
     model = LoadedModel.load(embedding_model, name="tiny", config=CONFIG)
     poisoned = Poisoned(model.engine.engine._model, 399)
     model.engine.engine._model = poisoned
@@ -355,7 +355,7 @@ def test_requests_on_the_lane_get_the_same_vectors(embeds: LoadedModel, answer: 
     assert ends["other"].code == "invalid_request"  # there is nothing to embed in it
 
 
-def test_the_model_says_what_it_is(embeds: LoadedModel, model_folder: Path) -> None:
+def test_the_model_has_its_pin_and_embedding_size(embeds: LoadedModel, model_folder: Path) -> None:
     assert embeds.dtype == "float32"
     assert embeds.facts["attention"] == "torch"
     assert embeds.limits.generates is False

