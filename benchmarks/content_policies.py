@@ -94,7 +94,7 @@ def told(model: LoadedModel, policies: Policies, tokens: int = 400) -> dict[str,
             answer = LaneAnswer(request, row, model.tokenizer)
             begun = time.perf_counter()
             for at in range(tokens):
-                answer.grown([PartialChoice(0, ids[at : at + 1])])
+                answer.grow([PartialChoice(0, ids[at : at + 1])])
             times[name].append(1e6 * (time.perf_counter() - begun) / tokens)
     return {name: round(min(found), 1) for name, found in times.items()}
 

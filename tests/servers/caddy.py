@@ -1,4 +1,4 @@
-"""A proxy before several gateways: Caddy, as in docs/operations/upgrades.md. It polls /readyz of each, and sends nothing
+"""A proxy before several gateways: Caddy, as in docs/operations/upgrades.md. It polls each /readyz and sends nothing
 to those that are not ready."""
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def check_offsets(house: KafkaHouse) -> None:
 
 def held(door: KafkaIngest) -> set[int]:
     """The partitions that are assigned to a consumer."""
-    return {place.partition for place in [*door._partitions, *door._unplaced]}
+    return {place.partition for place in [*door._partitions, *door._unstarted]}
 
 
 def rebalance(house: KafkaHouse, times: int, every: float, seed: int) -> Stream:
