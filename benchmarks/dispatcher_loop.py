@@ -32,7 +32,7 @@ from pipeline.dispatcher.controller import JobController
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.ports import World
-from pipeline.runtime.inline_executor import AT_ONCE, BESIDE, InlineExecutor
+from pipeline.runtime.inline_executor import MAX_BACKGROUND_REQUESTS, MAX_CONCURRENT_REQUESTS, InlineExecutor
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Closing
 from tests.cluster.cluster import settings_of
@@ -111,7 +111,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         settings = DispatchSettings(isolate=True)
         # As `tokenmill dispatcher` does.
         together, beside = (
-            InlineExecutor() if args.store == "folder" else ThreadPoolExecutor(threads) for threads in (AT_ONCE, BESIDE)
+            InlineExecutor() if args.store == "folder" else ThreadPoolExecutor(threads)
+            for threads in (MAX_CONCURRENT_REQUESTS, MAX_BACKGROUND_REQUESTS)
         )
         dispatcher = Dispatcher(world, queue, beats, settings=settings, together=together, beside=beside)
         foreman = JobController(world, dispatcher)

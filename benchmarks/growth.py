@@ -56,7 +56,7 @@ from tokenmill.local.run_plan import RunPlan, load_model
 from tokenmill.local.tracker import RunTracker
 from tokenmill.models.sources import ModelSource
 from tokenmill.processes.logging import log_to_stderr
-from tokenmill.processes.runtime import settled_heap
+from tokenmill.processes.runtime import frozen_heap
 from workers.model.loaded_model import LoadedModel
 
 ALLOWED = 0.05
@@ -122,7 +122,7 @@ def engine_alone(model: Path, rows: int) -> float:
     params = SamplingParams(max_tokens=SHORT_ANSWER, temperature=0.0, ignore_eos=True)
     prompts = np.random.default_rng(SEED).integers(5, spec.vocab_size, (rows, SHORT_PROMPT), dtype=np.int32)
     requests = [Request(str(row), prompt, params) for row, prompt in enumerate(prompts)]
-    with settled_heap():
+    with frozen_heap():
         begun = time.perf_counter()
         tokens = sum(done.prompt_tokens + done.generated_tokens for done in engine.run(requests))
         return tokens / (time.perf_counter() - begun)

@@ -140,10 +140,10 @@ def main() -> None:
             }
             names = list(steps)
             order = names[i % 3 :] + names[: i % 3]
-            figures = {name: steps[name]() for name in order}
-            tokens = {name: count for name, (_, count) in figures.items()}
+            metrics = {name: steps[name]() for name in order}
+            tokens = {name: count for name, (_, count) in metrics.items()}
             assert len(set(tokens.values())) == 1, tokens
-            seconds = {name: round(time, 3) for name, (time, _) in figures.items()}
+            seconds = {name: round(time, 3) for name, (time, _) in metrics.items()}
             print("warm-up" if not i else f"round {i}", seconds, flush=True)
             if i:  # the first round warms the page cache and the clock of the CPU
                 rounds.append({**seconds, "tokens": tokens["bare"]})

@@ -14,7 +14,7 @@ import numpy as np
 from engine import Engine
 from engine.plan import RowState, StepOutput, StepPlan
 from engine.runner.runner import StepRunner
-from engine.scheduler.step_cost import GroupWork, cache_windows, group_work
+from engine.scheduler.step_cost import GroupWork, cache_windows, count_group_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class StepRecorder:
     def execute(self, plan: StepPlan) -> StepOutput:
         entered = time.perf_counter()
         attention = tuple(
-            group_work(plan, table, window, self._rows.block_size, self._seen)
+            count_group_work(plan, table, window, self._rows.block_size, self._seen)
             for table, window in zip(self._rows.block_tables, self._windows, strict=True)
         )
         running = self._engine.num_running

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, kinds: list[Kind], folder: Path, **variables: 
         seen = judge(clients.result())
         tokens = read_meters(cluster.meters) - sampled
         processes = meter.report(begun, time.time(), tokens)
-        found = figures(seen, looks) | disturbed(seen, looks, cluster.log("worker-1"))
+        found = metrics(seen, looks) | disturbed(seen, looks, cluster.log("worker-1"))
     for name, used in processes.items():
         found[name] = {
             "cpu_seconds": used["cpu_seconds"],
@@ -110,7 +110,7 @@ def judge(seen: list[Seen]) -> list[Seen]:
     return seen
 
 
-def figures(seen: Sequence[Seen], looks: Sequence[StatePoller]) -> dict[str, Any]:
+def metrics(seen: Sequence[Seen], looks: Sequence[StatePoller]) -> dict[str, Any]:
     """What those saw who read to the end, and what the worker did while all were there."""
     good = [one for one in seen if one.kind == "reads"]
     last_come, first_gone = max(one.arrivals[0] for one in seen), min(one.ended for one in seen)

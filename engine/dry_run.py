@@ -17,7 +17,7 @@ from engine.plan import NO_TOKEN, CacheGroup, StepPlan
 from engine.request import Request
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import FinishedSequence
-from engine.scheduler.step_cost import cache_windows, group_work
+from engine.scheduler.step_cost import cache_windows, count_group_work
 
 NEVER = np.iinfo(np.int32).max
 
@@ -103,9 +103,9 @@ class DryRun:
         )  # fmt: skip
         state, reads, pairs = self.scheduler.rows, 0.0, 0.0
         for (window, share), table in zip(self._groups, state.block_tables, strict=True):
-            pairs += share * group_work(plan, table, window, state.block_size, self._seen).pairs
+            pairs += share * count_group_work(plan, table, window, state.block_size, self._seen).pairs
             if plan.num_decodes:
-                reads += share * group_work(one_each, table, window, state.block_size, self._seen).read_tokens
+                reads += share * count_group_work(one_each, table, window, state.block_size, self._seen).read_tokens
         return StepWork(plan.num_tokens, int(plan.num_logits.sum()), reads, pairs, self.scheduler.num_waiting)
 
     def _end(self, sequence: FinishedSequence) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from engine.attention import AttentionBackend, KVLayout, keeps_fp8, log_choice, make_backend
+from engine.attention import AttentionBackend, KVLayout, log_choice, make_backend, supports_fp8_cache
 from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.logs import get_logger
@@ -40,7 +40,7 @@ from engine.scheduler.latency import ClassStats, LatencyCounts
 from engine.scheduler.resume import ANSWERED
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import FinishedSequence
-from engine.scheduler.slo_control import PaceStats
+from engine.scheduler.slo_control import SloStats
 from engine.speculative.base import Proposer
 from engine.speculative.draft_lengths import make_draft_lengths, resolve_max_drafts
 from engine.speculative.proposers.draft_model import DraftProposerState, load_draft
@@ -87,9 +87,9 @@ class EngineStats:
     prompt: int = 0
     step_rows: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    pace: PaceStats | None = None
+    pace: SloStats | None = None
     steps_ahead: int = 0
-    steps_awaited: int = 0
+    steps_not_ahead: int = 0
     steps_recorded: int = 0
     steps_out_of_memory: int = 0
 
@@ -151,7 +151,7 @@ def _cache_dtype(config: EngineConfig, wanted: KVDType | None, native: bool, dev
     """Return the KV cache's dtype: the settings' one, else the checkpoint's (`wanted`), where a kernel supports it."""
     if config.kv_dtype != "auto" or wanted is None:
         return config.kv_dtype
-    fp8 = not native and config.attention in ("auto", "triton") and device.type == "cuda" and keeps_fp8(device)
+    fp8 = not native and config.attention in ("auto", "triton") and device.type == "cuda" and supports_fp8_cache(device)
     if (wanted == "int8" and native) or (wanted == "fp8" and fp8):
         logger.info(f"the KV cache is {wanted}, as in the model's config", option="kv_dtype")
         return wanted
@@ -458,7 +458,7 @@ class Engine:
             speculation=stats.speculation,
             pace=stats.pace,
             steps_ahead=self._loop.stats.ahead,
-            steps_awaited=self._loop.stats.awaited,
+            steps_not_ahead=self._loop.stats.awaited,
             steps_recorded=getattr(self._runner, "graph_steps", 0),
             steps_out_of_memory=self._loop.stats.out_of_memory,
         )

@@ -152,7 +152,7 @@ def _machine(address: str, values: Mapping[str, Any], all_of_them: Mapping[str, 
     spot = policy["instances_distribution"][0]["on_demand_percentage_above_base_capacity"] == 0
     how = "at its price on demand; as spot it is less" if spot else "on demand"
     try:
-        price = BOOK.must(machine, PRICES["region"], "on-demand").per_hour
+        price = BOOK.require(machine, PRICES["region"], "on-demand").per_hour
     except PriceBookError as error:
         raise UnknownPrice(str(error)) from error
     return Cost(f"the pool {values['name']}", f"{machine} {how}", price + disk, True, values["max_size"])

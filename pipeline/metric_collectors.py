@@ -18,7 +18,7 @@ from pipeline.ports import Clock, Heartbeats
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import JobStatus
 from schemas.jobs.results import RowStatus
-from schemas.workers.metrics import HistogramSample, PaceMetrics, PaceWeights, WorkerMetrics
+from schemas.workers.metrics import HistogramSample, SloMetrics, SloWeights, WorkerMetrics
 
 if TYPE_CHECKING:
     from pipeline.gateway.http.metrics import HttpMetrics
@@ -59,7 +59,7 @@ def workers(heartbeats: Heartbeats, *, each: bool) -> Source:
     """The live workers. `each`: also the metrics of each of them."""
 
     def collect(samples: Samples) -> None:
-        metrics = heartbeats.figures()
+        metrics = heartbeats.metrics()
         names = [state.name for state in heartbeats.workers()]
         loaded = Counter(metrics[name].model if name in metrics else OTHER for name in names)
         for model, count in sorted(loaded.items()):
@@ -77,7 +77,7 @@ def prices(heartbeats: Heartbeats, otherwise: float | None) -> Source:
     def collect(samples: Samples) -> None:
         said = {worker.name: worker.price_per_hour for worker in heartbeats.workers()}
         found: defaultdict[str, list[float]] = defaultdict(list)
-        for name, metrics in heartbeats.figures().items():
+        for name, metrics in heartbeats.metrics().items():
             price = otherwise if said.get(name) is None else said[name]
             if price is not None:
                 found[metrics.model].append(price)
@@ -163,7 +163,7 @@ def http(metrics: HttpMetrics) -> Source:
         for answer, count in _with_zeros(metrics.answers(), Tier, RESULTS):
             samples.value("tokenmill_answers_total", count, *answer)
         _times(samples, "tokenmill_answer_first_token_seconds", metrics.first_tokens)
-        _times(samples, "tokenmill_answer_seconds", metrics.wholes)
+        _times(samples, "tokenmill_answer_seconds", metrics.response_times)
         for state, count in sorted(metrics.callers().items()):
             samples.value("tokenmill_callers", count, state)
 
@@ -269,8 +269,8 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
         _pace(value, known.pace)
 
 
-def _pace(value: Callable[..., None], pace: PaceMetrics) -> None:
-    for term in PaceWeights.model_fields:
+def _pace(value: Callable[..., None], pace: SloMetrics) -> None:
+    for term in SloWeights.model_fields:
         value("tokenmill_pace_weight", getattr(pace.weights, term), term)
         value("tokenmill_pace_term", getattr(pace.terms, term), term)
     value("tokenmill_pace_objective", pace.objective)

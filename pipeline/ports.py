@@ -138,12 +138,12 @@ class Heartbeats(Protocol):
         """Remove the worker after an orderly shutdown: it holds no shards any more."""
         ...
 
-    def tell(self, worker: str, figures: WorkerMetrics) -> None:
+    def tell(self, worker: str, metrics: WorkerMetrics) -> None:
         """Store the worker's metrics for monitoring. They are separate from its state, which is read by many processes
         many times a second; they expire as a heartbeat does."""
         ...
 
-    def figures(self) -> dict[str, WorkerMetrics]:
+    def metrics(self) -> dict[str, WorkerMetrics]:
         """The latest metrics of each live worker, by name."""
         ...
 
@@ -198,7 +198,7 @@ class World:
     scratch: Path = field(default_factory=lambda: Path("."))
     """Local folder for files that are built before they become objects."""
     traces: Traces = NO_TRACES
-    letters: DeadLetterCounts = field(default_factory=DeadLetterCounts)
+    dead_letters: DeadLetterCounts = field(default_factory=DeadLetterCounts)
     """Counts dead letters."""
     errors: UnexpectedErrors = field(default_factory=UnexpectedErrors)
     """Counts unexpected errors."""
@@ -210,7 +210,7 @@ class PipelineError(Exception):
     """Base class of the errors that the pipeline raises on purpose."""
 
 
-class PartStopped(PipelineError):
+class ComponentStopped(PipelineError):
     """Raised by a component that can't run and for which a retry is useless: its settings or its location are wrong.
     Ends the process."""
 

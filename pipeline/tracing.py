@@ -87,7 +87,7 @@ class Traces(Protocol):
     """Creates spans. Thread-safe."""
 
     @property
-    def on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether spans are recorded; if not, callers can skip attributes that are expensive to compute."""
         ...
 
@@ -127,7 +127,7 @@ class _NoSpan:
 
 
 class _NoTraces:
-    on = False
+    is_enabled = False
 
     def begin(
         self,
@@ -178,14 +178,14 @@ def working_for(span: Span) -> Iterator[None]:
 
 
 @contextmanager
-def doors_span(traces: Traces, name: str, sent_for: Sequence[str | None]) -> Iterator[Span]:
+def ingest_span(traces: Traces, name: str, sent_for: Sequence[str | None]) -> Iterator[Span]:
     """A consumer span around the handling of one or more messages.
 
     Args:
         sent_for: the `traceparent` of each message that has one. If all are of one trace, the first one is the span's
             parent; else the span begins a new trace. It is linked with all of them.
     """
-    if not traces.on:
+    if not traces.is_enabled:
         yield NO_SPAN
         return
     links = [sent for sent in sent_for if sent is not None]
@@ -199,14 +199,14 @@ def doors_span(traces: Traces, name: str, sent_for: Sequence[str | None]) -> Ite
 
 def trace_job(traces: Traces, job: Job, manifest: Manifest) -> None:
     """Emit the span of an ended job."""
-    if not traces.on:
+    if not traces.is_enabled:
         return
     counts, usage = manifest.counts, manifest.usage
     failed = manifest.errors[0].code if manifest.errors else None
     traces.job_ended(
         job,
         manifest.finished_at,
-        about_job(job)
+        job_attributes(job)
         | {
             "tokenmill.job.status": manifest.status.value,
             "tokenmill.rows": counts.total,
@@ -219,7 +219,7 @@ def trace_job(traces: Traces, job: Job, manifest: Manifest) -> None:
     )
 
 
-def about_job(job: Job) -> dict[str, str | int | float | bool | None]:
+def job_attributes(job: Job) -> dict[str, str | int | float | bool | None]:
     """Span attributes that identify a job."""
     return {"tokenmill.job.id": job.id, "tokenmill.tier": job.tier.value, "tokenmill.tenant": job.tenant}
 

@@ -55,6 +55,6 @@ class CatalogEntry(StoredModel):
     policies: Annotated[str, Field(max_length=64)] | None = None
     published_at: AwareDatetime | None = None
 
-    def same(self, other: CatalogEntry) -> bool:
+    def is_same_as(self, other: CatalogEntry) -> bool:
         """Whether both are equal but for their time of publication."""
         return self == other.model_copy(update={"published_at": self.published_at})

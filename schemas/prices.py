@@ -83,7 +83,7 @@ class PriceBook(BaseModel):
         found = {one.region: one for one in self.price if (one.instance_type, one.market) == (instance_type, market)}
         return found.get(region) or found.get(ANY_REGION)
 
-    def must(self, instance_type: str, region: str, market: Market, where: Path | None = None) -> Price:
+    def require(self, instance_type: str, region: str, market: Market, where: Path | None = None) -> Price:
         """The price as `find` returns it; raises `PriceBookError` with the known entries if there is none."""
         found = self.find(instance_type, region, market)
         if found is None:

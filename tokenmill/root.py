@@ -152,13 +152,13 @@ def intake_settings(settings: Settings) -> IntakeSettings:
 def retention_settings(
     settings: Settings,
     outputs: timedelta | None = None,
-    letters: timedelta | None = None,
+    dead_letters: timedelta | None = None,
     intake: timedelta | None = None,
 ) -> RetentionSettings:
     """Retention times: the given ones, else those of the settings."""
     chosen = settings.retention
     return RetentionSettings(
         outputs=chosen.outputs if outputs is None else outputs,
-        letters=chosen.deadletters if letters is None else letters,
+        dead_letters=chosen.deadletters if dead_letters is None else dead_letters,
         intake=chosen.intake if intake is None else intake,
     )

@@ -24,21 +24,21 @@ class WorkerSettings:
             the engine gets fewer rows ahead, so that the time in its queue hardly counts.
         max_open_shards: shards computed at once. A long answer at the end of one doesn't delay the start of the next.
         watermark: the next shard is opened when fewer rows than this are ready; None: twice the running batch.
-        report_seconds: interval of the observer's calls.
-        look_seconds: interval of polling the source while it has no shard.
+        report_interval_seconds: interval of the observer's calls.
+        poll_interval_seconds: interval of polling the source while it has no shard.
         checkpoint_seconds: interval of checkpoints; the first comes within `FIRST_CHECKPOINT_SECONDS`. 0: after each
             step.
         stuck_seconds: the heartbeats end after so long without an iteration of the loop.
         policies: check prompts and answers.
-        traced_step_seconds: interval of the engine's steps that get a span, where traces are on; 0: none does.
+        trace_interval_seconds: interval of the engine's steps that get a span, where traces are on; 0: none does.
     """
 
     request_timeout: float | None = None
     max_open_shards: int = 4
     watermark: int | None = None
-    report_seconds: float = 0.25
-    look_seconds: float = IDLE_SECONDS
+    report_interval_seconds: float = 0.25
+    poll_interval_seconds: float = IDLE_SECONDS
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     stuck_seconds: float = 300.0
     policies: Policies = NO_POLICIES
-    traced_step_seconds: float = 1.0
+    trace_interval_seconds: float = 1.0

@@ -24,7 +24,7 @@ from benchmarks.gpu import attention
 from benchmarks.gpu.context import Context, Part, Skipped, free_memory, tried
 from benchmarks.gpu.models import load_engine, load_transformers, write_config
 from engine import CacheConfig, Completion, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
-from engine.attention.choice import keeps_fp8
+from engine.attention.choice import supports_fp8_cache
 
 TIE = 1e-3
 """Two best logits that are closer than this may change places at float32 between devices' kernels."""
@@ -265,10 +265,15 @@ def ahead(context: Context, folder: Path) -> dict[str, Any]:
     apart = difference(*zip(*map(along_common_tokens, mine, plain), strict=True))
     tried_it = stats.steps_ahead > 0 and (context.dry or stats.steps_recorded > 0)
     return {
-        "equal": equal, "of": len(prompts), "log-probabilities": apart, "steps": stats.steps,
-        "steps_ahead": stats.steps_ahead, "steps_awaited": stats.steps_awaited, "steps_recorded": stats.steps_recorded,
+        "equal": equal,
+        "of": len(prompts),
+        "log-probabilities": apart,
+        "steps": stats.steps,
+        "steps_ahead": stats.steps_ahead,
+        "steps_awaited": stats.steps_not_ahead,
+        "steps_recorded": stats.steps_recorded,
         "ok": tried_it and equal >= 0.9 * len(prompts) and apart["mean"] <= FORCED["mean"],
-    }  # fmt: skip
+    }
 
 
 def along_common_tokens(one: Completion, other: Completion) -> tuple[Tensor, Tensor]:
@@ -284,7 +289,7 @@ def along_common_tokens(one: Completion, other: Completion) -> tuple[Tensor, Ten
 def fp8_cache(context: Context, folder: Path) -> dict[str, Any]:
     """How far log-probabilities of given texts move when keys and values are kept in fp8."""
     context.need(context.sized(_MODEL_SECONDS, 0.1))
-    if not keeps_fp8(context.device):
+    if not supports_fp8_cache(context.device):
         raise Skipped("no fp8 cache can be kept here")
     prompts = [prompt for prompt in texts(context) if len(prompt) > 1][: context.sized(24, 1)]
     dtype = context.sized("bfloat16", "float32")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.attention.base import AttentionBackend, AttentionBatch, AttentionStep, KVLayout
-from engine.attention.choice import backend_names, keeps_fp8, log_choice, make_backend
+from engine.attention.choice import backend_names, log_choice, make_backend, supports_fp8_cache
 
 __all__ = [
     "AttentionBackend",
@@ -11,7 +11,7 @@ __all__ = [
     "AttentionStep",
     "KVLayout",
     "backend_names",
-    "keeps_fp8",
+    "supports_fp8_cache",
     "make_backend",
     "log_choice",
 ]

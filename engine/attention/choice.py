@@ -95,7 +95,7 @@ def log_choice(backend: AttentionBackend, device: torch.device) -> None:
             logger.warning("attention was chosen", backend=backend.name, note=caveat, **origin)
 
 
-def keeps_fp8(device: torch.device) -> bool:
+def supports_fp8_cache(device: torch.device) -> bool:
     """Whether this device supports a float8 cache."""
     if device.type != "cuda":
         return _interpreted(device)
@@ -139,7 +139,7 @@ def _triton(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> Atten
     interpreted = _interpreted(device)
     if device.type != "cuda" and not interpreted:
         raise EngineError(f"attention 'triton' runs on CUDA devices, not on {device.type}")
-    if dtype == FP8 and not keeps_fp8(device):
+    if dtype == FP8 and not supports_fp8_cache(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise EngineError(f"kv_dtype 'fp8' needs compute capability 8.9 or later; this device has {major}.{minor}")
     from engine.attention.triton_paged import TritonPagedAttention  # noqa: PLC0415 - triton is not always there

@@ -185,7 +185,7 @@ class TritonPagedAttention:
             into[:used, : table.shape[1]].copy_(table)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: TritonStep) -> Tensor:
-        k, v = (part if _lies_together(part) else part.contiguous() for part in (k, v))
+        k, v = (part if _is_contiguous(part) else part.contiguous() for part in (k, v))
         self._store(layer, k, v, step.slots[self.storage.group_of[layer]])
         q = q if q.stride(2) == 1 else q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -288,6 +288,6 @@ def _arange(count: int) -> NDArray[np.int32]:
     return np.arange(count, dtype=np.int32)
 
 
-def _lies_together(part: Tensor) -> bool:
+def _is_contiguous(part: Tensor) -> bool:
     """Whether a token's [kv_heads, head_dim] is contiguous."""
     return part.stride(2) == 1 and part.stride(1) == part.shape[2]

@@ -20,7 +20,7 @@ from engine.models.families import fused_family
 from engine.models.load import OpenedModel, load_model, open_model
 from engine.quant.gptq import PRODUCTS, CalibratingBuilder, by_module
 from engine.quant.rtn import round_to_nearest
-from engine.quant.smoothing import NotingBuilder, factors, run_over, run_together, smoothed
+from engine.quant.smoothing import NotingBuilder, factors, run_in_one_step, run_over, smoothed
 from engine.quant.weight import QWeight
 from engine.quant.writing import FILE_BYTES, CheckpointWriter, Scheme, module_tensors
 
@@ -77,7 +77,7 @@ def gptq_weights(
     )
     longest = max(map(len, sequences))
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"), max_positions=longest, builder=builder)
-    run_together(model, sequences)
+    run_in_one_step(model, sequences)
     return by_module(builder.done, spec.qkv_sizes, spec.intermediate_size, prefix)
 
 

@@ -62,10 +62,10 @@ class NotingBuilder(TorchBuilder):
 def run_over(model: CausalModel, sequences: Sequence[Sequence[int]]) -> None:
     """Compute each sequence separately, only for its layers' records of inputs."""
     for ids in sequences:
-        run_together(model, [ids])
+        run_in_one_step(model, [ids])
 
 
-def run_together(model: CausalModel, sequences: Sequence[Sequence[int]]) -> None:
+def run_in_one_step(model: CausalModel, sequences: Sequence[Sequence[int]]) -> None:
     """Compute the sequences in one step, so that each product sees all its inputs at once."""
     attend = DenseAttend(model.spec.windows)
     attend.ranges = [(0, len(ids)) for ids in sequences]

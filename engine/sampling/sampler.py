@@ -53,7 +53,7 @@ class SampleOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _SampleRequest:
     """Lines (int64 [n]) with log-probabilities, and the distribution before the chain modified it."""
 
     lines: NDArray[np.int64]
@@ -113,7 +113,7 @@ class Sampler:
         if not len(rows):
             return SampleOutput(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_))
         special = self._params.special[rows]
-        asked = self._asked(logits, rows) if special.any() else None
+        asked = self._sample_request(logits, rows) if special.any() else None
         tokens, alive, sound = self._take(logits, rows, positions, num_outputs)
         output = self.unpack(self.pack(tokens, alive, sound).cpu().numpy(), rows)
         if not special.any():
@@ -241,13 +241,15 @@ class Sampler:
                 output.token_ids[line], output.failed[line] = NO_TOKEN, True
                 output.reasons[row] = reason
 
-    def _asked(self, logits: Tensor, rows: NDArray[np.int32]) -> _Asked | None:
+    def _sample_request(self, logits: Tensor, rows: NDArray[np.int32]) -> _SampleRequest | None:
         lines = np.flatnonzero(self._params.logprobs[rows] != OFF)
         if not len(lines):
             return None
-        return _Asked(lines, RawDistribution.of(logits[self._transfer.up(lines)[0]], self._space()))
+        return _SampleRequest(lines, RawDistribution.of(logits[self._transfer.up(lines)[0]], self._space()))
 
-    def _add_logprobs(self, output: SampleOutput, asked: _Asked, tokens: Tensor, rows: NDArray[np.int32]) -> None:
+    def _add_logprobs(
+        self, output: SampleOutput, asked: _SampleRequest, tokens: Tensor, rows: NDArray[np.int32]
+    ) -> None:
         chosen = asked.raw.chosen(tokens[self._transfer.up(asked.lines)[0]].clamp(0, self._vocab_size - 1))
         counts = self._params.logprobs[rows[asked.lines]]
         ids, top = asked.raw.top(int(counts.max()))

@@ -13,7 +13,7 @@ A step without urgent rows has no limit.
 No model of step times is needed: each limit follows measurements. A step that was too slow lowers it to a little less
 than that step held. A step that was in time while work was held back raises it, by so much less that at equilibrium the
 objective's share of the samples is in time. (A stochastic approximation of a quantile, Robbins and Monro 1951: steps
-along the subgradient of the objective in `PaceStats.objective`, on a logarithmic scale.)
+along the subgradient of the objective in `SloStats.objective`, on a logarithmic scale.)
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepContents:
 
 
 @dataclass(frozen=True, slots=True)
-class PaceTerms:
+class SloTerms:
     """One number for each term of the objective: the weights w1 to w4, or the terms' values.
 
     Attributes:
@@ -74,13 +74,13 @@ class PaceTerms:
     utilisation: float = 0.0
     drops: float = 0.0
 
-    def weighed(self, by: PaceTerms) -> float:
+    def weighed(self, by: SloTerms) -> float:
         """Return the sum of all terms, each times its weight."""
         return by.ttft * self.ttft + by.itl * self.itl + by.utilisation * self.utilisation + by.drops * self.drops
 
 
 @dataclass(frozen=True, slots=True)
-class PaceStats:
+class SloStats:
     """SLO statistics of class 0. Counts since the start; seconds.
 
     Attributes:
@@ -105,8 +105,8 @@ class PaceStats:
     beside_prompts: int = 0
     utilisation: float = 1.0
     others: float = 0.0
-    weights: PaceTerms = field(default_factory=PaceTerms)
-    terms: PaceTerms = field(default_factory=PaceTerms)
+    weights: SloTerms = field(default_factory=SloTerms)
+    terms: SloTerms = field(default_factory=SloTerms)
 
     @property
     def objective(self) -> float:
@@ -179,20 +179,20 @@ class SloController:
         self._tokens = self._others = 0.0  # of latest steps
 
     @property
-    def stats(self) -> PaceStats:
+    def stats(self) -> SloStats:
         config = self._config
         utilisation = self._utilisation / self._steps
-        terms = PaceTerms(
+        terms = SloTerms(
             ttft=self._ttft.value / config.ttft if self._ttft.value > 0 else 0.0,
             itl=self._itl.value / config.itl if self._itl.value > 0 else 0.0,
             utilisation=1 - utilisation,
             drops=self._drops / max(1, self._drops + self._first_tokens),
         )
-        return PaceStats(
+        return SloStats(
             self._first_tokens, self._late_first, self._later, self._late, self._drops, self._ttft.value,
             self._itl.value, self._streams.tokens, self._prompts.tokens, utilisation,
             others=self._others / self._tokens if self._tokens else 0.0,
-            weights=PaceTerms(config.weight_ttft, config.weight_itl, config.weight_utilisation, config.weight_drops),
+            weights=SloTerms(config.weight_ttft, config.weight_itl, config.weight_utilisation, config.weight_drops),
             terms=terms,
         )  # fmt: skip
 

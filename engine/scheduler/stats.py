@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.scheduler.slo_control import PaceStats
+from engine.scheduler.slo_control import SloStats
 from engine.speculative.stats import SpeculationStats
 
 
@@ -42,7 +42,7 @@ class SchedulerStats:
     oldest_waiting: float | None
     generated_tokens: int
     speculation: SpeculationStats
-    pace: PaceStats | None
+    pace: SloStats | None
 
 
 class Counters:

@@ -33,7 +33,7 @@ def cache_windows(windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
     return tuple(sorted(set(windows), key=lambda window: (window is not None, window or 0)))
 
 
-def group_work(
+def count_group_work(
     plan: StepPlan, table: NDArray[np.int32], window: int | None, block_size: int, seen: NDArray[np.bool_]
 ) -> GroupWork:
     """Count the attention work of the plan's rows in one cache group.

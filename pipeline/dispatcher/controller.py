@@ -36,8 +36,8 @@ from pipeline.jobs.planning import (
 from pipeline.ledger.active_index import SweepResult, is_open, marked_jobs, sweep
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ledger.records import PlanningFailure
-from pipeline.ports import Lease, PartStopped, PipelineError, World
-from pipeline.runtime.leader_election import RENEW_SECONDS, Leading
+from pipeline.ports import ComponentStopped, Lease, PipelineError, World
+from pipeline.runtime.leader_election import RENEW_SECONDS, LeaderElection
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.outcome import JobStatus
 
@@ -58,23 +58,23 @@ class JobControllerSettings:
     """Intervals and limits of the controller; times in seconds.
 
     Attributes:
-        tick_every: interval between two ticks.
-        look_every: interval between two listings of the markers of open jobs.
-        sweep_every: interval between two sweeps over all jobs, open or ended, for missing and stale markers.
+        tick_interval_seconds: interval between two ticks.
+        refresh_interval_seconds: interval between two listings of the markers of open jobs.
+        sweep_interval_seconds: interval between two sweeps over all jobs, open or ended, for missing and stale markers.
         planners: jobs that are planned concurrently; one tenant occupies at most all planners but one
             (`planning_order`).
-        retry_after: delay before planning that failed temporarily is retried; doubles with each retry.
-        max_retry_after: upper bound of that delay.
+        retry_delay_seconds: delay before planning that failed temporarily is retried; doubles with each retry.
+        max_retry_delay_seconds: upper bound of that delay.
         renew_interval_seconds: interval between two renewals of the lease.
         max_adding_seconds: longest time that one refresh spends on adding new jobs.
     """
 
-    tick_every: float = 0.2
-    look_every: float = 1.0
-    sweep_every: float = 3_600.0
+    tick_interval_seconds: float = 0.2
+    refresh_interval_seconds: float = 1.0
+    sweep_interval_seconds: float = 3_600.0
     planners: int = 2
-    retry_after: float = 15.0
-    max_retry_after: float = 300.0
+    retry_delay_seconds: float = 15.0
+    max_retry_delay_seconds: float = 300.0
     renew_interval_seconds: float = RENEW_SECONDS
     max_adding_seconds: float = 0.25
 
@@ -192,23 +192,23 @@ class JobController:
         self._planners = planners or ThreadPoolExecutor(self._settings.planners, thread_name_prefix="planner")
         self._planning = PlanningQueue(self._planners, self._settings.planners)
         self._sweeper = planners or ThreadPoolExecutor(1, thread_name_prefix="sweeper")
-        self._leadership = Leading(lease, world.clock, "dispatching", self._settings.renew_interval_seconds)
+        self._leadership = LeaderElection(lease, world.clock, "dispatching", self._settings.renew_interval_seconds)
         self._next_refresh = self._next_sweep = 0.0
         self._sweeping: Future[SweepResult] | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Tick until `stop` is set. Temporary failures of the store and the broker are logged and retried. Raises
-        `PartStopped` when a retry can't help."""
+        `ComponentStopped` when a retry can't help."""
         try:
             while not stop.is_set():
                 try:
                     self.tick()
-                except PartStopped:
+                except ComponentStopped:
                     raise
                 except PipelineError as error:
                     logger.warning("a controller tick failed", reason=str(error))
-                    self._world.clock.sleep(self._settings.look_every)
-                self._world.clock.sleep(self._settings.tick_every)
+                    self._world.clock.sleep(self._settings.refresh_interval_seconds)
+                self._world.clock.sleep(self._settings.tick_interval_seconds)
         finally:
             self.close()
 
@@ -222,7 +222,7 @@ class JobController:
             return
         self._sweep(now)
         if now >= self._next_refresh:
-            self._next_refresh = now + self._settings.look_every
+            self._next_refresh = now + self._settings.refresh_interval_seconds
             self._refresh_open_jobs()
         for name, tracked in self._tracked.items():
             self._plan(name, tracked, now)
@@ -271,7 +271,7 @@ class JobController:
     def _add_job(self, name: str, ledger: JobLedger) -> None:
         try:
             job = self._dispatcher.get_job(name) if self._dispatcher.add(ledger) else None
-        except PartStopped:
+        except ComponentStopped:
             raise
         except PipelineError as error:  # the next refresh retries
             logger.warning("a job can't be read now", job=name, reason=str(error))
@@ -286,7 +286,7 @@ class JobController:
             self._sweeping = self._sweeper.submit(sweep, self._world.store)
         elif self._sweeping is not None and self._sweeping.done():
             sweeping, self._sweeping = self._sweeping, None
-            self._next_sweep = now + self._settings.retry_after
+            self._next_sweep = now + self._settings.retry_delay_seconds
             try:
                 swept = sweeping.result()
             except PipelineError:
@@ -294,7 +294,7 @@ class JobController:
             except Exception as error:  # noqa: BLE001 - a later sweep repairs the markers; open jobs go on
                 logger.error("the marker sweep failed", reason=_reason(error), traceback=_trace(error))
                 return
-            self._next_sweep = now + self._settings.sweep_every
+            self._next_sweep = now + self._settings.sweep_interval_seconds
             if swept.marked or swept.removed:
                 logger.info("markers repaired", marked=swept.marked, removed=swept.removed)
 
@@ -311,12 +311,15 @@ class JobController:
             return
         try:
             self._submit_or_apply(name, tracked)
-        except PartStopped:
+        except ComponentStopped:
             raise
         except PlanningCancelled:
             logger.info("planning cancelled", job=name)  # the next tick ends the job
         except PipelineError as error:
-            pause = min(self._settings.max_retry_after, self._settings.retry_after * 2.0 ** min(tracked.tries, 32))
+            pause = min(
+                self._settings.max_retry_delay_seconds,
+                self._settings.retry_delay_seconds * 2.0 ** min(tracked.tries, 32),
+            )
             tracked.tries, tracked.retry_at = tracked.tries + 1, now + pause
             logger.warning("planning failed and will be retried", job=name, reason=str(error), seconds=pause)
         except Exception as error:  # noqa: BLE001 - an exception of planning concerns one job
@@ -330,7 +333,7 @@ class JobController:
             self._end_closed(name, tracked)
             if tracked.failure is not None and not tracked.is_planned:
                 self._count_failure(name, tracked, tracked.failure, now)
-        except PartStopped:
+        except ComponentStopped:
             raise
         except Exception as error:  # noqa: BLE001 - a failure of one job; the others go on
             self._dispatcher.pause(name, error)
@@ -386,7 +389,7 @@ class JobController:
             trace = _trace(failure.error)
             logger.error("planning failed", job=name, attempt=failure.number, reason=reason, traceback=trace)
         if failure.number < MAX_PLANNING_FAILURES:
-            tracked.failure, tracked.retry_at = None, now + self._settings.retry_after
+            tracked.failure, tracked.retry_at = None, now + self._settings.retry_delay_seconds
             return
         message = f"planning failed {failure.number} times, the last time with: {reason}; the log says where"
         fail_job(tracked.ledger, tracked.ledger.job(), self._world, PLANNING_FAILED, message)

@@ -40,9 +40,9 @@ from pipeline.dispatcher.spend_limits import SpendLimiter, SpendSettings
 from pipeline.dispatcher.stalled_jobs import StalledJobs
 from pipeline.jobs.event_sink import EventSink, NoEvents
 from pipeline.jobs.lost_shards import RowsUnknown
-from pipeline.ledger.active_index import is_open, jobs_to_close, tidy
+from pipeline.ledger.active_index import clean_up, is_open, jobs_to_close
 from pipeline.ledger.ledger import JOB, JobLedger, JobNotFound, PlanDamaged
-from pipeline.ports import Heartbeats, PartStopped, ShardQueue, ShardTask, StoreError, World
+from pipeline.ports import ComponentStopped, Heartbeats, ShardQueue, ShardTask, StoreError, World
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.runtime.supervision import reason_of
@@ -69,9 +69,9 @@ class DispatchSettings:
         max_retry_timeout_seconds: upper bound of that time-out. It is shorter than a queue's message lifetime: else a
             shard that waits for its first worker is on no queue for most of the time, and occupies the backlog.
         settle: heartbeats must have been stored without loss for this long before a missing one counts as a lost shard.
-        closing_for: time in each tick for making the parts of jobs that are being closed; as long as the rest of the
-            last tick took, if that is more.
-        tick_every: interval between two ticks, in `run`.
+        closing_budget_seconds: time in each tick for making the parts of jobs that are being closed; as long as the
+            rest of the last tick took, if that is more.
+        tick_interval_seconds: interval between two ticks, in `run`.
         price_per_hour: of workers that report no price.
         weights: of tenants, for fair sharing of computed tokens; others have 1.
         spending: spending limits of tenants.
@@ -84,13 +84,13 @@ class DispatchSettings:
     retry_timeout_seconds: float = 30.0
     max_retry_timeout_seconds: float = 120.0
     settle: float = 0.0
-    sweep_every: float = 30.0
-    cache_every: float = 2.0
+    sweep_interval_seconds: float = 30.0
+    cache_interval_seconds: float = 2.0
     eta_interval_seconds: float = 10.0
     closing_interval_seconds: float = 1.0
-    closing_for: float = 0.5
-    grace: float = 10.0
-    tick_every: float = 0.2
+    closing_budget_seconds: float = 0.5
+    grace_seconds: float = 10.0
+    tick_interval_seconds: float = 0.2
     price_per_hour: float | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     spending: SpendSettings = field(default_factory=SpendSettings)
@@ -99,11 +99,11 @@ class DispatchSettings:
     @property
     def open_job_settings(self) -> OpenJobSettings:
         return OpenJobSettings(
-            self.sweep_every,
-            self.cache_every,
+            self.sweep_interval_seconds,
+            self.cache_interval_seconds,
             self.eta_interval_seconds,
             self.closing_interval_seconds,
-            self.grace,
+            self.grace_seconds,
             self.price_per_hour,
         )
 
@@ -121,12 +121,12 @@ class Dispatcher:
         settings: DispatchSettings | None = None,
         together: Executor | None = None,
         beside: Executor | None = None,
-        figures: DispatchMetrics | None = None,
+        metrics: DispatchMetrics | None = None,
     ) -> None:
         """Args:
         together: executor for concurrent requests to the store; None: they run one after the other.
         beside: executor for requests in the background; it runs a few at a time, so that they don't delay the others.
-        figures: the metrics to update.
+        metrics: the metrics to update.
         """
         self._world = world
         self._queue = queue
@@ -135,7 +135,7 @@ class Dispatcher:
         self._settings = settings or DispatchSettings()
         self._executor = together or InlineExecutor()
         self._background = beside or InlineExecutor()
-        self._metrics = figures or DispatchMetrics()
+        self._metrics = metrics or DispatchMetrics()
         self._since: datetime | None = None  # start of dispatching; None: another dispatcher leads
         self._jobs: dict[str, OpenJob] = {}
         self._outcomes: dict[str, Manifest] = {}
@@ -173,7 +173,7 @@ class Dispatcher:
             return False
         if manifest is not None:
             self._outcomes[job.id] = manifest
-            tidy(ledger)
+            clean_up(ledger)
         elif job.id not in self._jobs:
             self._since = self._since or self._world.clock.now()
             open_job = self._jobs[job.id] = OpenJob(
@@ -250,7 +250,7 @@ class Dispatcher:
             self.tick()
             if self.finished():
                 return
-            self._world.clock.sleep(self._settings.tick_every)
+            self._world.clock.sleep(self._settings.tick_interval_seconds)
 
     def tick(self, planning: Container[str] | None = None, still: Callable[[], bool] = lambda: True) -> None:
         """Read the state of all jobs, queue missing shards, and end complete jobs. Raises `PipelineError` when the
@@ -263,7 +263,7 @@ class Dispatcher:
                 handles the remaining jobs.
         """
         now = self._world.clock.monotonic()
-        self._closing_seconds_left = share = max(self._settings.closing_for, self._other_seconds)
+        self._closing_seconds_left = share = max(self._settings.closing_budget_seconds, self._other_seconds)
         workers = self._heartbeats.workers()
         held = {shard for worker in workers for shard in worker.held}
         self._skipped = {shard for worker in workers for shard in worker.passed_over}
@@ -288,10 +288,10 @@ class Dispatcher:
         self._put_missing(held, now, stored_seconds)
         self._spend_limiter.close_jobs()
         if now >= self._next_forecast and self._heartbeats.since() >= self._settings.settle:
-            self._next_forecast = now + self._settings.cache_every
+            self._next_forecast = now + self._settings.cache_interval_seconds
             self._forecaster.refresh(self._jobs.values(), workers, self._world.clock.now())
         if now >= self._next_metrics:
-            self._next_metrics = now + self._settings.cache_every
+            self._next_metrics = now + self._settings.cache_interval_seconds
             self._metrics.refresh(self._jobs.values(), held, len(self._stalled))
         self._other_seconds = self._world.clock.monotonic() - now - (share - self._closing_seconds_left)
 
@@ -301,7 +301,7 @@ class Dispatcher:
         the whole store, or of the broker, is raised on."""
         try:
             yield
-        except (PartStopped, ServiceUnavailable):
+        except (ComponentStopped, ServiceUnavailable):
             raise
         except Exception as error:
             if not self._settings.isolate:

@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from typing import Final
 
 from pipeline.jobs.closing import close_shard, find_closing, give_up_shard, status_while
-from pipeline.jobs.cost import JobCost, spent_on
+from pipeline.jobs.cost import JobCost, part_cost
 from pipeline.jobs.event_sink import EventSink
 from pipeline.jobs.manifest import PartTotals, build_manifest, failed_manifest
-from pipeline.ledger.active_index import tidy
+from pipeline.ledger.active_index import clean_up
 from pipeline.ledger.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.ports import ObjectNotFound, World, queue_name
 from pipeline.results.checkpoints import read_worked
@@ -45,21 +45,22 @@ class OpenJobSettings:
     """Intervals of an open job; times in seconds.
 
     Attributes:
-        sweep_every: interval between two full listings of the parts (in between only queued shards are checked).
-        cache_every: shortest interval between two writes of progress.json.
+        sweep_interval_seconds: interval between two full listings of the parts (in between only queued shards are
+            checked).
+        cache_interval_seconds: shortest interval between two writes of progress.json.
         eta_interval_seconds: shortest interval between two writes because of a changed forecast alone: the forecasts of
             all open jobs change at the same time.
         closing_interval_seconds: interval between two checks for a cancellation.
-        grace: time after which the shards of a job that is being closed are closed though workers hold them; until then
-            workers release them with all rows computed so far.
+        grace_seconds: time after which the shards of a job that is being closed are closed though workers hold them;
+            until then workers release them with all rows computed so far.
         price_per_hour: of workers that report no price, for the job's cost; None: unknown.
     """
 
-    sweep_every: float = 30.0
-    cache_every: float = 2.0
+    sweep_interval_seconds: float = 30.0
+    cache_interval_seconds: float = 2.0
     eta_interval_seconds: float = 10.0
     closing_interval_seconds: float = 1.0
-    grace: float = 10.0
+    grace_seconds: float = 10.0
     price_per_hour: float | None = None
 
 
@@ -202,7 +203,7 @@ class OpenJob:
     def apply_part_listing(self, standing: Iterable[int], now: float) -> None:
         """Apply a listing of the committed parts: new ones are to be read. Raises `LedgerError` for a part that isn't
         planned."""
-        self.sweep_at = now + self._settings.sweep_every
+        self.sweep_at = now + self._settings.sweep_interval_seconds
         standing = frozenset(standing)
         if self._first_listing is None:
             self._first_listing = standing
@@ -263,7 +264,7 @@ class OpenJob:
             self.closing = find_closing(self.ledger, self.job, self._world.clock.now())
             if self.closing is None:
                 return []
-            self._grace_ends = now + self._settings.grace
+            self._grace_ends = now + self._settings.grace_seconds
             self._has_unsent_events = True
         found = []
         for number, shard in list(self.open_shards.items()):
@@ -371,7 +372,11 @@ class OpenJob:
                 self._events.emit(_status_event(progress))
             self._emitted_status = progress.status
             self._has_unsent_events, self._is_cache_stale = False, True
-        if self._is_cache_stale and now - self._cached_at >= self._settings.cache_every and self._is_write_done():
+        if (
+            self._is_cache_stale
+            and now - self._cached_at >= self._settings.cache_interval_seconds
+            and self._is_write_done()
+        ):
             self._is_cache_stale, self._cached_at, self._cached_eta = False, now, self.eta
             self._caching = self._background.submit(self.ledger.cache_progress, self.progress())
 
@@ -407,12 +412,12 @@ class OpenJob:
         self.ledger.cache_progress(progress)
         self._events.emit(_progress_event(progress, "end"))
         self._events.emit(_status_event(progress))
-        tidy(self.ledger)
+        clean_up(self.ledger)
         return manifest
 
     def _add_spent(self, entry: PartEntry, shard: ShardRef) -> None:
         self.logged_cost.pop(entry.number, None)
-        spent, model = spent_on(entry.summary, self._settings.price_per_hour), self.key_of(shard)
+        spent, model = part_cost(entry.summary, self._settings.price_per_hour), self.key_of(shard)
         self.spent.seconds += spent.seconds
         self.spent.cost += spent.cost
         self.spent.unpriced += spent.unpriced

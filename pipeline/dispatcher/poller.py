@@ -16,9 +16,9 @@ from typing import Final, TypeVar
 
 from pipeline.dispatcher.job_state import NewPart, OpenJob, ShardId
 from pipeline.results.parts import PartEntry
-from pipeline.runtime.inline_executor import AT_ONCE
+from pipeline.runtime.inline_executor import MAX_CONCURRENT_REQUESTS
 
-MAX_DEFERRABLE_READS: Final = AT_ONCE
+MAX_DEFERRABLE_READS: Final = MAX_CONCURRENT_REQUESTS
 """Reads of each deferrable kind in one poll."""
 
 MAX_PARTS_PER_POLL: Final = 128

@@ -37,7 +37,7 @@ from pipeline.ledger.active_index import ACTIVE
 from pipeline.ledger.ledger import JOBS, JobLedger, LedgerError, part_key
 from pipeline.ports import Lease, Message, Messages, NotConfirmed, ObjectStore, PipelineError, World
 from pipeline.results.parts import read_part
-from pipeline.runtime.leader_election import Leading
+from pipeline.runtime.leader_election import LeaderElection
 from pipeline.runtime.supervision import reason_of
 from pipeline.tracing import TRACEPARENT
 from schemas.jobs.events import JobChanged, ShardCommitted
@@ -58,9 +58,10 @@ class PublisherSettings:
     Attributes:
         reply_topics: topics that a record's `reply_to` may name; results for others go to `results_topic` alone.
         all_jobs: announce jobs of every ingest source, not only of Kafka.
-        owed_every, owed_again: interval of checks for unsent dead letters, and the delay after a failed send.
+        unsent_interval_seconds, unsent_retry_seconds: interval of checks for unsent dead letters, and the delay after a
+            failed send.
         every: interval between two polls.
-        sweep_every: interval between two sweeps over all jobs, open or ended, with `all_jobs`.
+        sweep_interval_seconds: interval between two sweeps over all jobs, open or ended, with `all_jobs`.
         rows_at_once: results that are sent before the publisher waits for the broker's confirmation.
     """
 
@@ -70,9 +71,9 @@ class PublisherSettings:
     reply_topics: frozenset[str] = frozenset()
     all_jobs: bool = False
     every: float = 0.5
-    sweep_every: float = 3_600.0
-    owed_every: float = 15.0
-    owed_again: float = 300.0
+    sweep_interval_seconds: float = 3_600.0
+    unsent_interval_seconds: float = 15.0
+    unsent_retry_seconds: float = 300.0
     rows_at_once: int = 500
 
 
@@ -117,7 +118,7 @@ class Publisher:
         self._quiet: dict[str, _Quiet] = {}
         self._owed = UnsentDeadLetters(world, messages, self._settings.deadletter_topic)
         self._sweep_at = self._owed_at = float("-inf")
-        self._leadership = Leading(lease, world.clock, "announcing")
+        self._leadership = LeaderElection(lease, world.clock, "announcing")
 
     def run(self, stop: threading.Event) -> None:
         """Announce until `stop` is set, while this publisher leads; failures are retried."""
@@ -154,12 +155,12 @@ class Publisher:
         clock = self._world.clock
         if clock.monotonic() < self._owed_at:
             return
-        again = self._settings.owed_every
+        again = self._settings.unsent_interval_seconds
         try:
             self._owed.send()
         except PipelineError as error:
             self.failures += 1
-            again = self._settings.owed_again
+            again = self._settings.unsent_retry_seconds
             logger.error("dead_letters_still_owed", reason=str(error))
         self._owed_at = clock.monotonic() + again
 
@@ -195,7 +196,7 @@ class Publisher:
             names.update(info.key.removeprefix(ACTIVE) for info in self._store.list(ACTIVE))
             now = self._world.clock.monotonic()
             if now >= self._sweep_at:
-                self._sweep_at = now + self._settings.sweep_every
+                self._sweep_at = now + self._settings.sweep_interval_seconds
                 names.update(folder.removeprefix(JOBS).rstrip("/") for folder in self._store.folders(JOBS))
             names.update(self._announced)  # one that ended since
         for name in self._announced.keys() - names:  # another announced it to its end

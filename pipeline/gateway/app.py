@@ -26,7 +26,7 @@ from pipeline.gateway.http.errors import (
     unavailable,
 )
 from pipeline.gateway.http.middleware import RequestMiddleware
-from pipeline.gateway.inference.responses import Answers
+from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.openapi.document import DocumentedApp, document_responses
 from pipeline.gateway.openapi.request_schemas import build_schemas
 from pipeline.gateway.openapi.schemas import Health, OpenApi
@@ -46,7 +46,7 @@ request that fails is refused before the handshake, with the same error object a
 
 
 def make_app(
-    parts: GatewayDependencies, draining: Callable[[], bool], answers: Answers | None = None
+    parts: GatewayDependencies, draining: Callable[[], bool], answers: InferenceResponses | None = None
 ) -> RequestMiddleware:
     """Build the ASGI application with all routes, exception handlers and the request middleware.
 
@@ -87,7 +87,7 @@ def make_app(
     hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.is_open)
     max_requests = parts.settings.requests_at_once
     new_id, traces = (lambda: f"req-{parts.world.random.token(12).hex()}"), parts.world.traces
-    return RequestMiddleware(app, new_id, draining, parts.figures, hosts, app.state.bodies, max_requests, traces)
+    return RequestMiddleware(app, new_id, draining, parts.http_metrics, hosts, app.state.bodies, max_requests, traces)
 
 
 def _health_router(draining: Callable[[], bool]) -> APIRouter:

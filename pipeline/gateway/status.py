@@ -80,7 +80,7 @@ class Status:
     def _refresh(self) -> None:
         open_jobs = self._open_jobs_index.look()
         self._workers, self._entries = self._heartbeats.workers(), self._catalog.entries()
-        self._worker_metrics = self._heartbeats.figures()
+        self._worker_metrics = self._heartbeats.metrics()
         self._open_jobs = open_jobs
 
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 METADATA_PREFIX: Final = "tokenmill-"
 
 
-class NotSent(PipelineError):
+class SubmissionFailed(PipelineError):
     """Raised when a target can't take a submission."""
 
 
-def new_name(source: Path, random: Randomness) -> str:
+def make_unused_name(source: Path, random: Randomness) -> str:
     """An unused name for the file: its own, with a random suffix. Raises `InputError` when `source` is no input
     file."""
     if not source.is_file():
@@ -47,17 +47,19 @@ def new_name(source: Path, random: Randomness) -> str:
 def derive_file_job_id(inbox: Inbox, file: FileVersion) -> str:
     """The id of the job that the inbox's ingest source will create for the file."""
     pinned = inbox.pin(file, format_of(file.entry.name))
-    return derived_job_id(file.modified, inbox.door, *pinned.identity)
+    return derived_job_id(file.modified, inbox.kind, *pinned.identity)
 
 
-def drop_into_folder(inbox: FolderInbox, source: Path, name: str, options: Mapping[str, Any]) -> str:
+def copy_into_folder(inbox: FolderInbox, source: Path, name: str, options: Mapping[str, Any]) -> str:
     """Copy the file into the watched folder, after a sidecar with its options; returns the job's id.
 
-    The file appears under its name when it is complete. Raises `NotSent`.
+    The file appears under its name when it is complete. Raises `SubmissionFailed`.
     """
     target = Path(inbox.uri(name))
     if not target.parent.is_dir():
-        raise NotSent(f"{target.parent}: no such folder, so nobody watches it; start 'tokenmill serve' with it first")
+        raise SubmissionFailed(
+            f"{target.parent}: no such folder, so nobody watches it; start 'tokenmill serve' with it first"
+        )
     sidecar = target.with_name(sidecars_of(name)[0])
     try:
         if options:
@@ -66,10 +68,10 @@ def drop_into_folder(inbox: FolderInbox, source: Path, name: str, options: Mappi
     except OSError as error:
         with contextlib.suppress(OSError):
             sidecar.unlink(missing_ok=True)
-        raise NotSent(f"{error.filename or target}: can't be written or read: {error.strerror}") from error
+        raise SubmissionFailed(f"{error.filename or target}: can't be written or read: {error.strerror}") from error
     file = inbox.look(name)
     if file is None:
-        raise NotSent(f"{target}: was removed as soon as it was there; see who cleans up this folder")
+        raise SubmissionFailed(f"{target}: was removed as soon as it was there; see who cleans up this folder")
     return derive_file_job_id(inbox, file)
 
 
@@ -118,7 +120,7 @@ def upload_to_bucket(
             )
     file = inbox.look(name)
     if file is None:
-        raise NotSent(f"{where}: was removed as soon as it was there; see who deletes there")
+        raise SubmissionFailed(f"{where}: was removed as soon as it was there; see who deletes there")
     return where, derive_file_job_id(inbox, file)
 
 
@@ -127,7 +129,7 @@ def _metadata(options: Mapping[str, Any], where: str) -> dict[str, str]:
     for name, value in options.items():
         text = orjson.dumps(value).decode() if isinstance(value, dict | bool) else str(value)
         if not text.isascii():
-            raise NotSent(
+            raise SubmissionFailed(
                 f"{where}: {name} is {text!r}, but S3's metadata takes ASCII only; put it into a sidecar file"
             )
         found[METADATA_PREFIX + name.replace("_", "-")] = text
@@ -146,7 +148,7 @@ def send_reference(
     """Send a record that names the input, and wait for its confirmation; returns the record's position and the job's
     id.
 
-    Raises `NotSent`, and `KafkaSettingsError` where brokers give topics no ids and there is no epoch.
+    Raises `SubmissionFailed`, and `KafkaSettingsError` where brokers give topics no ids and there is no epoch.
     """
     from kafka import KafkaProducer  # noqa: PLC0415 - comes with an extra
     from kafka.errors import KafkaError  # noqa: PLC0415
@@ -168,7 +170,7 @@ def send_reference(
             producer.close(timeout=5.0)
     except KafkaError as error:
         brokers = ", ".join(connection.bootstrap)
-        raise NotSent(f"kafka://{brokers}/{topic}: not confirmed: {type(error).__name__}: {error}") from error
+        raise SubmissionFailed(f"kafka://{brokers}/{topic}: not confirmed: {type(error).__name__}: {error}") from error
     finally:
         ids.close()
     identity = (cluster, topic, str(sent.partition), str(sent.offset))

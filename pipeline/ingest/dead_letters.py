@@ -110,7 +110,7 @@ class Replay(StoredModel):
 class DeadLetterEntry:
     """A dead letter, and how often it was replayed."""
 
-    letter: DeadLetter
+    dead_letter: DeadLetter
     replays: int
 
 
@@ -124,7 +124,7 @@ def dead_letter_id(source: DeadLetterSource) -> str:
     return f"dl-{made.removeprefix('job-')}"
 
 
-def letter_objects(store: ObjectStore, letter: str) -> list[ObjectInfo]:
+def list_dead_letter_objects(store: ObjectStore, letter: str) -> list[ObjectInfo]:
     """All objects of the dead letter with this id, itself the last: as long as it exists the others can be found."""
     return sorted(store.list(f"{LETTERS}{letter}."), key=lambda info: info.key == _dead_letter_key(letter))
 
@@ -178,7 +178,7 @@ class DeadLetters:
         if stored:
             self._store.create(_original_key(id_), stored)
         if self._store.create(_dead_letter_key(id_), dead_letter.to_json()):
-            self._world.letters.note(source.door)
+            self._world.dead_letters.note(source.door)
         return id_
 
     def open_source(self, source: DeadLetterSource) -> DeadLetterSource | None:
@@ -191,7 +191,7 @@ class DeadLetters:
             attempt = replace(source, position=f"{source.position} again {times}")
         return attempt
 
-    def letters(self) -> Iterator[DeadLetterEntry]:
+    def dead_letters(self) -> Iterator[DeadLetterEntry]:
         """All dead letters, the newest first."""
         dead_letter, replays = None, 0
         for info in self._store.list(LETTERS):
@@ -237,7 +237,7 @@ class DeadLetters:
             DeadLetterNotFound: there is none.  CannotReplay: see there.  PipelineError: `send` failed.
         """
         found = self.find(letter)
-        dead = found.letter
+        dead = found.dead_letter
         where = self._store.locate(_dead_letter_key(dead.id))
         if found.replays and not again:
             raise CannotReplay(f"{where}: was replayed before; --again sends it once more")

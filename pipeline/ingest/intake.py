@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from pipeline.jobs.pending_webhooks import want_notice
+from pipeline.jobs.pending_webhooks import request_webhook
 from pipeline.jobs.submit import JobOrder, SubmittedJob, submit
 from pipeline.ledger.active_index import mark
 from pipeline.ledger.ledger import JOBS, JobLedger
@@ -64,7 +64,7 @@ class IntakeSettings:
         caps: the largest max_tokens of each tier.
         default_max_tokens: max_tokens of requests that name none.
         tenant_tokens: maximum tokens in a tenant's open jobs; None: no limit.
-        look_every: seconds between two refreshes of the open tokens.
+        refresh_interval_seconds: seconds between two refreshes of the open tokens.
         noticed: tenants with webhooks on the end of their jobs.
     """
 
@@ -75,11 +75,11 @@ class IntakeSettings:
     limits: Limits = field(default_factory=Limits)
     plan: PlanSettings = field(default_factory=PlanSettings)
     tenant_tokens: int | None = None
-    look_every: float = 5.0
+    refresh_interval_seconds: float = 5.0
     noticed: frozenset[str] = frozenset()
 
 
-class IntakeOptions(Protocol):
+class IntakePort(Protocol):
     """The operations of an `Intake` that ingest sources use."""
 
     def accept(self, draft: JobDraft) -> SubmittedJob: ...
@@ -125,7 +125,7 @@ class Intake:
         self._world = world
         self._settings = settings or IntakeSettings()
         self._catalog = Catalog(world.store)
-        self._backlog = TenantBacklog(world, self._settings.look_every)
+        self._backlog = TenantBacklog(world, self._settings.refresh_interval_seconds)
 
     def accept(self, draft: JobDraft) -> SubmittedJob:
         """The draft's job, created now or by the same event before.
@@ -156,7 +156,7 @@ class Intake:
     def expect(self, tenant: str, job: str) -> None:
         """Request the tenant's webhooks for a job that is about to be created under this id."""
         if tenant in self._settings.noticed:
-            want_notice(self._world.store, job, self._world.clock.now())
+            request_webhook(self._world.store, job, self._world.clock.now())
 
     def room_for(self, tenant: str) -> bool:
         """Whether the tenant may submit more now, by an estimate that is some seconds old."""

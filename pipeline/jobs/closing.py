@@ -15,7 +15,7 @@ from typing import Final, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.jobs.lost_shards import table_of
+from pipeline.jobs.lost_shards import read_or_recover_table
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ledger.records import ShardReport
 from pipeline.ports import World
@@ -92,7 +92,7 @@ def end_shard(
     """
     now = world.clock.now()
     history = read_history(ledger, shard.number)
-    table = table_of(ledger, segment, shard, history.finished)
+    table = read_or_recover_table(ledger, segment, shard, history.finished)
     done = history.finished_rows
     requested = zip(*(table[name].to_pylist() for name in ("row", "custom_id", "model")), strict=True)
     unfinished = [

@@ -49,7 +49,7 @@ class JobCost:
         return None if self.unpriced or not self.seconds else self.cost * 3600 / self.seconds
 
 
-def work_of(summary: PartSummary) -> Mapping[str, WorkerTime]:
+def worker_times(summary: PartSummary) -> Mapping[str, WorkerTime]:
     """Worker time of the attempts on a part, by attempt id. A part of an earlier version lacks it: there it is the time
     between the start and the end of its engine."""
     if summary.worked or summary.engine_started_at is None or summary.engine_finished_at is None:
@@ -58,10 +58,10 @@ def work_of(summary: PartSummary) -> Mapping[str, WorkerTime]:
     return {summary.attempt_id: WorkerTime(seconds=max(0.0, seconds))}
 
 
-def spent_on(summary: PartSummary, default_price: float | None) -> JobCost:
+def part_cost(summary: PartSummary, default_price: float | None) -> JobCost:
     """The cost of a part, including all attempts recorded in it."""
     spent = JobCost()
-    for worked in work_of(summary).values():
+    for worked in worker_times(summary).values():
         spent.add(worked, default_price)
     return spent
 
@@ -71,7 +71,7 @@ def per_million(cost: float | None, tokens: int) -> float | None:
     return None if cost is None or not tokens else cost / tokens * MILLION
 
 
-def by_model(
+def cost_by_model(
     parts: Iterable[tuple[str, PartSummary]], more: Iterable[tuple[str, WorkerTime]], default_price: float | None
 ) -> tuple[ModelSpending, ...]:
     """The cost of the shards of each model, by model name.
@@ -83,7 +83,7 @@ def by_model(
     usage: defaultdict[str, Usage] = defaultdict(Usage)
     for model, summary in parts:
         usage[model] += summary.usage
-        for worked in work_of(summary).values():
+        for worked in worker_times(summary).values():
             spent[model].add(worked, default_price)
     for model, worked in more:
         spent[model].add(worked, default_price)

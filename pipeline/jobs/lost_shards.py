@@ -39,7 +39,7 @@ def read_table(ledger: JobLedger, shard: ShardRef) -> pa.Table:
         raise LedgerError(f"{ledger.place(shard.key)}: can't be read as Parquet ({error})") from error
 
 
-def table_of(ledger: JobLedger, segment: PlanSegment, shard: ShardRef, finished: pa.Table) -> pa.Table:
+def read_or_recover_table(ledger: JobLedger, segment: PlanSegment, shard: ShardRef, finished: pa.Table) -> pa.Table:
     """The shard's table, for building its part. If its file can't be read: its rows, with the custom_ids that
     `finished` (`FINISHED_SCHEMA`) has.
 

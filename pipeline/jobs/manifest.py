@@ -15,7 +15,7 @@ from typing import Final
 import pyarrow as pa
 
 from pipeline.jobs.closing import CLOSER, ending
-from pipeline.jobs.cost import JobCost, by_model, per_million, work_of
+from pipeline.jobs.cost import JobCost, cost_by_model, per_million, worker_times
 from pipeline.ledger.ledger import JobLedger, part_key
 from pipeline.ledger.records import EngineFacts, PartSummary
 from pipeline.ports import PipelineError
@@ -102,7 +102,7 @@ def build_manifest(
     usage += repeated
     more = [(models[number], worked) for number, worked in lost]
     computed = [(models[part.number], part.summary) for part in ordered if part.number in models]
-    spending = by_model(computed, more, price_per_hour)
+    spending = cost_by_model(computed, more, price_per_hour)
     spent = _spent(computed, more, price_per_hour)
     closing = ledger.closing() if counts.cancelled or counts.expired else None
     finished_at = max(part.summary.committed_at for part in ordered)
@@ -167,7 +167,7 @@ def _spent(
     parts: Sequence[tuple[str, PartSummary]], more: Sequence[tuple[str, WorkerTime]], price_per_hour: float | None
 ) -> JobCost:
     spent = JobCost()
-    for worked in (*(one for _, summary in parts for one in work_of(summary).values()), *(one for _, one in more)):
+    for worked in (*(one for _, summary in parts for one in worker_times(summary).values()), *(one for _, one in more)):
         spent.add(worked, price_per_hour)
     return spent
 
@@ -187,7 +187,7 @@ def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int
             continue
         history = read_history(ledger, part.number)
         ended = {record.attempt_id: record for record in ledger.ended(part.number)}
-        accounted = work_of(summary)
+        accounted = worker_times(summary)
         for attempt in history.attempts:
             name = attempt.attempt_id
             sampled = max(ended[name].generated if name in ended else 0, history.logged.get(name, 0))

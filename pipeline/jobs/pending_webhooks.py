@@ -43,6 +43,6 @@ class DueWebhook(StoredModel):
     at: AwareDatetime
 
 
-def want_notice(store: ObjectStore, job: str, now: datetime) -> None:
+def request_webhook(store: ObjectStore, job: str, now: datetime) -> None:
     """Request webhooks on the end of the job with this id, which is about to be created."""
     store.create(WANTED + job, WebhookRequest(at=now).to_json())

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pipeline.inputs.open import PinnedInput, open_pinned
 from pipeline.jobs.closing import find_closing
 from pipeline.jobs.manifest import failed_manifest
-from pipeline.ledger.active_index import tidy
+from pipeline.ledger.active_index import clean_up
 from pipeline.ledger.ledger import JobLedger, LedgerError, rejects_key, segment_key, shard_key
 from pipeline.ledger.records import PartSummary
 from pipeline.planner import (
@@ -207,7 +207,7 @@ def plan_job(
     """
     if ledger.manifest() is not None:
         return None
-    if ledger.wanted_parts() is not None:
+    if ledger.planned_parts() is not None:
         for segment in ledger.segments():
             commit_rejects(ledger, segment, world)
         return None
@@ -331,4 +331,4 @@ def _end_as_failed(ledger: JobLedger, job: Job, world: World, errors: tuple[JobE
 def _end(ledger: JobLedger, job: Job, world: World, manifest: Manifest) -> None:
     if ledger.create_manifest(manifest):
         trace_job(world.traces, job, manifest)
-    tidy(ledger)
+    clean_up(ledger)

@@ -153,7 +153,7 @@ def retried_settings(first: Retry, max_output_tokens: int | None) -> JobSettings
     return settings.model_copy(update={"default_max_tokens": default, "max_output_tokens": max_output_tokens})
 
 
-def limit_of_retry(job: Job, overrides: RetryOverrides) -> float | None:
+def retry_spending_limit(job: Job, overrides: RetryOverrides) -> float | None:
     """The spending limit of the retry alone: the first job's, unless overridden."""
     return job.max_cost if overrides.max_cost is None else overrides.max_cost
 
@@ -199,7 +199,7 @@ def submit_retry(
             return SubmittedJob(standing, created=False)
     order = JobOrder(
         input=job.input, models=job.models, settings=settings, tenant=job.tenant, tier=overrides.tier or job.tier,
-        deadline=overrides.deadline, max_cost=limit_of_retry(job, overrides),
+        deadline=overrides.deadline, max_cost=retry_spending_limit(job, overrides),
         output_expires_after=job.output_expires_after, retry_of=job.id, metadata=job.metadata,
     )  # fmt: skip
     before(job_id)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from pipeline.ledger.active_index import mark, tidy, unmark
+from pipeline.ledger.active_index import clean_up, delete_markers, mark
 from pipeline.ledger.ledger import JOB, OWN_FILES, OWN_FOLDERS, RESULTS, JobLedger, LedgerError, part_number
 from pipeline.ledger.records import RunRecord
 from pipeline.ledger.tenant_index import batches_of
@@ -112,7 +112,7 @@ def submit(
         mark(ledger)
         _record_run(ledger, world, now)
     else:
-        tidy(ledger)  # the clean-up at the job's end may have been interrupted
+        clean_up(ledger)  # the clean-up at the job's end may have been interrupted
     return SubmittedJob(standing.model_copy(update={"input": order.input}), created=False)
 
 
@@ -127,7 +127,7 @@ def clear(ledger: JobLedger) -> None:
         for info in ledger.store.list(ledger.prefix + folder):
             ledger.store.delete(info.key)
     ledger.store.delete(ledger.prefix + JOB)
-    unmark(ledger)
+    delete_markers(ledger)
 
 
 def new_job_id(now: datetime, random: Randomness) -> str:

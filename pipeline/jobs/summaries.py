@@ -80,10 +80,10 @@ def list_jobs(store: ObjectStore, *, active: bool = False) -> Iterator[JobSummar
     Args:
         active: only jobs that have not ended; in a root, the others aren't read.
     """
-    return map(glance, open_jobs(store) if active else find_ledgers(store))
+    return map(summarize_for_listing, open_jobs(store) if active else find_ledgers(store))
 
 
-def glance(ledger: JobLedger) -> JobSummary:
+def summarize_for_listing(ledger: JobLedger) -> JobSummary:
     """The summary of a job for listings: from cached progress if there is some, with the problem if it can't be
     read."""
     try:

@@ -26,7 +26,7 @@ def record_spent(store: ObjectStore, tenant: str, job: str, by_day: Mapping[str,
             store.create(f"{_folder(tenant)}{day}_{job}_{millionths}", b"")
 
 
-def old_spending(store: ObjectStore, today: date) -> Iterator[ObjectInfo]:
+def list_old_spending(store: ObjectStore, today: date) -> Iterator[ObjectInfo]:
     """Markers of months before the last one, which no spending limit reads any more."""
     month = (today.replace(day=1) - timedelta(days=1)).isoformat()[:7]
     for tenant in store.folders(TENANTS):

@@ -109,7 +109,7 @@ class LaneCalls:
     def _open_call(self, request: LaneRequest) -> _Call:
         """A call with a span of its own, if tracing is on; the worker's spans are its children."""
         span = NO_SPAN
-        if self._traces.on:
+        if self._traces.is_enabled:
             attributes = {"tokenmill.request.id": request.id, "tokenmill.tier": request.tier.value}
             span = self._traces.begin("lane", attributes, kind="client", parent=request.traceparent)
             request = replace(request, traceparent=span.traceparent)

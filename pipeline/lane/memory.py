@@ -58,7 +58,7 @@ class MemoryLane:
                 return
             if request.attempt == 1:
                 self._check_room(request)
-            events: deque[LaneEvent] = known.events if known is not None else deque(maxlen=self._settings.most_events)
+            events: deque[LaneEvent] = known.events if known is not None else deque(maxlen=self._settings.max_events)
             self._calls.pop(request.id, None)
             tenants = {call.request.tenant for call in self._calls.values()}
             self._turns = {tenant: turn for tenant, turn in self._turns.items() if tenant in tenants}
@@ -160,11 +160,11 @@ class MemoryLane:
             if call.is_waiting and call.request.model == request.model
         )
         own, bounds = tenants[request.tenant], self._settings
-        if tenants.total() >= bounds.most_waiting or own >= bounds.most_waiting_each:
+        if tenants.total() >= bounds.max_waiting or own >= bounds.max_waiting_per_tenant:
             raise LaneFull(full_message(request, bounds, own))
 
     def _may_take(self, models: Sequence[str], shares: TenantShares) -> bool:
-        return any(shares.held.get(call.request.tenant, 0) < shares.most_each for call in self._free(models))
+        return any(shares.held.get(call.request.tenant, 0) < shares.max_each for call in self._free(models))
 
     def _choose(self, models: Sequence[str], most: int, shares: TenantShares) -> list[_Call]:
         """Choose up to `most` free requests, by tenant (see `TenantShares`)."""
@@ -174,7 +174,7 @@ class MemoryLane:
         held = Counter(shares.held)
         chosen: list[_Call] = []
         while len(chosen) < most:
-            ready = [tenant for tenant in waiting if held[tenant] < shares.most_each]
+            ready = [tenant for tenant in waiting if held[tenant] < shares.max_each]
             if not ready:
                 break
             tenant = min(ready, key=lambda name: (held[name], self._turns[name]))

@@ -36,9 +36,9 @@ class LaneSettings:
             (`CallSettings.give_up`).
         longest: a request without a deadline is wanted for so long.
         retention: events are stored for so long after the last one.
-        most_waiting: maximum number of a model's requests whose answer has not begun; only first attempts are refused
+        max_waiting: maximum number of a model's requests whose answer has not begun; only first attempts are refused
             beyond it. One tenant alone may have seven eighths of them.
-        most_events: maximum number of a request's events that are stored for its reader.
+        max_events: maximum number of a request's events that are stored for its reader.
         most_bytes: maximum bytes of a request.
     """
 
@@ -46,14 +46,14 @@ class LaneSettings:
     caller_lifetime: float = 30.0
     longest: float = 3_600.0
     retention: float = 300.0
-    most_waiting: int = 10_000
-    most_events: int = 16_384
+    max_waiting: int = 10_000
+    max_events: int = 16_384
     most_bytes: int = 16 << 20
 
     @property
-    def most_waiting_each(self) -> int:
+    def max_waiting_per_tenant(self) -> int:
         """Maximum number of one tenant's waiting requests for a model."""
-        return self.most_waiting - self.most_waiting // 8
+        return self.max_waiting - self.max_waiting // 8
 
 
 class Lane(Protocol):
@@ -87,11 +87,11 @@ class TenantShares:
 
     Attributes:
         held: number of requests that the worker holds, by tenant.
-        most_each: maximum number of one tenant's requests that it may hold, including those that it takes now.
+        max_each: maximum number of one tenant's requests that it may hold, including those that it takes now.
     """
 
     held: Mapping[str, int] = field(default_factory=dict)
-    most_each: int = 2**31
+    max_each: int = 2**31
 
 
 NO_SHARES: Final = TenantShares()
@@ -142,9 +142,9 @@ class OpenLane(Lane, LaneMonitor, Protocol):
 
 def full_message(request: LaneRequest, settings: LaneSettings, own: int) -> str:
     """The message of `LaneFull`; `own`: number of the tenant's waiting requests."""
-    if own >= settings.most_waiting_each:
+    if own >= settings.max_waiting_per_tenant:
         return f"{own} requests of this tenant wait for model {request.model}; try again later"
-    return f"{settings.most_waiting} requests wait for model {request.model}; try again later"
+    return f"{settings.max_waiting} requests wait for model {request.model}; try again later"
 
 
 class LaneStream:

@@ -75,14 +75,14 @@ class RedisLane:
                     body,
                     wanted,
                     max(queue_ttl_milliseconds(bounds), 2 * wanted),
-                    bounds.most_waiting,
-                    bounds.most_waiting_each,
+                    bounds.max_waiting,
+                    bounds.max_waiting_per_tenant,
                     milliseconds(bounds.caller_lifetime),
                     *self._prefixes(request.model),
                 ],
             )
         if outcome in (b"full", b"tenant full"):
-            own = bounds.most_waiting_each if outcome == b"tenant full" else 0
+            own = bounds.max_waiting_per_tenant if outcome == b"tenant full" else 0
             raise LaneFull(full_message(request, bounds, own))
 
     def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:

@@ -154,7 +154,7 @@ class RedisLaneWorker:
         lifetime, queue_ttl = milliseconds(self._settings.lifetime), queue_ttl_milliseconds(self._settings)
         found = self._take(
             keys=[waiting, turns, sent, callers],
-            args=[self._name, most, min(shares.most_each, 2**31), lifetime, queue_ttl, *prefixes, *held],
+            args=[self._name, most, min(shares.max_each, 2**31), lifetime, queue_ttl, *prefixes, *held],
         )
         seen[sent] = found[0]
         taken = []
@@ -197,7 +197,7 @@ class RedisLaneWorker:
                 self._name,
                 f"{event.attempt}-{event.sequence}",
                 event_json(event),
-                self._settings.most_events,
+                self._settings.max_events,
                 retention,
                 lifetime,
                 int(closes_attempt(event)),

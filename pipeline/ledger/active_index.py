@@ -31,18 +31,18 @@ def mark(ledger: JobLedger) -> bool:
     return ledger.in_root and ledger.store.create(ACTIVE + ledger.name, b"")
 
 
-def unmark(ledger: JobLedger) -> None:
+def delete_markers(ledger: JobLedger) -> None:
     """Delete the job's markers, if it has any."""
     if ledger.in_root:
         ledger.store.delete(CLOSE + ledger.name)
         ledger.store.delete(ACTIVE + ledger.name)
 
 
-def tidy(ledger: JobLedger) -> None:
+def clean_up(ledger: JobLedger) -> None:
     """Delete the working objects of a job whose manifest is durable: first the attempts' objects, then the marker.
     After an interruption the marker still refers to the job; the clean-up can be repeated."""
     ledger.clear_work()
-    unmark(ledger)
+    delete_markers(ledger)
 
 
 def open_jobs(store: ObjectStore) -> Iterator[JobLedger]:
@@ -74,9 +74,9 @@ def sweep(store: ObjectStore) -> SweepResult:
         if is_open(ledger):
             continue
         if _is_durable(ledger, MANIFEST):
-            tidy(ledger)
+            clean_up(ledger)
         else:
-            unmark(ledger)
+            delete_markers(ledger)
             if _is_durable(ledger, JOB):  # the job has just been created
                 mark(ledger)
                 continue

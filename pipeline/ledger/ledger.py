@@ -49,7 +49,7 @@ REJECTS = 0
 
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 _CHUNK = 1 << 20
-SomePaper = TypeVar("SomePaper", bound=StoredModel)
+SomeRecord = TypeVar("SomeRecord", bound=StoredModel)
 
 logger = structlog.get_logger(__name__)
 
@@ -317,7 +317,7 @@ class JobLedger:
         """Records of attempts on a shard that ended in order and without a commit."""
         return self._records(work_key(shard, "ended-"), EndRecord)
 
-    def note_unreadable(self, shard: int, name: str, record: UnreadableRecord) -> None:
+    def record_unreadable(self, shard: int, name: str, record: UnreadableRecord) -> None:
         """Record that an attempt could not continue with a shard. `name`: the attempt's."""
         self.create(work_key(shard, f"unreadable-{name}.json"), record.to_json())
 
@@ -342,7 +342,7 @@ class JobLedger:
         for key in keys:
             self.store.delete(key)
 
-    def read_record(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+    def read_record(self, key: str, kind: type[SomeRecord]) -> SomeRecord | None:
         """A private record of the job by its key; None when it is missing or damaged."""
         return self._find_record(key, kind)
 
@@ -374,11 +374,11 @@ class JobLedger:
             return JobStatus.FINALIZING if closing.kind == "expire" else JobStatus.CANCELLING
         if not self.has_part(REJECTS):
             return JobStatus.VALIDATING
-        wanted = self.wanted_parts()
+        wanted = self.planned_parts()
         committed = {number for number, _ in self.parts()}
         return JobStatus.FINALIZING if wanted is not None and wanted <= committed else JobStatus.IN_PROGRESS
 
-    def wanted_parts(self) -> set[int] | None:
+    def planned_parts(self) -> set[int] | None:
         """Numbers of all parts of the complete job; None while the plan isn't complete."""
         numbers, complete = set[int](), False
         for segment in self.segments():
@@ -404,14 +404,14 @@ class JobLedger:
             if folder.isdigit():
                 yield int(folder), info
 
-    def _records(self, key_prefix: str, kind: type[SomePaper]) -> list[SomePaper]:
+    def _records(self, key_prefix: str, kind: type[SomeRecord]) -> list[SomeRecord]:
         """Records whose keys start with `key_prefix`. Some may vanish meanwhile, because the job has just ended.
         Damaged
         records are skipped: they only save work, and no result depends on them."""
         found = (self._find_record(info.key.removeprefix(self.prefix), kind) for info in self._list(key_prefix))
         return [record for record in found if record is not None]
 
-    def _find_record(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+    def _find_record(self, key: str, kind: type[SomeRecord]) -> SomeRecord | None:
         try:
             return self._read(key, kind)
         except LaterVersion:
@@ -420,7 +420,7 @@ class JobLedger:
             logger.warning("a record of an attempt is damaged, and is skipped", reason=str(error))
             return None
 
-    def _read(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+    def _read(self, key: str, kind: type[SomeRecord]) -> SomeRecord | None:
         try:
             data = self.store.read(self.prefix + key)
         except ObjectNotFound:
@@ -428,7 +428,7 @@ class JobLedger:
         return parse_stored(self.place(key), data, kind)
 
 
-def parse_stored(where: str, data: bytes, kind: type[SomePaper]) -> SomePaper:
+def parse_stored(where: str, data: bytes, kind: type[SomeRecord]) -> SomeRecord:
     """Parse a stored record from its JSON. Raises `LedgerError`, which names `where`, when the record is damaged or of
     a later version."""
     try:

@@ -30,9 +30,9 @@ from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from pipeline.ingest.celery.tasks import INTAKE as TASKS
 from pipeline.ingest.celery.tasks import TICKET, load_ticket
-from pipeline.ingest.dead_letters import DeadLetters, letter_objects
-from pipeline.ingest.files.source import file_hash, markers_of
-from pipeline.jobs.tenant_spend import old_spending
+from pipeline.ingest.dead_letters import DeadLetters, list_dead_letter_objects
+from pipeline.ingest.files.source import marker_name_prefix, marker_prefix
+from pipeline.jobs.tenant_spend import list_old_spending
 from pipeline.ledger.active_index import ACTIVE, sweep
 from pipeline.ledger.ledger import JOBS, OWN_FOLDERS, PROGRESS, SHARDS, WORK, JobLedger
 from pipeline.ledger.records import Tombstone
@@ -67,14 +67,14 @@ class RetentionSettings:
 
     Attributes:
         outputs: results, from the end of a job without its own retention; None: for ever.
-        letters: dead letters, from their writing; None: for ever.
+        dead_letters: dead letters, from their writing; None: for ever.
         intake: intake batches, from the job's acceptance, and tickets; minimum retention. Longer than any ingest source
             redelivers: SQS keeps messages for 14 days at most, a Kafka topic for its retention.
         uploads: multipart uploads, from their beginning.
     """
 
     outputs: timedelta | None = None
-    letters: timedelta | None = None
+    dead_letters: timedelta | None = None
     intake: timedelta = timedelta(days=30)
     uploads: timedelta = timedelta(days=2)
 
@@ -231,26 +231,30 @@ class RetentionSweep:
             self._remove(RemovedKind.TICKET, info)
 
     def _collect_dead_letters(self) -> None:
-        if self._settings.letters is None:
+        if self._settings.dead_letters is None:
             return
-        before = self._now() - self._settings.letters
-        old = [found.letter.id for found in DeadLetters(self._world).letters() if found.letter.recorded_at <= before]
+        before = self._now() - self._settings.dead_letters
+        old = [
+            found.dead_letter.id
+            for found in DeadLetters(self._world).dead_letters()
+            if found.dead_letter.recorded_at <= before
+        ]
         for dead_letter in self._unless_stopped(old):
-            for info in letter_objects(self._store, dead_letter):
+            for info in list_dead_letter_objects(self._store, dead_letter):
                 self._remove(RemovedKind.LETTER, info)
 
     def _collect_spending(self) -> None:
-        for info in self._unless_stopped(old_spending(self._store, self._now().date())):
+        for info in self._unless_stopped(list_old_spending(self._store, self._now().date())):
             self._remove(RemovedKind.MARKER, info)
 
     def _collect_markers(self) -> None:
         """Remove markers of the root's own incoming folder. Files of other folders can't be checked from here, so their
         markers stay."""
-        markers = markers_of(self._store.locate(INCOMING))
+        markers = marker_prefix(self._store.locate(INCOMING))
         there: set[str] | None = None
         for info in self._unless_stopped(self._store.list(markers)):
             if there is None:
-                there = {file_hash(self._store.locate(found.key)) for found in self._store.list(INCOMING)}
+                there = {marker_name_prefix(self._store.locate(found.key)) for found in self._store.list(INCOMING)}
             if info.key.removeprefix(markers).partition("-")[0] not in there:
                 self._remove(RemovedKind.MARKER, info)
 

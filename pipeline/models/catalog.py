@@ -40,7 +40,7 @@ class Catalog:
         except LedgerError as error:
             logger.warning("a catalog entry can't be read and is replaced", reason=str(error))
             standing = None
-        if standing is None or not standing.same(entry) or (standing.published_at is None and entry.published_at):
+        if standing is None or not standing.is_same_as(entry) or (standing.published_at is None and entry.published_at):
             self._store.replace(_key(entry.pin.name), entry.to_json())
 
     def publish_version(self, entry: CatalogEntry) -> None:

@@ -74,7 +74,9 @@ def judge(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDr
     return None
 
 
-def standing_of(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDrift | None) -> ReleaseComparison:
+def compare_so_far(
+    shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDrift | None
+) -> ReleaseComparison:
     """The comparison of all shards so far, for display; it decides nothing."""
     return compare(shards, drift, 1 - rules.confidence)
 

@@ -122,7 +122,7 @@ class ModelRegistry:
         self.settle(ReleaseState(release, outcome))
         return outcome
 
-    def go_back(self, name: str, at: datetime) -> ReleaseState:
+    def roll_back_promoted(self, name: str, at: datetime) -> ReleaseState:
         """Serve the version before the last promoted one again, as a release of its own that is decided immediately.
         Raises `ReleaseError` if none was promoted."""
         last = self.last(name)
@@ -157,7 +157,7 @@ class ModelRegistry:
         self._catalog.publish(entry)
         return True
 
-    def note_drift(self, release: Release, drift: LogprobDrift) -> None:
+    def record_drift(self, release: Release, drift: LogprobDrift) -> None:
         """Record the drift of the candidate's log-probabilities from the stable version's; the first record counts."""
         self._store.create(f"{RELEASES}{release.id}/drift.json", drift.to_json())
 

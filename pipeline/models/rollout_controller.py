@@ -15,7 +15,7 @@ import structlog
 
 from pipeline.ledger.ledger import LedgerError
 from pipeline.models.canaries import Canaries
-from pipeline.models.evaluation import ShadowedShard, judge, standing_of
+from pipeline.models.evaluation import ShadowedShard, compare_so_far, judge
 from pipeline.models.registry import ModelRegistry, ReleaseState
 from pipeline.models.shadow_results import ShadowComparison, ShadowCopies
 from pipeline.ports import PipelineError, World
@@ -50,7 +50,7 @@ class RolloutController:
         self._canaries = Canaries(world.store)
         self._compared: dict[str, dict[str, ShadowComparison | None]] = {}  # release -> copy's key -> what came of it
         self._ended: Counter[tuple[str, str]] = Counter()
-        self.figures = ReleaseMetrics({}, {}, {})
+        self.metrics = ReleaseMetrics({}, {}, {})
 
     def run(self, stop: threading.Event) -> None:
         """Refresh the releases until `stop` is set. Read errors are logged and retried."""
@@ -74,12 +74,12 @@ class RolloutController:
                 standing = ReleaseState(standing.release, outcome)
             self._settle(standing)
         canaries = dict(self._canaries.failures())
-        self.figures = ReleaseMetrics(open_comparisons, dict(self._ended), canaries)
+        self.metrics = ReleaseMetrics(open_comparisons, dict(self._ended), canaries)
 
     def _decide(self, release: Release) -> tuple[ReleaseOutcome | None, ReleaseComparison]:
         shards, drift, rules = self._shards(release), self._registry.drift(release), release.rules
         now = self._world.clock.now()
-        compared = standing_of(shards, rules, drift)
+        compared = compare_so_far(shards, rules, drift)
         if release.mode == "shadow":
             return None, compared
         verdict = judge(shards, rules, drift)
@@ -115,9 +115,9 @@ class RolloutController:
         return _shards(self._world, release, self._compared.setdefault(release.id, {}))
 
 
-def compared_now(world: World, release: Release) -> ReleaseComparison:
+def compare_release(world: World, release: Release) -> ReleaseComparison:
     """The comparison of an open release; reads all copies."""
-    return standing_of(_shards(world, release, {}), release.rules, ModelRegistry(world.store).drift(release))
+    return compare_so_far(_shards(world, release, {}), release.rules, ModelRegistry(world.store).drift(release))
 
 
 def _shards(world: World, release: Release, known: dict[str, ShadowComparison | None]) -> list[ShadowedShard]:

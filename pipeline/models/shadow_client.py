@@ -67,9 +67,9 @@ class ShadowClient:
         self._load = WorkerLoad()
 
     @property
-    def figures(self) -> WorkerMetrics | None:
+    def metrics(self) -> WorkerMetrics | None:
         """The worker's last reported metrics."""
-        return self._load.figures
+        return self._load.metrics
 
     # -- ShardSource
 

@@ -53,7 +53,7 @@ class OtelTraces:
         version: of tokenmill.
     """
 
-    on = True
+    is_enabled = True
 
     def __init__(self, service: str, version: str, processor: SpanProcessor) -> None:
         self._ids = _Ids()

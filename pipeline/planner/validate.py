@@ -192,7 +192,7 @@ class Validator:
         if isinstance(body, EmbeddingBody):
             return _Answer(True, len(body.input), 0, 0, 0)
         limit = self._within_context(body, prompt_tokens, self._output_limit(body))
-        return _Answer(body.deterministic, body.n, self._expected(body, limit), limit * body.n, _certain(body))
+        return _Answer(body.is_deterministic, body.n, self._expected(body, limit), limit * body.n, _certain(body))
 
     def _output_limit(self, body: GenerationBody) -> int:
         """Maximum tokens of a choice; raises `RowError` above the tier's cap."""

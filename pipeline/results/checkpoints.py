@@ -52,7 +52,7 @@ class ShardHistory:
         worked: attempt id -> logged worker time.
         attempts: records of all attempts, in order.
         silent: number of latest attempts in a row that died without progress.
-        cornered: the only rows that were being computed when the latest attempt died.
+        isolated_rows: the only rows that were being computed when the latest attempt died.
         blamed: rows that were the only one being computed when an attempt died -> how often.
         keys: keys of the checkpoints, by attempt id.
     """
@@ -64,7 +64,7 @@ class ShardHistory:
     worked: Mapping[str, WorkerTime] = field(default_factory=dict)
     attempts: tuple[AttemptRecord, ...] = ()
     silent: int = 0
-    cornered: frozenset[int] = frozenset()
+    isolated_rows: frozenset[int] = frozenset()
     blamed: Mapping[int, int] = field(default_factory=dict)
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ def read_history(ledger: JobLedger, shard: int) -> ShardHistory:
         worked={name: found[-1].head.worked for name, found in by_attempt.items() if found},
         attempts=attempts,
         silent=_count_silent(attempts, by_attempt.keys() | ended),
-        cornered=cornered,
+        isolated_rows=cornered,
         blamed=Counter(row for rows in isolated.values() if len(rows) == 1 for row in rows),
         keys={name: tuple(keys) for name, keys in names.checkpoints.items()},
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.ports import PartStopped, PipelineError
+from pipeline.ports import ComponentStopped, PipelineError
 
 
-class BadAddress(PartStopped):
+class BadAddress(ComponentStopped):
     """Raised when a URL doesn't name a server of the expected kind. A retry can't help."""
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, Final
 
-AT_ONCE: Final = 16
+MAX_CONCURRENT_REQUESTS: Final = 16
 """Maximum number of concurrent requests to a store over a network."""
 
-BESIDE: Final = 2
+MAX_BACKGROUND_REQUESTS: Final = 2
 """Maximum number of concurrent background requests to a store."""
 
 

@@ -18,7 +18,7 @@ RENEW_SECONDS: Final = 2.0
 logger = structlog.get_logger(__name__)
 
 
-class Leading:
+class LeaderElection:
     """One contender, used by one thread. With `lease` None it is the only contender, and always leads.
 
     Args:

@@ -2,7 +2,7 @@
 process.
 
 The part restarts after a pause. All its state is in the store, so only time is lost. Only an error that a retry can't
-resolve (`PartStopped`) ends a part, and with it the process.
+resolve (`ComponentStopped`) ends a part, and with it the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from pipeline.ports import PartStopped, PipelineError, World
+from pipeline.ports import ComponentStopped, PipelineError, World
 
 FIRST_PAUSE_SECONDS: Final = 1.0
 MAX_PAUSE_SECONDS: Final = 60.0
@@ -41,7 +41,7 @@ def supervise(
         try:
             work(stop)
             return
-        except PartStopped:
+        except ComponentStopped:
             raise
         except Exception as error:  # noqa: BLE001 - logged and counted; the other parts and the next attempt go on
             if world.clock.monotonic() - began > MAX_PAUSE_SECONDS:

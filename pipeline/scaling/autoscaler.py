@@ -49,7 +49,7 @@ class PoolDecision:
 class ScalingTarget(Protocol):
     """A receiver of decisions."""
 
-    def put(self, figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
+    def put(self, metrics: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         """Report the decisions. Raises `PipelineError`."""
 
 
@@ -80,7 +80,7 @@ class Autoscaler:
         self._keep = keep
         self._state: StoredScaling | None = None
 
-    def once(self) -> list[PoolDecision]:
+    def decide_once(self) -> list[PoolDecision]:
         """Decide once, and report to all targets. Raises `PipelineError` when the store or the heartbeats can't be
         read, since missing heartbeats don't mean that there are no workers; and, after all targets were called, the
         first error of a target."""
@@ -91,7 +91,7 @@ class Autoscaler:
         seen = observe_root(self._reader, self._heartbeats, now)
         pools: dict[str, PoolMemory] = {}
         decisions = []
-        for pool in pools_of(self._options, {model.model for model in seen.figures.models}):
+        for pool in pools_of(self._options, {model.model for model in seen.backlog_metrics.models}):
             before = PoolMemory() if state is None else state.pools.get(pool.name, PoolMemory())
             observed, first = observe(pool, seen, FirstTokens(before.ttft_counts, before.ttft_since))
             decision = decide(pool.limits, _memory(before), observed, now.timestamp())
@@ -100,23 +100,23 @@ class Autoscaler:
         self._state = StoredScaling(as_of=now, speeds=self._reader.speeds, pools=pools)
         if self._keep:
             self._world.store.replace(SCALING_KEY, self._state.to_json())
-        self._report(seen.figures, decisions)
+        self._report(seen.backlog_metrics, decisions)
         return decisions
 
     def run(self, stop: threading.Event) -> None:
         """Decide at each interval until `stop` is set. A failure is logged, and the next interval retries."""
         while not stop.is_set():
             try:
-                self.once()
+                self.decide_once()
             except PipelineError as error:
                 logger.warning("no decision about workers", reason=str(error))
             stop.wait(self._options.every_seconds)
 
-    def _report(self, figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
+    def _report(self, metrics: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         failed: list[PipelineError] = []
         for target in self._targets:
             try:
-                target.put(figures, decisions)
+                target.put(metrics, decisions)
             except PipelineError as error:
                 failed.append(error)
         if failed:

@@ -56,7 +56,7 @@ class Observation:
         callers: name of the model -> requests on the lane that no worker has begun to answer.
     """
 
-    figures: BacklogMetrics
+    metrics: BacklogMetrics
     jobs: Sequence[OpenJobSummary]
     workers: Sequence[WorkerState]
     names: Mapping[str, str]
@@ -98,7 +98,7 @@ class BacklogReader:
 
     def look(self) -> BacklogMetrics:
         """Read the backlog metrics. Raises as `observe`."""
-        return self.observe().figures
+        return self.observe().metrics
 
     def observe(self) -> Observation:
         """Read backlog, workers and callers. Raises `PipelineError` when the store, the heartbeats or the lane can't be

@@ -46,23 +46,23 @@ class CloudWatch:
         except (BotoCoreError, ValueError) as error:
             raise PipelineError(f"CloudWatch: can't be used: {error}; correct the settings") from error
 
-    def put(self, figures: BacklogMetrics, decisions: Sequence[PoolDecision] = ()) -> None:
+    def put(self, metrics: BacklogMetrics, decisions: Sequence[PoolDecision] = ()) -> None:
         """Publish the metrics, as of now. Raises `ServiceUnavailable`."""
-        data = [*self._data(figures), *self._decision_data(decisions)]
+        data = [*self._data(metrics), *self._decision_data(decisions)]
         for begin in range(0, len(data), _AT_ONCE):
             try:
                 self._client.put_metric_data(Namespace=self._namespace, MetricData=data[begin : begin + _AT_ONCE])
             except (ClientError, BotoCoreError) as error:
                 raise ServiceUnavailable(f"CloudWatch: can't tell the backlog: {error}") from error
 
-    def _data(self, figures: BacklogMetrics) -> Iterator[dict[str, Any]]:
+    def _data(self, metrics: BacklogMetrics) -> Iterator[dict[str, Any]]:
         yield {
             "MetricName": "OpenJobs",
             "Dimensions": [self._of_installation],
-            "Value": figures.open_jobs,
+            "Value": metrics.open_jobs,
             "Unit": "Count",
         }
-        for model in figures.models:
+        for model in metrics.models:
             dimensions = [self._of_installation, {"Name": "Model", "Value": model.model}]
             for name, value, unit in (
                 ("BacklogTokens", model.tokens, "Count"),

@@ -46,7 +46,7 @@ class FirstTokens:
 class RootObservation:
     """One observation of the whole root."""
 
-    figures: BacklogMetrics
+    backlog_metrics: BacklogMetrics
     jobs: Sequence[OpenJobSummary]
     workers: Sequence[WorkerState]
     metrics: Mapping[str, WorkerMetrics]
@@ -59,7 +59,7 @@ def observe_root(reader: BacklogReader, heartbeats: Heartbeats, at: datetime) ->
     """Observe the root. Raises `PipelineError` when the store or the heartbeats can't be read."""
     found = reader.observe()
     return RootObservation(
-        found.figures, found.jobs, found.workers, heartbeats.figures(), found.names, found.callers, at
+        found.metrics, found.jobs, found.workers, heartbeats.metrics(), found.names, found.callers, at
     )
 
 
@@ -82,7 +82,9 @@ def observe(pool: Pool, seen: RootObservation, before: FirstTokens) -> tuple[Poo
     All remaining tokens of a job with several models count, at the throughput of the slowest model that the pool
     serves: only the job's plan has the division by model.
     """
-    speeds = {model.model: model.tokens_per_second for model in seen.figures.models if model.model in pool.models}
+    speeds = {
+        model.model: model.tokens_per_second for model in seen.backlog_metrics.models if model.model in pool.models
+    }
     demands = []
     for job, _, left in seen.jobs:
         names = {pin.name for pin in job.models} & speeds.keys()

@@ -17,7 +17,8 @@ BYTES_PER_TOKEN = 4
 
 
 class TenantBacklog:
-    """Open tokens and jobs of the root `world.store`, by tenant. `look_every`: seconds between two reads."""
+    """Open tokens and jobs of the root `world.store`, by tenant. `refresh_interval_seconds`: seconds between two
+    reads."""
 
     def __init__(self, world: World, look_every: float) -> None:
         self._world = world

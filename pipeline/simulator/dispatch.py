@@ -97,7 +97,7 @@ class SimulatedDispatch:
 
     def _plan_shedding(self, tier: Tier, now: float, rate: float) -> None:
         """Plan load shedding, at the dispatcher's interval."""
-        if now < self._shed_at.get(tier, -inf) + self._settings.cache_every:
+        if now < self._shed_at.get(tier, -inf) + self._settings.cache_interval_seconds:
             return
         self._shed_at[tier] = now
         due = [

@@ -135,7 +135,7 @@ class _Simulation:
 
     def _want_tick(self) -> None:
         """Schedule a tick at the next interval of the dispatcher's loop."""
-        every = self._settings.dispatching.tick_every
+        every = self._settings.dispatching.tick_interval_seconds
         moment = ceil(self._now / every + 1e-9) * every
         if moment < self._tick_at:
             self._tick_at = moment

@@ -99,12 +99,12 @@ class WorkerLoad:
     Attributes:
         tokens_per_second: prompts (cached ones too) and answers, while it had work; None: not measured yet.
         unfinished: of its running shards, (job id, number) -> the share of rows without an outcome.
-        figures: metrics for monitoring; None: none.
+        metrics: metrics for monitoring; None: none.
     """
 
     tokens_per_second: float | None = None
     unfinished: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    figures: WorkerMetrics | None = None
+    metrics: WorkerMetrics | None = None
 
 
 @dataclass(frozen=True, slots=True)

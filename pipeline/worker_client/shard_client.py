@@ -165,7 +165,7 @@ class ShardClient:
         logger.error("a shard can't be worked on, and is passed over", job=job, shard=shard, reason=reason)
         if not isinstance(error, ClosingDamaged | LaterVersion | MemoryError):  # these are no fault of the shard
             record = UnreadableRecord(worker=self.worker, at=self._world.clock.now(), reason=reason)
-            ledger.note_unreadable(shard, attempt_id, record)
+            ledger.record_unreadable(shard, attempt_id, record)
 
     def _next_task(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
         """The next task; None while the broker can't be reached: held shards continue."""
@@ -261,8 +261,8 @@ class ShardClient:
         with self._lock:
             self._load = load or self._load
             self._beat(self._held | {(work.job.id, work.shard) for work in shards})
-        if load is not None and load.figures is not None:
-            self._report_metrics(load.figures)
+        if load is not None and load.metrics is not None:
+            self._report_metrics(load.metrics)
 
     def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None:
         """Release the shard because this attempt can't continue with it, and record the reason."""
@@ -433,9 +433,9 @@ class ShardClient:
             self._beat(self._held)
 
     @property
-    def figures(self) -> WorkerMetrics | None:
+    def metrics(self) -> WorkerMetrics | None:
         """The worker's latest metrics."""
-        return self._load.figures
+        return self._load.metrics
 
     def close(self) -> None:
         """Report that this worker ends and holds no shards any more."""

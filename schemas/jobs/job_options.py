@@ -23,7 +23,7 @@ _AMOUNT = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 AMOUNT_PATTERN: Final = f"^{_AMOUNT.pattern}$"
 """Pattern of an amount of time, for JSON schemas."""
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-MOST_DAYS: Final = 3_650
+MAX_DAYS: Final = 3_650
 
 
 def parse_amount(text: str) -> timedelta:
@@ -32,8 +32,8 @@ def parse_amount(text: str) -> timedelta:
     if match is None:
         raise ValueError(f"{text[:40]!r} is no amount of time; write a number and s, m, h or d, as in 6h")
     amount = timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
-    if amount.days > MOST_DAYS:
-        raise ValueError(f"{text} is more than {MOST_DAYS} days")
+    if amount.days > MAX_DAYS:
+        raise ValueError(f"{text} is more than {MAX_DAYS} days")
     return amount
 
 

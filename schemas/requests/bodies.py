@@ -221,7 +221,7 @@ class GenerationBody(BaseModel):
         raise NotImplementedError
 
     @property
-    def deterministic(self) -> bool:
+    def is_deterministic(self) -> bool:
         """Whether a repeated computation must give the same answer."""
         return self.temperature == 0 or self.seed is not None
 
@@ -290,7 +290,7 @@ class ChatBody(GenerationBody):
         return bool(self.offered_tools) or super().constrained
 
     @model_validator(mode="after")
-    def _check_together(self) -> ChatBody:
+    def _check_combinations(self) -> ChatBody:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise invalid("and max_completion_tokens are both set; remove max_tokens", "max_tokens")
         if self.top_logprobs and not self.logprobs:

@@ -38,7 +38,7 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if schema is None else schema
 
     @property
-    def lenient(self) -> bool:
+    def is_lenient(self) -> bool:
         """Whether unsupported schema keywords may be ignored: only where `strict` is false."""
         return self.json_schema is not None and self.json_schema.get("strict") is False
 

@@ -76,7 +76,7 @@ class TokenRates(StoredReport):
     generated: Amount = 0.0
 
 
-class PaceWeights(StoredReport):
+class SloWeights(StoredReport):
     """A number for each term of the objective that the SLO controller minimizes."""
 
     ttft: Amount = 0.0
@@ -85,7 +85,7 @@ class PaceWeights(StoredReport):
     drops: Amount = 0.0
 
 
-class PaceMetrics(StoredReport):
+class SloMetrics(StoredReport):
     """How well the SLOs of interactive requests are met.
 
     Attributes:
@@ -96,8 +96,8 @@ class PaceMetrics(StoredReport):
         late_first_tokens, late_tokens, drops: tokens that missed their SLO, and requests that timed out.
     """
 
-    weights: PaceWeights
-    terms: PaceWeights
+    weights: SloWeights
+    terms: SloWeights
     others: Annotated[float, Field(ge=0, le=1)] = 0.0
     beside_streams: Count = 0
     beside_prompts: Count = 0
@@ -163,6 +163,6 @@ class WorkerMetrics(StoredReport):
     kv_blocks_used: Count = 0
     lane_open: Count = 0
     lane_waiting: Count = 0
-    pace: PaceMetrics | None = None
+    pace: SloMetrics | None = None
     speculation: SpeculationMetrics | None = None
     store_outage: str | None = None

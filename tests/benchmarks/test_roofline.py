@@ -17,7 +17,7 @@ from step_record import StepRecord, StepRecorder, occupancy
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.plan import StepPlan
-from engine.scheduler.step_cost import GroupWork, group_work
+from engine.scheduler.step_cost import GroupWork, count_group_work
 
 BF16 = Precision(weights="bf16", linears="bf16", kv="bf16", scores="bf16", values="bf16", head="bf16")
 PEAKS = MachinePeaks(
@@ -54,7 +54,7 @@ def step(begun: float = 0.0, **changes: Any) -> StepRecord:
 def test_given_two_rows_when_a_step_is_read_then_each_sees_its_own_past_and_what_it_computes() -> None:
     table = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.int32)
 
-    work = group_work(plan([5, 0], [1, 3]), table, None, block_size=4, seen=np.zeros(8, dtype=np.bool_))
+    work = count_group_work(plan([5, 0], [1, 3]), table, None, block_size=4, seen=np.zeros(8, dtype=np.bool_))
 
     # Row 0 reads 5 cached tokens and sees 6 keys; row 1 reads none, its 3 tokens see 1 + 2 + 3.
     assert work == GroupWork(read_tokens=5, pairs=6 + 6, logits_pairs=6 + 3)
@@ -64,7 +64,7 @@ def test_given_rows_that_share_blocks_when_a_step_is_read_then_these_are_read_on
     table = np.array([[1, 2, 3], [1, 2, 4], [1, 5, 6]], dtype=np.int32)
     seen = np.zeros(8, dtype=np.bool_)
 
-    work = group_work(plan([9, 10, 8], [1, 1, 1]), table, None, block_size=4, seen=seen)
+    work = count_group_work(plan([9, 10, 8], [1, 1, 1]), table, None, block_size=4, seen=seen)
 
     assert work == GroupWork(read_tokens=9 + 10 + 8 - 4 - 4 - 4, pairs=10 + 11 + 9, logits_pairs=30)
     assert not seen.any()
@@ -74,10 +74,10 @@ def test_given_a_window_when_a_step_is_read_then_nothing_behind_it_counts() -> N
     table = np.array([[0, 2, 3]], dtype=np.int32)
 
     # Positions 8 and 9, each sees itself and the two before it: 6 pairs. Cached: 6 and 7.
-    work = group_work(plan([8], [2]), table, 3, block_size=4, seen=np.zeros(8, dtype=np.bool_))
+    work = count_group_work(plan([8], [2]), table, 3, block_size=4, seen=np.zeros(8, dtype=np.bool_))
 
     assert work == GroupWork(read_tokens=2, pairs=6, logits_pairs=3)
-    edge = group_work(plan([1], [4]), table, 3, block_size=4, seen=np.zeros(8, dtype=np.bool_))
+    edge = count_group_work(plan([1], [4]), table, 3, block_size=4, seen=np.zeros(8, dtype=np.bool_))
     assert edge == GroupWork(read_tokens=1, pairs=2 + 3 + 3 + 3, logits_pairs=3)
 
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.cluster.cluster import Cluster, running_cluster
-from tests.cluster.ingest import all_done, answers, by_door, send, told
+from tests.cluster.ingest import all_done, answers, by_source, send, told
 from tests.waiting import wait_for
 
 PROCESSES = ("dispatcher-1", "dispatcher-2", "intake-1", "worker-1", "worker-2")
@@ -54,7 +54,7 @@ def main() -> int:
 
 def _report(cluster: Cluster, rows: int, seconds: float) -> bool:
     texts: dict[str, list[tuple[str, str | None]]] = {}
-    for source, jobs in sorted(by_door(cluster).items()):
+    for source, jobs in sorted(by_source(cluster).items()):
         found = [row for job, manifest in sorted(jobs, reverse=True) if manifest.files for row in answers(cluster, job)]
         texts[source] = sorted((row["custom_id"] or "", row["text"]) for row in found)
         good = sum(row["status"] == "succeeded" for row in found)

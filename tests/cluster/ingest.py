@@ -14,7 +14,7 @@ from schemas.jobs.outcome import Manifest
 from tests.cluster.cluster import BUCKET, Cluster
 from tests.waiting import HANG_SECONDS
 
-DOORS = 5
+NUM_SOURCES = 5
 
 
 def send(cluster: Cluster, source: Path) -> None:
@@ -67,7 +67,7 @@ def told(cluster: Cluster, expected: int) -> int:
     return len(found)
 
 
-def by_door(cluster: Cluster) -> dict[str, list[tuple[str, Manifest]]]:
+def by_source(cluster: Cluster) -> dict[str, list[tuple[str, Manifest]]]:
     """Outcomes of jobs by their ingest source."""
     sources: dict[str, list[tuple[str, Manifest]]] = {}
     for job, manifest in cluster.outcomes().items():
@@ -89,10 +89,10 @@ def by_door(cluster: Cluster) -> dict[str, list[tuple[str, Manifest]]]:
 def all_done(cluster: Cluster, rows: int, refused: int = 0) -> bool:
     """Whether each source has ended jobs of so many rows; over Kafka `refused` are invalid requests, and none is
     left."""
-    sources = by_door(cluster)
+    sources = by_source(cluster)
     whole = [sum(manifest.counts.total for _, manifest in jobs) for jobs in sources.values()]
     return (
-        len(whole) == DOORS
+        len(whole) == NUM_SOURCES
         and all(total >= rows - refused for total in whole)
         and len(cluster.jobs()) == sum(map(len, sources.values()))
     )

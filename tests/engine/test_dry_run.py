@@ -13,7 +13,7 @@ import pytest
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.dry_run import DryRun
 from engine.plan import StepOutput, StepPlan
-from engine.scheduler.step_cost import cache_windows, group_work
+from engine.scheduler.step_cost import cache_windows, count_group_work
 from tests.engine.oracle import make_prompts
 
 TinyModel = Callable[[str], Path]
@@ -46,9 +46,9 @@ def computed(engine: Engine, given: Iterable[Request]) -> list[tuple[float, ...]
             parts = {n: getattr(plan, n)[one] for n in ("rows", "starts", "counts", "num_logits", "samples")}
             seen, reads, pairs = np.zeros(4096, dtype=np.bool_), 0.0, 0.0
             for window, share, table in zip(windows, layers, state.block_tables, strict=True):
-                pairs += share * group_work(plan, table, window, state.block_size, seen).pairs
+                pairs += share * count_group_work(plan, table, window, state.block_size, seen).pairs
                 if one.any():
-                    work = group_work(replace(plan, **parts), table, window, state.block_size, seen)
+                    work = count_group_work(replace(plan, **parts), table, window, state.block_size, seen)
                     reads += share * work.read_tokens
             found.append((plan.num_tokens, int(plan.num_logits.sum()), reads, pairs))
             return inner.execute(plan)

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
-from tests.pipeline.simulated_harness import House
+from tests.pipeline.simulated_harness import PipelineHarness
 from tests.pipeline.simulation import simulated_world
 
 
@@ -19,5 +19,5 @@ def world(tmp_path: Path) -> World:
 
 
 @pytest.fixture
-def house(world: World) -> House:
-    return House(world, JobLedger(world.store))
+def house(world: World) -> PipelineHarness:
+    return PipelineHarness(world, JobLedger(world.store))

@@ -39,7 +39,7 @@ def run_a_job(out: Path, source: Path, *, permits: Permits | None = None, fresh:
         job = submit(order(input=pin_input(source), settings=settings), ledger, world, fresh=fresh).job
         plan_job(ledger, job, world)
         queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 60.0)
-        dispatcher = Dispatcher(world, queue, beats, settings=DispatchSettings(tick_every=0.002))
+        dispatcher = Dispatcher(world, queue, beats, settings=DispatchSettings(tick_interval_seconds=0.002))
         dispatcher.add(ledger)
         client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished, models=MODELS)
         thread = threading.Thread(target=dispatcher.run, args=(threading.Event(),))

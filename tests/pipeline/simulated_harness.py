@@ -21,19 +21,19 @@ LIFETIME = 10.0
 
 
 @dataclass
-class House:
+class PipelineHarness:
     """One job's pipeline in a simulated world."""
 
     world: World
     ledger: JobLedger
     queue: ChaoticQueue = field(default_factory=ChaoticQueue)
     settings: DispatchSettings = field(default_factory=DispatchSettings)
-    figures: DispatchMetrics = field(default_factory=DispatchMetrics)
+    metrics: DispatchMetrics = field(default_factory=DispatchMetrics)
 
     def __post_init__(self) -> None:
         self.heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME)
         self.dispatcher = Dispatcher(
-            self.world, self.queue, self.heartbeats, settings=self.settings, figures=self.figures
+            self.world, self.queue, self.heartbeats, settings=self.settings, metrics=self.metrics
         )
 
     def client(self, name: str, *, deaf: bool = False) -> ShardClient:
@@ -50,7 +50,7 @@ class House:
         )
 
 
-def finish(house: House, client: ShardClient) -> Manifest:
+def finish(house: PipelineHarness, client: ShardClient) -> Manifest:
     """One good worker brings the job to its end, at the latest when lost messages are put again (`most_patience`)."""
     for _ in range(200):
         house.dispatcher.tick()
@@ -65,7 +65,7 @@ def finish(house: House, client: ShardClient) -> Manifest:
     return manifest
 
 
-def taken(house: House, shards: Sequence[Sequence[int]], worker: str) -> tuple[ShardClient, ShardWork]:
+def taken(house: PipelineHarness, shards: Sequence[Sequence[int]], worker: str) -> tuple[ShardClient, ShardWork]:
     """A job of these shards, and a worker that has the first of them in its hands."""
     plan_by_hand(house.ledger, house.world, shards)
     house.dispatcher.add(house.ledger)
@@ -76,13 +76,13 @@ def taken(house: House, shards: Sequence[Sequence[int]], worker: str) -> tuple[S
     return client, work
 
 
-def broken_store(house: House) -> MemoryStore:
+def broken_store(house: PipelineHarness) -> MemoryStore:
     store = house.world.store
     assert isinstance(store, MemoryStore)
     return store
 
 
-def commit_all(house: House) -> None:
+def commit_all(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [[0, 1], [2, 3, 4]], rejected=[5])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()

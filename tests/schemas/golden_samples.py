@@ -66,8 +66,8 @@ from schemas.workers.lane import read_event as read_lane_event
 from schemas.workers.lane import read_request as read_lane_request
 from schemas.workers.metrics import (
     HistogramSample,
-    PaceMetrics,
-    PaceWeights,
+    SloMetrics,
+    SloWeights,
     SpeculationMetrics,
     TierMetrics,
     WorkerMetrics,
@@ -162,7 +162,7 @@ PAPERS: dict[str, StoredModel] = {
     "shadow-head": ShadowHead(release="n/00001", job="job-1", shard=1, worker="w", finished_at=NOON),
     "figures": WorkerMetrics(
         model="tiny", seconds=9.0, tiers={Tier.BULK: TierMetrics(running=1, usage=USAGE, ttft=TIMES)}, computed=9,
-        steps=TIMES, pace=PaceMetrics(weights=PaceWeights(ttft=1.0), terms=PaceWeights(itl=0.5), drops=1),
+        steps=TIMES, pace=SloMetrics(weights=SloWeights(ttft=1.0), terms=SloWeights(itl=0.5), drops=1),
         speculation=SpeculationMetrics(drafted=3, accepted=1, gained=0.5, seconds=1.0),
     ),
     "scaling": StoredScaling(as_of=NOON, speeds={"tiny": 9.5}, pools={"tiny": PoolMemory(desired=2, changed=(1.0,))}),

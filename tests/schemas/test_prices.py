@@ -33,18 +33,18 @@ def test_given_the_shipped_book_then_each_device_of_the_estimates_has_a_price_an
     shipped = read_price_book()
     assert all(shipped.find(name, "us-east-1", "on-demand") for name in HARDWARE)
     assert {one.device for one in shipped.price} <= {None, *HARDWARE}
-    spot, demand = (shipped.must("g6.xlarge", "us-east-1", market) for market in ("spot", "on-demand"))
+    spot, demand = (shipped.require("g6.xlarge", "us-east-1", market) for market in ("spot", "on-demand"))
     assert spot.per_hour < demand.per_hour == 0.8048
 
 
 def test_given_prices_of_a_region_and_of_any_then_the_nearer_one_counts(book: Path) -> None:
     book.write_text(entry(price=1) + entry(region="eu-west-1", price=2) + entry(market="spot", price=0.3))
     prices = read_price_book(book)
-    assert prices.must("g6.xlarge", "eu-west-1", "on-demand").per_hour == 2
-    assert prices.must("g6.xlarge", "us-east-1", "on-demand").per_hour == 1
-    assert prices.must("g6.xlarge", "eu-west-1", "spot").per_hour == 0.3
+    assert prices.require("g6.xlarge", "eu-west-1", "on-demand").per_hour == 2
+    assert prices.require("g6.xlarge", "us-east-1", "on-demand").per_hour == 1
+    assert prices.require("g6.xlarge", "eu-west-1", "spot").per_hour == 0.3
     with pytest.raises(PriceBookError, match=r"prices.toml: no price of p5.48xlarge in any, spot; it doesn't have"):
-        prices.must("p5.48xlarge", "any", "spot", book)
+        prices.require("p5.48xlarge", "any", "spot", book)
 
 
 @pytest.mark.parametrize(

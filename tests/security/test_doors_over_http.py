@@ -14,7 +14,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from pipeline.gateway.http.api_keys import Scope
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 
 OPEN = {"/", "/static/{name}", "/healthz", "/readyz", "/openapi.json"}
 """What everybody may ask for. Nothing of any tenant is in it."""
@@ -55,7 +55,7 @@ def leaves(routes: Any) -> Iterator[Any]:
             yield from leaves(included.routes)
 
 
-def routes(harness: HttpHouse) -> list[Route]:
+def routes(harness: HttpHarness) -> list[Route]:
     """All but those that are open."""
     application: Any = harness.app.app
     found = [
@@ -71,7 +71,7 @@ def routes(harness: HttpHouse) -> list[Route]:
 class Settled:
     """A gateway with a file, a batch and a stream of the tenant acme."""
 
-    harness: HttpHouse
+    harness: HttpHarness
     key: str
     names: dict[str, str]
     http: Any
@@ -91,7 +91,7 @@ class Settled:
 
 @pytest.fixture(scope="module")
 def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settled]:
-    with http_house(tmp_path_factory.mktemp("harness")) as harness:
+    with run_http_harness(tmp_path_factory.mktemp("harness")) as harness:
         _, key = harness.keys.create("acme", tuple(Scope))
         client = harness.client(key)
         file = client.files.create(file=("a.jsonl", lines(2)), purpose="batch")
@@ -106,7 +106,7 @@ def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settled]:
             yield Settled(harness, key, names, http)
 
 
-def wrong_keys(harness: HttpHouse, real: str) -> dict[str, str | None]:
+def wrong_keys(harness: HttpHarness, real: str) -> dict[str, str | None]:
     _, expired = harness.keys.create("acme", tuple(Scope), expires_at=harness.clock.now() - timedelta(seconds=1))
     revoked, revoked_text = harness.keys.create("acme", tuple(Scope))
     harness.keys.revoke(revoked.id)

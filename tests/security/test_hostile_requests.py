@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.gateway.routes.dependencies import GatewaySettings
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house
+from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.waiting import HANG_SECONDS, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -20,21 +20,21 @@ HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "m
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHouse]:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHarness]:
     settings = GatewaySettings(most_body_bytes=200_000, idle_seconds=0.5)
-    with http_house(tmp_path_factory.mktemp("harness"), settings=settings, header_seconds=0.5) as harness:
+    with run_http_harness(tmp_path_factory.mktemp("harness"), settings=settings, header_seconds=0.5) as harness:
         yield harness
 
 
 @pytest.fixture(autouse=True)
-def serves_others(harness: HttpHouse) -> Iterator[None]:
+def serves_others(harness: HttpHarness) -> Iterator[None]:
     """Whatever a test does, the next caller is answered."""
     yield
     with harness.http() as http:
         assert http.post(CHAT, json=HELLO).status_code == 200
 
 
-def dial(harness: HttpHouse) -> socket.socket:
+def dial(harness: HttpHarness) -> socket.socket:
     host, port = harness.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     connection.settimeout(HANG_SECONDS)
@@ -69,7 +69,7 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: 
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFFFFFFFFF\r\n",
     ],
 )
-def test_invalid_http_is_refused_and_the_connection_is_closed(harness: HttpHouse, request_bytes: bytes) -> None:
+def test_invalid_http_is_refused_and_the_connection_is_closed(harness: HttpHarness, request_bytes: bytes) -> None:
     with dial(harness) as connection:
         try:
             connection.sendall(request_bytes)
@@ -102,7 +102,7 @@ def test_invalid_http_is_refused_and_the_connection_is_closed(harness: HttpHouse
         json.dumps({**HELLO, "tokenmill": {"timeout": 1e308}}).encode(),
     ],
 )
-def test_json_bombs_are_refused_quickly(harness: HttpHouse, body: bytes) -> None:
+def test_json_bombs_are_refused_quickly(harness: HttpHarness, body: bytes) -> None:
     with harness.http() as http:
         found = http.post(CHAT, content=body, headers=JSON)
     assert 400 <= found.status_code < 500, (body[:40], found.text[:200])
@@ -110,13 +110,13 @@ def test_json_bombs_are_refused_quickly(harness: HttpHouse, body: bytes) -> None
     assert len(found.content) < 5_000, "it is said again"
 
 
-def test_a_body_that_is_too_large_is_not_read_to_its_end(harness: HttpHouse) -> None:
+def test_a_body_that_is_too_large_is_not_read_to_its_end(harness: HttpHarness) -> None:
     with dial(harness) as connection:
         connection.sendall(HEAD + b"Content-Length: 1000000000000\r\n\r\n{")
         assert b" 413 " in connection.recv(65_536)
 
 
-def test_connections_with_slow_headers_are_closed(harness: HttpHouse) -> None:
+def test_connections_with_slow_headers_are_closed(harness: HttpHarness) -> None:
     """Slow-loris: a header now and then, for ever; also behind a good request, and without a byte."""
     good = f"GET /v1/models HTTP/1.1\r\nHost: {harness.url.removeprefix('http://')}\r\n\r\n".encode()
     for beginning in (b"GET /v1/models HTTP/1.1\r\n", b"", good + b"GET / HTTP/1.1\r\n"):
@@ -137,7 +137,7 @@ def test_connections_with_slow_headers_are_closed(harness: HttpHouse) -> None:
             assert ended, beginning
 
 
-def test_a_body_sent_byte_by_byte_times_out(harness: HttpHouse) -> None:
+def test_a_body_sent_byte_by_byte_times_out(harness: HttpHarness) -> None:
     with dial(harness) as connection:
         connection.sendall(HEAD + b"Content-Length: 5000\r\n\r\n")
         connection.settimeout(0.1)
@@ -151,7 +151,7 @@ def test_a_body_sent_byte_by_byte_times_out(harness: HttpHouse) -> None:
         assert b" 408 " in said
 
 
-def test_many_slow_connections_dont_block_other_clients(harness: HttpHouse) -> None:
+def test_many_slow_connections_dont_block_other_clients(harness: HttpHarness) -> None:
     slow = [dial(harness) for _ in range(100)]
     for connection in slow:
         connection.sendall(b"GET / HTTP/1.1\r\n")
@@ -163,7 +163,7 @@ def test_many_slow_connections_dont_block_other_clients(harness: HttpHouse) -> N
 
 
 def test_the_bytes_of_all_bodies_are_bounded(tmp_path: Path) -> None:
-    with http_house(tmp_path, settings=GatewaySettings(bodies_at_once=500_000)) as small:
+    with run_http_harness(tmp_path, settings=GatewaySettings(bodies_at_once=500_000)) as small:
         held = [dial(small) for _ in range(2)]
         for connection in held:
             connection.sendall(HEAD + b"Content-Length: 190000\r\n\r\n" + b" " * 120_000)

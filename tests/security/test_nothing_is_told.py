@@ -12,7 +12,7 @@ import pytest
 from websockets.sync.client import connect
 
 from pipeline.gateway.http.api_keys import Scope
-from tests.pipeline.gateway.http_harness import http_house
+from tests.pipeline.gateway.http_harness import run_http_harness
 from tests.waiting import HANG_SECONDS
 
 CANARY = "kanarienvogel7261"
@@ -21,7 +21,7 @@ CHAT = "/v1/chat/completions"
 
 
 def test_prompts_responses_and_keys_are_not_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         harness.worker.text = ANSWER
         _, key = harness.keys.create("acme", tuple(Scope))
         client = harness.client(key)

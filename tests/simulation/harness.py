@@ -125,10 +125,10 @@ class JobHarness:
             settings = DispatchSettings(
                 backlog=self.scenario.backlog,
                 retry_timeout_seconds=5.0,
-                sweep_every=6.0,
-                cache_every=1.0,
-                tick_every=0.5,
-                grace=8.0,
+                sweep_interval_seconds=6.0,
+                cache_interval_seconds=1.0,
+                tick_interval_seconds=0.5,
+                grace_seconds=8.0,
             )
             dispatcher = Dispatcher(ports.world, ports.queue, ports.heartbeats, settings=settings)
             while ports.ledger.find_job() is None:

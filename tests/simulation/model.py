@@ -49,11 +49,11 @@ FindPoison = Callable[[str], Poison | None]
 @functools.cache
 def tokenizer() -> Tokenizer:
     """Byte-level, without merges: each character is a token."""
-    letters = pre_tokenizers.ByteLevel.alphabet()
+    dead_letters = pre_tokenizers.ByteLevel.alphabet()
     as_written = {chr(code): chr(code) for code in range(33, 127)} | {" ": "Ġ", "\n": "Ċ"}
     vocabulary = {text: at for at, text in enumerate(SPECIALS)}
     for character, letter in as_written.items():
-        assert letter in letters
+        assert letter in dead_letters
         vocabulary[letter] = FIRST_CHARACTER + ord(character)
     vocabulary |= {f"Ġw{word:02d}": FIRST_WORD + word for word in range(WORDS)}
     rust = RustTokenizer(models.BPE(vocab=vocabulary, merges=[]))

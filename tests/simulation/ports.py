@@ -154,13 +154,13 @@ class ProcessHeartbeats:
         self._process.point("heartbeats.leave", worker)
         self._broker.beats.leave(worker)
 
-    def tell(self, worker: str, figures: WorkerMetrics) -> None:
+    def tell(self, worker: str, metrics: WorkerMetrics) -> None:
         self._process.point("heartbeats.tell", worker)
-        self._broker.beats.tell(worker, figures)
+        self._broker.beats.tell(worker, metrics)
 
-    def figures(self) -> dict[str, WorkerMetrics]:
+    def metrics(self) -> dict[str, WorkerMetrics]:
         self._process.point("heartbeats.figures")
-        return self._broker.beats.figures()
+        return self._broker.beats.metrics()
 
     def workers(self) -> list[WorkerState]:
         self._process.point("heartbeats.workers")

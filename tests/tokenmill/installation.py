@@ -69,14 +69,16 @@ class Installation:
     def await_plan(self, job: str) -> None:
         """Until the job is planned: one that is cancelled before has no rows."""
         until = time.monotonic() + HANG_SECONDS
-        while self.ledger(job).wanted_parts() is None:
+        while self.ledger(job).planned_parts() is None:
             assert time.monotonic() < until, "the job was not planned"
             time.sleep(0.01)
 
     def start_dispatcher(self) -> None:
-        settings = DispatchSettings(isolate=True, sweep_every=0.2, tick_every=0.01)
+        settings = DispatchSettings(isolate=True, sweep_interval_seconds=0.2, tick_interval_seconds=0.01)
         dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings)
-        looks = JobControllerSettings(tick_every=0.01, look_every=0.05, retry_after=0.1)
+        looks = JobControllerSettings(
+            tick_interval_seconds=0.01, refresh_interval_seconds=0.05, retry_delay_seconds=0.1
+        )
         foreman = JobController(self.world, dispatcher, settings=looks)
         self._start(lambda: foreman.run(self.stop))
 

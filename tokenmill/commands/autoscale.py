@@ -54,13 +54,13 @@ def autoscale(
     TOKENMILL_CLOUDWATCH__NAMESPACE does this by itself; several may run.
     """
     from pipeline.metric_collectors import unexpected_errors
-    from pipeline.runtime.inline_executor import AT_ONCE
+    from pipeline.runtime.inline_executor import MAX_CONCURRENT_REQUESTS
     from pipeline.scaling.autoscaler import Autoscaler
     from pipeline.scaling.backlog import BacklogReader
     from tokenmill.errors import UserError
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
-    from tokenmill.processes.runtime import run_together, wait_for_stop
+    from tokenmill.processes.runtime import run_until_stopped, wait_for_stop
     from tokenmill.processes.signals import stop_on_signals
     from tokenmill.root import open_root, request_executor
     from tokenmill.services.autoscaler import DecisionEndpoint, DecisionPrinter
@@ -89,18 +89,18 @@ def autoscale(
         stop_on_signals() as stop,
         open_root(root_url, settings) as root,
         redis_worker_backends(settings) as (heartbeats, lane),
-        request_executor(root, AT_ONCE) as readers,
+        request_executor(root, MAX_CONCURRENT_REQUESTS) as readers,
     ):
         backlog = BacklogReader(root.world, heartbeats, settings.cloudwatch.worker_tokens_per_second, lane, readers)
         scaler = Autoscaler(root.world, backlog, heartbeats, options, targets, keep=not dry_run)
         if once:
-            scaler.once()
+            scaler.decide_once()
             return
         documents = served.document if "http" in chosen else None
         with metrics_served(
             settings, metrics_port, served.write_samples, unexpected_errors(root.world.errors), documents=documents
         ):
-            run_together(stop, root.world, wait_for_stop, {"autoscaler": scaler.run})
+            run_until_stopped(stop, root.world, wait_for_stop, {"autoscaler": scaler.run})
 
 
 def _cloudwatch(settings: Settings) -> ScalingTarget:

@@ -30,7 +30,7 @@ def root(context: typer.Context) -> None:
 
 
 @app.command("list", short_help="List dead letters, the newest first.")
-def list_letters(
+def list_dead_letters(
     root_url: RootUrl = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 100,
     as_json: Json = False,
@@ -41,7 +41,7 @@ def list_letters(
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings()) as opened:
-        found = list(islice(DeadLetters(opened.world).letters(), limit + 1))
+        found = list(islice(DeadLetters(opened.world).dead_letters(), limit + 1))
         url = opened.url
     shown = found[:limit]
     if as_json:
@@ -49,11 +49,11 @@ def list_letters(
         return
     rows = [
         (
-            one.letter.id,
-            one.letter.at.isoformat(timespec="seconds"),
-            one.letter.door,
-            one.letter.reason_code,
-            one.letter.place,
+            one.dead_letter.id,
+            one.dead_letter.at.isoformat(timespec="seconds"),
+            one.dead_letter.door,
+            one.dead_letter.reason_code,
+            one.dead_letter.place,
             "yes" if one.replays else "no",
         )
         for one in shown
@@ -67,7 +67,7 @@ def list_letters(
 
 
 @app.command("show", short_help="One dead letter, with its original.")
-def show_letter(letter: Letter, root_url: RootUrl = None, as_json: Json = False, _debug: Debug = False) -> None:
+def show_dead_letter(letter: Letter, root_url: RootUrl = None, as_json: Json = False, _debug: Debug = False) -> None:
     """Show why something could not become a request, where it came from, and how it began."""
     from pipeline.ingest.dead_letters import DeadLetters
     from tokenmill.root import open_root
@@ -75,9 +75,9 @@ def show_letter(letter: Letter, root_url: RootUrl = None, as_json: Json = False,
     with open_root(root_url, read_settings()) as opened:
         dead_letters = DeadLetters(opened.world)
         found = dead_letters.find(letter)
-        original = dead_letters.original(found.letter)
+        original = dead_letters.original(found.dead_letter)
         replays = dead_letters.replays(letter)
-    dead = found.letter
+    dead = found.dead_letter
     beginning = original[:SHOWN_BYTES].decode(errors="backslashreplace")
     if as_json:
         sent = [replay.model_dump(mode="json", exclude={"version"}) for replay in replays]
@@ -104,7 +104,7 @@ def show_letter(letter: Letter, root_url: RootUrl = None, as_json: Json = False,
 
 
 @app.command("replay", short_help="Send a dead letter through its door again.")
-def replay_letter(
+def replay_dead_letter(
     letter: Letter,
     root_url: RootUrl = None,
     again: Annotated[bool, typer.Option("--again", help="Also if it was sent again before.")] = False,
@@ -123,7 +123,7 @@ def replay_letter(
     settings = read_settings()
     with open_root(root_url, settings) as opened:
         dead_letters = DeadLetters(opened.world)
-        with sender(dead_letters.find(letter).letter, settings) as send:
+        with sender(dead_letters.find(letter).dead_letter, settings) as send:
             outcome = dead_letters.replay(letter, send, again=again)
     if as_json:
         output.print_json({"id": letter, "outcome": outcome})
@@ -133,7 +133,7 @@ def replay_letter(
 
 def _document(found: DeadLetterEntry) -> dict[str, Any]:
     """A dead letter as JSON."""
-    letter = found.letter
+    letter = found.dead_letter
     return letter.model_dump(mode="json", include=set(_SHOWN)) | {"replays": found.replays}
 
 

@@ -187,7 +187,7 @@ class _DryRuns:
         if self._sample.whole:
             prompts = made.prompt_tokens
         elif not planned.exact:
-            prompts = round(prompts * made.prompt_tokens / max(1, self._sample.kept_prompt_tokens))
+            prompts = round(prompts * made.prompt_tokens / max(1, self._sample.sampled_prompt_tokens))
         shared = round(prompts * made.cached_tokens / max(1, made.prompt_tokens))
         exact = planned.exact or self._sample.whole
         return replace(planned, prompt_tokens=prompts, shared_prefix_tokens=shared, exact=exact)
@@ -262,10 +262,10 @@ def _as_measured(
     dry_runs: _DryRuns, options: EngineOptions, speed: MeasuredSpeed, on: str, price: float | None, workers: int
 ) -> dict[str, Any]:
     """Time and cost on a measured machine; each worker computes its part."""
-    from pipeline.planner.estimates.timing import seconds_of
+    from pipeline.planner.estimates.timing import estimate_worker_seconds
 
     made, whole = dry_runs.of_worker(options, workers)
-    seconds = seconds_of(made.steps, made.waiting, made.progress, speed.times, whole)
+    seconds = estimate_worker_seconds(made.steps, made.waiting, made.progress, speed.times, whole)
     basis = f"measured {speed.measured_at}, {output.arithmetic(speed)}, batch {speed.batch}"
     return _entry(dry_runs.amount(options), on, seconds, price, workers, basis)
 

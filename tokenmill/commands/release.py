@@ -134,7 +134,7 @@ def _end(name: str, verdict: Literal["promoted", "rolled_back"], root_url: str |
         if last is not None and last.outcome is None:
             ended = ReleaseState(last.release, registry.end(last.release, verdict, "operator", now))
         elif verdict == "rolled_back":
-            ended = registry.go_back(name, now)
+            ended = registry.roll_back_promoted(name, now)
         else:
             raise ReleaseError(f"no release of {name} is open; 'tokenmill release start' begins one")
         document = _document(root, registry, ended)
@@ -165,10 +165,10 @@ def _version(root: Root, given: str) -> tuple[str, CatalogEntry]:
 
 
 def _document(root: Root, registry: ModelRegistry, state: ReleaseState) -> dict[str, Any]:
-    from pipeline.models.rollout_controller import compared_now
+    from pipeline.models.rollout_controller import compare_release
 
     release, outcome = state.release, state.outcome
-    comparison = outcome.comparison if outcome is not None else compared_now(root.world, release)
+    comparison = outcome.comparison if outcome is not None else compare_release(root.world, release)
     return {
         "release": release.number,
         "mode": release.mode,

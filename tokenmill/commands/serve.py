@@ -102,7 +102,7 @@ def serve(
     from tokenmill.local.pricing import price_of_worker
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
-    from tokenmill.processes.runtime import run_together
+    from tokenmill.processes.runtime import run_until_stopped
     from tokenmill.processes.signals import stop_on_signals
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
@@ -144,7 +144,7 @@ def serve(
         housekeeping = service.housekeeping_part(root, backends, settings)
         parts = {"dispatcher": dispatching, "folder": folders, "housekeeping": housekeeping}
         with metrics_served(settings, metrics_port, *gateway.sources):
-            run_together(stop, root.world, worker_service, parts | gateway.parts)
+            run_until_stopped(stop, root.world, worker_service, parts | gateway.parts)
 
 
 def worker(
@@ -221,7 +221,7 @@ def dispatcher(
     from tokenmill.local.pricing import price_of_worker
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
-    from tokenmill.processes.runtime import run_together, wait_for_stop
+    from tokenmill.processes.runtime import run_until_stopped, wait_for_stop
     from tokenmill.processes.signals import stop_on_signals
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
@@ -255,8 +255,8 @@ def dispatcher(
         backlog = service.backlog_part(root, backends, settings)
         if backlog is not None:
             parts["backlog"] = backlog
-        with metrics_served(settings, metrics_port, *sources, metric_collectors.releases(lambda: rollouts.figures)):
-            run_together(stop, root.world, wait_for_stop, parts)
+        with metrics_served(settings, metrics_port, *sources, metric_collectors.releases(lambda: rollouts.metrics)):
+            run_until_stopped(stop, root.world, wait_for_stop, parts)
 
 
 def intake(
@@ -274,7 +274,7 @@ def intake(
     from pipeline import metric_collectors
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
-    from tokenmill.processes.runtime import run_together, wait_for_stop
+    from tokenmill.processes.runtime import run_until_stopped, wait_for_stop
     from tokenmill.processes.signals import stop_on_signals
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
@@ -290,10 +290,10 @@ def intake(
         parts = ingest_services(root, settings)
         report_up(f"taking in for {root.url}: {', '.join(parts)}")
         with metrics_served(
-            settings, metrics_port, metric_collectors.intake(root.ingest_metrics, root.world.letters),
+            settings, metrics_port, metric_collectors.intake(root.ingest_metrics, root.world.dead_letters),
             metric_collectors.unexpected_errors(root.world.errors),
         ):  # fmt: skip
-            run_together(stop, root.world, wait_for_stop, parts)
+            run_until_stopped(stop, root.world, wait_for_stop, parts)
 
 
 def gateway(
@@ -310,7 +310,7 @@ def gateway(
     """
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
-    from tokenmill.processes.runtime import run_together, wait_for_stop
+    from tokenmill.processes.runtime import run_until_stopped, wait_for_stop
     from tokenmill.processes.signals import stop_on_signals
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
@@ -329,7 +329,7 @@ def gateway(
         served = GatewayService(root, settings, backends, host, port, shared)
         report_up(f"serving {served.url}/v1 for {root.url}")
         with metrics_served(settings, metrics_port, *served.sources):
-            run_together(stop, root.world, wait_for_stop, served.parts)
+            run_until_stopped(stop, root.world, wait_for_stop, served.parts)
 
 
 def _loads(

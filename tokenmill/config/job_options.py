@@ -88,7 +88,7 @@ def known_input(out: Path) -> InputRef | None:
         return None
     ledger = JobLedger(FolderStore(out, read_only=True))
     job = ledger.find_job()
-    return job.input if job is not None and ledger.wanted_parts() is not None else None
+    return job.input if job is not None and ledger.planned_parts() is not None else None
 
 
 def job_settings(

@@ -111,7 +111,7 @@ def _end(ledger: JobLedger, world: World, price_per_hour: float | None) -> Manif
     job = ledger.job()
     # The time since the last run is not billed.
     ledger.record_run(world.random.token(8).hex(), RunRecord(started_at=world.clock.now()))
-    if ledger.wanted_parts() is None and not in_s3(job.input.uri):  # an object is only read as it was pinned
+    if ledger.planned_parts() is None and not in_s3(job.input.uri):  # an object is only read as it was pinned
         job = job.model_copy(update={"input": pin_again(job.input)})
     plan_job(ledger, job, world, open_input=open_input)
     no_workers = MemoryHeartbeats(world.clock, 0.0)

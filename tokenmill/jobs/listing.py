@@ -53,10 +53,10 @@ def jobs_below(folder: Path, limit: int, *, active: bool) -> list[tuple[Path, Jo
 
 
 def _glance(ledger: JobLedger, *, active: bool) -> JobSummary | None:
-    from pipeline.jobs.summaries import glance
+    from pipeline.jobs.summaries import summarize_for_listing
     from pipeline.ledger.active_index import is_open
 
-    return None if active and not is_open(ledger) else glance(ledger)
+    return None if active and not is_open(ledger) else summarize_for_listing(ledger)
 
 
 def _map_concurrently(work: Callable[[Given], Made], items: Iterable[Given]) -> Generator[Made]:

@@ -75,39 +75,39 @@ def _send(given: str, target: str, options: Mapping[str, Any], settings: Setting
 def _to_folder(source: Path, target: str, options: Mapping[str, Any]) -> Submission:
     from pipeline.adapters.folder.store import FolderStore
     from pipeline.adapters.system import SystemClock, SystemRandomness
-    from pipeline.ingest.client import drop_into_folder, new_name
+    from pipeline.ingest.client import copy_into_folder, make_unused_name
     from pipeline.ingest.files.folder_inbox import FolderInbox
     from pipeline.ingest.files.options import format_of
-    from pipeline.ingest.files.source import file_hash, markers_of
+    from pipeline.ingest.files.source import marker_name_prefix, marker_prefix
 
     root = Path(target).expanduser()
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; give the one that 'tokenmill serve --data' has")
-    name = new_name(source, SystemRandomness())
+    name = make_unused_name(source, SystemRandomness())
     format_of(name)
     with FolderStore(root, read_only=True) as store:
         inbox = FolderInbox(store, SystemClock(), settle=0.0)
-        job = drop_into_folder(inbox, source, name, options)
-        marker = markers_of(inbox.uri("")) + file_hash(inbox.uri(name))
+        job = copy_into_folder(inbox, source, name, options)
+        marker = marker_prefix(inbox.uri("")) + marker_name_prefix(inbox.uri(name))
         return Submission(job, inbox.uri(name), str(store.root), marker)
 
 
 def _to_bucket(source: Path, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
     from pipeline.adapters.s3.url import join_url, split_url
     from pipeline.adapters.system import SystemRandomness
-    from pipeline.ingest.client import new_name, upload_to_bucket
+    from pipeline.ingest.client import make_unused_name, upload_to_bucket
     from pipeline.ingest.files.folder_inbox import INCOMING
     from pipeline.ingest.files.options import format_of
-    from pipeline.ingest.files.source import file_hash, markers_of
+    from pipeline.ingest.files.source import marker_name_prefix, marker_prefix
     from tokenmill.root import s3_connection
 
     bucket, prefix = split_url(target)
     above = prefix.rstrip("/") + "/" if prefix.rstrip("/") else ""
-    name = new_name(source, SystemRandomness())
+    name = make_unused_name(source, SystemRandomness())
     format_of(name)
     incoming = f"{above}{INCOMING}"
     url, job = upload_to_bucket(s3_connection(settings), bucket, incoming, source, name, options)
-    return Submission(job, url, target, markers_of(join_url(bucket, incoming)) + file_hash(url))
+    return Submission(job, url, target, marker_prefix(join_url(bucket, incoming)) + marker_name_prefix(url))
 
 
 def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:

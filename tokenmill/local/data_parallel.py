@@ -39,7 +39,7 @@ def divide(
     methods: dict[str, Callable[..., Any]] = {
         "progress": tracker.update, "finished": given.finished,
         "put": given.queue.put, "take": given.queue.take, "beat": given.heartbeats.beat,
-        "leave": given.heartbeats.leave, "tell": given.heartbeats.tell, "figures": given.heartbeats.figures,
+        "leave": given.heartbeats.leave, "tell": given.heartbeats.tell, "figures": given.heartbeats.metrics,
         "workers": given.heartbeats.workers, "since": given.heartbeats.since,
     }  # fmt: skip
     own = environments(count, plan.engine.tensor_parallel, on_gpus=plan.engine.on_gpus)
@@ -115,11 +115,11 @@ class ParentHeartbeats:
         """See `Heartbeats.leave`."""
         self._line.call("leave", worker)
 
-    def tell(self, worker: str, figures: WorkerMetrics) -> None:
+    def tell(self, worker: str, metrics: WorkerMetrics) -> None:
         """See `Heartbeats.tell`."""
-        self._line.call("tell", worker, figures)
+        self._line.call("tell", worker, metrics)
 
-    def figures(self) -> dict[str, WorkerMetrics]:
+    def metrics(self) -> dict[str, WorkerMetrics]:
         """See `Heartbeats.figures`."""
         found: dict[str, WorkerMetrics] = self._line.call("figures")
         return found

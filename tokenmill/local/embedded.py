@@ -102,7 +102,7 @@ def dispatch(
     heartbeats = MemoryHeartbeats(output.world.clock, SILENCE)
     queue = MemoryQueue()
     backlog = DispatchSettings().backlog * workers
-    settings = DispatchSettings(backlog=backlog, tick_every=TICK_SECONDS, price_per_hour=price_per_hour)
+    settings = DispatchSettings(backlog=backlog, tick_interval_seconds=TICK_SECONDS, price_per_hour=price_per_hour)
     dispatcher = Dispatcher(output.world, queue, heartbeats, settings=settings)
     job = output.ledger.job()
     dispatcher.add(output.ledger)

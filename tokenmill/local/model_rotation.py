@@ -15,7 +15,7 @@ from pipeline.ports import Clock, ShardQueue
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.models import ModelPin
 from tokenmill.processes.model_switching import ModelRotation, RotatingShardSource
-from tokenmill.processes.runtime import settled_heap
+from tokenmill.processes.runtime import frozen_heap
 from workers.model.loaded_model import LoadedModel
 from workers.observability.progress import WorkerObserver
 from workers.settings import WorkerSettings
@@ -48,7 +48,7 @@ def compute_in_rotation(
         pin = pins[turns.loaded]
         model, client = load(pin, turn), make_client(pin)
         turns.begin()
-        with settled_heap():
+        with frozen_heap():
             source = RotatingShardSource(client, turns)
             ShardWorker(model, source, client, clock, settings, observe(turn)).run(stop)
         client.close()

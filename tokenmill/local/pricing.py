@@ -51,7 +51,7 @@ def price_of_worker(settings: Settings, given: float | None = None) -> float | N
         return None
     book = load_price_book(settings.price_book)
     try:
-        found = book.must(instance.type, instance.region, instance.market, settings.price_book)
+        found = book.require(instance.type, instance.region, instance.market, settings.price_book)
     except PriceBookError as error:
         raise UserError(str(error)) from error
     return found.per_hour / instance.workers

@@ -24,7 +24,7 @@ logger = structlog.get_logger(__name__)
 
 
 @contextmanager
-def settled_heap() -> Iterator[None]:
+def frozen_heap() -> Iterator[None]:
     """Exclude the objects that exist now (up to a million: modules, vocabulary, model) from garbage collection.
 
     They live to the end anyway, and traversing them repeatedly cost a quarter of a big job's processor time.
@@ -37,17 +37,17 @@ def settled_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_together(stop: StopSignal, world: World, main: Part, others: Mapping[str, Part]) -> None:
+def run_until_stopped(stop: StopSignal, world: World, main: Part, others: Mapping[str, Part]) -> None:
     """Run `main` on this thread and the others on threads of their own, until `stop` is set. A part in `others` is
     restarted after an exception (`supervise`); an exception of `main` ends all. When one of them returns, all stop.
     Raises what `main` raised, or the first part's `PartStopped`.
     """
-    with settled_heap():
+    with frozen_heap():
         stop.begin()
-        _run_together(stop, world, main, others)
+        _run_until_stopped(stop, world, main, others)
 
 
-def _run_together(stop: threading.Event, world: World, main: Part, others: Mapping[str, Part]) -> None:
+def _run_until_stopped(stop: threading.Event, world: World, main: Part, others: Mapping[str, Part]) -> None:
     failed: list[BaseException] = []
 
     def ended(name: str, future: Future[None]) -> None:

@@ -18,7 +18,7 @@ from schemas.releases import Release
 from schemas.settings.settings import Settings
 from schemas.workers.metrics import WorkerMetrics
 from tokenmill.processes.logging import LogFormat
-from tokenmill.processes.runtime import settled_heap, unique_name
+from tokenmill.processes.runtime import frozen_heap, unique_name
 from tokenmill.root import Root
 from tokenmill.services.backends import Backends
 from tokenmill.services.readiness import LoadModel, Readiness
@@ -95,7 +95,7 @@ class CandidateWorker:
         """The worker's metrics of its current activity; None: none yet."""
         if self._serving is not None:
             return self._serving.metrics()
-        return None if self._client is None else self._client.figures
+        return None if self._client is None else self._client.metrics
 
     def __call__(self, stop: threading.Event) -> None:
         """Work until `stop` is set. The model stays loaded while the store is unavailable."""
@@ -139,7 +139,7 @@ class CandidateWorker:
         clock = self._root.world.clock
         tolerant = OutageTolerantClient(client, clock, stop)
         try:
-            with settled_heap(), self._watchdog.watching():
+            with frozen_heap(), self._watchdog.watching():
                 ShardWorker(self._model, tolerant, tolerant, clock, self._settings, self._watchdog).run(stop)
         finally:
             self._client = None
@@ -151,4 +151,4 @@ class CandidateWorker:
             return
         drift = drift_from(self._model, record.answers)
         if drift is not None:
-            self._registry.note_drift(release, drift)
+            self._registry.record_drift(release, drift)

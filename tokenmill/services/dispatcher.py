@@ -18,7 +18,7 @@ from pipeline.ingest.files.folder_inbox import INCOMING, FolderInbox
 from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ingest.files.watcher import FileIngestWatcher, WatchSettings
 from pipeline.maintenance.garbage_collector import GarbageCollector, GarbageCollectorSettings
-from pipeline.runtime.inline_executor import AT_ONCE, BESIDE
+from pipeline.runtime.inline_executor import MAX_BACKGROUND_REQUESTS, MAX_CONCURRENT_REQUESTS
 from pipeline.scaling.autoscaler import Autoscaler
 from pipeline.scaling.backlog import BacklogReader
 from schemas.settings.settings import Settings
@@ -52,10 +52,13 @@ def dispatcher_part(
 
     def dispatch(stop: threading.Event) -> None:
         # Requests to a bucket run concurrently; a folder is fast.
-        with request_executor(root, AT_ONCE) as readers, request_executor(root, BESIDE) as others:
+        with (
+            request_executor(root, MAX_CONCURRENT_REQUESTS) as readers,
+            request_executor(root, MAX_BACKGROUND_REQUESTS) as others,
+        ):
             dispatcher = Dispatcher(
                 root.world, backends.queue, backends.heartbeats,
-                settings=dispatching, together=readers, beside=others, figures=metrics,
+                settings=dispatching, together=readers, beside=others, metrics=metrics,
             )  # fmt: skip
             planning = JobControllerSettings(planners=settings.planners)
             planner = PlannerPool(
@@ -84,7 +87,7 @@ def backlog_part(root: Root, backends: Backends, settings: Settings) -> Part | N
     options = settings.autoscale.model_copy(update={"every_seconds": chosen.every_seconds})
 
     def scale(stop: threading.Event) -> None:
-        with request_executor(root, AT_ONCE) as readers:
+        with request_executor(root, MAX_CONCURRENT_REQUESTS) as readers:
             reader = BacklogReader(
                 root.world, backends.heartbeats, chosen.worker_tokens_per_second, backends.lane, readers
             )
@@ -101,4 +104,4 @@ def folder_part(root: Root, settings: Settings, settle: float) -> Part:
     (store.root / INCOMING).mkdir(exist_ok=True)
     inbox = FolderInbox(store, root.world.clock, settle=settle)
     source = FileIngestSource(inbox, open_intake(root, settings), root.world)
-    return FileIngestWatcher([source], root.world, WatchSettings(sweep_every=FOLDER_SWEEP_SECONDS)).run
+    return FileIngestWatcher([source], root.world, WatchSettings(sweep_interval_seconds=FOLDER_SWEEP_SECONDS)).run

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.ports import PartStopped
+from pipeline.ports import ComponentStopped
 from pipeline.runtime.supervision import supervise
 from schemas.jobs.job import Tier
 from tokenmill.errors import UserError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pipeline.gateway.http.server import ServerSettings
     from pipeline.gateway.inference.request_builder import InferenceSettings
-    from pipeline.gateway.inference.response_cache import AnswerCache, AnswerStore
+    from pipeline.gateway.inference.response_cache import ResponseCache, ResponseStore
     from pipeline.gateway.limits.concurrency import ConcurrencySlots
     from pipeline.gateway.limits.rate_limits import RateSettings
     from pipeline.gateway.routes.dependencies import GatewaySettings
@@ -55,7 +55,7 @@ class SharedBackends:
     windows: RedisStorage | None = None
     running: ConcurrencySlots | None = None
     webhooks: Lease | None = None
-    answers: AnswerStore | None = None
+    answers: ResponseStore | None = None
 
 
 class GatewayService:
@@ -106,7 +106,7 @@ class GatewayService:
         from pipeline.lane.client import CallSettings
 
         keys = ApiKeys(root.world)
-        _check_open(settings, host, keys.exist())
+        _check_open(settings, host, keys.has_keys())
         warn_if_readable_by_all(root)
         self._executor = ThreadPoolExecutor(_MAX_READS, thread_name_prefix="reads")
         files = Files(root.world, self._executor)
@@ -120,7 +120,7 @@ class GatewayService:
             metric_collectors.workers(backends.heartbeats, each=settings.metrics.workers),
             dispatching or metric_collectors.installation(status),
             metric_collectors.http(http_metrics),
-            metric_collectors.intake(root.ingest_metrics, root.world.letters),
+            metric_collectors.intake(root.ingest_metrics, root.world.dead_letters),
             metric_collectors.unexpected_errors(root.world.errors),
         ]
         self._parts = GatewayDependencies(
@@ -134,7 +134,7 @@ class GatewayService:
             rates=RateLimiter(
                 root.world.clock, _rates(root, settings, backends, batch_rows), shared.windows, shared.running
             ),
-            figures=http_metrics,
+            http_metrics=http_metrics,
             metrics=Metrics([metric_collectors.build, *self.sources]),
         )
         cache = _cache(root, settings, shared.answers)
@@ -158,12 +158,12 @@ class GatewayService:
     def _serve(self, stop: threading.Event) -> None:
         from pipeline.gateway.app import make_app
         from pipeline.gateway.inference.lane_bridge import LaneBridge, draining
-        from pipeline.gateway.inference.responses import Answers
+        from pipeline.gateway.inference.responses import InferenceResponses
 
         clock = self._parts.world.clock
         traces, ended = self._parts.world.traces, threading.Event()
-        bridge = LaneBridge(self._lane, clock, self._call, self._parts.figures, traces=traces)
-        answers = Answers(self._request_builder, bridge, clock, self._streams)
+        bridge = LaneBridge(self._lane, clock, self._call, self._parts.http_metrics, traces=traces)
+        answers = InferenceResponses(self._request_builder, bridge, clock, self._streams)
         arguments = ("lane calls", bridge.run, ended, self._parts.world)
         calls = threading.Thread(target=supervise, args=arguments, name="lane calls", daemon=True)
         calls.start()
@@ -171,7 +171,9 @@ class GatewayService:
             app = make_app(self._parts, self._server.draining.is_set, answers)
             self._server.run(app, stop, lambda: answers.end_all(draining()))
         except Exception as error:
-            raise PartStopped(f"{self.url}: HTTP can't be served any more ({type(error).__name__}: {error})") from error
+            raise ComponentStopped(
+                f"{self.url}: HTTP can't be served any more ({type(error).__name__}: {error})"
+            ) from error
         finally:
             ended.set()
             calls.join()
@@ -279,12 +281,12 @@ def _notifier(root: Root, settings: Settings, interval_seconds: float, lease: Le
     )
 
 
-def _cache(root: Root, settings: Settings, answers: AnswerStore | None) -> AnswerCache:
-    from pipeline.gateway.inference.response_cache import AnswerCache, CacheSettings, MemoryAnswers
+def _cache(root: Root, settings: Settings, answers: ResponseStore | None) -> ResponseCache:
+    from pipeline.gateway.inference.response_cache import CacheSettings, MemoryResponseStore, ResponseCache
 
     chosen, clock = settings.gateway.cache, root.world.clock
     bounds = CacheSettings(chosen.keep.total_seconds(), chosen.entry_bytes, chosen.entries, chosen.always)
-    return AnswerCache(clock, answers or MemoryAnswers(clock, chosen.memory_bytes), bounds)
+    return ResponseCache(clock, answers or MemoryResponseStore(clock, chosen.memory_bytes), bounds)
 
 
 def _inference_settings(settings: Settings) -> InferenceSettings:
@@ -314,5 +316,5 @@ def _server(settings: Settings, host: str, port: int) -> ServerSettings:
         keep_alive_seconds=chosen.keep_alive_seconds,
         max_message_bytes=min(chosen.max_message_bytes, chosen.max_body_bytes),
         message_seconds=chosen.idle_seconds,
-        most_connections=2 * chosen.requests_at_once,
+        max_connections=2 * chosen.requests_at_once,
     )

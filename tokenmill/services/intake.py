@@ -64,7 +64,7 @@ def _bucket(root: Root, settings: Settings) -> Part:
             )
         )
         events = BucketEvents(queue, list(zip(inboxes, sources, strict=True)), root.world)
-    watch = WatchSettings(sweep_every=settings.bucket.sweep_seconds)
+    watch = WatchSettings(sweep_interval_seconds=settings.bucket.sweep_seconds)
     return FileIngestWatcher(sources, root.world, watch, events).run
 
 
@@ -87,7 +87,7 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
         start=options.start,
         batch_records=options.batch_records,
         batch_seconds=options.batch_seconds,
-        most_value_bytes=settings.limits.max_line_bytes,
+        max_value_bytes=settings.limits.max_line_bytes,
         reply_topics=reply_topics,
         uri_prefixes=options.uri_prefixes,
         session_timeout=options.session_timeout,
@@ -161,7 +161,7 @@ def _celery(root: Root, settings: Settings) -> Part:
     lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock)
     limits = GenerateSettings(
         longest=options.generate_seconds,
-        most_waiting=options.generate_waiting,
+        max_waiting=options.generate_waiting,
         default_model=settings.default_model,
         limits=settings.limits,
     )

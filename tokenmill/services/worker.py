@@ -24,7 +24,7 @@ from tokenmill.errors import ModelError
 from tokenmill.processes.logging import LogFormat, log_to_stderr
 from tokenmill.processes.model_switching import ModelRotation, RotatingShardSource
 from tokenmill.processes.replicas import ReplicaConnection, Replicas, ReplicaTask
-from tokenmill.processes.runtime import settled_heap, unique_name
+from tokenmill.processes.runtime import frozen_heap, unique_name
 from tokenmill.processes.signals import stop_on_signals
 from tokenmill.root import Root
 from tokenmill.services.backends import Backends
@@ -167,7 +167,7 @@ class WorkerService:
         self._lane = backends.lane.worker(self._name)
         self._rotation = ModelRotation(list(self._loads), backends.queue, self._lane, root.world.clock, switch_after)
         self._lane_rules = lane_rules(settings, policies)
-        self._serving = LaneServing(most=settings.lane.most_requests, grace=settings.lane.drain_seconds)
+        self._serving = LaneServing(most=settings.lane.most_requests, grace_seconds=settings.lane.drain_seconds)
         self._watchdog = Watchdog(settings.stuck_seconds)
         self._settings = worker_settings(settings, backends, policies)
         self.greeting = f"working for {root.url} with {', '.join(self.models)}"
@@ -175,7 +175,7 @@ class WorkerService:
     def metrics(self) -> WorkerMetrics | None:
         """The worker's metrics since it began to serve the loaded model; None: none yet."""
         client = self._client
-        return None if client is None else client.figures
+        return None if client is None else client.metrics
 
     def __call__(self, stop: threading.Event) -> None:
         """Work until `stop` is set."""
@@ -204,7 +204,7 @@ class WorkerService:
         server = LaneServer(model, self._lane, world.clock, self._lane_rules, self._serving, traces=world.traces)
         logger.info("model's turn", model=model.name, key=key)
         try:
-            with settled_heap(), self._watchdog.watching(), server.running(stop) as side_work:
+            with frozen_heap(), self._watchdog.watching(), server.running(stop) as side_work:
                 self._rotation.begin()
                 tolerant = OutageTolerantClient(client, world.clock, stop)
                 source = RotatingShardSource(tolerant, self._rotation, lambda: side_work.busy)

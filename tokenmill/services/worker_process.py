@@ -13,7 +13,7 @@ from schemas.settings.settings import Settings
 from schemas.workers.metrics import WorkerMetrics
 from tokenmill.processes.logging import LogFormat, log_to_stderr
 from tokenmill.processes.metrics_server import metrics_served
-from tokenmill.processes.runtime import run_together
+from tokenmill.processes.runtime import run_until_stopped
 from tokenmill.processes.signals import stop_on_signals
 from tokenmill.processes.tracing import traces_of
 from tokenmill.root import Root, open_root
@@ -70,7 +70,9 @@ def run_worker_process(
             worker.readiness.samples(),
             unexpected_errors(root.world.errors),
         ):
-            run_together(stop, root.world, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
+            run_until_stopped(
+                stop, root.world, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {}
+            )
 
 
 def worker_settings(settings: Settings, backends: Backends, policies: Policies) -> WorkerSettings:
@@ -78,10 +80,10 @@ def worker_settings(settings: Settings, backends: Backends, policies: Policies) 
     return WorkerSettings(
         request_timeout=settings.request_timeout,
         checkpoint_seconds=settings.checkpoint_seconds,
-        look_seconds=backends.poll_seconds,
+        poll_interval_seconds=backends.poll_seconds,
         stuck_seconds=settings.stuck_seconds,
         policies=policies,
-        traced_step_seconds=settings.tracing.step_seconds,
+        trace_interval_seconds=settings.tracing.step_seconds,
     )
 
 

@@ -70,7 +70,7 @@ class LaneServing:
             a part for each request in the engine, because emitting takes time from computing. The first token is
             emitted at once.
         log_interval_seconds: interval of the log record with the latency objectives.
-        grace: how long requests may take to end after the worker's stop; the others are handed back.
+        grace_seconds: how long requests may take to end after the worker's stop; the others are handed back.
         max_tries: tries in the engine of a request whose step fails.
         num_preparers: threads that prepare requests. One tenant, and large requests, use all but one of them at most.
     """
@@ -79,7 +79,7 @@ class LaneServing:
     emit_interval_seconds: float = 0.02
     emit_interval_seconds_each: float = 0.0005
     log_interval_seconds: float = 60.0
-    grace: float = 20.0
+    grace_seconds: float = 20.0
     max_tries: int = 2
     num_preparers: int = 2
 
@@ -190,7 +190,7 @@ class LaneServer:
     @property
     def grace_seconds(self) -> float:
         """How long requests may take to end after the worker's stop."""
-        return self._serving.grace
+        return self._serving.grace_seconds
 
     def poll(self, *, admit: bool) -> None:
         """See `SideWork.poll`. Raises what ended one of the threads."""

@@ -15,14 +15,14 @@ from engine.embedding.embedder import StepEngine
 from engine.engine import EngineStats
 from engine.request import Completion
 from engine.scheduler.latency import ClassStats, LatencyCounts
-from engine.scheduler.slo_control import PaceStats, PaceTerms
+from engine.scheduler.slo_control import SloStats, SloTerms
 from engine.speculative.stats import SpeculationStats
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
     HistogramSample,
-    PaceMetrics,
-    PaceWeights,
+    SloMetrics,
+    SloWeights,
     SpeculationMetrics,
     TierMetrics,
     TokenRates,
@@ -197,8 +197,8 @@ def _histogram(counts: LatencyCounts, before: LatencyCounts) -> HistogramSample:
     return HistogramSample(counts=tuple(added), seconds=max(0.0, counts.seconds - before.seconds))
 
 
-def _pace(stats: PaceStats) -> PaceMetrics:
-    return PaceMetrics(
+def _pace(stats: SloStats) -> SloMetrics:
+    return SloMetrics(
         weights=_terms(stats.weights),
         terms=_terms(stats.terms),
         others=min(1.0, stats.others),
@@ -210,8 +210,8 @@ def _pace(stats: PaceStats) -> PaceMetrics:
     )
 
 
-def _terms(terms: PaceTerms) -> PaceWeights:
-    return PaceWeights(ttft=terms.ttft, itl=terms.itl, utilisation=terms.utilisation, drops=terms.drops)
+def _terms(terms: SloTerms) -> SloWeights:
+    return SloWeights(ttft=terms.ttft, itl=terms.itl, utilisation=terms.utilisation, drops=terms.drops)
 
 
 def _speculation(stats: SpeculationStats) -> SpeculationMetrics | None:

@@ -116,5 +116,5 @@ class WorkerObserver(Protocol):
     """Receives a worker's progress on the thread that steps the engine, so it must return quickly."""
 
     def progress(self, progress: WorkerProgress) -> None:
-        """Called every `WorkerSettings.report_seconds`, and once at the end."""
+        """Called every `WorkerSettings.report_interval_seconds`, and once at the end."""
         ...

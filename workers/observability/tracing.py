@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pipeline.ports import Clock
-from pipeline.tracing import NO_SPAN, Span, Traces, about_job, log_fields
+from pipeline.tracing import NO_SPAN, Span, Traces, job_attributes, log_fields
 from pipeline.worker_client.protocol import ShardWork
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest
 
@@ -46,15 +46,15 @@ class ShardSpans:
         self._clock = clock
         self._model = model
         self._open: dict[str, Span] = {}  # by the attempt's id
-        self._step_seconds = step_seconds if traces.on else 0.0
+        self._step_seconds = step_seconds if traces.is_enabled else 0.0
         self._next_step = 0.0 if self._step_seconds else float("inf")
 
     def taken(self, work: ShardWork) -> dict[str, str]:
         """Begin the shard's span; returns the fields that its log records carry."""
-        if not self._traces.on:
+        if not self._traces.is_enabled:
             return {}
         about = {
-            **about_job(work.job),
+            **job_attributes(work.job),
             "tokenmill.shard": work.shard,
             "tokenmill.attempt": work.attempt,
             "tokenmill.model": self._model,
@@ -106,7 +106,7 @@ class LaneSpans:
 
     def taken(self, request: LaneRequest) -> None:
         """Begin the request's span."""
-        if self._traces.on:
+        if self._traces.is_enabled:
             about: dict[str, str | int | float | bool | None] = {
                 "tokenmill.request.id": request.id,
                 "tokenmill.attempt": request.attempt,

@@ -89,10 +89,10 @@ class RowIsolation:
     def open(self, shard: OpenShard) -> None:
         """Move the shard's rows that may have ended earlier processes from its waiting rows to the suspects."""
         history = shard.work.history
-        isolated = [row for row in shard.waiting if row.names[0].row in history.cornered]
+        isolated = [row for row in shard.waiting if row.names[0].row in history.isolated_rows]
         if isolated:
             groups = [[row] for row in isolated]
-            shard.waiting = deque(row for row in shard.waiting if row.names[0].row not in history.cornered)
+            shard.waiting = deque(row for row in shard.waiting if row.names[0].row not in history.isolated_rows)
         elif history.silent >= SUSPECT_AFTER and shard.waiting:
             count = min(len(shard.waiting), self._max_num_seqs)
             groups = [[shard.waiting.popleft() for _ in range(count)]]
@@ -117,7 +117,7 @@ class RowIsolation:
             return 0.0
         history = self._owners[rows[0].request.request_id].work.history
         row = rows[0].names[0].row
-        if not (history.silent or history.cornered):
+        if not (history.silent or history.isolated_rows):
             return 0.0
         return PROOF_SECONDS * 2.0 ** history.blamed.get(row, 0)
 
@@ -143,7 +143,7 @@ class RowIsolation:
         noted = dict(self._noted)
         for shard, _ in group:
             history = shard.work.history
-            if history.silent or history.cornered:
+            if history.silent or history.isolated_rows:
                 noted[shard.work.attempt_id] = shard
         notes = [(shard, [row.names[0].row for owner, row in group if owner is shard]) for shard in noted.values()]
         self._noted = {shard.work.attempt_id: shard for shard, rows in notes if rows}

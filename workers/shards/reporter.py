@@ -31,7 +31,7 @@ class WorkerReporter:
         observer: WorkerObserver | None,
         report_seconds: float,
     ) -> None:
-        """`report_seconds`: interval between two calls of the observer."""
+        """`report_interval_seconds`: interval between two calls of the observer."""
         self._engine = model.engine
         self._now = clock.monotonic
         self._side_work = side_work

@@ -129,8 +129,8 @@ class OutageTolerantClient:
 
     def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad) -> None:
         """Send the heartbeat, with the current outage in its metrics. Needs no store."""
-        if load.figures is not None:
-            load = replace(load, figures=load.figures.model_copy(update={"store_outage": self.outage}))
+        if load.metrics is not None:
+            load = replace(load, metrics=load.metrics.model_copy(update={"store_outage": self.outage}))
         self._client.send_heartbeat(shards, load)
 
     def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:

@@ -86,12 +86,12 @@ class ShardWorker:
         self._given_heartbeat_executor = heartbeat_executor or helper
         self._heartbeat_timer = heartbeat_timer or (nullcontext if self._given_heartbeat_executor else thread_timer)
         self._side_work = beside or NoSideWork(clock)
-        self._spans = ShardSpans(clock, model.name, traces, self._settings.traced_step_seconds)
+        self._spans = ShardSpans(clock, model.name, traces, self._settings.trace_interval_seconds)
         reader = ShardReader(model, self._settings.policies)
-        self._fetcher = ShardFetcher(source, sink, reader, clock, self._settings.look_seconds)
+        self._fetcher = ShardFetcher(source, sink, reader, clock, self._settings.poll_interval_seconds)
         self._writer = ShardWriter(model, sink, clock, self._settings, self._report)
         self._checkpointer = self._writer.checkpointer
-        self._reporter = WorkerReporter(model, clock, self._side_work, observer, self._settings.report_seconds)
+        self._reporter = WorkerReporter(model, clock, self._side_work, observer, self._settings.report_interval_seconds)
         timed = self._settings.request_timeout is not None
         self._lookahead = Lookahead(model.max_num_seqs, self._settings.watermark, timed=timed)
         self._shards: list[OpenShard] = []  # the most urgent ones first

@@ -37,7 +37,7 @@ def grammar_of(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Grammar
     if body.response_format is not None:
         wanted = body.response_format
         path = "response_format.json_schema.schema"
-        return json_grammar(wanted.schema_of_answer, "response_format", path, lenient=wanted.lenient)
+        return json_grammar(wanted.schema_of_answer, "response_format", path, lenient=wanted.is_lenient)
     outputs = body.structured_outputs
     if outputs is None:
         return None
@@ -55,7 +55,7 @@ def grammar_of(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Grammar
 def json_grammar(schema: dict[str, Any], param: str, path: str = "", *, lenient: bool = False) -> GrammarSource:
     """The grammar of a JSON text that follows the schema.
 
-    `path`: the schema's path in the body.  `lenient`: ignore keywords that can't be enforced. Raises `RowError` when
+    `path`: the schema's path in the body.  `is_lenient`: ignore keywords that can't be enforced. Raises `RowError` when
     the schema is nested too deep.
     """
     return GrammarSource(f"{OPTIONS}start: {_json(schema, param, lenient)}\n", param, {path or param: schema})
@@ -110,7 +110,7 @@ def _tools_grammar(body: ChatBody, form: ToolFormat, tokenizer: Tokenizer) -> st
         rules.append(f"start: {forced}")
     elif body.response_format is not None:
         wanted = body.response_format
-        answer = _json(wanted.schema_of_answer, "response_format", wanted.lenient)
+        answer = _json(wanted.schema_of_answer, "response_format", wanted.is_lenient)
         rules += [f"start: answer | {forced}", f"answer: {answer}"]
     else:
         rules += _free(form, tokenizer, opening, f"{last}{more}")

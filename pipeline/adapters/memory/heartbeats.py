@@ -30,12 +30,12 @@ class MemoryHeartbeats:
             self._beats.pop(worker, None)
             self._metrics.pop(worker, None)
 
-    def tell(self, worker: str, figures: WorkerMetrics) -> None:
+    def tell(self, worker: str, metrics: WorkerMetrics) -> None:
         """See `Heartbeats.tell`."""
         with self._lock:
-            self._metrics[worker] = (self._clock.monotonic(), figures)
+            self._metrics[worker] = (self._clock.monotonic(), metrics)
 
-    def figures(self) -> dict[str, WorkerMetrics]:
+    def metrics(self) -> dict[str, WorkerMetrics]:
         """The latest metrics of each live worker, by name."""
         living = {state.name for state in self.workers()}
         now = self._clock.monotonic()

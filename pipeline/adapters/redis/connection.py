@@ -29,7 +29,7 @@ class RedisSettings:
         prefix: of all keys, so that several installations can share a server.
         connect_timeout: to reach the server.
         timeout: of one answer. Shorter than a heartbeat's lifetime, or a slow server would make workers seem dead.
-        most_connections: maximum number of connections, opened on demand. A reader that waits for events of the lane
+        max_connections: maximum number of connections, opened on demand. A reader that waits for events of the lane
             occupies one.
     """
 
@@ -37,7 +37,7 @@ class RedisSettings:
     prefix: str = "tokenmill"
     connect_timeout: float = 2.0
     timeout: float = 2.0
-    most_connections: int = 256
+    max_connections: int = 256
 
 
 class RedisClient:
@@ -55,7 +55,7 @@ class RedisClient:
                 socket_timeout=settings.timeout,
                 socket_connect_timeout=settings.connect_timeout,
                 socket_keepalive=True,
-                max_connections=settings.most_connections,
+                max_connections=settings.max_connections,
                 retry=Retry(NoBackoff(), 0),
                 protocol=2,
             )

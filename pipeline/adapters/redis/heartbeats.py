@@ -105,13 +105,13 @@ class RedisHeartbeats:
             pipe.zrem(self._index, worker)
             pipe.execute()
 
-    def tell(self, worker: str, figures: WorkerMetrics) -> None:
+    def tell(self, worker: str, metrics: WorkerMetrics) -> None:
         """See `Heartbeats.tell`."""
-        data = figures.model_dump_json(exclude_defaults=True)
+        data = metrics.model_dump_json(exclude_defaults=True)
         with self._client.translate_errors("report metrics"):
             self._client.raw.set(self._metrics_key(worker), data, px=milliseconds(self.lifetime))
 
-    def figures(self) -> dict[str, WorkerMetrics]:
+    def metrics(self) -> dict[str, WorkerMetrics]:
         """The latest metrics of each live worker, by name."""
         found = ((name, self._parse(name, data, WorkerMetrics)) for name, data in self._read_all(self._metrics_key))
         return {name: metrics for name, metrics in found if metrics is not None}

@@ -130,7 +130,7 @@ class S3Connection:
             MissingObject, ConditionFailed: the server's answer.
             StoreError: any other failure: what, where, what to do.
         """
-        allowed = self.settings.patience_seconds if patience is None else patience
+        allowed = self.settings.retry_timeout_seconds if patience is None else patience
         began, bound, retried = self.clock.monotonic(), FIRST_WAIT, False
         try:
             while True:
@@ -159,7 +159,7 @@ class S3Connection:
         if _is_transient(error):
             return allowed
         if _is_denial(error) and where.startswith(self._proven):
-            return min(allowed, self.settings.denied_patience_seconds)
+            return min(allowed, self.settings.denied_retry_timeout_seconds)
         return 0.0
 
     def _before_call(self, context: dict[str, Any], **_: Any) -> None:

@@ -26,9 +26,10 @@ class S3Settings:
         kms_key: id or ARN of the key for SSE-KMS; None: the account's key for S3.
         checksums: "when_required" for servers that don't know S3's newer checksums.
         connect_seconds, read_seconds: how long a connection, and then each piece of an answer, may take.
-        patience_seconds: retry time-out of an operation while the server fails, is busy or unreachable.
-        denied_patience_seconds: retry time-out of an operation that is refused where others have worked.
-        opening_patience_seconds: retry time-out while a store is opened, where a wrong address is the likelier cause.
+        retry_timeout_seconds: retry time-out of an operation while the server fails, is busy or unreachable.
+        denied_retry_timeout_seconds: retry time-out of an operation that is refused where others have worked.
+        opening_retry_timeout_seconds: retry time-out while a store is opened, where a wrong address is the likelier
+            cause.
         connections: maximum number of connections.
         multipart_bytes: objects from this size on are sent in parts.  part_bytes: of a part (at least 5 MiB).
         part_threads: parts of one object that are sent at once.
@@ -47,9 +48,9 @@ class S3Settings:
     checksums: Literal["when_supported", "when_required"] = "when_supported"
     connect_seconds: float = 5.0
     read_seconds: float = 30.0
-    patience_seconds: float = 120.0
-    denied_patience_seconds: float = 60.0
-    opening_patience_seconds: float = 10.0
+    retry_timeout_seconds: float = 120.0
+    denied_retry_timeout_seconds: float = 60.0
+    opening_retry_timeout_seconds: float = 10.0
     connections: int = 32
     multipart_bytes: int = 64 << 20
     part_bytes: int = 16 << 20

@@ -50,7 +50,7 @@ class S3Store:
         self._client = connection.client
         self._private: PrivateFolder | None = None
         self._parts_probed = False
-        patience = connection.settings.opening_patience_seconds
+        patience = connection.settings.opening_retry_timeout_seconds
         if read_only:
             self._page(self.prefix, MaxKeys=1, patience=patience)
         else:

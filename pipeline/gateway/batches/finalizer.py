@@ -29,7 +29,7 @@ from pipeline.ledger.active_index import ACTIVE
 from pipeline.ledger.ledger import JOBS, JobLedger, ResultsRemoved
 from pipeline.ports import Lease, PipelineError, World
 from pipeline.results.export import export
-from pipeline.runtime.leader_election import Leading
+from pipeline.runtime.leader_election import LeaderElection
 from pipeline.runtime.supervision import reason_of
 from schemas.jobs.job import Job
 from schemas.jobs.outcome import Manifest
@@ -55,7 +55,7 @@ class Finalizer:
         self._store = world.store
         self._files = files
         self._interval_seconds = interval_seconds
-        self._leading = Leading(lease, world.clock, "finalizing")
+        self._leading = LeaderElection(lease, world.clock, "finalizing")
         self._busy: set[str] = set()
         self._retry_at: dict[str, float] = {}
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pipeline.gateway.records import BATCHES, BatchOrder, BatchOutcome, seconds
 from pipeline.jobs.serialization import job_document
-from pipeline.ledger.ledger import REJECTS, JobLedger, SomePaper, parse_stored
+from pipeline.ledger.ledger import REJECTS, JobLedger, SomeRecord, parse_stored
 from pipeline.ports import ObjectNotFound, ObjectStore
 from pipeline.results.parts import read_part
 from schemas.jobs.outcome import JobStatus, Manifest
@@ -102,7 +102,7 @@ def _finalizing(
     return found
 
 
-def _find(store: ObjectStore, key: str, kind: type[SomePaper]) -> SomePaper | None:
+def _find(store: ObjectStore, key: str, kind: type[SomeRecord]) -> SomeRecord | None:
     try:
         data = store.read(key)
     except ObjectNotFound:

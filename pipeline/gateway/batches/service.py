@@ -21,7 +21,7 @@ from pipeline.gateway.http.errors import ApiError, bad_request, not_found, unava
 from pipeline.gateway.http.idempotency import record_idempotency_key
 from pipeline.gateway.http.pagination import PageRequest, PageResult, list_ids, map_chunks, take_page
 from pipeline.gateway.records import BatchOrder, StoredFile
-from pipeline.ingest.intake import MODEL_NOT_FOUND, NO_MODEL, IntakeOptions, IntakeRefused, JobDraft
+from pipeline.ingest.intake import MODEL_NOT_FOUND, NO_MODEL, IntakePort, IntakeRefused, JobDraft
 from pipeline.ingest.validation import first_mistake
 from pipeline.jobs.retry import NothingToRetry, RetryOverrides, choose_rows, submit_retry
 from pipeline.jobs.submit import derived_job_id, new_job_id
@@ -95,7 +95,7 @@ class Batches:
     """
 
     def __init__(
-        self, world: World, intake: IntakeOptions, files: Files, finalizer: Finalizer, executor: Executor
+        self, world: World, intake: IntakePort, files: Files, finalizer: Finalizer, executor: Executor
     ) -> None:
         self._world = world
         self._store = world.store

@@ -149,7 +149,7 @@ class ApiKeys:
             self._cached_keys.pop(key_id, None)
         return key
 
-    def exist(self) -> bool:
+    def has_keys(self) -> bool:
         """Whether a key was ever created."""
         now = self._world.clock.monotonic()
         if not self._has_keys[1] and now >= self._has_keys[0]:  # once true, it stays true

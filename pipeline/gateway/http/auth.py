@@ -43,7 +43,7 @@ class Authority:
     @property
     def is_open(self) -> bool:
         """Whether requests require_scope no key."""
-        return self._mode == "off" or (self._mode == "auto" and not self._keys.exist())
+        return self._mode == "off" or (self._mode == "auto" and not self._keys.has_keys())
 
     def caller(self, authorization: str | None) -> Caller:
         """The caller with this Authorization header; raises `ApiError` (401)."""

@@ -28,7 +28,7 @@ class HttpMetrics:
         self._open: dict[str, tuple[Tier, float]] = {}
         self._without_tokens: set[str] = set()  # those of `_open` that have no token yet
         self.first_tokens = {tier: LatencyRecorder() for tier in Tier}
-        self.wholes = {tier: LatencyRecorder() for tier in Tier}
+        self.response_times = {tier: LatencyRecorder() for tier in Tier}
 
     # -- requests
 
@@ -75,7 +75,7 @@ class HttpMetrics:
                 self._without_tokens.discard(event.request)
             self.first_tokens[tier].add(seconds)
         if isinstance(event, EndEvent):
-            self.wholes[tier].add(seconds)
+            self.response_times[tier].add(seconds)
             self.inference_finished(event.request, "answered")
         elif isinstance(event, ErrorEvent):
             self.inference_finished(event.request, "failed")

@@ -52,7 +52,7 @@ class RequestMiddleware:
     Args:
         new_id: creates a request id.
         draining: returns whether the gateway is shutting down and refuses new requests.
-        figures: counts requests and responses.
+        metrics: counts requests and responses.
         hosts: checks the Host header.
         bodies: the memory budget of request bodies and WebSocket messages.
         max_requests: concurrent requests; further ones are refused.
@@ -69,7 +69,7 @@ class RequestMiddleware:
         app: ASGIApp,
         new_id: Callable[[], str],
         draining: Callable[[], bool],
-        figures: HttpMetrics,
+        metrics: HttpMetrics,
         hosts: HostGuard,
         bodies: BodyBudget,
         max_requests: int = 2_000,
@@ -79,7 +79,7 @@ class RequestMiddleware:
         self.app = app
         self.bodies = bodies
         self.new_id = new_id
-        self._metrics = figures
+        self._metrics = metrics
         self._draining = draining
         self._hosts = hosts
         self._max_requests = max_requests
@@ -89,7 +89,7 @@ class RequestMiddleware:
         self.active += 1
         self._metrics.request_started()
         try:
-            if self._traces.on and scope["path"] not in _UNTRACED:
+            if self._traces.is_enabled and scope["path"] not in _UNTRACED:
                 await self._traced(scope, receive, send)
             else:
                 await self._serve(scope, receive, send)

@@ -44,7 +44,7 @@ class ServerSettings:
         unsent_bytes: bytes of a connection that are queued in the kernel but not sent (TCP_NOTSENT_LOWAT).
         max_message_bytes: of a WebSocket message; a larger one closes the connection.
         message_seconds: the time-out from a WebSocket message's first byte to its last.
-        most_connections: concurrent connections; further ones are refused with 503. It is larger than the bound of
+        max_connections: concurrent connections; further ones are refused with 503. It is larger than the bound of
             requests, as many connections are idle.
     """
 
@@ -59,7 +59,7 @@ class ServerSettings:
     unsent_bytes: int = 64 << 10
     max_message_bytes: int = 1 << 20
     message_seconds: float = 30.0
-    most_connections: int = 4_000
+    max_connections: int = 4_000
 
 
 def listen(settings: ServerSettings) -> socket.socket:
@@ -168,7 +168,7 @@ class GatewayServer:
                     HttpProtocol,
                     header_seconds=self._settings.header_seconds,
                     write_seconds=self._settings.write_seconds,
-                    max_connections=self._settings.most_connections,
+                    max_connections=self._settings.max_connections,
                     new_id=app.new_id,
                 ),
             ),

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeline.gateway.batches.requests import EXTENSION
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError, bad_request, unavailable
-from pipeline.gateway.inference.response_cache import AnswerCache, cache_key
+from pipeline.gateway.inference.response_cache import ResponseCache, cache_key
 from pipeline.gateway.limits.rate_limits import AdmittedRequest, RateLimiter
 from pipeline.ingest.validation import first_mistake
 from pipeline.models.catalog import Catalog
@@ -114,7 +114,7 @@ class InferenceRequestBuilder:
         world: World,
         settings: InferenceSettings | None = None,
         rates: RateLimiter | None = None,
-        cache: AnswerCache | None = None,
+        cache: ResponseCache | None = None,
     ) -> None:
         self.cache = cache
         self._world = world
@@ -178,7 +178,7 @@ class InferenceRequestBuilder:
         wanted = self.cache is not None and self.cache.settings.always if extension.cache is None else extension.cache
         if not wanted:
             return None
-        if isinstance(body, GenerationBody) and not body.deterministic:
+        if isinstance(body, GenerationBody) and not body.is_deterministic:
             if extension.cache:
                 message = f"{EXTENSION}.cache needs temperature 0 or a seed: otherwise each answer is another"
                 raise bad_request(message, f"{EXTENSION}.cache")

@@ -47,7 +47,7 @@ class CacheSettings:
     always: bool = False
 
 
-class AnswerStore(Protocol):
+class ResponseStore(Protocol):
     """Storage of cached responses. The Redis implementation raises `ServiceUnavailable`."""
 
     def get(self, tenant: str, key: str) -> bytes | None:
@@ -67,7 +67,7 @@ class _TenantAnswers:
     num_bytes: int = 0
 
 
-class MemoryAnswers:
+class MemoryResponseStore:
     """Cached responses in the memory of one process. Thread-safe.
 
     Args:
@@ -118,10 +118,10 @@ class MemoryAnswers:
             del self._tenants[tenant]
 
 
-class AnswerCache:
+class ResponseCache:
     """Reads and writes cached responses. Thread-safe."""
 
-    def __init__(self, clock: Clock, store: AnswerStore, settings: CacheSettings | None = None) -> None:
+    def __init__(self, clock: Clock, store: ResponseStore, settings: CacheSettings | None = None) -> None:
         self.settings = settings or CacheSettings()
         self._clock = clock
         self._store = store

@@ -151,7 +151,7 @@ class Stream:
             end()
 
 
-class Answers:
+class InferenceResponses:
     """All inference responses in progress in this process. For one event loop."""
 
     def __init__(

@@ -24,7 +24,7 @@ class ConcurrencySlots(Protocol):
         ...
 
 
-class MemoryRunning:
+class MemoryConcurrencySlots:
     """The concurrency slots of one process. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:

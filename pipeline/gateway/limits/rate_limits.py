@@ -23,7 +23,7 @@ from limits.strategies import SlidingWindowCounterRateLimiter
 
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.limits.concurrency import ConcurrencySlots, MemoryRunning
+from pipeline.gateway.limits.concurrency import ConcurrencySlots, MemoryConcurrencySlots
 from pipeline.gateway.limits.storage_quota import StorageQuota
 from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
@@ -145,7 +145,7 @@ class RateLimiter:
         self._settings = settings or RateSettings()
         self._away_until = -math.inf
         self._windows: MemoryStorage | RedisStorage = windows or MemoryStorage()
-        self._running = running or MemoryRunning(clock)
+        self._running = running or MemoryConcurrencySlots(clock)
         self._counter = SlidingWindowCounterRateLimiter(self._windows)
 
     def take_request(self, caller: Caller) -> Headers:

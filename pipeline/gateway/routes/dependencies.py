@@ -62,7 +62,7 @@ class GatewayDependencies:
     status: Status
     settings: GatewaySettings
     rates: RateLimiter
-    figures: HttpMetrics
+    http_metrics: HttpMetrics
     metrics: Metrics
 
 

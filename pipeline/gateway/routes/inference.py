@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import disconnected
-from pipeline.gateway.inference.responses import Answers
+from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.inference.sse import STREAM_ID, EventStream, wait_for_disconnect
 from pipeline.gateway.openapi.document import BODY, document_body, document_responses
 from pipeline.gateway.routes.dependencies import add_headers, authenticated_caller, json_body
@@ -24,7 +24,7 @@ LastEvent = Annotated[
 ]
 
 
-def inference_router(answers: Answers) -> APIRouter:
+def inference_router(answers: InferenceResponses) -> APIRouter:
     """Build the routes of interactive inference."""
     router = APIRouter(tags=["inference"])
 

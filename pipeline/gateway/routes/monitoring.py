@@ -34,10 +34,10 @@ def monitoring_router() -> APIRouter:
         if not caller.has_scope(Scope.METRICS):
             return parts.status.document(tenant, samples=False) | {"lane": None, "answers": None}
         answers: Counter[str] = Counter()
-        for (_, result), count in parts.figures.answers().items():
+        for (_, result), count in parts.http_metrics.answers().items():
             answers[result] += count
         document = parts.status.document(tenant, samples=True)
-        return document | {"lane": parts.figures.callers(), "answers": answers}
+        return document | {"lane": parts.http_metrics.callers(), "answers": answers}
 
     @router.get("/metrics", response_class=Response, responses=document_responses(_FORMATS))
     async def metrics(

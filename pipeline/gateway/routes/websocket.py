@@ -36,7 +36,7 @@ from pipeline.gateway.http.errors import (
 )
 from pipeline.gateway.http.middleware import code_location
 from pipeline.gateway.inference.chunks import DONE
-from pipeline.gateway.inference.responses import Answers, Stream
+from pipeline.gateway.inference.responses import InferenceResponses, Stream
 from pipeline.gateway.inference.sse import read_items
 from pipeline.gateway.routes.dependencies import GatewayDependencies, GatewaySettings
 from pipeline.ports import PipelineError
@@ -81,7 +81,7 @@ class WebSocketSlots:
                 del self._open[tenant]
 
 
-def websocket_router(answers: Answers, settings: GatewaySettings) -> APIRouter:
+def websocket_router(answers: InferenceResponses, settings: GatewaySettings) -> APIRouter:
     """Build the route `/v1/stream`."""
     router = APIRouter()
     slots = WebSocketSlots(settings.max_websockets, settings.max_tenant_websockets)
@@ -115,7 +115,9 @@ def _caller(socket: WebSocket, parts: GatewayDependencies) -> Caller:
 class _Connection:
     """A WebSocket connection and its current stream."""
 
-    def __init__(self, socket: WebSocket, caller: Caller, answers: Answers, parts: GatewayDependencies) -> None:
+    def __init__(
+        self, socket: WebSocket, caller: Caller, answers: InferenceResponses, parts: GatewayDependencies
+    ) -> None:
         self._socket = socket
         self._caller = caller
         self._answers = answers

@@ -25,7 +25,7 @@ from pipeline.jobs.pending_webhooks import DUE, WANTED, DueWebhook, WebhookReque
 from pipeline.ledger.active_index import ACTIVE
 from pipeline.ledger.ledger import JOBS, JobLedger, parse_stored
 from pipeline.ports import Lease, ObjectNotFound, PipelineError, World
-from pipeline.runtime.leader_election import Leading
+from pipeline.runtime.leader_election import LeaderElection
 from pipeline.runtime.supervision import reason_of
 from pipeline.tracing import TRACEPARENT, working_for
 from schemas.jobs.outcome import Manifest
@@ -76,7 +76,7 @@ class Notifier:
         self._endpoints = {endpoint.id: endpoint for endpoint in endpoints}
         self._sender = sender
         self._settings = settings or NotifierSettings()
-        self._leading = Leading(lease, world.clock, "running_notifier of batches")
+        self._leading = LeaderElection(lease, world.clock, "running_notifier of batches")
         self._retry_at: dict[str, float] = {}  # key of a failed event -> when it is retried (monotonic)
         self._deliveries: dict[str, asyncio.Task[None]] = {}
         self._sweep_at = float("-inf")
@@ -231,7 +231,7 @@ class Notifier:
             }
         )
         headers = signature_headers(endpoint.secret, due.id, self._world.clock.now(), payload)
-        if not self._world.traces.on:
+        if not self._world.traces.is_enabled:
             return await self._sender.post(endpoint, headers, payload)
         job = await asyncio.to_thread(JobLedger(self._store, f"{JOBS}{due.job}/").find_job)
         attributes = {"tokenmill.webhook": endpoint.id, "tokenmill.job.id": due.job}

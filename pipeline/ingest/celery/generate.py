@@ -49,13 +49,13 @@ class GenerateSettings:
 
     Attributes:
         longest: a request times out after this long, or earlier by its own timeout.
-        most_waiting: maximum number of waiting requests in this process; a further task is retried later.
+        max_waiting: maximum number of waiting requests in this process; a further task is retried later.
         default_model: model of bodies that name none.
         call: settings of each call over the lane.
     """
 
     longest: float = 600.0
-    most_waiting: int = 1_000
+    max_waiting: int = 1_000
     default_model: str | None = None
     limits: Limits = field(default_factory=Limits)
     call: CallSettings = field(default_factory=lambda: CallSettings(look=_READ_SECONDS))
@@ -126,8 +126,8 @@ class GenerateCalls:
         with self._lock:
             if request.id in self._waiters:  # the same task, delivered twice
                 return None
-            if len(self._waiters) >= self._settings.most_waiting:
-                raise TryLater(f"no_room: {self._settings.most_waiting} requests wait already; ask again later")
+            if len(self._waiters) >= self._settings.max_waiting:
+                raise TryLater(f"no_room: {self._settings.max_waiting} requests wait already; ask again later")
             self._waiters[request.id] = waiter
         try:
             self._calls.start(request)

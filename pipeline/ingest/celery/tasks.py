@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import structlog
 from pydantic import AwareDatetime, TypeAdapter, ValidationError
 
-from pipeline.ingest.intake import NO_MODEL, IntakeOptions, IntakeRefused, JobDraft
+from pipeline.ingest.intake import NO_MODEL, IntakePort, IntakeRefused, JobDraft
 from pipeline.ingest.validation import InvalidSubmission, check_uri, first_mistake
 from pipeline.inputs.open import Pin
 from pipeline.jobs.serialization import job_document
@@ -117,7 +117,7 @@ class CeleryTasks:
         pin: pins the current version of a URI's input, so that the job reads no later one.
     """
 
-    def __init__(self, world: World, intake: IntakeOptions, pin: Pin, settings: TaskSettings | None = None) -> None:
+    def __init__(self, world: World, intake: IntakePort, pin: Pin, settings: TaskSettings | None = None) -> None:
         self._world = world
         self._intake = intake
         self._pin = pin

@@ -38,7 +38,7 @@ from pipeline.ingest.celery.tasks import CANCEL, STATUS, SUBMIT, CeleryTasks, Ta
 from pipeline.ports import Randomness, World
 from pipeline.runtime.availability import BadAddress, redacted
 from pipeline.runtime.supervision import supervise
-from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, doors_span, read_traceparent
+from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, ingest_span, read_traceparent
 
 _POLL_SECONDS: Final = 0.1
 _POLLS_PER_RESTORE: Final = 50
@@ -62,7 +62,7 @@ class CeleryIngestSettings:
         visibility_timeout: the tasks of a dead worker are delivered again after this long. Longer than any task takes,
             and than any wait between two attempts.
         result_expires: how long a result is stored.
-        first_wait, longest_wait: before the first retry of a task that can't be done now, and the maximum wait.
+        first_wait_seconds, longest_wait: before the first retry of a task that can't be done now, and the maximum wait.
         tries: after so many attempts the caller gets the error.
         pause: after the connection to the broker was lost, before the next attempt to connect.
         held: maximum number of tasks in one worker that wait for their next attempt, or for room.
@@ -77,7 +77,7 @@ class CeleryIngestSettings:
     timeout: float = 5.0
     visibility_timeout: float = 120.0
     result_expires: float = 86_400.0
-    first_wait: float = 1.0
+    first_wait_seconds: float = 1.0
     longest_wait: float = 30.0
     tries: int = 30
     pause: float = 1.0
@@ -107,16 +107,16 @@ def make_app(
 
     def wait(tries: int) -> float:
         """Seconds before the next attempt: they double each time, with jitter."""
-        longest = min(settings.longest_wait, settings.first_wait * 2.0 ** min(tries, 30))
+        longest = min(settings.longest_wait, settings.first_wait_seconds * 2.0 ** min(tries, 30))
         return longest * (0.5 + int.from_bytes(random.token(2), "big") / (1 << 17))
 
     def traced(act: Callable[[Any], Any], task: Any) -> Any:
-        if not traces.on:
+        if not traces.is_enabled:
             return act(task)
         request = task.request
         # Instrumented senders put it into the message's headers, which Celery turns into attributes.
         sent = getattr(request, TRACEPARENT, None) or (request.headers or {}).get(TRACEPARENT)
-        with doors_span(traces, task.name, (read_traceparent(sent if isinstance(sent, str) else None),)) as span:
+        with ingest_span(traces, task.name, (read_traceparent(sent if isinstance(sent, str) else None),)) as span:
             span.set({"messaging.system": "celery", "messaging.destination.name": queue, "tokenmill.tenant": tenant})
             span.set({"messaging.message.id": str(request.id)[:128]})
             try:

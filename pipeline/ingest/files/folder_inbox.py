@@ -18,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.ingest.files.source import Entry, FileStillChanging, FileVersion, PinnedDrop
+from pipeline.ingest.files.source import Entry, FileStillChanging, FileVersion, PinnedFile
 from pipeline.ingest.intake import IntakeRefused
 from pipeline.inputs.pinning import pin_input
 from pipeline.inputs.regular_files import IrregularFile, open_regular_below
@@ -38,7 +38,7 @@ class FolderInbox:
         settle: seconds for which a file must be unchanged before it is taken.
     """
 
-    door = "folder"
+    kind = "folder"
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class FolderInbox:
         except OSError as error:
             raise StoreError(f"{path}: can't read: {error.strerror}") from error
 
-    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedDrop:
+    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedFile:
         """See `Inbox`. Reads the file once, for its hash."""
         name = drop.entry.name
         path = self._path(name)
@@ -109,7 +109,7 @@ class FolderInbox:
             raise FileStillChanging(f"{path}: changed while it was read")
         file = pinned.files[0]
         identity = (self._prefix + name, file.sha256 or "", str(status.st_mtime_ns))
-        return PinnedDrop(pinned, identity)
+        return PinnedFile(pinned, identity)
 
     def uri(self, name: str) -> str:
         """See `Inbox`."""

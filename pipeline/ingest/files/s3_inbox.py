@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 
 from pipeline.adapters.s3.client import MissingObject, S3Connection, code_of
 from pipeline.adapters.s3.url import join_url
-from pipeline.ingest.files.source import Entry, FileVersion, PinnedDrop
+from pipeline.ingest.files.source import Entry, FileVersion, PinnedFile
 from pipeline.ports import StoreError
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 
@@ -34,7 +34,7 @@ class BucketInbox:
         prefix: such as "incoming/".  tenant: the inbox's tenant.
     """
 
-    door = "bucket"
+    kind = "bucket"
 
     def __init__(self, connection: S3Connection, bucket: str, prefix: str, tenant: str = "default") -> None:
         if not prefix.endswith("/"):
@@ -86,7 +86,7 @@ class BucketInbox:
         except MissingObject:
             return None
 
-    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedDrop:
+    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedFile:
         """See `Inbox`. All later reads are of this version, or fail when the etag differs."""
         key = self.prefix + drop.entry.name
         uri = self.uri(drop.entry.name)
@@ -95,7 +95,7 @@ class BucketInbox:
             identity: tuple[str, ...] = (self.bucket, key, "version", drop.version)
         else:
             identity = (self.bucket, key, "etag", drop.etag or "", drop.modified.isoformat(timespec="seconds"))
-        return PinnedDrop(InputRef(uri=uri, format=kind, files=(file,)), identity)
+        return PinnedFile(InputRef(uri=uri, format=kind, files=(file,)), identity)
 
     def uri(self, name: str) -> str:
         """See `Inbox`."""

@@ -32,7 +32,7 @@ from pipeline.ingest.files.options import (
     options_of,
     sidecars_of,
 )
-from pipeline.ingest.intake import NO_MODEL, IntakeOptions, IntakeRefused, JobDraft
+from pipeline.ingest.intake import NO_MODEL, IntakePort, IntakeRefused, JobDraft
 from pipeline.jobs.submit import derived_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.planner.readers.source import SUFFIXES
@@ -79,7 +79,7 @@ class FileVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedDrop:
+class PinnedFile:
     """A job's pinned input, and the identity of its file version, from which the job's id is derived."""
 
     input: InputRef
@@ -90,12 +90,12 @@ class Inbox(Protocol):
     """A location that is watched for new files.
 
     Attributes:
-        door: the kind of inbox: "bucket" or "folder".
+        kind: of inbox: "bucket" or "folder".
         tenant: the inbox's tenant, by configuration: no file can change it.
     """
 
     @property
-    def door(self) -> str: ...
+    def kind(self) -> str: ...
 
     @property
     def tenant(self) -> str: ...
@@ -113,7 +113,7 @@ class Inbox(Protocol):
         anything but a file."""
         ...
 
-    def pin(self, file: FileVersion, kind: InputFormat) -> PinnedDrop:
+    def pin(self, file: FileVersion, kind: InputFormat) -> PinnedFile:
         """Pin the file's bytes as an input. Raises `FileStillChanging`, or `IntakeRefused` for a file that can never be
         an input."""
         ...
@@ -168,7 +168,7 @@ class FileIngestSource:
     """Creates jobs from the files of one inbox. For one thread at a time; each other thread has a source of its own."""
 
     def __init__(
-        self, inbox: Inbox, intake: IntakeOptions, world: World, settings: FileIngestSettings | None = None
+        self, inbox: Inbox, intake: IntakePort, world: World, settings: FileIngestSettings | None = None
     ) -> None:
         self.inbox = inbox
         self._intake = intake
@@ -244,7 +244,7 @@ class FileIngestSource:
             pinned = self.inbox.pin(file, format_of(name))
         except IntakeRefused as refused:
             return self._refuse(file, (file.entry.stamp,), refused)
-        job_id = derived_job_id(file.modified, self.inbox.door, *pinned.identity)
+        job_id = derived_job_id(file.modified, self.inbox.kind, *pinned.identity)
         if JobLedger(self._world.store, f"{JOBS}{job_id}/").find_job() is not None:
             self._mark(file.entry, job=job_id)
             return IngestResult.KNOWN
@@ -298,7 +298,7 @@ class FileIngestSource:
 
     def _source(self, file: FileVersion, identity: tuple[str, ...]) -> DeadLetterSource:
         uri = self.inbox.uri(file.entry.name)
-        return DeadLetterSource(self.inbox.door, uri, "|".join(identity), file.modified)
+        return DeadLetterSource(self.inbox.kind, uri, "|".join(identity), file.modified)
 
     def _mark(self, entry: Entry, *, job: str | None = None, dead_letter: str | None = None) -> None:
         key = marker_key(self.inbox, entry)
@@ -321,11 +321,11 @@ class FileIngestSource:
     def _refresh_marked(self) -> None:
         now = self._world.clock.monotonic()
         if now >= self._marked_until:
-            self._marked = {info.key for info in self._world.store.list(markers_of(self.inbox.uri("")))}
+            self._marked = {info.key for info in self._world.store.list(marker_prefix(self.inbox.uri("")))}
             self._marked_until = now + self._settings.refresh_interval_seconds
 
 
-def markers_of(place: str) -> str:
+def marker_prefix(place: str) -> str:
     """The prefix of an inbox's markers. `place`: the inbox's URI."""
     return f"{TAKEN}{_hash(place.rstrip('/'))}/"
 
@@ -333,10 +333,10 @@ def markers_of(place: str) -> str:
 def marker_key(inbox: Inbox, entry: Entry) -> str:
     """Key of the marker of a listed file. Its prefix depends only on the file's URI, so that one listing finds markers
     of files that are gone."""
-    return f"{markers_of(inbox.uri(''))}{file_hash(inbox.uri(entry.name))}-{_hash(entry.stamp)}"
+    return f"{marker_prefix(inbox.uri(''))}{marker_name_prefix(inbox.uri(entry.name))}-{_hash(entry.stamp)}"
 
 
-def file_hash(uri: str) -> str:
+def marker_name_prefix(uri: str) -> str:
     """The prefix of the names of a file's markers."""
     return _hash(uri)
 

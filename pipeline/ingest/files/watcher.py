@@ -37,11 +37,11 @@ class WatchSettings:
     """Times in seconds.
 
     Attributes:
-        sweep_every: between two sweeps. With events, sweeps only find files whose events were lost.
+        sweep_interval_seconds: between two sweeps. With events, sweeps only find files whose events were lost.
         pause: after a failure, and while there is no room.
     """
 
-    sweep_every: float = 60.0
+    sweep_interval_seconds: float = 60.0
     pause: float = 2.0
 
 
@@ -80,11 +80,11 @@ class FileIngestWatcher:
                 try:
                     source.sweep()
                 except Exception as error:  # noqa: BLE001 - of one source; the others go on
-                    reason = reason_of(error, "drops", self._world, door=source.inbox.door)
-                    logger.warning("sweep_failed", door=source.inbox.door, reason=reason)
+                    reason = reason_of(error, "drops", self._world, door=source.inbox.kind)
+                    logger.warning("sweep_failed", door=source.inbox.kind, reason=reason)
             ended = self._clock.monotonic()
             # With very many files, sweeps must not take up all the time.
-            self._next_sweep = ended + max(self._settings.sweep_every, _SWEEP_PAUSE_FACTOR * (ended - began))
+            self._next_sweep = ended + max(self._settings.sweep_interval_seconds, _SWEEP_PAUSE_FACTOR * (ended - began))
         if not self._poll_events():
             self._clock.sleep(min(self._settings.pause, max(0.0, self._next_sweep - self._clock.monotonic())))
 

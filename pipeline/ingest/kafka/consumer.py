@@ -28,7 +28,7 @@ from pipeline.ingest.kafka.partition import Handler, Partition, PartitionTask
 from pipeline.ingest.kafka.records import Record
 from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.ingest.kafka.topic_ids import TopicIds
-from pipeline.ports import Clock, PartStopped, PipelineError
+from pipeline.ports import Clock, ComponentStopped, PipelineError
 
 _ROOM_INTERVAL_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
@@ -36,7 +36,7 @@ _CLOSE_SECONDS = 10.0
 logger = structlog.get_logger(__name__)
 
 
-class KafkaIngestStopped(PartStopped):
+class KafkaIngestStopped(ComponentStopped):
     """Raised when ingest can't go on without a decision: the offset is out of the topic's range, and the settings say
     stop."""
 
@@ -157,7 +157,7 @@ class KafkaIngest:
             raise KafkaSettingsError(f"kafka: {error}; correct the settings") from error
         except KafkaError as error:
             logger.error("kafka_unreachable", brokers=self._settings.connection.bootstrap, reason=repr(error))
-            self._clock.sleep(self._settings.retry_first)
+            self._clock.sleep(self._settings.first_retry_seconds)
             return False
         consumer.subscribe(topics=sorted(self._settings.topics), listener=self._listener)
         self._consumer = consumer
@@ -174,7 +174,7 @@ class KafkaIngest:
         except KafkaError as error:
             logger.error("kafka_poll_failed", reason=repr(error))
             self.counts.failures += 1
-            self._clock.sleep(self._settings.retry_first)
+            self._clock.sleep(self._settings.first_retry_seconds)
             return {}
         return found
 
@@ -202,7 +202,7 @@ class KafkaIngest:
                 raise
             except (KafkaError, PipelineError) as error:
                 logger.warning("kafka_partition_not_begun", reason=str(error) or repr(error))
-                self._start_at = now + self._settings.retry_first
+                self._start_at = now + self._settings.first_retry_seconds
         return fresh
 
     def _offset_of(self, tp: Any) -> int:
@@ -278,7 +278,7 @@ class KafkaIngest:
         try:
             end = work.future.result()
         except PipelineError as error:
-            delay = min(self._settings.retry_first * 2**partition.failures, self._settings.retry_most)
+            delay = min(self._settings.first_retry_seconds * 2**partition.failures, self._settings.max_retry_seconds)
             partition.failures += 1
             partition.retry_at = now + delay
             work.future = None
@@ -307,7 +307,7 @@ class KafkaIngest:
         except KafkaError as error:
             logger.warning("kafka_commit_failed", when="stored", reason=repr(error))
             self.counts.failures += 1
-            self._commit_at = now + self._settings.retry_first
+            self._commit_at = now + self._settings.first_retry_seconds
             return
         for tp in ready:
             self._partitions[tp].durable = None

@@ -168,7 +168,7 @@ class UnsentDeadLetters:
         name = key.removeprefix(OWED).removesuffix(".json")
         try:
             owed = parse_stored(self._store.locate(key), self._store.read(key), UnsentDeadLetter)
-            letter = self._dead_letters.find(name).letter
+            letter = self._dead_letters.find(name).dead_letter
             original = self._dead_letters.original(letter)
         except (ObjectNotFound, DeadLetterNotFound):
             return None

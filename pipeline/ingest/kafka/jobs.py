@@ -13,7 +13,7 @@ from typing import Any, Final
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.ingest.intake import NO_MODEL, IntakeOptions, IntakeRefused, JobDraft
+from pipeline.ingest.intake import NO_MODEL, IntakePort, IntakeRefused, JobDraft
 from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
 from pipeline.ingest.kafka.micro_batches import Origin, PartitionId, moment, origin_key
 from pipeline.ingest.kafka.records import (
@@ -32,7 +32,7 @@ from pipeline.jobs.submit import derived_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.planner.api import InputError
 from pipeline.ports import PipelineError, World
-from pipeline.tracing import doors_span
+from pipeline.tracing import ingest_span
 from schemas.jobs.job_options import JobOptions
 from schemas.requests.limits import Limits
 
@@ -58,11 +58,11 @@ class JobRecords:
     """
 
     def __init__(
-        self, world: World, intake: IntakeOptions, letters: KafkaDeadLetters, settings: KafkaIngestSettings, pin: Pin
+        self, world: World, intake: IntakePort, dead_letters: KafkaDeadLetters, settings: KafkaIngestSettings, pin: Pin
     ) -> None:
         self._world = world
         self._intake = intake
-        self._dead_letters = letters
+        self._dead_letters = dead_letters
         self._settings = settings
         self._pin = pin
 
@@ -94,7 +94,7 @@ class JobRecords:
             if JobLedger(self._world.store, f"{JOBS}{job_id}/").find_job() is not None:
                 return  # its input is pinned; the current version doesn't matter
             pinned = self._pin(request.uri.removeprefix("file://"))
-            with doors_span(self._world.traces, "kafka job", (record.traceparent,)) as span:
+            with ingest_span(self._world.traces, "kafka job", (record.traceparent,)) as span:
                 span.set({"messaging.system": "kafka", "messaging.destination.name": partition_id.topic})
                 span.set({"messaging.kafka.offset": record.offset, "tokenmill.job.id": job_id})
                 self._intake.accept(JobDraft(pinned, options, partition_id.tenant, job_id))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from pipeline.ingest.intake import NO_MODEL, IntakeOptions, IntakeRefused
+from pipeline.ingest.intake import NO_MODEL, IntakePort, IntakeRefused
 from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters, refuse_all
 from pipeline.ingest.kafka.dedup_window import ResendWindow
 from pipeline.ingest.kafka.micro_batches import (
@@ -31,7 +31,7 @@ from pipeline.ingest.kafka.micro_batches import (
 from pipeline.ingest.kafka.records import Record, RecordRules, sort_records
 from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.ports import PipelineError, World
-from pipeline.tracing import doors_span
+from pipeline.tracing import ingest_span
 from schemas.requests.limits import Limits
 
 logger = structlog.get_logger(__name__)
@@ -47,15 +47,15 @@ class RequestBatches:
     def __init__(
         self,
         world: World,
-        intake: IntakeOptions,
-        letters: KafkaDeadLetters,
+        intake: IntakePort,
+        dead_letters: KafkaDeadLetters,
         settings: KafkaIngestSettings,
         limits: Limits | None = None,
     ) -> None:
         self._world = world
         self._store = world.store
         self._intake = intake
-        self._dead_letters = letters
+        self._dead_letters = dead_letters
         self._settings = settings
         self._limits = limits or Limits()
         self._windows: dict[str, ResendWindow] = {}
@@ -91,7 +91,7 @@ class RequestBatches:
     def _create(self, key: str, partition_id: PartitionId, first: int, records: Sequence[Record]) -> KafkaBatch:
         window = self._windows[partition_id.folder]
         rules = RecordRules(
-            partition_id.tenant, self._settings.most_value_bytes, self._settings.reply_topics, self._limits
+            partition_id.tenant, self._settings.max_value_bytes, self._settings.reply_topics, self._limits
         )
         found = sort_records(records, rules, window.seen())
         self._dead_letters.write(partition_id, found.refused)
@@ -103,7 +103,7 @@ class RequestBatches:
             first=first,
             last=records[-1].offset,
             at=self._world.clock.now(),
-            groups=store_groups(self._store, partition_id, first, found, traced=self._world.traces.on),
+            groups=store_groups(self._store, partition_id, first, found, traced=self._world.traces.is_enabled),
             previous=window.latest,
             sample=records[0].offset,
             sample_sha256=value_digest(records[0]),
@@ -135,7 +135,7 @@ class RequestBatches:
             origin = Origin(batch=key, group=index)
             self._store.create(origin_key(draft.job_id), origin.to_json())
             try:
-                with doors_span(self._world.traces, "kafka batch", batch.groups[index].traces or ()) as span:
+                with ingest_span(self._world.traces, "kafka batch", batch.groups[index].traces or ()) as span:
                     submitted = self._intake.accept(draft)
                     span.set(_span_attributes(partition_id, batch, index) | {"tokenmill.job.id": submitted.job.id})
             except IntakeRefused as refused:

@@ -27,15 +27,15 @@ class KafkaIngestSettings:
             ends with an error.
         batch_records, batch_bytes, batch_seconds: a batch is stored when it has so many records, so many bytes of
             values, or when its first record has waited so long.
-        most_value_bytes: a longer value becomes a dead letter.
+        max_value_bytes: a longer value becomes a dead letter.
         reply_topics: topics that a message's `reply_to` may name.
         uri_prefixes: tenant -> prefixes of the URIs that its jobs may name; each ends with "/".
         resend_window, resend_records: how long, and over how many of a partition's records, a repeated request is
             recognised as the producer's resend. 0 records: only within a batch.
-        deadletter_patience: retry time-out of the dead-letter topic. After it only their objects in the store are
-            written.
-        retry_first, retry_most: first and maximum wait before a retry; it doubles in between.
-        heartbeat_every: interval of the group's heartbeats; at most a third of the session time-out.
+        deadletter_retry_timeout_seconds: retry time-out of the dead-letter topic. After it only their objects in the
+            store are written.
+        first_retry_seconds, max_retry_seconds: first and maximum wait before a retry; it doubles in between.
+        heartbeat_interval_seconds: interval of the group's heartbeats; at most a third of the session time-out.
         max_poll_interval: the broker declares a member dead that hasn't polled for so long; the consumer polls
             continuously.
         store_threads: number of partitions whose batches are stored concurrently.
@@ -51,17 +51,17 @@ class KafkaIngestSettings:
     batch_records: int = 5_000
     batch_bytes: int = 32 << 20
     batch_seconds: float = 2.0
-    most_value_bytes: int = 10 << 20
+    max_value_bytes: int = 10 << 20
     reply_topics: frozenset[str] = frozenset()
     uri_prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     resend_window: float = 300.0
     resend_records: int = 100_000
-    deadletter_patience: float = 60.0
+    deadletter_retry_timeout_seconds: float = 60.0
     poll_seconds: float = 0.2
-    retry_first: float = 0.5
-    retry_most: float = 30.0
+    first_retry_seconds: float = 0.5
+    max_retry_seconds: float = 30.0
     session_timeout: float = 45.0
-    heartbeat_every: float = 3.0
+    heartbeat_interval_seconds: float = 3.0
     max_poll_interval: float = 300.0
     call_timeout: float = 10.0
     store_threads: int = 4
@@ -102,6 +102,6 @@ class KafkaIngestSettings:
             "max_partition_fetch_bytes": _FETCH_BYTES,
             "fetch_max_bytes": 16 * _FETCH_BYTES,
             "session_timeout_ms": int(self.session_timeout * 1000),
-            "heartbeat_interval_ms": int(min(self.heartbeat_every, self.session_timeout / 3) * 1000),
+            "heartbeat_interval_ms": int(min(self.heartbeat_interval_seconds, self.session_timeout / 3) * 1000),
             "max_poll_interval_ms": int(self.max_poll_interval * 1000),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.ingest.intake import IntakeOptions
+from pipeline.ingest.intake import IntakePort
 from pipeline.ingest.kafka.consumer import KafkaIngest
 from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
 from pipeline.ingest.kafka.jobs import JobRecords
@@ -17,7 +17,7 @@ from schemas.requests.limits import Limits
 def kafka_handlers(
     settings: KafkaIngestSettings,
     world: World,
-    intake: IntakeOptions,
+    intake: IntakePort,
     messages: Messages,
     pin: Pin,
     limits: Limits | None = None,
@@ -28,7 +28,9 @@ def kafka_handlers(
         messages: producer of dead letters' messages.  pin: pins the input of a job by reference.
         limits: of the lines; the same with which jobs are planned.
     """
-    dead_letters = KafkaDeadLetters(world, messages, settings.deadletter_topic, settings.deadletter_patience)
+    dead_letters = KafkaDeadLetters(
+        world, messages, settings.deadletter_topic, settings.deadletter_retry_timeout_seconds
+    )
     requests = RequestBatches(world, intake, dead_letters, settings, limits)
     jobs = JobRecords(world, intake, dead_letters, settings, pin)
     return {**dict.fromkeys(settings.requests, requests), **dict.fromkeys(settings.jobs, jobs)}
@@ -37,7 +39,7 @@ def kafka_handlers(
 def build_kafka_ingest(
     settings: KafkaIngestSettings,
     world: World,
-    intake: IntakeOptions,
+    intake: IntakePort,
     messages: Messages,
     pin: Pin,
     limits: Limits | None = None,

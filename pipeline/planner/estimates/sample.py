@@ -72,7 +72,7 @@ class ShardSample:
         return self._stride == 1
 
     @property
-    def kept_prompt_tokens(self) -> int:
+    def sampled_prompt_tokens(self) -> int:
         """Prompt tokens of the sample's requests, estimated like `prompt_tokens`."""
         return sum(piece.prompt_tokens for piece in self._sampled)
 

@@ -69,7 +69,9 @@ class StepTimes:
         return cls(dict(zip(knots, found[: len(knots)].tolist(), strict=True)), logit, read, pair)
 
 
-def seconds_of(steps: Floats, waiting: NDArray[np.bool_], progress: Floats, times: StepTimes, whole: float) -> float:
+def estimate_worker_seconds(
+    steps: Floats, waiting: NDArray[np.bool_], progress: Floats, times: StepTimes, whole: float
+) -> float:
     """Seconds that one worker takes from its first step to its last, from a dry run with a part of its work.
 
     The rest of the work arrives while sequences still wait: it proceeds at the dry run's rate, and the end of the run,

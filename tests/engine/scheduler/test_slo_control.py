@@ -14,7 +14,7 @@ from engine.models.base import ModelSpec
 from engine.plan import StepOutput, StepPlan
 from engine.request import Completion, FinishReason, Request, SamplingParams
 from engine.runner.null_runner import NullRunner
-from engine.scheduler.slo_control import MIN_CHUNK_TOKENS, Limit, PaceStats, Quantile
+from engine.scheduler.slo_control import MIN_CHUNK_TOKENS, Limit, Quantile, SloStats
 
 BASE, PER_TOKEN = 0.005, 0.001
 """A step's seconds: of its own, and for each token."""
@@ -105,7 +105,7 @@ class Machine:
         self._last[name] = self.now
 
     @property
-    def stats(self) -> PaceStats:
+    def stats(self) -> SloStats:
         stats = self.engine.scheduler.stats.pace
         assert stats is not None
         return stats

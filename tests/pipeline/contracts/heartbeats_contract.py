@@ -13,8 +13,8 @@ from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
     HistogramSample,
-    PaceMetrics,
-    PaceWeights,
+    SloMetrics,
+    SloWeights,
     SpeculationMetrics,
     TierMetrics,
     WorkerMetrics,
@@ -44,7 +44,7 @@ TOLD = WorkerMetrics(
     },
     generated=5,
     kv_blocks=100,
-    pace=PaceMetrics(weights=PaceWeights(ttft=1.0), terms=PaceWeights(itl=0.5), others=0.25),
+    pace=SloMetrics(weights=SloWeights(ttft=1.0), terms=SloWeights(itl=0.5), others=0.25),
     speculation=SpeculationMetrics(drafted=3, accepted=1, gained=-2.5, seconds=0.5),
 )  # fmt: skip
 
@@ -105,7 +105,7 @@ class HeartbeatsContract:
         one.beat(WorkerState("silent about itself"))
         one.tell(WHOLE.name, WorkerMetrics(model="before"))
         one.tell(WHOLE.name, TOLD)
-        assert other.figures() == {WHOLE.name: TOLD}
+        assert other.metrics() == {WHOLE.name: TOLD}
         assert other.workers() == [WHOLE, WorkerState("silent about itself")]
 
     def test_figures_go_with_their_worker(
@@ -116,10 +116,10 @@ class HeartbeatsContract:
             beats.beat(WorkerState(name))
             beats.tell(name, TOLD)
         beats.leave("leaves")
-        assert beats.figures() == {"dies": TOLD}
+        assert beats.metrics() == {"dies": TOLD}
         pass_time(LIFETIME * 1.2)
-        assert beats.figures() == {}
+        assert beats.metrics() == {}
 
     def test_figures_without_a_heartbeat_are_nobodys(self, beats: Heartbeats) -> None:
         beats.tell("never beat", TOLD)
-        assert beats.figures() == {}
+        assert beats.metrics() == {}

@@ -15,7 +15,7 @@ import pytest
 from pipeline.ingest.dead_letters import DeadLetters
 from pipeline.ingest.files.source import TAKEN, FileIngestSource
 from pipeline.ingest.intake import Intake, IntakeSettings
-from pipeline.ledger.active_index import ACTIVE, tidy
+from pipeline.ledger.active_index import ACTIVE, clean_up
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.models.catalog import Catalog
 from pipeline.ports import PipelineError, World
@@ -61,7 +61,7 @@ class InboxHarness(ABC):
     def intake(self, settings: IntakeSettings | None = None, world: World | None = None) -> FileIngestSource:
         """A new ingest source with a real `Intake`."""
         chosen = world or self.world
-        return self.source(Intake(chosen, settings or IntakeSettings(look_every=0.0)), chosen)
+        return self.source(Intake(chosen, settings or IntakeSettings(refresh_interval_seconds=0.0)), chosen)
 
     def take_all(self, settings: IntakeSettings | None = None) -> list[Job]:
         """Process all files with a new intake; returns the jobs."""
@@ -81,11 +81,13 @@ class InboxHarness(ABC):
         """End the job."""
         ledger = JobLedger(self.world.store, f"{JOBS}{job.id}/")
         end_job(ledger, self.world.clock.now())
-        tidy(ledger)
+        clean_up(ledger)
 
-    def letters(self) -> list[tuple[str, str]]:
+    def dead_letters(self) -> list[tuple[str, str]]:
         """Reason code and location of all dead letters."""
-        return [(found.letter.reason_code, found.letter.place) for found in DeadLetters(self.world).letters()]
+        return [
+            (found.dead_letter.reason_code, found.dead_letter.place) for found in DeadLetters(self.world).dead_letters()
+        ]
 
 
 class FileIngestContract:
@@ -185,7 +187,7 @@ class FileIngestContract:
         assert (a.tier, a.settings.seed, a.settings.limit, a.metadata) == (Tier.BULK, 7, 5, {"team": "search"})
         assert b.deadline is not None
         assert (b.deadline - b.created_at).total_seconds() == 6 * 3600
-        assert harness.letters() == []
+        assert harness.dead_letters() == []
 
     def test_given_a_dead_letter_when_what_was_wrong_is_mended_and_it_is_replayed_then_it_is_a_job(
         self, harness: InboxHarness
@@ -193,31 +195,31 @@ class FileIngestContract:
         harness.put("a.job.json", b'{"model": "late"}')
         harness.put("a.jsonl", LINE)
         assert harness.take_all() == []
-        letters = DeadLetters(harness.world)
-        (found,) = letters.letters()
-        letters.replay(found.letter.id)
+        dead_letters = DeadLetters(harness.world)
+        (found,) = dead_letters.dead_letters()
+        dead_letters.replay(found.dead_letter.id)
         assert harness.take_all() == [], "it was refused again, which is another letter"
-        assert [one.replays for one in letters.letters()].count(0) == 1
-        assert len(harness.letters()) == 2
+        assert [one.replays for one in dead_letters.dead_letters()].count(0) == 1
+        assert len(harness.dead_letters()) == 2
         harness.serve("late")
         for info in list(harness.world.store.list(TAKEN)):
             harness.world.store.delete(info.key)
         assert harness.take_all() == [], "nobody asked for another try; a lost marker is no reason"
-        (latest,) = (one.letter for one in letters.letters() if not one.replays)
-        letters.replay(latest.id)
+        (latest,) = (one.dead_letter for one in dead_letters.dead_letters() if not one.replays)
+        dead_letters.replay(latest.id)
         (job,) = harness.take_all()
         assert job.models[0].name == "late"
-        assert len(harness.letters()) == 2
+        assert len(harness.dead_letters()) == 2
 
     def test_given_a_tenant_with_too_much_queued_when_more_is_dropped_then_it_waits_until_there_is_room(
         self, harness: InboxHarness
     ) -> None:
-        settings = IntakeSettings(tenant_tokens=1, look_every=0.0)
+        settings = IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.0)
         harness.put("a.jsonl", LINE)
         (first,) = harness.take_all(settings)
         harness.put("b.jsonl", LINE * 2)
         assert harness.take_all(settings) == [first]
-        assert harness.letters() == []
+        assert harness.dead_letters() == []
         harness.end(first)
         assert len(harness.take_all(settings)) == 2
 
@@ -228,7 +230,7 @@ class FileIngestContract:
             harness.put(name, LINE)
         harness.put("empty.jsonl", b"")
         assert harness.take_all() == []
-        assert harness.letters() == []
+        assert harness.dead_letters() == []
         harness.put("_a.jsonl", LINE)
         assert len(harness.take_all()) == 1, "only as a folder's name it says that there is nothing to read"
 
@@ -237,7 +239,7 @@ class FileIngestContract:
             harness.world.store.delete(info.key)
         harness.put("a.jsonl", LINE)
         assert harness.take_all() == []
-        assert harness.letters() == []
+        assert harness.dead_letters() == []
         harness.serve()
         assert len(harness.take_all()) == 1
 
@@ -279,7 +281,7 @@ class RefusalContract:
         harness.put("good.jsonl", LINE)
         for _ in range(3):
             assert len(harness.take_all()) == 1
-            ((reason, place),) = harness.letters()
+            ((reason, place),) = harness.dead_letters()
             assert reason == code
             assert place.endswith(f"incoming/{name}")
 

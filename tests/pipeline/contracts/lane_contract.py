@@ -167,16 +167,16 @@ class LaneContract:
     ) -> None:
         for number in range(5):
             lane.send(request(f"a{number}", tenant="a"))
-        assert len(worker.take([MODEL], 5, 2.0, TenantShares({}, most_each=3))) == 3
-        assert worker.take([MODEL], 5, 0.1, TenantShares({"a": 3}, most_each=3)) == []
+        assert len(worker.take([MODEL], 5, 2.0, TenantShares({}, max_each=3))) == 3
+        assert worker.take([MODEL], 5, 0.1, TenantShares({"a": 3}, max_each=3)) == []
         lane.send(request("b0", tenant="b"))
-        assert [one.id for one in worker.take([MODEL], 5, 2.0, TenantShares({"a": 3}, most_each=3))] == ["b0"]
-        assert [one.id for one in worker.take([MODEL], 5, 2.0, TenantShares({"a": 2, "b": 1}, most_each=3))] == ["a3"]
+        assert [one.id for one in worker.take([MODEL], 5, 2.0, TenantShares({"a": 3}, max_each=3))] == ["b0"]
+        assert [one.id for one in worker.take([MODEL], 5, 2.0, TenantShares({"a": 2, "b": 1}, max_each=3))] == ["a3"]
 
     def test_a_worker_at_its_share_of_one_tenant_is_woken_by_another(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request("a0", tenant="a"))
         threading.Timer(0.3, lane.send, [request("b0", tenant="b")]).start()
-        assert [one.id for one in worker.take([MODEL], 5, 60.0, TenantShares({"a": 3}, most_each=3))] == ["b0"]
+        assert [one.id for one in worker.take([MODEL], 5, 60.0, TenantShares({"a": 3}, max_each=3))] == ["b0"]
 
     def test_several_workers_give_each_tenant_its_turn(self, lane: OpenLane) -> None:
         for number in range(8):
@@ -231,7 +231,7 @@ class LaneContract:
                 held[name] = +here
 
     def test_one_tenant_can_not_take_all_the_room_to_wait(self, make_lane: MakeLane) -> None:
-        lane = make_lane(LaneSettings(lifetime=LIFETIME, most_waiting=16))
+        lane = make_lane(LaneSettings(lifetime=LIFETIME, max_waiting=16))
         for number in range(14):
             lane.send(request(f"a{number}", tenant="a"))
         with pytest.raises(LaneFull, match="14 requests of this tenant wait"):
@@ -365,7 +365,7 @@ class LaneContract:
     # -- bounds
 
     def test_more_than_may_wait_are_refused(self, make_lane: MakeLane) -> None:
-        lane = make_lane(LaneSettings(lifetime=LIFETIME, most_waiting=3))
+        lane = make_lane(LaneSettings(lifetime=LIFETIME, max_waiting=3))
         for number in range(3):
             lane.send(request(f"r{number}"))
         with pytest.raises(LaneFull):
@@ -377,7 +377,7 @@ class LaneContract:
         lane.send(request("r3"))
 
     def test_a_later_attempt_is_taken_however_many_wait(self, make_lane: MakeLane) -> None:
-        lane = make_lane(LaneSettings(lifetime=LIFETIME, most_waiting=1))
+        lane = make_lane(LaneSettings(lifetime=LIFETIME, max_waiting=1))
         worker = lane.worker("w1")
         lane.send(request("r0"))
         assert len(worker.take([MODEL], 1, 2.0)) == 1
@@ -390,7 +390,7 @@ class LaneContract:
             lane.send(request("r2"))
 
     def test_what_is_cancelled_behind_its_deadline_leaves_room(self, make_lane: MakeLane) -> None:
-        lane = make_lane(LaneSettings(lifetime=LIFETIME, most_waiting=2))
+        lane = make_lane(LaneSettings(lifetime=LIFETIME, max_waiting=2))
         deadline = datetime.now(UTC) + timedelta(seconds=0.3)
         late = [request(name, deadline=deadline) for name in ("r0", "r1")]
         for one in late:
@@ -409,7 +409,7 @@ class LaneContract:
             lane.send(request("r4"))
 
     def test_a_slow_reader_loses_only_itself(self, make_lane: MakeLane) -> None:
-        lane = make_lane(LaneSettings(lifetime=LIFETIME, most_events=8))
+        lane = make_lane(LaneSettings(lifetime=LIFETIME, max_events=8))
         worker = lane.worker("w1")
         lane.send(request("slow"))
         lane.send(request("fast"))

@@ -27,7 +27,7 @@ from pipeline.jobs.planning import PlanningCancelled, PlanningFailed, PlanOutcom
 from pipeline.jobs.retry import choose_rows
 from pipeline.jobs.submit import submit
 from pipeline.ledger.ledger import JobLedger
-from pipeline.ports import Lease, PartStopped, StoreError, WorkerState, World
+from pipeline.ports import ComponentStopped, Lease, StoreError, WorkerState, World
 from pipeline.results.verification import check_files
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Closing, JobSettings, OnInvalid
@@ -36,7 +36,9 @@ from schemas.requests.limits import Limits, PlanSettings
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 from tests.waiting import HANG_SECONDS, wait_for
 
-SETTINGS = JobControllerSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_interval_seconds=0.02)
+SETTINGS = JobControllerSettings(
+    tick_interval_seconds=0.002, refresh_interval_seconds=0.01, retry_delay_seconds=0.05, renew_interval_seconds=0.02
+)
 
 
 class Table:
@@ -135,7 +137,7 @@ class Root:
         submit(order(input=pin_input(source), settings=settings, **changes), self.ledger(name), self.world, job_id=name)
 
     def controller(self, lease: Lease | None = None, planner: JobPlanner | None = None) -> JobController:
-        settings = DispatchSettings(isolate=True, retry_timeout_seconds=0.5, sweep_every=0.2)
+        settings = DispatchSettings(isolate=True, retry_timeout_seconds=0.5, sweep_interval_seconds=0.2)
         dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings)
         return JobController(self.world, dispatcher, settings=SETTINGS, lease=lease, planner=planner)
 
@@ -238,7 +240,7 @@ def test_a_damaged_job_is_paused_and_the_others_go_on(root: Root) -> None:
     (root.folder / "root/jobs/unreadable/job.json").write_text("{")
     root.start_controller()
     deadline = time.monotonic() + HANG_SECONDS
-    while root.ledger("damaged").wanted_parts() is None and time.monotonic() < deadline:
+    while root.ledger("damaged").planned_parts() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     root.world.store.create("jobs/damaged/results/part-00099.parquet", b"foreign")
     root.submit("good", lines(5))
@@ -303,7 +305,7 @@ def test_a_job_that_is_removed_while_it_is_open_blocks_no_other_job(root: Root) 
     root.submit("removed", lines(30))
     root.start_controller()
     until = time.monotonic() + HANG_SECONDS
-    while root.ledger("removed").wanted_parts() is None and time.monotonic() < until:
+    while root.ledger("removed").planned_parts() is None and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.1)  # its first shards are on the queue
     for info in list(root.world.store.list("jobs/removed/")):
@@ -319,7 +321,7 @@ def test_a_cancelled_job_whose_shard_is_lost_ends_with_a_row_for_each_line(root:
     stop = threading.Event()
     root.start_controller(stop=stop)
     until = time.monotonic() + HANG_SECONDS
-    while root.ledger("lost").wanted_parts() is None and time.monotonic() < until:
+    while root.ledger("lost").planned_parts() is None and time.monotonic() < until:
         time.sleep(0.01)
     stop.set()
     for info in list(root.world.store.list("jobs/lost/plans/")):
@@ -431,7 +433,9 @@ def test_given_a_segment_that_is_committed_just_when_planning_is_cancelled_then_
 
 
 def test_a_job_whose_planning_fails_each_time_can_be_cancelled_between_two_tries(root: Root) -> None:
-    settings = JobControllerSettings(tick_every=0.002, look_every=0.01, retry_after=100_000.0)
+    settings = JobControllerSettings(
+        tick_interval_seconds=0.002, refresh_interval_seconds=0.01, retry_delay_seconds=100_000.0
+    )
     planner = Failing(root.world, {"bad": ValueError("unforeseen")})
     root.submit("bad", lines(5))
     dispatcher = Dispatcher(
@@ -601,7 +605,7 @@ def test_given_a_job_that_cant_be_planned_now_then_it_is_retried_after_longer_an
         stepped.tick(5.0)
     assert 8 <= len(stepped.planner.tried) <= 13, "2,000 s: after 15, 30, 60, … 300 s"
     stepped.planner.errors = {}
-    stepped.tick_until(lambda: root.ledger("bad").wanted_parts() is not None)
+    stepped.tick_until(lambda: root.ledger("bad").planned_parts() is not None)
 
 
 def test_given_a_plan_that_makes_no_progress_then_it_is_ended_and_counts_as_a_failure(root: Root) -> None:
@@ -632,7 +636,7 @@ def test_given_a_part_that_cant_go_on_then_the_controller_stops(
         calls.append(where)
         if len(calls) > 1:  # it was tried again
             stop.set()
-        raise PartStopped("a wrong address")
+        raise ComponentStopped("a wrong address")
 
     planner = InProcessPlanner(root.world, open_pinned)
     if where == "planner":
@@ -641,5 +645,5 @@ def test_given_a_part_that_cant_go_on_then_the_controller_stops(
         monkeypatch.setattr(root.beats, "workers", stopped)
     root.submit("job", lines(5))
     controller = root.controller(planner=planner)
-    with pytest.raises(PartStopped):
+    with pytest.raises(ComponentStopped):
         controller.run(stop)

@@ -45,7 +45,7 @@ class Root:
 
     world: World
     queue: ChaoticQueue = field(default_factory=ChaoticQueue)
-    figures: DispatchMetrics = field(default_factory=DispatchMetrics)
+    metrics: DispatchMetrics = field(default_factory=DispatchMetrics)
     names: tuple[str, ...] = ("victim", "innocent")
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Root:
     def begin(self) -> None:
         """Start the dispatcher and the worker (again)."""
         settings = DispatchSettings(isolate=True, backlog=10)
-        self.dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings, figures=self.figures)
+        self.dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings, metrics=self.metrics)
         self.worker = ShardClient(
             "w", self.world, self.ledger, self.queue, self.beats, lambda: False, models=MODELS
         )  # fmt: skip
@@ -158,7 +158,7 @@ def test_given_damaged_shards_that_fill_the_queue_then_another_job_does_not_wait
     for number in (1, 2, 3):
         root.store.delete(f"jobs/victim/{root.shard(number)}")
     root.dispatcher = Dispatcher(
-        root.world, root.queue, root.beats, settings=DispatchSettings(isolate=True, backlog=2), figures=root.figures
+        root.world, root.queue, root.beats, settings=DispatchSettings(isolate=True, backlog=2), metrics=root.metrics
     )
     root.names = ("victim",)  # the other is submitted when the queue is full
     root.turn()
@@ -194,7 +194,7 @@ def test_given_a_shard_with_which_three_workers_of_many_fail_then_it_is_given_up
     root.turn(work=False)
     for number in range(MAX_RESUME_ATTEMPTS):
         record = UnreadableRecord(worker=f"w{number}", at=root.world.clock.now(), reason="planted")
-        root.ledger("victim").note_unreadable(2, f"{number}", record)
+        root.ledger("victim").record_unreadable(2, f"{number}", record)
     monkeypatch.setattr(root.worker, "take", lambda *_: None)
     for _ in range(TICKS):
         root.turn()
@@ -286,8 +286,8 @@ def test_given_a_torn_closing_then_the_job_needs_attention_until_it_is_repaired(
     assert innocent.counts.succeeded == ANSWERED
     for _ in range(30):
         root.turn()
-    assert root.figures.snapshot is not None
-    assert root.figures.snapshot.attention == 1
+    assert root.metrics.snapshot is not None
+    assert root.metrics.snapshot.attention == 1
     summary = summarize_job(ledger, exact=False)
     assert "closing.json: is not JSON" in (summary.attention or "")
     root.store.objects["jobs/victim/closing.json"] = whole
@@ -329,9 +329,9 @@ def test_given_an_order_that_cant_be_read_then_the_job_goes_on_once_it_is_repair
     for _ in range(60):
         root.turn()
     assert root.ledger("victim").manifest() is None
-    assert root.figures.snapshot is not None
+    assert root.metrics.snapshot is not None
     if anew:
-        assert root.figures.snapshot.attention == 1
+        assert root.metrics.snapshot.attention == 1
     root.store.objects["jobs/victim/job.json"] = whole
     (victim,) = root.outcomes("victim")
     assert (victim.status, victim.counts.total) == (JobStatus.COMPLETED, 7)
@@ -350,8 +350,8 @@ def test_given_a_part_of_another_job_then_only_its_own_job_waits_and_says_so(roo
         root.turn()
     document = job_document(root.ledger("victim"))
     assert "belongs to job innocent, not to victim" in document["tokenmill"]["attention"]
-    assert root.figures.snapshot is not None
-    assert root.figures.snapshot.attention == 1
+    assert root.metrics.snapshot is not None
+    assert root.metrics.snapshot.attention == 1
     root.store.delete(f"jobs/victim/{key}")  # as a person does who repairs it
     (victim,) = root.outcomes("victim")
     assert (victim.status, victim.counts.succeeded) == (JobStatus.COMPLETED, ANSWERED)

@@ -22,7 +22,7 @@ from schemas.jobs.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import JobStatus, Usage
 from tests.pipeline.made_jobs import EXPOSED, all_rows, computed, order, plan_by_hand, report
-from tests.pipeline.simulated_harness import LIFETIME, House, broken_store, commit_all, finish, taken
+from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness, broken_store, commit_all, finish, taken
 from tests.pipeline.simulation import START, ChaoticQueue, SimulatedClock, simulated_world
 
 WEIGHTS = {
@@ -39,7 +39,7 @@ class Worker:
     stalled: bool = False
 
 
-def act(house: House, workers: list[Worker], chaos: random.Random, deaths: list[Worker]) -> int:
+def act(house: PipelineHarness, workers: list[Worker], chaos: random.Random, deaths: list[Worker]) -> int:
     """One random event; the tokens that a lost race repeated."""
     worker = chaos.choice(workers)
     event = chaos.choice(EVENTS)
@@ -114,7 +114,7 @@ def test_each_row_has_exactly_one_result_under_random_faults(
 ) -> None:
     chaos = random.Random(seed)
     world = simulated_world(tmp_path_factory.mktemp("scratch"), seed)
-    house = House(world, JobLedger(world.store))
+    house = PipelineHarness(world, JobLedger(world.store))
     rows = list(range(sum(shard_sizes) + rejected))
     chaos.shuffle(rows)
     refused, left, shards = sorted(rows[:rejected]), rows[rejected:], []
@@ -151,17 +151,17 @@ def test_each_row_has_exactly_one_result_under_random_faults(
     lost = 2 * EXPOSED * sum(bool(dead.works) for dead in deaths)
     assert manifest.usage.repeated <= manifest.repeated_at_most <= manifest.usage.repeated + lost
     assert house.dispatcher.outcome(job.id) == manifest
-    figures, tier = house.figures, "standard"
-    assert {status: figures.rows()[tier, status] for status in ("succeeded", "failed")} == {
+    metrics, tier = house.metrics, "standard"
+    assert {status: metrics.rows()[tier, status] for status in ("succeeded", "failed")} == {
         "succeeded": manifest.counts.succeeded, "failed": manifest.counts.failed,
     }  # fmt: skip
     for kind in Usage.model_fields:
-        told = sum(tokens for (_, _, of_kind), tokens in figures.tokens().items() if of_kind == kind)
+        told = sum(tokens for (_, _, of_kind), tokens in metrics.tokens().items() if of_kind == kind)
         assert told == getattr(manifest.usage, kind), kind
-    assert figures.ended() == {(tier, "completed"): 1}
+    assert metrics.ended() == {(tier, "completed"): 1}
 
 
-def test_the_backlog_stays_short_and_in_the_planners_order(house: House) -> None:
+def test_the_backlog_stays_short_and_in_the_planners_order(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [[n] for n in range(10)])
     house.dispatcher.add(house.ledger)
     for _ in range(5):
@@ -178,7 +178,7 @@ def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_a
     tmp_path: Path,
 ) -> None:
     world = simulated_world(tmp_path)
-    house = House(world, JobLedger(world.store), settings=DispatchSettings(settle=6.0))
+    house = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(settle=6.0))
     server = Forgetful(world.clock)
     house.heartbeats = server  # type: ignore[assignment]  # of the same port
     house.dispatcher = Dispatcher(world, house.queue, server, settings=house.settings)
@@ -199,7 +199,7 @@ def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_a
     )
 
 
-def test_a_dead_workers_shards_are_queued_again_at_once(house: House) -> None:
+def test_a_dead_workers_shards_are_queued_again_at_once(house: PipelineHarness) -> None:
     dies, work = taken(house, [[0]], "dies")
     dies.begin(work)
     house.dispatcher.tick()
@@ -212,7 +212,7 @@ def test_a_dead_workers_shards_are_queued_again_at_once(house: House) -> None:
     assert again.attempt == 2
 
 
-def test_a_worker_that_lives_keeps_its_shards_however_long_they_take(house: House) -> None:
+def test_a_worker_that_lives_keeps_its_shards_however_long_they_take(house: PipelineHarness) -> None:
     client, work = taken(house, [[0]], "slow")
     for _ in range(100):
         house.world.clock.sleep(3.0)
@@ -221,7 +221,7 @@ def test_a_worker_that_lives_keeps_its_shards_however_long_they_take(house: Hous
     assert house.queue.put_count == 1
 
 
-def test_a_message_repeated_while_the_shard_is_held_or_done_is_dropped(house: House) -> None:
+def test_a_message_repeated_while_the_shard_is_held_or_done_is_dropped(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [[0]])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
@@ -259,7 +259,7 @@ def test_urgent_jobs_go_first(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_is_dispatched_before_its_segment_stands(house: House) -> None:
+def test_nothing_is_dispatched_before_its_segment_stands(house: PipelineHarness) -> None:
     job = plan_by_hand(house.ledger, house.world, [[0]])
     store = house.world.store
     kept = store.read("plan/00000.json")
@@ -277,7 +277,7 @@ def test_nothing_is_dispatched_before_its_segment_stands(house: House) -> None:
 
 
 def test_given_a_planner_that_died_before_part_0_then_it_is_made_from_what_stands_before_work_begins(
-    house: House,
+    house: PipelineHarness,
 ) -> None:
     plan_by_hand(house.ledger, house.world, [[0]], rejected=[1, 2])
     kept = house.world.store.read(part_key(0))
@@ -289,7 +289,7 @@ def test_given_a_planner_that_died_before_part_0_then_it_is_made_from_what_stand
     assert finish(house, house.client("w")).counts.failed == 2
 
 
-def test_given_stored_refused_rows_that_were_damaged_then_they_become_no_part(house: House) -> None:
+def test_given_stored_refused_rows_that_were_damaged_then_they_become_no_part(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [[0]], rejected=[1])
     segment = house.ledger.segment(0)
     assert segment is not None
@@ -304,7 +304,7 @@ def test_given_stored_refused_rows_that_were_damaged_then_they_become_no_part(ho
     assert list(house.world.scratch.iterdir()) == []
 
 
-def test_a_job_of_refused_rows_only_ends_without_a_worker(house: House) -> None:
+def test_a_job_of_refused_rows_only_ends_without_a_worker(house: PipelineHarness) -> None:
     job = plan_by_hand(house.ledger, house.world, [], rejected=[0, 1])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
@@ -314,13 +314,13 @@ def test_a_job_of_refused_rows_only_ends_without_a_worker(house: House) -> None:
     assert manifest.tokens_per_second is None
 
 
-def test_an_empty_job_ends_with_nothing(house: House) -> None:
+def test_an_empty_job_ends_with_nothing(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [])
     house.dispatcher.add(house.ledger)
     assert finish(house, house.client("w")).counts.total == 0
 
 
-def test_given_a_part_that_no_plan_has_then_it_is_refused(house: House) -> None:
+def test_given_a_part_that_no_plan_has_then_it_is_refused(house: PipelineHarness) -> None:
     commit_all(house)
     objects = broken_store(house).objects
     objects[part_key(77)] = objects[part_key(1)]
@@ -330,7 +330,7 @@ def test_given_a_part_that_no_plan_has_then_it_is_refused(house: House) -> None:
         dispatcher.tick()
 
 
-def test_progress_is_cached_now_and_then_and_always_at_the_end(house: House) -> None:
+def test_progress_is_cached_now_and_then_and_always_at_the_end(house: PipelineHarness) -> None:
     commit_all(house)
     assert isinstance(house.world.clock, SimulatedClock)
     house.dispatcher.tick()
@@ -340,7 +340,7 @@ def test_progress_is_cached_now_and_then_and_always_at_the_end(house: House) -> 
     assert (cached.counts.total, cached.counts.pending, cached.shards_done) == (6, 0, 2)
 
 
-def test_events_are_emitted_once_and_in_order(house: House) -> None:
+def test_events_are_emitted_once_and_in_order(house: PipelineHarness) -> None:
     heard: list[JobEvent] = []
 
     class Listener:
@@ -366,7 +366,7 @@ def test_given_a_large_fleet_then_its_queue_holds_a_shard_for_each_four_workers(
     tmp_path: Path, workers: int, waiting: int
 ) -> None:
     world = simulated_world(tmp_path)
-    house = House(world, JobLedger(world.store))
+    house = PipelineHarness(world, JobLedger(world.store))
     plan_by_hand(house.ledger, world, [[row] for row in range(9)])
     house.dispatcher.add(house.ledger)
     for number in range(workers):

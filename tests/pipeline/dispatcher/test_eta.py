@@ -17,7 +17,7 @@ from pipeline.worker_client.protocol import WorkerLoad
 from schemas.jobs.job import Closing, Tier
 from schemas.jobs.progress import Progress
 from tests.pipeline.made_jobs import PIN, computed, plan_by_hand, report
-from tests.pipeline.simulated_harness import LIFETIME, House
+from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness
 from tests.pipeline.simulation import ChaoticQueue, MemoryStore, simulated_world
 
 ROW = 12  # tokens of a row that was planned by hand
@@ -44,12 +44,12 @@ def forecast_seconds(dispatcher: Dispatcher, world: World, *ledgers: JobLedger) 
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
+def house(tmp_path: Path) -> PipelineHarness:
     world = simulated_world(tmp_path)
-    return House(world, JobLedger(world.store), settings=AT_ONCE)
+    return PipelineHarness(world, JobLedger(world.store), settings=AT_ONCE)
 
 
-def test_the_forecast_follows_remaining_tokens_and_throughput(house: House) -> None:
+def test_the_forecast_follows_remaining_tokens_and_throughput(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [list(range(10)), list(range(10, 20))])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
@@ -93,7 +93,7 @@ def test_a_job_that_is_being_closed_has_no_forecast_and_delays_no_other(tmp_path
     assert forecast_seconds(dispatcher, world, *ledgers) == [None, 10 * ROW]
 
 
-def test_a_forecast_that_holds_is_not_written_again_and_again(house: House) -> None:
+def test_a_forecast_that_holds_is_not_written_again_and_again(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [list(range(100))])
     house.dispatcher.add(house.ledger)
     house.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
@@ -116,7 +116,7 @@ def test_a_forecast_that_holds_is_not_written_again_and_again(house: House) -> N
 
 def test_forecasts_that_all_move_at_once_are_not_all_written_at_once(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = House(world, JobLedger(world.store))
+    house = PipelineHarness(world, JobLedger(world.store))
     plan_by_hand(house.ledger, world, [list(range(100))])
     house.dispatcher.add(house.ledger)
     etas = []

@@ -10,7 +10,7 @@ from pipeline.dispatcher.dispatcher import DispatchSettings
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import Clock, ShardTask
 from tests.pipeline.made_jobs import plan_by_hand
-from tests.pipeline.simulated_harness import LIFETIME, House, finish
+from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness, finish
 from tests.pipeline.simulation import ChaoticQueue, simulated_world
 
 
@@ -32,7 +32,7 @@ class ExpiringQueue(ChaoticQueue):
             del self.tasks[0]
 
 
-def test_a_lost_message_is_queued_again_after_growing_timeouts_up_to_the_maximum(house: House) -> None:
+def test_a_lost_message_is_queued_again_after_growing_timeouts_up_to_the_maximum(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [[0]])
     house.dispatcher.add(house.ledger)
     put_at = []
@@ -52,7 +52,7 @@ def test_given_no_worker_for_a_night_then_the_shards_that_wait_are_on_the_queue_
     nor one of a job that comes in the morning."""
     world = simulated_world(tmp_path)
     queue = ExpiringQueue(world.clock, CeleryQueueSettings("memory://").message_lifetime)
-    house = House(world, JobLedger(world.store), queue)
+    house = PipelineHarness(world, JobLedger(world.store), queue)
     plan_by_hand(house.ledger, world, [[0], [1], [2]])
     house.dispatcher.add(house.ledger)
     for _ in range(10 * 60):
@@ -66,7 +66,7 @@ def test_given_no_worker_for_a_night_then_the_shards_that_wait_are_on_the_queue_
 
 
 def test_given_a_message_that_was_lost_four_times_then_a_good_worker_still_ends_the_job_within_minutes(
-    house: House,
+    house: PipelineHarness,
 ) -> None:
     """The shard was seen in a dying worker's hands before it was lost for the last time: it is put at once, but what
     its losses had taught goes on to count."""

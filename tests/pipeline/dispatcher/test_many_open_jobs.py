@@ -79,7 +79,7 @@ def controller(world: World) -> tuple[JobController, Dispatcher]:
     dispatcher = Dispatcher(
         world, MemoryQueue(), beats, settings=DispatchSettings(isolate=True, closing_interval_seconds=0.0)
     )
-    return JobController(world, dispatcher, settings=JobControllerSettings(look_every=0.0)), dispatcher
+    return JobController(world, dispatcher, settings=JobControllerSettings(refresh_interval_seconds=0.0)), dispatcher
 
 
 def test_given_many_idle_jobs_then_a_tick_reads_a_few_of_them_and_a_cancelled_one_is_seen(

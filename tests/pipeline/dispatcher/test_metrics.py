@@ -13,19 +13,21 @@ from pipeline.ledger.ledger import JobLedger
 from schemas.jobs.job import Closing, Tier
 from schemas.models import ModelPin
 from tests.pipeline.made_jobs import MODEL, computed, order, plan_by_hand, report
-from tests.pipeline.simulated_harness import House, finish
+from tests.pipeline.simulated_harness import PipelineHarness, finish
 from tests.pipeline.simulation import simulated_world
 
 TIER = "standard"
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
+def house(tmp_path: Path) -> PipelineHarness:
     world = simulated_world(tmp_path)
-    return House(world, JobLedger(world.store), settings=DispatchSettings(cache_every=0.0, backlog=2))
+    return PipelineHarness(
+        world, JobLedger(world.store), settings=DispatchSettings(cache_interval_seconds=0.0, backlog=2)
+    )
 
 
-def work(house: House, shards: int, name: str = "w") -> None:
+def work(house: PipelineHarness, shards: int, name: str = "w") -> None:
     """A worker commits so many shards."""
     client = house.client(name)
     for _ in range(shards):
@@ -38,34 +40,34 @@ def work(house: House, shards: int, name: str = "w") -> None:
     house.dispatcher.tick()
 
 
-def test_a_dispatcher_that_takes_over_counts_only_new_parts(house: House) -> None:
+def test_a_dispatcher_that_takes_over_counts_only_new_parts(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [[n, n + 1] for n in range(0, 12, 2)], rejected=[12, 13, 14])
     house.dispatcher.add(house.ledger)
     work(house, 2)
-    before = house.figures.rows()
+    before = house.metrics.rows()
     assert before[TIER, "succeeded"] + before[TIER, "failed"] == 3 + 4
     house.world.clock.sleep(60.0)
-    other = House(house.world, house.ledger, house.queue, house.settings)
+    other = PipelineHarness(house.world, house.ledger, house.queue, house.settings)
     other.dispatcher.add(house.ledger)
     manifest = finish(other, other.client("next"))
-    after = other.figures.rows()
+    after = other.metrics.rows()
     assert after[TIER, "succeeded"] + after[TIER, "failed"] == 8
     for status in ("succeeded", "failed"):
         assert before[TIER, status] + after[TIER, status] == getattr(manifest.counts, status)
-    told = [sum(n for (_, _, kind), n in figures.tokens().items() if kind == "completion")
-            for figures in (house.figures, other.figures)]  # fmt: skip
+    told = [sum(n for (_, _, kind), n in metrics.tokens().items() if kind == "completion")
+            for metrics in (house.metrics, other.metrics)]  # fmt: skip
     assert sum(told) == manifest.usage.completion
-    assert (house.figures.ended(), other.figures.ended()) == ({}, {(TIER, "completed"): 1})
+    assert (house.metrics.ended(), other.metrics.ended()) == ({}, {(TIER, "completed"): 1})
 
 
-def test_shard_states_add_up_to_the_shards_without_a_part(house: House) -> None:
+def test_shard_states_add_up_to_the_shards_without_a_part(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [[n] for n in range(9)])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
     client = house.client("w")
     assert client.take(0) is not None
     house.dispatcher.tick()
-    standing = house.figures.snapshot
+    standing = house.metrics.snapshot
     assert standing is not None
     assert standing.shards == {(TIER, "held"): 1, (TIER, "queued"): 2, (TIER, "waiting"): 6}
     assert standing.jobs == {(TIER, "in_progress"): 1}
@@ -73,29 +75,29 @@ def test_shard_states_add_up_to_the_shards_without_a_part(house: House) -> None:
     assert standing.oldest == {TIER: house.ledger.job().created_at}
 
 
-def test_a_job_without_waiting_shards_is_not_reported_as_waiting(house: House) -> None:
+def test_a_job_without_waiting_shards_is_not_reported_as_waiting(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [[0]])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
     client = house.client("w")
     assert client.take(0) is not None
     house.dispatcher.tick()
-    standing = house.figures.snapshot
+    standing = house.metrics.snapshot
     assert standing is not None
     assert (standing.oldest, standing.shards[TIER, "held"]) == ({}, 1)
 
 
-def test_a_dispatcher_that_does_not_lead_has_no_snapshot(house: House) -> None:
+def test_a_dispatcher_that_does_not_lead_has_no_snapshot(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [[0]])
     house.dispatcher.add(house.ledger)
     work(house, 1)
-    rows = house.figures.rows()
+    rows = house.metrics.rows()
     house.dispatcher.stand_by()
-    assert house.figures.snapshot is None
-    assert house.figures.rows() == rows, "what it has counted stays"
+    assert house.metrics.snapshot is None
+    assert house.metrics.rows() == rows, "what it has counted stays"
 
 
-def test_closed_rows_are_counted_by_their_status(house: House) -> None:
+def test_closed_rows_are_counted_by_their_status(house: PipelineHarness) -> None:
     job = plan_by_hand(house.ledger, house.world, [[0, 1], [2, 3, 4]])
     house.dispatcher.add(house.ledger)
     work(house, 1)
@@ -103,45 +105,45 @@ def test_closed_rows_are_counted_by_their_status(house: House) -> None:
     house.world.clock.sleep(60.0)
     house.dispatcher.tick()
     assert house.dispatcher.finished()
-    assert house.figures.rows()[TIER, "cancelled"] == 3
-    assert house.figures.ended() == {(TIER, "cancelled"): 1}
+    assert house.metrics.rows()[TIER, "cancelled"] == 3
+    assert house.metrics.ended() == {(TIER, "cancelled"): 1}
 
 
 def test_cost_comes_from_manifests_and_duration_from_the_creation_time(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    settings, figures = DispatchSettings(price_per_hour=36.0), DispatchMetrics()
-    house = House(world, JobLedger(world.store), settings=settings, figures=figures)
+    settings, metrics = DispatchSettings(price_per_hour=36.0), DispatchMetrics()
+    house = PipelineHarness(world, JobLedger(world.store), settings=settings, metrics=metrics)
     plan_by_hand(house.ledger, world, [[0], [1]], tier=Tier.BULK)
     house.dispatcher.add(house.ledger)
     world.clock.sleep(100.0)
     manifest = finish(house, house.client("w"))
     assert manifest.cost is not None
-    assert house.figures.cost() == {"bulk": pytest.approx(manifest.cost)}
+    assert house.metrics.cost() == {"bulk": pytest.approx(manifest.cost)}
     assert manifest.cost > 0
-    counts, seconds = house.figures.job_durations["bulk"].read()
+    counts, seconds = house.metrics.job_durations["bulk"].read()
     assert (sum(counts), seconds) == (1, pytest.approx(world.clock.monotonic(), abs=2.0))
 
 
-def test_a_model_name_that_only_a_user_gave_is_reported_as_other(house: House) -> None:
+def test_a_model_name_that_only_a_user_gave_is_reported_as_other(house: PipelineHarness) -> None:
     pins = (ModelPin(name="served", source="/models/served", digest="sha256:2", dtype="float32"),)
     job = plan_by_hand(house.ledger, house.world, [[0]], models=pins)  # its rows name a model that nobody serves
     assert job.models == pins
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
-    standing = house.figures.snapshot
+    standing = house.metrics.snapshot
     assert standing is not None
     assert set(standing.backlog) == {("other", TIER)}
 
 
 def test_an_unplanned_job_reports_a_backlog_estimated_from_its_input(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = House(world, JobLedger(world.store), settings=DispatchSettings(cache_every=0.0))
+    house = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(cache_interval_seconds=0.0))
     plan_by_hand(house.ledger, world, [[0]])
     world.store.delete("plan/00000.json")
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
     world.clock.sleep(timedelta(hours=1).total_seconds())
-    standing = house.figures.snapshot
+    standing = house.metrics.snapshot
     assert standing is not None
     assert standing.jobs == {(TIER, "validating"): 1}
     assert standing.backlog == {(MODEL, TIER): order().input.size // 4}

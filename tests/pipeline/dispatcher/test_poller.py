@@ -91,7 +91,7 @@ def commit(world: World, ledger: JobLedger, shards: int) -> None:
 
 def dispatcher(world: World, together: ThreadPoolExecutor | None = None) -> Dispatcher:
     beats = MemoryHeartbeats(world.clock, 60.0)
-    settings = DispatchSettings(isolate=True, cache_every=0.0)
+    settings = DispatchSettings(isolate=True, cache_interval_seconds=0.0)
     return Dispatcher(world, MemoryQueue(), beats, settings=settings, together=together)
 
 

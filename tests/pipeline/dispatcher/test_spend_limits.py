@@ -23,7 +23,7 @@ from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.outcome import JobStatus, Manifest
 from schemas.requests.limits import SpendLimits
 from tests.pipeline.made_jobs import MODELS, all_rows, computed, plan_by_hand, report
-from tests.pipeline.simulated_harness import LIFETIME, House
+from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness
 from tests.pipeline.simulation import ChaoticQueue, SimulatedClock, simulated_world
 
 SHARDS = [[row] for row in range(10)]
@@ -32,15 +32,17 @@ HOURLY = 3_600.0
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
+def house(tmp_path: Path) -> PipelineHarness:
     return limited(simulated_world(tmp_path))
 
 
-def limited(world: World) -> House:
-    return House(world, JobLedger(world.store), settings=DispatchSettings(price_per_hour=HOURLY))
+def limited(world: World) -> PipelineHarness:
+    return PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(price_per_hour=HOURLY))
 
 
-def spend(house: House, seconds: float, client: ShardClient | None = None, turns: int = 200) -> Manifest | None:
+def spend(
+    house: PipelineHarness, seconds: float, client: ShardClient | None = None, turns: int = 200
+) -> Manifest | None:
     """A worker that takes so many seconds for each shard."""
     client = client or house.client("w")
     for _ in range(turns):
@@ -54,11 +56,13 @@ def spend(house: House, seconds: float, client: ShardClient | None = None, turns
     return house.ledger.manifest()
 
 
-def codes(house: House) -> Counter[str | None]:
+def codes(house: PipelineHarness) -> Counter[str | None]:
     return Counter(row["error_code"] for row in all_rows(house.ledger) if row["row"] % 5 != 4)
 
 
-def test_given_a_limit_when_the_next_shard_would_pass_it_then_the_job_ends_and_keeps_what_it_has(house: House) -> None:
+def test_given_a_limit_when_the_next_shard_would_pass_it_then_the_job_ends_and_keeps_what_it_has(
+    house: PipelineHarness,
+) -> None:
     plan_by_hand(house.ledger, house.world, SHARDS, max_cost=7.0)
     house.dispatcher.add(house.ledger)
     manifest = spend(house, 2.0)
@@ -71,7 +75,7 @@ def test_given_a_limit_when_the_next_shard_would_pass_it_then_the_job_ends_and_k
     assert "what the job may cost is 7: 6 is spent, and the next shard should cost 2" in reason
 
 
-def test_given_a_limit_that_is_enough_then_the_job_is_whole(house: House) -> None:
+def test_given_a_limit_that_is_enough_then_the_job_is_whole(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, SHARDS, max_cost=20.0)
     house.dispatcher.add(house.ledger)
     manifest = spend(house, 2.0)
@@ -80,7 +84,7 @@ def test_given_a_limit_that_is_enough_then_the_job_is_whole(house: House) -> Non
 
 
 def test_given_a_dispatcher_that_takes_over_then_it_counts_earlier_spending_and_dead_attempts(
-    house: House,
+    house: PipelineHarness,
 ) -> None:
     plan_by_hand(house.ledger, house.world, SHARDS, max_cost=7.0)
     house.dispatcher.add(house.ledger)
@@ -102,7 +106,9 @@ def test_given_a_dispatcher_that_takes_over_then_it_counts_earlier_spending_and_
     assert manifest.cost == pytest.approx(6.5), "two shards before, and one that was lost at 2.5: no other fits"
 
 
-def test_given_workers_with_prices_of_their_own_then_each_second_costs_its_workers_price(house: House) -> None:
+def test_given_workers_with_prices_of_their_own_then_each_second_costs_its_workers_price(
+    house: PipelineHarness,
+) -> None:
     plan_by_hand(house.ledger, house.world, [[0], [1]])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
@@ -123,7 +129,7 @@ def test_given_workers_with_prices_of_their_own_then_each_second_costs_its_worke
 
 def test_given_a_limit_and_workers_of_unknown_price_then_the_job_ends_with_that_reason(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = House(world, JobLedger(world.store))
+    house = PipelineHarness(world, JobLedger(world.store))
     plan_by_hand(house.ledger, house.world, SHARDS, max_cost=7.0)
     house.dispatcher.add(house.ledger)
     client = house.client("w")
@@ -134,7 +140,9 @@ def test_given_a_limit_and_workers_of_unknown_price_then_the_job_ends_with_that_
     assert "nobody says what an hour of its workers costs" in all_rows(house.ledger)[0]["error_message"]
 
 
-def test_given_a_shard_under_way_that_has_cost_the_limit_then_the_job_ends_without_waiting_for_it(house: House) -> None:
+def test_given_a_shard_under_way_that_has_cost_the_limit_then_the_job_ends_without_waiting_for_it(
+    house: PipelineHarness,
+) -> None:
     """While no speed is known one shard goes ahead, however small the limit: its checkpoints say what it costs."""
     plan_by_hand(house.ledger, house.world, SHARDS, max_cost=0.001)
     house.dispatcher.add(house.ledger)
@@ -193,7 +201,7 @@ def test_no_shard_is_begun_once_the_limit_is_passed_under_random_events(
             client.commit(work, computed(work), report(work, seconds))
             money += seconds * prices[client.worker[:2]] / HOURLY
         elif turn < 200 and chaos.random() < 0.1:  # all die, and another dispatcher takes over
-            house = House(house.world, house.ledger, house.queue, house.settings)
+            house = PipelineHarness(house.world, house.ledger, house.queue, house.settings)
             house.dispatcher.add(house.ledger)
             clients = [priced(house, f"{name} of {turn}", prices[name]) for name in names]
             works.clear()
@@ -210,7 +218,7 @@ def test_no_shard_is_begun_once_the_limit_is_passed_under_random_events(
     assert manifest.cost == pytest.approx(money)
 
 
-def priced(house: House, name: str, price: float) -> ShardClient:
+def priced(house: PipelineHarness, name: str, price: float) -> ShardClient:
     return ShardClient(
         name, house.world, lambda _: house.ledger, house.queue, house.heartbeats, house.dispatcher.finished,
         models=MODELS, price_per_hour=price,

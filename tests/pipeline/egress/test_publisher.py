@@ -30,15 +30,15 @@ from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.events import read_event
 from schemas.jobs.job import Closing
 from schemas.jobs.outcome import JobStatus
-from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse, Said, request, until
+from tests.pipeline.ingest.kafka.kafka_harness import KafkaHarness, ProducedRecord, request, until
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 from tests.servers.kafka import KafkaBroker
 from tests.servers.redis import RedisServer
 
 
 @pytest.fixture
-def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHouse]:
-    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
+    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
     house.make_topics(
         house.requests, house.deadletter, *(f"{house.name}.{one}" for one in ("results", "events", "mine"))
     )
@@ -81,7 +81,7 @@ class Counted:
         self.results.update(found["result_id"] or b"" for found in headers if "result_id" in found)
 
 
-def settings(house: KafkaHouse, **changes: Any) -> PublisherSettings:
+def settings(house: KafkaHarness, **changes: Any) -> PublisherSettings:
     plain = PublisherSettings(
         results_topic=f"{house.name}.results", events_topic=f"{house.name}.events",
         reply_topics=frozenset({f"{house.name}.mine"}), rows_at_once=3,
@@ -89,7 +89,7 @@ def settings(house: KafkaHouse, **changes: Any) -> PublisherSettings:
     return replace(plain, **changes)
 
 
-def take_in(house: KafkaHouse, said: Sequence[Said]) -> list[JobLedger]:
+def take_in(house: KafkaHarness, said: Sequence[ProducedRecord]) -> list[JobLedger]:
     """Bring records in through the door; their jobs."""
     house.produce(said)
     door = house.door(house.settings(reply_topics=frozenset({f"{house.name}.mine"})))
@@ -118,19 +118,19 @@ def compute(world: World, ledger: JobLedger, response: str | None = None) -> Non
     raise AssertionError("the job did not end")
 
 
-def said(house: KafkaHouse) -> list[Said]:
+def said(house: KafkaHarness) -> list[ProducedRecord]:
     """Ten requests, one of them invalid; some reply elsewhere."""
     reply = [("reply_to", f"{house.name}.mine".encode())]
-    good = [Said(request(f"a{n}"), b"key-%d" % n, reply if n < 4 else []) for n in range(8)]
-    return [*good, Said(request("keyless"), None), Said(b'{"custom_id": "broken"}', b"key-9")]
+    good = [ProducedRecord(request(f"a{n}"), b"key-%d" % n, reply if n < 4 else []) for n in range(8)]
+    return [*good, ProducedRecord(request("keyless"), None), ProducedRecord(b'{"custom_id": "broken"}', b"key-9")]
 
 
-def told(house: KafkaHouse, topic: str, count: int) -> list[tuple[bytes | None, bytes, dict[str, bytes]]]:
+def told(house: KafkaHarness, topic: str, count: int) -> list[tuple[bytes | None, bytes, dict[str, bytes]]]:
     return [(found.key, found.value, dict(found.headers)) for found in house.consume(f"{house.name}.{topic}", count)]
 
 
 def test_given_a_kafka_job_when_it_is_done_then_each_result_is_sent_with_its_records_key_and_replies(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
     (ledger,) = take_in(house, said(house))
     compute(house.world, ledger)
@@ -162,7 +162,7 @@ def test_given_a_kafka_job_when_it_is_done_then_each_result_is_sent_with_its_rec
 @pytest.mark.slow
 @pytest.mark.parametrize("sends", [0, 1, 2, 3, 4, 6, 8])
 def test_given_an_announcer_that_dies_between_a_send_and_its_marker_when_another_goes_on_then_repeats_are_identical(
-    house: KafkaHouse, sends: int
+    house: KafkaHarness, sends: int
 ) -> None:
     (ledger,) = take_in(house, said(house))
     compute(house.world, ledger)
@@ -179,7 +179,7 @@ def test_given_an_announcer_that_dies_between_a_send_and_its_marker_when_another
 
 
 def test_given_a_job_that_runs_when_parts_are_committed_then_they_are_announced_before_its_end(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
     (ledger,) = take_in(house, said(house))
     plan_job(ledger, ledger.job(), house.world)
@@ -215,7 +215,7 @@ class Watched(Publisher):
 
 
 def test_given_an_idle_job_when_something_happens_then_it_is_announced_a_tenth_of_that_time_later_at_most(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
     (ledger,) = take_in(house, said(house))
     clock = SetClock()
@@ -231,9 +231,9 @@ def test_given_an_idle_job_when_something_happens_then_it_is_announced_a_tenth_o
 
 
 def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the_results_location(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
-    (ledger,) = take_in(house, [Said(request("a"), b"k")])
+    (ledger,) = take_in(house, [ProducedRecord(request("a"), b"k")])
     compute(house.world, ledger, orjson.dumps({"text": "x" * 1_200_000}).decode())
 
     Publisher(house.world, house.sender, settings(house)).look()
@@ -246,11 +246,11 @@ def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the
 
 
 def test_given_brokers_that_do_not_answer_when_results_are_sent_then_it_fails_and_nothing_is_marked(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
-    (ledger,) = take_in(house, [Said(request("a"), b"k")])
+    (ledger,) = take_in(house, [ProducedRecord(request("a"), b"k")])
     compute(house.world, ledger)
-    away = KafkaHouse("127.0.0.1:1", house.name, house.folder, connect_timeout=0.5)
+    away = KafkaHarness("127.0.0.1:1", house.name, house.folder, connect_timeout=0.5)
     announcer = Publisher(house.world, away.sender, settings(house))
 
     assert announcer.look() == 0
@@ -262,7 +262,7 @@ def test_given_brokers_that_do_not_answer_when_results_are_sent_then_it_fails_an
 
 
 def test_given_a_job_of_another_ingest_source_with_all_jobs_then_it_and_its_cancellation_are_announced(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
     ledger = JobLedger(house.store, "jobs/job-one/")
     job = submit(order(), ledger, house.world, job_id="job-one").job
@@ -281,7 +281,7 @@ def test_given_a_job_of_another_ingest_source_with_all_jobs_then_it_and_its_canc
 
 
 def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_other_goes_on_and_nothing_is_sent_twice(
-    house: KafkaHouse, redis_server: RedisServer, tmp_path: Path
+    house: KafkaHarness, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"".join(request(f"a{n}") + b"\n" for n in range(5)))

@@ -24,14 +24,14 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.request_builder import InferenceSettings
 from pipeline.gateway.routes.dependencies import GatewaySettings
 from schemas.jobs.job import Tier
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.pipeline.made_jobs import PIN
 
 ROOT = Path(__file__).parents[3]
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 
-def names(harness: HttpHouse, key: str) -> dict[str, str]:
+def names(harness: HttpHarness, key: str) -> dict[str, str]:
     """Ids of existing objects, by the configuration's variables: otherwise most requests would be answered with 404."""
     client = harness.client(key)
     file = client.files.create(file=("a.jsonl", lines(10)), purpose="batch")
@@ -46,16 +46,16 @@ def names(harness: HttpHouse, key: str) -> dict[str, str]:
 
 
 @contextmanager
-def fuzzed_harness(folder: Path) -> Iterator[HttpHouse]:
+def fuzzed_harness(folder: Path) -> Iterator[HttpHarness]:
     """A gateway with short responses, for fast tests."""
     most = dict.fromkeys(Tier, 64)
     asking = InferenceSettings(caps=most, default_max_tokens=5)
-    with http_house(folder, settings=GatewaySettings(most_upload_bytes=1 << 20), asking=asking) as harness:
+    with run_http_harness(folder, settings=GatewaySettings(most_upload_bytes=1 << 20), asking=asking) as harness:
         yield harness
 
 
 def fuzz(
-    harness: HttpHouse, examples: int, seed: int, *more: str, keys: bool = True
+    harness: HttpHarness, examples: int, seed: int, *more: str, keys: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """What schemathesis found, in words, with requests that show it again; its status is 0 if it found nothing.
 

@@ -38,8 +38,8 @@ from pipeline.gateway.http.server import GatewayServer, ServerSettings, listen
 from pipeline.gateway.inference.lane_bridge import LaneBridge, draining
 from pipeline.gateway.inference.models import ServedModels
 from pipeline.gateway.inference.request_builder import InferenceRequestBuilder, InferenceSettings
-from pipeline.gateway.inference.response_cache import AnswerCache, CacheSettings, MemoryAnswers
-from pipeline.gateway.inference.responses import Answers, StreamSettings
+from pipeline.gateway.inference.response_cache import CacheSettings, MemoryResponseStore, ResponseCache
+from pipeline.gateway.inference.responses import InferenceResponses, StreamSettings
 from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
 from pipeline.gateway.routes.dependencies import GatewayDependencies, GatewaySettings
 from pipeline.gateway.status import Status
@@ -71,7 +71,7 @@ class ShiftedClock(SystemClock):
 
 
 @dataclass
-class HttpHouse:
+class HttpHarness:
     """A running gateway with its services, for a test.
 
     Attributes:
@@ -104,7 +104,7 @@ class HttpHouse:
 
 
 @contextmanager
-def http_house(
+def run_http_harness(
     folder: Path,
     *,
     auth: AuthMode = "auto",
@@ -125,11 +125,11 @@ def http_house(
     grace: float = 0.2,
     cache: CacheSettings | None = None,
     disk: Disk = LOCAL_DISK,
-) -> Iterator[HttpHouse]:
+) -> Iterator[HttpHarness]:
     """Run a gateway until the block ends.
 
     Args:
-        permits: shards that the worker may commit; release `HttpHouse.permits` for more.
+        permits: shards that the worker may commit; release `HttpHarness.permits` for more.
         finalize: run the finalizer in the background.
         s3: the root, instead of a folder.
         rates: the rate limits.  limiter: a rate limiter instead of one in memory.
@@ -169,8 +169,10 @@ def http_house(
         )
         lane = MemoryLane(clock)
         worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01), http_metrics)
-        answers = Answers(
-            InferenceRequestBuilder(world, asking, parts.rates, AnswerCache(clock, MemoryAnswers(clock), cache)),
+        answers = InferenceResponses(
+            InferenceRequestBuilder(
+                world, asking, parts.rates, ResponseCache(clock, MemoryResponseStore(clock), cache)
+            ),
             bridge,
             clock,
             streams,
@@ -181,7 +183,7 @@ def http_house(
             header_seconds=header_seconds,
             write_seconds=write_seconds,
             message_seconds=message_seconds,
-            most_connections=most_connections,
+            max_connections=most_connections,
         )
         server = GatewayServer(chosen, listen(chosen))
         app = make_app(parts, server.draining.is_set, answers)
@@ -201,7 +203,7 @@ def http_house(
         for thread in started:
             thread.start()
         try:
-            yield HttpHouse(
+            yield HttpHarness(
                 world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, beats, stop, app,
                 witness,
             )  # fmt: skip
@@ -225,13 +227,13 @@ def _work(
     metrics: DispatchMetrics,
 ) -> None:
     queue = MemoryQueue()
-    settings = DispatchSettings(grace=grace, cache_every=0.05)
-    dispatcher = Dispatcher(world, queue, beats, settings=settings, figures=metrics)
+    settings = DispatchSettings(grace_seconds=grace, cache_interval_seconds=0.05)
+    dispatcher = Dispatcher(world, queue, beats, settings=settings, metrics=metrics)
     controller = JobController(
         world,
         dispatcher,
         lambda pinned: open_pinned(pinned, s3),
-        JobControllerSettings(tick_every=0.01, look_every=0.02),
+        JobControllerSettings(tick_interval_seconds=0.01, refresh_interval_seconds=0.02),
     )
     thread = threading.Thread(target=controller.run, args=(stop,))
     thread.start()

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.pipeline.gateway.batches.test_batches import begin, wait
-from tests.pipeline.gateway.http_harness import http_house, lines
+from tests.pipeline.gateway.http_harness import lines, run_http_harness
 from tests.pipeline.s3_stores import open_s3, settings_for
 from tests.servers.moto import MotoServer
 
@@ -21,7 +21,7 @@ def test_a_batch_on_a_bucket(s3_server: MotoServer, unique_name: Callable[[], st
     parts = {"multipart_bytes": 5 << 20, "part_bytes": 5 << 20}
     store = open_s3(s3_server, bucket, "in/here", scratch, **parts)
     content = lines(6)
-    with http_house(tmp_path, s3=(store, settings_for(s3_server, scratch))) as harness, harness.http() as http:
+    with run_http_harness(tmp_path, s3=(store, settings_for(s3_server, scratch))) as harness, harness.http() as http:
         client = harness.client()
         large = lines(1) + b" " * (6 << 20) + b"\n"  # in parts
         file = client.files.create(file=("large.jsonl", large), purpose="batch")

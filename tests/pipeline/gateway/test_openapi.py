@@ -1,5 +1,5 @@
-"""The OpenAPI document is correct and complete: each response is documented (`http_house` validates all responses of
-all tests), and each documented response occurs."""
+"""The OpenAPI document is correct and complete: each response is documented (`run_http_harness` validates all responses
+of all tests), and each documented response occurs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.gateway.routes.dependencies import GatewaySettings
 from pipeline.ledger.records import Tombstone
 from pipeline.ports import StoreFull
 from schemas.requests.limits import RateLimits
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
@@ -35,14 +35,14 @@ UNKNOWN = {"file_id": "file-" + "0" * 25, "batch_id": "job-x", "stream_id": "htt
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Any:
     settings = GatewaySettings(most_upload_bytes=100_000, most_body_bytes=100_000, idle_seconds=0.2)
-    with http_house(tmp_path_factory.mktemp("harness"), settings=settings) as harness:
+    with run_http_harness(tmp_path_factory.mktemp("harness"), settings=settings) as harness:
         yield harness
 
 
 class OperationClient:
     """Calls each operation of the document, with a valid key."""
 
-    def __init__(self, harness: HttpHouse) -> None:
+    def __init__(self, harness: HttpHarness) -> None:
         self.harness = harness
         self.document = harness.witness.document
         _, self.key = harness.keys.create("acme", ALL)
@@ -67,7 +67,7 @@ class OperationClient:
             assert connection.recv(65_536)
 
 
-def test_it_is_an_openapi_document(harness: HttpHouse) -> None:
+def test_it_is_an_openapi_document(harness: HttpHarness) -> None:
     with harness.http() as http:
         document = http.get("/openapi.json").json()
     assert document == harness.witness.document
@@ -89,12 +89,12 @@ def test_each_error_status_is_in_the_documentation_with_its_codes() -> None:
 
 
 @pytest.mark.slow
-def test_each_documented_response_occurs(harness: HttpHouse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_documented_response_occurs(harness: HttpHarness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     operations_client = OperationClient(harness)
     _good(operations_client)
     _refused_by_every_route(operations_client, monkeypatch)
     _conflicts(operations_client, monkeypatch)
-    with http_house(tmp_path, permits=0) as stopping:
+    with run_http_harness(tmp_path, permits=0) as stopping:
         _while_it_stops(OperationClient(stopping))
     missing = harness.witness.documented() - harness.witness.seen - stopping.witness.seen
     assert not missing, sorted(missing)

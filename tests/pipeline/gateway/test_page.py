@@ -17,7 +17,7 @@ from pipeline.gateway.page import FOLDER
 from pipeline.ports import WorkerState
 from schemas.jobs.job import Tier
 from schemas.workers.metrics import LATENCY_BOUNDS, HistogramSample, TierMetrics, WorkerMetrics
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.pipeline.made_jobs import PIN
 from tests.waiting import HANG_SECONDS
 
@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 
 
 def test_the_page_has_a_content_security_policy_for_its_own_scripts_only(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness, harness.http() as http:
+    with run_http_harness(tmp_path) as harness, harness.http() as http:
         page = http.get("/")
         assert page.headers["content-type"] == "text/html; charset=utf-8"
         policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
@@ -77,7 +77,7 @@ def test_scripts_import_only_existing_files() -> None:
     ],
 )
 def test_static_files_allow_no_path_traversal(tmp_path: Path, path: str) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         address = urlsplit(harness.url)
         with socket.create_connection((address.hostname or "", address.port or 0), 10) as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n".encode())
@@ -86,7 +86,7 @@ def test_static_files_allow_no_path_traversal(tmp_path: Path, path: str) -> None
 
 
 def test_the_page_needs_no_key_and_the_status_does(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         _, allowed = harness.keys.create("acme", (Scope.BATCHES,))
         _, other = harness.keys.create("acme", (Scope.INFERENCE, Scope.FILES))
         with harness.http() as nobody, harness.http(allowed) as some, harness.http(other) as wrong:
@@ -96,14 +96,14 @@ def test_the_page_needs_no_key_and_the_status_does(tmp_path: Path) -> None:
             assert some.get("/v1/status").status_code == 200
 
 
-def submit(harness: HttpHouse, key: str) -> str:
+def submit(harness: HttpHarness, key: str) -> str:
     client = harness.client(key)
     file = client.files.create(file=("in.jsonl", lines(10)), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id
 
 
 def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=0) as harness:
+    with run_http_harness(tmp_path, permits=0) as harness:
         some = (Scope.FILES, Scope.BATCHES)
         ours, theirs = (harness.keys.create(tenant, some)[1] for tenant in ("a", "b"))
         _, watching = harness.keys.create("a", (*some, Scope.METRICS))
@@ -113,8 +113,8 @@ def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Pat
         submit(harness, theirs)
         state = WorkerState("w2", frozenset({PIN.key, "gone"}), frozenset({("j", 1)}), 1_200, 310.5, draining=True)
         harness.beats.beat(state)
-        figures = WorkerMetrics(model=PIN.name, tiers={Tier.BULK: TierMetrics(ttft=HistogramSample(counts=(0, 4)))})
-        harness.beats.tell("w2", figures)
+        metrics = WorkerMetrics(model=PIN.name, tiers={Tier.BULK: TierMetrics(ttft=HistogramSample(counts=(0, 4)))})
+        harness.beats.tell("w2", metrics)
 
         received = {key: harness.http(key).get("/v1/status").json() for key in (ours, theirs, watching, admin)}
         assert [received[key]["backlog"]["jobs"] for key in (ours, theirs, watching, admin)] == [1, 2, 1, 3]
@@ -126,7 +126,7 @@ def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Pat
             worker = next(one for one in received[key]["workers"] if one["name"] == "w2")
             assert worker == {
                 "name": "w2", "models": sorted([PIN.name, "gone"]), "shards": 1, "waiting_tokens": 1_200,
-                "tokens_per_second": 310.5, "draining": True, "figures": figures.model_dump(mode="json"),
+                "tokens_per_second": 310.5, "draining": True, "figures": metrics.model_dump(mode="json"),
             }  # fmt: skip
             assert worker["figures"]["tiers"]["bulk"]["ttft"]["counts"] == [0, 4]
             assert received[key]["lane"] == {"open": 0, "waiting": 0}
@@ -141,7 +141,7 @@ def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Pat
 
 
 def test_the_status_has_the_number_of_waiting_requests(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness, harness.http() as http:
+    with run_http_harness(tmp_path) as harness, harness.http() as http:
 
         def lane() -> dict[str, int]:
             found: dict[str, int] = http.get("/v1/status").json()["lane"]

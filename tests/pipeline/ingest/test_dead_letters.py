@@ -19,25 +19,29 @@ def source(position: int = 7) -> DeadLetterSource:
 
 
 def test_given_a_record_when_it_is_written_and_found_then_nothing_of_it_is_lost(world: World) -> None:
-    letters = DeadLetters(world)
+    dead_letters = DeadLetters(world)
     headers = [("tier", b"bulk"), ("tier", b"\xff\x00"), ("none", None)]
-    made = letters.record(source(), "invalid_json", "line 1 is no JSON", b"\x00\xffpoison", headers, key=b"k\xff")
-    found = letters.find(made)
+    made = dead_letters.record(source(), "invalid_json", "line 1 is no JSON", b"\x00\xffpoison", headers, key=b"k\xff")
+    found = dead_letters.find(made)
     assert found.replays == 0
-    assert (found.letter.door, found.letter.place, found.letter.position) == ("kafka", "cluster/requests", "0-7")
-    assert (found.letter.reason_code, found.letter.message) == ("invalid_json", "line 1 is no JSON")
-    assert found.letter.record_headers() == headers
-    assert found.letter.record_key() == b"k\xff"
-    assert letters.original(found.letter) == b"\x00\xffpoison"
+    assert (found.dead_letter.door, found.dead_letter.place, found.dead_letter.position) == (
+        "kafka",
+        "cluster/requests",
+        "0-7",
+    )
+    assert (found.dead_letter.reason_code, found.dead_letter.message) == ("invalid_json", "line 1 is no JSON")
+    assert found.dead_letter.record_headers() == headers
+    assert found.dead_letter.record_key() == b"k\xff"
+    assert dead_letters.original(found.dead_letter) == b"\x00\xffpoison"
 
 
 def test_given_the_same_source_again_when_it_is_written_then_it_is_the_same_letter(world: World) -> None:
-    letters = DeadLetters(world)
-    first = letters.record(source(), "a", "b", b"c")
+    dead_letters = DeadLetters(world)
+    first = dead_letters.record(source(), "a", "b", b"c")
     world.clock.sleep(5.0)
-    assert letters.record(source(), "a", "b", b"c") == first
-    assert letters.record(source(8), "a", "b", b"c") != first
-    assert [found.letter.position for found in letters.letters()] == ["0-8", "0-7"], "the newest first"
+    assert dead_letters.record(source(), "a", "b", b"c") == first
+    assert dead_letters.record(source(8), "a", "b", b"c") != first
+    assert [found.dead_letter.position for found in dead_letters.dead_letters()] == ["0-8", "0-7"], "the newest first"
 
 
 def test_given_a_death_at_any_call_when_a_letter_is_written_then_it_is_whole_or_unseen(world: World) -> None:
@@ -46,11 +50,11 @@ def test_given_a_death_at_any_call_when_a_letter_is_written_then_it_is_whole_or_
         watched = WatchedStore(fresh.store, dies_at(nth))
         with suppress(Killed):
             DeadLetters(replace(fresh, store=watched)).record(source(), "a", "b", b"original")
-        letters = DeadLetters(fresh)
-        for found in letters.letters():
-            assert letters.original(found.letter) == b"original"
-        letters.record(source(), "a", "b", b"original")
-        assert len(list(letters.letters())) == 1
+        dead_letters = DeadLetters(fresh)
+        for found in dead_letters.dead_letters():
+            assert dead_letters.original(found.dead_letter) == b"original"
+        dead_letters.record(source(), "a", "b", b"original")
+        assert len(list(dead_letters.dead_letters())) == 1
         if len(watched.calls) < nth:
             assert nth == 3
             return
@@ -58,59 +62,59 @@ def test_given_a_death_at_any_call_when_a_letter_is_written_then_it_is_whole_or_
 
 
 def test_given_a_letter_when_it_is_replayed_then_its_original_is_sent_once_and_it_is_marked(world: World) -> None:
-    letters, sent = DeadLetters(world), list[tuple[DeadLetter, bytes]]()
+    dead_letters, sent = DeadLetters(world), list[tuple[DeadLetter, bytes]]()
 
     def send(letter: DeadLetter, original: bytes) -> str:
         sent.append((letter, original))
         return "it is 0-9 now"
 
-    made = letters.record(source(), "a", "b", b"c", [("h", b"v")], key=b"k")
-    assert letters.replay(made, send) == "it is 0-9 now"
+    made = dead_letters.record(source(), "a", "b", b"c", [("h", b"v")], key=b"k")
+    assert dead_letters.replay(made, send) == "it is 0-9 now"
     ((letter, original),) = sent
     assert (original, letter.record_headers(), letter.record_key()) == (b"c", [("h", b"v")], b"k")
     with pytest.raises(CannotReplay, match="replayed before; --again"):
-        letters.replay(made, send)
-    letters.replay(made, send, again=True)
-    assert len(sent) == letters.find(made).replays == len(letters.replays(made)) == 2
-    assert [found.replays for found in letters.letters()] == [2]
-    assert letters.replays(made)[0].outcome == "it is 0-9 now"
+        dead_letters.replay(made, send)
+    dead_letters.replay(made, send, again=True)
+    assert len(sent) == dead_letters.find(made).replays == len(dead_letters.replays(made)) == 2
+    assert [found.replays for found in dead_letters.dead_letters()] == [2]
+    assert dead_letters.replays(made)[0].outcome == "it is 0-9 now"
 
 
 def test_given_a_send_that_fails_when_a_letter_is_replayed_then_it_is_not_marked(world: World) -> None:
-    letters = DeadLetters(world)
-    made = letters.record(source(), "a", "b", b"c")
+    dead_letters = DeadLetters(world)
+    made = dead_letters.record(source(), "a", "b", b"c")
 
     def fails(_letter: DeadLetter, _original: bytes) -> str:
         raise PipelineError("the broker is gone")
 
     with pytest.raises(PipelineError, match="gone"):
-        letters.replay(made, fails)
-    assert letters.find(made).replays == 0
+        dead_letters.replay(made, fails)
+    assert dead_letters.find(made).replays == 0
 
 
 def test_given_what_cannot_be_replayed_then_the_reason_says_what_to_do(world: World) -> None:
-    letters = DeadLetters(world, max_bytes=4)
-    long = letters.record(source(), "a", "b", b"12345")
-    assert letters.original(letters.find(long).letter) == b"1234"
+    dead_letters = DeadLetters(world, max_bytes=4)
+    long = dead_letters.record(source(), "a", "b", b"12345")
+    assert dead_letters.original(dead_letters.find(long).dead_letter) == b"1234"
     with pytest.raises(CannotReplay, match="only 4 of 5 bytes"):
-        letters.replay(long, lambda _, __: "sent")
+        dead_letters.replay(long, lambda _, __: "sent")
     with pytest.raises(CannotReplay, match="the ingest source 'kafka', which can't be reached"):
-        letters.replay(letters.record(source(8), "a", "b", b"1"))
+        dead_letters.replay(dead_letters.record(source(8), "a", "b", b"1"))
     with pytest.raises(DeadLetterNotFound, match="dl-nothing"):
-        letters.find("dl-nothing")
+        dead_letters.find("dl-nothing")
 
 
 def test_given_a_letter_with_a_marker_when_it_is_replayed_then_the_marker_goes_last(world: World) -> None:
-    letters = DeadLetters(world)
+    dead_letters = DeadLetters(world)
     world.store.create("taken/x", b"")
-    made = letters.record(source(), "a", "b", marker="taken/x")
-    assert letters.open_source(source()) is None
+    made = dead_letters.record(source(), "a", "b", marker="taken/x")
+    assert dead_letters.open_source(source()) is None
     watched = WatchedStore(world.store)
     DeadLetters(replace(world, store=watched)).replay(made)
     changes = [call for call in watched.calls if call[0] in ("create", "delete")]
     assert [call for call, _ in changes] == ["create", "delete"]
     assert world.store.info("taken/x") is None
-    again = letters.open_source(source())
+    again = dead_letters.open_source(source())
     assert again is not None
-    assert letters.record(again, "a", "b") != made
-    assert letters.open_source(source()) is None, "refused again, and nobody asked for a third try"
+    assert dead_letters.record(again, "a", "b") != made
+    assert dead_letters.open_source(source()) is None, "refused again, and nobody asked for a third try"

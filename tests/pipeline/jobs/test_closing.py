@@ -23,15 +23,17 @@ from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Closing
 from schemas.jobs.outcome import JobStatus
 from tests.pipeline.made_jobs import EXPOSED, all_rows, computed, plan_by_hand, report
-from tests.pipeline.simulated_harness import LIFETIME, House, broken_store, finish
+from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness, broken_store, finish
 from tests.pipeline.simulation import START, MemoryStore, simulated_world
 
 
-def cancel(house: House, kind: Any = "cancel") -> bool:
+def cancel(house: PipelineHarness, kind: Any = "cancel") -> bool:
     return house.ledger.create_closing(Closing(kind=kind, at=house.world.clock.now()))
 
 
-def begin(house: House, shards: list[list[int]], rejected: list[int] | None = None, **changes: Any) -> ShardClient:
+def begin(
+    house: PipelineHarness, shards: list[list[int]], rejected: list[int] | None = None, **changes: Any
+) -> ShardClient:
     plan_by_hand(house.ledger, house.world, shards, rejected or [], **changes)
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
@@ -45,7 +47,7 @@ def log(client: ShardClient, work: ShardWork, count: int, *, more: int = 0, fina
     client.checkpoint(work, CheckpointWork(rows, (), 7 * count + more, EXPOSED, final))
 
 
-def test_given_a_cancelled_job_when_a_shard_was_never_taken_then_its_rows_say_so(house: House) -> None:
+def test_given_a_cancelled_job_when_a_shard_was_never_taken_then_its_rows_say_so(house: PipelineHarness) -> None:
     begin(house, [[1, 2], [3]], rejected=[0])
     assert cancel(house)
     house.world.clock.sleep(2.0)
@@ -63,7 +65,7 @@ def test_given_a_cancelled_job_when_a_shard_was_never_taken_then_its_rows_say_so
 
 
 def test_given_what_a_dead_worker_logged_when_cancelled_then_finished_rows_are_kept_and_tokens_add_up(
-    house: House,
+    house: PipelineHarness,
 ) -> None:
     client = begin(house, [[0, 1, 2, 3]])
     work = client.take(0)
@@ -85,7 +87,9 @@ def test_given_what_a_dead_worker_logged_when_cancelled_then_finished_rows_are_k
     assert not [key for key in broken_store(house).objects if key.startswith("work/") and not key.endswith(".json")]
 
 
-def test_given_a_live_worker_when_cancelled_then_it_is_told_and_what_it_gives_back_counts(house: House) -> None:
+def test_given_a_live_worker_when_cancelled_then_it_is_told_and_what_it_gives_back_counts(
+    house: PipelineHarness,
+) -> None:
     client = begin(house, [[0, 1, 2], [3]])
     work = client.take(0)
     assert work is not None
@@ -112,7 +116,7 @@ def test_given_a_live_worker_when_cancelled_then_it_is_told_and_what_it_gives_ba
 
 def test_given_a_worker_that_never_lets_go_when_cancelled_then_it_is_waited_for_only_so_long(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = House(world, JobLedger(world.store), settings=DispatchSettings(grace=5.0))
+    house = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(grace_seconds=5.0))
     client = begin(house, [[0, 1]])
     work = client.take(0)
     assert work is not None
@@ -144,11 +148,11 @@ class SlowStore(MemoryStore):
 
 def test_given_a_large_cancelled_job_when_it_is_closed_then_others_are_served_between_its_parts(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = House(world, JobLedger(world.store))
+    house = PipelineHarness(world, JobLedger(world.store))
     begin(house, [[n] for n in range(10)])
     cancel(house)
     slow = replace(world, store=SlowStore(broken_store(house), world.clock))
-    dispatcher = Dispatcher(slow, house.queue, house.heartbeats, settings=DispatchSettings(closing_for=2.5))
+    dispatcher = Dispatcher(slow, house.queue, house.heartbeats, settings=DispatchSettings(closing_budget_seconds=2.5))
     dispatcher.add(JobLedger(slow.store))
     took = []
     while house.ledger.manifest() is None:
@@ -160,7 +164,7 @@ def test_given_a_large_cancelled_job_when_it_is_closed_then_others_are_served_be
     assert [row["status"] for row in all_rows(house.ledger)] == ["cancelled"] * 10
 
 
-def test_given_all_parts_when_cancelled_too_late_then_the_job_is_completed(house: House) -> None:
+def test_given_all_parts_when_cancelled_too_late_then_the_job_is_completed(house: PipelineHarness) -> None:
     client = begin(house, [[0]])
     work = client.take(0)
     assert work is not None
@@ -173,7 +177,7 @@ def test_given_all_parts_when_cancelled_too_late_then_the_job_is_completed(house
     assert manifest.status is JobStatus.COMPLETED
 
 
-def test_given_a_deadline_when_it_passes_then_the_rest_expires_and_what_stands_stays(house: House) -> None:
+def test_given_a_deadline_when_it_passes_then_the_rest_expires_and_what_stands_stays(house: PipelineHarness) -> None:
     client = begin(house, [[0, 1], [2, 3]], deadline=START + timedelta(hours=1))
     work = client.take(0)
     assert work is not None
@@ -193,7 +197,7 @@ def test_given_a_deadline_when_it_passes_then_the_rest_expires_and_what_stands_s
     assert {row["error_code"] for row in all_rows(house.ledger)} == {None, "batch_expired"}
 
 
-def test_given_a_deadline_when_all_was_done_in_time_then_nothing_expires(house: House) -> None:
+def test_given_a_deadline_when_all_was_done_in_time_then_nothing_expires(house: PipelineHarness) -> None:
     client = begin(house, [[0]], deadline=START + timedelta(hours=1))
     work = client.take(0)
     assert work is not None
@@ -206,7 +210,7 @@ def test_given_a_deadline_when_all_was_done_in_time_then_nothing_expires(house: 
     assert house.ledger.closing() is None
 
 
-def test_given_a_cancelled_job_when_its_deadline_passes_then_the_first_closing_counts(house: House) -> None:
+def test_given_a_cancelled_job_when_its_deadline_passes_then_the_first_closing_counts(house: PipelineHarness) -> None:
     begin(house, [[0]], deadline=START + timedelta(seconds=5))
     assert cancel(house)
     assert not cancel(house, "expire")
@@ -217,7 +221,9 @@ def test_given_a_cancelled_job_when_its_deadline_passes_then_the_first_closing_c
     assert manifest.status is JobStatus.CANCELLED
 
 
-def test_given_a_job_that_is_still_being_planned_when_cancelled_then_it_ends_with_the_plan(house: House) -> None:
+def test_given_a_job_that_is_still_being_planned_when_cancelled_then_it_ends_with_the_plan(
+    house: PipelineHarness,
+) -> None:
     job = plan_by_hand(house.ledger, house.world, [[0], [1]])
     objects = broken_store(house).objects
     segment = objects.pop("plan/00000.json")
@@ -251,7 +257,7 @@ def test_given_any_race_of_closing_and_commits_then_each_row_has_one_result_and_
 ) -> None:
     chaos = random.Random(seed)
     world = simulated_world(tmp_path_factory.mktemp("scratch"), seed)
-    house = House(world, JobLedger(world.store))
+    house = PipelineHarness(world, JobLedger(world.store))
     sizes = [chaos.randint(1, 4) for _ in range(chaos.randint(1, 6))]
     rows = list(range(sum(sizes)))
     shards = [[rows.pop(0) for _ in range(size)] for size in sizes]
@@ -284,7 +290,7 @@ def test_given_any_race_of_closing_and_commits_then_each_row_has_one_result_and_
 
 
 def act(
-    house: House, clients: list[ShardClient], works: list[tuple[ShardClient, ShardWork]], chaos: random.Random
+    house: PipelineHarness, clients: list[ShardClient], works: list[tuple[ShardClient, ShardWork]], chaos: random.Random
 ) -> None:
     """One random event."""
     client = chaos.choice(clients)
@@ -313,7 +319,7 @@ def act(
         house.dispatcher.tick()
 
 
-def test_given_a_job_without_closing_when_it_ends_then_it_is_completed(house: House) -> None:
+def test_given_a_job_without_closing_when_it_ends_then_it_is_completed(house: PipelineHarness) -> None:
     plan_by_hand(house.ledger, house.world, [[0, 4]], rejected=[1])
     house.dispatcher.add(house.ledger)
     assert finish(house, house.client("w")).status is JobStatus.COMPLETED

@@ -17,13 +17,13 @@ from pipeline.worker_client import shard_client
 from pipeline.worker_client.protocol import CheckpointWork
 from schemas.jobs.checkpoints import FinishedRows
 from tests.pipeline.made_jobs import EXPOSED, QUEUE, computed, order, plan_by_hand, report
-from tests.pipeline.simulated_harness import LIFETIME, House, broken_store, commit_all, finish, taken
+from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness, broken_store, commit_all, finish, taken
 from tests.pipeline.simulation import MemoryStore, simulated_world
 
 
 def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = House(world, JobLedger(world.store), settings=DispatchSettings(price_per_hour=3.6))
+    house = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(price_per_hour=3.6))
     plan_by_hand(house.ledger, world, [[0, 1], [2]])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
@@ -52,7 +52,7 @@ def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
 
 
 def test_given_a_newer_worker_whose_papers_say_more_when_an_older_dispatcher_reads_them_then_the_job_ends_as_ever(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    house: PipelineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in an upgrade that begins with the workers."""
 
@@ -75,7 +75,7 @@ def test_given_a_newer_worker_whose_papers_say_more_when_an_older_dispatcher_rea
     assert (manifest.usage.prompt, manifest.usage.completion) == (15, 21)
 
 
-def test_the_time_between_two_runs_is_not_billed(house: House) -> None:
+def test_the_time_between_two_runs_is_not_billed(house: PipelineHarness) -> None:
     client, work = taken(house, [[0], [1]], "w")
     house.world.clock.sleep(7.0)
     client.commit(work, computed(work), report(work))
@@ -84,7 +84,7 @@ def test_the_time_between_two_runs_is_not_billed(house: House) -> None:
     assert finish(house, house.client("next day")).wall_seconds == pytest.approx(7.0, abs=2.0)
 
 
-def test_an_attempt_that_died_without_a_word_is_bounded(house: House) -> None:
+def test_an_attempt_that_died_without_a_word_is_bounded(house: PipelineHarness) -> None:
     dies, work = taken(house, [[0, 1]], "dies")
     dies.begin(work)
     house.world.clock.sleep(LIFETIME + 1)
@@ -93,7 +93,7 @@ def test_an_attempt_that_died_without_a_word_is_bounded(house: House) -> None:
 
 
 def test_given_a_death_after_all_was_logged_when_the_next_attempt_has_nothing_to_compute_then_it_is_bounded_too(
-    house: House,
+    house: PipelineHarness,
 ) -> None:
     dies, work = taken(house, [[0, 1]], "dies")
     dies.begin(work)
@@ -110,7 +110,7 @@ def test_given_a_death_after_all_was_logged_when_the_next_attempt_has_nothing_to
 
 
 def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_that_it_sampled_is_counted(
-    house: House,
+    house: PipelineHarness,
 ) -> None:
     slow, work = taken(house, [[0, 1]], "slow")
     nothing = FinishedRows([], [])
@@ -126,7 +126,9 @@ def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_th
     assert finish(house, client).usage.repeated == 18
 
 
-def test_given_an_attempt_that_lost_when_it_cleans_up_then_what_the_winner_never_saw_is_counted(house: House) -> None:
+def test_given_an_attempt_that_lost_when_it_cleans_up_then_what_the_winner_never_saw_is_counted(
+    house: PipelineHarness,
+) -> None:
     plan_by_hand(house.ledger, house.world, [[0, 1]])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
@@ -150,7 +152,7 @@ def test_given_an_attempt_that_lost_when_it_cleans_up_then_what_the_winner_never
     assert finish(house, winner).usage.repeated == 10 + 14
 
 
-def test_given_a_part_of_another_shard_then_the_job_is_not_ended(house: House) -> None:
+def test_given_a_part_of_another_shard_then_the_job_is_not_ended(house: PipelineHarness) -> None:
     commit_all(house)
     objects = broken_store(house).objects
     objects[part_key(1)] = objects[part_key(2)]
@@ -159,9 +161,9 @@ def test_given_a_part_of_another_shard_then_the_job_is_not_ended(house: House) -
     assert house.ledger.manifest() is None
 
 
-def test_given_a_part_of_another_job_then_the_job_is_not_ended(house: House, tmp_path: Path) -> None:
+def test_given_a_part_of_another_job_then_the_job_is_not_ended(house: PipelineHarness, tmp_path: Path) -> None:
     commit_all(house)
-    other = House(simulated_world(tmp_path, seed=9), JobLedger(MemoryStore()))
+    other = PipelineHarness(simulated_world(tmp_path, seed=9), JobLedger(MemoryStore()))
     other.ledger = JobLedger(other.world.store)
     commit_all(other)
     broken_store(house).objects[part_key(1)] = broken_store(other).objects[part_key(1)]
@@ -170,7 +172,7 @@ def test_given_a_part_of_another_job_then_the_job_is_not_ended(house: House, tmp
     assert house.ledger.manifest() is None
 
 
-def test_given_a_plan_that_promises_more_rows_then_the_job_is_not_ended(house: House) -> None:
+def test_given_a_plan_that_promises_more_rows_then_the_job_is_not_ended(house: PipelineHarness) -> None:
     commit_all(house)
     objects = broken_store(house).objects
     text = objects["plan/00000.json"].decode()

@@ -25,7 +25,7 @@ from schemas.jobs.job import Job, JobSettings, OnInvalid
 from schemas.jobs.outcome import JobStatus
 from schemas.requests.limits import PlanSettings
 from tests.pipeline.made_jobs import MODEL, all_rows, computed, order, report
-from tests.pipeline.simulated_harness import House, finish
+from tests.pipeline.simulated_harness import PipelineHarness, finish
 from tests.pipeline.simulation import MemoryStore, simulated_world
 
 
@@ -125,7 +125,7 @@ def check_planned(ledger: JobLedger) -> None:
     assert refused_rows(ledger) == [3, 8, 13, 18, 23]
     numbers = [number for segment in ledger.segments() for number in segment.parts]
     assert numbers == list(range(len(numbers)))
-    assert ledger.wanted_parts() == set(numbers)
+    assert ledger.planned_parts() == set(numbers)
     assert parts_of(ledger).keys() == {segment.rejects.number for segment in ledger.segments() if segment.rejects}
 
 
@@ -238,7 +238,7 @@ def test_the_first_results_stand_long_before_the_last_line_is_read(world: World,
     """Given a job of three segments, when the first one stands, then its shards are dispatched and committed although
     nothing behind it was planned, and the job ends when the rest is there."""
     ledger, job = accept(world, source)
-    house = House(world, ledger)
+    house = PipelineHarness(world, ledger)
     house.dispatcher.add(ledger)
     assert plan_job(ledger, job, world, most_segments=1) is not None
     assert [segment.last for segment in ledger.segments()] == [False]

@@ -25,7 +25,7 @@ from schemas.jobs.row_selection import RowSelection
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import PlanSettings
 from tests.pipeline.made_jobs import MODEL, all_rows, computed, order, report
-from tests.pipeline.simulated_harness import House
+from tests.pipeline.simulated_harness import PipelineHarness
 from tests.pipeline.simulation import simulated_world
 
 
@@ -49,19 +49,21 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def begin(world: World, source: Path, place: str, rows: RowSelection | None = None, of: str | None = None) -> House:
+def begin(
+    world: World, source: Path, place: str, rows: RowSelection | None = None, of: str | None = None
+) -> PipelineHarness:
     """A planned job in folder `place`, in segments of 16 lines."""
     ledger = JobLedger(world.store, f"{place}/")
     plan = PlanSettings(segment_rows=16, shard_tokens=60)
     settings = JobSettings(plan=plan, rows=rows)
     job = submit(order(input=pin_input(source), settings=settings, retry_of=of), ledger, world).job
     plan_job(ledger, job, world)
-    house = House(world, ledger)
+    house = PipelineHarness(world, ledger)
     house.dispatcher.add(ledger)
     return house
 
 
-def work(house: House, failing: dict[int, RowErrorCode], shards: int = 10**6, mark: str = "") -> None:
+def work(house: PipelineHarness, failing: dict[int, RowErrorCode], shards: int = 10**6, mark: str = "") -> None:
     """Answer so many shards; some rows fail."""
     client = house.client("w")
     while not house.dispatcher.finished() and shards:
@@ -81,7 +83,7 @@ def _outcome(row: ResultRow, failing: dict[int, RowErrorCode]) -> ResultRow:
     return ResultRow(row.custom_id, row.row, RowStatus.SUCCEEDED, 200, text="x", response='{"id": "x"}', model=MODEL)
 
 
-def cancel(house: House) -> None:
+def cancel(house: PipelineHarness) -> None:
     house.ledger.create_closing(Closing(kind="cancel", at=house.world.clock.now()))
     house.world.clock.sleep(60.0)
     house.dispatcher.tick()
@@ -207,7 +209,9 @@ def test_given_a_clock_that_was_set_back_between_retries_when_merged_then_the_la
         order_retries(first.ledger, [chain[2].ledger, chain[3].ledger])
 
 
-def retry(world: World, source: Path, place: str, before: House, job: Job, seconds: float = 60.0) -> House:
+def retry(
+    world: World, source: Path, place: str, before: PipelineHarness, job: Job, seconds: float = 60.0
+) -> PipelineHarness:
     """A job of the rows that `before` did not answer, made so many seconds later."""
     world.clock.sleep(seconds)
     return begin(world, source, place, choose_rows(before.ledger).rows, of=job.id)

@@ -121,7 +121,7 @@ def test_a_lane_that_stays_away_ends_the_call_with_an_error() -> None:
 
 def test_a_full_lane_ends_the_call_at_once() -> None:
     clock = SimulatedClock()
-    lane = MemoryLane(clock, LaneSettings(most_waiting=0))
+    lane = MemoryLane(clock, LaneSettings(max_waiting=0))
     (last,) = answer(lane, REQUEST, clock)
     assert isinstance(last, ErrorEvent)
     assert (last.code, last.status) == ("lane_full", 429)

@@ -258,7 +258,7 @@ def let_callers_die(raw: Any, prefix: str) -> None:
 def test_given_callers_that_died_then_their_requests_leave_the_count_and_others_are_admitted(
     open_lane: OpenRedisLane, raw: Any, prefix: str
 ) -> None:
-    lane = open_lane(LaneSettings(most_waiting=2))
+    lane = open_lane(LaneSettings(max_waiting=2))
     worker = lane.worker("w")
     lane.send(request("taken"))
     assert [one.id for one in worker.take([MODEL], 1, 2.0)] == ["taken"]

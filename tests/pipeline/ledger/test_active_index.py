@@ -15,7 +15,7 @@ from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.dispatcher.dispatcher import Dispatcher
 from pipeline.jobs.submit import submit
 from pipeline.jobs.summaries import list_jobs
-from pipeline.ledger.active_index import SweepResult, mark, open_jobs, sweep, unmark
+from pipeline.ledger.active_index import SweepResult, delete_markers, mark, open_jobs, sweep
 from pipeline.ledger.ledger import JOB, MANIFEST, JobLedger
 from pipeline.ledger.records import AttemptRecord
 from pipeline.ports import ObjectStore, World
@@ -236,7 +236,7 @@ def test_given_markers_that_went_astray_when_swept_then_both_sides_are_mended(ma
         mark(job_in(store))  # of a job that has ended
         mark(job_in(store, "job-0"))  # of none
         submit(order(), job_in(store, "job-2"), world, job_id="job-2")
-        unmark(job_in(store, "job-2"))
+        delete_markers(job_in(store, "job-2"))
         submit(order(), job_in(store, "job-3"), world, job_id="job-3")
 
     world = make_world()

@@ -31,7 +31,7 @@ from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Closing
 from schemas.jobs.outcome import JobStatus
 from tests.pipeline.made_jobs import MODELS, all_rows, computed, order, plan_by_hand, report
-from tests.pipeline.simulated_harness import House, finish
+from tests.pipeline.simulated_harness import PipelineHarness, finish
 from tests.pipeline.simulation import START, MemoryStore, simulated_world
 
 ORDER_OF_STATES = [
@@ -181,7 +181,7 @@ def begin(ledger: JobLedger, name: str) -> AttemptRecord:
     )
 
 
-def test_attempts_are_numbered_and_retained_until_the_job_has_ended(house: House) -> None:
+def test_attempts_are_numbered_and_retained_until_the_job_has_ended(house: PipelineHarness) -> None:
     job, ledger = plan_by_hand(house.ledger, house.world, [[0]]), house.ledger
     for name in "xyz":
         record = begin(ledger, name)

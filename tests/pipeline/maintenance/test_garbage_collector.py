@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from pipeline.jobs.submit import submit
-from pipeline.ledger.active_index import unmark
+from pipeline.ledger.active_index import delete_markers
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.maintenance.garbage_collector import GarbageCollector, GarbageCollectorSettings
 from pipeline.maintenance.retention import RetentionSettings
@@ -25,7 +25,7 @@ def ended(world: World, name: str = "job-1") -> JobLedger:
     submit(order(), ledger, world, job_id=name)
     ledger.create("results/part-00000.parquet", b"rows")
     end_job(ledger, world.clock.now())
-    unmark(ledger)
+    delete_markers(ledger)
     return ledger
 
 

@@ -54,23 +54,23 @@ def test_given_old_tickets_when_collected_then_unneeded_ones_are_removed(world: 
 
 
 def test_given_old_dead_letters_when_collected_then_they_go_if_that_is_asked_for(world: World) -> None:
-    letters = DeadLetters(world)
+    dead_letters = DeadLetters(world)
     future = world.clock.now() + timedelta(days=365)  # by the source's own clock
     for place in ("a", "b"):
-        letter = letters.record(DeadLetterSource("kafka", "c/t", place, future), "bad", "no good", b"original")
-        letters.replay(letter, lambda *_: "sent again")
+        letter = dead_letters.record(DeadLetterSource("kafka", "c/t", place, future), "bad", "no good", b"original")
+        dead_letters.replay(letter, lambda *_: "sent again")
         world.clock.sleep(10 * DAY)
     assert RetentionSweep(world).run().objects == {}
-    kept = RetentionSettings(letters=timedelta(days=20))
+    kept = RetentionSettings(dead_letters=timedelta(days=20))
     assert RetentionSweep(world, kept, dry_run=True).run().objects == {RemovedKind.LETTER: 3}
     assert RetentionSweep(world, kept).run().objects == {RemovedKind.LETTER: 3}
-    assert [found.letter.position for found in letters.letters()] == ["b"]
+    assert [found.dead_letter.position for found in dead_letters.dead_letters()] == ["b"]
 
     world.clock.sleep(10 * DAY)
     for nth in range(1, 30):
         with suppress(Killed):
             RetentionSweep(replace(world, store=WatchedStore(world.store, dies_at(nth))), kept).run()
-        for found in letters.letters():  # while it goes it says so
+        for found in dead_letters.dead_letters():  # while it goes it says so
             with suppress(DeadLetterNotFound):
-                assert letters.original(found.letter) == b"original"
+                assert dead_letters.original(found.dead_letter) == b"original"
     assert list(world.store.list("deadletters/")) == []

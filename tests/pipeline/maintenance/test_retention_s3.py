@@ -26,7 +26,7 @@ def test_given_a_root_in_a_bucket_when_collected_then_old_results_and_uploads_go
         region=s3_server.region,
         access_key=s3_server.access_key,
         secret_key=s3_server.secret_key,
-        patience_seconds=5.0,
+        retry_timeout_seconds=5.0,
     )
     with S3Store(bucket, "root", S3Connection(settings)) as store:
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)

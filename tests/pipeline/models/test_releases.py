@@ -65,7 +65,7 @@ def test_given_answers_alike_when_enough_are_compared_then_it_is_promoted_and_no
     assert entry.pin == NEW.pin
     assert ShadowCopies(house.world.store, release).standing() == []
     assert all_rows(ledger) == before
-    assert house.keeper.figures.ended == {(MODEL, "promoted"): 1}
+    assert house.keeper.metrics.ended == {(MODEL, "promoted"): 1}
 
 
 def test_given_other_answers_when_enough_are_compared_then_it_is_rolled_back_and_says_why(house: ReleasesHouse) -> None:
@@ -116,7 +116,7 @@ def test_given_an_old_version_whose_worker_comes_back_after_the_promotion_then_t
     assert entry is not None
     assert entry.pin == NEW.pin
     # until somebody goes back
-    house.book.go_back(MODEL, house.world.clock.now())
+    house.book.roll_back_promoted(MODEL, house.world.clock.now())
     assert house.book.publish(OLD) is True
     entry = Catalog(house.world.store).find(MODEL)
     assert entry is not None
@@ -129,7 +129,7 @@ def test_given_too_little_to_compare_when_its_time_is_over_then_it_is_rolled_bac
     release = house.begin(RULES.model_copy(update={"longest_seconds": 60.0}))
     house.shadow(release)
     house.keeper.look()
-    assert house.keeper.figures.open[MODEL].shards == 2
+    assert house.keeper.metrics.open[MODEL].shards == 2
     house.world.clock.sleep(61)
     house.keeper.look()
     last = house.book.last(MODEL)
@@ -146,13 +146,13 @@ def test_given_a_shadow_release_when_it_was_compared_then_an_operator_decides(ho
     last = house.book.last(MODEL)
     assert last is not None
     assert last.outcome is None
-    assert house.keeper.figures.open[MODEL].shards == 8
+    assert house.keeper.metrics.open[MODEL].shards == 8
 
 
 def test_given_drift_beyond_the_limit_when_answers_agree_then_it_is_rolled_back(house: ReleasesHouse) -> None:
     house.job("job-1", 5)
     release = house.begin()
-    house.book.note_drift(release, LogprobDrift(mean=0.9, most=2.0, tokens=100))
+    house.book.record_drift(release, LogprobDrift(mean=0.9, most=2.0, tokens=100))
     house.shadow(release)
     house.keeper.look()
     last = house.book.last(MODEL)
@@ -208,7 +208,7 @@ def test_given_two_that_begin_a_release_when_they_race_then_one_wins(house: Rele
     with pytest.raises(ReleaseError, match="nothing is new"):
         house.book.begin(MODEL, OLD, RULES, house.world.clock.now())
     with pytest.raises(ReleaseError, match="nothing to go back from"):
-        house.book.go_back(MODEL, house.world.clock.now())
+        house.book.roll_back_promoted(MODEL, house.world.clock.now())
     with pytest.raises(ReleaseError, match="no worker has served other yet"):
         house.book.begin("other", NEW, RULES, house.world.clock.now())
 
@@ -251,7 +251,7 @@ def test_given_ended_releases_when_announced_then_each_is_published_once_it_can_
     news.look()
     assert topic.sent == []
     house.book.end(release, "promoted", "operator", house.world.clock.now())
-    house.book.go_back(MODEL, house.world.clock.now())
+    house.book.roll_back_promoted(MODEL, house.world.clock.now())
     with pytest.raises(NotConfirmed):
         news.look()
     news.look()

@@ -20,11 +20,11 @@ from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import JobSettings
 from schemas.jobs.outcome import JobStatus
 from tests.pipeline.made_jobs import computed, order, report
-from tests.pipeline.simulated_harness import House, broken_store, finish, taken
+from tests.pipeline.simulated_harness import PipelineHarness, broken_store, finish, taken
 from tests.pipeline.simulation import simulated_world
 
 
-def left(house: House) -> list[str]:
+def left(house: PipelineHarness) -> list[str]:
     """What attempts left, by name."""
     return [info.key.rsplit("/", 1)[-1] for info in house.ledger.store.list("work/0")]
 
@@ -33,7 +33,7 @@ def log(client: ShardClient, work: ShardWork) -> None:
     client.checkpoint(work, CheckpointWork(FinishedRows([], []), [], generated=10, exposed=5))
 
 
-def outlived(house: House) -> tuple[ShardClient, ShardWork]:
+def outlived(house: PipelineHarness) -> tuple[ShardClient, ShardWork]:
     """An attempt that was slower than another, which ended the job."""
     slow, work = taken(house, [[0, 1], [2]], "slow")
     slow.begin(work)
@@ -47,7 +47,7 @@ def outlived(house: House) -> tuple[ShardClient, ShardWork]:
 
 
 def test_given_a_slow_attempt_that_logs_after_the_end_when_it_gives_up_then_it_removes_what_it_wrote(
-    house: House,
+    house: PipelineHarness,
 ) -> None:
     slow, work = outlived(house)
     log(slow, work)
@@ -57,7 +57,9 @@ def test_given_a_slow_attempt_that_logs_after_the_end_when_it_gives_up_then_it_r
     assert left(house) == []
 
 
-def test_given_a_slow_attempt_when_its_commit_comes_after_the_end_then_it_leaves_nothing(house: House) -> None:
+def test_given_a_slow_attempt_when_its_commit_comes_after_the_end_then_it_leaves_nothing(
+    house: PipelineHarness,
+) -> None:
     slow, work = outlived(house)
     before = dict(broken_store(house).objects)
     assert slow.commit(work, computed(work), report(work)) is False
@@ -65,7 +67,7 @@ def test_given_a_slow_attempt_when_its_commit_comes_after_the_end_then_it_leaves
 
 
 def test_given_a_slow_attempt_that_logs_after_the_end_and_dies_when_the_order_comes_again_then_nothing_is_left(
-    house: House,
+    house: PipelineHarness,
 ) -> None:
     slow, work = outlived(house)
     manifest = house.ledger.manifest()
@@ -81,7 +83,7 @@ def test_given_a_slow_attempt_that_logs_after_the_end_and_dies_when_the_order_co
     assert house.ledger.manifest() == manifest
 
 
-def test_given_work_that_is_still_needed_when_another_attempt_gives_up_then_it_stays(house: House) -> None:
+def test_given_work_that_is_still_needed_when_another_attempt_gives_up_then_it_stays(house: PipelineHarness) -> None:
     client, work = taken(house, [[0, 1]], "w")
     client.begin(work)
     log(client, work)

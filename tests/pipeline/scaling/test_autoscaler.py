@@ -55,7 +55,7 @@ def scaler(house: House, options: AutoscaleOptions = AutoscaleOptions(), *target
     return Autoscaler(house.world, look, house.heartbeats, options, targets, **more)
 
 
-def figures(ttft: tuple[int, ...] = (), waiting: int = 0, used: int = 0) -> WorkerMetrics:
+def metrics(ttft: tuple[int, ...] = (), waiting: int = 0, used: int = 0) -> WorkerMetrics:
     return WorkerMetrics(
         model="m", tiers={Tier.INTERACTIVE: TierMetrics(ttft=HistogramSample(counts=ttft))},
         kv_blocks=100, kv_blocks_used=used, lane_open=3, lane_waiting=waiting,
@@ -99,15 +99,15 @@ def test_given_a_worker_that_ends_then_it_is_not_live(house: House) -> None:
 
 def test_given_worker_metrics_then_callers_kv_and_late_first_tokens_are_observed(house: House) -> None:
     house.beat("w1", MODEL, 400.0)
-    house.heartbeats.tell("w1", figures((100,), waiting=2, used=50))
+    house.heartbeats.tell("w1", metrics((100,), waiting=2, used=50))
     found, first = observed(house)
     assert (found.ttft_p95, found.callers, found.callers_waiting, found.kv_used) == (None, 5, 2, 0.5)
     # 100 were there before; of the next 40 a tenth took up to 2 s (bucket 13), the others a millisecond.
-    house.heartbeats.tell("w1", figures((136, *[0] * 12, 4)))
+    house.heartbeats.tell("w1", metrics((136, *[0] * 12, 4)))
     found, after = observed(house, first)
     assert found.ttft_p95 == 2.0
     # Too few since: they count with those that follow.
-    house.heartbeats.tell("w1", figures((146, *[0] * 12, 4)))
+    house.heartbeats.tell("w1", metrics((146, *[0] * 12, 4)))
     found, waiting = observed(house, after)
     assert found.ttft_p95 is None
     assert waiting == after
@@ -123,7 +123,7 @@ def test_given_more_open_jobs_than_a_status_shows_then_the_oldest_ones_deadline_
     for number in range(5):
         house.submit(f"new-{number}", "m")
     target = Told()
-    scaler(house, AutoscaleOptions(), target).once()
+    scaler(house, AutoscaleOptions(), target).decide_once()
     other = target.all[0]["other"]
     assert (other.desired, other.observed.work) == (1, pytest.approx(old.input.size // 4 / 100))
     assert len(target.all[0]["m"].observed.demands) == 5
@@ -137,14 +137,14 @@ def test_given_a_pool_of_none_when_a_caller_waits_on_the_lane_then_a_worker_is_s
     look = BacklogReader(house.world, house.heartbeats, assumed=100.0, lane=lane)
     target = Told()
     autoscaler = Autoscaler(house.world, look, house.heartbeats, AutoscaleOptions(), [target])
-    autoscaler.once()
+    autoscaler.decide_once()
     waked = target.all[0]["m"]
     assert (waked.desired, waked.observed.callers_waiting, waked.decision.reason) == (1, 1, "callers wait")
     assert target.all[0]["other"].desired == 0
     # The worker comes, and the request is its own: it counts once, and the worker stays.
     house.beat("w1", MODEL, None)
-    house.heartbeats.tell("w1", figures(waiting=1))
-    autoscaler.once()
+    house.heartbeats.tell("w1", metrics(waiting=1))
+    autoscaler.decide_once()
     kept = target.all[1]["m"]
     assert (kept.desired, kept.observed.callers_waiting, kept.decision.kept) == (1, 1, 1)
 
@@ -162,12 +162,12 @@ def test_given_no_settings_then_each_model_is_a_pool_and_a_named_one_takes_its_m
 def test_given_a_decision_then_the_next_process_goes_on_from_it(house: House) -> None:
     house.submit("one", "m")
     target = Told()
-    scaler(house, AutoscaleOptions(), target).once()
+    scaler(house, AutoscaleOptions(), target).decide_once()
     first = target.all[0]["m"]
     assert (first.desired, first.decision.before, first.observed.live) == (1, 0, 0)
     assert target.all[0]["other"].desired == 0
     # Another process, a moment later: the worker is awaited, not wished for again.
-    scaler(house, AutoscaleOptions(), target).once()
+    scaler(house, AutoscaleOptions(), target).decide_once()
     second = target.all[1]["m"]
     assert (second.desired, second.decision.before) == (1, 1)
     assert second.decision.memory.changed == first.decision.memory.changed
@@ -177,25 +177,25 @@ def test_given_a_decision_then_the_next_process_goes_on_from_it(house: House) ->
 def test_given_speeds_that_were_measured_then_they_outlive_workers_and_processes(house: House) -> None:
     job = house.submit("one", "m")
     house.beat("w1", MODEL, 500.0)
-    scaler(house).once()
+    scaler(house).decide_once()
     house.heartbeats.leave("w1")
     target = Told()
-    scaler(house, AutoscaleOptions(), target).once()
+    scaler(house, AutoscaleOptions(), target).decide_once()
     assert target.all[0]["m"].observed.work == pytest.approx(job.input.size // 4 / 500)
 
 
 def test_given_a_dry_run_then_nothing_is_written(house: House) -> None:
     house.submit("one", "m")
     dry = scaler(house, keep=False)
-    assert [one.desired for one in dry.once()] == [1, 0]
+    assert [one.desired for one in dry.decide_once()] == [1, 0]
     assert house.store.info(SCALING_KEY) is None
-    assert dry.once()[0].decision.before == 1, "it remembers by itself"
+    assert dry.decide_once()[0].decision.before == 1, "it remembers by itself"
 
 
 def test_given_a_damaged_state_then_it_is_ignored(house: House) -> None:
     house.store.replace(SCALING_KEY, b"{nonsense")
     house.submit("one", "m")
-    assert [one.desired for one in scaler(house).once()] == [1, 0]
+    assert [one.desired for one in scaler(house).decide_once()] == [1, 0]
 
 
 def test_given_unavailable_heartbeats_then_nothing_is_decided(house: House) -> None:
@@ -207,7 +207,7 @@ def test_given_unavailable_heartbeats_then_nothing_is_decided(house: House) -> N
     deaf: Heartbeats = Deaf(house.world.clock, 60.0)
     look = BacklogReader(house.world, deaf, assumed=100.0)
     with pytest.raises(PipelineError):
-        Autoscaler(house.world, look, deaf, AutoscaleOptions(), [target]).once()
+        Autoscaler(house.world, look, deaf, AutoscaleOptions(), [target]).decide_once()
     assert target.all == []
     assert house.store.info(SCALING_KEY) is None
 
@@ -250,7 +250,7 @@ def test_given_decisions_when_published_then_cloudwatch_has_them_by_installation
 ) -> None:
     space = unique_name()
     house.submit("one", "m")
-    decisions = scaler(house, ONE_POOL, CloudWatch(space, "here", "us-east-1")).once()
+    decisions = scaler(house, ONE_POOL, CloudWatch(space, "here", "us-east-1")).decide_once()
     assert told(cloudwatch, space, "DesiredWorkers", Installation="here", Pool="gpu") == decisions[0].desired == 1
     per_worker = told(cloudwatch, space, "BacklogSecondsPerWorker", Installation="here", Pool="gpu")
     assert per_worker == pytest.approx(decisions[0].observed.work)

@@ -69,9 +69,9 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 
 def test_given_no_job_and_no_worker_then_each_model_of_the_catalog_has_nothing_left(house: House) -> None:
-    figures = house.look.look()
-    assert figures.open_jobs == 0
-    assert [(found.model, found.tokens, found.workers, found.seconds) for found in figures.models] == [
+    metrics = house.look.look()
+    assert metrics.open_jobs == 0
+    assert [(found.model, found.tokens, found.workers, found.seconds) for found in metrics.models] == [
         ("m", 0, 0, 0.0),
         ("other", 0, 0, 0.0),
     ]
@@ -162,9 +162,9 @@ def test_given_metrics_when_published_then_cloudwatch_has_them_by_installation_a
     cloudwatch: Any, unique_name: Callable[[], str]
 ) -> None:
     space = unique_name()
-    figures = BacklogMetrics(3, (ModelBacklog("m", 5_000, 2, 100.0), ModelBacklog("owner/name", 0, 0, 10.0)))
+    metrics = BacklogMetrics(3, (ModelBacklog("m", 5_000, 2, 100.0), ModelBacklog("owner/name", 0, 0, 10.0)))
 
-    CloudWatch(space, "here", "us-east-1").put(figures)
+    CloudWatch(space, "here", "us-east-1").put(metrics)
 
     assert told(cloudwatch, space, "OpenJobs", Installation="here") == 3
     assert told(cloudwatch, space, "BacklogSeconds", Installation="here", Model="m") == 50
@@ -179,8 +179,8 @@ def test_given_more_values_than_one_request_takes_then_all_are_published(
     cloudwatch: Any, unique_name: Callable[[], str]
 ) -> None:
     space = unique_name()
-    figures = BacklogMetrics(0, tuple(ModelBacklog(f"m{number}", number, 0, 1.0) for number in range(300)))
-    CloudWatch(space, "here", "us-east-1").put(figures)
+    metrics = BacklogMetrics(0, tuple(ModelBacklog(f"m{number}", number, 0, 1.0) for number in range(300)))
+    CloudWatch(space, "here", "us-east-1").put(metrics)
     assert told(cloudwatch, space, "BacklogTokens", Installation="here", Model="m299") == 299
 
 

@@ -160,7 +160,7 @@ class RootHarness:
                 inboxes = {tenant: Inbox(tenant, self.scenario.drops, process) for tenant in tenants}
                 doors = {tenant: FileIngestSource(inbox, intake, ports.world) for tenant, inbox in inboxes.items()}
                 events = Events(number, self.scenario.drops, doors, process, self.oracle.settled)
-                watch = WatchSettings(sweep_every=20.0, pause=1.0)
+                watch = WatchSettings(sweep_interval_seconds=20.0, pause=1.0)
                 FileIngestWatcher(list(doors.values()), ports.world, watch, events).run(self.stop(process))
 
         return run
@@ -177,17 +177,25 @@ class RootHarness:
         """A dispatcher: plans and hands out what is open."""
         with self.ports(process, idle=IDLE_SECONDS) as ports:
             settings = DispatchSettings(
-                backlog=self.scenario.backlog, retry_timeout_seconds=20.0, settle=SETTLE, sweep_every=6.0,
-                cache_every=1.0, grace=8.0, isolate=True,
+                backlog=self.scenario.backlog, retry_timeout_seconds=20.0, settle=SETTLE, sweep_interval_seconds=6.0,
+                cache_interval_seconds=1.0, grace_seconds=8.0, isolate=True,
             )  # fmt: skip
             dispatcher = Dispatcher(ports.world, ports.queue, ports.heartbeats, settings=settings)
             process.threaded = self.scenario.threaded
             planners = SecondThread(process) if process.threaded else InlineExecutor()
             foreman = JobController(
-                ports.world, dispatcher, self.open_input,
-                JobControllerSettings(look_every=1.0, sweep_every=60.0, retry_after=5.0, renew_interval_seconds=2.0),
-                RootLease(self.broker, process), planners,
-            )  # fmt: skip
+                ports.world,
+                dispatcher,
+                self.open_input,
+                JobControllerSettings(
+                    refresh_interval_seconds=1.0,
+                    sweep_interval_seconds=60.0,
+                    retry_delay_seconds=5.0,
+                    renew_interval_seconds=2.0,
+                ),
+                RootLease(self.broker, process),
+                planners,
+            )
             foreman.run(self.stop(process))
 
     def work(self, pin: ModelPin) -> Callable[[Process], None]:
@@ -225,7 +233,7 @@ class RootHarness:
     def announce(self, process: Process) -> None:
         """Tells topics of all jobs."""
         with self.ports(process) as ports:
-            settings = PublisherSettings(all_jobs=True, every=1.0, sweep_every=40.0, rows_at_once=3)
+            settings = PublisherSettings(all_jobs=True, every=1.0, sweep_interval_seconds=40.0, rows_at_once=3)
             Publisher(ports.world, RootMessages(self.broker, process), settings).run(self.stop(process))
 
     def collect(self, process: Process) -> None:

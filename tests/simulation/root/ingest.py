@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 from pipeline.adapters.kafka.connection import KafkaConnection
-from pipeline.ingest.files.source import Entry, FileIngestSource, FileVersion, PinnedDrop
+from pipeline.ingest.files.source import Entry, FileIngestSource, FileVersion, PinnedFile
 from pipeline.ingest.intake import Intake
 from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
 from pipeline.ingest.kafka.micro_batches import PartitionId
@@ -45,7 +45,7 @@ def uri_of(drop: Drop) -> str:
 class Inbox:
     """`Inbox` of one tenant: files that come to be at their time, whole."""
 
-    door = "bucket"
+    kind = "bucket"
 
     def __init__(self, tenant: str, drops: Sequence[Drop], process: Process) -> None:
         self.tenant = tenant
@@ -72,12 +72,12 @@ class Inbox:
     def read(self, name: str, most_bytes: int) -> bytes | None:
         return None
 
-    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedDrop:
+    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedFile:
         self._process.point("drops.pin", drop.entry.name)
         found = self._drops[drop.entry.name]
         uri = uri_of(found)
         file = InputFile(uri=uri, size=drop.entry.size, version="v1", etag="e1")
-        return PinnedDrop(InputRef(uri=uri, format=kind, files=(file,)), (uri, "v1"))
+        return PinnedFile(InputRef(uri=uri, format=kind, files=(file,)), (uri, "v1"))
 
     def uri(self, name: str) -> str:
         return f"{DROPS}{self.tenant}/{name}"
@@ -129,8 +129,10 @@ class Consumer:
         process: Process,
     ) -> None:  # fmt: skip
         settings = KafkaIngestSettings(KafkaConnection(("broker:9092",)))
-        letters = KafkaDeadLetters(world, messages, settings.deadletter_topic, settings.deadletter_patience)
-        self._batches = RequestBatches(world, intake, letters, settings)
+        dead_letters = KafkaDeadLetters(
+            world, messages, settings.deadletter_topic, settings.deadletter_retry_timeout_seconds
+        )
+        self._batches = RequestBatches(world, intake, dead_letters, settings)
         self._place = PartitionId("cluster", TOPIC, 0, KAFKA_TENANT)
         self._records = [(one.at, as_record(offset, one)) for offset, one in enumerate(records)]
         self._broker = broker

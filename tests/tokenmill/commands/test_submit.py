@@ -114,7 +114,7 @@ def test_watching_ends_with_the_job(folder: World, source: Path, tokenmill: Any)
         while not stop.wait(0.1):
             door.sweep()
             for prefix in folder.store.folders(JOBS):  # nobody computes here: its rows end as cancelled ones
-                if (ledger := JobLedger(folder.store, prefix)).wanted_parts() is not None:
+                if (ledger := JobLedger(folder.store, prefix)).planned_parts() is not None:
                     ledger.create_closing(Closing(kind="cancel", at=folder.clock.now()))
 
     with doing(work), doing(foreman.run):

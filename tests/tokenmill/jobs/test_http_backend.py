@@ -19,7 +19,7 @@ import pytest
 import structlog
 
 from pipeline.gateway.http.api_keys import Scope
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
 from tests.pipeline.made_jobs import PIN
 from tests.servers.faulty_http import Fault, FaultyHttp
@@ -41,10 +41,10 @@ def source(place: Path) -> Path:
 
 
 @pytest.fixture
-def harness(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpHouse]:
+def harness(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpHarness]:
     for name in ("TOKENMILL_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    with http_house(place / "harness") as made:
+    with run_http_harness(place / "harness") as made:
         yield made
 
 
@@ -57,7 +57,7 @@ def _no_logs() -> Iterator[None]:
 
 
 def test_a_file_is_submitted_watched_listed_shown_and_exported(
-    harness: HttpHouse, source: Path, tokenmill: Any
+    harness: HttpHarness, source: Path, tokenmill: Any
 ) -> None:
     ended = tokenmill(
         "submit", source, "--to", harness.url, "--deadline", "6h", "--tier", "bulk", "--seed", 7, "--watch"
@@ -98,7 +98,7 @@ def test_a_file_is_submitted_watched_listed_shown_and_exported(
 
 
 def test_an_upload_may_take_longer_to_be_answered_than_anything_else(
-    harness: HttpHouse, source: Path, monkeypatch: pytest.MonkeyPatch
+    harness: HttpHarness, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(over_http, "TIMES", httpx2.Timeout(0.5))
     with FaultyHttp(harness.url) as proxy, GatewayClient(proxy.endpoint, sleep=lambda _: None) as gateway:
@@ -109,7 +109,7 @@ def test_an_upload_may_take_longer_to_be_answered_than_anything_else(
             gateway.get("/v1/files")
 
 
-def test_the_list_goes_on_over_pages(harness: HttpHouse, source: Path, tokenmill: Any) -> None:
+def test_the_list_goes_on_over_pages(harness: HttpHarness, source: Path, tokenmill: Any) -> None:
     made = [tokenmill("submit", source, "--to", harness.url).out.strip() for _ in range(3)]
     gateway = GatewayClient(harness.url)
     from tokenmill.jobs.http_backend import _batches  # noqa: PLC0415
@@ -121,7 +121,7 @@ def test_the_list_goes_on_over_pages(harness: HttpHouse, source: Path, tokenmill
 
 
 def test_a_job_is_cancelled_and_its_watching_ends(place: Path, source: Path, tokenmill: Any) -> None:
-    with http_house(place / "harness", permits=0) as harness:
+    with run_http_harness(place / "harness", permits=0) as harness:
         job = tokenmill("submit", source, "--to", harness.url).out.strip()
         cancelled = tokenmill("jobs", "cancel", job, "--url", harness.url, "--json").json()
         assert cancelled["status"] in ("cancelling", "cancelled")
@@ -130,13 +130,13 @@ def test_a_job_is_cancelled_and_its_watching_ends(place: Path, source: Path, tok
         assert tokenmill("jobs", "cancel", job, "--url", harness.url).code == 0, "again changes nothing"
 
 
-def test_a_job_that_is_refused_as_a_whole_fails_the_command(harness: HttpHouse, source: Path, tokenmill: Any) -> None:
+def test_a_job_that_is_refused_as_a_whole_fails_the_command(harness: HttpHarness, source: Path, tokenmill: Any) -> None:
     source.write_bytes(lines(2) + b"{}\n")
     ended = tokenmill("submit", source, "--to", harness.url, "--watch")
     assert (ended.code, "failed as a whole: line 3" in ended.error) == (1, True)
 
 
-def test_the_endpoint_is_that_of_the_first_line(harness: HttpHouse, source: Path, tokenmill: Any) -> None:
+def test_the_endpoint_is_that_of_the_first_line(harness: HttpHarness, source: Path, tokenmill: Any) -> None:
     source.write_bytes(lines(2, "/v1/completions"))
     job = tokenmill("submit", source, "--to", harness.url, "--watch").out.strip()
     assert harness.ledger(job).job().settings.url == "/v1/completions"
@@ -145,7 +145,7 @@ def test_the_endpoint_is_that_of_the_first_line(harness: HttpHouse, source: Path
 
 
 def test_the_key_comes_from_the_environment(
-    harness: HttpHouse, source: Path, tokenmill: Any, monkeypatch: pytest.MonkeyPatch
+    harness: HttpHarness, source: Path, tokenmill: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, key = harness.keys.create("acme", tuple(Scope))
     refused = tokenmill("jobs", "list", "--url", harness.url)
@@ -204,13 +204,13 @@ def test_invalid_combinations_are_refused_before_a_request_is_sent(tokenmill: An
 
 
 @pytest.fixture
-def faulty(harness: HttpHouse) -> Iterator[FaultyHttp]:
+def faulty(harness: HttpHarness) -> Iterator[FaultyHttp]:
     with FaultyHttp(harness.url) as proxy:
         yield proxy
 
 
 def test_requests_to_a_busy_gateway_are_retried_and_a_lost_upload_is_one_file(
-    harness: HttpHouse, faulty: FaultyHttp, source: Path
+    harness: HttpHarness, faulty: FaultyHttp, source: Path
 ) -> None:
     waited: list[float] = []
     with GatewayClient(faulty.endpoint, sleep=waited.append) as gateway:
@@ -246,7 +246,7 @@ def test_a_request_that_is_not_idempotent_is_not_retried_when_its_answer_is_lost
 
 
 def test_an_export_that_is_cut_off_leaves_no_file(
-    harness: HttpHouse, faulty: FaultyHttp, source: Path, tokenmill: Any
+    harness: HttpHarness, faulty: FaultyHttp, source: Path, tokenmill: Any
 ) -> None:
     job = tokenmill("submit", source, "--to", harness.url, "--watch").out.strip()
     faulty.faults.append(Fault("cut", path="/results"))
@@ -258,7 +258,7 @@ def test_an_export_that_is_cut_off_leaves_no_file(
 # -- chat
 
 
-def chatting(harness: HttpHouse, *more: str) -> subprocess.Popen[str]:
+def chatting(harness: HttpHarness, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tokenmill", "chat", "--url", harness.url, *more],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -266,7 +266,7 @@ def chatting(harness: HttpHouse, *more: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_one_message_is_answered(harness: HttpHouse, tokenmill: Any) -> None:
+def test_one_message_is_answered(harness: HttpHarness, tokenmill: Any) -> None:
     told = tokenmill(
         "chat", "hello", "--url", harness.url, "--max-tokens", 4, "--system", "be brief", "--temperature", 0
     )
@@ -278,14 +278,14 @@ def test_one_message_is_answered(harness: HttpHouse, tokenmill: Any) -> None:
     assert (failed.code, "it broke" in failed.error) == (1, True)
 
 
-def test_a_talk_goes_along_and_ends_with_its_input(harness: HttpHouse) -> None:
+def test_a_talk_goes_along_and_ends_with_its_input(harness: HttpHarness) -> None:
     out, err = chatting(harness, "--max-tokens", "2").communicate("one\n\ntwo\n", timeout=HANG_SECONDS)
     assert out.splitlines() == [words(2), words(2)], err
     asked = [one.body["messages"] for one in harness.worker.asked.values()]
     assert [one["content"] for one in asked[1]] == ["one", words(2), "two"]
 
 
-def test_an_interrupt_cancels_the_answer_and_not_the_talk(harness: HttpHouse) -> None:
+def test_an_interrupt_cancels_the_answer_and_not_the_talk(harness: HttpHarness) -> None:
     harness.worker.pause = 0.05
     talk = chatting(harness, "--max-tokens", "1000")
     assert talk.stdin is not None

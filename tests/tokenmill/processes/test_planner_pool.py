@@ -119,7 +119,7 @@ def test_given_a_file_that_takes_more_memory_than_a_plan_may_then_it_fails_alone
     assert "bomb.parquet: row group 1 of 1: can't be decoded" in outcome.refused
     good = submitted(root, "good", requests(tmp_path / "good.jsonl"))
     assert pool.plan(good, in_time=True).refused is None
-    assert good.wanted_parts() == {0, 1}
+    assert good.planned_parts() == {0, 1}
 
 
 def test_one_process_plans_many_jobs(root: Root, pool: PlannerPool, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_given_a_planner_that_is_killed_then_its_job_is_blamed_and_another_proce
         ):
             planning.result()
     assert pool.plan(large, in_time=True).refused is None
-    assert large.wanted_parts() is not None
+    assert large.planned_parts() is not None
     assert pid not in pool.pids
 
 
@@ -216,7 +216,7 @@ def test_given_a_plan_under_way_when_it_is_cancelled_then_its_process_ends_witho
     assert not pool.pids
     pool.cancel("large")
     assert pool.plan(large, in_time=True).refused is None
-    assert large.wanted_parts() is not None
+    assert large.planned_parts() is not None
     assert pid not in pool.pids
 
 
@@ -248,7 +248,7 @@ def test_given_a_stopped_planner_when_it_reports_no_progress_for_too_long_then_i
         with pytest.raises(PlanningFailed, match=r"no progress for 600 s \(setting planner_stuck_seconds\), and its"):
             planning.result(HANG_SECONDS)
     assert pool.plan(large, in_time=True).refused is None
-    assert large.wanted_parts() is not None
+    assert large.planned_parts() is not None
 
 
 @pytest.mark.slow

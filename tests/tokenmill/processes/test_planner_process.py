@@ -209,7 +209,7 @@ def test_given_a_planner_that_is_stopped_then_it_is_gone_with_all_it_was_buildin
     assert not Path(f"/proc/{pid}").exists()
     assert set(private.iterdir()) == own
     plan_job(output.ledger, job, output.world)
-    assert JobLedger(output.world.store).wanted_parts() is not None
+    assert JobLedger(output.world.store).planned_parts() is not None
 
 
 def test_the_same_input_is_not_read_again_once_the_plan_is_whole(place: Path, model_folder: Path, source: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.cluster import BUCKET, running_cluster
-from tests.cluster.ingest import DOORS, all_done, answers, by_door, send, told
+from tests.cluster.ingest import NUM_SOURCES, all_done, answers, by_source, send, told
 from tests.waiting import wait_for
 
 ROWS = 200
@@ -33,8 +33,8 @@ def test_a_file_from_each_ingest_source_gives_the_table_of_run(
             for _ in range(2):
                 events.send_message(QueueUrl=cluster.queue_url, MessageBody=message["Body"])
         wait_for(lambda: all_done(cluster, ROWS, refused=1), "the jobs did not end")
-        doors = by_door(cluster)
-        assert len(doors) == DOORS
+        doors = by_source(cluster)
+        assert len(doors) == NUM_SOURCES
         for door, jobs in doors.items():
             rows = [row for job, _ in jobs for row in answers(cluster, job)]
             found = sorted((row["custom_id"] or "", row["text"] or "", row["error_code"] or "") for row in rows)
@@ -43,6 +43,6 @@ def test_a_file_from_each_ingest_source_gives_the_table_of_run(
             else:
                 assert (door, found) == (door, alone)
         assert told(cluster, 2 * ROWS - 1) == 2 * ROWS - 1
-        letters = list(cluster.store().list("deadletters/"))
-        assert letters, f"the line that is no request, at s3://{BUCKET}"
+        dead_letters = list(cluster.store().list("deadletters/"))
+        assert dead_letters, f"the line that is no request, at s3://{BUCKET}"
         assert set(cluster.stop().values()) == {0}

@@ -45,8 +45,10 @@ def browser() -> Iterator[Browser]:
 def watched(page: Page) -> list[str]:
     """The page's error message."""
     said: list[str] = []
-    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: said.append(str(error)))
+    page.is_enabled(
+        "console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.is_enabled("pageerror", lambda error: said.append(str(error)))
     page.set_default_timeout(SECONDS)
     return said
 
@@ -139,7 +141,7 @@ def test_an_ingested_file_is_answered_and_read_and_a_chat_streams(
 
 
 def test_times_are_those_of_the_last_minute_over_all_workers(tmp_path: Path, browser: Browser) -> None:
-    from tests.pipeline.gateway.http_harness import http_house  # noqa: PLC0415
+    from tests.pipeline.gateway.http_harness import run_http_harness  # noqa: PLC0415
 
     bounds = [0.01, 0.02, 0.05, 0.1, 1.0]
 
@@ -166,7 +168,7 @@ def test_times_are_those_of_the_last_minute_over_all_workers(tmp_path: Path, bro
         return [told.quantiles("interactive", "ttft", bounds), told.quantiles("interactive", "itl", bounds),
                 told.quantiles("bulk", "ttft", bounds), told.busiest(bounds)];
     }"""
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         page = browser.new_page()
         said = watched(page)
         page.route("**/favicon.ico", lambda route: route.fulfill(status=204))  # asked for beside a picture
@@ -179,9 +181,9 @@ def test_times_are_those_of_the_last_minute_over_all_workers(tmp_path: Path, bro
 
 
 def test_hostile_answers_are_inert_and_a_stream_can_be_stopped(tmp_path: Path, browser: Browser) -> None:
-    from tests.pipeline.gateway.http_harness import http_house  # noqa: PLC0415
+    from tests.pipeline.gateway.http_harness import run_http_harness  # noqa: PLC0415
 
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         harness.worker.text, harness.worker.pause = HOSTILE, 0.05
         page = browser.new_page(viewport={"width": 360, "height": 740})
         said = watched(page)
@@ -201,14 +203,14 @@ def test_hostile_answers_are_inert_and_a_stream_can_be_stopped(tmp_path: Path, b
 
 def test_a_key_is_prompted_for_and_never_in_urls(tmp_path: Path, browser: Browser) -> None:
     from pipeline.gateway.http.api_keys import Scope  # noqa: PLC0415
-    from tests.pipeline.gateway.http_harness import http_house  # noqa: PLC0415
+    from tests.pipeline.gateway.http_harness import run_http_harness  # noqa: PLC0415
 
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         _, text = harness.keys.create("acme", (Scope.BATCHES,))
         page = browser.new_page()
         watched(page)
         asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
+        page.is_enabled("request", lambda request: asked.append(request.url))
         page.goto(harness.url)
         box = page.get_by_label("Key", exact=True)
         box.fill("wrong")

@@ -281,7 +281,7 @@ def test_given_an_unreachable_collector_then_remaining_spans_are_discarded_in_ti
     for name, value in {"ENDPOINT": receiver.endpoint, "TIMEOUT": "1"}.items():
         monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", value)
     with traces_of("worker") as traces:
-        assert traces.on
+        assert traces.is_enabled
         traces.begin("lost").end()
 
 
@@ -289,9 +289,8 @@ def test_given_no_variable_then_nothing_of_opentelemetrys_sdk_is_imported(tmp_pa
     program = "import sys, tokenmill.commands.serve, tokenmill.services.gateway\n"
     program += "import pipeline.ingest.intake, pipeline.lane.client\n"
     program += "from tokenmill.processes.tracing import traces_of\n"
-    program += (
-        "with traces_of('worker') as traces: print(traces.on, [n for n in sys.modules if 'opentelemetry.sdk' in n])"
-    )
+    program += "with traces_of('worker') as traces: print(traces.is_enabled, "
+    program += "[n for n in sys.modules if 'opentelemetry.sdk' in n])"
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     ended = subprocess.run(
         [sys.executable, "-c", program],

@@ -38,7 +38,7 @@ from pipeline.runtime.supervision import supervise
 from pipeline.scaling.autoscaler import Autoscaler
 from pipeline.scaling.backlog import BacklogReader
 from schemas.settings.settings import RetentionOptions, Settings
-from tokenmill.processes.runtime import Part, run_together, wait_for_stop
+from tokenmill.processes.runtime import Part, run_until_stopped, wait_for_stop
 from tokenmill.processes.signals import StopSignal
 from tokenmill.root import Root, open_root
 from tokenmill.services import dispatcher as service
@@ -179,7 +179,7 @@ def test_given_an_unexpected_error_then_its_part_is_restarted(
         others.set()
 
     together = ThreadPoolExecutor(1).submit(
-        run_together, stop, root.world, wait_for_stop, {part: make(root, backends), "another": another}
+        run_until_stopped, stop, root.world, wait_for_stop, {part: make(root, backends), "another": another}
     )
     try:
         assert planted.works.wait(GUARD_SECONDS), "there was no next turn"
@@ -221,7 +221,7 @@ def test_given_a_part_that_cant_go_on_then_the_process_ends_with_its_reason(
 
     monkeypatch.setattr(KafkaIngest, "step", stopped)
     with pytest.raises(KafkaIngestStopped, match="no valid offset"):
-        run_together(StopSignal(), root.world, wait_for_stop, {"kafka": kafka(root, backends)})
+        run_until_stopped(StopSignal(), root.world, wait_for_stop, {"kafka": kafka(root, backends)})
 
 
 def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
@@ -237,5 +237,5 @@ def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
         ended.set()
 
     with pytest.raises(Unforeseen):
-        run_together(StopSignal(), root.world, lost, {"other": other})
+        run_until_stopped(StopSignal(), root.world, lost, {"other": other})
     assert ended.is_set()

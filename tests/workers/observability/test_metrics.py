@@ -13,14 +13,14 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig, SloConfig
 from engine.engine import EngineStats
 from engine.scheduler.latency import BOUNDS, ClassStats, LatencyCounts
-from engine.scheduler.slo_control import PaceStats, PaceTerms
+from engine.scheduler.slo_control import SloStats, SloTerms
 from engine.speculative.stats import SourceCounts, SpeculationStats
 from pipeline.adapters.system import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
 from schemas.jobs.job import Tier
 from schemas.workers.lane import EndEvent, LaneRequest
-from schemas.workers.metrics import PaceWeights, WorkerMetrics
+from schemas.workers.metrics import SloWeights, WorkerMetrics
 from tests.waiting import HANG_SECONDS
 from workers.lane.server import LaneServer
 from workers.model.loaded_model import LoadedModel
@@ -64,7 +64,7 @@ def test_metrics_match_the_shards_usage(kit: Any, model: LoadedModel, heartbeat_
     sink = kit.MemorySink()
     # when a worker computes it, and a bulk one,
     ShardWorker(model, kit.ListSource([standard, bulk]), sink, CLOCK, helper=kit.InlineExecutor()).run()
-    metrics = sink.loads[-1].figures
+    metrics = sink.loads[-1].metrics
     # then its metrics for each tier equal those of its parts, and the engine's metrics its statistics.
     assert (metrics.model, set(metrics.tiers)) == ("tiny", {Tier.STANDARD, Tier.BULK})
     for tier, shard, answered, choices in ((Tier.STANDARD, 1, 7, 8), (Tier.BULK, 2, 1, 1)):
@@ -96,11 +96,11 @@ def test_waiting_rows_are_reported_by_tier(kit: Any, model: LoadedModel, heartbe
     sink = kit.MemorySink()
     works = [kit.make_work([kit.chat(f"{s}/{n}", max_tokens=6) for n in range(20)], shard=s) for s in (1, 2)]
     ShardWorker(model, kit.ListSource(works), sink, CLOCK, helper=kit.InlineExecutor()).run()
-    seen = [load.figures.tiers[Tier.STANDARD] for load in sink.loads if Tier.STANDARD in load.figures.tiers]
+    seen = [load.metrics.tiers[Tier.STANDARD] for load in sink.loads if Tier.STANDARD in load.metrics.tiers]
     assert max(counts.running for counts in seen) == 4
     assert all(counts.running + counts.waiting + counts.answered <= 40 for counts in seen)
     assert max(counts.waiting for counts in seen) >= 16, "most of a shard waits, in the engine or before it"
-    used = [load.figures.kv_blocks_used for load in sink.loads]
+    used = [load.metrics.kv_blocks_used for load in sink.loads]
     assert 4 <= max(used) <= 60
     assert used[-1] == 0
 
@@ -138,14 +138,14 @@ def test_requests_of_the_lane_count_with_their_tier(
         assert counts.usage.prompt == sum(usage["prompt_tokens"] for usage in asked_for)
         assert counts.usage.completion == sum(usage["completion_tokens"] for usage in asked_for)
         assert samples(counts.ttft) == samples(counts.whole) == len(asked_for)
-    assert any(load.figures.lane_open for load in sink.loads)
+    assert any(load.metrics.lane_open for load in sink.loads)
     assert metrics.lane_open == metrics.lane_waiting == 0
 
 
 def metrics_when(sink: Any, so: Callable[[WorkerMetrics], bool]) -> WorkerMetrics:
     until = time.monotonic() + HANG_SECONDS
     while True:
-        metrics: WorkerMetrics = sink.loads[-1].figures
+        metrics: WorkerMetrics = sink.loads[-1].metrics
         if so(metrics):
             return metrics
         assert time.monotonic() < until, metrics
@@ -186,12 +186,12 @@ def test_metrics_have_a_bounded_size() -> None:
     engine: Any = FakeEngine()
     most = 10**15
     times = LatencyCounts(tuple(most + n for n in range(len(BOUNDS) + 1)), 1e12 + 1 / 3)
-    terms = PaceTerms(1 / 3, 1 / 3, 1 / 3, 1 / 3)
+    terms = SloTerms(1 / 3, 1 / 3, 1 / 3, 1 / 3)
     engine.of_classes = (ClassStats(most, most, times, times, times),) * 3
     engine.current = EngineStats(
         most, most, most, most, most, times, most, most, most, 0, most, most, most, most,
         SpeculationStats({"ngram": SourceCounts((most,), (most,))}, -1e9 / 3, 1e9 / 3),
-        PaceStats(most, most, most, most, most, 0.1, 0.1, most, most, 1 / 3, 1 / 3, terms, terms),
+        SloStats(most, most, most, most, most, 0.1, 0.1, most, most, 1 / 3, 1 / 3, terms, terms),
     )  # fmt: skip
     side_work = SideWorkMetrics(most, dict.fromkeys(Tier, most), EndedRequests())
     metrics = MetricsReader("m" * 100, engine, 0.0).read(1e9 / 3, dict.fromkeys(Tier, most), side_work)
@@ -199,13 +199,13 @@ def test_metrics_have_a_bounded_size() -> None:
     assert len(data) < 8_000
     assert WorkerMetrics.model_validate_json(data) == metrics
     assert metrics.pace is not None
-    assert metrics.pace.weights == PaceWeights(ttft=1 / 3, itl=1 / 3, utilisation=1 / 3, drops=1 / 3)
+    assert metrics.pace.weights == SloWeights(ttft=1 / 3, itl=1 / 3, utilisation=1 / 3, drops=1 / 3)
     assert metrics.pace.objective == pytest.approx(4 / 9)
 
 
 def test_a_share_rounded_above_one_is_clamped() -> None:
     engine: Any = FakeEngine()
-    engine.current = replace(engine.current, pace=PaceStats(others=1.0000000000000002))
+    engine.current = replace(engine.current, pace=SloStats(others=1.0000000000000002))
     metrics = MetricsReader("m", engine, 0.0).read(1.0, {}, SideWorkMetrics())
     assert metrics.pace is not None
     assert metrics.pace.others == 1.0

@@ -27,7 +27,7 @@ from schemas.jobs.job import JobSettings, Tier
 from schemas.jobs.outcome import Manifest
 from schemas.models import ModelPin
 from schemas.requests.limits import PlanSettings
-from tests.pipeline.simulated_harness import LIFETIME, House
+from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness
 from tests.pipeline.simulation import MemoryStore, simulated_world
 from workers.errors import BrokenEngineError
 from workers.model.loaded_model import LoadedModel
@@ -65,7 +65,7 @@ class Dies:
 class Ticking:
     """A shard source whose dispatcher polls at the world before each take."""
 
-    def __init__(self, harness: House, name: str) -> None:
+    def __init__(self, harness: PipelineHarness, name: str) -> None:
         self._house = harness
         self._client = harness.client(name)
 
@@ -116,10 +116,10 @@ def begin(tmp_path: Path, source: Path, name: str) -> World:
 
 def work_on(world: World, model: LoadedModel, iterations: float, kit: Any, **settings: Any) -> Manifest | None:
     """One life of a worker: until the job ends, or it dies after so many iterations."""
-    harness = House(world, JobLedger(world.store))
+    harness = PipelineHarness(world, JobLedger(world.store))
     harness.dispatcher.add(harness.ledger)
     source = Ticking(harness, "w")
-    how = WorkerSettings(report_seconds=0, **{"checkpoint_seconds": 0, "max_open_shards": 2} | settings)
+    how = WorkerSettings(report_interval_seconds=0, **{"checkpoint_seconds": 0, "max_open_shards": 2} | settings)
     worker = ShardWorker(model, source, source, world.clock, how, Dies(iterations), kit.InlineExecutor())  # type: ignore[arg-type]
     try:
         worker.run()
@@ -234,7 +234,7 @@ def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts
             return self.left < 0
 
     for polls in (6, 9, 12):
-        harness = House(broken, JobLedger(broken.store))
+        harness = PipelineHarness(broken, JobLedger(broken.store))
         harness.dispatcher.add(harness.ledger)
         source: Any = Ticking(harness, "w")
         model = load()
@@ -352,7 +352,7 @@ def test_given_a_run_that_ends_with_an_error_when_it_is_resumed_then_no_row_is_a
             work_on(world, replace(model, engine=broken), float("inf"), kit, checkpoint_seconds=0)  # type: ignore[arg-type]
     history = read_history(JobLedger(world.store), 1)
     assert history.attempts
-    assert (history.silent, history.cornered, history.blamed) == (0, frozenset(), {})
+    assert (history.silent, history.isolated_rows, history.blamed) == (0, frozenset(), {})
     # Then, with a sound one, it ends as if nothing had been
     assert work_on(world, load(), float("inf"), kit) is not None
     assert rows_of(world) == rows_of(unbroken)

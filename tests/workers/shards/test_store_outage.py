@@ -121,7 +121,7 @@ def test_given_an_outage_when_heartbeats_are_sent_then_they_have_its_reason(kit:
     sink = Full()
     tolerant = OutageTolerantClient(sink, clock, stop)
     work = kit.make_work([kit.chat()])
-    load = WorkerLoad(figures=WorkerMetrics(model="tiny"))
+    load = WorkerLoad(metrics=WorkerMetrics(model="tiny"))
     writer = threading.Thread(target=tolerant.begin, args=(work,))
     writer.start()
     try:
@@ -136,7 +136,7 @@ def test_given_an_outage_when_heartbeats_are_sent_then_they_have_its_reason(kit:
         writer.join()
     tolerant.send_heartbeat([work], load)
     tolerant.send_heartbeat([work], WorkerLoad())
-    assert [found.figures and found.figures.store_outage for found in sink.loads] == ["no room", "no room", None, None]
+    assert [found.metrics and found.metrics.store_outage for found in sink.loads] == ["no room", "no room", None, None]
 
 
 def test_given_a_failed_read_when_no_other_read_follows_then_the_outage_expires(kit: Any) -> None:

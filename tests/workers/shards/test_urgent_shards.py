@@ -81,7 +81,7 @@ def shard(kit: Any, number: int, tier: Tier, rows: int = 40, tokens: int = 60) -
 
 def run(kit: Any, model: Any, source: Tiers) -> Any:
     sink = kit.MemorySink()
-    settings = WorkerSettings(look_seconds=0.0)
+    settings = WorkerSettings(poll_interval_seconds=0.0)
     ShardWorker(model, source, sink, kit.FakeClock(), settings, None, kit.InlineExecutor()).run()
     return sink
 

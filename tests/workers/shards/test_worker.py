@@ -229,7 +229,7 @@ def test_memory_is_bounded_by_the_open_shards(host: Any, run_worker: Any, kit: A
         def progress(self, progress: WorkerProgress) -> None:
             seen.append(progress.shards_open)
 
-    settings = WorkerSettings(max_open_shards=3, report_seconds=0.0)
+    settings = WorkerSettings(max_open_shards=3, report_interval_seconds=0.0)
     progress, _ = run_worker(model, shards, settings=settings, observer=Watcher())
     assert max(seen) == 3
     assert progress.rows == 38

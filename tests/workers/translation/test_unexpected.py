@@ -143,7 +143,9 @@ def served(kit: Any, model: LoadedModel) -> Iterator[Ask]:
     errors: list[BaseException] = []
 
     def run() -> None:
-        server = LaneServer(model, lane.worker("w"), CLOCK, serving=LaneServing(emit_interval_seconds=0.0, grace=0.1))
+        server = LaneServer(
+            model, lane.worker("w"), CLOCK, serving=LaneServing(emit_interval_seconds=0.0, grace_seconds=0.1)
+        )
         try:
             with server.running(stop) as side_work:
                 ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=side_work).run(stop)

@@ -194,7 +194,7 @@ def _plan(
     content_policy: list[str] | None,
 ) -> RunPlan:
     """Validate the options of a retry in a folder, and build its plan."""
-    from pipeline.jobs.retry import limit_of_retry, retried_settings
+    from pipeline.jobs.retry import retried_settings, retry_spending_limit
     from tokenmill.config import job_options
     from tokenmill.local.run_plan import RunPlan
     from workers.settings import WorkerSettings
@@ -219,7 +219,7 @@ def _plan(
             request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds, policies=policies
         ),
         deadline=overrides.deadline,
-        max_cost=limit_of_retry(job, overrides),
+        max_cost=retry_spending_limit(job, overrides),
         retry_of=job.id,
     )
 

@@ -145,16 +145,16 @@ def test_what_is_no_heartbeat_is_passed_over(redis_server: RedisServer, beats: R
 def test_given_workers_of_a_newer_version_that_say_more_then_they_live_and_their_figures_are_seen(
     redis_server: RedisServer, beats: RedisHeartbeats, prefix: str
 ) -> None:
-    figures = WorkerMetrics(model="m", computed=9)
+    metrics = WorkerMetrics(model="m", computed=9)
     beats.beat(W)
-    beats.tell(W.name, figures)
+    beats.tell(W.name, metrics)
     raw = redis.Redis.from_url(redis_server.url)
     for kind in ("worker", "figures"):
         key = f"{prefix}:beats:{kind}:{W.name}"
         said = json.loads(raw.get(key))
         raw.set(key, json.dumps(said | {"unheard_of": {"a": 1}}), px=60_000)
     assert beats.workers() == [W]
-    assert beats.figures() == {W.name: figures}
+    assert beats.metrics() == {W.name: metrics}
     assert beats.unreadable == 0
 
 
@@ -173,7 +173,7 @@ def test_what_are_no_figures_is_passed_over(redis_server: RedisServer, beats: Re
         raw.set(f"{prefix}:beats:figures:w{number}", body, px=60_000)
     beats.beat(W)
     beats.tell("w", WorkerMetrics(model="m"))
-    assert beats.figures() == {"w": WorkerMetrics(model="m")}
+    assert beats.metrics() == {"w": WorkerMetrics(model="m")}
     assert beats.unreadable == len(lies)
 
 

@@ -16,7 +16,7 @@ from pipeline.ledger.ledger import JobLedger
 from schemas.jobs.job import OnInvalid
 from schemas.jobs.outcome import Manifest
 from tests.pipeline.gateway.batches.test_batches import CHAT, begin, wait
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
     ],
 )
 def test_invalid_bodies_are_bad_requests(tmp_path: Path, body: dict[str, Any], param: str) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         client = harness.client()
         with pytest.raises(openai.BadRequestError) as refused:
             begin(client, lines(1), extra_body=body)
@@ -46,7 +46,7 @@ def test_invalid_bodies_are_bad_requests(tmp_path: Path, body: dict[str, Any], p
 
 
 def test_null_fields_are_like_missing_ones(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=0) as harness:
+    with run_http_harness(tmp_path, permits=0) as harness:
         nothing = dict.fromkeys(("deadline", "on_invalid", "tier", "seed", "limit", "model", "max_output_tokens"))
         batch = begin(harness.client(), lines(1), completion_window="2h", extra_body={"tokenmill": nothing})
         assert batch.expires_at == batch.created_at + 7_200
@@ -55,7 +55,7 @@ def test_null_fields_are_like_missing_ones(tmp_path: Path) -> None:
 
 def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
     began = int(time.time())
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         client = harness.client()
         for name in ("file-" + "a" * 25, "../../etc/passwd", "file-%2e%2e"):
             with pytest.raises(openai.NotFoundError):
@@ -72,7 +72,7 @@ def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
 
 
 def test_tenants_see_only_their_own_objects(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         (_, mine), (_, other) = (harness.keys.create(tenant, tuple(Scope)) for tenant in ("a/../b", "../a"))
         client, stranger = harness.client(mine), harness.client(other)
         batch = begin(client, lines(2))
@@ -101,11 +101,11 @@ def test_tenants_see_only_their_own_objects(tmp_path: Path) -> None:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Any:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         yield harness
 
 
-def test_all_errors_are_openai_error_objects(harness: HttpHouse) -> None:
+def test_all_errors_are_openai_error_objects(harness: HttpHarness) -> None:
     with harness.http() as http:
         for method, path, status in (
             ("GET", "/nowhere", 404),
@@ -133,7 +133,7 @@ def test_all_errors_are_openai_error_objects(harness: HttpHouse) -> None:
 
 
 def test_a_batch_that_ends_during_a_retry_request_is_retried_or_refused(
-    harness: HttpHouse, monkeypatch: pytest.MonkeyPatch
+    harness: HttpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = harness.client()
     batch = begin(client, lines(5))

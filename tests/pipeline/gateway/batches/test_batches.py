@@ -17,7 +17,7 @@ from pipeline.ingest.intake import Intake, IntakeSettings, JobDraft
 from pipeline.inputs.pinning import pin_input
 from schemas.jobs.job_options import JobOptions
 from schemas.requests.limits import PlanSettings
-from tests.pipeline.gateway.http_harness import http_house, lines
+from tests.pipeline.gateway.http_harness import lines, run_http_harness
 from tests.waiting import HANG_SECONDS
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -41,7 +41,7 @@ def begin(client: OpenAI, content: bytes, **more: Any) -> Batch:
 
 
 def test_the_whole_life_of_a_batch(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         client = harness.client()
         file = client.files.create(file=("my requests.jsonl", lines(12)), purpose="batch")
         assert (file.object, file.purpose, file.bytes) == ("file", "batch", len(lines(12)))
@@ -86,7 +86,7 @@ def test_the_whole_life_of_a_batch(tmp_path: Path) -> None:
 
 
 def test_pages_start_after_any_id_in_both_orders(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         client = harness.client()
         made = [client.files.create(file=(f"{n}.jsonl", lines(1)), purpose="batch").id for n in range(7)]
         assert [file.id for file in client.files.list(limit=3)] == made[::-1]
@@ -105,7 +105,7 @@ def test_pages_start_after_any_id_in_both_orders(tmp_path: Path) -> None:
 
 def test_one_invalid_line_fails_the_batch_unless_rows_may_fail_alone(tmp_path: Path) -> None:
     content = lines(3) + b"not json\n" + lines(1, url="/v1/completions", custom_id="other")
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         client = harness.client()
         failed = wait(client, begin(client, content).id)
         assert (failed.status, failed.output_file_id, failed.error_file_id) == ("failed", None, None)
@@ -124,7 +124,7 @@ def test_one_invalid_line_fails_the_batch_unless_rows_may_fail_alone(tmp_path: P
 
 
 def test_a_batch_may_have_an_error_file_only(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         client = harness.client()
         batch = begin(client, b"nothing\n", extra_body={"tokenmill": {"on_invalid": "row"}})
         done = wait(client, batch.id)
@@ -133,7 +133,7 @@ def test_a_batch_may_have_an_error_file_only(tmp_path: Path) -> None:
 
 
 def test_cancelled_and_expired_batches_retain_finished_rows(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=1, intake=SMALL) as harness:
+    with run_http_harness(tmp_path, permits=1, intake=SMALL) as harness:
         client = harness.client()
         batch = begin(client, lines(20, url=CHAT), extra_body={"tokenmill": {"max_output_tokens": 50}})
         until = time.monotonic() + HANG_SECONDS
@@ -170,7 +170,7 @@ def test_cancelled_and_expired_batches_retain_finished_rows(tmp_path: Path) -> N
 
 
 def test_results_of_a_running_batch_can_be_read_and_failed_rows_retried(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=1, intake=SMALL) as harness, harness.http() as http:
+    with run_http_harness(tmp_path, permits=1, intake=SMALL) as harness, harness.http() as http:
         client = harness.client()
         batch = begin(client, lines(15))
         until = time.monotonic() + HANG_SECONDS
@@ -200,7 +200,7 @@ def test_results_of_a_running_batch_can_be_read_and_failed_rows_retried(tmp_path
 
 
 def test_a_repeated_idempotent_request_gives_the_same_object(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         client = harness.client()
         key = {"Idempotency-Key": "once"}
         upload: dict[str, Any] = {"file": ("a.jsonl", lines(2)), "purpose": "batch"}
@@ -228,7 +228,7 @@ def test_a_repeated_idempotent_request_gives_the_same_object(tmp_path: Path) -> 
 
 
 def test_jobs_of_other_ingest_sources_are_listed_as_batches(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         source = tmp_path / "in.jsonl"
         source.write_bytes(lines(3))
         for job, tenant in (("job-a", "default"), ("job-b", "other")):
@@ -242,7 +242,7 @@ def test_jobs_of_other_ingest_sources_are_listed_as_batches(tmp_path: Path) -> N
 
 
 def test_output_files_are_written_by_another_gateway_after_a_crash(tmp_path: Path) -> None:
-    with http_house(tmp_path, finalize=False) as harness:
+    with run_http_harness(tmp_path, finalize=False) as harness:
         client = harness.client()
         batch = begin(client, lines(5))
         until = time.monotonic() + HANG_SECONDS
@@ -264,7 +264,7 @@ def test_output_files_are_written_by_another_gateway_after_a_crash(tmp_path: Pat
 
 def test_results_expire_after_the_requested_lifetime(tmp_path: Path) -> None:
     life = {"anchor": "created_at", "seconds": 3_600}
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         client = harness.client()
         batch = begin(client, lines(5), output_expires_after=life)
         done = wait(client, batch.id)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.adapters.folder.durable import LOCAL_DISK
-from tests.pipeline.gateway.http_harness import http_house, lines
+from tests.pipeline.gateway.http_harness import lines, run_http_harness
 from tests.pipeline.made_jobs import PIN
 from tests.waiting import wait_for
 
@@ -30,7 +30,7 @@ class SmallDisk(type(LOCAL_DISK)):  # type: ignore[misc]
 
 def test_a_full_disk_refuses_writes_serves_reads_and_chats_and_loses_nothing(tmp_path: Path) -> None:
     disk = SmallDisk()
-    with http_house(tmp_path, disk=disk, finalize=False) as harness, harness.http() as http:
+    with run_http_harness(tmp_path, disk=disk, finalize=False) as harness, harness.http() as http:
         client = harness.client()
         form: Any = {"files": {"file": ("a.jsonl", lines(5))}, "data": {"purpose": "batch"}}
         file = http.post("/v1/files", **form).json()["id"]
@@ -71,7 +71,7 @@ def test_a_full_disk_refuses_writes_serves_reads_and_chats_and_loses_nothing(tmp
 
 def test_an_open_batch_on_a_full_disk_is_cancelled_once_space_is_free(tmp_path: Path) -> None:
     disk = SmallDisk()
-    with http_house(tmp_path, disk=disk, permits=0) as harness, harness.http() as http:
+    with run_http_harness(tmp_path, disk=disk, permits=0) as harness, harness.http() as http:
         form: Any = {"files": {"file": ("a.jsonl", lines(5))}, "data": {"purpose": "batch"}}
         file = http.post("/v1/files", **form).json()["id"]
         asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
@@ -90,7 +90,7 @@ def test_an_open_batch_on_a_full_disk_is_cancelled_once_space_is_free(tmp_path: 
 def test_the_error_of_a_failed_write_distinguishes_a_full_disk(
     number: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with http_house(tmp_path) as harness, harness.http() as http:
+    with run_http_harness(tmp_path) as harness, harness.http() as http:
         real = Path.open
 
         def fail(path: Path, *args: Any, **more: Any) -> Any:

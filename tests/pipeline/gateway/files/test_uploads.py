@@ -24,15 +24,15 @@ from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.routes.dependencies import GatewaySettings
 from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep
 from tests.pipeline.gateway.batches.test_batches import begin, wait
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.waiting import HANG_SECONDS
 
 SMALL = GatewaySettings(most_upload_bytes=100_000, most_body_bytes=10_000, idle_seconds=0.5)
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHouse]:
-    with http_house(tmp_path_factory.mktemp("harness"), settings=SMALL) as harness:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHarness]:
+    with run_http_harness(tmp_path_factory.mktemp("harness"), settings=SMALL) as harness:
         yield harness
 
 
@@ -94,7 +94,7 @@ def test_invalid_uploads_are_refused(body: bytes, code: str) -> None:
     assert refused.value.code == code
 
 
-def test_too_large_uploads_are_refused_and_leave_no_files(harness: HttpHouse) -> None:
+def test_too_large_uploads_are_refused_and_leave_no_files(harness: HttpHarness) -> None:
     client = harness.client()
     with pytest.raises(openai.APIStatusError) as received:
         client.files.create(file=("a.jsonl", b"x" * 300_000), purpose="batch")
@@ -114,7 +114,7 @@ def test_too_large_uploads_are_refused_and_leave_no_files(harness: HttpHouse) ->
     assert not list(harness.world.scratch.glob("upload-*"))
 
 
-def test_a_body_that_stops_midway_times_out(harness: HttpHouse) -> None:
+def test_a_body_that_stops_midway_times_out(harness: HttpHarness) -> None:
     host, port = harness.url.removeprefix("http://").split(":")
     head = f"POST /v1/files HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: multipart/form-data; boundary=b\r\n"
     with socket.create_connection((host, int(port))) as slow:
@@ -129,7 +129,7 @@ def test_a_body_that_stops_midway_times_out(harness: HttpHouse) -> None:
         time.sleep(0.02)
 
 
-def elsewhere(harness: HttpHouse) -> set[Path]:
+def elsewhere(harness: HttpHarness) -> set[Path]:
     """Files that are not where uploads belong."""
     everything = harness.world.scratch.parent.parent.parent.rglob("*")
     return {path for path in everything if path.is_file() and "files" not in path.parts}
@@ -138,7 +138,7 @@ def elsewhere(harness: HttpHouse) -> set[Path]:
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "/etc/passwd", "a\x00b", "ü 文.jsonl", 'a";x="', "x" * 2_000, "."]
 )
-def test_a_filename_is_data(harness: HttpHouse, name: str) -> None:
+def test_a_filename_is_data(harness: HttpHarness, name: str) -> None:
     before = {
         path for path in harness.world.scratch.parent.parent.rglob("*") if path.is_file() and "files" not in path.parts
     }
@@ -157,7 +157,7 @@ def test_a_filename_is_data(harness: HttpHouse, name: str) -> None:
     assert after == before
 
 
-def test_range_and_conditional_requests_of_a_file(harness: HttpHouse) -> None:
+def test_range_and_conditional_requests_of_a_file(harness: HttpHarness) -> None:
     content = lines(5)
     file = harness.client().files.create(file=("a.jsonl", content), purpose="batch")
     where = f"/v1/files/{file.id}/content"
@@ -197,7 +197,7 @@ def test_parquet_files_can_be_uploaded(tmp_path: Path) -> None:
     table = pa.table({"custom_id": ["a", "b"], "prompt": ["one", "two"]})
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         client = harness.client()
         batch = begin(
             client, buffer.getvalue(), endpoint="/v1/completions", extra_body={"tokenmill": {"model": "tiny"}}
@@ -208,7 +208,7 @@ def test_parquet_files_can_be_uploaded(tmp_path: Path) -> None:
 
 def test_expired_files_are_removed_unless_an_open_batch_reads_them(tmp_path: Path) -> None:
     life: Any = {"anchor": "created_at", "seconds": 3_600}
-    with http_house(tmp_path, permits=0) as harness:
+    with run_http_harness(tmp_path, permits=0) as harness:
         client = harness.client()
         read, free, retained = (
             client.files.create(file=("a.jsonl", lines(1)), purpose="batch", **more)

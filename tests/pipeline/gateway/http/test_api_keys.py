@@ -18,7 +18,7 @@ from pipeline.gateway.http.api_keys import ApiKeys, KeyNotFound, Scope
 from pipeline.gateway.http.auth import Authority, require_scope
 from pipeline.gateway.http.errors import ApiError
 from pipeline.ports import ObjectInfo, World
-from tests.pipeline.gateway.http_harness import http_house, lines
+from tests.pipeline.gateway.http_harness import lines, run_http_harness
 from tests.pipeline.simulation import MemoryStore
 from tests.waiting import HANG_SECONDS
 
@@ -120,7 +120,7 @@ def test_a_flood_of_invented_keys_adds_few_store_reads_and_blocks_no_valid_key(w
 
 
 def test_two_authorization_headers_are_refused(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         _, good = harness.keys.create("acme", ALL)
         for values in ((good, "bad"), ("bad", good), (good, good)):
             headers = [("Authorization", f"Bearer {value}") for value in values]
@@ -136,7 +136,7 @@ def test_two_authorization_headers_are_refused(tmp_path: Path) -> None:
 
 
 def test_openais_client_reads_pages_over_http(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         _, files = harness.keys.create("acme", (Scope.FILES,))
         _, capped = harness.keys.create("acme", (Scope.INFERENCE,), max_tokens=3)
         for wrong in ("none", files[:-1]):
@@ -163,7 +163,7 @@ def test_openais_client_reads_pages_over_http(tmp_path: Path) -> None:
 
 
 def test_requests_from_pages_of_other_sites_are_refused(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness, harness.http() as http:
+    with run_http_harness(tmp_path) as harness, harness.http() as http:
         for origin in ("http://evil.example", "null", "http://[", "file://"):
             answer = http.get("/v1/models", headers={"Origin": origin})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "other_origin"), origin
@@ -174,7 +174,7 @@ def test_requests_from_pages_of_other_sites_are_refused(tmp_path: Path) -> None:
 def test_a_websocket_refuses_requests_once_its_key_is_revoked(tmp_path: Path, ends: str) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     asked = {"type": "request", "url": "/v1/chat/completions", "body": body | {"tokenmill": {"resume": 30}}}
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         until = harness.clock.now() + timedelta(hours=1)
         key, text = harness.keys.create("acme", (Scope.INFERENCE,), expires_at=until)
         headers = {"Authorization": f"Bearer {text}"}

@@ -22,16 +22,16 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Authority
 from pipeline.gateway.http.protocol import HttpProtocol
 from pipeline.gateway.inference.models import ServedModels
-from pipeline.gateway.inference.responses import Answers
+from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.routes import websocket
 from pipeline.gateway.routes.dependencies import GatewaySettings
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house
+from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.waiting import HANG_SECONDS, wait_for
 
 SIZE = 40 << 20
 
 
-def dial(harness: HttpHouse) -> socket.socket:
+def dial(harness: HttpHarness) -> socket.socket:
     host, port = harness.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     connection.settimeout(HANG_SECONDS)
@@ -62,14 +62,14 @@ def test_a_response_body_is_sent_before_its_headers_are_acknowledged(
         options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
     monkeypatch.setattr(HttpProtocol, "connection_made", connection_made)
-    with http_house(tmp_path) as harness, harness.http() as http:
+    with run_http_harness(tmp_path) as harness, harness.http() as http:
         assert http.get("/healthz").status_code == 200
     assert options
     assert all(options)
 
 
 def test_connections_above_the_bound_get_503_and_are_closed(tmp_path: Path) -> None:
-    with http_house(tmp_path, most_connections=3) as harness, ExitStack() as open_ones:
+    with run_http_harness(tmp_path, most_connections=3) as harness, ExitStack() as open_ones:
         for _ in range(3):
             idle = open_ones.enter_context(dial(harness))
             idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -84,7 +84,7 @@ def test_connections_above_the_bound_get_503_and_are_closed(tmp_path: Path) -> N
 
 
 def test_invalid_http_is_answered_with_a_request_id(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness, dial(harness) as connection:
+    with run_http_harness(tmp_path) as harness, dial(harness) as connection:
         status, headers, body = exchange(connection, b"what?\r\n\r\n")
     assert (status, body["error"]["code"]) == (400, "invalid_request")
     assert headers["x-request-id"].startswith("req-")
@@ -100,7 +100,7 @@ def test_a_refused_websocket_gets_the_same_error_object_as_a_request(
         assert answer.headers["x-request-id"].startswith("req-")
         return answer.status_code, json.loads(answer.body)["error"]["code"], answer.headers.get("retry-after")
 
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         assert refusal("/v1/streams") == (404, "not_found", None)
         assert refusal("/v1/stream", origin="http://evil.example") == (403, "other_origin", None)
         with monkeypatch.context() as broken:
@@ -124,7 +124,7 @@ def test_an_unexpected_error_is_a_500_and_other_requests_are_served(
     def broken(*_: object) -> None:
         raise Unforeseen("planted")
 
-    with http_house(tmp_path) as harness, harness.http() as http:
+    with run_http_harness(tmp_path) as harness, harness.http() as http:
         with monkeypatch.context() as planted:
             planted.setattr(ServedModels, "get", broken)
             answer = http.get("/v1/models/tiny")
@@ -146,14 +146,14 @@ def test_an_unexpected_error_on_a_websocket_is_reported_and_other_websockets_con
 
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     request = json.dumps({"type": "request", "url": "/v1/chat/completions", "body": body})
-    with http_house(tmp_path) as harness, capture_logs() as logs:
+    with run_http_harness(tmp_path) as harness, capture_logs() as logs:
         url = harness.url.replace("http", "ws") + "/v1/stream"
         with connect(url) as hit, connect(url) as other:
             with monkeypatch.context() as planted:
                 if where == "read_items":
                     planted.setattr(websocket, "read_items", broken)
                 else:
-                    planted.setattr(Answers, where, broken)
+                    planted.setattr(InferenceResponses, where, broken)
                 hit.send(request)
                 messages: list[Any] = []
                 with suppress(ConnectionClosedError):
@@ -174,7 +174,7 @@ def test_an_unexpected_error_on_a_websocket_is_reported_and_other_websockets_con
 
 
 def test_a_stalled_reader_is_disconnected_and_a_slow_one_is_not(tmp_path: Path) -> None:
-    with http_house(tmp_path, write_seconds=0.5) as harness, harness.http() as http:
+    with run_http_harness(tmp_path, write_seconds=0.5) as harness, harness.http() as http:
         form: Any = {"files": {"file": ("a.jsonl", b"x" * SIZE)}, "data": {"purpose": "batch"}}
         file = http.post("/v1/files", **form).json()["id"]
         wanted = f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
@@ -193,7 +193,7 @@ def test_a_stalled_reader_is_disconnected_and_a_slow_one_is_not(tmp_path: Path) 
 
 def test_a_too_large_message_is_refused_before_its_end(tmp_path: Path) -> None:
     """It is hung up on as soon as it says how large it is."""
-    with http_house(tmp_path) as harness, connect(harness.url.replace("http", "ws") + "/v1/stream") as socket:
+    with run_http_harness(tmp_path) as harness, connect(harness.url.replace("http", "ws") + "/v1/stream") as socket:
         socket.socket.sendall(b"\x81\xff" + ((1 << 20) + 1).to_bytes(8) + bytes(4))
         with pytest.raises(ConnectionClosedError) as closed:
             socket.recv(HANG_SECONDS)
@@ -206,7 +206,7 @@ def test_a_too_large_message_is_refused_before_its_end(tmp_path: Path) -> None:
 )
 def test_an_incomplete_message_times_out(tmp_path: Path, beginning: bytes) -> None:
     with (
-        http_house(tmp_path, message_seconds=0.5) as harness,
+        run_http_harness(tmp_path, message_seconds=0.5) as harness,
         connect(harness.url.replace("http", "ws") + "/v1/stream") as socket,
     ):
         for fragment in (["{", "}"], ["{}"]):  # both are complete in time, and get an error
@@ -235,7 +235,7 @@ def upgrade(connection: socket.socket, more: str = "") -> bytes:
     return head.lower()
 
 
-def stream_of(harness: HttpHouse, key: str | None = None) -> ClientConnection:
+def stream_of(harness: HttpHarness, key: str | None = None) -> ClientConnection:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     address = harness.url.replace("http", "ws") + "/v1/stream"
     return connect(address, additional_headers=headers, ping_interval=None)  # a busy machine may be late with pongs
@@ -250,7 +250,7 @@ def close_code(socket: ClientConnection) -> int:
 
 
 def test_a_compressed_message_is_refused_and_never_inflated(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness, dial(harness) as connection:
+    with run_http_harness(tmp_path) as harness, dial(harness) as connection:
         assert b"permessage-deflate" not in upgrade(connection, "Sec-WebSocket-Extensions: permessage-deflate\r\n")
         deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
         data = deflate.compress(b"A" * 100_000) + deflate.flush(zlib.Z_SYNC_FLUSH)
@@ -265,7 +265,7 @@ def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: P
     """From when they are received, whole or not, until they are parsed."""
     unfinished = b"\x81\xff" + (500_000).to_bytes(8) + bytes(4) + b"x" * 60_000
     with (
-        http_house(tmp_path, auth="keys", settings=GatewaySettings(bodies_at_once=200_000)) as harness,
+        run_http_harness(tmp_path, auth="keys", settings=GatewaySettings(bodies_at_once=200_000)) as harness,
         ExitStack() as opened,
     ):
         keys = {tenant: harness.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in ("greedy", "other", "third")}
@@ -298,14 +298,14 @@ def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: P
 
 
 def test_a_message_of_many_empty_fragments_is_refused_as_too_large(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness, stream_of(harness) as socket:
+    with run_http_harness(tmp_path) as harness, stream_of(harness) as socket:
         socket.socket.sendall(b"\x01\x81abcdx" + b"\x00\x80abcd" * 450_000)
         assert close_code(socket) == 1009
         wait_for(lambda: not harness.app.bodies._total, "it is not released")
 
 
 def test_the_number_of_unread_messages_is_bounded(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness, stream_of(harness) as socket:
+    with run_http_harness(tmp_path) as harness, stream_of(harness) as socket:
         socket.socket.sendall(b"\x81\x82\0\0\0\0{}" * 30_000)
         assert close_code(socket) == 1008
         wait_for(lambda: not harness.app.bodies._total, "it is not released")
@@ -313,7 +313,7 @@ def test_the_number_of_unread_messages_is_bounded(tmp_path: Path) -> None:
 
 def test_a_peer_that_sends_pings_and_reads_nothing_gets_no_further_pongs(tmp_path: Path) -> None:
     pings, batch = 80_000, 1_000
-    with http_house(tmp_path) as harness, dial(harness) as connection:
+    with run_http_harness(tmp_path) as harness, dial(harness) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
         upgrade(connection)
         connection.settimeout(120)
@@ -332,7 +332,7 @@ def test_open_websockets_are_bounded_by_tenant_and_in_total(tmp_path: Path) -> N
         return answer.status_code, json.loads(answer.body)["error"]["code"], answer.headers.get("retry-after")
 
     settings = GatewaySettings(max_websockets=3, max_tenant_websockets=2)
-    with http_house(tmp_path, settings=settings) as harness:
+    with run_http_harness(tmp_path, settings=settings) as harness:
         ours, theirs, others = (harness.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in "abc")
         with stream_of(harness, ours), stream_of(harness, theirs):
             with stream_of(harness, ours):

@@ -13,7 +13,7 @@ from websockets.typing import Origin
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.routes.dependencies import GatewaySettings
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house
+from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 
 OURS = (
     "localhost",
@@ -32,12 +32,12 @@ OTHERS = (
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[HttpHouse]:
-    with http_house(tmp_path, settings=GatewaySettings(hosts=("LLM.example",))) as harness:
+def harness(tmp_path: Path) -> Iterator[HttpHarness]:
+    with run_http_harness(tmp_path, settings=GatewaySettings(hosts=("LLM.example",))) as harness:
         yield harness
 
 
-def test_other_host_names_are_refused_while_no_key_is_needed(harness: HttpHouse) -> None:
+def test_other_host_names_are_refused_while_no_key_is_needed(harness: HttpHarness) -> None:
     with harness.http() as http:
         for host in OURS:
             assert http.get("/v1/files", headers={"Host": host}).status_code == 200, host
@@ -56,7 +56,7 @@ def test_other_host_names_are_refused_while_no_key_is_needed(harness: HttpHouse)
         assert http.get("/healthz", headers={"Host": "evil.example"}).status_code == 200
 
 
-def test_websockets_are_served_over_the_same_limits(harness: HttpHouse) -> None:
+def test_websockets_are_served_over_the_same_limits(harness: HttpHarness) -> None:
     host, port = harness.url.removeprefix("http://").split(":")
     with (
         socket.create_connection((host, int(port))) as dialled,
@@ -67,7 +67,7 @@ def test_websockets_are_served_over_the_same_limits(harness: HttpHouse) -> None:
     assert refused.value.response.status_code == 403
 
 
-def test_any_host_name_is_served_where_keys_are_required(harness: HttpHouse) -> None:
+def test_any_host_name_is_served_where_keys_are_required(harness: HttpHarness) -> None:
     _, key = harness.keys.create("acme", (Scope.FILES,))
     with harness.http(key) as http:
         assert http.get("/v1/files", headers={"Host": "anything.example"}).status_code == 200

@@ -22,7 +22,7 @@ from pipeline.gateway.http.json_limits import MAX_CONTAINERS_AND_KEYS, MAX_VALUE
 from pipeline.gateway.limits.rate_limits import RateSettings
 from pipeline.planner.readers.jsonl import nested_deeper
 from schemas.requests.limits import RateLimits
-from tests.pipeline.gateway.http_harness import http_house
+from tests.pipeline.gateway.http_harness import run_http_harness
 from tests.waiting import HANG_SECONDS
 
 SIZE = 10 << 20
@@ -104,7 +104,9 @@ def test_depth_is_counted_correctly_for_any_window_boundary(text: bytes, depth: 
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    with http_house(tmp_path, rates=RateSettings(tenant=RateLimits(requests_per_minute=3), window=86_400)) as harness:
+    with run_http_harness(
+        tmp_path, rates=RateSettings(tenant=RateLimits(requests_per_minute=3), window=86_400)
+    ) as harness:
         yield harness.url.replace("http", "ws") + "/v1/stream"
 
 

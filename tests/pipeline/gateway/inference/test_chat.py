@@ -21,7 +21,7 @@ from pipeline.gateway.inference.request_builder import InferenceSettings
 from pipeline.gateway.inference.responses import StreamSettings
 from schemas.jobs.job import Tier
 from schemas.workers.lane import LaneRequest
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house
+from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
 from tests.waiting import HANG_SECONDS, wait_for
 
@@ -30,12 +30,12 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[HttpHouse]:
-    with http_house(tmp_path, asking=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})) as harness:
+def harness(tmp_path: Path) -> Iterator[HttpHarness]:
+    with run_http_harness(tmp_path, asking=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})) as harness:
         yield harness
 
 
-def test_a_complete_response(harness: HttpHouse) -> None:
+def test_a_complete_response(harness: HttpHarness) -> None:
     client = harness.client()
     answer = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=4, n=2)
     assert [choice.message.content for choice in answer.choices] == [words(4), words(4, 1)]
@@ -48,7 +48,7 @@ def test_a_complete_response(harness: HttpHouse) -> None:
     assert len(harness.bridge) == 0
 
 
-def test_a_stream_has_openais_format(harness: HttpHouse) -> None:
+def test_a_stream_has_openais_format(harness: HttpHarness) -> None:
     client = harness.client()
     chunks = list(
         client.chat.completions.create(
@@ -73,7 +73,7 @@ def test_a_stream_has_openais_format(harness: HttpHouse) -> None:
     assert texts[-1].choices[0].finish_reason == "length"
 
 
-def test_concurrent_streams_lose_and_mix_no_events(harness: HttpHouse) -> None:
+def test_concurrent_streams_lose_and_mix_no_events(harness: HttpHarness) -> None:
     import asyncio  # noqa: PLC0415
 
     async def read(client: AsyncOpenAI, number: int) -> str:
@@ -91,7 +91,7 @@ def test_concurrent_streams_lose_and_mix_no_events(harness: HttpHouse) -> None:
     assert asyncio.run(all_of_them()) == [words(20 + number % 7) for number in range(100)]
 
 
-def test_early_errors_are_plain_responses_and_later_ones_are_events(harness: HttpHouse) -> None:
+def test_early_errors_are_plain_responses_and_later_ones_are_events(harness: HttpHarness) -> None:
     client = harness.client()
     refused: Any = [{"role": "user", "content": "refuse"}]
     for stream in (False, True):
@@ -128,7 +128,7 @@ def test_early_errors_are_plain_responses_and_later_ones_are_events(harness: Htt
     ],
 )
 def test_unsupported_parameters_are_refused_by_name(
-    shared: HttpHouse, body: dict[str, Any], status: int, param: str
+    shared: HttpHarness, body: dict[str, Any], status: int, param: str
 ) -> None:
     with shared.http() as http:
         answer = http.post(CHAT, json={"model": "tiny", "messages": HELLO, **body})
@@ -136,14 +136,14 @@ def test_unsupported_parameters_are_refused_by_name(
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHouse]:
-    with http_house(
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHarness]:
+    with run_http_harness(
         tmp_path_factory.mktemp("shared"), asking=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
     ) as harness:
         yield harness
 
 
-def test_the_request_of_a_disconnected_client_is_cancelled(harness: HttpHouse) -> None:
+def test_the_request_of_a_disconnected_client_is_cancelled(harness: HttpHarness) -> None:
     harness.worker.pause = 0.01
     client = harness.client()
     stream = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=50_000, stream=True)
@@ -157,7 +157,7 @@ def test_the_request_of_a_disconnected_client_is_cancelled(harness: HttpHouse) -
 
 
 def test_a_request_is_cancelled_after_its_send_when_the_client_disconnects_meanwhile(
-    harness: HttpHouse, monkeypatch: pytest.MonkeyPatch
+    harness: HttpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lane, let, sent = harness.worker.lane, threading.Event(), list[LaneRequest]()
     send = lane.send
@@ -180,7 +180,7 @@ def test_a_request_is_cancelled_after_its_send_when_the_client_disconnects_meanw
     assert len(harness.worker.asked) == 1
 
 
-def test_a_request_that_times_out_is_not_retried(harness: HttpHouse) -> None:
+def test_a_request_that_times_out_is_not_retried(harness: HttpHarness) -> None:
     harness.worker.pause = 0.02
     client = harness.client().with_options(max_retries=2)
     with pytest.raises(openai.APIStatusError) as late:
@@ -193,7 +193,7 @@ def test_a_request_that_times_out_is_not_retried(harness: HttpHouse) -> None:
 
 
 def test_a_slow_reader_ends_only_its_own_stream(tmp_path: Path) -> None:
-    with http_house(
+    with run_http_harness(
         tmp_path,
         asking=InferenceSettings(caps={Tier.INTERACTIVE: 10**9}),
         streams=StreamSettings(buffer_bytes=64 * 1024),
@@ -213,7 +213,7 @@ def test_a_slow_reader_ends_only_its_own_stream(tmp_path: Path) -> None:
         assert len(received) < 400_000, "what had been written when its stream ended: the kernel took too much of it"
 
 
-def ask_and_read_little(harness: HttpHouse, **more: Any) -> socket.socket:
+def ask_and_read_little(harness: HttpHarness, **more: Any) -> socket.socket:
     """A connection that asks for a stream, takes little and reads nothing."""
     host, port = harness.url.removeprefix("http://").split(":")
     body = json.dumps({"model": "tiny", "messages": HELLO, "stream": True, **more}).encode()
@@ -228,7 +228,7 @@ def ask_and_read_little(harness: HttpHouse, **more: Any) -> socket.socket:
 def test_a_peer_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
     asking = InferenceSettings(caps={Tier.INTERACTIVE: 10**9})
     large = StreamSettings(buffer_bytes=1 << 30)  # else the overrun may end a stream, and its connection stays
-    with http_house(tmp_path, asking=asking, streams=large, write_seconds=0.5) as harness:
+    with run_http_harness(tmp_path, asking=asking, streams=large, write_seconds=0.5) as harness:
         harness.worker.text = "x" * 2_000
         url = harness.url.replace("http", "ws") + "/v1/stream"
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 100_000}
@@ -243,7 +243,7 @@ def test_a_peer_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
 
 
 def test_a_slow_reader_that_makes_progress_is_not_disconnected(tmp_path: Path) -> None:
-    with http_house(tmp_path, write_seconds=0.5) as harness:
+    with run_http_harness(tmp_path, write_seconds=0.5) as harness:
         harness.worker.text = "x" * 20_000
         with ask_and_read_little(harness, max_tokens=20) as slow:
             received = b""
@@ -253,7 +253,7 @@ def test_a_slow_reader_that_makes_progress_is_not_disconnected(tmp_path: Path) -
         assert received.count(b"x" * 20_000) == 20
 
 
-def test_an_interrupted_stream_can_be_resumed(harness: HttpHouse) -> None:
+def test_an_interrupted_stream_can_be_resumed(harness: HttpHarness) -> None:
     harness.worker.pause = 0.01
     body = {
         "model": "tiny", "messages": HELLO, "max_tokens": 60, "stream": True, "tokenmill": {"resume": 30},
@@ -284,7 +284,7 @@ def test_an_interrupted_stream_can_be_resumed(harness: HttpHouse) -> None:
         assert answer.status_code == 404
 
 
-def test_a_resumable_stream_without_a_reader_is_cancelled(harness: HttpHouse) -> None:
+def test_a_resumable_stream_without_a_reader_is_cancelled(harness: HttpHarness) -> None:
     harness.worker.pause = 0.01
     body = {
         "model": "tiny", "messages": HELLO, "max_tokens": 50_000, "stream": True, "tokenmill": {"resume": 0.3},
@@ -299,7 +299,7 @@ def test_a_resumable_stream_without_a_reader_is_cancelled(harness: HttpHouse) ->
 
 def test_a_silent_stream_sends_keep_alives_and_times_out(tmp_path: Path) -> None:
     with (
-        http_house(
+        run_http_harness(
             tmp_path, streams=StreamSettings(keep_alive_seconds=0.1, first_event_timeout_seconds=0.2)
         ) as harness,
         harness.http() as http,
@@ -317,7 +317,7 @@ def test_a_silent_stream_sends_keep_alives_and_times_out(tmp_path: Path) -> None
         assert late.value.status_code == 408
 
 
-def test_the_same_events_over_a_websocket(harness: HttpHouse) -> None:
+def test_the_same_events_over_a_websocket(harness: HttpHarness) -> None:
     url = harness.url.replace("http", "ws") + "/v1/stream"
     request = {"type": "request", "url": CHAT, "body": {"model": "tiny", "messages": HELLO, "max_tokens": 4}}
     with connect(url) as client:
@@ -359,7 +359,7 @@ def test_the_same_events_over_a_websocket(harness: HttpHouse) -> None:
 
 
 def test_shutdown_drains_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
-    with http_house(tmp_path, drain_seconds=1.0) as harness, harness.http() as http:
+    with run_http_harness(tmp_path, drain_seconds=1.0) as harness, harness.http() as http:
         harness.worker.pause = 0.02
         client, said = harness.client(), dict[int, Any]()
 
@@ -410,7 +410,7 @@ def refused_at_length(url: str) -> bytes:
 
 def test_requests_cut_off_by_shutdown_are_cancelled_at_the_worker(tmp_path: Path) -> None:
     asking = InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
-    with http_house(tmp_path, drain_seconds=0.3, asking=asking) as harness:
+    with run_http_harness(tmp_path, drain_seconds=0.3, asking=asking) as harness:
         harness.worker.pause = 0.02
         codes = dict[bool, Any]()
 

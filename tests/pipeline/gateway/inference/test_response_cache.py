@@ -17,13 +17,19 @@ from pipeline.adapters.redis.connection import RedisClient, RedisSettings
 from pipeline.adapters.redis.response_cache import RedisAnswers
 from pipeline.adapters.system import SystemClock
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.inference.response_cache import AnswerCache, AnswerStore, CacheSettings, MemoryAnswers, cache_key
+from pipeline.gateway.inference.response_cache import (
+    CacheSettings,
+    MemoryResponseStore,
+    ResponseCache,
+    ResponseStore,
+    cache_key,
+)
 from pipeline.gateway.limits.rate_limits import RateSettings
 from pipeline.models.catalog import Catalog
 from schemas.models import CatalogEntry
 from schemas.requests.limits import RateLimits
 from schemas.workers.lane import LaneRequest
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house
+from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
 from tests.pipeline.made_jobs import PIN
 from tests.servers.redis import RedisServer
@@ -36,9 +42,9 @@ CACHED: Any = {"extra_body": {"tokenmill": {"cache": True}}}
 
 
 @pytest.fixture(params=["memory", "redis"])
-def store(request: pytest.FixtureRequest, unique_name: Callable[[], str]) -> Iterator[AnswerStore]:
+def store(request: pytest.FixtureRequest, unique_name: Callable[[], str]) -> Iterator[ResponseStore]:
     if request.param == "memory":
-        yield MemoryAnswers(SystemClock(), max_bytes=1_000)
+        yield MemoryResponseStore(SystemClock(), max_bytes=1_000)
         return
     server: RedisServer = request.getfixturevalue("redis_server")
     client = RedisClient(RedisSettings(server.url, prefix=unique_name()))
@@ -47,12 +53,12 @@ def store(request: pytest.FixtureRequest, unique_name: Callable[[], str]) -> Ite
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[HttpHouse]:
-    with http_house(tmp_path) as harness:
+def harness(tmp_path: Path) -> Iterator[HttpHarness]:
+    with run_http_harness(tmp_path) as harness:
         yield harness
 
 
-def cached_response(harness: HttpHouse, **more: Any) -> Any:
+def cached_response(harness: HttpHarness, **more: Any) -> Any:
     """The second response to a request. The first one is cached in the background."""
     limit = time.monotonic() + HANG_SECONDS
     while True:
@@ -62,7 +68,7 @@ def cached_response(harness: HttpHouse, **more: Any) -> Any:
         assert time.monotonic() < limit, "it is not given again"
 
 
-def test_the_same_request_is_computed_once(harness: HttpHouse) -> None:
+def test_the_same_request_is_computed_once(harness: HttpHarness) -> None:
     first = harness.client().chat.completions.create(**HELLO, **CACHED)
     assert first.usage is not None
     assert not first.usage.model_extra
@@ -76,7 +82,7 @@ def test_the_same_request_is_computed_once(harness: HttpHouse) -> None:
     assert len(harness.worker.asked) == asked
 
 
-def test_another_request_tenant_or_model_has_its_own_cache_entry(harness: HttpHouse) -> None:
+def test_another_request_tenant_or_model_has_its_own_cache_entry(harness: HttpHarness) -> None:
     cached_response(harness)
     asked = len(harness.worker.asked)
     others: list[dict[str, Any]] = [{"max_tokens": 5}, {"seed": 1}, {"stop": ["x"]}, {"n": 2}]
@@ -93,7 +99,7 @@ def test_another_request_tenant_or_model_has_its_own_cache_entry(harness: HttpHo
     assert len(harness.worker.asked) == asked + len(others) + 3
 
 
-def test_streams_are_served_from_the_cache(harness: HttpHouse) -> None:
+def test_streams_are_served_from_the_cache(harness: HttpHarness) -> None:
     streaming: Any = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "n": 2}
     cached_response(harness, logprobs=True, n=2)
     asked = len(harness.worker.asked)
@@ -119,7 +125,7 @@ def test_streams_are_served_from_the_cache(harness: HttpHouse) -> None:
     assert len(harness.worker.asked) == asked
 
 
-def test_nondeterministic_and_failed_responses_are_not_cached(harness: HttpHouse) -> None:
+def test_nondeterministic_and_failed_responses_are_not_cached(harness: HttpHarness) -> None:
     client = harness.client()
     with pytest.raises(openai.BadRequestError, match="cache needs temperature 0 or a seed"):
         client.chat.completions.create(**{**HELLO, "temperature": 1}, **CACHED)
@@ -129,7 +135,7 @@ def test_nondeterministic_and_failed_responses_are_not_cached(harness: HttpHouse
             client.chat.completions.create(**broken, **CACHED)
         time.sleep(0.1)
     assert len(harness.worker.asked) == 2
-    cache = AnswerCache(SystemClock(), MemoryAnswers(SystemClock()))
+    cache = ResponseCache(SystemClock(), MemoryResponseStore(SystemClock()))
     usage = {"total_tokens": 1}
     for reason in ("content_filter", "tool_calls", None):
         cache.add("a", "x", {"usage": usage, "choices": [{"finish_reason": reason}]})
@@ -144,7 +150,7 @@ def test_a_cached_response_is_used_only_with_the_same_content_policies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.gateway.inference.request_builder._CATALOG_CACHE_SECONDS", 0.0)
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         catalog = Catalog(harness.world.store)
 
         def judged_by(worker: str | None, catalog_policies: str | None) -> None:
@@ -175,7 +181,7 @@ def test_a_cached_response_is_used_only_with_the_same_content_policies(
 
 
 def test_caching_can_be_the_default(tmp_path: Path) -> None:
-    with http_house(tmp_path, cache=CacheSettings(always=True)) as harness:
+    with run_http_harness(tmp_path, cache=CacheSettings(always=True)) as harness:
         cached_response(harness)
         asked = len(harness.worker.asked)
         harness.client().chat.completions.create(**HELLO)
@@ -187,7 +193,7 @@ def test_caching_can_be_the_default(tmp_path: Path) -> None:
 
 def test_a_cached_response_takes_no_tokens_and_no_slot(tmp_path: Path) -> None:
     limits = RateLimits(tokens_per_minute=200, running_requests=1)
-    with http_house(tmp_path, rates=RateSettings(tenant=limits)) as harness:
+    with run_http_harness(tmp_path, rates=RateSettings(tenant=limits)) as harness:
         for _ in range(300):
             with suppress(openai.RateLimitError):
                 harness.client().chat.completions.create(**HELLO, **CACHED)
@@ -206,7 +212,7 @@ def test_a_cached_response_takes_no_tokens_and_no_slot(tmp_path: Path) -> None:
         assert len(harness.worker.asked) == 1
 
 
-def test_stores_expire_entries_and_evict_the_oldest(store: AnswerStore) -> None:
+def test_stores_expire_entries_and_evict_the_oldest(store: ResponseStore) -> None:
     store.put("a", "1", b"one", 60.0, 3)
     assert (store.get("a", "1"), store.get("b", "1"), store.get("a", "2")) == (b"one", None, None)
     store.put("a", "1", b"two", 60.0, 3)
@@ -237,14 +243,14 @@ def test_other_weights_have_their_own_cache_entry() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    store = MemoryAnswers(SystemClock(), max_bytes=1_000)
+    store = MemoryResponseStore(SystemClock(), max_bytes=1_000)
     for number in range(100):
         store.put(f"tenant-{number}", "1", b"x" * 100, 60.0, 10)
     assert [number for number in range(100) if store.get(f"tenant-{number}", "1")] == list(range(90, 100))
 
 
 def test_a_tenant_that_fills_the_cache_evicts_its_own_responses() -> None:
-    store = MemoryAnswers(SystemClock(), max_bytes=10_000)
+    store = MemoryResponseStore(SystemClock(), max_bytes=10_000)
     for number in range(20):
         store.put("small", str(number), b"x" * 100, 60.0, 1_000)
     for number in range(1_000):
@@ -281,7 +287,7 @@ def test_cached_responses_of_a_tenant_on_redis_are_bounded_in_bytes(
 
 def test_responses_are_computed_without_redis(redis_server: RedisServer, unique_name: Callable[[], str]) -> None:
     client = RedisClient(RedisSettings(redis_server.url, prefix=unique_name()))
-    cache = AnswerCache(SystemClock(), RedisAnswers(client))
+    cache = ResponseCache(SystemClock(), RedisAnswers(client))
     answer: dict[str, Any] = {"usage": {"total_tokens": 1}, "choices": []}
     cache.add("a", "x", answer)
     assert cache.find("a", "x") == {"usage": {"total_tokens": 1, "tokenmill_cached": True}, "choices": []}

@@ -16,10 +16,10 @@ from websockets.sync.client import ClientConnection, connect
 from pipeline.adapters.system import SystemClock
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.responses import StreamSettings
-from pipeline.gateway.limits.concurrency import MemoryRunning
+from pipeline.gateway.limits.concurrency import MemoryConcurrencySlots
 from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
 from schemas.requests.limits import RateLimits
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house
+from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
 from tests.waiting import HANG_SECONDS, wait_for
 
@@ -28,7 +28,7 @@ LIMITS = RateLimits(running_requests=1, tokens_per_minute=100_000)
 SLOW = 0.2
 
 
-class SlowRunning(MemoryRunning):
+class SlowRunning(MemoryConcurrencySlots):
     """Places are given back slowly, as over a network that is busy."""
 
     def leave(self, name: str, request: str, rows: int = 1) -> None:
@@ -36,14 +36,14 @@ class SlowRunning(MemoryRunning):
         super().leave(name, request, rows)
 
 
-def slow_harness(folder: Path, running: MemoryRunning | None = None, **more: Any) -> Any:
+def slow_harness(folder: Path, running: MemoryConcurrencySlots | None = None, **more: Any) -> Any:
     clock = SystemClock()
     limiter = RateLimiter(clock, RateSettings(tenant=LIMITS, window=86_400), running=running or SlowRunning(clock))
-    return http_house(folder, limiter=limiter, **more)
+    return run_http_harness(folder, limiter=limiter, **more)
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[HttpHouse]:
+def harness(tmp_path: Path) -> Iterator[HttpHarness]:
     with slow_harness(tmp_path) as harness:
         yield harness
 
@@ -108,7 +108,7 @@ def again(http: httpx2.Client) -> None:
     ],
 )
 def test_a_caller_with_the_end_of_a_response_can_send_its_next_request_at_once(
-    harness: HttpHouse, ask: Callable[[httpx2.Client], None]
+    harness: HttpHarness, ask: Callable[[httpx2.Client], None]
 ) -> None:
     with harness.http() as http:
         for _ in range(2):
@@ -116,7 +116,7 @@ def test_a_caller_with_the_end_of_a_response_can_send_its_next_request_at_once(
             again(http)
 
 
-def test_a_cached_response_holds_a_slot_only_while_it_is_sent(harness: HttpHouse) -> None:
+def test_a_cached_response_holds_a_slot_only_while_it_is_sent(harness: HttpHarness) -> None:
     asked = body(temperature=0, tokenmill={"cache": True})
     with harness.http() as http:
         http.post(CHAT, json=asked)
@@ -131,7 +131,7 @@ def test_a_cached_response_holds_a_slot_only_while_it_is_sent(harness: HttpHouse
         stream_until(b"[DONE]", temperature=0, tokenmill={"cache": True})(http)
 
 
-def test_unused_tokens_are_released_with_the_response(harness: HttpHouse) -> None:
+def test_unused_tokens_are_released_with_the_response(harness: HttpHarness) -> None:
     client = harness.client()
     left = []
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_a_stream_without_a_worker_releases_its_slot(tmp_path: Path) -> None:
 
 
 def test_resumable_streams_of_one_tenant_dont_block_other_tenants(tmp_path: Path) -> None:
-    with http_house(tmp_path, streams=StreamSettings(max_resumable=3, max_resumable_per_tenant=2)) as harness:
+    with run_http_harness(tmp_path, streams=StreamSettings(max_resumable=3, max_resumable_per_tenant=2)) as harness:
         keys = {name: harness.keys.create(name, (Scope.INFERENCE,))[1] for name in ("one", "other", "third")}
 
         def begin(name: str) -> str:
@@ -192,7 +192,7 @@ def test_a_stream_cut_off_by_shutdown_releases_its_slot_before_its_last_event(tm
 
 
 @pytest.fixture
-def socket(harness: HttpHouse) -> Iterator[ClientConnection]:
+def socket(harness: HttpHarness) -> Iterator[ClientConnection]:
     with connect(f"{harness.url.replace('http', 'ws')}/v1/stream") as socket:
         yield socket
 
@@ -210,7 +210,9 @@ def heard(socket: ClientConnection) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("said", "last"), [("hello", "done"), ("break", "done"), ("refuse", "error")])
-def test_cached_responses_over_a_websocket(harness: HttpHouse, socket: ClientConnection, said: str, last: str) -> None:
+def test_cached_responses_over_a_websocket(
+    harness: HttpHarness, socket: ClientConnection, said: str, last: str
+) -> None:
     with harness.http() as http:
         for _ in range(3):
             ask_on(socket, said)
@@ -223,7 +225,7 @@ def test_cached_responses_over_a_websocket(harness: HttpHouse, socket: ClientCon
 
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_request_cancelled_on_a_websocket_releases_its_slot_before_the_next(
-    harness: HttpHouse, socket: ClientConnection, after: int
+    harness: HttpHarness, socket: ClientConnection, after: int
 ) -> None:
     """Also where it is cancelled before it has begun."""
     harness.worker.pause = 0.01

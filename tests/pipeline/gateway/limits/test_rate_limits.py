@@ -21,7 +21,7 @@ from pipeline.adapters.system import SystemClock
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.limits.concurrency import ConcurrencySlots, MemoryRunning
+from pipeline.gateway.limits.concurrency import ConcurrencySlots, MemoryConcurrencySlots
 from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
 from pipeline.gateway.limits.tenant_capacity import TenantCapacity
 from pipeline.gateway.routes.dependencies import GatewaySettings
@@ -31,7 +31,7 @@ from pipeline.ports import WorkerState, World
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.requests.limits import Limits, RateLimits
 from schemas.requests.requests import dump_body, parse_body
-from tests.pipeline.gateway.http_harness import http_house, lines
+from tests.pipeline.gateway.http_harness import lines, run_http_harness
 from tests.pipeline.simulation import SimulatedClock
 from tests.servers.redis import RedisServer
 from tests.waiting import wait_for
@@ -317,7 +317,7 @@ def test_the_default_limit_of_rows_is_unchanged_while_heartbeats_cant_be_read(mo
 
 
 def test_a_chat_request_takes_n_rows(tmp_path: Path) -> None:
-    with http_house(tmp_path, rates=RateSettings(default_rows=lambda: 8)) as harness:
+    with run_http_harness(tmp_path, rates=RateSettings(default_rows=lambda: 8)) as harness:
         ours, theirs = (harness.client(harness.keys.create(tenant, ALL)[1]) for tenant in ("a", "b"))
         harness.worker.stop_taking()
         waiting = threading.Thread(target=lambda: ours.chat.completions.create(**HELLO, n=8))
@@ -333,7 +333,7 @@ def test_a_chat_request_takes_n_rows(tmp_path: Path) -> None:
 
 
 def test_a_concurrency_slot_in_memory_expires(world: World) -> None:
-    running: ConcurrencySlots = MemoryRunning(world.clock)
+    running: ConcurrencySlots = MemoryConcurrencySlots(world.clock)
     assert running.enter("a", "1", 1, 10.0)
     assert not running.enter("a", "2", 1, 10.0)
     world.clock.sleep(10.0)
@@ -343,7 +343,7 @@ def test_a_concurrency_slot_in_memory_expires(world: World) -> None:
 
 
 def test_openais_client_waits_for_retry_after_and_then_succeeds(tmp_path: Path) -> None:
-    with http_house(tmp_path, rates=RateSettings(key=RateLimits(requests_per_minute=2), window=2)) as harness:
+    with run_http_harness(tmp_path, rates=RateSettings(key=RateLimits(requests_per_minute=2), window=2)) as harness:
         _, text = harness.keys.create("acme", ALL)
         hasty, patient = harness.client(text), harness.client(text, max_retries=3)
         at_a_windows_beginning(2)
@@ -367,7 +367,7 @@ def test_openais_client_waits_for_retry_after_and_then_succeeds(tmp_path: Path) 
 
 def test_tokens_and_slots_of_complete_responses_and_of_streams(tmp_path: Path) -> None:
     limits = RateLimits(tokens_per_minute=1_000, running_requests=1)
-    with http_house(tmp_path, rates=RateSettings(tenant=limits, window=DAY)) as harness:
+    with run_http_harness(tmp_path, rates=RateSettings(tenant=limits, window=DAY)) as harness:
         client = harness.client()
 
         def left(**more: Any) -> int:
@@ -408,7 +408,7 @@ def estimated(**more: Any) -> int:
 
 def test_open_jobs_of_a_tenant_are_limited(tmp_path: Path) -> None:
     rates = RateSettings(tenant=RateLimits(running_jobs=2))
-    with http_house(tmp_path, permits=0, rates=rates) as harness:
+    with run_http_harness(tmp_path, permits=0, rates=rates) as harness:
         client = harness.client()
         file = client.files.create(file=("a.jsonl", lines(3)), purpose="batch")
         wanted: Any = {
@@ -427,8 +427,8 @@ def test_open_jobs_of_a_tenant_are_limited(tmp_path: Path) -> None:
 def test_a_retry_counts_as_a_job(tmp_path: Path, limited: str) -> None:
     # Given a batch with a row that failed, of a tenant who may have one open job, or a backlog of a token,
     rates = RateSettings(tenant=RateLimits(running_jobs=1 if limited == "jobs" else None))
-    intake = IntakeSettings(tenant_tokens=1 if limited == "tokens" else None, look_every=0.5)
-    with http_house(tmp_path, permits=1, rates=rates, intake=intake) as harness:
+    intake = IntakeSettings(tenant_tokens=1 if limited == "tokens" else None, refresh_interval_seconds=0.5)
+    with run_http_harness(tmp_path, permits=1, rates=rates, intake=intake) as harness:
         client = harness.client()
         file = client.files.create(file=("a.jsonl", lines(5)), purpose="batch")
         wanted: Any = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
@@ -453,7 +453,7 @@ def test_a_retry_counts_as_a_job(tmp_path: Path, limited: str) -> None:
 
 
 def test_requests_above_the_concurrency_bound_get_openai_errors(tmp_path: Path) -> None:
-    with http_house(tmp_path, settings=GatewaySettings(requests_at_once=2)) as harness:
+    with run_http_harness(tmp_path, settings=GatewaySettings(requests_at_once=2)) as harness:
         harness.worker.stop_taking()
         client = harness.client()
 

@@ -21,7 +21,7 @@ from pipeline.gateway.records import StoredFile, new_file_id
 from pipeline.ledger.tenant_index import files_of
 from pipeline.ports import ObjectInfo, World
 from schemas.requests.limits import RateLimits
-from tests.pipeline.gateway.http_harness import http_house, lines
+from tests.pipeline.gateway.http_harness import lines, run_http_harness
 from tests.pipeline.simulation import MemoryStore
 from tests.waiting import wait_for
 
@@ -78,7 +78,7 @@ def refusal(files: Files, world: World, folder: Path, size: int, quota: StorageQ
 def test_an_upload_above_the_quota_is_refused_until_files_are_deleted(tmp_path: Path) -> None:
     content = lines(4)
     limits = RateLimits(stored_bytes=2 * len(content), stored_files=4)
-    with http_house(tmp_path, rates=RateSettings(tenants={"a": limits})) as harness:
+    with run_http_harness(tmp_path, rates=RateSettings(tenants={"a": limits})) as harness:
         ours, theirs = (harness.client(harness.keys.create(tenant, tuple(Scope))[1]) for tenant in "ab")
         first = ours.files.create(file=("1.jsonl", content), purpose="batch")
         second = ours.files.create(file=("2.jsonl", content), purpose="batch")

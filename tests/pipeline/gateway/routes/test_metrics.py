@@ -15,13 +15,13 @@ from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
     HistogramSample,
-    PaceMetrics,
-    PaceWeights,
+    SloMetrics,
+    SloWeights,
     SpeculationMetrics,
     TierMetrics,
     WorkerMetrics,
 )
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.observability.scrapes import Scrape, scrape
 from tests.waiting import HANG_SECONDS
@@ -30,11 +30,11 @@ CHAT = "/v1/chat/completions"
 ASKED = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 
 
-def scrape_gateway(harness: HttpHouse, key: str | None = None) -> Scrape:
+def scrape_gateway(harness: HttpHarness, key: str | None = None) -> Scrape:
     return scrape(f"{harness.url}/metrics", key)
 
 
-def scrape_when(harness: HttpHouse, so: Callable[[Scrape], bool]) -> Scrape:
+def scrape_when(harness: HttpHarness, so: Callable[[Scrape], bool]) -> Scrape:
     until = time.monotonic() + HANG_SECONDS
     while not so(found := scrape_gateway(harness)):
         assert time.monotonic() < until, found.families
@@ -42,14 +42,14 @@ def scrape_when(harness: HttpHouse, so: Callable[[Scrape], bool]) -> Scrape:
     return found
 
 
-def batch(harness: HttpHouse, data: bytes, **more: Any) -> Any:
+def batch(harness: HttpHarness, data: bytes, **more: Any) -> Any:
     client = harness.client()
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **more)
 
 
 def test_metrics_require_their_scope_where_keys_are_required(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness, harness.http() as nobody:
+    with run_http_harness(tmp_path) as harness, harness.http() as nobody:
         assert nobody.get("/metrics").status_code == 200
         keys = {scope: harness.keys.create("acme", (scope,))[1] for scope in Scope}
         assert nobody.get("/metrics").status_code == 401
@@ -62,13 +62,13 @@ def test_metrics_require_their_scope_where_keys_are_required(tmp_path: Path) -> 
 
 
 def test_a_page_of_another_site_gets_no_data(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness, harness.http() as http:
+    with run_http_harness(tmp_path) as harness, harness.http() as http:
         assert http.get("/metrics", headers={"Origin": "https://evil.example"}).status_code == 403
         assert http.get("/metrics", headers={"Origin": harness.url}).status_code == 200
 
 
 def test_rows_and_tokens_are_those_of_the_manifests(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         jobs = [batch(harness, lines(23)), batch(harness, lines(7))]
         client = harness.client()
         options = {"extra_body": {"tokenmill": {"on_invalid": "row", "tier": "bulk"}}}
@@ -98,7 +98,7 @@ def test_rows_and_tokens_are_those_of_the_manifests(tmp_path: Path) -> None:
 
 
 def test_open_jobs_are_in_the_metrics_until_they_end(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=0) as harness:
+    with run_http_harness(tmp_path, permits=0) as harness:
         job = batch(harness, lines(30))
         found = scrape_when(harness, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
         assert found.sum("tokenmill_backlog_tokens", model=PIN.name, tier="standard") > 0
@@ -119,7 +119,7 @@ def test_open_jobs_are_in_the_metrics_until_they_end(tmp_path: Path) -> None:
 
 
 def test_the_age_of_a_job_without_a_worker_grows(tmp_path: Path) -> None:
-    with http_house(tmp_path, permits=0) as harness:
+    with run_http_harness(tmp_path, permits=0) as harness:
         batch(harness, lines(10))
         scrape_when(harness, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
         batch(harness, lines(10))  # the worker has its hands full
@@ -130,14 +130,14 @@ def test_the_age_of_a_job_without_a_worker_grows(tmp_path: Path) -> None:
 
 
 def test_a_job_that_fails_as_a_whole_is_counted(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         batch(harness, lines(2) + b"not json\n")
         found = scrape_when(harness, lambda seen: seen.sum("tokenmill_jobs_ended_total") == 1)
         assert found.sum("tokenmill_jobs_ended_total", status="failed", tier="standard") == 1
 
 
 def test_responses_are_counted_by_result(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
+    with run_http_harness(tmp_path) as harness:
         client = harness.client()
         cached = {**ASKED, "temperature": 0, "extra_body": {"tokenmill": {"cache": True}}}
         for _ in range(3):
@@ -163,7 +163,7 @@ def test_responses_are_counted_by_result(tmp_path: Path) -> None:
 
 
 def test_request_metrics_are_labelled_by_route_and_never_by_path(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness, harness.http() as http:
+    with run_http_harness(tmp_path) as harness, harness.http() as http:
         for number in range(8):
             http.get(f"/v1/files/file-{number}")
             http.get(f"/nothing/{number}")
@@ -193,9 +193,9 @@ WORKER_METRICS = WorkerMetrics(
     computed=200, prompt=58, generated=47, recomputed=3, prefix_queried=90, prefix_hits=32,
     steps=HistogramSample(counts=(10, 10), seconds=0.03), step_rows=80, preemptions=2, kv_blocks=100, kv_blocks_used=25,
     lane_open=2, lane_waiting=1, store_outage="no room",
-    pace=PaceMetrics(
-        weights=PaceWeights(ttft=1, itl=2, utilisation=0.3, drops=4),
-        terms=PaceWeights(ttft=0.5, itl=0.25, utilisation=0.1, drops=0.01),
+    pace=SloMetrics(
+        weights=SloWeights(ttft=1, itl=2, utilisation=0.3, drops=4),
+        terms=SloWeights(ttft=0.5, itl=0.25, utilisation=0.1, drops=0.01),
         others=0.75, beside_streams=100, beside_prompts=200, late_first_tokens=1, late_tokens=2, drops=3,
     ),
     speculation=SpeculationMetrics(drafted=8, accepted=5, gained=-1.5, seconds=0.5),
@@ -203,10 +203,10 @@ WORKER_METRICS = WorkerMetrics(
 
 
 def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
-    with http_house(tmp_path) as harness:
-        for name, figures in (("w1", WORKER_METRICS), ("w2", WorkerMetrics(model="b", generated=7))):
+    with run_http_harness(tmp_path) as harness:
+        for name, metrics in (("w1", WORKER_METRICS), ("w2", WorkerMetrics(model="b", generated=7))):
             harness.beats.beat(WorkerState(name))
-            harness.beats.tell(name, figures)
+            harness.beats.tell(name, metrics)
         harness.beats.beat(WorkerState("w3"))
         found = scrape_gateway(harness)
         one = {"worker": "w1", "model": "a"}

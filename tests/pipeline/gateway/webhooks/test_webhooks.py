@@ -19,9 +19,9 @@ from structlog.testing import capture_logs
 from pipeline.gateway.webhooks.client import Endpoint, NotDelivered
 from pipeline.gateway.webhooks.service import Notifier, event_id
 from pipeline.ingest.intake import IntakeSettings
-from pipeline.jobs.pending_webhooks import DUE, WANTED, DueWebhook, WebhookRequest, want_notice
+from pipeline.jobs.pending_webhooks import DUE, WANTED, DueWebhook, WebhookRequest, request_webhook
 from pipeline.ports import World
-from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.pipeline.gateway.webhooks.receiver import Receiver
 from tests.pipeline.gateway.webhooks.webhook_tools import SECRET, endpoint, running_notifier
 from tests.pipeline.simulation import MemoryStore
@@ -29,12 +29,12 @@ from tests.waiting import wait_for
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[HttpHouse]:
-    with http_house(tmp_path, intake=IntakeSettings(noticed=frozenset({"default"}))) as harness:
+def harness(tmp_path: Path) -> Iterator[HttpHarness]:
+    with run_http_harness(tmp_path, intake=IntakeSettings(noticed=frozenset({"default"}))) as harness:
         yield harness
 
 
-def submit(harness: HttpHouse, count: int = 3, data: bytes | None = None, **more: Any) -> Any:
+def submit(harness: HttpHarness, count: int = 3, data: bytes | None = None, **more: Any) -> Any:
     client = harness.client()
     file = client.files.create(file=("a.jsonl", lines(count) if data is None else data), purpose="batch")
     wanted: Any = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h", **more}
@@ -45,7 +45,7 @@ def due(world: World) -> list[str]:
     return [info.key for prefix in (WANTED, DUE) for info in world.store.list(prefix)]
 
 
-def test_openais_client_reads_the_end_of_a_batch(harness: HttpHouse, receiver: Receiver) -> None:
+def test_openais_client_reads_the_end_of_a_batch(harness: HttpHarness, receiver: Receiver) -> None:
     with running_notifier(harness.world, endpoint(receiver.url("/hook?token=1"))):
         batch = submit(harness)
         wait_for(lambda: receiver.received, "nothing was delivered")
@@ -71,7 +71,7 @@ def test_each_final_status_is_sent_to_its_subscribers(tmp_path: Path, receiver: 
     only = endpoint(receiver.url("/only"), events=frozenset({"batch.cancelled"}))
     other = endpoint(receiver.url("/other"), tenant="other")
     with (
-        http_house(tmp_path, permits=0, intake=noticed) as harness,
+        run_http_harness(tmp_path, permits=0, intake=noticed) as harness,
         running_notifier(harness.world, endpoint(receiver.url("/all")), only, other),
     ):
         cancelled = submit(harness)
@@ -99,7 +99,7 @@ def test_each_final_status_is_sent_to_its_subscribers(tmp_path: Path, receiver: 
 def test_a_retried_batch_sends_a_webhook_too(tmp_path: Path, receiver: Receiver) -> None:
     noticed = IntakeSettings(noticed=frozenset({"default"}))
     with (
-        http_house(tmp_path, permits=0, intake=noticed) as harness,
+        run_http_harness(tmp_path, permits=0, intake=noticed) as harness,
         running_notifier(harness.world, endpoint(receiver.url())),
         harness.http() as http,
     ):
@@ -113,7 +113,9 @@ def test_a_retried_batch_sends_a_webhook_too(tmp_path: Path, receiver: Receiver)
     assert delivered == [("batch.cancelled", first.id), ("batch.completed", second["id"])]
 
 
-def test_an_event_is_delivered_unchanged_when_a_dead_receiver_recovers(harness: HttpHouse, receiver: Receiver) -> None:
+def test_an_event_is_delivered_unchanged_when_a_dead_receiver_recovers(
+    harness: HttpHarness, receiver: Receiver
+) -> None:
     receiver.status = 500
     with running_notifier(harness.world, endpoint(receiver.url())):
         submit(harness)
@@ -131,7 +133,7 @@ def test_an_event_is_delivered_unchanged_when_a_dead_receiver_recovers(harness: 
     assert abs(int(last.headers["webhook-timestamp"]) - last.at) <= 2, "the time is that of the try"
 
 
-def test_after_a_crash_events_are_repeated_and_none_is_lost(harness: HttpHouse, receiver: Receiver) -> None:
+def test_after_a_crash_events_are_repeated_and_none_is_lost(harness: HttpHarness, receiver: Receiver) -> None:
     """Killed after each step: when the receiver has answered, when the due is written, and before anything."""
     world, target = harness.world, endpoint(receiver.url())
     batch = submit(harness)
@@ -140,7 +142,7 @@ def test_after_a_crash_events_are_repeated_and_none_is_lost(harness: HttpHouse, 
     with running_notifier(world, target):
         wait_for(lambda: len(receiver.received) == 1, "it was not delivered")
         wait_for(lambda: not due(world), "it stays due")
-    want_notice(world.store, batch.id, world.clock.now())  # as if it had died before it removed this
+    request_webhook(world.store, batch.id, world.clock.now())  # as if it had died before it removed this
     with running_notifier(world, target):
         wait_for(lambda: len(receiver.received) == 2, "it was not delivered again")
         wait_for(lambda: not due(world), "it stays due")
@@ -153,7 +155,7 @@ def test_after_a_crash_events_are_repeated_and_none_is_lost(harness: HttpHouse, 
     assert len({one.headers["webhook-id"] for one in receiver.received}) == 1
 
 
-def test_a_slow_or_dead_endpoint_does_not_delay_others(harness: HttpHouse, receiver: Receiver) -> None:
+def test_a_slow_or_dead_endpoint_does_not_delay_others(harness: HttpHarness, receiver: Receiver) -> None:
     slow, dead = Receiver(), Receiver()
     slow.slow = 1.5
     dead.kill()
@@ -166,7 +168,7 @@ def test_a_slow_or_dead_endpoint_does_not_delay_others(harness: HttpHouse, recei
     slow.kill()
 
 
-def test_redirects_are_not_followed(harness: HttpHouse, receiver: Receiver) -> None:
+def test_redirects_are_not_followed(harness: HttpHarness, receiver: Receiver) -> None:
     elsewhere = Receiver()
     receiver.status, receiver.location = 307, elsewhere.url("/stolen")
     with running_notifier(harness.world, endpoint(receiver.url())), capture_logs() as logs:

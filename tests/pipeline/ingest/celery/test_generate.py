@@ -117,7 +117,7 @@ def test_beyond_its_limit_a_task_is_to_be_tried_later(make_house: Any) -> None:
     with pytest.raises(TryLater, match="no_room: 2 requests wait already"):
         house.ask("t3")
     assert len(house.taken(9)) == 2
-    full = make_house(lane_settings=LaneSettings(most_waiting=0))
+    full = make_house(lane_settings=LaneSettings(max_waiting=0))
     with pytest.raises(TryLater, match="no_room"):
         full.ask("t1")
 

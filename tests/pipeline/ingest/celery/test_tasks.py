@@ -250,7 +250,7 @@ def test_without_settings_no_uri_is_accepted(house: House) -> None:
 
 
 def test_without_room_or_a_model_the_task_is_for_later_and_then_done(tmp_path: Path) -> None:
-    house = House(tmp_path, simulated_world(tmp_path), IntakeSettings(tenant_tokens=1, look_every=1.0))
+    house = House(tmp_path, simulated_world(tmp_path), IntakeSettings(tenant_tokens=1, refresh_interval_seconds=1.0))
     with pytest.raises(TryLater, match="no_model: "):
         house.submit([LINE])
     house.publish()

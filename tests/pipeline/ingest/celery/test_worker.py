@@ -269,7 +269,7 @@ def test_the_queue_determines_the_tenant_and_nothing_in_a_message_does(house: Ho
 
 
 def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(house: House) -> None:
-    full = IntakeSettings(tenant_tokens=1, look_every=0.05)
+    full = IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.05)
     house.door(intake=full, tries=4)
     first = house.ask("submit", requests(5))
     waiting = house.call("submit", requests(6))
@@ -286,7 +286,7 @@ def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(
 
 
 def test_a_waiting_task_can_be_revoked(house: House) -> None:
-    house.door(intake=IntakeSettings(tenant_tokens=1, look_every=0.05), tries=1_000)
+    house.door(intake=IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.05), tries=1_000)
     first = house.ask("submit", requests(5))
     waiting = house.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")
@@ -299,7 +299,7 @@ def test_a_waiting_task_can_be_revoked(house: House) -> None:
 
 @pytest.mark.slow
 def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(house: House) -> None:
-    full = IntakeSettings(tenant_tokens=1, look_every=0.05)
+    full = IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.05)
     house.door(intake=full, tries=1_000, visibility_timeout=1.0)
     first = house.ask("submit", requests(5))
     waiting = house.call("submit", requests(6))
@@ -397,7 +397,7 @@ def test_a_result_backend_that_stalls_is_no_failure_of_the_task(house: House, tm
 
 def answered_over_stalls(house: House, results: RedisServer) -> str:
     """The result that a caller gets who waits while the result backend stalls."""
-    full = IntakeSettings(tenant_tokens=1, look_every=0.05)
+    full = IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.05)
     house.door(intake=full, tries=1_000, timeout=0.4, longest_wait=0.1, result_url=results.url)
     first = house.ask("submit", requests(5))
     waiting = house.call("submit", requests(6))

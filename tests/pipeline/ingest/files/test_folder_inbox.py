@@ -151,7 +151,7 @@ def test_given_a_file_that_cannot_be_taken_now_when_swept_then_the_others_do_not
     source = served.source(Failing(served.world), served.world)
     served.notice(source)
     assert [job.input.uri[-7:] for job in served.jobs()] == ["b.jsonl"]
-    assert served.letters() == []
+    assert served.dead_letters() == []
     assert len(served.take_all()) == 2
 
 
@@ -177,7 +177,7 @@ def test_given_a_link_to_a_file_elsewhere_when_it_is_noticed_then_it_is_refused(
     (served.incoming / "bulk").symlink_to(tmp_path)
     (job,) = served.take_all()
     assert job.input.uri.endswith("good.jsonl")
-    assert [code for code, _ in served.letters()] == ["unsupported_file"]
+    assert [code for code, _ in served.dead_letters()] == ["unsupported_file"]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link to a fifo", "link to JSON", "folder"])
@@ -201,11 +201,11 @@ def test_given_a_sidecar_that_is_no_file_when_its_input_is_taken_then_that_is_re
             sidecar.mkdir()
     (job,) = served.take_all()
     assert job.input.uri.endswith("good.jsonl")
-    (refused,) = DeadLetters(served.world).letters()
-    assert refused.letter.reason_code == "unsupported_file"
+    (refused,) = DeadLetters(served.world).dead_letters()
+    assert refused.dead_letter.reason_code == "unsupported_file"
     what = "a symbolic link" if "link" in kind else "no regular file"
-    assert refused.letter.message.startswith(f"{sidecar}: is {what}")
-    assert "aws" not in refused.letter.message
+    assert refused.dead_letter.message.startswith(f"{sidecar}: is {what}")
+    assert "aws" not in refused.dead_letter.message
 
 
 def test_given_a_folder_that_becomes_a_link_while_a_file_in_it_is_taken_then_nothing_is_read_through_it(
@@ -237,7 +237,7 @@ def test_given_a_file_that_is_renamed_when_it_is_whole_then_only_the_whole_file_
 def test_given_a_watch_when_files_come_then_each_is_taken_once_and_settled_ones_are_not_hashed_again(
     served: FolderInboxHarness,
 ) -> None:
-    watch = FileIngestWatcher([served.intake()], served.world, WatchSettings(sweep_every=1.0))
+    watch = FileIngestWatcher([served.intake()], served.world, WatchSettings(sweep_interval_seconds=1.0))
     for number in range(3):
         served.put(f"{number}.jsonl", LINE)
         for _ in range(8):
@@ -258,7 +258,7 @@ def test_given_so_many_files_that_a_sweep_takes_long_when_watched_then_it_rests_
             return super().sweep()
 
     source = SlowSource(FolderInbox(served.store, served.clock), Intake(served.world), served.world)
-    watch = FileIngestWatcher([source], served.world, WatchSettings(sweep_every=1.0))
+    watch = FileIngestWatcher([source], served.world, WatchSettings(sweep_interval_seconds=1.0))
     while served.clock.seconds < 10 * 55.0:
         watch.step()
     assert source.sweeps == 10

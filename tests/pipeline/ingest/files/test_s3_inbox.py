@@ -50,7 +50,7 @@ def clients(s3_server: MotoServer) -> Clients:
         region=s3_server.region,
         access_key=s3_server.access_key,
         secret_key=s3_server.secret_key,
-        patience_seconds=5.0,
+        retry_timeout_seconds=5.0,
     )
     return Clients(s3_server, s3_server.client(), s3_server.client("sqs"), S3Connection(settings))
 
@@ -211,7 +211,7 @@ def test_given_uploads_at_once_and_in_parts_when_events_come_then_each_is_one_jo
     drain(harness, events)
     assert sorted(job.input.size for job in harness.jobs()) == [len(LINE), 2 * len(LINE)]
     assert {job.tenant for job in harness.jobs()} == {"team-a"}
-    assert harness.letters() == []
+    assert harness.dead_letters() == []
 
 
 def test_given_events_that_get_lost_when_the_watch_sweeps_then_nothing_is(harness: NotifiedInboxHarness) -> None:
@@ -219,7 +219,7 @@ def test_given_events_that_get_lost_when_the_watch_sweeps_then_nothing_is(harnes
     harness.sqs.purge_queue(QueueUrl=harness.queue_url)
     source = harness.intake()
     watch = FileIngestWatcher(
-        [source], harness.world, WatchSettings(sweep_every=0.0, pause=0.0), harness.events(source)
+        [source], harness.world, WatchSettings(sweep_interval_seconds=0.0, pause=0.0), harness.events(source)
     )
     watch.step()
     assert len(harness.jobs()) == 1
@@ -230,7 +230,7 @@ def test_given_a_watch_that_runs_when_files_are_dropped_then_they_are_jobs_at_on
 ) -> None:
     source = harness.intake()
     watch = FileIngestWatcher(
-        [source], harness.world, WatchSettings(sweep_every=3600.0, pause=0.05), harness.events(source)
+        [source], harness.world, WatchSettings(sweep_interval_seconds=3600.0, pause=0.05), harness.events(source)
     )
     stop = threading.Event()
     thread = threading.Thread(target=watch.run, args=(stop,))
@@ -258,16 +258,16 @@ def test_given_what_is_not_for_this_door_when_events_come_then_it_is_passed_over
     harness.say(Service="Amazon S3", Event="s3:TestEvent", Bucket=harness.bucket)
     harness.sqs.send_message(QueueUrl=harness.queue_url, MessageBody="this is not an event")
     drain(harness, events)
-    ((code, place),) = harness.letters()
+    ((code, place),) = harness.dead_letters()
     assert (code, place) == ("invalid_event", harness.queue_url)
-    (found,) = DeadLetters(harness.world).letters()
-    assert DeadLetters(harness.world).original(found.letter) == b"this is not an event"
+    (found,) = DeadLetters(harness.world).dead_letters()
+    assert DeadLetters(harness.world).original(found.dead_letter) == b"this is not an event"
 
     harness.tell(PREFIX + "a.jsonl", bucket="another-bucket")
     events.poll()
     assert harness.left() == 1, "it may be somebody else's"
     assert harness.jobs() == []
-    assert len(harness.letters()) == 1
+    assert len(harness.dead_letters()) == 1
 
 
 def test_given_a_refused_message_when_it_is_replayed_then_it_is_on_the_queue_again(
@@ -276,18 +276,18 @@ def test_given_a_refused_message_when_it_is_replayed_then_it_is_on_the_queue_aga
     events = harness.events(harness.intake())
     harness.sqs.send_message(QueueUrl=harness.queue_url, MessageBody="poison")
     drain(harness, events)
-    letters = DeadLetters(harness.world)
-    (found,) = letters.letters()
-    letters.replay(found.letter.id, lambda _, original: events.replay(original))
+    dead_letters = DeadLetters(harness.world)
+    (found,) = dead_letters.dead_letters()
+    dead_letters.replay(found.dead_letter.id, lambda _, original: events.replay(original))
     assert harness.left() == 1
     drain(harness, events)
-    assert len(harness.letters()) == 2, "refused again: a message of its own"
+    assert len(harness.dead_letters()) == 2, "refused again: a message of its own"
 
 
 def test_given_a_tenant_without_room_when_events_come_then_the_queue_is_not_even_asked(
     harness: NotifiedInboxHarness,
 ) -> None:
-    settings = IntakeSettings(tenant_tokens=1, look_every=0.0)
+    settings = IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.0)
     source = harness.intake(settings)
     events = harness.events(source)
     harness.put("a.jsonl", LINE)
@@ -375,7 +375,7 @@ def test_given_options_in_metadata_when_the_event_comes_then_the_job_has_them_an
     drain(harness, harness.events(harness.intake()))
     (job,) = harness.jobs()
     assert (job.tier, job.settings.seed, job.tenant) == ("bulk", 5, "team-a")
-    assert [code for code, _ in harness.letters()] == ["unknown_option"]
+    assert [code for code, _ in harness.dead_letters()] == ["unknown_option"]
 
 
 def test_given_an_announced_sidecar_when_it_comes_later_then_the_file_waits_for_it(
@@ -401,11 +401,11 @@ def test_given_an_announced_sidecar_that_never_comes_when_the_wait_is_over_then_
         harness.inbox(), Intake(harness.world), harness.world, FileIngestSettings(sidecar_wait_seconds=-1.0)
     )
     drain(harness, harness.events(impatient))
-    assert [code for code, _ in harness.letters()] == ["sidecar_missing"]
+    assert [code for code, _ in harness.dead_letters()] == ["sidecar_missing"]
     harness.put("a.job.json", b'{"tier": "bulk"}')
     assert harness.intake().sweep() == {}
-    (found,) = DeadLetters(harness.world).letters()
-    DeadLetters(harness.world).replay(found.letter.id)
+    (found,) = DeadLetters(harness.world).dead_letters()
+    DeadLetters(harness.world).replay(found.dead_letter.id)
     (job,) = harness.take_all()
     assert job.tier == "bulk"
 

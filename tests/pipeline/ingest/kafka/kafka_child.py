@@ -23,7 +23,7 @@ from pipeline.ingest.kafka.partition import Handler
 from pipeline.ingest.kafka.records import Record
 from pipeline.jobs.submit import SubmittedJob
 from pipeline.ports import ObjectStore
-from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse
+from tests.pipeline.ingest.kafka.kafka_harness import KafkaHarness
 
 
 def die() -> None:
@@ -97,7 +97,7 @@ class DyingDoor(KafkaIngest):
 def main() -> None:
     given = json.loads(sys.argv[1])
     moment = given["moment"]
-    house = KafkaHouse(
+    house = KafkaHarness(
         given["bootstrap"],
         given["name"],
         Path(given["folder"]),

@@ -21,7 +21,7 @@ from pipeline.adapters.kafka.connection import KafkaConnection
 from pipeline.adapters.kafka.producer import KafkaSender, ProducerSettings
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.ingest.dead_letters import DeadLetter, DeadLetters
-from pipeline.ingest.intake import Intake, IntakeOptions
+from pipeline.ingest.intake import Intake, IntakePort
 from pipeline.ingest.kafka.consumer import KafkaIngest
 from pipeline.ingest.kafka.micro_batches import KafkaBatch, load_batch
 from pipeline.ingest.kafka.partition import Handler
@@ -50,7 +50,7 @@ def request(name: str, *, text: str = "hello", model: str = MODEL) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ProducedRecord:
     """A message to produce."""
 
     value: bytes | None
@@ -60,7 +60,7 @@ class Said:
 
 
 @dataclass
-class KafkaHouse:
+class KafkaHarness:
     """The root and topics of one test.
 
     Attributes:
@@ -114,18 +114,18 @@ class KafkaHouse:
             batch_seconds=0.3,
             poll_seconds=0.05,
             session_timeout=2.0,  # what the broker needs; see tests.servers.kafka
-            heartbeat_every=0.2,
-            retry_first=0.1,
-            retry_most=0.5,
+            heartbeat_interval_seconds=0.2,
+            first_retry_seconds=0.1,
+            max_retry_seconds=0.5,
             call_timeout=10.0,
         )
         return replace(plain, **changes)
 
-    def handlers(self, settings: KafkaIngestSettings, intake: IntakeOptions) -> dict[str, Handler]:
+    def handlers(self, settings: KafkaIngestSettings, intake: IntakePort) -> dict[str, Handler]:
         """The handler of each topic."""
         return kafka_handlers(settings, self.world, intake, self.sender, pin_local)
 
-    def door(self, settings: KafkaIngestSettings | None = None, intake: IntakeOptions | None = None) -> KafkaIngest:
+    def door(self, settings: KafkaIngestSettings | None = None, intake: IntakePort | None = None) -> KafkaIngest:
         """A new consumer of the harness's topics."""
         intake = intake or Intake(self.world)
         return build_kafka_ingest(settings or self.settings(), self.world, intake, self.sender, pin_local)
@@ -160,7 +160,7 @@ class KafkaHouse:
         finally:
             door.close()
 
-    def produce(self, said: Iterable[Said], topic: str | None = None) -> None:
+    def produce(self, said: Iterable[ProducedRecord], topic: str | None = None) -> None:
         producer = KafkaProducer(bootstrap_servers=self.bootstrap, enable_idempotence=False, batch_size=0,
                                  max_request_size=64 << 20)  # fmt: skip
         try:
@@ -231,8 +231,8 @@ class KafkaHouse:
                  if info.key.endswith(".json"))  # fmt: skip
         return [batch for batch in found if batch is not None]
 
-    def letters(self) -> list[DeadLetter]:
-        return [found.letter for found in DeadLetters(self.world).letters()]
+    def dead_letters(self) -> list[DeadLetter]:
+        return [found.dead_letter for found in DeadLetters(self.world).dead_letters()]
 
     def close(self) -> None:
         self.sender.close()
@@ -252,7 +252,7 @@ def until(met: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None
         time.sleep(0.05)
 
 
-def child(house: KafkaHouse, moment: str, **more: object) -> subprocess.Popen[bytes]:
+def child(house: KafkaHarness, moment: str, **more: object) -> subprocess.Popen[bytes]:
     """A consumer in a process of its own; see `kafka_child`."""
     given = {"bootstrap": house.bootstrap, "name": house.name, "folder": str(house.folder), "moment": moment, **more}
     command = [sys.executable, "-m", "tests.pipeline.ingest.kafka.kafka_child", json.dumps(given)]

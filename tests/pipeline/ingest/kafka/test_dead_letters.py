@@ -11,50 +11,52 @@ from pathlib import Path
 import pytest
 
 from pipeline.egress.publisher import Publisher, PublisherSettings
-from pipeline.ingest.dead_letters import DeadLetters, letter_objects
+from pipeline.ingest.dead_letters import DeadLetters, list_dead_letter_objects
 from pipeline.ingest.kafka.dead_letters import OWED, KafkaDeadLetters, UnsentDeadLetters
 from pipeline.ingest.kafka.micro_batches import PartitionId
 from pipeline.ingest.kafka.records import Record, Refused
 from pipeline.ports import NotConfirmed
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
-from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse, Said, request, until
+from tests.pipeline.ingest.kafka.kafka_harness import KafkaHarness, ProducedRecord, request, until
 from tests.servers.kafka import KafkaBroker
 
 
 @pytest.fixture
-def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHouse]:
-    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
+    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
     house.make_topics(*(f"{house.name}.{name}" for name in ("requests", "results", "events", "deadletter")))
     yield house
     house.close()
 
 
 @pytest.fixture
-def nowhere(house: KafkaHouse) -> Iterator[KafkaHouse]:
+def nowhere(house: KafkaHarness) -> Iterator[KafkaHarness]:
     """The same root, and a cluster that isn't there."""
-    nowhere = KafkaHouse("127.0.0.1:1", house.name, house.folder, connect_timeout=0.2)
+    nowhere = KafkaHarness("127.0.0.1:1", house.name, house.folder, connect_timeout=0.2)
     yield nowhere
     nowhere.close()
 
 
-def owed(house: KafkaHouse) -> list[str]:
+def owed(house: KafkaHarness) -> list[str]:
     return [info.key for info in house.store.list(OWED)]
 
 
-def told(house: KafkaHouse, count: int) -> Counter[tuple[bytes | None, bytes, tuple[tuple[str, bytes], ...]]]:
+def told(house: KafkaHarness, count: int) -> Counter[tuple[bytes | None, bytes, tuple[tuple[str, bytes], ...]]]:
     """The messages on the dead-letter topic, and how often each occurs; at least so many messages."""
     return Counter((one.key, one.value, tuple(one.headers)) for one in house.consume(house.deadletter, count))
 
 
 def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages_that_it_would_have_got(
-    house: KafkaHouse, nowhere: KafkaHouse, tmp_path: Path
+    house: KafkaHarness, nowhere: KafkaHarness, tmp_path: Path
 ) -> None:
     poison = [
-        Said(b"nonsense", b"k1", [("trace", b"\x00\xff"), ("tier", b"bulk")]),
-        Said(None, b"k2"),
-        Said(request("x", text="y" * 2_000_000), b"k3", [("tier", b"interactive")]),  # more than a message may have
+        ProducedRecord(b"nonsense", b"k1", [("trace", b"\x00\xff"), ("tier", b"bulk")]),
+        ProducedRecord(None, b"k2"),
+        ProducedRecord(
+            request("x", text="y" * 2_000_000), b"k3", [("tier", b"interactive")]
+        ),  # more than a message may have
     ]
-    house.produce([*poison, Said(request("a"))])
+    house.produce([*poison, ProducedRecord(request("a"))])
     silent = house.settings(deadletter_patience=0.1, group=f"{house.name}-silent")
     with house.running(nowhere.door(silent)):  # it reads from the real brokers, and sends to others
         until(lambda: house.committed(0, group=silent.group) == 4, "the partition goes on")
@@ -64,7 +66,7 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
     assert len(owed(house)) == 3, "still silent"
 
     topics = [f"{house.name}.{name}" for name in ("results", "events", "deadletter")]
-    later = Publisher(house.world, house.sender, PublisherSettings(*topics, owed_every=0.0))
+    later = Publisher(house.world, house.sender, PublisherSettings(*topics, unsent_interval_seconds=0.0))
     for _ in range(2):
         later.look()
     assert (later.failures, owed(house)) == (0, [])
@@ -72,7 +74,7 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
     assert sorted((key or b"", count) for (key, _, _), count in sent.items()) == [(b"", 1), (b"k1", 1), (b"k2", 1)]
     assert house.lines() == ["a"]
 
-    fresh = KafkaHouse(house.bootstrap, house.name, tmp_path / "fresh")
+    fresh = KafkaHarness(house.bootstrap, house.name, tmp_path / "fresh")
     with fresh.running(fresh.door()):  # for another root the same records are read while the topic answers
         until(lambda: fresh.committed(0) == 4, "read again")
     fresh.close()
@@ -83,14 +85,14 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
 
 
 def test_given_letters_that_are_owed_when_the_announcer_dies_anywhere_then_each_is_sent_and_none_is_owed(
-    house: KafkaHouse, nowhere: KafkaHouse
+    house: KafkaHarness, nowhere: KafkaHarness
 ) -> None:
-    letters = KafkaDeadLetters(nowhere.world, nowhere.sender, house.deadletter, retry_timeout_seconds=0.0)
+    dead_letters = KafkaDeadLetters(nowhere.world, nowhere.sender, house.deadletter, retry_timeout_seconds=0.0)
     partition_id = PartitionId("c", house.requests, 0, "team")
-    letters.write(partition_id, [Refused(Record(n, 1_000, b"k", b"x%d" % n), "bad", "no good") for n in range(3)])
-    removed = house.letters()[-1]  # before anybody was told of it
+    dead_letters.write(partition_id, [Refused(Record(n, 1_000, b"k", b"x%d" % n), "bad", "no good") for n in range(3)])
+    removed = house.dead_letters()[-1]  # before anybody was told of it
     value = DeadLetters(house.world).original(removed)
-    for info in letter_objects(house.store, removed.id):
+    for info in list_dead_letter_objects(house.store, removed.id):
         house.store.delete(info.key)
 
     deaths = 0

@@ -9,20 +9,20 @@ import orjson
 import pytest
 
 from schemas.jobs.job import Tier
-from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse, Said, request, until
+from tests.pipeline.ingest.kafka.kafka_harness import KafkaHarness, ProducedRecord, request, until
 from tests.servers.kafka import KafkaBroker
 
 
 @pytest.fixture
-def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHouse]:
-    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
+    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
     house.make_topics(house.requests, house.deadletter, f"{house.name}.jobs")
     yield house
     house.close()
 
 
 def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_job_or_a_dead_letter(
-    house: KafkaHouse, tmp_path: Path
+    house: KafkaHarness, tmp_path: Path
 ) -> None:
     topic, inputs = f"{house.name}.jobs", tmp_path / "inputs"
     inputs.mkdir()
@@ -37,7 +37,10 @@ def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_
         {"url": "one"},
     ]
     headers = [("job", b"nightly"), ("tier", b"standard")]
-    house.produce([Said(orjson.dumps(good), headers=headers), *(Said(orjson.dumps(one)) for one in bad)], topic)
+    house.produce(
+        [ProducedRecord(orjson.dumps(good), headers=headers), *(ProducedRecord(orjson.dumps(one)) for one in bad)],
+        topic,
+    )
 
     for group in ("one", "two"):
         named = house.settings(
@@ -51,6 +54,6 @@ def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_
 
     (job,) = house.jobs()
     assert (job.tenant, job.tier, job.metadata) == ("team", Tier.BULK, {"who": "me", "job": "nightly"})
-    letters = sorted(letter.reason_code for letter in house.letters())
-    assert letters == ["forbidden_uri", "input_error", "invalid_request", "invalid_request", "model_not_found"]
+    dead_letters = sorted(letter.reason_code for letter in house.dead_letters())
+    assert dead_letters == ["forbidden_uri", "input_error", "invalid_request", "invalid_request", "model_not_found"]
     assert len(house.consume(house.deadletter, 10)) == 10, "each reading told of them"

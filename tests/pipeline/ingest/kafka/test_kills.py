@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse, Said, child, request, until
+from tests.pipeline.ingest.kafka.kafka_harness import KafkaHarness, ProducedRecord, child, request, until
 from tests.servers.kafka import KafkaBroker
 from tests.waiting import HANG_SECONDS
 
@@ -24,11 +24,11 @@ JOBS = {"before": 0, "batch": 0, "job": 1, "stored": 2, "committed": 2}
 def test_given_consumers_that_are_killed_at_different_moments_when_others_come_then_each_record_is_taken_once(
     kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
-    houses = {moment: KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / moment) for moment in JOBS}
+    houses = {moment: KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / moment) for moment in JOBS}
     bulk = [("tier", b"bulk")]
     for house in houses.values():
         house.make_topics(house.requests, house.deadletter)
-        house.produce([Said(request(f"a{n}"), headers=bulk if n % 3 else []) for n in range(12)])
+        house.produce([ProducedRecord(request(f"a{n}"), headers=bulk if n % 3 else []) for n in range(12)])
     children = [child(house, moment) for moment, house in houses.items()]
     assert [one.wait(HANG_SECONDS) for one in children] == [-signal.SIGKILL] * len(JOBS)
 
@@ -37,7 +37,7 @@ def test_given_consumers_that_are_killed_at_different_moments_when_others_come_t
         assert durable == (0 if moment == "before" else 12)
         assert (house.committed(0) or 0) == (12 if moment == "committed" else 0), f"killed: {moment}"
         assert len(house.jobs()) == JOBS[moment]
-        house.produce([Said(request("late"))])
+        house.produce([ProducedRecord(request("late"))])
     with ExitStack() as doors:
         for house in houses.values():  # left to itself, each would have cut its batches otherwise
             doors.enter_context(house.running(house.door(house.settings(batch_records=5))))

@@ -59,9 +59,9 @@ class Partition:
 
     def consumer(self) -> RequestBatches:
         """A new consumer without state."""
-        settings = KafkaIngestSettings(KafkaConnection(("nowhere:1",)), resend_window=60.0, most_value_bytes=50_000)
-        letters = KafkaDeadLetters(self.world, self.outbox, "dead", settings.deadletter_patience)
-        return RequestBatches(self.world, Intake(self.world), letters, settings)
+        settings = KafkaIngestSettings(KafkaConnection(("nowhere:1",)), resend_window=60.0, max_value_bytes=50_000)
+        dead_letters = KafkaDeadLetters(self.world, self.outbox, "dead", settings.deadletter_retry_timeout_seconds)
+        return RequestBatches(self.world, Intake(self.world), dead_letters, settings)
 
     def lines(self) -> list[bytes]:
         jobs = [ledger.job() for ledger in find_ledgers(self.store)]

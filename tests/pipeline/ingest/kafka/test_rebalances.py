@@ -17,7 +17,7 @@ from pipeline.ingest.kafka.consumer import KafkaIngest
 from pipeline.ingest.kafka.partition import PartitionTask
 from pipeline.jobs.submit import SubmittedJob
 from pipeline.ports import World
-from tests.pipeline.ingest.kafka.kafka_harness import PATIENCE, KafkaHouse, Said, child, request, until
+from tests.pipeline.ingest.kafka.kafka_harness import PATIENCE, KafkaHarness, ProducedRecord, child, request, until
 from tests.servers.kafka import KafkaBroker
 
 PARTITIONS = 4
@@ -25,8 +25,8 @@ ALL = set(range(PARTITIONS))
 
 
 @pytest.fixture
-def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHouse]:
-    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
+    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
     house.make_topics(house.requests, partitions=PARTITIONS)
     house.make_topics(house.deadletter)
     yield house
@@ -36,7 +36,7 @@ def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: P
 class Stream:
     """Records that are produced on all partitions until the test has seen enough."""
 
-    def __init__(self, house: KafkaHouse, every: float) -> None:
+    def __init__(self, house: KafkaHarness, every: float) -> None:
         self._house = house
         self._every = every
         self._stop = threading.Event()
@@ -58,12 +58,14 @@ class Stream:
         while not self._stop.wait(self._every):
             said = []
             for number in range(PARTITIONS):
-                said += [Said(request(f"p{number}-{self.sent[number] + n}"), b"k", (), number) for n in range(5)]
+                said += [
+                    ProducedRecord(request(f"p{number}-{self.sent[number] + n}"), b"k", (), number) for n in range(5)
+                ]
                 self.sent[number] += 5
             self._house.produce(said)
 
 
-def check_offsets(house: KafkaHouse) -> None:
+def check_offsets(house: KafkaHarness) -> None:
     """Offsets first, then storage: what is committed must be durable by then, jobs and all."""
     committed = [house.committed(number) or 0 for number in range(PARTITIONS)]
     jobs = len(house.jobs())
@@ -82,7 +84,7 @@ def held(door: KafkaIngest) -> set[int]:
     return {place.partition for place in [*door._partitions, *door._unstarted]}
 
 
-def rebalance(house: KafkaHouse, times: int, every: float, seed: int) -> Stream:
+def rebalance(house: KafkaHarness, times: int, every: float, seed: int) -> Stream:
     """One steady member; others join, leave in order or are killed, in turn.
 
     Each turn waits until the group has formed, with and without the other. A member that leaves while it forms is more
@@ -119,7 +121,7 @@ def _share(one: KafkaIngest, other: KafkaIngest) -> bool:
     return bool(held(one) and held(other)) and held(one) | held(other) == ALL and not held(one) & held(other)
 
 
-def check_taken(house: KafkaHouse, stream: Stream) -> None:
+def check_taken(house: KafkaHarness, stream: Stream) -> None:
     assert house.lines() == stream.names()
     check_offsets(house)
     for number in range(PARTITIONS):
@@ -128,7 +130,7 @@ def check_taken(house: KafkaHouse, stream: Stream) -> None:
 
 
 @pytest.mark.slow
-def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_once(house: KafkaHouse) -> None:
+def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_once(house: KafkaHarness) -> None:
     check_taken(house, rebalance(house, times=3, every=0.3, seed=1))
 
 
@@ -145,7 +147,7 @@ class Held(Intake):
 
 
 def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then_its_offset_is_committed_first(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
     settings = house.settings()
     intake, stop = Held(house.world), threading.Event()
@@ -162,7 +164,9 @@ def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then
         return [part.work for part in door._partitions.values() if part.work and part.work.kind == "store"]
 
     thread = threading.Thread(target=follow)
-    house.produce([Said(request(f"a{number}-{n}"), partition=number) for n in range(5) for number in range(PARTITIONS)])
+    house.produce(
+        [ProducedRecord(request(f"a{number}-{n}"), partition=number) for n in range(5) for number in range(PARTITIONS)]
+    )
     with house.stepping(door) as step_until:
         step_until(lambda: len(working()) == PARTITIONS, "all partitions are being stored")
         intake.let.set()
@@ -177,23 +181,23 @@ def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then
 
 
 @pytest.mark.exhaustive
-def test_given_fifty_rebalances_when_records_flow_then_each_is_taken_once(house: KafkaHouse) -> None:
+def test_given_fifty_rebalances_when_records_flow_then_each_is_taken_once(house: KafkaHarness) -> None:
     check_taken(house, rebalance(house, times=25, every=0.5, seed=2))  # each member that comes also goes
 
 
 def test_given_the_broker_dies_and_comes_back_when_records_flow_then_none_is_lost(
     durable_kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
-    house = KafkaHouse(durable_kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    house = KafkaHarness(durable_kafka_broker.bootstrap, unique_name(), tmp_path / "root")
     house.make_topics(house.requests, partitions=PARTITIONS)
     house.make_topics(house.deadletter)
     with house.running(house.door()):
         for life in range(2):
-            house.produce([Said(request(f"a{life}-{n}"), partition=n % PARTITIONS) for n in range(40)])
+            house.produce([ProducedRecord(request(f"a{life}-{n}"), partition=n % PARTITIONS) for n in range(40)])
             durable_kafka_broker.kill()
             time.sleep(0.5)
             durable_kafka_broker.start()
-        house.produce([Said(request(f"b{n}"), partition=n % PARTITIONS) for n in range(40)])
+        house.produce([ProducedRecord(request(f"b{n}"), partition=n % PARTITIONS) for n in range(40)])
         until(lambda: [house.committed(n) for n in range(PARTITIONS)] == [30] * PARTITIONS, "all is committed")
 
     assert house.lines() == sorted(

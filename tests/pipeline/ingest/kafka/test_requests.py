@@ -17,13 +17,13 @@ from pipeline.ingest.kafka.records import Record
 from pipeline.jobs.submit import SubmittedJob
 from pipeline.ports import ObjectStore
 from schemas.jobs.job import Tier
-from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse, Said, request, until
+from tests.pipeline.ingest.kafka.kafka_harness import KafkaHarness, ProducedRecord, request, until
 from tests.servers.kafka import KafkaBroker
 
 
 @pytest.fixture
-def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHouse]:
-    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
+    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
     house.make_topics(house.requests, partitions=2)
     house.make_topics(house.deadletter)
     yield house
@@ -61,11 +61,11 @@ class SlowStore:
 
 
 def test_given_records_of_several_kinds_when_they_come_then_each_kind_is_a_job_and_offsets_follow(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
     bulk = [("tier", b"bulk"), ("job", b"nightly")]
-    house.produce([Said(request(f"a{n}"), partition=n % 2) for n in range(20)])
-    house.produce([Said(request(f"b{n}"), headers=bulk) for n in range(5)])
+    house.produce([ProducedRecord(request(f"a{n}"), partition=n % 2) for n in range(20)])
+    house.produce([ProducedRecord(request(f"b{n}"), headers=bulk) for n in range(5)])
 
     with house.running(house.door()):
         until(lambda: house.committed(0) == 15 and house.committed(1) == 10, "offsets committed")
@@ -78,8 +78,8 @@ def test_given_records_of_several_kinds_when_they_come_then_each_kind_is_a_job_a
     assert [(batch.partition, batch.last) for batch in house.batches()][-1] == (1, 9)
 
 
-def test_given_all_was_taken_when_another_group_reads_it_again_then_no_job_is_new(house: KafkaHouse) -> None:
-    house.produce([Said(request(f"a{n}")) for n in range(30)])
+def test_given_all_was_taken_when_another_group_reads_it_again_then_no_job_is_new(house: KafkaHarness) -> None:
+    house.produce([ProducedRecord(request(f"a{n}")) for n in range(30)])
     with house.running(house.door()):
         until(lambda: house.committed(0) == 30, "first reading")
     before = [job.id for job in house.jobs()]
@@ -93,13 +93,13 @@ def test_given_all_was_taken_when_another_group_reads_it_again_then_no_job_is_ne
 
 
 def test_given_two_consumers_that_both_think_the_partition_theirs_when_they_read_at_once_then_each_row_is_once(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
     one = house.settings(group=f"{house.name}-one", batch_records=10)
     two = house.settings(group=f"{house.name}-two", batch_records=13)
     with house.running(house.door(one)), house.running(house.door(two)):
         for start in range(0, 60, 20):
-            house.produce([Said(request(f"a{n}")) for n in range(start, start + 20)])
+            house.produce([ProducedRecord(request(f"a{n}")) for n in range(start, start + 20)])
         for settings in (one, two):
             until(lambda group=settings.group: house.committed(0, group=group) == 60, "both are through")
 
@@ -109,28 +109,28 @@ def test_given_two_consumers_that_both_think_the_partition_theirs_when_they_read
 
 
 def test_given_poison_when_it_comes_between_good_records_then_it_is_a_dead_letter_and_the_others_are_taken(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
     poison = {
-        "not-utf8": Said(b'{"custom_id": "\xff"}', b"k1", [("trace", b"\x00\xff")]),
-        "not-json": Said(b'{"custom_id": ', b"k2"),
-        "no-object": Said(b"[1, 2]", b"k3"),
-        "tombstone": Said(None, b"k4"),
-        "bad-tier": Said(request("x"), b"k5", [("tier", b"interactive")]),
-        "bad-reply": Said(request("y"), b"k6", [("reply_to", b"elsewhere")]),
-        "too-large": Said(request("z", text="x" * 300_000), b"k7"),
-        "unknown-model": Said(request("m"), b"k8", [("model", b"gpt-x")]),
+        "not-utf8": ProducedRecord(b'{"custom_id": "\xff"}', b"k1", [("trace", b"\x00\xff")]),
+        "not-json": ProducedRecord(b'{"custom_id": ', b"k2"),
+        "no-object": ProducedRecord(b"[1, 2]", b"k3"),
+        "tombstone": ProducedRecord(None, b"k4"),
+        "bad-tier": ProducedRecord(request("x"), b"k5", [("tier", b"interactive")]),
+        "bad-reply": ProducedRecord(request("y"), b"k6", [("reply_to", b"elsewhere")]),
+        "too-large": ProducedRecord(request("z", text="x" * 300_000), b"k7"),
+        "unknown-model": ProducedRecord(request("m"), b"k8", [("model", b"gpt-x")]),
     }
-    house.produce([Said(request("a")), *poison.values(), Said(request("b"))])
+    house.produce([ProducedRecord(request("a")), *poison.values(), ProducedRecord(request("b"))])
 
     with house.running(house.door(house.settings(most_value_bytes=200_000))):
         until(lambda: house.committed(0) == len(poison) + 2, "all offsets committed")
 
     assert house.lines() == ["a", "b"]
-    letters = {letter.record_key(): letter for letter in house.letters()}
-    assert letters.keys() == {said.key for said in poison.values()}
-    assert letters[b"k1"].record_headers() == [("trace", b"\x00\xff")]
-    assert letters[b"k8"].reason_code == "model_not_found"
+    dead_letters = {letter.record_key(): letter for letter in house.dead_letters()}
+    assert dead_letters.keys() == {said.key for said in poison.values()}
+    assert dead_letters[b"k1"].record_headers() == [("trace", b"\x00\xff")]
+    assert dead_letters[b"k8"].reason_code == "model_not_found"
     messages = {message.key: message for message in house.consume(house.deadletter, len(poison))}
     assert messages[b"k1"].value == poison["not-utf8"].value
     assert messages[b"k7"].value == poison["too-large"].value
@@ -141,31 +141,37 @@ def test_given_poison_when_it_comes_between_good_records_then_it_is_a_dead_lette
 
 
 def test_given_the_dead_letters_topic_does_not_answer_when_poison_comes_then_the_object_counts_and_reading_goes_on(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
-    house.produce([Said(b"nonsense", b"k1"), Said(request("a"))])
+    house.produce([ProducedRecord(b"nonsense", b"k1"), ProducedRecord(request("a"))])
     house.sender.close()
-    unreachable = KafkaHouse("127.0.0.1:1", house.name, house.folder, connect_timeout=0.5)
+    unreachable = KafkaHarness("127.0.0.1:1", house.name, house.folder, connect_timeout=0.5)
     house.sender = unreachable.sender
     settings = house.settings(deadletter_patience=0.2)
 
     with house.running(house.door(settings)):
         until(lambda: house.committed(0) == 2, "the partition goes on")
 
-    assert [letter.record_key() for letter in house.letters()] == [b"k1"]
+    assert [letter.record_key() for letter in house.dead_letters()] == [b"k1"]
     assert house.lines() == ["a"]
 
 
 def test_given_a_producer_that_sends_again_when_it_does_in_a_batch_later_and_to_another_consumer_then_it_is_one_request(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
-    house.produce([Said(request("a")), Said(request("b")), Said(request("a"))])
+    house.produce([ProducedRecord(request("a")), ProducedRecord(request("b")), ProducedRecord(request("a"))])
     with house.running(house.door()):
         until(lambda: house.committed(0) == 3, "the first batch")
-        house.produce([Said(request("b")), Said(request("c"))])
+        house.produce([ProducedRecord(request("b")), ProducedRecord(request("c"))])
         until(lambda: house.committed(0) == 5, "a later batch")
     with house.running(house.door()):  # it knows what the other one stored
-        house.produce([Said(request("c")), Said(request("c", text="another body")), Said(request("d"))])
+        house.produce(
+            [
+                ProducedRecord(request("c")),
+                ProducedRecord(request("c", text="another body")),
+                ProducedRecord(request("d")),
+            ]
+        )
         until(lambda: house.committed(0) == 8, "another consumer")
 
     assert house.lines() == ["a", "b", "c", "c", "d"]
@@ -173,13 +179,13 @@ def test_given_a_producer_that_sends_again_when_it_does_in_a_batch_later_and_to_
 
 
 def test_given_no_room_for_the_tenant_when_records_come_then_the_partition_waits_without_leaving_the_group(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
     gate = Gate(Intake(house.world))
     door = house.door(intake=gate)
     with house.running(door):
         until(lambda: door.counts.rebalances == 1 and door.counts.pauses >= 2, "paused")
-        house.produce([Said(request(f"a{n}"), partition=n % 2) for n in range(10)])
+        house.produce([ProducedRecord(request(f"a{n}"), partition=n % 2) for n in range(10)])
         time.sleep(house.settings().session_timeout + 0.3)  # longer than the session's timeout
         assert house.jobs() == []
         gate.open.set()
@@ -192,9 +198,9 @@ def test_given_no_room_for_the_tenant_when_records_come_then_the_partition_waits
 def test_given_storage_slower_than_the_poll_interval_when_records_come_then_the_member_stays_and_all_are_taken(
     kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
-    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root", lambda store: SlowStore(store, 1.6))  # type: ignore[return-value,arg-type]
+    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root", lambda store: SlowStore(store, 1.6))  # type: ignore[return-value,arg-type]
     house.make_topics(house.requests, house.deadletter)
-    house.produce([Said(request(f"a{n}")) for n in range(20)])
+    house.produce([ProducedRecord(request(f"a{n}")) for n in range(20)])
     door = house.door(house.settings(batch_records=10, session_timeout=1.0, max_poll_interval=1.1))
 
     with house.running(door):
@@ -206,14 +212,14 @@ def test_given_storage_slower_than_the_poll_interval_when_records_come_then_the_
 
 
 def test_given_a_log_that_was_cut_when_the_client_goes_back_then_the_door_begins_again_and_doubles_nothing(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
-    house.produce([Said(request(f"a{n}")) for n in range(9)])
+    house.produce([ProducedRecord(request(f"a{n}")) for n in range(9)])
     door = house.door(house.settings(batch_records=4))
     with house.stepping(door) as step_until:
         step_until(lambda: door.counts.batches == 3, "all stored")
         door._consumer.seek(TopicPartition(house.requests, 0), 4)  # as its reset does, out of range
-        house.produce([Said(request("late"))])
+        house.produce([ProducedRecord(request("late"))])
         step_until(lambda: "late" in house.lines(), "read again")
 
     assert house.lines() == sorted([*(f"a{n}" for n in range(9)), "late"])
@@ -221,9 +227,9 @@ def test_given_a_log_that_was_cut_when_the_client_goes_back_then_the_door_begins
 
 
 def test_given_a_topic_made_anew_under_the_old_epoch_when_it_is_read_then_its_records_are_not_taken_for_the_old_ones(
-    house: KafkaHouse,
+    house: KafkaHarness,
 ) -> None:
-    house.produce([Said(request("new"))])
+    house.produce([ProducedRecord(request("new"))])
     settings = house.settings(epoch="e1")
     door = house.door(settings)
     handler = house.handlers(settings, Intake(house.world))[house.requests]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.planner.estimates.timing import StepTimes, seconds_of
+from pipeline.planner.estimates.timing import StepTimes, estimate_worker_seconds
 
 
 def steps(*of: tuple[float, float, float, float]) -> NDArray[np.float64]:
@@ -59,7 +59,9 @@ def test_what_was_not_rehearsed_takes_as_long_as_full_batches_do_and_the_end_com
     times = StepTimes({1: 1.0, 10: 1.0})
     run = steps((10, 10, 0, 0), (10, 10, 0, 0), (4, 4, 0, 0), (1, 1, 0, 0))
     waiting, progress = np.array([True, True, False, False]), np.array([10.0, 20.0, 24.0, 25.0])
-    assert seconds_of(run, waiting, progress, times, 1.0) == 4.0
-    assert seconds_of(run, waiting, progress, times, 3.0) == 4 + 50 / 10, "ten tokens a second while others wait"
-    assert seconds_of(run, waiting, progress, times, 0.5) == 2.0, "more was rehearsed than there is to do"
-    assert seconds_of(steps(), waiting[:0], progress[:0], times, 1.0) == 0.0
+    assert estimate_worker_seconds(run, waiting, progress, times, 1.0) == 4.0
+    assert estimate_worker_seconds(run, waiting, progress, times, 3.0) == 4 + 50 / 10, (
+        "ten tokens a second while others wait"
+    )
+    assert estimate_worker_seconds(run, waiting, progress, times, 0.5) == 2.0, "more was rehearsed than there is to do"
+    assert estimate_worker_seconds(steps(), waiting[:0], progress[:0], times, 1.0) == 0.0
