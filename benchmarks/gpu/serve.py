@@ -185,7 +185,7 @@ def window(flow: Flow, context: Context) -> dict[str, Any]:
 
 def loop_counts(before: EngineStats, after: EngineStats) -> dict[str, int]:
     """Steps between the two that were planned ahead, had to wait for results, took a graph, and found no memory."""
-    names = ("steps_ahead", "steps_awaited", "steps_recorded", "steps_out_of_memory")
+    names = ("steps_ahead", "steps_not_ahead", "steps_recorded", "steps_out_of_memory")
     return {name: getattr(after, name) - getattr(before, name) for name in names}
 
 

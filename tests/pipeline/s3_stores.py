@@ -20,8 +20,8 @@ def settings_for(server: S3Server, scratch: Path, **more: Any) -> S3Settings:
         "secret_key": server.secret_key,
         "connect_seconds": 2.0,
         "read_seconds": 20.0,
-        "patience_seconds": 30.0,
-        "denied_patience_seconds": 0.0,
+        "retry_timeout_seconds": 30.0,
+        "denied_retry_timeout_seconds": 0.0,
         "scratch": scratch,
     }
     return S3Settings(**(facts | more))

@@ -67,7 +67,7 @@ def test_what_comes_down_is_there_when_it_was_waited_for_and_not_before() -> Non
         assert isinstance(there, Here)
         down: Any = transfer.down(there * 3)
         there.zero_()
-        assert down.here.tolist() != [0, 3, 6, 9]
+        assert down.values.tolist() != [0, 3, 6, 9]
         assert down.numpy().tolist() == [0, 3, 6, 9]
         assert device.waits == []
 

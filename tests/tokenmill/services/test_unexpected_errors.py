@@ -143,11 +143,11 @@ def celery(root: Root, _backends: Backends) -> Part:
 PARTS: dict[str, tuple[Any, str, Make]] = {
     "dispatcher": (Dispatcher, "tick", lambda root, backends: service.dispatcher_part(
         root, backends, Settings(), DispatchMetrics())),
-    "job controller": (JobController, "_look", lambda root, backends: service.dispatcher_part(
+    "job controller": (JobController, "_refresh_open_jobs", lambda root, backends: service.dispatcher_part(
         root, backends, Settings(), DispatchMetrics())),
     "drops": (FileIngestSource, "sweep", lambda root, _: service.folder_part(root, Settings(), 0.0)),
     "housekeeping": (RetentionSweep, "run", housekeeping),
-    "autoscaler": (Autoscaler, "once", autoscaler),
+    "autoscaler": (Autoscaler, "decide_once", autoscaler),
     "releases": (RolloutController, "look", lambda root, _: RolloutController(root.world).run),
     "release news": (
         ReleaseEventPublisher,

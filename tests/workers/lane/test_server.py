@@ -382,7 +382,7 @@ def test_unprepared_requests_are_handed_back_when_the_worker_ends(
         return prepare(self, asked)
 
     monkeypatch.setattr(LaneReader, "prepare", slow)
-    worker = work(model, grace=0.0)
+    worker = work(model, grace_seconds=0.0)
     for name in ("first", "second"):
         lane.send(request(model, kit.chat("x", max_tokens=2), name))
     assert begun.wait(HANG_SECONDS)
@@ -446,7 +446,7 @@ def test_a_stopped_worker_finishes_requests_within_its_grace_and_hands_back_the_
     quick = request(one, kit.chat("quick", max_tokens=15, ignore_eos=True), "quick")
     long = request(one, kit.chat("long", max_tokens=100, ignore_eos=True), "long")
     alone = [alike(body) for body in as_rows(kit, host()[0], [quick.body, long.body])]
-    first = work(one, "w1", on=lane, grace=0.6)
+    first = work(one, "w1", on=lane, grace_seconds=0.6)
     begun = [answer(lane, asked, CLOCK, CALL) for asked in (quick, long)]
     received = [[next(events)] for events in begun]
     work(other, "w2", on=lane)

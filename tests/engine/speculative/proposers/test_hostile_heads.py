@@ -128,7 +128,7 @@ def test_given_files_that_are_no_head_then_they_are_refused(tiny_model: TinyMode
 
 
 def test_given_a_model_that_no_head_can_read_then_that_is_said(tiny_model: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="transformers' code for PhiForCausalLM does not show here"):
+    with pytest.raises(UnsupportedModel, match="transformers' code for PhiForCausalLM does not return here"):
         with_head(tiny_model("phi"), made(tmp_path / "phi", tiny_model("llama")))
     with pytest.raises(UnsupportedModel, match="all layers of the model have sliding windows"):
         with_head(tiny_model("mistral"), made(tmp_path / "mistral", tiny_model("llama")))

@@ -71,14 +71,14 @@ def test_credentials_that_the_server_does_not_know(
         (403, "RequestTimeTooSkewed", "this machine's clock is wrong; set it"),
         (400, "KMS.NotFoundException", "there is no such KMS key; correct it, or leave encryption to the bucket"),
         (501, "NotImplemented", "the server cannot do that; use S3 or a server that can"),
-        (418, "Teapot", r"refused it \(Teapot, 418: told to\); see what it says"),
+        (418, "Teapot", r"refused it \(Teapot, 418: as configured\); see what it says"),
         (503, "SlowDown", r"was busy or failing \(SlowDown, 503\) for 0.2 s; try again later"),
     ],
 )
 def test_what_the_server_says_in_plain_words(
     proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path, status: int, code: str, said: str
 ) -> None:
-    store = open_s3(s3_server, bucket, "root", tmp_path, endpoint=proxy.endpoint, patience_seconds=0.2)
+    store = open_s3(s3_server, bucket, "root", tmp_path, endpoint=proxy.endpoint, retry_timeout_seconds=0.2)
     proxy.add("status", status=status, code=code)
     for what, call in (("create", lambda: store.create("k", b"")), ("read", lambda: store.read("k"))):
         with pytest.raises(StoreError, match=rf"^s3://{bucket}/root/k: can't {what} it: .*{said}"):
@@ -98,14 +98,14 @@ def test_a_refusal_to_a_request_that_gets_no_words(
 def test_a_server_out_of_reach(s3_server: MotoServer, tmp_path: Path) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     message = refusal(
-        lambda: open_s3(s3_server, "bucket", "", tmp_path, endpoint=endpoint, opening_patience_seconds=0.1)
+        lambda: open_s3(s3_server, "bucket", "", tmp_path, endpoint=endpoint, opening_retry_timeout_seconds=0.1)
     )
     assert f"{endpoint} could not be reached" in message
     assert message.endswith("for 0.1 s; check the endpoint and the network")
 
 
 def test_a_server_that_does_not_answer(s3_server: MotoServer, bucket: str, tmp_path: Path) -> None:
-    store = open_s3(s3_server, bucket, "", tmp_path, read_seconds=0.2, patience_seconds=0.1)
+    store = open_s3(s3_server, bucket, "", tmp_path, read_seconds=0.2, retry_timeout_seconds=0.1)
     s3_server.pause()
     with pytest.raises(StoreError, match=r"did not answer in 0\.2 s for 0\.1 s; try again later"):
         store.read("key")

@@ -50,7 +50,7 @@ class Clock(SystemClock):
 def store(proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path) -> Callable[[Clock], S3Store]:
     def open_store(clock: Clock) -> S3Store:
         settings = settings_for(
-            s3_server, tmp_path, endpoint=proxy.endpoint, patience_seconds=60.0, denied_patience_seconds=60.0
+            s3_server, tmp_path, endpoint=proxy.endpoint, retry_timeout_seconds=60.0, denied_retry_timeout_seconds=60.0
         )
         return S3Store(bucket, "root", S3Connection(settings, clock))
 

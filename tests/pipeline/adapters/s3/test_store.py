@@ -72,7 +72,7 @@ def test_any_way_of_seeking_and_reading_gives_the_same_as_a_file(
 def test_given_a_server_that_answers_with_other_bytes_than_were_asked_for_then_they_are_not_taken(
     proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path
 ) -> None:
-    store = open_s3(s3_server, bucket, "", tmp_path, endpoint=proxy.endpoint, read_bytes=100, patience_seconds=0.1)
+    store = open_s3(s3_server, bucket, "", tmp_path, endpoint=proxy.endpoint, read_bytes=100, retry_timeout_seconds=0.1)
     store.create("key", bytes(range(256)))
     proxy.strip.add(("GET", "range"))
     with store.open("key") as stream, pytest.raises(StoreError, match=r"key: can't read it: .*IncompleteRead"):
@@ -180,7 +180,7 @@ def test_given_a_server_that_stays_away_then_one_line_says_so_and_nothing_is_hal
 ) -> None:
     server = durable_s3_server
     bucket = server.make_bucket(unique_name())
-    store = open_s3(server, bucket, "", tmp_path, patience_seconds=0.5)
+    store = open_s3(server, bucket, "", tmp_path, retry_timeout_seconds=0.5)
     server.kill()
     with pytest.raises(StoreError) as caught:
         store.create("key", b"1")

@@ -69,7 +69,7 @@ def test_a_response_body_is_sent_before_its_headers_are_acknowledged(
 
 
 def test_connections_above_the_bound_get_503_and_are_closed(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, most_connections=3) as harness, ExitStack() as open_ones:
+    with run_http_harness(tmp_path, max_connections=3) as harness, ExitStack() as open_ones:
         for _ in range(3):
             idle = open_ones.enter_context(dial(harness))
             idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -110,7 +110,7 @@ def test_a_thousand_wait_at_once_and_each_gets_its_own_answer(make_house: Any) -
 
 
 def test_beyond_its_limit_a_task_is_to_be_tried_later(make_house: Any) -> None:
-    house = make_house(most_waiting=2)
+    house = make_house(max_waiting=2)
     house.ask("t1")
     house.ask("t2")
     house.ask("t1")  # delivered again: it waits already

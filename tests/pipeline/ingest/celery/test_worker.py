@@ -82,7 +82,13 @@ class House:
         )
         # Redis may stall on a busy disk for longer than our patience with it: what the worker then leaves behind comes
         # again well before the test's own patience ends.
-        of_test = {"first_wait": 0.1, "longest_wait": 0.3, "pause": 0.1, "timeout": 2.0, "visibility_timeout": 5.0}
+        of_test = {
+            "first_wait_seconds": 0.1,
+            "longest_wait": 0.3,
+            "pause": 0.1,
+            "timeout": 2.0,
+            "visibility_timeout": 5.0,
+        }
         of_test |= settings
         chosen = CeleryIngestSettings(self.url, queues=queues or {self.queue: "default"}, **of_test)
         self.start(CeleryIngestWorker(tasks, chosen, self.world, generating).run)

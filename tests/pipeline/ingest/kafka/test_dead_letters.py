@@ -57,7 +57,7 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
         ),  # more than a message may have
     ]
     house.produce([*poison, ProducedRecord(request("a"))])
-    silent = house.settings(deadletter_patience=0.1, group=f"{house.name}-silent")
+    silent = house.settings(deadletter_retry_timeout_seconds=0.1, group=f"{house.name}-silent")
     with house.running(nowhere.door(silent)):  # it reads from the real brokers, and sends to others
         until(lambda: house.committed(0, group=silent.group) == 4, "the partition goes on")
     assert len(owed(house)) == 3

@@ -123,7 +123,7 @@ def test_given_poison_when_it_comes_between_good_records_then_it_is_a_dead_lette
     }
     house.produce([ProducedRecord(request("a")), *poison.values(), ProducedRecord(request("b"))])
 
-    with house.running(house.door(house.settings(most_value_bytes=200_000))):
+    with house.running(house.door(house.settings(max_value_bytes=200_000))):
         until(lambda: house.committed(0) == len(poison) + 2, "all offsets committed")
 
     assert house.lines() == ["a", "b"]
@@ -147,7 +147,7 @@ def test_given_the_dead_letters_topic_does_not_answer_when_poison_comes_then_the
     house.sender.close()
     unreachable = KafkaHarness("127.0.0.1:1", house.name, house.folder, connect_timeout=0.5)
     house.sender = unreachable.sender
-    settings = house.settings(deadletter_patience=0.2)
+    settings = house.settings(deadletter_retry_timeout_seconds=0.2)
 
     with house.running(house.door(settings)):
         until(lambda: house.committed(0) == 2, "the partition goes on")
