@@ -30,7 +30,7 @@ def autoscale(
         typer.Option(
             parser=_adapter,
             metavar="ADAPTER",
-            help="Who is told: print (stdout; the default), cloudwatch (TOKENMILL_CLOUDWATCH__NAMESPACE), http (JSON "
+            help="Where decisions go: print (default), cloudwatch (TOKENMILL_CLOUDWATCH__NAMESPACE), http (JSON "
             "at /autoscale/POOL on the metrics port, for KEDA). Repeat for several.",
         ),
     ] = None,
@@ -47,7 +47,7 @@ def autoscale(
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Decide how many workers each pool should have, and tell it, until told to stop.
+    """Decide how many workers each pool should have, and publish the decision, until stopped.
 
     By the work that waits, at the speed that workers measure, against deadlines; by how long it has waited; by TTFT and
     KV cache use while callers wait. Limits are in TOKENMILL_AUTOSCALE__LIMITS and __POOLS. A dispatcher with

@@ -25,9 +25,7 @@ def chat(
     model: Annotated[
         str | None, typer.Option("--model", "-m", metavar="NAME", help="Needed where several are served.")
     ] = None,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What the model is told before anything else.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer. Default: the installation's.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: always the likeliest token.")] = None,
     _debug: Debug = False,

@@ -103,7 +103,7 @@ def show_dead_letter(letter: Letter, root_url: RootUrl = None, as_json: Json = F
         console.print(beginning, markup=False)
 
 
-@app.command("replay", short_help="Send a dead letter through its door again.")
+@app.command("replay", short_help="Submit a dead letter to its ingest source again.")
 def replay_dead_letter(
     letter: Letter,
     root_url: RootUrl = None,
@@ -111,9 +111,9 @@ def replay_dead_letter(
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Send what was refused through its door again, after what was wrong is mended.
+    """Submit a dead letter to its ingest source again, after the cause is corrected.
 
-    A file that was dropped is tried again by its door as soon as it looks. A message goes to the queue or topic that it
+    A file is ingested again at the next sweep of its folder or bucket. A message goes to the queue or topic that it
     came from.
     """
     from pipeline.ingest.dead_letters import DeadLetters

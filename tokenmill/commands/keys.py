@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipeline.gateway.http.api_keys import ApiKey
 
 app = typer.Typer(
-    help="API keys for HTTP. Only hashes of them are kept. As soon as there is one, nobody gets in without.",
+    help="API keys for HTTP. Only their hashes are stored. As soon as one exists, requests without a key are refused.",
     no_args_is_help=True,
 )
 

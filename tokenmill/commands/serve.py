@@ -86,7 +86,7 @@ def serve(
     log_format: LogForm = None,
     _debug: Debug = False,
 ) -> None:
-    """Answer HTTP and what is dropped into DIR/incoming, until told to stop: everything in one process, no other
+    """Answer HTTP requests and files in DIR/incoming, until stopped: everything in one process, no other
     server.
 
     OpenAI's clients work with http://HOST:PORT/v1 as their base_url. A file DIR/incoming/NAME.jsonl or .parquet becomes
@@ -170,12 +170,12 @@ def worker(
     candidate: Candidate = False,
     _debug: Debug = False,
 ) -> None:
-    """Own an engine, and compute the shards that a dispatcher hands out, until told to stop.
+    """Own an engine, and compute the shards that a dispatcher dispatches, until stopped.
 
-    With --candidate its model is a new version, and answers nobody until a release has promoted it: see
+    With --candidate its model is a new version, and serves no request until a release has promoted it: see
     'tokenmill release --help'.
 
-    Told to stop (SIGTERM, Ctrl-C) it logs what it has reached and gives its shards back; others go on from there. With
+    On SIGTERM or Ctrl-C it writes a checkpoint and releases its shards; other workers resume them. With
     --replicas it is as many workers, which end together.
     """
     from tokenmill.config.engine_options import engine_options
@@ -214,7 +214,7 @@ def dispatcher(
     log_format: LogForm = None,
     _debug: Debug = False,
 ) -> None:
-    """Plan open jobs, hand their shards to workers, and end them, until told to stop. Several may run."""
+    """Plan open jobs, dispatch their shards to workers, and end the jobs, until stopped. Several may run."""
     from pipeline import metric_collectors
     from pipeline.dispatcher.metrics import DispatchMetrics
     from pipeline.models.rollout_controller import RolloutController
@@ -265,9 +265,9 @@ def intake(
     log_format: LogForm = None,
     _debug: Debug = False,
 ) -> None:
-    """Make jobs of what comes in by the doors that are set up, until told to stop. Several may run.
+    """Ingest jobs from the configured sources, until stopped. Several may run.
 
-    With an s3:// root: what is dropped below incoming/, told of by TOKENMILL_BUCKET__QUEUE_URL or found by listing.
+    With an s3:// root: files below incoming/, from the events of TOKENMILL_BUCKET__QUEUE_URL or by listing.
     With TOKENMILL_KAFKA__BOOTSTRAP: Kafka's topics of requests and jobs; results and events are announced there, too.
     With TOKENMILL_CELERY__QUEUES: tasks of Celery.
     """
@@ -304,9 +304,9 @@ def gateway(
     log_format: LogForm = None,
     _debug: Debug = False,
 ) -> None:
-    """Serve HTTP as OpenAI's clients speak it, until told to stop. Several may run, behind a balancer.
+    """Serve the HTTP API of OpenAI's clients, until stopped. Several may run, behind a load balancer.
 
-    Told to stop (SIGTERM, Ctrl-C) it takes no new requests, and ends those that are under way.
+    On SIGTERM or Ctrl-C it refuses new requests, and completes those that are running.
     """
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served

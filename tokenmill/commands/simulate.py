@@ -63,7 +63,7 @@ def simulate(
     answer_error: Annotated[
         float, typer.Option(min=0, max=2, help="By how much answers turn out longer or shorter than estimated (sigma).")
     ] = 0.2,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn: the same one gives the same figures.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn: the same seed gives the same result.")] = 0,
     price_per_hour: Annotated[
         float | None, typer.Option(parser=cli_options.price, metavar="PRICE", help="Of a worker, for the cost.")
     ] = None,
@@ -73,7 +73,7 @@ def simulate(
     """Replay a trace on a virtual clock: with the dispatcher's and the autoscaler's own decisions, and workers that
     take the time that was measured.
 
-    Beside what happens stands what somebody could have done who knew all beforehand: which deadlines could be met, and
+    The report compares the simulation with an oracle that knows all beforehand: which deadlines could be met, and
     the least worker-hours. The autoscaler's limits are those of TOKENMILL_AUTOSCALE__LIMITS, with --gpus at most.
     Requests whose callers wait are not simulated.
     """

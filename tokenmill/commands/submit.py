@@ -61,7 +61,7 @@ def submit(
             metavar="PATH", help="For a gateway, which needs to know. Default: as the first line says, else chat."
         ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Tell how the job stands until it has ended.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Report the job's progress until it has ended.")] = False,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:

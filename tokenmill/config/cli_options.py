@@ -114,7 +114,7 @@ JobGiven = Annotated[
         help="A job's folder, as given to 'run --output'; else the id of a job in the root that is named.",
     ),
 ]
-Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
+Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -149,7 +149,7 @@ SpeculateOption = Annotated[
     typer.Option(
         parser=speculate,
         metavar="METHOD",
-        help="Guess the next tokens and check them all in one step; no answer changes by it. ngram: what followed the "
+        help="Draft the next tokens and verify them all in one step; no answer changes. ngram: what followed the "
         "same tokens before; draft:MODEL: by a smaller model with the same tokenizer; eagle3:HEAD: by an EAGLE-3 head "
         "that was trained for the model; auto: ngram where it pays, in a job that is long enough to show that; off. "
         "Default: TOKENMILL_SPECULATE, else auto.",
@@ -251,7 +251,7 @@ MetricsPort = Annotated[
         "--metrics-port",
         min=0,
         max=65_535,
-        help="Tell this process's figures to Prometheus there, without a key; 0: any port that is free. "
+        help="Serve this process's Prometheus metrics there, without a key; 0: any free port. "
         "Default: TOKENMILL_METRICS__PORT, else none.",
     ),
 ]

@@ -12,7 +12,7 @@ def cancel(
 ) -> None:
     """End a job before its time: what is finished is kept, and each other row says that it was cancelled.
 
-    A run that is at the job ends it within seconds, and in a root its dispatcher; a folder's job that nobody is at is
+    A run that computes the job ends it within seconds, and in a root its dispatcher; a folder's job without a run is
     ended here, without a model. Cancelling a cancelled job again changes nothing; one that ended otherwise can't be
     cancelled any more, and the exit code is 1.
     """

@@ -124,7 +124,7 @@ def retry(
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="In a root: tell how the new job stands until it has ended.")
+        bool, typer.Option("--watch", help="In a root: report the new job's progress until it has ended.")
     ] = False,
     as_json: Json = False,
     _debug: Debug = False,

@@ -81,7 +81,7 @@ def show_job(
         raise view.damage
 
 
-@app.command("watch", short_help="Tell how a job stands until it has ended.")
+@app.command("watch", short_help="Report a job's progress until it has ended.")
 def watch_job(
     job: JobGiven,
     root_url: RootUrl = None,
@@ -90,9 +90,9 @@ def watch_job(
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Tell on stderr how a job stands until it has ended, then as 'run' does how it ended, and with --json as 'show'.
+    """Report a job's progress on stderr until it has ended, then its summary as 'run' does, and with --json as 'show'.
 
-    It only looks: Ctrl-C ends the watching, with exit code 130, and the job goes on. Exit code 1: it failed as a whole.
+    Ctrl-C ends the watching, with exit code 130, and the job goes on. Exit code 1: it failed as a whole.
     """
     from tokenmill.jobs.watch import print_end
 
