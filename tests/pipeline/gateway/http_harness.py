@@ -118,7 +118,7 @@ def run_http_harness(
     header_seconds: float = 20.0,
     write_seconds: float = 60.0,
     message_seconds: float = 30.0,
-    most_connections: int = 4_000,
+    max_connections: int = 4_000,
     s3: tuple[S3Store, S3Settings] | None = None,
     rates: RateSettings | None = None,
     limiter: RateLimiter | None = None,
@@ -183,7 +183,7 @@ def run_http_harness(
             header_seconds=header_seconds,
             write_seconds=write_seconds,
             message_seconds=message_seconds,
-            max_connections=most_connections,
+            max_connections=max_connections,
         )
         server = GatewayServer(chosen, listen(chosen))
         app = make_app(parts, server.draining.is_set, answers)

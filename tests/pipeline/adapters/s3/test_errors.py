@@ -71,7 +71,7 @@ def test_credentials_that_the_server_does_not_know(
         (403, "RequestTimeTooSkewed", "this machine's clock is wrong; set it"),
         (400, "KMS.NotFoundException", "there is no such KMS key; correct it, or leave encryption to the bucket"),
         (501, "NotImplemented", "the server cannot do that; use S3 or a server that can"),
-        (418, "Teapot", r"refused it \(Teapot, 418: as configured\); see what it says"),
+        (418, "Teapot", r"refused it \(Teapot, 418: injected fault\); see what it says"),
         (503, "SlowDown", r"was busy or failing \(SlowDown, 503\) for 0.2 s; try again later"),
     ],
 )
