@@ -61,108 +61,113 @@ METRICS: Final = (
     ),
     Metric(
         "tokenmill_prefix_queried_tokens_total", "counter",
-        "Tokens of prompts that were looked up in the prefix cache.",
+        "Prompt tokens that were looked up in the prefix cache.",
         ("model",),
     ),
-    Metric("tokenmill_prefix_hit_tokens_total", "counter", "Of those, found there.", ("model",)),
+    Metric(
+        "tokenmill_prefix_hit_tokens_total", "counter", "Prompt tokens that were found in the prefix cache.", ("model",)
+    ),
     Metric(
         "tokenmill_time_to_first_token_seconds", "histogram",
-        "From a request's arrival in a worker's engine to its first token.",
+        "Time from a request's arrival in a worker's engine to its first token.",
         ("model", "tier"),
     ),
     Metric(
         "tokenmill_inter_token_seconds", "histogram",
-        "From a token of an answer to its next one; guessed tokens that were right come together and count as one.",
+        "Time between two tokens of an answer; accepted draft tokens of one step count as one.",
         ("model", "tier"),
     ),
     Metric(
         "tokenmill_request_seconds", "histogram",
-        "From a request's arrival in a worker's engine to its end, of those that were answered.",
+        "Time from a request's arrival in a worker's engine to its end; answered requests only.",
         ("model", "tier"),
     ),
     Metric(
         "tokenmill_worker_seconds_total", "counter",
-        "Time since a worker began to serve its model, busy or not: what is paid for. The time in which it computed is "
-        "the sum of its steps'.",
+        "Time since a worker began to serve its model, busy or idle: the time that is paid for. Its busy time is "
+        "the sum "
+        "of tokenmill_step_seconds.",
         ("model",),
     ),
-    Metric("tokenmill_step_seconds", "histogram", "Time of an engine's step.", ("model",)),
+    Metric("tokenmill_step_seconds", "histogram", "Duration of an engine's step.", ("model",)),
     Metric(
         "tokenmill_step_rows_total", "counter",
-        "Rows in an engine's steps, together: divided by the steps, the batch size.",
+        "Rows of all of an engine's steps; divided by the number of steps: the batch size.",
         ("model",),
     ),
     Metric(
         "tokenmill_step_tokens_total", "counter",
-        "Positions that an engine's steps computed: prompts, answers, guesses.",
+        "Positions that an engine's steps computed: prompts, answers, drafts.",
         ("model",),
     ),
     Metric("tokenmill_running_requests", "gauge", "Requests in a worker's running batch.", ("model", "tier")),
     Metric(
         "tokenmill_waiting_requests", "gauge",
-        "Requests that a worker has and that are not in its batch.",
+        "Requests that a worker holds outside its running batch.",
         ("model", "tier"),
     ),
     Metric(
         "tokenmill_lane_requests", "gauge",
-        "Of requests whose callers wait, those that a worker has: in its engine (open), or on the way there "
-        "(waiting).",
+        "Interactive requests that a worker holds: in its engine (open), or before it (waiting).",
         ("model", "state"),
     ),
     Metric("tokenmill_kv_blocks", "gauge", "Blocks of a worker's KV cache.", ("model",)),
-    Metric("tokenmill_kv_blocks_used", "gauge", "Of those, the ones that running requests hold.", ("model",)),
+    Metric("tokenmill_kv_blocks_used", "gauge", "Blocks of the KV cache that running requests hold.", ("model",)),
     Metric(
         "tokenmill_preemptions_total", "counter",
-        "Rows that were put back to make room, and computed again.",
+        "Rows that were preempted to free blocks, and recomputed.",
         ("model",),
     ),
     Metric(
         "tokenmill_pace_weight", "gauge",
-        "Weight of a term of the objective that pacing lowers: w1 to w4 are ttft, itl, utilisation, drops.",
+        "Weight of a term of the objective that the SLO controller minimizes: ttft, itl, utilisation, drops.",
         ("model", "term"),
     ),
     Metric(
         "tokenmill_pace_term", "gauge",
-        "What the weight is multiplied with now: TTFT and ITL as multiples of what is promised, the share of steps "
-        "that work was held back from, the share of requests that ran out of time.",
+        "Current value of a term: TTFT and ITL as multiples of their targets, the share of steps that work was "
+        "held back "
+        "from, the share of requests that missed their deadline.",
         ("model", "term"),
     ),
-    Metric("tokenmill_pace_objective", "gauge", "The sum of the terms, each times its weight.", ("model",)),
+    Metric("tokenmill_pace_objective", "gauge", "Weighted sum of the terms.", ("model",)),
     Metric(
         "tokenmill_pace_others_ratio", "gauge",
-        "Of the tokens in steps beside callers who wait, the share of other work (bulk's share).",
+        "Share of batch work among the tokens of steps that also compute interactive requests.",
         ("model",),
     ),
     Metric(
         "tokenmill_pace_allowed_tokens", "gauge",
-        "Tokens of a step that are allowed beside answers (streams) and beside prompts whose callers wait.",
+        "Tokens of batch work that a step may hold while interactive answers (streams) or prompts (prompts) are "
+        "computed.",
         ("model", "beside"),
     ),
     Metric(
         "tokenmill_pace_missed_total", "counter",
-        "Promises that were missed: first tokens (ttft), tokens (itl), requests that ran out of time (deadline).",
+        "Missed targets: of first tokens (ttft), of tokens (itl), of requests that ran out of time (deadline).",
         ("model", "promise"),
     ),
     Metric(
         "tokenmill_speculation_gained_tokens", "gauge",
-        "Tokens that guessing brought beyond what the same time would have brought without; an estimate from "
-        "measured steps, less than 0 where it costs more than it brings.",
+        "Tokens that speculation gained over plain decoding in the same time: an estimate from measured steps, "
+        "negative "
+        "where speculation costs more than it gains.",
         ("model",),
     ),
     Metric(
         "tokenmill_speculation_compared_seconds_total", "counter",
-        "Time of the steps that this is estimated over.",
+        "Time of the steps that tokenmill_speculation_gained_tokens is estimated over.",
         ("model",),
     ),
     Metric(
         "tokenmill_store_outage", "gauge",
-        "Whether a worker waits for the store (1), which can't be reached or has no room, or can use it (0).",
+        "1 while a worker waits for a store that can't be reached or is full, else 0.",
         ("model",),
     ),
     # -- the installation
     Metric(
         "tokenmill_workers", "gauge",
-        "Workers that live, by the model that they have loaded.",
+        "Live workers, by the model that they have loaded.",
         ("model",), _INSTALLATION,
     ),
     Metric(
@@ -178,24 +183,25 @@ METRICS: Final = (
     ),
     Metric(
         "tokenmill_leading", "gauge",
-        "Whether this dispatcher is the one that works (1) or waits for its turn (0).",
+        "1 while this dispatcher holds the lease, else 0.",
         (), _DISPATCHER,
     ),
     Metric("tokenmill_jobs", "gauge", "Open jobs.", ("tier", "status"), _INSTALLATION),
     Metric(
         "tokenmill_jobs_needing_attention", "gauge",
-        "Open jobs that stand still, or did a moment ago, since their stored objects can't be read or contradict each "
-        "other. Each is tried again at least every five minutes.",
+        "Open jobs that are stalled, or were a moment ago, because their stored objects can't be read or "
+        "contradict each "
+        "other. Each is retried at least every five minutes.",
         (), _DISPATCHER,
     ),
     Metric(
         "tokenmill_shards", "gauge",
-        "Shards without their results: waiting, on a queue (queued), at a worker (held).",
+        "Shards without results: waiting, on a queue (queued), at a worker (held).",
         ("tier", "state"), _DISPATCHER,
     ),
     Metric(
         "tokenmill_oldest_waiting_seconds", "gauge",
-        "Age of the oldest job of which a shard waits for a worker.",
+        "Age of the oldest job that has a shard waiting for a worker.",
         ("tier",), _DISPATCHER,
     ),
     Metric(
@@ -209,7 +215,7 @@ METRICS: Final = (
         ("model", "tier", "kind"), _DISPATCHER,
     ),
     Metric("tokenmill_jobs_ended_total", "counter", "Jobs that have ended.", ("tier", "status"), _DISPATCHER),
-    Metric("tokenmill_job_seconds", "histogram", "From a job's making to its end.", ("tier",), _DISPATCHER),
+    Metric("tokenmill_job_seconds", "histogram", "Time from a job's creation to its end.", ("tier",), _DISPATCHER),
     Metric(
         "tokenmill_cost_total", "counter",
         "Cost of jobs that have ended, as their manifests have it; only where a price per hour is configured, in "
@@ -217,87 +223,89 @@ METRICS: Final = (
         ("tier",), _DISPATCHER,
     ),
     Metric(
-        "tokenmill_desired_workers", "gauge", "Workers that a pool should have, as was decided last.",
+        "tokenmill_desired_workers", "gauge", "Workers that a pool should have, by the last decision.",
         ("pool",), ("autoscale",),
     ),
     # -- releases
     Metric(
         "tokenmill_warmup_seconds", "gauge",
-        "How long a worker's model took to get ready, by part: load, warm_up (real steps), canary (prompts whose "
-        "answers are known).",
+        "Time that a worker's model took to become ready, by part: load, warm_up (real steps), canary (prompts with "
+        "recorded answers).",
         ("model", "part"), ("worker",),
     ),
     Metric(
         "tokenmill_canary_failures", "gauge",
-        "Workers that ever answered the canary prompts otherwise than was recorded, and so never served.",
+        "Workers whose answers to the canary prompts differed from the recorded ones, and which therefore did "
+        "not serve.",
         ("model",), _DISPATCHER,
     ),
-    Metric("tokenmill_releases_open", "gauge", "Releases that are not decided.", ("model",), _DISPATCHER),
+    Metric("tokenmill_releases_open", "gauge", "Undecided releases.", ("model",), _DISPATCHER),
     Metric(
         "tokenmill_release_rows", "gauge",
-        "Of an open release, rows that were computed by the candidate, too (compared), and those of them that only it "
+        "Rows of an open release that the candidate computed as well (compared), and those that only the candidate "
         "failed (failed).",
         ("model", "kind"), _DISPATCHER,
     ),
     Metric(
         "tokenmill_release_agreement_ratio", "gauge",
-        "Of an open release, the mean likeness of the candidate's answers to the stable version's, 0 to 1.",
+        "Mean similarity of the candidate's answers to the stable version's in an open release, 0 to 1.",
         ("model",), _DISPATCHER,
     ),
     Metric(
         "tokenmill_release_latency_ratio", "gauge",
-        "Of an open release, how many times as long a token takes with the candidate.",
+        "Time per token of the candidate in an open release, as a multiple of the stable version's.",
         ("model",), _DISPATCHER,
     ),
     Metric(
         "tokenmill_release_drift_nats", "gauge",
-        "Of an open release, the mean difference of log-probabilities on the canary prompts.",
+        "Mean difference of log-probabilities on the canary prompts in an open release.",
         ("model",), _DISPATCHER,
     ),
     Metric(
         "tokenmill_releases_ended_total", "counter",
-        "Releases that this dispatcher saw decided, by verdict: promoted, rolled_back.",
+        "Releases that ended while this dispatcher ran, by verdict: promoted, rolled_back.",
         ("model", "verdict"), _DISPATCHER,
     ),
     # -- HTTP
-    Metric("tokenmill_http_requests_total", "counter", "Requests over HTTP.", ("method", "route", "code"), _GATEWAY),
-    Metric("tokenmill_http_requests_in_progress", "gauge", "Requests and sockets that are under way.", (), _GATEWAY),
+    Metric("tokenmill_http_requests_total", "counter", "HTTP requests.", ("method", "route", "code"), _GATEWAY),
+    Metric("tokenmill_http_requests_in_progress", "gauge", "HTTP requests and WebSockets in progress.", (), _GATEWAY),
     Metric(
         "tokenmill_answers_total", "counter",
-        "Requests for an answer that have ended: answered, cached (the answer was there), failed, cancelled (its "
-        "caller left).",
+        "Inference requests that have ended: answered, cached (from the response cache), failed, cancelled (the client "
+        "disconnected).",
         ("tier", "result"), _GATEWAY,
     ),
     Metric(
         "tokenmill_answer_first_token_seconds", "histogram",
-        "From a request's admission by the gateway to the first token of its stream.",
+        "Time from a request's admission by the gateway to the first token of its stream.",
         ("tier",), _GATEWAY,
     ),
     Metric(
         "tokenmill_answer_seconds", "histogram",
-        "From a request's admission by the gateway to the end of its answer.",
+        "Time from a request's admission by the gateway to the end of its answer.",
         ("tier",), _GATEWAY,
     ),
     Metric(
         "tokenmill_callers", "gauge",
-        "Callers that this gateway has (open), and those of them that nobody has begun to answer (waiting).",
+        "Inference requests that this gateway holds (open), and those without a first token (waiting).",
         ("state",), _GATEWAY,
     ),
     # -- ingest
     Metric(
         "tokenmill_intake_jobs_total", "counter",
-        "What came in at doors: made into a job (created), known already (repeated), refused.",
+        "Submissions at ingest sources: made into a job (created), known already (repeated), refused.",
         ("result",), ("intake", "gateway"),
     ),
     Metric(
         "tokenmill_dead_letters_total", "counter",
-        "What could not become a job or a part of one, and was kept as a dead letter, by door.",
+        "Input that could not become a job or a request, stored as dead letters, by ingest source.",
         ("door",), ("intake", "gateway"),
     ),
     Metric(
         "tokenmill_unforeseen_errors_total", "counter",
-        "Exceptions that were never foreseen, by the part of the process that met them; each is logged with its "
-        "traceback, and the part goes on.",
+        "Unexpected exceptions, by the part of the process that raised them; each is logged with its traceback, "
+        "and the "
+        "part continues.",
         ("part",), ("worker", "dispatcher", "gateway", "intake", "autoscale"),
     ),
     Metric(
