@@ -36,7 +36,7 @@ def main() -> int:
                 raise
             code = 0
         if starting.has_signal:
-            sys.stderr.write("told to stop\n")
+            sys.stderr.write("stopping\n")
             return 0
         return code
     except KeyboardInterrupt:

@@ -190,7 +190,7 @@ class SpendLimiter:
             due = limit.spent + limit.expected
             if limit.unpriced or model in self._unpriced:
                 limit = replace(limit, unpriced=True)
-                why = f"{limit.name} can't be kept: nobody says what an hour of its workers costs"
+                why = f"{limit.name} can't be enforced: its workers have no price per hour"
             elif expected is None and not limit.shards and due < limit.amount:
                 continue  # the first shard measures the cost
             elif expected is not None and due + expected <= limit.amount:

@@ -58,7 +58,7 @@ def copy_into_folder(inbox: FolderInbox, source: Path, name: str, options: Mappi
     target = Path(inbox.uri(name))
     if not target.parent.is_dir():
         raise SubmissionFailed(
-            f"{target.parent}: no such folder, so nobody watches it; start 'tokenmill serve' with it first"
+            f"{target.parent}: no such folder, so no process watches it; start 'tokenmill serve' with it first"
         )
     sidecar = target.with_name(sidecars_of(name)[0])
     try:

@@ -44,7 +44,7 @@ class SimJob:
         rows_in_shard: of each but the last.  fresh: shards that were never put; returned: that came back, with their
             rows.
         answer: tokens of an answer, as they turn out.  planned_tokens: of a row, as they are estimated.
-        rows_left, rows_open: that have no part, and shards' worth of rows that nobody has put.
+        rows_left, rows_open: rows without a part, and rows whose shards are not on a queue.
         ready: when its first shards are planned.  begun: when one of them was taken.  full: see `full_seconds`.
     """
 
@@ -179,8 +179,7 @@ class SimWorker:
             self.busy += now - self._busy_since
 
     def drop(self, shard: HeldShard, now: float, lost: float = 0.0) -> float:
-        """Give a shard back undone; how many of its rows are still to be computed. `lost`: seconds of work that nobody
-        wrote down."""
+        """Release a shard; the number of its rows that are still to be computed. `lost`: seconds of unlogged work."""
         span = max(1e-9, shard.finish - shard.taken)
         done = min(max(0.0, now - lost - shard.taken) / span, 1.0) * shard.rows
         left = max(0.0, shard.rows - done)

@@ -103,7 +103,7 @@ def status(
             "releases": shown,
         })  # fmt: skip
         return
-    print(f"{name} is {'served by nobody' if served is None else served.pin.digest}")
+    print(f"{name} is {'not served' if served is None else served.pin.digest}")
     for entry in versions:
         print(f"  {entry.pin.digest}  {entry.pin.dtype}, {entry.pin.quantization}  from {entry.pin.source}")
     for document in shown:

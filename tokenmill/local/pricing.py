@@ -61,6 +61,6 @@ def check_limit(plan: RunPlan) -> None:
     """Check that a plan with a spending limit has a price; raises `UserError`."""
     if plan.max_cost is not None and plan.price_per_hour is None:
         raise UserError(
-            "--max-cost can't be kept: nobody says what an hour of this machine costs; give --price-per-hour, or set "
+            "--max-cost can't be enforced: this machine has no price per hour; give --price-per-hour, or set "
             "TOKENMILL_PRICE_PER_HOUR or TOKENMILL_INSTANCE__TYPE"
         )

@@ -212,5 +212,5 @@ class PlannerPool:
             limit = f"{self._stuck_seconds:g} s (setting planner_stuck_seconds)"
             return PlanningFailed(f"planning made no progress for {limit}, and its process was killed")
         if attempt.process.returncode in (EXIT_STOPPED, -signal.SIGTERM):  # a service manager may stop all processes
-            return PipelineError("a planner process was told to stop")
+            return PipelineError("a planner process was stopped")
         return PlanningFailed(f"the planner's process ended {how}; planning may have needed more than {self._limit}")

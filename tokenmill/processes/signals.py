@@ -109,7 +109,7 @@ class StopSignal(Event):
         import structlog
 
         while (number := self._signals.get()) is not None:
-            structlog.get_logger(__name__).info("told to stop", signal=signal.Signals(number).name)
+            structlog.get_logger(__name__).info("stopping", signal=signal.Signals(number).name)
             self.set()
 
 

@@ -33,8 +33,8 @@ def ingest_services(root: Root, settings: Settings) -> dict[str, Part]:
         parts["celery"] = _celery(root, settings)
     if not parts:
         raise UserError(
-            "no door is set up; name an s3:// root, Kafka's brokers in TOKENMILL_KAFKA__BOOTSTRAP, or a queue in "
-            "TOKENMILL_CELERY__QUEUES. "
+            "no ingest source is configured; name an s3:// root, Kafka's brokers in TOKENMILL_KAFKA__BOOTSTRAP, or a "
+            "queue in TOKENMILL_CELERY__QUEUES. "
             "For a folder of dropped files use 'tokenmill serve'"
         )
     return parts

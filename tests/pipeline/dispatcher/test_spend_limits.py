@@ -137,7 +137,7 @@ def test_given_a_limit_and_workers_of_unknown_price_then_the_job_ends_with_that_
     manifest = spend(house, 2.0, client)
     assert manifest is not None
     assert (manifest.counts.cancelled, manifest.cost) == (10, None)
-    assert "nobody says what an hour of its workers costs" in all_rows(house.ledger)[0]["error_message"]
+    assert "its workers have no price per hour" in all_rows(house.ledger)[0]["error_message"]
 
 
 def test_given_a_shard_under_way_that_has_cost_the_limit_then_the_job_ends_without_waiting_for_it(

@@ -143,7 +143,7 @@ def test_a_refused_file_ends_the_watching_with_its_dead_letter(folder: World, so
     [
         ("http://127.0.0.1:8000?x=1", "rows.jsonl", "has a query"),
         ("nowhere", "rows.jsonl", "nowhere: no such folder"),
-        ("unwatched", "rows.jsonl", "nobody watches it"),
+        ("unwatched", "rows.jsonl", "no process watches it"),
         ("root", "nothing.jsonl", "nothing.jsonl: no such file"),
         ("root", "root", "root: is a folder"),
         ("root", "notes.txt", "notes"),

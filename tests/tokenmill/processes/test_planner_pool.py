@@ -168,7 +168,7 @@ def test_given_a_planner_that_another_process_stops_then_its_job_has_no_failure(
     with being_planned(root, pool, tmp_path) as (_large, planning):
         (pid,) = pool.pids
         os.kill(pid, signal.SIGTERM)
-        with pytest.raises(PipelineError, match="a planner process was told to stop"):
+        with pytest.raises(PipelineError, match="a planner process was stopped"):
             planning.result()
 
 

@@ -105,7 +105,7 @@ def check_end(process: subprocess.Popen[bytes], place: Path) -> str:
     assert code == 0, said
     assert "Traceback" not in said
     assert "error" not in said
-    assert "told to stop" in said
+    assert "stopping" in said
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     FolderStore(place / "root").close()  # removes what those who are dead have begun

@@ -86,6 +86,6 @@ def test_given_a_job_smaller_than_what_shows_its_cost_then_the_summary_says_that
 def test_given_a_limit_and_no_price_then_nothing_is_begun(tokenmill: Cli, place: Path, job: tuple[object, ...]) -> None:
     refused = tokenmill(*job, "--max-cost", "1")
     assert refused.code == 1
-    assert "--max-cost can't be kept" in refused.error
+    assert "--max-cost can't be enforced" in refused.error
     assert not (place / "out" / "job.json").exists()
     assert "may cost nothing" in tokenmill(*job, "--max-cost", "0").error
