@@ -39,7 +39,7 @@ from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_job
 from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.records import ShardReport
-from pipeline.worker_client.protocol import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
+from pipeline.worker_client.ports import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Job, JobSettings, Tier
 from schemas.models import ModelPin

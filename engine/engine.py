@@ -15,8 +15,8 @@ from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.logs import get_logger
 from engine.models.base import CausalModel, ModelSpec, WeighedModel
+from engine.models.decoder_builder import DecoderBuilder, TorchBuilder
 from engine.models.load import config_kv_dtype, is_encoder, load_model
-from engine.models.loader import DecoderBuilder, TorchBuilder
 from engine.models.native import NativeBuilder
 from engine.native.choice import native_library
 from engine.native.library import NativeLibrary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline.worker_client.protocol import CHECKPOINT_SECONDS
+from pipeline.worker_client.ports import CHECKPOINT_SECONDS
 from workers.policies.policy import NO_POLICIES, Policies
 
 IDLE_SECONDS: Final = 0.02

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import CorruptWeights, UnsupportedModel
-from engine.quant.formats.gguf import unpack
+from engine.quant.formats.gguf_blocks import unpack
 from engine.quant.weight import QWeight
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

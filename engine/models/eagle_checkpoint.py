@@ -18,9 +18,9 @@ from engine.checkpoints.config import built_config, check_sizes, usable
 from engine.errors import CorruptWeights, ModelNotFound, UnsupportedModel
 from engine.models.base import ModelSpec
 from engine.models.decoder import DecoderSpec
+from engine.models.decoder_builder import TorchBuilder, WeightReader
 from engine.models.eagle import EagleHead, HeadSpec, HeadWeights
 from engine.models.families import llama
-from engine.models.loader import TorchBuilder, WeightReader
 from engine.quant.base import Linear
 from engine.quant.weight import QWeight
 

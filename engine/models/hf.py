@@ -19,9 +19,9 @@ from engine.checkpoints.checkpoint import DERIVED, SafetensorsCheckpoint, Weight
 from engine.checkpoints.config import usable
 from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.base import Attend, ModelSpec
+from engine.models.decoder_builder import DecoderBuilder
 from engine.models.hf_check import check_against_eager, check_quantized
 from engine.models.hf_quant import quantize_linears, restore_quantized
-from engine.models.loader import DecoderBuilder
 
 _ATTENTION = "tokenmill"
 _SLOT = "tokenmill_slot"

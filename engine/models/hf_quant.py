@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.checkpoints.checkpoint import WeightSource
 from engine.checkpoints.weight_formats import WeightFormatStats
 from engine.errors import UnsupportedModel
-from engine.models.loader import DecoderBuilder
+from engine.models.decoder_builder import DecoderBuilder
 from engine.quant.base import Linear
 
 _LEAST_SHARE = 0.5

@@ -24,11 +24,11 @@ from engine.checkpoints.config import (
 from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
 from engine.models.base import CausalModel, ModelSpec
 from engine.models.decoder import DecoderSpec
+from engine.models.decoder_builder import DecoderBuilder, TorchBuilder, build_decoder
 from engine.models.encoders.encoder import describe_encoder
 from engine.models.encoders.settings import embedding_settings, required_settings
 from engine.models.families import fused_family
 from engine.models.hf import check_supported, describe_transformers_model, load_transformers_model
-from engine.models.loader import DecoderBuilder, TorchBuilder, build_decoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from engine.config import Quantize
 from engine.errors import EngineError
 from engine.models.base import Attend, ModelSpec
 from engine.models.decoder import DecoderSpec, Layer
-from engine.models.loader import Use
+from engine.models.decoder_builder import Use
 from engine.models.rope import RotaryTable
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.config import Quantize
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder
-from engine.models.loader import TorchBuilder, Use
+from engine.models.decoder_builder import TorchBuilder, Use
 from engine.parallel.process_group import RankGroup
 from engine.parallel.sharding import Share
 from engine.quant.base import Linear

@@ -8,8 +8,8 @@ import torch
 
 from engine.config import Quantize
 from engine.errors import OutOfMemory, UnsupportedModel
+from engine.models.decoder_builder import TorchBuilder, build_decoder
 from engine.models.load import open_model
-from engine.models.loader import TorchBuilder, build_decoder
 from engine.parallel.decoder import RankBuilder, RankDecoder
 from engine.parallel.process_group import RankGroup
 from engine.parallel.sharding import Share

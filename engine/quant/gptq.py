@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import UnsupportedModel
-from engine.models.loader import TorchBuilder
+from engine.models.decoder_builder import TorchBuilder
 from engine.quant.base import Linear
 from engine.quant.rtn import Rounding, from_grid, integer_grid, on_grid
 from engine.quant.weight import QWeight

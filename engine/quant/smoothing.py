@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec
+from engine.models.decoder_builder import TorchBuilder
 from engine.models.hf_check import DenseAttend
-from engine.models.loader import TorchBuilder
 from engine.quant.base import DenseLinear, Linear
 from engine.quant.weight import QWeight
 

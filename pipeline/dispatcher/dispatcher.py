@@ -47,7 +47,7 @@ from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.runtime.supervision import reason_of
 from pipeline.tracing import trace_job
-from pipeline.worker_client.protocol import BY_URGENCY
+from pipeline.worker_client.ports import BY_URGENCY
 from schemas.jobs.job import Closing, Job
 from schemas.jobs.outcome import JobStatus, Manifest
 from schemas.jobs.plan import ShardRef

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from pipeline.worker_client.bulk_reserve import FLOOR
-from pipeline.worker_client.protocol import BY_URGENCY
+from pipeline.worker_client.ports import BY_URGENCY
 from schemas.jobs.job import Tier
 
 

@@ -19,9 +19,9 @@ from pipeline.jobs.manifest import PartTotals, build_manifest, failed_manifest
 from pipeline.ledger.active_index import clean_up
 from pipeline.ledger.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.ports import ObjectNotFound, World, queue_name
-from pipeline.results.checkpoints import read_worked
 from pipeline.results.parts import PartEntry, read_part
 from pipeline.results.rejected_rows import commit_rejects
+from pipeline.results.shard_history import read_worked
 from schemas.jobs.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.jobs.job import Closing, Job
 from schemas.jobs.outcome import JobError, JobStatus, Manifest

@@ -31,8 +31,8 @@ from pipeline.gateway.openapi.document import DocumentedApp, document_responses
 from pipeline.gateway.openapi.request_schemas import build_schemas
 from pipeline.gateway.openapi.schemas import Health, OpenApi
 from pipeline.gateway.page import page_router, read_files
-from pipeline.gateway.routes.batches import batches_router, files_router, models_router
 from pipeline.gateway.routes.dependencies import GatewayDependencies
+from pipeline.gateway.routes.files_and_batches import batches_router, files_router, models_router
 from pipeline.gateway.routes.inference import inference_router
 from pipeline.gateway.routes.monitoring import monitoring_router
 from pipeline.gateway.routes.websocket import websocket_router

@@ -19,7 +19,7 @@ import orjson
 from pipeline.ingest.files.options import format_of, sidecars_of
 from pipeline.ingest.files.source import FileVersion, Inbox
 from pipeline.jobs.submit import derived_job_id
-from pipeline.planner.api import InputError
+from pipeline.planner.ports import InputError
 from pipeline.ports import PipelineError, Randomness
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pipeline.inputs.pinning import WatchedInput, pin_input
-from pipeline.planner.api import InputError, SourceFile
+from pipeline.planner.ports import InputError, SourceFile
 from schemas.jobs.inputs import InputRef
 
 if TYPE_CHECKING:

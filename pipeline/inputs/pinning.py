@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from pipeline.inputs.regular_files import IrregularFile, open_regular
 from pipeline.inputs.reported_reads import with_reported_reads
-from pipeline.planner.api import InputError, SourceFile
+from pipeline.planner.ports import InputError, SourceFile
 from pipeline.planner.readers.source import choose_files
 from schemas.jobs.inputs import FileStamp, InputFile, InputRef
 

@@ -17,7 +17,7 @@ from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.s3.stream import ObjectVersion, head_object, open_snapshot
 from pipeline.adapters.s3.url import join_url, split_url
 from pipeline.inputs.reported_reads import with_reported_reads
-from pipeline.planner.api import InputError, SourceFile
+from pipeline.planner.ports import InputError, SourceFile
 from pipeline.planner.readers.source import choose_files
 from schemas.jobs.inputs import InputFile, InputRef
 

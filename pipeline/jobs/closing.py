@@ -19,8 +19,8 @@ from pipeline.jobs.lost_shards import read_or_recover_table
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ledger.records import ShardReport
 from pipeline.ports import World
-from pipeline.results.checkpoints import read_history
 from pipeline.results.part_builder import PartMaker, commit_part
+from pipeline.results.shard_history import read_history
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Closing, Job
 from schemas.jobs.outcome import Counts, JobStatus, Usage

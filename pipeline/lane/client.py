@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from pipeline.lane.protocol import Lane, LaneFull, LaneStream
+from pipeline.lane.ports import Lane, LaneFull, LaneStream
 from pipeline.ports import Clock, PipelineError
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_SPAN, NO_TRACES, Span, Traces

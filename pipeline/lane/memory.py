@@ -1,4 +1,4 @@
-"""The lane inside one process: an implementation of `pipeline.lane.protocol` under one lock."""
+"""The lane inside one process: an implementation of `pipeline.lane.ports` under one lock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.lane.protocol import NO_SHARES, LaneFull, LaneSettings, TenantShares, full_message
+from pipeline.lane.ports import NO_SHARES, LaneFull, LaneSettings, TenantShares, full_message
 from pipeline.ports import Clock, PipelineError
 from schemas.workers.lane import LaneEvent, LaneRequest, Position, closes_attempt, position_of, request_json
 

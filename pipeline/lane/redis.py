@@ -25,7 +25,7 @@ import structlog
 from pydantic import ValidationError
 
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
-from pipeline.lane.protocol import LaneFull, LaneSettings, full_message
+from pipeline.lane.ports import LaneFull, LaneSettings, full_message
 from pipeline.lane.redis_scripts import CANCEL, COUNT, LOST, SEND
 from pipeline.lane.redis_worker import RedisLaneWorker, keys_of, queue_ttl_milliseconds
 from pipeline.ports import Clock, PipelineError

@@ -11,7 +11,7 @@ import structlog
 from pydantic import ValidationError
 
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
-from pipeline.lane.protocol import NO_SHARES, LaneSettings, TenantShares
+from pipeline.lane.ports import NO_SHARES, LaneSettings, TenantShares
 from pipeline.lane.redis_scripts import EMIT, HOLD, TAKE
 from pipeline.ports import Clock
 from schemas.workers.lane import LaneEvent, LaneRequest, closes_attempt, event_json, read_request

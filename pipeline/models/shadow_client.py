@@ -24,7 +24,7 @@ from pipeline.ledger.records import ShardReport
 from pipeline.models.registry import ModelRegistry
 from pipeline.models.shadow_results import ShadowCopies
 from pipeline.ports import ObjectNotFound, World
-from pipeline.worker_client.protocol import BY_URGENCY, CheckpointWork, RevokedShards, ShardWork, WorkerLoad
+from pipeline.worker_client.ports import BY_URGENCY, CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Job, Tier
 from schemas.jobs.plan import ShardRef

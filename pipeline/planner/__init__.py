@@ -4,7 +4,11 @@ It is pure: rows come from a `RowSource` and the plan goes to a `PlanSink`; the 
 every process.
 """
 
-from pipeline.planner.api import (
+from pipeline.planner.estimates.capacity import HARDWARE, DoesNotFit, Hardware, ModelShape, WorkEstimate, at_rate, bound
+from pipeline.planner.estimates.estimate import InputEstimate, measure
+from pipeline.planner.estimates.sample import ShardSample
+from pipeline.planner.plan import plan
+from pipeline.planner.ports import (
     BrokenInput,
     InputError,
     InvalidInput,
@@ -19,10 +23,6 @@ from pipeline.planner.api import (
     TokenCounter,
     TooManyRows,
 )
-from pipeline.planner.estimates.capacity import HARDWARE, DoesNotFit, Hardware, ModelShape, WorkEstimate, at_rate, bound
-from pipeline.planner.estimates.estimate import InputEstimate, measure
-from pipeline.planner.estimates.sample import ShardSample
-from pipeline.planner.plan import plan
 from pipeline.planner.readers.source import choose_files, open_source
 
 __all__ = [

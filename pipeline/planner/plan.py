@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.planner.api import (
+from pipeline.planner.ports import (
     InvalidInput,
     PlanMismatch,
     PlanSink,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.planner.api import TokenCounter
+from pipeline.planner.ports import TokenCounter
 from pipeline.planner.prefix import message_text, tools_text
 from schemas.requests.requests import Body, CompletionBody, EmbeddingBody
 

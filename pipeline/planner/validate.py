@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-from pipeline.planner.api import SourceBatch, SourceRow
+from pipeline.planner.ports import SourceBatch, SourceRow
 from pipeline.planner.prefix import PrefixChain, prefix_chain, prompt_bytes
 from pipeline.planner.seen import SeenIds
 from pipeline.planner.tokens import TokenEstimator

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from pipeline.lane.protocol import LaneMonitor
+from pipeline.lane.ports import LaneMonitor
 from pipeline.models.catalog import Catalog
 from pipeline.ports import Heartbeats, WorkerState, World
 from pipeline.scaling.open_work import OpenJobsIndex, OpenJobSummary

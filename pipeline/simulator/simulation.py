@@ -25,7 +25,7 @@ from pipeline.simulator.dispatch import SimulatedDispatch
 from pipeline.simulator.settings import Sample, SimulationOutcome, SimulationSettings
 from pipeline.simulator.trace import SpotInterruption, Trace, TracedJob
 from pipeline.simulator.workers import HeldShard, SimJob, SimulatedJobOrder, SimWorker
-from pipeline.worker_client.protocol import BY_URGENCY
+from pipeline.worker_client.ports import BY_URGENCY
 from schemas.jobs.job import Tier
 
 EPOCH: Final = datetime(2026, 1, 1, tzinfo=UTC)

@@ -29,13 +29,13 @@ from pipeline.ports import (
     World,
     queue_name,
 )
-from pipeline.results.checkpoints import ShardHistory, checkpoint_key, note_key, read_history
 from pipeline.results.part_builder import PartMaker, commit_part
 from pipeline.results.parts import read_part
+from pipeline.results.shard_history import ShardHistory, checkpoint_key, note_key, read_history
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.runtime.supervision import reason_of
 from pipeline.worker_client.bulk_reserve import BulkReserve
-from pipeline.worker_client.protocol import BY_URGENCY, CheckpointWork, RevokedShards, ShardWork, WorkerLoad
+from pipeline.worker_client.ports import BY_URGENCY, CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, encode
 from schemas.jobs.job import Job, Tier
 from schemas.jobs.outcome import WorkerTime

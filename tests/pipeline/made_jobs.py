@@ -16,7 +16,7 @@ from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import REJECTS, JobLedger, shard_key
 from pipeline.ledger.records import ShardReport
 from pipeline.ports import Heartbeats, World, queue_name
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 from schemas.jobs.job import Job, Tier

@@ -10,7 +10,7 @@ from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.outcome import Manifest
 from tests.pipeline.made_jobs import MODELS, computed, plan_by_hand, report

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.ledger.records import ShardReport
 from pipeline.runtime.inline_executor import InlineExecutor
-from pipeline.worker_client.protocol import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
+from pipeline.worker_client.ports import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.jobs.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
 from schemas.jobs.inputs import InputFile, InputRef
 from schemas.jobs.job import Job, JobSettings, Tier

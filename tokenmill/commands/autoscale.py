@@ -63,7 +63,7 @@ def autoscale(
     from tokenmill.processes.runtime import run_until_stopped, wait_for_stop
     from tokenmill.processes.signals import stop_on_signals
     from tokenmill.root import open_root, request_executor
-    from tokenmill.services.autoscaler import DecisionEndpoint, DecisionPrinter
+    from tokenmill.services.autoscaler_outputs import DecisionEndpoint, DecisionPrinter
     from tokenmill.services.backends import redis_worker_backends
 
     log_to_stderr(logging.WARNING if once else logging.INFO)

@@ -106,9 +106,9 @@ def serve(
     from tokenmill.processes.signals import stop_on_signals
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
-    from tokenmill.services import dispatcher as service
     from tokenmill.services.backends import in_process_backends
     from tokenmill.services.gateway import GatewayService
+    from tokenmill.services.parts import dispatcher_part, folder_part, housekeeping_part
     from tokenmill.services.worker import WorkerService
 
     settings = read_settings()
@@ -132,7 +132,7 @@ def serve(
             metric_collectors.prices(backends.heartbeats, price),
         )
         gateway = GatewayService(root, settings, backends, host, port, dispatching=sources, batch_rows=max_num_seqs)
-        folders = service.folder_part(root, settings, settle)
+        folders = folder_part(root, settings, settle)
         loads = _loads(model, settings, options, chat_template)
         worker_service = WorkerService(root, backends, loads, settings, switch_after, policies, price)
         incoming = data.expanduser() / "incoming"
@@ -140,8 +140,8 @@ def serve(
             f"serving {', '.join(worker_service.models)}: {gateway.url}/v1, and files dropped into {incoming}; "
             "Ctrl-C ends in order"
         )
-        dispatching = service.dispatcher_part(root, backends, settings, metrics, price, "serve", log_format)
-        housekeeping = service.housekeeping_part(root, backends, settings)
+        dispatching = dispatcher_part(root, backends, settings, metrics, price, "serve", log_format)
+        housekeeping = housekeeping_part(root, backends, settings)
         parts = {"dispatcher": dispatching, "folder": folders, "housekeeping": housekeeping}
         with metrics_served(settings, metrics_port, *gateway.sources):
             run_until_stopped(stop, root.world, worker_service, parts | gateway.parts)
@@ -225,8 +225,8 @@ def dispatcher(
     from tokenmill.processes.signals import stop_on_signals
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
-    from tokenmill.services import dispatcher as service
     from tokenmill.services.backends import redis_backends
+    from tokenmill.services.parts import backlog_part, dispatcher_part, housekeeping_part
 
     settings = read_settings()
     report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "dispatcher")
@@ -239,7 +239,7 @@ def dispatcher(
         report_up(f"dispatching for {root.url}")
         price = price_of_worker(settings, price_per_hour)
         metrics = DispatchMetrics()
-        dispatching = service.dispatcher_part(root, backends, settings, metrics, price, log_format=log_format)
+        dispatching = dispatcher_part(root, backends, settings, metrics, price, log_format=log_format)
         sources = (
             metric_collectors.dispatching(metrics, root.world.clock),
             metric_collectors.workers(backends.heartbeats, each=False),
@@ -249,10 +249,10 @@ def dispatcher(
         rollouts = RolloutController(root.world)
         parts = {
             "dispatcher": dispatching,
-            "housekeeping": service.housekeeping_part(root, backends, settings),
+            "housekeeping": housekeeping_part(root, backends, settings),
             "releases": rollouts.run,
         }
-        backlog = service.backlog_part(root, backends, settings)
+        backlog = backlog_part(root, backends, settings)
         if backlog is not None:
             parts["backlog"] = backlog
         with metrics_served(settings, metrics_port, *sources, metric_collectors.releases(lambda: rollouts.metrics)):

@@ -35,7 +35,7 @@ def sender(dead_letter: DeadLetter, settings: Settings) -> Iterator[Send | None]
 
 
 def _to_queue(dead_letter: DeadLetter, settings: Settings) -> Send:
-    from pipeline.adapters.s3.sqs import SqsQueue, SqsSettings
+    from pipeline.adapters.sqs import SqsQueue, SqsSettings
 
     endpoint = settings.bucket.queue_endpoint or settings.s3.endpoint
     queue = SqsQueue(SqsSettings(dead_letter.place, region=settings.s3.region, endpoint=endpoint))

@@ -19,7 +19,7 @@ from engine.runner.memory import available_bytes, layer_token_bytes, plan_cache
 from engine.scheduler.step_cost import cache_windows
 from pipeline.adapters.system import SystemClock
 from pipeline.planner import InputEstimate
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.job import Job
 from tokenmill.config.engine_options import EngineOptions
 from tokenmill.local.run_plan import MIN_TOKENS_PER_SEQUENCE, rows_for

@@ -21,7 +21,7 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
-from pipeline.worker_client.protocol import HEARTBEAT_SECONDS
+from pipeline.worker_client.ports import HEARTBEAT_SECONDS
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.outcome import Manifest
 from schemas.jobs.progress import Progress

@@ -13,10 +13,10 @@ from typing import Final
 
 import structlog
 
-from pipeline.lane.protocol import LaneWorker
+from pipeline.lane.ports import LaneWorker
 from pipeline.ports import Clock, ShardQueue, ShardTask, queue_name
 from pipeline.runtime.availability import ServiceUnavailable
-from pipeline.worker_client.protocol import BY_URGENCY, ShardSource, ShardWork
+from pipeline.worker_client.ports import BY_URGENCY, ShardSource, ShardWork
 from schemas.jobs.job import Tier
 from schemas.workers.lane import HandBackEvent
 

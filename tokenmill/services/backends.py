@@ -10,9 +10,9 @@ from typing import Final
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.protocol import LaneMonitor, OpenLane
+from pipeline.lane.ports import LaneMonitor, OpenLane
 from pipeline.ports import Heartbeats, Lease, ShardQueue, World
-from pipeline.worker_client.protocol import HEARTBEAT_SECONDS
+from pipeline.worker_client.ports import HEARTBEAT_SECONDS
 from schemas.settings.settings import Settings
 from tokenmill.errors import UserError
 from tokenmill.root import Root

@@ -41,8 +41,8 @@ def ingest_services(root: Root, settings: Settings) -> dict[str, Part]:
 
 
 def _bucket(root: Root, settings: Settings) -> Part:
-    from pipeline.adapters.s3.sqs import SqsQueue, SqsSettings
     from pipeline.adapters.s3.url import split_url
+    from pipeline.adapters.sqs import SqsQueue, SqsSettings
     from pipeline.ingest.files.s3_events import BucketEvents
     from pipeline.ingest.files.s3_inbox import BucketInbox
 

@@ -33,7 +33,7 @@ import structlog
 
 from engine.errors import ContextLengthExceeded, RequestRefused
 from engine.request import Completion, FinishReason, PartialChoice
-from pipeline.lane.protocol import LaneSettings, LaneWorker, TenantShares
+from pipeline.lane.ports import LaneSettings, LaneWorker, TenantShares
 from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_TRACES, Traces

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from pipeline.ports import Clock
 from pipeline.tracing import NO_SPAN, Span, Traces, job_attributes, log_fields
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest
 
 

@@ -14,7 +14,7 @@ from engine.embedding.embedder import StepEngine
 from engine.request import Completion, PartialChoice, Request
 from engine.scheduler.resume import resumed_tokens
 from pipeline.ports import StoreError
-from pipeline.worker_client.protocol import CheckpointWork, ShardSink
+from pipeline.worker_client.ports import CheckpointWork, ShardSink
 from schemas.jobs.checkpoints import FinishedRows, LoggedChoice
 from schemas.jobs.outcome import Usage
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow

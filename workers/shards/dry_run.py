@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.dry_run import DryRun, StepWork
 from engine.errors import RequestRefused
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from workers.rows import PreparedRow
 from workers.settings import WorkerSettings
 from workers.shards.lookahead import Lookahead, engine_has_all

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 from pipeline.ports import Clock
-from pipeline.worker_client.protocol import HEARTBEAT_SECONDS, RevokedShards, ShardSink, ShardWork, WorkerLoad
+from pipeline.worker_client.ports import HEARTBEAT_SECONDS, RevokedShards, ShardSink, ShardWork, WorkerLoad
 
 HEARTBEAT_THREADS: Final = 2
 """One heartbeat and one poll of the store run at the same time, neither behind the other."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
 from pipeline.ports import Clock
-from pipeline.worker_client.protocol import BY_URGENCY, ShardSink, ShardSource
+from pipeline.worker_client.ports import BY_URGENCY, ShardSink, ShardSource
 from schemas.jobs.job import Tier
 from workers.errors import ModelMismatchError
 from workers.shards.state import PreparedShard, ShardReader

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from engine.request import Completion
 from pipeline.ports import Clock
-from pipeline.worker_client.protocol import RevokedShards, WorkerLoad
+from pipeline.worker_client.ports import RevokedShards, WorkerLoad
 from schemas.jobs.job import Tier
 from workers.model.loaded_model import LoadedModel
 from workers.observability.metrics import MetricsReader

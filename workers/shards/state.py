@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 from pydantic import ValidationError
 
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.checkpoints import LoggedChoice
 from schemas.jobs.outcome import Usage
 from schemas.jobs.results import ResultRow

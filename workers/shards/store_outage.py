@@ -16,7 +16,7 @@ import structlog
 
 from pipeline.ledger.records import ShardReport
 from pipeline.ports import Clock, StoreUnavailable
-from pipeline.worker_client.protocol import (
+from pipeline.worker_client.ports import (
     BY_URGENCY,
     CheckpointWork,
     RevokedShards,

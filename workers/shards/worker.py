@@ -31,7 +31,7 @@ from engine.errors import ContextLengthExceeded, EngineError, EngineLost, Reques
 from engine.request import Completion
 from pipeline.ports import Clock, StoreError
 from pipeline.tracing import NO_TRACES, Traces
-from pipeline.worker_client.protocol import BY_URGENCY, RevokedShards, ShardSink, ShardSource
+from pipeline.worker_client.ports import BY_URGENCY, RevokedShards, ShardSink, ShardSource
 from schemas.requests.errors import RowError, RowErrorCode
 from workers.model.loaded_model import LoadedModel
 from workers.observability.progress import WorkerObserver, WorkerProgress

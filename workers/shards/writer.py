@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 from pipeline.ledger.records import ShardReport
 from pipeline.ports import Clock, StoreError
 from pipeline.runtime.inline_executor import InlineExecutor
-from pipeline.worker_client.protocol import ShardSink
+from pipeline.worker_client.ports import ShardSink
 from schemas.jobs.checkpoints import FinishedRows
 from workers.model.loaded_model import LoadedModel, library_versions, speculation_facts
 from workers.rows import Envelope, PreparedRow

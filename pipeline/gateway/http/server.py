@@ -16,7 +16,7 @@ import structlog
 import uvicorn
 
 from pipeline.gateway.http.middleware import RequestMiddleware
-from pipeline.gateway.http.protocol import HttpProtocol, WebSocketProtocol
+from pipeline.gateway.http.uvicorn_protocol import HttpProtocol, WebSocketProtocol
 from pipeline.ports import PipelineError
 
 _POLL_SECONDS: Final = 0.1

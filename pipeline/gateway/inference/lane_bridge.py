@@ -18,7 +18,7 @@ import structlog
 from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, unavailable
 from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.lane.client import CallSettings, LaneCalls
-from pipeline.lane.protocol import Lane, LaneFull
+from pipeline.lane.ports import Lane, LaneFull
 from pipeline.ports import Clock, PipelineError
 from pipeline.tracing import NO_TRACES, Traces
 from schemas.workers.lane import ErrorEvent, LaneEvent, LaneRequest

@@ -1,4 +1,4 @@
-"""Streams as server-sent encode_events (SSE). The id of each event is its number, so an interrupted reader can resume
+"""Streams as server-sent events (SSE). The id of each event is its number, so an interrupted reader can resume
 after it.
 
 The last event of a stream is always `[DONE]`, preceded by either the response's end or an error.

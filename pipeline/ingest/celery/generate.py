@@ -19,7 +19,7 @@ import structlog
 
 from pipeline.ingest.celery.tasks import TryLater
 from pipeline.lane.client import CallSettings, LaneCalls
-from pipeline.lane.protocol import Lane, LaneFull
+from pipeline.lane.ports import Lane, LaneFull
 from pipeline.models.catalog import Catalog
 from pipeline.ports import Clock, PipelineError
 from pipeline.tracing import NO_TRACES, Traces, current_traceparent

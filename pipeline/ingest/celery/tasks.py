@@ -26,7 +26,7 @@ from pipeline.inputs.open import Pin
 from pipeline.jobs.serialization import job_document
 from pipeline.jobs.submit import DifferentJob, derived_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger, parse_stored
-from pipeline.planner.api import InputError
+from pipeline.planner.ports import InputError
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError, World
 from pipeline.runtime.availability import BadAddress
 from schemas.identifiers import Id

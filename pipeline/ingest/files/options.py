@@ -23,7 +23,7 @@ import orjson
 from pydantic import ValidationError
 
 from pipeline.ingest.intake import IntakeRefused
-from pipeline.planner.api import InputError
+from pipeline.planner.ports import InputError
 from pipeline.planner.readers.source import SUFFIXES, choose_files
 from schemas.jobs.inputs import InputFormat
 from schemas.jobs.job import Tier

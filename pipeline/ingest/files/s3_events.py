@@ -15,7 +15,7 @@ from urllib.parse import unquote_plus
 import orjson
 import structlog
 
-from pipeline.adapters.s3.sqs import SqsMessage, SqsQueue
+from pipeline.adapters.sqs import SqsMessage, SqsQueue
 from pipeline.ingest.dead_letters import BUCKET_EVENTS, DeadLetters, DeadLetterSource
 from pipeline.ingest.files.s3_inbox import BucketInbox
 from pipeline.ingest.files.source import FileIngestSource, IngestResult

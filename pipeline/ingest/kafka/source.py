@@ -5,9 +5,9 @@ from __future__ import annotations
 from pipeline.ingest.intake import IntakePort
 from pipeline.ingest.kafka.consumer import KafkaIngest
 from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
-from pipeline.ingest.kafka.jobs import JobRecords
+from pipeline.ingest.kafka.job_references import JobRecords
 from pipeline.ingest.kafka.partition import Handler
-from pipeline.ingest.kafka.requests import RequestBatches
+from pipeline.ingest.kafka.request_batches import RequestBatches
 from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.inputs.open import Pin
 from pipeline.ports import Messages, World

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.planner.api import RowSource, TokenCounter
 from pipeline.planner.estimates.sample import ShardSample
 from pipeline.planner.plan import limited
+from pipeline.planner.ports import RowSource, TokenCounter
 from pipeline.planner.seen import SeenIds
 from pipeline.planner.segment import SegmentBuilder, SegmentTexts
 from pipeline.planner.sizes import SegmentSizes

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.planner.api import InputError, SourceBatch, SourceFile, SourceRow, TooManyRows
+from pipeline.planner.ports import InputError, SourceBatch, SourceFile, SourceRow, TooManyRows
 from pipeline.planner.readers.jsonl import BATCH_BYTES, BATCH_ROWS, BLANK, parse_json
 from pipeline.planner.readers.parquet_cells import cells_of, row_bytes
 from pipeline.planner.readers.parquet_decoding import decoding, read_footer, read_tables

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.planner.api import BrokenInput, InputError, SourceFile
+from pipeline.planner.ports import BrokenInput, InputError, SourceFile
 from pipeline.planner.readers.jsonl import BATCH_BYTES, READ_BYTES
 
 MAX_DECODED_ROWS: Final = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.planner.api import InputError, RowSource, SourceFile
+from pipeline.planner.ports import InputError, RowSource, SourceFile
 from pipeline.planner.readers.jsonl import JsonlSource, refuse_other_formats
 from pipeline.planner.readers.parquet import ParquetSource
 from schemas.jobs.inputs import InputFormat

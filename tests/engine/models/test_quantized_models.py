@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from engine.errors import UnsupportedModel
+from engine.models.decoder_builder import DecoderBuilder, TorchBuilder
 from engine.models.hf_check import DenseAttend, check_against_eager, check_quantized
 from engine.models.hf_quant import QuantizedModule, quantize_linears
 from engine.models.load import load_model
-from engine.models.loader import DecoderBuilder, TorchBuilder
 from engine.models.native import NativeBuilder
 from engine.native.linear import NativeLinear
 from engine.native.structs import ElementKind

@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from engine.checkpoints.gguf_file import GGUFFile
-from engine.quant.formats.gguf import unpack
+from engine.quant.formats.gguf_blocks import unpack
 from engine.quant.weight import TwoLevel, stack
 
 FACTORS = {
@@ -51,7 +51,7 @@ def wanted(name: str, stored: Any) -> torch.Tensor:
 def test_random_blocks_dequantize_as_in_the_gguf_package(
     name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.quant.formats.gguf._BYTES_AT_ONCE", at_once)
+    monkeypatch.setattr("engine.quant.formats.gguf_blocks._BYTES_AT_ONCE", at_once)
     stored = blocks(name)
     weight = unpack(GGMLQuantizationType[name], stored)
     assert weight is not None

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from engine import Engine
 from engine.checkpoints.checkpoint import folder_weights
+from engine.models.decoder_builder import TorchBuilder
 from engine.models.load import load_model
-from engine.models.loader import TorchBuilder
 from engine.quant.linear import DequantizingKernel, QuantizedLinear
 from engine.quant.weight import Activations, QWeight, stack
 from tests.engine.oracle import Setting, check_equal, engine_answers, greedy_answer, make_prompts

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from engine import Engine
+from engine.models.decoder_builder import DecoderBuilder, TorchBuilder
 from engine.models.hf_check import DenseAttend
 from engine.models.load import load_model
-from engine.models.loader import DecoderBuilder, TorchBuilder
 from engine.models.native import NativeBuilder
 from engine.quant.fp8 import multiplies_rowwise
 from engine.quant.linear import QuantizedLinear, fast_at_load

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pipeline.lane.protocol import (
+from pipeline.lane.ports import (
     LANE_OVERRUN,
     START,
     Lane,

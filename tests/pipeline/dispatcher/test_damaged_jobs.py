@@ -23,7 +23,7 @@ from pipeline.ports import ShardTask, StoreError, World
 from pipeline.results.export import export
 from pipeline.results.verification import check_files
 from pipeline.worker_client import shard_client
-from pipeline.worker_client.protocol import CheckpointWork
+from pipeline.worker_client.ports import CheckpointWork
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Closing

@@ -16,7 +16,7 @@ from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.jobs.event_sink import JobEvent
 from pipeline.ledger.ledger import JobLedger, LedgerError, part_key
 from pipeline.ports import Clock, PipelineError
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.jobs.job import Tier

@@ -13,7 +13,7 @@ from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import WorkerState, World, queue_name
-from pipeline.worker_client.protocol import WorkerLoad
+from pipeline.worker_client.ports import WorkerLoad
 from schemas.jobs.job import Closing, Tier
 from schemas.jobs.progress import Progress
 from tests.pipeline.made_jobs import PIN, computed, plan_by_hand, report

@@ -17,7 +17,7 @@ from pipeline.dispatcher.spend_limits import SpendSettings
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.maintenance.retention import RetentionSweep
 from pipeline.ports import World
-from pipeline.worker_client.protocol import CheckpointWork, ShardWork
+from pipeline.worker_client.ports import CheckpointWork, ShardWork
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.outcome import JobStatus, Manifest

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.lane.protocol import OpenLane
+from pipeline.lane.ports import OpenLane
 from schemas.requests.requests import EMBEDDINGS_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.pipeline.made_jobs import PIN

@@ -17,7 +17,7 @@ from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.jobs.closing import close_shard
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import Clock
-from pipeline.worker_client.protocol import CheckpointWork, RevokedShards, ShardWork
+from pipeline.worker_client.ports import CheckpointWork, RevokedShards, ShardWork
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Closing

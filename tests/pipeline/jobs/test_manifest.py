@@ -14,7 +14,7 @@ from pipeline.ledger.records import AttemptRecord, PartSummary, ShardReport
 from pipeline.ports import ShardTask
 from pipeline.results import part_builder
 from pipeline.worker_client import shard_client
-from pipeline.worker_client.protocol import CheckpointWork
+from pipeline.worker_client.ports import CheckpointWork
 from schemas.jobs.checkpoints import FinishedRows
 from tests.pipeline.made_jobs import EXPOSED, QUEUE, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness, broken_store, commit_all, finish, taken

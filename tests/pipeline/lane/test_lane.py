@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from pipeline.lane.client import CallSettings, LaneCalls, answer
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.protocol import LANE_OVERRUN, LaneSettings, LaneStream
+from pipeline.lane.ports import LANE_OVERRUN, LaneSettings, LaneStream
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.jobs.job import Tier
 from schemas.workers.lane import (

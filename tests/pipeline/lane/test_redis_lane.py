@@ -14,7 +14,7 @@ import redis
 from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.system import SystemClock
 from pipeline.lane.client import CallSettings, answer
-from pipeline.lane.protocol import START, LaneFull, LaneSettings
+from pipeline.lane.ports import START, LaneFull, LaneSettings
 from pipeline.lane.redis import RedisLane
 from pipeline.lane.redis_worker import RedisLaneWorker
 from pipeline.runtime.availability import ServiceUnavailable

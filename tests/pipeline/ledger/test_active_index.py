@@ -19,7 +19,7 @@ from pipeline.ledger.active_index import SweepResult, delete_markers, mark, open
 from pipeline.ledger.ledger import JOB, MANIFEST, JobLedger
 from pipeline.ledger.records import AttemptRecord
 from pipeline.ports import ObjectStore, World
-from pipeline.results.checkpoints import checkpoint_key
+from pipeline.results.shard_history import checkpoint_key
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, encode
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at, lets_in

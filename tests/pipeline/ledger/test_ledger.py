@@ -26,7 +26,7 @@ from pipeline.ledger.ledger import (
 )
 from pipeline.ledger.records import AttemptRecord, EndRecord
 from pipeline.ports import ObjectInfo, World
-from pipeline.results.checkpoints import read_history
+from pipeline.results.shard_history import read_history
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Closing
 from schemas.jobs.outcome import JobStatus

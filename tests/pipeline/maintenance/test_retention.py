@@ -24,8 +24,8 @@ from pipeline.ledger.active_index import mark
 from pipeline.ledger.ledger import JOBS, JobLedger, ResultsRemoved, shard_key
 from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep
 from pipeline.ports import ObjectStore, World
-from pipeline.results.checkpoints import checkpoint_key
 from pipeline.results.export import export
+from pipeline.results.shard_history import checkpoint_key
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 from schemas.jobs.outcome import JobStatus
 from schemas.models import CatalogEntry, ModelPin

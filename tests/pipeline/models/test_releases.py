@@ -14,7 +14,7 @@ from pipeline.models.registry import RELEASES, ReleaseError
 from pipeline.models.shadow_client import POLL_INTERVAL_SECONDS, ShadowClient
 from pipeline.models.shadow_results import ShadowCopies
 from pipeline.ports import Message, NotConfirmed, ShardTask, queue_name
-from pipeline.worker_client.protocol import RevokedShards
+from pipeline.worker_client.ports import RevokedShards
 from schemas.jobs.events import ReleaseEnded, read_event
 from schemas.jobs.job import Tier
 from schemas.releases import LogprobDrift

@@ -14,7 +14,7 @@ from pipeline.jobs.submit import submit
 from pipeline.ledger.active_index import mark
 from pipeline.ledger.ledger import JobLedger
 from pipeline.planner import InvalidInput
-from pipeline.worker_client.protocol import CheckpointWork, ShardWork
+from pipeline.worker_client.ports import CheckpointWork, ShardWork
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import JobSettings

@@ -12,7 +12,7 @@ import pytest
 from pipeline.ledger.ledger import JobLedger, LedgerError, part_key
 from pipeline.ledger.records import PartSummary
 from pipeline.results.parts import PartWriter, RowsMismatch, part_schema, read_part, shard_results
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.job import Job
 from schemas.jobs.outcome import Counts
 from schemas.jobs.results import ResultRow, RowStatus, results_table

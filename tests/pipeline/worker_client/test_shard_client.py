@@ -19,7 +19,7 @@ from pipeline.ports import ShardTask, StoreError, WorkerState, World
 from pipeline.results.parts import RowsMismatch, read_part
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.worker_client import shard_client
-from pipeline.worker_client.protocol import RevokedShards, ShardWork, WorkerLoad
+from pipeline.worker_client.ports import RevokedShards, ShardWork, WorkerLoad
 from pipeline.worker_client.shard_client import PASS_OVER_SECONDS, ShardClient
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Closing

@@ -17,7 +17,7 @@ from pipeline.ingest.intake import Intake
 from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
 from pipeline.ingest.kafka.micro_batches import PartitionId
 from pipeline.ingest.kafka.records import Record
-from pipeline.ingest.kafka.requests import RequestBatches
+from pipeline.ingest.kafka.request_batches import RequestBatches
 from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.ports import PipelineError, World
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef

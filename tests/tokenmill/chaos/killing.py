@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.ledger.ledger import JobLedger
-from pipeline.results.checkpoints import read_history
+from pipeline.results.shard_history import read_history
 from tests.tokenmill.chaos.running import GRACE, Setup, is_up, write_requests
 from tests.tokenmill.chaos.watching import REFUSED, Log, answers, digests, look
 

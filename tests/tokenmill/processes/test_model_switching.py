@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.protocol import START
+from pipeline.lane.ports import START
 from pipeline.ports import ShardTask, queue_name
-from pipeline.worker_client.protocol import BY_URGENCY, ShardWork
+from pipeline.worker_client.ports import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
 from schemas.workers.lane import HandBackEvent, LaneRequest
 from tests.pipeline.simulation import SimulatedClock

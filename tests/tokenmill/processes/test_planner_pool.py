@@ -33,7 +33,7 @@ from tests.waiting import HANG_SECONDS, wait_for
 from tokenmill.processes.planner_pool import PlannerPool
 from tokenmill.root import Root, open_root
 from tokenmill.services.backends import Backends, in_process_backends
-from tokenmill.services.dispatcher import dispatcher_part
+from tokenmill.services.parts import dispatcher_part
 
 SECONDS = 240
 STUCK_SECONDS = 600.0

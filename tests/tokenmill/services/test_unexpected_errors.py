@@ -41,10 +41,10 @@ from schemas.settings.settings import RetentionOptions, Settings
 from tokenmill.processes.runtime import Part, run_until_stopped, wait_for_stop
 from tokenmill.processes.signals import StopSignal
 from tokenmill.root import Root, open_root
-from tokenmill.services import dispatcher as service
 from tokenmill.services import spot_interruption as spot_notice
 from tokenmill.services.backends import Backends, in_process_backends
 from tokenmill.services.intake import ingest_services
+from tokenmill.services.parts import dispatcher_part, folder_part, housekeeping_part
 
 GUARD_SECONDS = 240
 """Against hanging only."""
@@ -103,7 +103,7 @@ Make = Callable[[Root, Backends], Part]
 
 def housekeeping(root: Root, backends: Backends) -> Part:
     settings = Settings(retention=RetentionOptions(every=timedelta(seconds=0.01)))
-    return service.housekeeping_part(root, backends, settings)
+    return housekeeping_part(root, backends, settings)
 
 
 def autoscaler(root: Root, backends: Backends) -> Part:
@@ -141,11 +141,11 @@ def celery(root: Root, _backends: Backends) -> Part:
 
 
 PARTS: dict[str, tuple[Any, str, Make]] = {
-    "dispatcher": (Dispatcher, "tick", lambda root, backends: service.dispatcher_part(
+    "dispatcher": (Dispatcher, "tick", lambda root, backends: dispatcher_part(
         root, backends, Settings(), DispatchMetrics())),
-    "job controller": (JobController, "_refresh_open_jobs", lambda root, backends: service.dispatcher_part(
+    "job controller": (JobController, "_refresh_open_jobs", lambda root, backends: dispatcher_part(
         root, backends, Settings(), DispatchMetrics())),
-    "drops": (FileIngestSource, "sweep", lambda root, _: service.folder_part(root, Settings(), 0.0)),
+    "drops": (FileIngestSource, "sweep", lambda root, _: folder_part(root, Settings(), 0.0)),
     "housekeeping": (RetentionSweep, "run", housekeeping),
     "autoscaler": (Autoscaler, "decide_once", autoscaler),
     "releases": (RolloutController, "look", lambda root, _: RolloutController(root.world).run),

@@ -24,8 +24,8 @@ from engine.runner.null_runner import NullRunner
 from pipeline.adapters.system import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.protocol import START, LaneSettings
-from pipeline.worker_client.protocol import BY_URGENCY, ShardWork
+from pipeline.lane.ports import START, LaneSettings
+from pipeline.worker_client.ports import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
 from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.waiting import HANG_SECONDS

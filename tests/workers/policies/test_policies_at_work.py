@@ -18,7 +18,7 @@ from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from pipeline.adapters.system import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
-from pipeline.worker_client.protocol import BY_URGENCY
+from pipeline.worker_client.ports import BY_URGENCY
 from schemas.jobs.job import Tier
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode

@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from pipeline.ports import PipelineError
-from pipeline.worker_client.protocol import HEARTBEAT_SECONDS, WorkerLoad
+from pipeline.worker_client.ports import HEARTBEAT_SECONDS, WorkerLoad
 from tests.waiting import HANG_SECONDS
 from workers.model.loaded_model import LoadedModel
 from workers.shards.heartbeats import HeartbeatSender

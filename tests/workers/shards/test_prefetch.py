@@ -16,8 +16,8 @@ from engine.models.base import ModelSpec
 from engine.plan import CacheGroup, StepOutput, StepPlan
 from engine.runner.null_runner import NullRunner
 from pipeline.ports import StoreError
-from pipeline.results.checkpoints import ShardHistory
-from pipeline.worker_client.protocol import HEARTBEAT_SECONDS, ShardWork
+from pipeline.results.shard_history import ShardHistory
+from pipeline.worker_client.ports import HEARTBEAT_SECONDS, ShardWork
 from workers.model.loaded_model import LoadedModel
 from workers.settings import WorkerSettings
 from workers.shards.worker import ShardWorker

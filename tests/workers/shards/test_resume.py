@@ -21,8 +21,8 @@ from pipeline.jobs.planning import plan_job
 from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
-from pipeline.results.checkpoints import read_history
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.results.shard_history import read_history
+from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.job import JobSettings, Tier
 from schemas.jobs.outcome import Manifest
 from schemas.models import ModelPin

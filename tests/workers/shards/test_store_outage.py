@@ -18,8 +18,8 @@ from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import ShardTask, StoreUnavailable, World
-from pipeline.results.checkpoints import read_history
-from pipeline.worker_client.protocol import CheckpointWork, WorkerLoad
+from pipeline.results.shard_history import read_history
+from pipeline.worker_client.ports import CheckpointWork, WorkerLoad
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.workers.metrics import WorkerMetrics

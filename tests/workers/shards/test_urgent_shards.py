@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.models.base import ModelSpec
 from engine.plan import CacheGroup
 from engine.runner.null_runner import NullRunner
-from pipeline.worker_client.protocol import BY_URGENCY, ShardWork
+from pipeline.worker_client.ports import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
 from workers.model.loaded_model import LoadedModel
 from workers.settings import WorkerSettings

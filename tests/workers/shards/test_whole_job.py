@@ -27,7 +27,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.planner import SourceFile, StoredShard, open_source, plan
 from pipeline.ports import World
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.inputs import InputFormat
 from schemas.jobs.plan import PlanSegment
 from schemas.requests.limits import Limits

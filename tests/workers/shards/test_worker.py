@@ -24,9 +24,9 @@ from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from engine.runner.null_runner import NullRunner
 from pipeline.adapters.system import SystemClock
 from pipeline.ports import StoreError
-from pipeline.results.checkpoints import ShardHistory
+from pipeline.results.shard_history import ShardHistory
 from pipeline.runtime.inline_executor import InlineExecutor
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.job import Tier
 from schemas.jobs.results import RowStatus
 from schemas.models import ModelPin

@@ -26,7 +26,7 @@ from pipeline.adapters.system import SystemClock
 from pipeline.lane.client import CallSettings
 from pipeline.lane.client import answer as call
 from pipeline.lane.memory import MemoryLane
-from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.results import RowStatus
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 from tests.waiting import HANG_SECONDS

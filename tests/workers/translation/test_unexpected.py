@@ -23,8 +23,8 @@ from engine.runner.null_runner import NullRunner
 from pipeline.adapters.system import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.protocol import LaneSettings
-from pipeline.worker_client.protocol import BY_URGENCY, ShardWork
+from pipeline.lane.ports import LaneSettings
+from pipeline.worker_client.ports import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode

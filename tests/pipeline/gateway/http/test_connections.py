@@ -20,7 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Authority
-from pipeline.gateway.http.protocol import HttpProtocol
+from pipeline.gateway.http.uvicorn_protocol import HttpProtocol
 from pipeline.gateway.inference.models import ServedModels
 from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.routes import websocket

@@ -13,7 +13,7 @@ from pipeline.adapters.system import SystemClock
 from pipeline.ingest.celery.generate import GenerateCalls, GenerateSettings
 from pipeline.ingest.celery.tasks import TryLater
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.protocol import LaneSettings
+from pipeline.lane.ports import LaneSettings
 from pipeline.models.catalog import Catalog
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry

@@ -15,8 +15,8 @@ import pytest
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.s3.client import S3Connection
 from pipeline.adapters.s3.settings import S3Settings
-from pipeline.adapters.s3.sqs import SqsQueue, SqsSettings
 from pipeline.adapters.s3.store import S3Store
+from pipeline.adapters.sqs import SqsQueue, SqsSettings
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.ingest.dead_letters import DeadLetters
 from pipeline.ingest.files.s3_events import BucketEvents, EventSettings

@@ -15,7 +15,7 @@ from pipeline.ingest.intake import Intake
 from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
 from pipeline.ingest.kafka.micro_batches import PartitionId, batch_key, floor_batch, load_batch
 from pipeline.ingest.kafka.records import Record
-from pipeline.ingest.kafka.requests import RecordMismatch, RequestBatches
+from pipeline.ingest.kafka.request_batches import RecordMismatch, RequestBatches
 from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.jobs.summaries import find_ledgers
 from pipeline.models.catalog import Catalog

@@ -19,7 +19,7 @@ import pytest
 from pipeline.adapters.folder.locks import RunLock
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.ledger.ledger import JobLedger
-from pipeline.results.checkpoints import read_history
+from pipeline.results.shard_history import read_history
 from schemas.jobs.outcome import JobStatus
 from tests.waiting import HANG_SECONDS
 from tokenmill.jobs.cancel import cancel_job

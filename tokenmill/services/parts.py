@@ -17,7 +17,7 @@ from pipeline.dispatcher.spend_limits import SpendSettings
 from pipeline.ingest.files.folder_inbox import INCOMING, FolderInbox
 from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ingest.files.watcher import FileIngestWatcher, WatchSettings
-from pipeline.maintenance.garbage_collector import GarbageCollector, GarbageCollectorSettings
+from pipeline.maintenance.scheduler import RetentionScheduler, RetentionSchedulerSettings
 from pipeline.runtime.inline_executor import MAX_BACKGROUND_REQUESTS, MAX_CONCURRENT_REQUESTS
 from pipeline.scaling.autoscaler import Autoscaler
 from pipeline.scaling.backlog import BacklogReader
@@ -71,9 +71,9 @@ def dispatcher_part(
 
 
 def housekeeping_part(root: Root, backends: Backends, settings: Settings) -> Part:
-    """The periodic garbage collector."""
-    interval = GarbageCollectorSettings(settings.retention.every.total_seconds())
-    return GarbageCollector(root.world, retention_settings(settings), interval, backends.housekeeping).run
+    """The retention scheduler."""
+    interval = RetentionSchedulerSettings(settings.retention.every.total_seconds())
+    return RetentionScheduler(root.world, retention_settings(settings), interval, backends.housekeeping).run
 
 
 def backlog_part(root: Root, backends: Backends, settings: Settings) -> Part | None:

@@ -1,4 +1,4 @@
-"""The garbage collector runs the retention sweep periodically, in one of the processes that could run it."""
+"""The retention scheduler runs the retention sweep periodically, in one of the processes that could run it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GarbageCollectorSettings:
-    """Intervals of the garbage collector; times in seconds.
+class RetentionSchedulerSettings:
+    """Intervals of the retention scheduler; times in seconds.
 
     Attributes:
         every: interval between two collections.
@@ -34,7 +34,7 @@ class GarbageCollectorSettings:
     again: float = 600.0
 
 
-class GarbageCollector:
+class RetentionScheduler:
     """Collects periodically. Several may run.
 
     Args:
@@ -46,12 +46,12 @@ class GarbageCollector:
         self,
         world: World,
         retention: RetentionSettings,
-        settings: GarbageCollectorSettings | None = None,
+        settings: RetentionSchedulerSettings | None = None,
         lease: Lease | None = None,
     ) -> None:
         self._world = world
         self._retention = retention
-        self._settings = settings or GarbageCollectorSettings()
+        self._settings = settings or RetentionSchedulerSettings()
         self._lease = lease
         self._again = min(self._settings.every, self._settings.again)
         self._next = world.clock.monotonic() + self._again

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import pyarrow as pa
 
 from pipeline.ledger.records import ShardReport
-from pipeline.results.checkpoints import ShardHistory
+from pipeline.results.shard_history import ShardHistory
 from schemas.jobs.checkpoints import FinishedRows, LoggedChoice
 from schemas.jobs.job import Job, Tier
 from schemas.workers.metrics import WorkerMetrics

@@ -30,7 +30,7 @@ from pipeline.ingest.validation import InvalidSubmission, check_uri, first_mista
 from pipeline.inputs.open import Pin
 from pipeline.jobs.submit import derived_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger
-from pipeline.planner.api import InputError
+from pipeline.planner.ports import InputError
 from pipeline.ports import PipelineError, World
 from pipeline.tracing import ingest_span
 from schemas.jobs.job_options import JobOptions

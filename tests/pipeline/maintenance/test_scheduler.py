@@ -9,8 +9,8 @@ from datetime import timedelta
 from pipeline.jobs.submit import submit
 from pipeline.ledger.active_index import delete_markers
 from pipeline.ledger.ledger import JOBS, JobLedger
-from pipeline.maintenance.garbage_collector import GarbageCollector, GarbageCollectorSettings
 from pipeline.maintenance.retention import RetentionSettings
+from pipeline.maintenance.scheduler import RetentionScheduler, RetentionSchedulerSettings
 from pipeline.ports import StoreError, World
 from pipeline.runtime.availability import ServiceUnavailable
 from tests.pipeline.dying_store import WatchedStore
@@ -65,7 +65,7 @@ class Contender:
 
 def test_given_results_that_get_old_when_time_goes_by_then_they_are_collected_some_day(world: World) -> None:
     ledger, stop = ended(world), threading.Event()
-    keeper = GarbageCollector(world, KEEP)
+    keeper = RetentionScheduler(world, KEEP)
     assert not keeper.look(stop), "not at the very start"
     days = list[float]()
     while ledger.tombstone() is None:
@@ -80,7 +80,7 @@ def test_given_two_that_could_when_time_goes_by_then_one_collects_and_the_other_
     world: World,
 ) -> None:
     shared, stop = Shared(world, DAY), threading.Event()
-    keepers = {name: GarbageCollector(world, KEEP, lease=shared.of(name)) for name in ("a", "b")}
+    keepers = {name: RetentionScheduler(world, KEEP, lease=shared.of(name)) for name in ("a", "b")}
     done = list[str]()
 
     def go(days: float) -> None:
@@ -92,7 +92,7 @@ def test_given_two_that_could_when_time_goes_by_then_one_collects_and_the_other_
     go(2.1)
     assert len(done) == 3
     del keepers[done[-1]]
-    keepers["c"] = GarbageCollector(world, KEEP, lease=shared.of("c"))  # started again, at once: that is no reason to
+    keepers["c"] = RetentionScheduler(world, KEEP, lease=shared.of("c"))  # started again, at once: that is no reason to
     go(0.8)
     assert len(done) == 3
     go(0.2)
@@ -120,7 +120,7 @@ def test_given_a_failure_when_it_is_over_then_it_is_retried_the_same_day_and_not
     shared = Shared(world, DAY)
     store = WatchedStore(world.store, fails)
     there = replace(world, store=store)
-    keeper = GarbageCollector(there, RetentionSettings(outputs=timedelta(0)), lease=shared.of("a"))
+    keeper = RetentionScheduler(there, RetentionSettings(outputs=timedelta(0)), lease=shared.of("a"))
     shared.away = True
     assert not go(2), "nobody says whether another is at it"
     assert tries == 0
@@ -142,11 +142,11 @@ def test_given_a_running_collection_when_stopped_then_it_ends_soon_and_the_next_
             stop.set()
 
     there = replace(world, store=WatchedStore(world.store, stops))
-    keeper = GarbageCollector(there, chosen, GarbageCollectorSettings(every=0.0))
+    keeper = RetentionScheduler(there, chosen, RetentionSchedulerSettings(every=0.0))
     keeper.look(stop)
     assert sum(ledger.tombstone() is not None for ledger in ledgers) == 1
     keeper.run(stop)
     assert sum(ledger.tombstone() is not None for ledger in ledgers) == 1, "it was told to stop"
     stop.clear()
-    GarbageCollector(world, chosen, GarbageCollectorSettings(every=0.0)).look(stop)
+    RetentionScheduler(world, chosen, RetentionSchedulerSettings(every=0.0)).look(stop)
     assert all(ledger.tombstone() is not None for ledger in ledgers)
