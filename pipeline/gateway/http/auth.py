@@ -42,7 +42,7 @@ class Authority:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests require_scope no key."""
+        """Whether requests need no key."""
         return self._mode == "off" or (self._mode == "auto" and not self._keys.has_keys())
 
     def caller(self, authorization: str | None) -> Caller:

@@ -115,7 +115,7 @@ def test_streams_are_served_from_the_cache(harness: HttpHarness) -> None:
     new = list(harness.client().chat.completions.create(**{**HELLO, "max_tokens": 6}, stream=True, **CACHED))
     assert len(new) > 6, "computed, and catalog_policies as it came"
     whole = cached_response(harness, max_tokens=6)
-    assert whole.choices[0].message.content == words(6), "a stream's answer is cached_response too"
+    assert whole.choices[0].message.content == words(6), "a stream's answer is cached too"
     text: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 3}
     harness.client().completions.create(**text, **CACHED)
     time.sleep(0.1)
@@ -158,7 +158,7 @@ def test_a_cached_response_is_used_only_with_the_same_content_policies(
             catalog.publish(CatalogEntry(pin=PIN, max_model_len=2_048, policies=catalog_policies))
 
         cached_response(harness)
-        # Given another policy, when the same is asked, then it is computed anew, and cached_response under that one.
+        # Given another policy, when the same is asked, then it is computed anew, and cached under that one.
         judged_by("new", "new")
         asked = len(harness.worker.asked)
         harness.client().chat.completions.create(**HELLO, **CACHED)
