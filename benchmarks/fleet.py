@@ -206,7 +206,7 @@ class Run:
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run from servers to figures."""
     engine = ("--model", f"model={args.model}", "--max-num-batched-tokens", "8192")
-    variables = {"TOKENMILL_CELERY__QUEUES": "{}", "TOKENMILL_BUCKET__SWEEP_SECONDS": "2"}
+    variables = {"TOKENMILL_CELERY__QUEUES": "{}", "TOKENMILL_BUCKET__SWEEP_INTERVAL_SECONDS": "2"}
     with running_cluster(folder, engine, PROCESSES, SERVERS[args.s3], **variables) as cluster:
         run = Run(cluster, args.rows)
         wait_for(lambda: len(list(run.store.list("catalog/"))) == 1, "no worker is up", seconds=120)

@@ -189,7 +189,7 @@ def report(done: list[Reader], left: int, seconds: float, bulk: int, running: in
     gaps = [gap for reader in done for gap in reader.gaps]
     rows = [reader.steps_to_row for reader in done if reader.steps_to_row is not None]
     later = [reader for reader in done if reader.steps_to_row != 1]
-    pace = engine.stats().pace
+    pace = engine.stats().slo
     facts = None if pace is None else {"utilisation": pace.utilisation, "objective": pace.objective}
     return {
         "answered": len(done), "left": left, "seconds": seconds, "bulk_rows_at_the_start": running,
@@ -276,7 +276,7 @@ def main() -> int:
         plans += [(f"fixed:{tokens}", replace(promise, fixed_tokens=tokens), True, 0) for tokens in SWEEP]
     found: list[dict[str, Any]] = []
     for name, pace, bulk, priority in plans:
-        config = replace(base, schedule=replace(base.schedule, pace=pace))
+        config = replace(base, schedule=replace(base.schedule, slo=pace))
         engine = Engine.load(args.model, config)
         seen = {"name": name, **serve(engine, prompts, args, bulk=bulk, priority=priority)}
         del engine

@@ -164,8 +164,8 @@ def started(folder: Path, model: str, **variables: str) -> Any:
         engine=("--model", f"null={model}", "--max-num-seqs", "64", "--step-ms", "25"),
         processes=PROCESSES,
         TOKENMILL_PLAN__SHARD_TOKENS="3000",
-        TOKENMILL_BUCKET__PLACES='{"incoming/": "default", "much/incoming/": "much", "little/incoming/": "little"}',
-        TOKENMILL_BUCKET__SWEEP_SECONDS="2",
+        TOKENMILL_BUCKET__PREFIXES='{"incoming/": "default", "much/incoming/": "much", "little/incoming/": "little"}',
+        TOKENMILL_BUCKET__SWEEP_INTERVAL_SECONDS="2",
         **variables,
     )
 

@@ -44,7 +44,7 @@ class Case:
     requests: int
     deadlines: tuple[float, float] = HOURS
     seed: int = 0
-    gather: float = ScalingLimits().gather
+    gather: float = ScalingLimits().gather_seconds
 
 
 def cases(worker: WorkerModel, largest: int) -> Iterator[Case]:
@@ -90,11 +90,13 @@ def met_as_they_come(tasks: list[OracleJob], most: int, ready: float) -> int:
 def played(case: Case, worker: WorkerModel) -> dict[str, Any]:
     """The figures that tell."""
     trace = draw_trace(case.pattern, TraceSettings(case.requests, deadlines=case.deadlines), case.seed)
-    settings = SimulationSettings(worker, ScalingLimits(most=case.gpus, gather=case.gather), seed=case.seed)
+    settings = SimulationSettings(
+        worker, ScalingLimits(max_workers=case.gpus, gather_seconds=case.gather), seed=case.seed
+    )
     begun = time.perf_counter()
     outcome = simulate(trace, settings)
     found = report(trace, settings, outcome)
-    without = met_as_they_come(tasks_of(settings, outcome), case.gpus, worker.cold_start)
+    without = met_as_they_come(tasks_of(settings, outcome), case.gpus, worker.cold_start_seconds)
     return {
         "case": case.name, "pattern": case.pattern, "seed": case.seed, "gpus": case.gpus, "requests": case.requests,
         "gather": case.gather, "shards": found.shards,
@@ -115,7 +117,7 @@ def overloaded(worker: WorkerModel, seed: int) -> Iterator[dict[str, Any]]:
     that an installation can't be without."""
     a_day = worker.rows_per_second(worker.batch, 300.0, 200.0) * 86_400
     trace = draw_trace("bursts", TraceSettings(round(16 * 0.7 * a_day)), seed)
-    settings = SimulationSettings(worker, ScalingLimits(most=16), seed=seed)
+    settings = SimulationSettings(worker, ScalingLimits(max_workers=16), seed=seed)
     for less in ("as it is", "no cold starts", "no errors of estimates", "no bulk work", "one tenant"):
         match less:
             case "no cold starts":
@@ -128,7 +130,9 @@ def overloaded(worker: WorkerModel, seed: int) -> Iterator[dict[str, Any]]:
                 trace = replace(trace, jobs=tuple(job.model_copy(update={"tenant": "all"}) for job in trace.jobs))
         outcome = simulate(trace, settings)
         found = report(trace, settings, outcome)
-        told_late = met_as_they_come(tasks_of(settings, outcome), 16, 0.0 if settings.fixed else worker.cold_start)
+        told_late = met_as_they_come(
+            tasks_of(settings, outcome), 16, 0.0 if settings.fixed else worker.cold_start_seconds
+        )
         yield {
             "less": less, "seed": seed, "deadlines": found.deadlines, "deadlines_met": found.deadlines_met,
             "deadlines_oracle": found.deadlines_oracle, "deadlines_without_foresight": told_late,

@@ -42,7 +42,7 @@ from tokenmill.config.job_options import choose_model
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import model_path
 
-SMALL = {"TOKENMILL_GATEWAY__STREAM_BYTES": "4096", "TOKENMILL_GATEWAY__UNSENT_BYTES": "4096"}
+SMALL = {"TOKENMILL_GATEWAY__MAX_STREAM_BUFFER_BYTES": "4096", "TOKENMILL_GATEWAY__MAX_UNSENT_BYTES": "4096"}
 CHOICES = 4  # of those who will stop reading: their buffers are full sooner
 WARM_UP = 20  # streams
 FREE_SECONDS = 1.0  # after which the worker must have let go of who is gone

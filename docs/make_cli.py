@@ -46,12 +46,11 @@ comes first. There `jobs retry ID` takes neither `--output` nor engine options: 
 **Settings** that are no options come from `TOKENMILL_` variables or from `tokenmill.toml` in the current folder
 (`TOKENMILL_CONFIG` names another file): `TOKENMILL_MODEL_CACHE`, `TOKENMILL_PRICE_PER_HOUR`,
 `TOKENMILL_DEFAULT_MAX_TOKENS`, `TOKENMILL_MAX_OUTPUT_TOKENS__STANDARD`, `TOKENMILL_PLAN__SHARD_TOKENS`,
-`TOKENMILL_CHECKPOINT_SECONDS`, `TOKENMILL_REQUEST_TIMEOUT`, … The code's list is `schemas/settings/settings.py` and
-`schemas/requests/limits.py`; an installation's are in [settings](operations/settings.md). `TOKENMILL_INSTRUCTION_SET`
+`TOKENMILL_CHECKPOINT_SECONDS`, `TOKENMILL_REQUEST_TIMEOUT_SECONDS`, …
+[Settings](operations/settings.md) lists all of them. `TOKENMILL_INSTRUCTION_SET`
 (`avx2`, `avx512`, `avx512_bf16`, `amx`) limits the native kernels' instruction set; `TOKENMILL_ATTENTION` and
 `TOKENMILL_KV_BLOCK_SIZE` select a GPU's [attention backend](engine.md#attention-backends) and the tokens of a cache
-block; `TOKENMILL_GPU__MEMORY_UTILIZATION` (0.9), `__CUDA_GRAPHS`, `__GRAPH_TOKENS` (512) and `__PLAN_AHEAD` are
-described in [GPUs](gpu.md#using-one).
+block; the group `TOKENMILL_GPU__…` is described in [GPUs](gpu.md#using-one).
 
 **Options that change answers** belong to a job's order: `--dtype`, `--quantize`, `--kv-dtype`, `--content-policy`.
 The same command with another value is refused. `jobs retry` keeps them, except [content policies](content-policy.md),

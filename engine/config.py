@@ -49,7 +49,7 @@ class SloConfig:
         weight_ttft, weight_itl: of late samples.
         weight_utilisation: of work that is held back; at 0 the shares above are met exactly, beyond that fewer are.
         weight_drops: of requests of class 0 that miss their deadline.
-        least_tokens: minimum tokens of a step for other classes.
+        min_tokens: minimum tokens of a step for other classes.
         fixed_tokens: fixed number of tokens of a step for other classes while class 0 has rows; None: the controller
             sets it by measured latencies.
     """
@@ -61,7 +61,7 @@ class SloConfig:
     weight_itl: float = 1.0
     weight_utilisation: float = 0.3
     weight_drops: float = 1.0
-    least_tokens: int = 1
+    min_tokens: int = 1
     fixed_tokens: int | None = None
 
 
@@ -73,13 +73,13 @@ class ScheduleConfig:
         max_num_seqs: rows of the running batch.
         max_num_batched_tokens: token budget of a step.
         max_chunk_tokens: maximum prompt tokens of one row in a step; None: the budget.
-        pace: latency objectives of class 0; None: it goes first, and no work is held back for it.
+        slo: latency objectives of class 0; None: it goes first, and no work is held back for it.
     """
 
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     max_chunk_tokens: int | None = None
-    pace: SloConfig | None = None
+    slo: SloConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +116,13 @@ class EngineConfig:
         kv_dtype: of the cache; "int8" (on a CPU) and "fp8" (on a GPU) halve it, with one scale per token and head.
         tensor_parallel: devices of this machine that share the model, each with a process of its own. On a CPU they are
             processes that share `threads`; memory limits are for the sum of all of them.
-        rank_seconds: time-out of a rank that waits for the others in a step; then the engine is lost.
-        plan_ahead: plan and submit a step while the device computes the one before (asynchronous scheduling); None: on
-            CUDA. After rows with masks, penalties or log-probabilities, rows whose prompt is scored or pooled, and
-            steps with drafts, the next step waits for the results.
+        rank_timeout_seconds: time-out of a rank that waits for the others in a step; then the engine is lost.
+        async_scheduling: plan and submit a step while the device computes the one before; None: on CUDA. After rows
+            with masks, penalties or log-probabilities, rows whose prompt is scored or pooled, and steps with drafts,
+            the next step waits for the results.
         cuda_graphs: capture the forward passes of steps of some shapes when the engine starts; None: on CUDA, where
             model, attention and memory allow it. True: refuse to start where that is impossible.
-        graph_tokens: maximum tokens of a step that uses a graph; larger ones take longer to compute than to launch.
+        max_graph_tokens: maximum tokens of a step that uses a graph; larger ones take longer to compute than to launch.
     """
 
     dtype: DType = "auto"
@@ -134,10 +134,10 @@ class EngineConfig:
     quantize: Quantize = "none"
     kv_dtype: KVDType = "auto"
     tensor_parallel: int = 1
-    rank_seconds: float = 120.0
-    plan_ahead: bool | None = None
+    rank_timeout_seconds: float = 120.0
+    async_scheduling: bool | None = None
     cuda_graphs: bool | None = None
-    graph_tokens: int = 512
+    max_graph_tokens: int = 512
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

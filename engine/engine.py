@@ -65,7 +65,7 @@ class EngineStats:
         preemptions: preempted sequences.  running, waiting: sequences now.
         free_blocks, total_blocks: of all pools.
         speculation: counts of drafts and accepted drafts.
-        pace: SLO statistics of class 0; None: it has no SLO.
+        slo: SLO statistics of class 0; None: it has no SLO.
         steps_ahead: steps planned before the results of the step before.  steps_awaited: steps whose results were
             needed before the next one could be planned, where steps are planned ahead.
         steps_recorded: steps that replayed a graph.
@@ -87,7 +87,7 @@ class EngineStats:
     prompt: int = 0
     step_rows: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    pace: SloStats | None = None
+    slo: SloStats | None = None
     steps_ahead: int = 0
     steps_not_ahead: int = 0
     steps_recorded: int = 0
@@ -208,11 +208,11 @@ class Engine:
         self._collector = CompletionCollector()
         self._ready: list[Completion] = []
         device = device or torch.device("cpu")
-        overlapped = device.type == "cuda" if config.plan_ahead is None else config.plan_ahead
+        overlapped = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         if overlapped and not isinstance(self._runner, AheadRunner):
-            if config.plan_ahead:
+            if config.async_scheduling:
                 raise EngineError(
-                    "plan_ahead can't be had: this engine's runner does not accept steps ahead; leave it out"
+                    "async_scheduling can't be had: this engine's runner does not accept steps ahead; leave it out"
                 )
             overlapped = False
         self._loop = StepLoop(
@@ -302,7 +302,7 @@ class Engine:
         rank_group: RankGroupProcesses | None,
     ) -> Engine:
         """Load a model that several devices share, as `load`."""
-        for wanted in ("plan_ahead", "cuda_graphs"):
+        for wanted in ("async_scheduling", "cuda_graphs"):
             if getattr(config, wanted):
                 raise EngineError(f"{wanted} can't be had with tensor_parallel yet; leave it out")
         loaded = load_parallel(path, config, dtype, device, rank_group)
@@ -456,7 +456,7 @@ class Engine:
             free_blocks=sum(stats.free_blocks),
             total_blocks=sum(stats.total_blocks),
             speculation=stats.speculation,
-            pace=stats.pace,
+            slo=stats.slo,
             steps_ahead=self._loop.stats.ahead,
             steps_not_ahead=self._loop.stats.awaited,
             steps_recorded=getattr(self._runner, "graph_steps", 0),

@@ -72,7 +72,7 @@ COMMON: Final[Mapping[str, Any]] = {
     "ami_id": "ami-0123456789abcdef0",
     "emails": ["ops@example.com"],
     # No listing after the first: what is found, the queue has told. And CloudWatch isn't to be waited for.
-    "environment": {"TOKENMILL_BUCKET__SWEEP_SECONDS": "3600", "TOKENMILL_CLOUDWATCH__EVERY_SECONDS": "1"},
+    "environment": {"TOKENMILL_BUCKET__SWEEP_INTERVAL_SECONDS": "3600", "TOKENMILL_CLOUDWATCH__INTERVAL_SECONDS": "1"},
 }
 
 VARIABLES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -87,7 +87,7 @@ VARIABLES: Final[Mapping[str, Mapping[str, Any]]] = {
         "weights_bucket": WEIGHTS,
         "monthly_budget": 5000,
         "kafka": None,  # see NOT_APPLIED
-        "places": {"incoming/": "default", "team-a/incoming/": "team-a"},
+        "prefixes": {"incoming/": "default", "team-a/incoming/": "team-a"},
         "gateway": {
             "certificate_arn": f"arn:aws:acm:{REGION}:000000000000:certificate/local",
             "allowed_cidrs": ["10.0.0.0/8"],
@@ -336,7 +336,7 @@ def _check_rights(made: Installation, report: Report) -> None:
         unused: dict[str, list[str]] = {}
         for action, resource in policy.unused():
             unused.setdefault(action.partition(":")[2], []).append(resource.rpartition(":")[2].partition("/")[2])
-        told = "; ".join(f"{action} {' '.join(places)}" for action, places in unused.items())
+        told = "; ".join(f"{action} {' '.join(prefixes)}" for action, prefixes in unused.items())
         report.say(f"{name} was given, and did not need this time: {told or 'nothing'}")
 
 

@@ -38,4 +38,4 @@ def make_topics(bootstrap: list[str]) -> None:
 
 if __name__ == "__main__":
     make_bucket(os.environ["TOKENMILL_ROOT"].removeprefix("s3://").partition("/")[0])
-    make_topics(json.loads(os.environ["TOKENMILL_KAFKA__BOOTSTRAP"]))
+    make_topics(json.loads(os.environ["TOKENMILL_KAFKA__BOOTSTRAP_SERVERS"]))

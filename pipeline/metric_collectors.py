@@ -102,7 +102,7 @@ def dispatching(metrics: DispatchMetrics, clock: Clock) -> Source:
 
     def collect(samples: Samples) -> None:
         snapshot = metrics.snapshot
-        samples.value("tokenmill_leading", int(snapshot is not None))
+        samples.value("tokenmill_is_leader", int(snapshot is not None))
         if snapshot is not None:
             samples.value("tokenmill_jobs_needing_attention", snapshot.attention)
             for (model, tier), tokens in sorted(snapshot.backlog.items()):
@@ -135,7 +135,7 @@ def unexpected_errors(errors: UnexpectedErrors) -> Source:
 
     def collect(samples: Samples) -> None:
         for part, count in sorted(errors.counts().items()):
-            samples.value("tokenmill_unforeseen_errors_total", count, part)
+            samples.value("tokenmill_unexpected_errors_total", count, part)
 
     return collect
 
@@ -165,7 +165,7 @@ def http(metrics: HttpMetrics) -> Source:
         _times(samples, "tokenmill_answer_first_token_seconds", metrics.first_tokens)
         _times(samples, "tokenmill_answer_seconds", metrics.response_times)
         for state, count in sorted(metrics.callers().items()):
-            samples.value("tokenmill_callers", count, state)
+            samples.value("tokenmill_inference_requests", count, state)
 
     return collect
 
@@ -271,12 +271,12 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
 
 def _pace(value: Callable[..., None], pace: SloMetrics) -> None:
     for term in SloWeights.model_fields:
-        value("tokenmill_pace_weight", getattr(pace.weights, term), term)
-        value("tokenmill_pace_term", getattr(pace.terms, term), term)
-    value("tokenmill_pace_objective", pace.objective)
-    value("tokenmill_pace_others_ratio", pace.others)
-    value("tokenmill_pace_allowed_tokens", pace.beside_streams, "streams")
-    value("tokenmill_pace_allowed_tokens", pace.beside_prompts, "prompts")
+        value("tokenmill_slo_weight", getattr(pace.weights, term), term)
+        value("tokenmill_slo_term", getattr(pace.terms, term), term)
+    value("tokenmill_slo_objective", pace.objective)
+    value("tokenmill_slo_batch_ratio", pace.others)
+    value("tokenmill_slo_batch_tokens", pace.beside_streams, "streams")
+    value("tokenmill_slo_batch_tokens", pace.beside_prompts, "prompts")
     missed = {"ttft": pace.late_first_tokens, "itl": pace.late_tokens, "deadline": pace.drops}
     for promise, count in missed.items():
-        value("tokenmill_pace_missed_total", count, promise)
+        value("tokenmill_slo_missed_total", count, promise)

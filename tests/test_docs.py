@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,6 +16,7 @@ from pipeline.observability.metric_definitions import METRICS
 from schemas.requests.errors import STATUS_CODES
 
 REPOSITORY = Path(__file__).parent.parent
+NOT_SETTINGS = {"TOKENMILL_API_KEY", "TOKENMILL_CONFIG", "TOKENMILL_NATIVE_CACHE", "TOKENMILL_SCREENSHOTS"}
 METRICS_PAGE = REPOSITORY / "docs/operations/metrics-and-alerts.md"
 PAGES = sorted(
     path
@@ -37,15 +39,42 @@ def test_given_the_command_line_when_its_page_is_made_again_then_it_says_what_th
     assert words(made) == words(written), "run: python docs/make_cli.py > docs/cli.md"
 
 
-def test_given_the_names_that_are_told_when_their_table_is_made_again_then_the_committed_one_is_it() -> None:
-    spec = importlib.util.spec_from_file_location("make_metrics", REPOSITORY / "docs/make_metrics.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    maker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(maker)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
+
+def test_given_the_metric_definitions_when_their_table_is_made_again_then_it_is_the_committed_one() -> None:
     written = METRICS_PAGE.read_text(encoding="utf-8")
-    assert maker.page_with_table(written) == written, "run: python docs/make_metrics.py"
+    assert script("make_metrics").page_with_table(written) == written, "run: python docs/make_metrics.py"
+
+
+def test_given_the_settings_when_their_page_is_made_again_then_it_is_the_committed_one() -> None:
+    made = script("make_settings")
+
+    assert made.page() == made.PAGE.read_text(encoding="utf-8"), "run: python docs/make_settings.py"
+    assert "| `TOKENMILL_KAFKA__BATCH_SECONDS` | `2.0` |" in made.page()
+
+
+def test_given_every_text_of_the_repository_when_it_names_a_variable_then_it_is_a_setting() -> None:
+    known = {variable for variable, _, _ in script("make_settings").rows()}
+    groups = {variable[: end.start()] for variable in known for end in re.finditer("__", variable)}
+
+    unknown = {
+        f"{path.relative_to(REPOSITORY)}: {variable}"
+        for path in (*PAGES, *(REPOSITORY / "infra").rglob("*.tf"), REPOSITORY / "compose.yaml")
+        for variable in re.findall(r"TOKENMILL_[A-Z0-9_]*[A-Z0-9]", path.read_text(encoding="utf-8"))
+        if variable not in known | groups | NOT_SETTINGS
+    }
+    assert unknown == set()
+    shortened = {name for path in PAGES for name in re.findall(r"`(__[A-Z_]+[A-Z])", path.read_text(encoding="utf-8"))}
+    assert {
+        name for name in shortened if not any(each.endswith(name) or f"{name}__" in each for each in known)
+    } == set()
 
 
 def test_given_the_questions_to_prometheus_when_their_names_are_read_then_each_is_told() -> None:

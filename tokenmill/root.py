@@ -144,7 +144,7 @@ def intake_settings(settings: Settings) -> IntakeSettings:
         default_max_tokens=settings.default_max_tokens,
         limits=settings.limits,
         plan=settings.plan,
-        tenant_tokens=settings.tenant_tokens,
+        max_tenant_tokens=settings.max_tenant_tokens,
         noticed=frozenset(settings.gateway.webhooks.endpoints),
     )
 

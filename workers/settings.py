@@ -20,8 +20,8 @@ class WorkerSettings:
     """Settings of a worker's loop.
 
     Attributes:
-        request_timeout: seconds that a request may take from its arrival in the engine; None: no limit. With a timeout
-            the engine gets fewer rows ahead, so that the time in its queue hardly counts.
+        request_timeout_seconds: of a request, from its arrival in the engine; None: no limit. With a time-out the
+            engine gets fewer rows ahead, so that the time in its queue hardly counts.
         max_open_shards: shards computed at once. A long answer at the end of one doesn't delay the start of the next.
         watermark: the next shard is opened when fewer rows than this are ready; None: twice the running batch.
         report_interval_seconds: interval of the observer's calls.
@@ -33,7 +33,7 @@ class WorkerSettings:
         trace_interval_seconds: interval of the engine's steps that get a span, where traces are on; 0: none does.
     """
 
-    request_timeout: float | None = None
+    request_timeout_seconds: float | None = None
     max_open_shards: int = 4
     watermark: int | None = None
     report_interval_seconds: float = 0.25

@@ -35,7 +35,7 @@ TOP = 5
 FORCED = {"mean": 0.02, "times": 2.0}
 """Our bf16 log-probabilities may lie as far from float32's in the mean, or this many times as far as transformers'."""
 
-EAGER: Mapping[str, Any] = {"plan_ahead": False, "cuda_graphs": False}
+EAGER: Mapping[str, Any] = {"async_scheduling": False, "cuda_graphs": False}
 """Steps one by one, each launched anew."""
 
 FP8_CACHE = 0.1
@@ -240,7 +240,7 @@ def ways(context: Context) -> dict[str, dict[str, Any]]:
     for graphs in (False,) if context.dry else (False, True):
         for ahead in (False, True):
             name = f"{'ahead' if ahead else 'one by one'}, {'graphs' if graphs else 'eager'}"
-            found[name] = {"plan_ahead": ahead, "cuda_graphs": graphs}
+            found[name] = {"async_scheduling": ahead, "cuda_graphs": graphs}
     return found
 
 
@@ -249,7 +249,7 @@ def ahead(context: Context, folder: Path) -> dict[str, Any]:
     log-probabilities of the same tokens as they are served, up to where answers part."""
     context.need(context.sized(_MODEL_SECONDS, 0.1))
     prompts, most = texts(context), context.sized(48, 4)
-    overlapped = {"plan_ahead": True, "cuda_graphs": not context.dry}
+    overlapped = {"async_scheduling": True, "cuda_graphs": not context.dry}
     engine = engine_of(context, folder, "float32", **overlapped)
     pairs = zip(
         tokens_of(engine, prompts, most), tokens_of(engine_of(context, folder, "float32", **EAGER), prompts, most),

@@ -54,7 +54,7 @@ def variants(context: Context) -> list[Variant]:
     """bf16 first."""
     if context.dry:
         return [
-            Variant("float32", {"dtype": "float32", "attention": "paged-sdpa", "plan_ahead": True}, Form(4, 4)),
+            Variant("float32", {"dtype": "float32", "attention": "paged-sdpa", "async_scheduling": True}, Form(4, 4)),
             Variant("fp8", {"dtype": "float32", "attention": "paged-sdpa", "quantize": "fp8"}, Form(1, 4)),
         ]
     return [

@@ -189,7 +189,9 @@ def load_parallel(
         )
     path = Path(path).absolute()
     own = rank_group is None
-    rank_group = rank_group or RankGroupProcesses(config.tensor_parallel, device, config.threads, config.rank_seconds)
+    rank_group = rank_group or RankGroupProcesses(
+        config.tensor_parallel, device, config.threads, config.rank_timeout_seconds
+    )
     try:
         return _load(path, config, dtype, rank_group)
     except BaseException:

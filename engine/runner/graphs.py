@@ -127,7 +127,7 @@ class Graphs:
             except torch.OutOfMemoryError as error:
                 raise OutOfMemory(
                     f"no memory is left to record graphs of {shape.tokens} tokens; lower gpu_memory_utilization or "
-                    f"graph_tokens, or leave graphs out: {error}"
+                    f"max_graph_tokens, or leave graphs out: {error}"
                 ) from error
             except RuntimeError as error:
                 reason = (
@@ -182,10 +182,10 @@ def make_graphs(
     Raises:
         EngineError: they are required, but device, model or attention do not support them, or a capture failed.
         OutOfMemory: they are required and do not fit.
-        ValueError: `graph_tokens` is below 1.
+        ValueError: `max_graph_tokens` is below 1.
     """
-    if config.graph_tokens < 1:
-        raise ValueError(f"EngineConfig.graph_tokens is {config.graph_tokens}, but must be 1 or more")
+    if config.max_graph_tokens < 1:
+        raise ValueError(f"EngineConfig.max_graph_tokens is {config.max_graph_tokens}, but must be 1 or more")
     if config.cuda_graphs is False or (config.cuda_graphs is None and device.type != "cuda"):
         return None
     recorder, reason = make_recorder(device), None
@@ -201,7 +201,7 @@ def make_graphs(
         logger.info("steps are launched without graphs", reason=reason)
         return None
     schedule = config.schedule
-    buckets = GraphBuckets(schedule.max_num_seqs, schedule.max_num_batched_tokens, config.graph_tokens)
+    buckets = GraphBuckets(schedule.max_num_seqs, schedule.max_num_batched_tokens, config.max_graph_tokens)
     try:
         return Graphs(model, attention, buckets, table_width, recorder, device)
     except EngineError as error:

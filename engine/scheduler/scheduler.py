@@ -118,7 +118,7 @@ class Scheduler:
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
         self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max, config.max_num_seqs)
         self._latencies = Latencies(self._batch)
-        self._slo = None if config.pace is None else SloController(config.pace, self._batch, budget)
+        self._slo = None if config.slo is None else SloController(config.slo, self._batch, budget)
         self._budget = TokenBudget(budget)
         self._planner = StepPlanner(
             self._batch, self._waiting, self._lengths, self._demand, budget=self._budget, slo=self._slo
@@ -167,7 +167,7 @@ class Scheduler:
             oldest_waiting=None if head is None else head.arrived_at,
             generated_tokens=counters.generated_tokens,
             speculation=SpeculationStats() if self._drafting is None else self._drafting.stats,
-            pace=None if self._slo is None else self._slo.stats,
+            slo=None if self._slo is None else self._slo.stats,
         )
 
     @property

@@ -166,7 +166,7 @@ class SloController:
     """
 
     def __init__(self, config: SloConfig, batch: RunningBatch, budget: int) -> None:
-        min_tokens = min(config.least_tokens, budget)
+        min_tokens = min(config.min_tokens, budget)
         self._config = config
         self._batch = batch
         self._streams = Limit(min_tokens, budget, config.quantile, config.weight_itl, config.weight_utilisation)
@@ -212,7 +212,7 @@ class SloController:
         limit = self._prompts.tokens if prompts else self._streams.tokens
         if streams:
             limit = min(limit, self._streams.tokens - prompt_tokens)
-        return max(limit, self._config.least_tokens)
+        return max(limit, self._config.min_tokens)
 
     def note(self, plan: StepPlan, sampled: NDArray[np.bool_], contents: StepContents, now: float) -> None:
         """Record a step's tokens.

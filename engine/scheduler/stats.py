@@ -21,7 +21,7 @@ class SchedulerStats:
         free_blocks, cached_blocks, total_blocks: per cache group; cached ones are free and can still be hit.
         generated_tokens: sampled tokens, end tokens included.
         speculation: counts of drafts and accepted drafts.
-        pace: SLO statistics of class 0; None: it has no SLO.
+        slo: SLO statistics of class 0; None: it has no SLO.
         oldest_waiting: arrival of the head of the queue, seconds; None when nothing waits.
     """
 
@@ -42,7 +42,7 @@ class SchedulerStats:
     oldest_waiting: float | None
     generated_tokens: int
     speculation: SpeculationStats
-    pace: SloStats | None
+    slo: SloStats | None
 
 
 class Counters:

@@ -65,9 +65,9 @@ def make_app(
         redirect_slashes=False,
     )
     app.state.parts = parts
-    app.state.bodies = BodyBudget(parts.settings.bodies_at_once)
+    app.state.bodies = BodyBudget(parts.settings.max_buffered_body_bytes)
     routers = [
-        files_router(parts.settings.uploads_at_once),
+        files_router(parts.settings.max_concurrent_uploads),
         batches_router(),
         models_router(),
         monitoring_router(),
@@ -85,7 +85,7 @@ def make_app(
     app.add_exception_handler(HTTPException, partial(_on_http, routes))
     app.add_exception_handler(Exception, _on_unexpected)
     hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.is_open)
-    max_requests = parts.settings.requests_at_once
+    max_requests = parts.settings.max_concurrent_requests
     new_id, traces = (lambda: f"req-{parts.world.random.token(12).hex()}"), parts.world.traces
     return RequestMiddleware(app, new_id, draining, parts.http_metrics, hosts, app.state.bodies, max_requests, traces)
 

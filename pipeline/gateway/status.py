@@ -94,7 +94,7 @@ def _worker(
         "waiting_tokens": state.waiting_tokens if samples else None,
         "tokens_per_second": state.tokens_per_second if samples else None,
         "draining": state.draining,
-        "figures": metrics.model_dump(mode="json") if samples and metrics is not None else None,
+        "metrics": metrics.model_dump(mode="json") if samples and metrics is not None else None,
     }
 
 

@@ -169,7 +169,7 @@ def send_reference(
         finally:
             producer.close(timeout=5.0)
     except KafkaError as error:
-        brokers = ", ".join(connection.bootstrap)
+        brokers = ", ".join(connection.bootstrap_servers)
         raise SubmissionFailed(f"kafka://{brokers}/{topic}: not confirmed: {type(error).__name__}: {error}") from error
     finally:
         ids.close()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final, Literal
 
-from pydantic import AwareDatetime
+from pydantic import AwareDatetime, ConfigDict, Field
 
 from pipeline.jobs.submit import derived_job_id
 from pipeline.ledger.ledger import parse_stored
@@ -50,13 +50,13 @@ class DeadLetterSource:
     """The source of an input, the same in each of its deliveries.
 
     Attributes:
-        door: the ingest source that can process it again, such as "kafka", "bucket", "folder".
+        ingest_source: the one that can process it again, such as "kafka", "bucket", "folder".
         place: the location: a topic with its cluster, an object's URI, a queue.
         position: identifies it at its location: partition and offset, an object's version, a message's id.
         at: when it was created there, by the location's own clock: the newest dead letters are listed first.
     """
 
-    door: str
+    ingest_source: str
     place: str
     position: str
     at: datetime
@@ -67,16 +67,18 @@ class DeadLetter(StoredModel):
     source.
 
     Attributes:
-        door, place, position, at: see `DeadLetterSource`.
+        ingest_source, place, position, at: see `DeadLetterSource`.
         reason_code, message: why it could not become a request.
         key, headers: of a record, in base64.
         size: bytes of the original.  stored: bytes of the original that are stored, from its start.
         marker: key of the object that keeps its ingest source from retrying.
     """
 
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
+
     version: Literal[1] = 1
     id: str
-    door: str
+    ingest_source: str = Field(validation_alias="door", serialization_alias="door")
     place: str
     position: str
     at: AwareDatetime
@@ -120,7 +122,7 @@ Send = Callable[[DeadLetter, bytes], str]
 
 def dead_letter_id(source: DeadLetterSource) -> str:
     """The id of the dead letter of this source: the newest sort first."""
-    made = derived_job_id(source.at, "dead letter", source.door, source.place, source.position)
+    made = derived_job_id(source.at, "dead letter", source.ingest_source, source.place, source.position)
     return f"dl-{made.removeprefix('job-')}"
 
 
@@ -162,7 +164,7 @@ class DeadLetters:
         stored = original[: self._max_bytes]
         dead_letter = DeadLetter(
             id=id_,
-            door=source.door,
+            ingest_source=source.ingest_source,
             place=source.place,
             position=source.position,
             at=source.at,
@@ -178,7 +180,7 @@ class DeadLetters:
         if stored:
             self._store.create(_original_key(id_), stored)
         if self._store.create(_dead_letter_key(id_), dead_letter.to_json()):
-            self._world.dead_letters.note(source.door)
+            self._world.dead_letters.note(source.ingest_source)
         return id_
 
     def open_source(self, source: DeadLetterSource) -> DeadLetterSource | None:
@@ -248,7 +250,9 @@ class DeadLetters:
         elif dead.marker is not None:
             outcome = f"{dead.place} is tried again by its ingest source"
         else:
-            raise CannotReplay(f"{where}: came from the ingest source '{dead.door}', which can't be reached from here")
+            raise CannotReplay(
+                f"{where}: came from the ingest source '{dead.ingest_source}', which can't be reached from here"
+            )
         number = found.replays + 1
         record = Replay(at=self._world.clock.now(), outcome=outcome).to_json()
         while not self._store.create(f"{LETTERS}{dead.id}.replay-{number:04d}.json", record):

@@ -63,7 +63,7 @@ class IntakeSettings:
         default_tier: tier of jobs that name none.
         caps: the largest max_tokens of each tier.
         default_max_tokens: max_tokens of requests that name none.
-        tenant_tokens: maximum tokens in a tenant's open jobs; None: no limit.
+        max_tenant_tokens: maximum tokens in a tenant's open jobs; None: no limit.
         refresh_interval_seconds: seconds between two refreshes of the open tokens.
         noticed: tenants with webhooks on the end of their jobs.
     """
@@ -74,7 +74,7 @@ class IntakeSettings:
     default_max_tokens: int = 4_096
     limits: Limits = field(default_factory=Limits)
     plan: PlanSettings = field(default_factory=PlanSettings)
-    tenant_tokens: int | None = None
+    max_tenant_tokens: int | None = None
     refresh_interval_seconds: float = 5.0
     noticed: frozenset[str] = frozenset()
 
@@ -160,7 +160,7 @@ class Intake:
 
     def room_for(self, tenant: str) -> bool:
         """Whether the tenant may submit more now, by an estimate that is some seconds old."""
-        limit = self._settings.tenant_tokens
+        limit = self._settings.max_tenant_tokens
         return limit is None or self._backlog.tokens_of(tenant) < limit
 
     def jobs_of(self, tenant: str) -> int:

@@ -43,19 +43,18 @@ METRICS: Final = (
     # -- workers, since they began to serve their models
     Metric(
         "tokenmill_requests_total", "counter",
-        "Requests that have ended at a worker: rows of jobs without their copies, and requests whose callers wait; "
-        "by how they ended.",
+        "Requests that have ended at a worker: rows of jobs without their copies, and interactive requests; by status.",
         ("model", "tier", "status"),
     ),
     Metric(
         "tokenmill_tokens_total", "counter",
         "Tokens of requests that have ended at a worker, by kind: prompt, cached (of the prompt, not computed "
-        "again), completion, drafted (guessed), accepted (guessed right).",
+        "again), completion, drafted (by speculation), accepted (drafts that the model confirmed).",
         ("model", "tier", "kind"),
     ),
     Metric(
         "tokenmill_engine_tokens_total", "counter",
-        "Tokens as the engine goes, by kind: prompt (computed), cached (found in the prefix cache instead), "
+        "Tokens that an engine has processed, by kind: prompt (computed), cached (found in the prefix cache instead), "
         "generated, recomputed (after a preemption), drafted, accepted.",
         ("model", "kind"),
     ),
@@ -84,9 +83,8 @@ METRICS: Final = (
     ),
     Metric(
         "tokenmill_worker_seconds_total", "counter",
-        "Time since a worker began to serve its model, busy or idle: the time that is paid for. Its busy time is "
-        "the sum "
-        "of tokenmill_step_seconds.",
+        "Time since a worker began to serve its model, busy or idle: the billed time. Its busy time is the sum of "
+        "tokenmill_step_seconds.",
         ("model",),
     ),
     Metric("tokenmill_step_seconds", "histogram", "Duration of an engine's step.", ("model",)),
@@ -119,39 +117,37 @@ METRICS: Final = (
         ("model",),
     ),
     Metric(
-        "tokenmill_pace_weight", "gauge",
+        "tokenmill_slo_weight", "gauge",
         "Weight of a term of the objective that the SLO controller minimizes: ttft, itl, utilisation, drops.",
         ("model", "term"),
     ),
     Metric(
-        "tokenmill_pace_term", "gauge",
-        "Current value of a term: TTFT and ITL as multiples of their targets, the share of steps that work was "
-        "held back "
-        "from, the share of requests that missed their deadline.",
+        "tokenmill_slo_term", "gauge",
+        "Current value of a term: TTFT and ITL as multiples of their targets, the share of steps from "
+        "which batch work was held back, the share of requests that missed their deadline.",
         ("model", "term"),
     ),
-    Metric("tokenmill_pace_objective", "gauge", "Weighted sum of the terms.", ("model",)),
+    Metric("tokenmill_slo_objective", "gauge", "Weighted sum of the terms.", ("model",)),
     Metric(
-        "tokenmill_pace_others_ratio", "gauge",
+        "tokenmill_slo_batch_ratio", "gauge",
         "Share of batch work among the tokens of steps that also compute interactive requests.",
         ("model",),
     ),
     Metric(
-        "tokenmill_pace_allowed_tokens", "gauge",
+        "tokenmill_slo_batch_tokens", "gauge",
         "Tokens of batch work that a step may hold while interactive answers (streams) or prompts (prompts) are "
         "computed.",
-        ("model", "beside"),
+        ("model", "alongside"),
     ),
     Metric(
-        "tokenmill_pace_missed_total", "counter",
+        "tokenmill_slo_missed_total", "counter",
         "Missed targets: of first tokens (ttft), of tokens (itl), of requests that ran out of time (deadline).",
-        ("model", "promise"),
+        ("model", "target"),
     ),
     Metric(
         "tokenmill_speculation_gained_tokens", "gauge",
         "Tokens that speculation gained over plain decoding in the same time: an estimate from measured steps, "
-        "negative "
-        "where speculation costs more than it gains.",
+        "negative where speculation costs more than it gains.",
         ("model",),
     ),
     Metric(
@@ -182,16 +178,15 @@ METRICS: Final = (
         ("model",), _DISPATCHER,
     ),
     Metric(
-        "tokenmill_leading", "gauge",
+        "tokenmill_is_leader", "gauge",
         "1 while this dispatcher holds the lease, else 0.",
         (), _DISPATCHER,
     ),
     Metric("tokenmill_jobs", "gauge", "Open jobs.", ("tier", "status"), _INSTALLATION),
     Metric(
         "tokenmill_jobs_needing_attention", "gauge",
-        "Open jobs that are stalled, or were a moment ago, because their stored objects can't be read or "
-        "contradict each "
-        "other. Each is retried at least every five minutes.",
+        "Open jobs that are stalled, or were a moment ago, because their stored objects can't be read or contradict "
+        "each other. Each is retried at least every five minutes.",
         (), _DISPATCHER,
     ),
     Metric(
@@ -286,7 +281,7 @@ METRICS: Final = (
         ("tier",), _GATEWAY,
     ),
     Metric(
-        "tokenmill_callers", "gauge",
+        "tokenmill_inference_requests", "gauge",
         "Inference requests that this gateway holds (open), and those without a first token (waiting).",
         ("state",), _GATEWAY,
     ),
@@ -299,13 +294,12 @@ METRICS: Final = (
     Metric(
         "tokenmill_dead_letters_total", "counter",
         "Input that could not become a job or a request, stored as dead letters, by ingest source.",
-        ("door",), ("intake", "gateway"),
+        ("source",), ("intake", "gateway"),
     ),
     Metric(
-        "tokenmill_unforeseen_errors_total", "counter",
+        "tokenmill_unexpected_errors_total", "counter",
         "Unexpected exceptions, by the part of the process that raised them; each is logged with its traceback, "
-        "and the "
-        "part continues.",
+        "and the part continues.",
         ("part",), ("worker", "dispatcher", "gateway", "intake", "autoscale"),
     ),
     Metric(

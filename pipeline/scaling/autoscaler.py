@@ -110,7 +110,7 @@ class Autoscaler:
                 self.decide_once()
             except PipelineError as error:
                 logger.warning("no decision about workers", reason=str(error))
-            stop.wait(self._options.every_seconds)
+            stop.wait(self._options.interval_seconds)
 
     def _report(self, metrics: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         failed: list[PipelineError] = []

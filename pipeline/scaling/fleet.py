@@ -31,11 +31,11 @@ class PendingStart:
     count: int
     since: float
 
-    def ready_in(self, cold_start: float, now: float) -> tuple[int, float]:
+    def ready_in(self, cold_start_seconds: float, now: float) -> tuple[int, float]:
         """Number of workers, and seconds until they are ready. Workers that are long overdue count as if they were
         requested now: where no machines are available, counting on them would silently miss deadlines."""
-        left = self.since + cold_start - now
-        return self.count, left if left > 0 else 0.0 if left > -cold_start else cold_start
+        left = self.since + cold_start_seconds - now
+        return self.count, left if left > 0 else 0.0 if left > -cold_start_seconds else cold_start_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Fleet:
 
     live: int
     coming: tuple[tuple[int, float], ...]
-    cold_start: float
+    cold_start_seconds: float
 
 
 def awaited(
@@ -104,5 +104,5 @@ def _for_one(fleet: Fleet, work: float, horizon: float) -> int:
         if left <= coming * each:
             return count + ceil(left / each - 1e-9)
         count, left = count + coming, left - coming * each
-    each = horizon - fleet.cold_start
+    each = horizon - fleet.cold_start_seconds
     return count if each <= 0 else count + ceil(left / each - 1e-9)

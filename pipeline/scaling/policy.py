@@ -93,21 +93,27 @@ class Decision:
 def decide(limits: ScalingLimits, memory: PolicyState, observed: PoolObservation, now: float) -> Decision:
     """Decide the pool's number of workers. `now`: seconds, on the clock of `memory`."""
     before = observed.live if memory.desired is None else memory.desired
-    before = min(max(before, limits.least), limits.most)
+    before = min(max(before, limits.min_workers), limits.max_workers)
     starting = awaited(memory.starting, memory.live, observed.live, before, now)
-    fleet = Fleet(observed.live, tuple(start.ready_in(limits.cold_start, now) for start in starting), limits.cold_start)
+    fleet = Fleet(
+        observed.live,
+        tuple(start.ready_in(limits.cold_start_seconds, now) for start in starting),
+        limits.cold_start_seconds,
+    )
     due = [_due(limits, demand) for demand in observed.demands if demand.seconds > 0]
-    hard = workers_for(fleet, due, lambda left: _usable(limits, left), limits.margin)
-    eager = workers_for(fleet, due, lambda left: limits.aim * _usable(limits, left), limits.margin)
-    ahead = min(eager, int(observed.work / limits.busy))
-    careful = workers_for(fleet, due, lambda left: _usable(limits, left), limits.margin * (1 + limits.tolerance))
-    kept = max(careful, ceil(observed.work / limits.keep))
+    hard = workers_for(fleet, due, lambda left: _usable(limits, left), limits.work_factor)
+    eager = workers_for(fleet, due, lambda left: limits.target_share * _usable(limits, left), limits.work_factor)
+    ahead = min(eager, int(observed.work / limits.scale_up_work_seconds))
+    careful = workers_for(
+        fleet, due, lambda left: _usable(limits, left), limits.work_factor * (1 + limits.growth_tolerance)
+    )
+    kept = max(careful, ceil(observed.work / limits.scale_down_work_seconds))
     if observed.callers:
         hard, ahead, kept = max(hard, 1), max(ahead, 1), max(kept, 1)
     target, reason = _target(limits, observed, before, hard, ahead, kept)
     if before == 0 and target and _may_gather(limits, observed, fleet, due, hard):
         target, reason = 0, "gathering work"
-    target = min(max(target, limits.least), limits.most)
+    target = min(max(target, limits.min_workers), limits.max_workers)
     next_memory = replace(
         memory, desired=before, live=observed.live, starting=starting,
         changed=tuple(at for at in memory.changed if at > now - HOUR),
@@ -115,7 +121,9 @@ def decide(limits: ScalingLimits, memory: PolicyState, observed: PoolObservation
     if target >= before:
         next_memory = replace(next_memory, lower_since=None, lower=0)
     if target > before:
-        desired, reason = _grow(limits, next_memory, before, target, int(observed.work / limits.keep), reason, now)
+        desired, reason = _grow(
+            limits, next_memory, before, target, int(observed.work / limits.scale_down_work_seconds), reason, now
+        )
     elif target < before:
         desired, reason, next_memory = _shrink(limits, next_memory, before, target, reason, now)
     else:
@@ -137,13 +145,15 @@ def _target(
     pressed = _pressed(limits, observed)
     most = max(hard, ahead)
     if pressed and observed.live >= before:  # starting workers may be enough
-        most = max(most, before + max(1, ceil(limits.pressure_share * before)))
-    if most > before and (most == hard or most > before * (1 + limits.tolerance)):
-        if not before and observed.callers and observed.work < limits.busy:
+        most = max(most, before + max(1, ceil(limits.pressure_step_share * before)))
+    if most > before and (most == hard or most > before * (1 + limits.growth_tolerance)):
+        if not before and observed.callers and observed.work < limits.scale_up_work_seconds:
             return most, "callers wait"
         return most, "deadlines" if most == hard else pressed or "backlog"
     if before > kept:
-        if pressed or (observed.callers and (observed.ttft_p95 or 0.0) > limits.ttft_settled * limits.ttft):
+        if pressed or (
+            observed.callers and (observed.ttft_p95 or 0.0) > limits.ttft_settled_share * limits.ttft_target_seconds
+        ):
             return before, pressed or "TTFT p95 is not well below its objective"
         return kept, "nothing left" if not kept else "less work than workers"
     return before, "enough"
@@ -153,14 +163,14 @@ def _may_gather(
     limits: ScalingLimits, observed: PoolObservation, fleet: Fleet, due: Sequence[Demand], hard: int
 ) -> bool:
     """Whether the first worker's start may be delayed, so that more work shares its cold start."""
-    if observed.live or observed.callers or observed.work >= limits.busy:
+    if observed.live or observed.callers or observed.work >= limits.scale_up_work_seconds:
         return False
     wait = min((_max_wait_seconds(limits, demand) for demand in observed.demands if demand.seconds > 0), default=0.0)
     if wait <= 0:
         return False
     later = [replace(demand, due=(demand.due or 0.0) - wait) for demand in due]
-    in_time = all((demand.due or 0.0) > 2 * limits.cold_start for demand in later)
-    return in_time and workers_for(fleet, later, lambda left: _usable(limits, left), limits.margin) <= hard
+    in_time = all((demand.due or 0.0) > 2 * limits.cold_start_seconds for demand in later)
+    return in_time and workers_for(fleet, later, lambda left: _usable(limits, left), limits.work_factor) <= hard
 
 
 def _max_wait_seconds(limits: ScalingLimits, demand: Demand) -> float:
@@ -168,16 +178,16 @@ def _max_wait_seconds(limits: ScalingLimits, demand: Demand) -> float:
     starts immediately."""
     if demand.due is None and not demand.bulk:
         return 0.0
-    whole = limits.bulk_within if demand.due is None else demand.due + demand.waited
-    return min(limits.gather, limits.gather_share * whole) - demand.waited
+    whole = limits.bulk_target_seconds if demand.due is None else demand.due + demand.waited
+    return min(limits.gather_seconds, limits.gather_share * whole) - demand.waited
 
 
 def _pressed(limits: ScalingLimits, observed: PoolObservation) -> str:
     """The reason why callers wait too long; empty: they don't. A KV cache filled with batch work is normal: it counts
     only while callers wait for a slot."""
-    if observed.ttft_p95 is not None and observed.ttft_p95 > limits.ttft:
+    if observed.ttft_p95 is not None and observed.ttft_p95 > limits.ttft_target_seconds:
         return "TTFT p95"
-    if observed.callers_waiting and observed.kv_used is not None and observed.kv_used >= limits.kv_full:
+    if observed.callers_waiting and observed.kv_used is not None and observed.kv_used >= limits.kv_pressure_share:
         return "KV caches are full and callers wait"
     return ""
 
@@ -185,15 +195,15 @@ def _pressed(limits: ScalingLimits, observed: PoolObservation) -> str:
 def _grow(
     limits: ScalingLimits, memory: PolicyState, before: int, target: int, worthwhile: int, reason: str, now: float
 ) -> tuple[int, str]:
-    used = len(memory.changed) / limits.changes_an_hour
+    used = len(memory.changed) / limits.max_changes_per_hour
     if used >= 1:
         return before, f"{reason}; {len(memory.changed)} changes within the hour"
     # With no worker no work progresses: the first start waits for no cooldown.
-    if before and now - max(memory.changed, default=-inf) < limits.up_cooldown:
+    if before and now - max(memory.changed, default=-inf) < limits.scale_up_cooldown_seconds:
         return before, f"{reason}; cooling down"
     # The fewer changes are left this hour, the larger each one is, limited by the work.
-    larger = min(ceil(before * (1 + used / 2)), worthwhile, limits.most)
-    return min(max(target, larger), before + limits.up_step), reason
+    larger = min(ceil(before * (1 + used / 2)), worthwhile, limits.max_workers)
+    return min(max(target, larger), before + limits.max_scale_up), reason
 
 
 def _shrink(
@@ -202,26 +212,28 @@ def _shrink(
     since = now if memory.lower_since is None else memory.lower_since
     lower = max(memory.lower, target) if target else 0
     waiting = replace(memory, lower_since=since, lower=lower)
-    if now - since < limits.down_after:
+    if now - since < limits.scale_down_after_seconds:
         return before, f"{reason}; for {now - since:.0f} s", waiting
     changes = len(memory.changed)
     # The more of the hour's changes are used, the larger a cut must be (half of the workers at half of the changes);
     # the last change is reserved for growth.
-    if before - lower < before * changes / limits.changes_an_hour or changes >= max(1, limits.changes_an_hour - 1):
+    if before - lower < before * changes / limits.max_changes_per_hour or changes >= max(
+        1, limits.max_changes_per_hour - 1
+    ):
         return before, f"{reason}; {changes} changes within the hour", waiting
-    if now - max(memory.changed, default=-inf) < limits.down_cooldown:
+    if now - max(memory.changed, default=-inf) < limits.scale_down_cooldown_seconds:
         return before, f"{reason}; cooling down", waiting
-    return max(lower, before - limits.down_step), reason, replace(memory, lower_since=None, lower=0)
+    return max(lower, before - limits.max_scale_down), reason, replace(memory, lower_since=None, lower=0)
 
 
 def _due(limits: ScalingLimits, demand: Demand) -> Demand:
     """Derive a deadline by age for work without one, so that no work waits for ever."""
     if demand.due is not None:
         return demand
-    within = limits.bulk_within if demand.bulk else limits.standard_within
-    return replace(demand, due=max(within - demand.waited, limits.overdue_within))
+    within = limits.bulk_target_seconds if demand.bulk else limits.standard_target_seconds
+    return replace(demand, due=max(within - demand.waited, limits.overdue_target_seconds))
 
 
 def _usable(limits: ScalingLimits, left: float) -> float:
     """The part of the time until a deadline that work is planned into; the rest is a reserve."""
-    return left - min(limits.reserve + limits.reserve_share * left, left / 2)
+    return left - min(limits.deadline_reserve_seconds + limits.deadline_reserve_share * left, left / 2)

@@ -38,7 +38,7 @@ class OracleJob:
     due: float = inf
 
 
-def least_cost(tasks: Sequence[OracleJob], most: int, cold_start: float, step: float) -> tuple[float, int]:
+def least_cost(tasks: Sequence[OracleJob], most: int, cold_start_seconds: float, step: float) -> tuple[float, int]:
     """Worker-seconds that all of them cost at least, each done until it is due; and the workers that are needed at
     once, at least.
 
@@ -47,11 +47,11 @@ def least_cost(tasks: Sequence[OracleJob], most: int, cold_start: float, step: f
     """
     if not tasks:
         return 0.0, 0
-    low, peak = _in_stretches(tasks, cold_start)
-    return max(low, _stepwise(tasks, most, cold_start, step)), peak
+    low, peak = _in_stretches(tasks, cold_start_seconds)
+    return max(low, _stepwise(tasks, most, cold_start_seconds, step)), peak
 
 
-def _stepwise(tasks: Sequence[OracleJob], most: int, cold_start: float, step: float) -> float:
+def _stepwise(tasks: Sequence[OracleJob], most: int, cold_start_seconds: float, step: float) -> float:
     """0 where it would take too long, or where the steps are too coarse for the work."""
     steps = ceil(max(task.due for task in tasks) / step) + 1
     come, owed = _curves(tasks, steps, step)
@@ -63,7 +63,7 @@ def _stepwise(tasks: Sequence[OracleJob], most: int, cold_start: float, step: fl
     cost[0, 0] = 0.0
     base = 0
     for at in range(steps):
-        cost = _changed(cost, workers, cold_start, may_start=(at + 1) * step > cold_start)
+        cost = _changed(cost, workers, cold_start_seconds, may_start=(at + 1) * step > cold_start_seconds)
         low, high = int(owed[at]), int(come[at])
         moved = np.full((most + 1, high - low + 1), inf)
         for n in range(most + 1):
@@ -83,12 +83,12 @@ def _curves(tasks: Sequence[OracleJob], steps: int, step: float) -> tuple[NDArra
     return np.maximum(np.ceil(np.cumsum(come)[:steps] - 1e-6).astype(np.int64), owed), owed
 
 
-def _changed(cost: NDArray[Any], workers: NDArray[Any], cold_start: float, *, may_start: bool) -> NDArray[Any]:
+def _changed(cost: NDArray[Any], workers: NDArray[Any], cold_start_seconds: float, *, may_start: bool) -> NDArray[Any]:
     """With another number of workers: fewer at once and for nothing, more for a start of each."""
     fewer = np.minimum.accumulate(cost[::-1], axis=0)[::-1]
     if not may_start:
         return fewer
-    starts = (workers * cold_start)[:, None]
+    starts = (workers * cold_start_seconds)[:, None]
     return np.minimum(fewer, np.minimum.accumulate(cost - starts, axis=0) + starts)
 
 
@@ -102,11 +102,11 @@ def _advance(of_n: NDArray[Any], base: int, into: NDArray[Any], low: int, high: 
         into[-1] = min(into[-1], float(np.min(beyond)))
 
 
-def _in_stretches(tasks: Sequence[OracleJob], cold_start: float) -> tuple[float, int]:
+def _in_stretches(tasks: Sequence[OracleJob], cold_start_seconds: float) -> tuple[float, int]:
     total, peak, ended = 0.0, 0, -inf
     for stretch in _stretches(tasks):
         begin, workers = min(task.arrival for task in stretch), _workers(stretch)
-        total += sum(task.work for task in stretch) + workers * min(cold_start, max(0.0, begin - ended))
+        total += sum(task.work for task in stretch) + workers * min(cold_start_seconds, max(0.0, begin - ended))
         peak, ended = max(peak, workers), max(task.due for task in stretch)
     return total, peak
 

@@ -39,19 +39,24 @@ class OracleResult:
 
 
 def best(
-    tasks: Sequence[OracleJob], most: int, cold_start: float, within: float, step: float = 30.0, ready: float = 0.0
+    tasks: Sequence[OracleJob],
+    most: int,
+    cold_start_seconds: float,
+    within: float,
+    step: float = 30.0,
+    ready: float = 0.0,
 ) -> OracleResult:
     """Tasks whose deadlines can't be met cost nothing here.
 
     Args:
-        most: workers.  cold_start: seconds of each start.
+        most: workers.  cold_start_seconds: seconds of each start.
         within: seconds after its arrival that work without a deadline is to be done in; only the cost depends on it.
         step: seconds between two changes of the number of workers.  ready: the moment at which the first can be there.
     """
     met = _feasible(tasks, most, ready)
     paid = [task if task.due < inf else OracleJob(task.arrival, task.work, task.arrival + within)
             for task, kept in zip(tasks, met, strict=True) if kept]  # fmt: skip
-    seconds, peak = least_cost(paid, most, cold_start, step)
+    seconds, peak = least_cost(paid, most, cold_start_seconds, step)
     return OracleResult(tuple(met), seconds, peak)
 
 

@@ -91,7 +91,7 @@ def report(
     return SimulationReport(
         trace=trace.name,
         worker=settings.worker.name,
-        gpus=settings.fixed or settings.scaling.most,
+        gpus=settings.fixed or settings.scaling.max_workers,
         hours=outcome.seconds / HOUR,
         requests=trace.requests,
         jobs=len(trace.jobs),
@@ -139,11 +139,15 @@ def tasks_of(settings: SimulationSettings, outcome: SimulationOutcome) -> list[O
 
 def oracle(settings: SimulationSettings, outcome: SimulationOutcome) -> OracleResult:
     """The oracle's result for the jobs, with their actual work."""
-    cold_start, limits = settings.worker.cold_start, settings.scaling
-    slowest = limits.bulk_within if any(job.order.tier is Tier.BULK for job in outcome.jobs) else limits.standard_within
-    ready = 0.0 if settings.fixed else cold_start
+    cold_start_seconds, limits = settings.worker.cold_start_seconds, settings.scaling
+    slowest = (
+        limits.bulk_target_seconds
+        if any(job.order.tier is Tier.BULK for job in outcome.jobs)
+        else limits.standard_target_seconds
+    )
+    ready = 0.0 if settings.fixed else cold_start_seconds
     tasks = tasks_of(settings, outcome)
-    return best(tasks, settings.fixed or limits.most, cold_start, slowest, settings.every, ready)
+    return best(tasks, settings.fixed or limits.max_workers, cold_start_seconds, slowest, settings.every, ready)
 
 
 def _in_time(ended: float | None, due: float | None, rows_left: float) -> bool:

@@ -39,7 +39,7 @@ def simulate(trace: Trace, settings: SimulationSettings) -> SimulationOutcome:
 class _Simulation:
     def __init__(self, trace: Trace, settings: SimulationSettings) -> None:
         self._settings = settings
-        self._limits = settings.scaling.model_copy(update={"cold_start": settings.worker.cold_start})
+        self._limits = settings.scaling.model_copy(update={"cold_start_seconds": settings.worker.cold_start_seconds})
         self._rng = random.Random(f"mill/{settings.seed}")
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -84,7 +84,7 @@ class _Simulation:
         return (
             self._settings.fixed is not None
             or not (self._workers or self._booting)
-            or (len(self._workers) + len(self._booting) <= self._limits.least)
+            or (len(self._workers) + len(self._booting) <= self._limits.min_workers)
         )
 
     def _at(self, moment: float, act: Callable[[], None]) -> None:
@@ -279,7 +279,7 @@ class _Simulation:
         extra = len(self._workers) + len(self._booting) - desired
         for _ in range(-extra):
             spread = 1 + self._settings.cold_start_spread * self._rng.uniform(-1, 1)
-            self._launch(self._settings.worker.cold_start * spread)
+            self._launch(self._settings.worker.cold_start_seconds * spread)
         for name in sorted(self._booting, reverse=True)[: max(0, extra)]:
             self._pay(self._booting.pop(name))
             extra -= 1

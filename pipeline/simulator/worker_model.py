@@ -39,7 +39,7 @@ class WorkerModel(BaseModel):
     Attributes:
         name: of what was measured.
         prefill: tokens of prompts a second.  decode: by batch, the smallest first; the last is its largest batch.
-        cold_start: seconds from the wish for a worker until it computes.
+        cold_start_seconds: seconds from the wish for a worker until it computes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,7 +47,7 @@ class WorkerModel(BaseModel):
     name: str
     prefill: Above
     decode: Annotated[tuple[Decoding, ...], Field(min_length=1)]
-    cold_start: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 300.0
+    cold_start_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 300.0
 
     @model_validator(mode="after")
     def _in_order(self) -> WorkerModel:
@@ -96,29 +96,29 @@ EXAMPLE = WorkerModel(
         Decoding(batch=64, tokens_per_second=5_000.0),
         Decoding(batch=256, tokens_per_second=10_000.0),
     ),
-    cold_start=240.0,
+    cold_start_seconds=240.0,
 )
 """Where no measurement is given."""
 
 
-def read_worker_model(path: Path, cold_start: float | None = None) -> WorkerModel:
-    """From a file: a `WorkerModel` as JSON, or what `tokenmill bench --json` has printed. `cold_start`: instead of what
-    it says. Raises `BadWorkerModel`."""
+def read_worker_model(path: Path, cold_start_seconds: float | None = None) -> WorkerModel:
+    """From a file: a `WorkerModel` as JSON, or the output of `tokenmill bench --json`. `cold_start_seconds`: in
+    place of the file's. Raises `BadWorkerModel`."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadWorkerModel(f"{path}: can't be read as JSON: {error}") from error
     try:
         found = _of_bench(document) if isinstance(document, dict) and "results" in document else document
-        if cold_start is not None:
-            found = {**found, "cold_start": cold_start}
+        if cold_start_seconds is not None:
+            found = {**found, "cold_start_seconds": cold_start_seconds}
         return WorkerModel.model_validate(found)
     except (ValidationError, KeyError, TypeError) as error:
         reason = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
         what = str(error) if reason is None else f"{'.'.join(map(str, reason['loc']))}: {reason['msg']}"
         raise BadWorkerModel(
             f"{path}: says not how fast a worker is ({what}); give the output of 'tokenmill bench --json', or an "
-            "object with name, prefill, decode and cold_start"
+            "object with name, prefill, decode and cold_start_seconds"
         ) from error
 
 

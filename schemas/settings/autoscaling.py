@@ -15,64 +15,68 @@ AtLeastOne = Annotated[int, Field(ge=1, strict=False)]
 
 
 class ScalingLimits(BaseModel):
-    """Limits of the scaling policy (`pipeline.scaling.policy`); times in seconds.
+    """Limits of the scaling policy (`pipeline.scaling.policy`).
 
     Attributes:
-        least, most: bounds of the number of workers. With `least` 0 a pool without work has none.
-        cold_start: from the request for a worker until it computes: machine, image, weights.
-        reserve, reserve_share: safety margin before deadlines, plus this share of the remaining time.
-        margin: factor on the estimated work.
-        aim: target share of the time until a deadline, where finishing earlier costs little.
-        busy: work for each worker from which on a worker is started for `aim`.
-        gather, gather_share: with no worker running, the longest time that work with a deadline and bulk work wait for
-            more work to share a cold start, as seconds and as a share of the time from arrival to deadline. It doesn't
-            wait where a deadline would then need more workers, nor once `busy` is reached. 0: it starts at once.
-        keep: work for each worker below which workers are removed.
-        standard_within, bulk_within: target time from arrival to completion of work without a deadline.
-        overdue_within: target time from now for work that has waited longer than that.
-        down_after: how long fewer workers must have been enough before a scale-down.
-        up_cooldown, down_cooldown: from any change to the next scale-up, or scale-down.
-        up_step, down_step: most workers that one change starts or ends.
-        changes_an_hour: most changes of the desired number; scale-downs leave half of them for scale-ups.
-        tolerance: a growth of this share or less causes no change, unless a deadline needs it.
-        ttft: target of the 95th percentile of interactive requests' time to the first token.
-        ttft_settled: share of `ttft` below which the pool may shrink.
-        kv_full: share of the KV caches from which on queued interactive requests count as pressure.
-        pressure_share: share of the workers that are added under pressure; one at least.
+        min_workers, max_workers: bounds of the number of workers. With a minimum of 0 a pool without work has none.
+        cold_start_seconds: from the request for a worker until it computes: machine, image, weights.
+        deadline_reserve_seconds: safety margin before deadlines.
+        deadline_reserve_share: of the time until a deadline, in addition to that margin.
+        work_factor: factor on the estimated work.
+        target_share: target share of the time until a deadline, where finishing earlier costs little.
+        scale_up_work_seconds: work for each worker from which on a worker is started for `target_share`.
+        gather_seconds: with no worker running, the longest time that work with a deadline and bulk work wait for more
+            work to share a cold start. It doesn't wait where a deadline would then need more workers, nor once
+            `scale_up_work_seconds` is reached. 0: it starts at once.
+        gather_share: longest such wait, as a share of the time from arrival to deadline.
+        scale_down_work_seconds: work for each worker below which workers are removed.
+        standard_target_seconds, bulk_target_seconds: target time from arrival to completion of work without a deadline.
+        overdue_target_seconds: target time from now for work that has waited longer than that.
+        scale_down_after_seconds: how long fewer workers must have been enough before a scale-down.
+        scale_up_cooldown_seconds, scale_down_cooldown_seconds: from any change to the next scale-up, or scale-down.
+        max_scale_up, max_scale_down: workers that one change starts or ends.
+        max_changes_per_hour: changes of the desired number; scale-downs leave half of them for scale-ups.
+        growth_tolerance: a growth of this share or less causes no change, unless a deadline needs it.
+        ttft_target_seconds: target of the 95th percentile of interactive requests' time to the first token.
+        ttft_settled_share: share of `ttft_target_seconds` below which the pool may shrink.
+        kv_pressure_share: share of the KV caches from which on queued interactive requests count as pressure.
+        pressure_step_share: share of the workers that are added under pressure; one at least.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    least: Whole = 0
-    most: AtLeastOne = 8
-    cold_start: Seconds = 300.0
-    reserve: Seconds = 60.0
-    reserve_share: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    margin: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.3
-    aim: Annotated[float, Field(gt=0, le=1)] = 0.5
-    busy: Above = 2_700.0
-    gather: Seconds = 3_600.0
+    min_workers: Whole = 0
+    max_workers: AtLeastOne = 8
+    cold_start_seconds: Seconds = 300.0
+    deadline_reserve_seconds: Seconds = 60.0
+    deadline_reserve_share: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    work_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.3
+    target_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    scale_up_work_seconds: Above = 2_700.0
+    gather_seconds: Seconds = 3_600.0
     gather_share: Annotated[float, Field(ge=0, le=1)] = 0.33
-    keep: Above = 600.0
-    standard_within: Above = 3_600.0
-    bulk_within: Above = 21_600.0
-    overdue_within: Above = 1_800.0
-    down_after: Seconds = 60.0
-    up_cooldown: Seconds = 60.0
-    down_cooldown: Seconds = 120.0
-    up_step: AtLeastOne = 250
-    down_step: AtLeastOne = 250
-    changes_an_hour: AtLeastOne = 12
-    tolerance: Seconds = 0.1
-    ttft: Above = 2.0
-    ttft_settled: Annotated[float, Field(gt=0, le=1)] = 0.7
-    kv_full: Annotated[float, Field(gt=0, le=1)] = 0.95
-    pressure_share: Above = 0.25
+    scale_down_work_seconds: Above = 600.0
+    standard_target_seconds: Above = 3_600.0
+    bulk_target_seconds: Above = 21_600.0
+    overdue_target_seconds: Above = 1_800.0
+    scale_down_after_seconds: Seconds = 60.0
+    scale_up_cooldown_seconds: Seconds = 60.0
+    scale_down_cooldown_seconds: Seconds = 120.0
+    max_scale_up: AtLeastOne = 250
+    max_scale_down: AtLeastOne = 250
+    max_changes_per_hour: AtLeastOne = 12
+    growth_tolerance: Seconds = 0.1
+    ttft_target_seconds: Above = 2.0
+    ttft_settled_share: Annotated[float, Field(gt=0, le=1)] = 0.7
+    kv_pressure_share: Annotated[float, Field(gt=0, le=1)] = 0.95
+    pressure_step_share: Above = 0.25
 
     @model_validator(mode="after")
     def _least_is_not_more(self) -> ScalingLimits:
-        if self.least > self.most:
-            raise ValueError(f"least is {self.least}, and most {self.most}: it must not be more")
+        if self.min_workers > self.max_workers:
+            raise ValueError(
+                f"min_workers is {self.min_workers}, and max_workers {self.max_workers}: it must not be more"
+            )
         return self
 
 
@@ -93,14 +97,14 @@ class AutoscaleOptions(BaseModel):
     """Settings of the autoscaler.
 
     Attributes:
-        every_seconds: interval of decisions.
+        interval_seconds: of decisions.
         limits: of pools without their own.
         pools: by name, each with its models; a model in none is a pool by itself, under its own name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    every_seconds: Above = 30.0
+    interval_seconds: Above = 30.0
     limits: ScalingLimits = ScalingLimits()
     pools: dict[Annotated[str, Field(min_length=1, max_length=255)], PoolOptions] = Field(default_factory=dict)
 

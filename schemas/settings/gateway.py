@@ -101,19 +101,19 @@ class CacheOptions(BaseModel):
 
     Attributes:
         always: cache without opt-in, where the answer is deterministic.
-        keep: an amount of time, such as "1h".
-        entries: most entries of a tenant.  entry_bytes: largest entry.
-        memory_bytes: of all entries, without Redis.  tenant_bytes: of each tenant's, on Redis.
+        ttl: an amount of time, such as "1h".
+        max_tenant_entries: most entries of a tenant.  max_entry_bytes: largest entry.
+        max_memory_bytes: of all entries, without Redis.  max_tenant_bytes: of each tenant's, on Redis.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     always: bool = False
-    keep: Amount = timedelta(hours=1)
-    entries: Positive = 10_000
-    entry_bytes: Annotated[int, Field(ge=1, le=1 << 19, strict=False)] = 1 << 18
-    memory_bytes: Positive = 256 << 20
-    tenant_bytes: Positive = 64 << 20
+    ttl: Amount = timedelta(hours=1)
+    max_tenant_entries: Positive = 10_000
+    max_entry_bytes: Annotated[int, Field(ge=1, le=1 << 19, strict=False)] = 1 << 18
+    max_memory_bytes: Positive = 256 << 20
+    max_tenant_bytes: Positive = 64 << 20
 
 
 class GatewayOptions(BaseModel):
@@ -121,21 +121,21 @@ class GatewayOptions(BaseModel):
 
     Attributes:
         auth: when API keys are required. "auto": as soon as one exists; "keys": always; "off": never.
-        max_upload_bytes: of an uploaded file.  uploads_at_once: most concurrent uploads of a gateway, at most half of
-            them by one tenant; further ones are refused.
-        max_body_bytes: of any other request.  bodies_at_once: most bytes of all bodies that are being read, and of
-            messages over WebSockets, at most half of them by one tenant; further ones are refused. At least twice
-            max_body_bytes.
+        max_upload_bytes: of an uploaded file.
+        max_concurrent_uploads: of a gateway, at most half of them by one tenant; further ones are refused.
+        max_body_bytes: of any other request.
+        max_buffered_body_bytes: of all bodies that are being read, and of messages over WebSockets, at most half of
+            them by one tenant; further ones are refused. At least twice max_body_bytes.
         max_message_bytes: of a message over a WebSocket; at most that of a body. Larger requests need HTTP.
         max_websockets: most open ones of a gateway.  max_tenant_websockets: of one tenant; further ones are refused.
         idle_seconds: time-out of a sender that is silent in the middle of a request.
-        request_seconds: time-out of a request to a model; a request may set an earlier one.
+        request_timeout_seconds: time-out of a request to a model; a request may set an earlier one.
         drain_seconds: time for running requests to end after the stop signal.
         keep_alive_seconds: idle time of a connection between two requests; a proxy in front should have a shorter one.
-        requests_at_once: most concurrent requests of a gateway; further ones are refused.
-        stream_bytes: most buffered bytes of a stream; a reader that falls further behind gets an error.
-        unsent_bytes: most bytes of an answer that wait in the kernel, beyond those in flight.
-        write_seconds: time-out of a client that reads nothing of an answer.
+        max_concurrent_requests: of a gateway; further ones are refused.
+        max_stream_buffer_bytes: of one stream; a reader that falls further behind gets an error.
+        max_unsent_bytes: bytes of an answer that wait in the kernel, beyond those in flight.
+        write_timeout_seconds: time-out of a client that reads nothing of an answer.
         hosts: host names, without ports, that a gateway without keys accepts, besides localhost, its own listening
             address, and IP addresses.
         tls_certificate, tls_key: PEM files; both or none.
@@ -152,20 +152,20 @@ class GatewayOptions(BaseModel):
 
     auth: Literal["auto", "keys", "off"] = "auto"
     max_upload_bytes: Positive = 2 << 30
-    uploads_at_once: Positive = 8
+    max_concurrent_uploads: Positive = 8
     max_body_bytes: Positive = 10 << 20
-    bodies_at_once: Positive = 1 << 30
+    max_buffered_body_bytes: Positive = 1 << 30
     max_message_bytes: Positive = 1 << 20
     max_websockets: Positive = 1_000
     max_tenant_websockets: Positive = 200
     idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    request_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    request_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 25.0
     keep_alive_seconds: Positive = 75
-    requests_at_once: Positive = 2_000
-    stream_bytes: Positive = 1 << 20
-    unsent_bytes: Positive = 64 << 10
-    write_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    max_concurrent_requests: Positive = 2_000
+    max_stream_buffer_bytes: Positive = 1 << 20
+    max_unsent_bytes: Positive = 64 << 10
+    write_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None
     tls_key: Path | None = None
@@ -181,9 +181,9 @@ class GatewayOptions(BaseModel):
     def _both(self) -> GatewayOptions:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together; set both")
-        if self.bodies_at_once < 2 * self.max_body_bytes:
+        if self.max_buffered_body_bytes < 2 * self.max_body_bytes:
             raise ValueError(
-                f"bodies_at_once is {self.bodies_at_once}, but a tenant has half of it, and one body may have "
-                f"{self.max_body_bytes} bytes (max_body_bytes); set at least {2 * self.max_body_bytes}"
+                f"max_buffered_body_bytes is {self.max_buffered_body_bytes}, but a tenant has half of it, and one body "
+                f"may have {self.max_body_bytes} bytes (max_body_bytes); set at least {2 * self.max_body_bytes}"
             )
         return self

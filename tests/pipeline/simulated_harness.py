@@ -50,43 +50,43 @@ class PipelineHarness:
         )
 
 
-def finish(house: PipelineHarness, client: ShardClient) -> Manifest:
+def finish(harness: PipelineHarness, client: ShardClient) -> Manifest:
     """One good worker brings the job to its end, at the latest when lost messages are put again (`most_patience`)."""
     for _ in range(200):
-        house.dispatcher.tick()
-        if house.dispatcher.finished():
+        harness.dispatcher.tick()
+        if harness.dispatcher.finished():
             break
         while (work := client.take(0)) is not None:
             client.begin(work)
             client.commit(work, computed(work), report(work))
-        house.world.clock.sleep(1.0)
-    manifest = house.ledger.manifest()
+        harness.world.clock.sleep(1.0)
+    manifest = harness.ledger.manifest()
     assert manifest is not None, "the job never ended"
     return manifest
 
 
-def taken(house: PipelineHarness, shards: Sequence[Sequence[int]], worker: str) -> tuple[ShardClient, ShardWork]:
+def taken(harness: PipelineHarness, shards: Sequence[Sequence[int]], worker: str) -> tuple[ShardClient, ShardWork]:
     """A job of these shards, and a worker that has the first of them in its hands."""
-    plan_by_hand(house.ledger, house.world, shards)
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    client = house.client(worker)
+    plan_by_hand(harness.ledger, harness.world, shards)
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    client = harness.client(worker)
     work = client.take(0)
     assert work is not None
     return client, work
 
 
-def broken_store(house: PipelineHarness) -> MemoryStore:
-    store = house.world.store
+def broken_store(harness: PipelineHarness) -> MemoryStore:
+    store = harness.world.store
     assert isinstance(store, MemoryStore)
     return store
 
 
-def commit_all(house: PipelineHarness) -> None:
-    plan_by_hand(house.ledger, house.world, [[0, 1], [2, 3, 4]], rejected=[5])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    client = house.client("w")
+def commit_all(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, [[0, 1], [2, 3, 4]], rejected=[5])
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    client = harness.client("w")
     while (work := client.take(0)) is not None:
         client.begin(work)
         client.commit(work, computed(work), report(work))

@@ -173,7 +173,7 @@ PAPERS: dict[str, StoredModel] = {
                               completion_window="24h", at=NOON),
     "batch-outcome": BatchOutcome(output_file_id="file-1", error_file_id="file-2", in_progress_at=NOON, at=NOON),
     "heard": IdempotencyRecord(at=NOON, digest=SHA),
-    "dead-letter": DeadLetter(id="d", door="kafka", place="t", position="0-1", at=NOON, recorded_at=NOON,
+    "dead-letter": DeadLetter(id="d", ingest_source="kafka", place="t", position="0-1", at=NOON, recorded_at=NOON,
                               reason_code="invalid_json", message="m", key="aw==", headers=(("h", "dg=="),), size=9,
                               stored=9, marker="k"),
     "dead-letter-replay": Replay(at=NOON, outcome="o"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.gateway.routes.dependencies import GatewaySettings
+from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.waiting import HANG_SECONDS, wait_for
 
@@ -21,7 +21,7 @@ HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "m
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHarness]:
-    settings = GatewaySettings(most_body_bytes=200_000, idle_seconds=0.5)
+    settings = GatewayOptions(max_body_bytes=200_000, idle_seconds=0.5)
     with run_http_harness(tmp_path_factory.mktemp("harness"), settings=settings, header_seconds=0.5) as harness:
         yield harness
 
@@ -163,7 +163,7 @@ def test_many_slow_connections_dont_block_other_clients(harness: HttpHarness) ->
 
 
 def test_the_bytes_of_all_bodies_are_bounded(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, settings=GatewaySettings(bodies_at_once=500_000)) as small:
+    with run_http_harness(tmp_path, settings=GatewayOptions(max_buffered_body_bytes=500_000)) as small:
         held = [dial(small) for _ in range(2)]
         for connection in held:
             connection.sendall(HEAD + b"Content-Length: 190000\r\n\r\n" + b" " * 120_000)

@@ -37,7 +37,7 @@ def autoscale(
     once: Annotated[bool, typer.Option("--once", help="Decide once, and end.")] = False,
     interval: Annotated[
         float | None,
-        typer.Option(min=1, help="Seconds between two decisions. Default: TOKENMILL_AUTOSCALE__EVERY_SECONDS (30)."),
+        typer.Option(min=1, help="Seconds between two decisions. Default: TOKENMILL_AUTOSCALE__INTERVAL_SECONDS (30)."),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -84,7 +84,7 @@ def autoscale(
         targets.append(_cloudwatch(settings))
     options = settings.autoscale
     if interval is not None:
-        options = options.model_copy(update={"every_seconds": interval})
+        options = options.model_copy(update={"interval_seconds": interval})
     with (
         stop_on_signals() as stop,
         open_root(root_url, settings) as root,

@@ -51,7 +51,7 @@ def list_dead_letters(
         (
             one.dead_letter.id,
             one.dead_letter.at.isoformat(timespec="seconds"),
-            one.dead_letter.door,
+            one.dead_letter.ingest_source,
             one.dead_letter.reason_code,
             one.dead_letter.place,
             "yes" if one.replays else "no",
@@ -59,7 +59,7 @@ def list_dead_letters(
         for one in shown
     ]
     if rows:
-        output.stdout().print(output.table(None, ("id", "at", "door", "reason", "from", "replayed"), rows))
+        output.stdout().print(output.table(None, ("id", "at", "source", "reason", "from", "replayed"), rows))
     if len(found) > limit:
         output.say(f"only the newest {limit}; --limit shows more")
     if not found:
@@ -87,7 +87,7 @@ def show_dead_letter(letter: Letter, root_url: RootUrl = None, as_json: Json = F
         ("id", dead.id),
         ("reason", dead.reason_code),
         ("message", dead.message),
-        ("door", dead.door),
+        ("source", dead.ingest_source),
         ("from", dead.place),
         ("position", dead.position),
         ("at", dead.at.isoformat(timespec="seconds")),
@@ -137,7 +137,7 @@ def _document(found: DeadLetterEntry) -> dict[str, Any]:
     return letter.model_dump(mode="json", include=set(_SHOWN)) | {"replays": found.replays}
 
 
-_SHOWN = ("id", "door", "place", "position", "at", "recorded_at", "reason_code", "message", "size", "stored")
+_SHOWN = ("id", "ingest_source", "place", "position", "at", "recorded_at", "reason_code", "message", "size", "stored")
 
 
 def _headers(letter: DeadLetter) -> list[tuple[str, str | None]]:

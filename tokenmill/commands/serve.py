@@ -268,7 +268,8 @@ def intake(
     """Ingest jobs from the configured sources, until stopped. Several may run.
 
     With an s3:// root: files below incoming/, from the events of TOKENMILL_BUCKET__QUEUE_URL or by listing.
-    With TOKENMILL_KAFKA__BOOTSTRAP: Kafka's topics of requests and jobs; results and events are announced there, too.
+    With TOKENMILL_KAFKA__BOOTSTRAP_SERVERS: Kafka's topics of requests and jobs; results and events are announced
+    there, too.
     With TOKENMILL_CELERY__QUEUES: tasks of Celery.
     """
     from pipeline import metric_collectors
@@ -336,11 +337,11 @@ def _loads(
     models: list[str], settings: Settings, options: EngineOptions, chat_template: Path | None
 ) -> list[Callable[[], LoadedModel]]:
     """A loader of each of the models. Raises what `choose_models` and `read_template` raise."""
-    from tokenmill.config.engine_options import pace_config
+    from tokenmill.config.engine_options import slo_config
     from tokenmill.config.job_options import choose_models, read_template
     from tokenmill.services.worker import load_any
 
-    options = replace(options, pace=pace_config(settings))
+    options = replace(options, slo=slo_config(settings))
     chosen = choose_models(models, settings.model_cache)
     template = read_template(chat_template)
     return [partial(load_any, one, options.config(), template) for one in chosen]

@@ -44,7 +44,7 @@ def simulate(
             help="How fast a worker is: what 'tokenmill bench --json' has printed. Default: an assumed large GPU.",
         ),
     ] = None,
-    cold_start: Annotated[
+    cold_start_seconds: Annotated[
         float | None,
         typer.Option(min=0, help="Seconds until a worker that is wished for computes. Default: of --worker, else 240."),
     ] = None,
@@ -89,8 +89,8 @@ def simulate(
         raise typer.BadParameter(f"--deadlines {deadlines[0]:g} {deadlines[1]:g}: give the shortest first")
     settings = read_settings()
     model = EXAMPLE if worker is None else read_worker_model(worker)
-    if cold_start is not None:
-        model = model.model_copy(update={"cold_start": cold_start})
+    if cold_start_seconds is not None:
+        model = model.model_copy(update={"cold_start_seconds": cold_start_seconds})
     if trace is None:
         if requests_per_day is None:
             requests_per_day = gpus / 3 * model.rows_per_second(model.batch, prompt_tokens, output_tokens) * 86_400
@@ -102,9 +102,9 @@ def simulate(
     limits = settings.autoscale.limits
     simulation = SimulationSettings(
         model,
-        limits.model_copy(update={"most": gpus, "least": min(limits.least, gpus)}),
+        limits.model_copy(update={"max_workers": gpus, "min_workers": min(limits.min_workers, gpus)}),
         fixed=gpus if fixed else None,
-        every=settings.autoscale.every_seconds,
+        every=settings.autoscale.interval_seconds,
         plan=settings.plan,
         answer_error=answer_error,
         seed=seed,

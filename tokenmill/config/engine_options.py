@@ -43,9 +43,9 @@ class EngineOptions:
     kv_block_size: int = CacheConfig().block_size
     speculate: str = "off"  # or ngram, auto, draft:PATH, eagle3:PATH
     gpu: GpuOptions = field(default_factory=GpuOptions)
-    pace: SloConfig | None = None
+    slo: SloConfig | None = None
     tensor_parallel: int = 1  # devices that share the model
-    rank_seconds: float = EngineConfig().rank_seconds
+    rank_timeout_seconds: float = EngineConfig().rank_timeout_seconds
     replicas: int = 1  # engines, each with a share of the processor's threads, and of its memory
 
     def config(
@@ -58,14 +58,14 @@ class EngineOptions:
             device=self.device,
             threads=self.threads if sharing == 1 else max(1, (self.threads or torch.get_num_threads()) // sharing),
             tensor_parallel=self.tensor_parallel,
-            rank_seconds=self.rank_seconds,
+            rank_timeout_seconds=self.rank_timeout_seconds,
             instruction_set=self.instruction_set,
             attention=self.attention,
             quantize=self.quantize,
             kv_dtype=self.kv_dtype,
-            plan_ahead=self.gpu.plan_ahead,
+            async_scheduling=self.gpu.async_scheduling,
             cuda_graphs=self.gpu.cuda_graphs,
-            graph_tokens=self.gpu.graph_tokens,
+            max_graph_tokens=self.gpu.max_graph_tokens,
             cache=CacheConfig(
                 block_size=self.kv_block_size,
                 memory_bytes=self.kv_cache_bytes,
@@ -75,7 +75,7 @@ class EngineOptions:
                 tokens_per_sequence=tokens_per_sequence,
             ),
             schedule=ScheduleConfig(
-                min(self.max_num_seqs, rows or self.max_num_seqs), self.max_num_batched_tokens, pace=self.pace
+                min(self.max_num_seqs, rows or self.max_num_seqs), self.max_num_batched_tokens, slo=self.slo
             ),
             speculation=self._speculation(),
         )
@@ -90,15 +90,15 @@ class EngineOptions:
         return SpeculationConfig(cast(Speculate, method), model or None)
 
 
-def pace_config(settings: Settings) -> SloConfig | None:
+def slo_config(settings: Settings) -> SloConfig | None:
     """A worker's SLOs for interactive requests."""
-    pace = settings.lane.pace
-    if not pace.hold_back:
+    slo = settings.lane.slo
+    if not slo.throttle_batch:
         return None
     return SloConfig(
-        ttft=pace.ttft_seconds, itl=pace.itl_seconds, quantile=pace.quantile, weight_ttft=pace.weight_ttft,
-        weight_itl=pace.weight_itl, weight_utilisation=pace.weight_utilisation, weight_drops=pace.weight_drops,
-        least_tokens=pace.least_tokens,
+        ttft=slo.ttft_seconds, itl=slo.itl_seconds, quantile=slo.quantile, weight_ttft=slo.weight_ttft,
+        weight_itl=slo.weight_itl, weight_utilisation=slo.weight_utilisation, weight_drops=slo.weight_drops,
+        min_tokens=slo.min_batch_tokens,
     )  # fmt: skip
 
 
@@ -129,5 +129,5 @@ def engine_options(
     return EngineOptions(
         dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
         settings.instruction_set, settings.attention, settings.kv_block_size, speculate, settings.gpu,
-        tensor_parallel=tensor_parallel, replicas=replicas, rank_seconds=settings.rank_seconds,
+        tensor_parallel=tensor_parallel, replicas=replicas, rank_timeout_seconds=settings.rank_timeout_seconds,
     )  # fmt: skip

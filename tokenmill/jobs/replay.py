@@ -25,9 +25,9 @@ def sender(dead_letter: DeadLetter, settings: Settings) -> Iterator[Send | None]
     """
     from pipeline.ingest.dead_letters import BUCKET_EVENTS
 
-    if dead_letter.door == BUCKET_EVENTS:
+    if dead_letter.ingest_source == BUCKET_EVENTS:
         yield _to_queue(dead_letter, settings)
-    elif dead_letter.door == KAFKA:
+    elif dead_letter.ingest_source == KAFKA:
         with _to_topic(dead_letter, settings) as send:
             yield send
     else:
@@ -44,8 +44,8 @@ def _to_queue(dead_letter: DeadLetter, settings: Settings) -> Send:
 
 @contextmanager
 def _to_topic(dead_letter: DeadLetter, settings: Settings) -> Iterator[Send]:
-    if not settings.kafka.bootstrap:
-        raise UserError(f"{dead_letter.id}: came from Kafka; name its brokers in TOKENMILL_KAFKA__BOOTSTRAP")
+    if not settings.kafka.bootstrap_servers:
+        raise UserError(f"{dead_letter.id}: came from Kafka; name its brokers in TOKENMILL_KAFKA__BOOTSTRAP_SERVERS")
     from pipeline.adapters.kafka.producer import KafkaSender, ProducerSettings
     from pipeline.ingest.kafka.dead_letters import replay
     from tokenmill.services.intake import kafka_connection

@@ -30,7 +30,7 @@ def describe_instance(instance: InstanceOptions) -> InstanceOptions:
     except OSError as error:
         raise UserError(
             f"the instance's metadata service can't be asked what this machine is ({error}); unset "
-            "TOKENMILL_INSTANCE__ASK_EC2 where it isn't Amazon's, and set TOKENMILL_INSTANCE__TYPE"
+            "TOKENMILL_INSTANCE__USE_EC2_METADATA where it isn't Amazon's, and set TOKENMILL_INSTANCE__TYPE"
         ) from error
     found = {"type": kind, "region": region, "market": "spot" if life == "spot" else "on-demand"}
     return instance.model_copy(update={name: value for name, value in found.items() if value is not None})
@@ -45,7 +45,7 @@ def price_of_worker(settings: Settings, given: float | None = None) -> float | N
     instance = settings.instance
     if settings.price_per_hour is not None:
         return settings.price_per_hour
-    if instance.ask_ec2:
+    if instance.use_ec2_metadata:
         instance = describe_instance(instance)
     if instance.type is None:
         return None

@@ -85,7 +85,7 @@ def redis_backends(settings: Settings) -> Iterator[Backends]:
         stack.callback(heartbeats.close)
         queue = CeleryQueue(CeleryQueueSettings(broker_url), SystemClock())
         stack.callback(queue.close)
-        every = settings.retention.every.total_seconds()
+        every = settings.retention.interval.total_seconds()
         leases = [
             RedisLease(RedisSettings(redis_url), name, lifetime, SystemClock(), SystemRandomness())
             for name, lifetime in (("dispatcher", LEASE_SECONDS), ("housekeeping", every))

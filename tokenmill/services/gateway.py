@@ -18,15 +18,14 @@ from tokenmill.root import Root, open_intake, warn_if_readable_by_all
 if TYPE_CHECKING:
     from limits.storage import RedisStorage
 
-    from pipeline.gateway.http.server import ServerSettings
     from pipeline.gateway.inference.request_builder import InferenceSettings
     from pipeline.gateway.inference.response_cache import ResponseCache, ResponseStore
     from pipeline.gateway.limits.concurrency import ConcurrencySlots
     from pipeline.gateway.limits.rate_limits import RateSettings
-    from pipeline.gateway.routes.dependencies import GatewaySettings
     from pipeline.gateway.webhooks.service import Notifier
     from pipeline.observability.samples import Source
     from pipeline.ports import Lease
+    from schemas.settings.gateway import CacheOptions
     from schemas.settings.settings import Settings
     from tokenmill.processes.runtime import Part
     from tokenmill.services.backends import Backends
@@ -130,23 +129,23 @@ class GatewayService:
             batches=Batches(root.world, intake, files, self._finalizer, self._executor),
             models=ServedModels(root.world.store),
             status=status,
-            settings=_gateway_settings(settings, host),
+            settings=settings.gateway.model_copy(update={"hosts": (*settings.gateway.hosts, host)}),
+            limits=settings.limits,
             rates=RateLimiter(
                 root.world.clock, _rates(root, settings, backends, batch_rows), shared.windows, shared.running
             ),
             http_metrics=http_metrics,
             metrics=Metrics([metric_collectors.build, *self.sources]),
         )
-        cache = _cache(root, settings, shared.answers)
+        cache = _cache(root, settings.gateway.cache, shared.answers)
         self._request_builder = InferenceRequestBuilder(
             root.world, _inference_settings(settings), self._parts.rates, cache
         )
-        self._streams = StreamSettings(buffer_bytes=settings.gateway.stream_bytes)
+        self._streams = StreamSettings(buffer_bytes=settings.gateway.max_stream_buffer_bytes)
         # The poll interval bounds the delay of a new request, which waits until the poll of the others ends.
         self._call = CallSettings(look=_LANE_POLL_SECONDS if backends.lease is None else _REMOTE_LANE_POLL_SECONDS)
         self._lane = backends.lane
-        listening = _server(settings, host, port)
-        self._server = GatewayServer(listening, listen(listening))
+        self._server = GatewayServer(settings.gateway, listen(host, port, settings.gateway.max_unsent_bytes))
         self.url = self._server.url
 
     @property
@@ -207,7 +206,7 @@ def shared_on_redis(root: Root, settings: Settings) -> Iterator[SharedBackends]:
             redis_windows(client),
             RedisRunning(client),
             webhooks,
-            RedisAnswers(client, settings.gateway.cache.tenant_bytes),
+            RedisAnswers(client, settings.gateway.cache.max_tenant_bytes),
         )
 
 
@@ -219,24 +218,6 @@ def _check_open(settings: Settings, host: str, has_keys: bool) -> None:
             f"--host {host} is open to the network, and there is no API key; make one with 'tokenmill keys create', or "
             "set TOKENMILL_GATEWAY__AUTH=off if everybody may use it"
         )
-
-
-def _gateway_settings(settings: Settings, host: str) -> GatewaySettings:
-    from pipeline.gateway.routes.dependencies import GatewaySettings
-
-    chosen = settings.gateway
-    return GatewaySettings(
-        most_upload_bytes=chosen.max_upload_bytes,
-        uploads_at_once=chosen.uploads_at_once,
-        most_body_bytes=chosen.max_body_bytes,
-        bodies_at_once=chosen.bodies_at_once,
-        idle_seconds=chosen.idle_seconds,
-        requests_at_once=chosen.requests_at_once,
-        max_websockets=chosen.max_websockets,
-        max_tenant_websockets=chosen.max_tenant_websockets,
-        hosts=(*chosen.hosts, host),
-        limits=settings.limits,
-    )
 
 
 def _rates(root: Root, settings: Settings, backends: Backends, batch_rows: int | None) -> RateSettings:
@@ -281,40 +262,20 @@ def _notifier(root: Root, settings: Settings, interval_seconds: float, lease: Le
     )
 
 
-def _cache(root: Root, settings: Settings, answers: ResponseStore | None) -> ResponseCache:
-    from pipeline.gateway.inference.response_cache import CacheSettings, MemoryResponseStore, ResponseCache
+def _cache(root: Root, options: CacheOptions, answers: ResponseStore | None) -> ResponseCache:
+    from pipeline.gateway.inference.response_cache import MemoryResponseStore, ResponseCache
 
-    chosen, clock = settings.gateway.cache, root.world.clock
-    bounds = CacheSettings(chosen.keep.total_seconds(), chosen.entry_bytes, chosen.entries, chosen.always)
-    return ResponseCache(clock, answers or MemoryResponseStore(clock, chosen.memory_bytes), bounds)
+    clock = root.world.clock
+    return ResponseCache(clock, answers or MemoryResponseStore(clock, options.max_memory_bytes), options)
 
 
 def _inference_settings(settings: Settings) -> InferenceSettings:
     from pipeline.gateway.inference.request_builder import InferenceSettings
 
     return InferenceSettings(
-        longest=settings.gateway.request_seconds,
+        longest=settings.gateway.request_timeout_seconds,
         default_model=settings.default_model,
         caps={tier: settings.max_output_tokens.of(tier) for tier in Tier},
         default_max_tokens=settings.default_max_tokens,
         limits=settings.limits,
-    )
-
-
-def _server(settings: Settings, host: str, port: int) -> ServerSettings:
-    from pipeline.gateway.http.server import ServerSettings
-
-    chosen = settings.gateway
-    return ServerSettings(
-        host=host,
-        port=port,
-        certificate=chosen.tls_certificate,
-        private_key=chosen.tls_key,
-        drain_seconds=chosen.drain_seconds,
-        write_seconds=chosen.write_seconds,
-        unsent_bytes=chosen.unsent_bytes,
-        keep_alive_seconds=chosen.keep_alive_seconds,
-        max_message_bytes=min(chosen.max_message_bytes, chosen.max_body_bytes),
-        message_seconds=chosen.idle_seconds,
-        max_connections=2 * chosen.requests_at_once,
     )

@@ -27,14 +27,14 @@ def ingest_services(root: Root, settings: Settings) -> dict[str, Part]:
         parts["bucket"] = _bucket(root, settings)
     elif settings.bucket.queue_url:
         raise UserError(f"TOKENMILL_BUCKET__QUEUE_URL is set, but {root.url} is no bucket; name an s3:// root")
-    if settings.kafka.bootstrap:
+    if settings.kafka.bootstrap_servers:
         parts |= _kafka(root, settings)
     if settings.celery.queues:
         parts["celery"] = _celery(root, settings)
     if not parts:
         raise UserError(
-            "no ingest source is configured; name an s3:// root, Kafka's brokers in TOKENMILL_KAFKA__BOOTSTRAP, or a "
-            "queue in TOKENMILL_CELERY__QUEUES. "
+            "no ingest source is configured; name an s3:// root, Kafka's brokers in "
+            "TOKENMILL_KAFKA__BOOTSTRAP_SERVERS, or a queue in TOKENMILL_CELERY__QUEUES. "
             "For a folder of dropped files use 'tokenmill serve'"
         )
     return parts
@@ -51,7 +51,7 @@ def _bucket(root: Root, settings: Settings) -> Part:
     assert root.s3 is not None  # an s3:// root has one
     intake, connection = open_intake(root, settings), root.s3
     inboxes = [
-        BucketInbox(connection, bucket, f"{above}{place}", tenant) for place, tenant in settings.bucket.places.items()
+        BucketInbox(connection, bucket, f"{above}{place}", tenant) for place, tenant in settings.bucket.prefixes.items()
     ]
     sources = [FileIngestSource(inbox, intake, root.world) for inbox in inboxes]
     events = None
@@ -64,7 +64,7 @@ def _bucket(root: Root, settings: Settings) -> Part:
             )
         )
         events = BucketEvents(queue, list(zip(inboxes, sources, strict=True)), root.world)
-    watch = WatchSettings(sweep_interval_seconds=settings.bucket.sweep_seconds)
+    watch = WatchSettings(sweep_interval_seconds=settings.bucket.sweep_interval_seconds)
     return FileIngestWatcher(sources, root.world, watch, events).run
 
 
@@ -82,7 +82,7 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
         requests=options.requests or {f"{prefix}.requests": "default"},
         jobs=options.jobs or {f"{prefix}.jobs": "default"},
         deadletter_topic=f"{prefix}.deadletter",
-        group=options.group,
+        group=options.group_id,
         epoch=options.epoch,
         start=options.start,
         batch_records=options.batch_records,
@@ -90,7 +90,7 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
         max_value_bytes=settings.limits.max_line_bytes,
         reply_topics=reply_topics,
         uri_prefixes=options.uri_prefixes,
-        session_timeout=options.session_timeout,
+        session_timeout_seconds=options.session_timeout_seconds,
     )
     sender = KafkaSender(ProducerSettings(reading.connection, idempotence=options.idempotence))
     intake = open_intake(root, settings)
@@ -119,9 +119,9 @@ def kafka_connection(options: KafkaOptions) -> KafkaConnection:
     from pipeline.adapters.kafka.connection import KafkaConnection
 
     return KafkaConnection(
-        bootstrap=options.bootstrap,
-        security=options.security,
-        mechanism=options.mechanism,
+        bootstrap_servers=options.bootstrap_servers,
+        security_protocol=options.security_protocol,
+        sasl_mechanism=options.sasl_mechanism,
         username=options.username,
         password=None if options.password is None else options.password.get_secret_value(),
         ca_file=options.ca_file,
@@ -160,8 +160,8 @@ def _celery(root: Root, settings: Settings) -> Part:
         return lambda stop: CeleryIngestWorker(tasks, ingest, root.world).run(stop)
     lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock)
     limits = GenerateSettings(
-        longest=options.generate_seconds,
-        max_waiting=options.generate_waiting,
+        longest=options.generate_timeout_seconds,
+        max_waiting=options.max_concurrent_generates,
         default_model=settings.default_model,
         limits=settings.limits,
     )

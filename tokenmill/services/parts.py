@@ -72,7 +72,7 @@ def dispatcher_part(
 
 def housekeeping_part(root: Root, backends: Backends, settings: Settings) -> Part:
     """The retention scheduler."""
-    interval = RetentionSchedulerSettings(settings.retention.every.total_seconds())
+    interval = RetentionSchedulerSettings(settings.retention.interval.total_seconds())
     return RetentionScheduler(root.world, retention_settings(settings), interval, backends.housekeeping).run
 
 
@@ -84,7 +84,7 @@ def backlog_part(root: Root, backends: Backends, settings: Settings) -> Part | N
     from pipeline.scaling.cloudwatch import CloudWatch
 
     target = CloudWatch(chosen.namespace, chosen.installation, settings.s3.region)
-    options = settings.autoscale.model_copy(update={"every_seconds": chosen.every_seconds})
+    options = settings.autoscale.model_copy(update={"interval_seconds": chosen.interval_seconds})
 
     def scale(stop: threading.Event) -> None:
         with request_executor(root, MAX_CONCURRENT_REQUESTS) as readers:

@@ -167,7 +167,7 @@ class WorkerService:
         self._lane = backends.lane.worker(self._name)
         self._rotation = ModelRotation(list(self._loads), backends.queue, self._lane, root.world.clock, switch_after)
         self._lane_rules = lane_rules(settings, policies)
-        self._serving = LaneServing(most=settings.lane.most_requests, grace_seconds=settings.lane.drain_seconds)
+        self._serving = LaneServing(most=settings.lane.max_requests, grace_seconds=settings.lane.drain_seconds)
         self._watchdog = Watchdog(settings.stuck_seconds)
         self._settings = worker_settings(settings, backends, policies)
         self.greeting = f"working for {root.url} with {', '.join(self.models)}"
@@ -231,6 +231,6 @@ def lane_rules(settings: Settings, policies: Policies) -> LaneRules:
         default_max_tokens=settings.default_max_tokens,
         caps={tier: settings.max_output_tokens.of(tier) for tier in Tier},
         limits=settings.limits,
-        request_timeout=settings.request_timeout,
+        request_timeout_seconds=settings.request_timeout_seconds,
         policies=policies,
     )

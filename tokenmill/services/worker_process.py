@@ -78,7 +78,7 @@ def run_worker_process(
 def worker_settings(settings: Settings, backends: Backends, policies: Policies) -> WorkerSettings:
     """A worker's settings in an installation."""
     return WorkerSettings(
-        request_timeout=settings.request_timeout,
+        request_timeout_seconds=settings.request_timeout_seconds,
         checkpoint_seconds=settings.checkpoint_seconds,
         poll_interval_seconds=backends.poll_seconds,
         stuck_seconds=settings.stuck_seconds,

@@ -38,14 +38,14 @@ class LaneRules:
     Attributes:
         default_max_tokens: of a request without max_tokens (or the remaining context, if that is less).
         caps: the largest max_tokens of each tier.
-        request_timeout: seconds that a request may take in the engine; None: until its deadline.
+        request_timeout_seconds: seconds that a request may take in the engine; None: until its deadline.
         policies: check prompts and answers.
     """
 
     default_max_tokens: int = JobSettings().default_max_tokens
     caps: Mapping[Tier, int] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
-    request_timeout: float | None = None
+    request_timeout_seconds: float | None = None
     policies: Policies = NO_POLICIES
 
 
@@ -87,7 +87,7 @@ class LaneReader:
     def deadline(self, request: LaneRequest, now: datetime) -> float | None:
         """Seconds from now after which the engine times the request out; None: never."""
         until_deadline = None if request.deadline is None else (request.deadline - now).total_seconds()
-        limits = [limit for limit in (until_deadline, self._rules.request_timeout) if limit is not None]
+        limits = [limit for limit in (until_deadline, self._rules.request_timeout_seconds) if limit is not None]
         return min(limits, default=None)
 
     def _job_rules(self, request: LaneRequest) -> JobRules:

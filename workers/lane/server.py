@@ -312,11 +312,11 @@ class LaneServer:
         if now < self._next_log:
             return
         self._next_log = now + self._serving.log_interval_seconds
-        pace = self._engine.stats().pace
-        if pace is not None and pace.first_tokens > self._logged_first_tokens:
-            self._logged_first_tokens = pace.first_tokens
-            fields = {name: _rounded(value) for name, value in asdict(pace).items()}
-            logger.info("requests whose callers wait", objective=_rounded(pace.objective), **fields)
+        slo = self._engine.stats().slo
+        if slo is not None and slo.first_tokens > self._logged_first_tokens:
+            self._logged_first_tokens = slo.first_tokens
+            fields = {name: _rounded(value) for name, value in asdict(slo).items()}
+            logger.info("requests whose callers wait", objective=_rounded(slo.objective), **fields)
 
     def _cancel_unwanted(self) -> None:
         with self._changed:

@@ -142,7 +142,7 @@ class MetricsReader:
             kv_blocks_used=stats.total_blocks - stats.free_blocks,
             lane_open=side_work.open,
             lane_waiting=sum(side_work.waiting.values()),
-            pace=None if stats.pace is None else _pace(stats.pace),
+            pace=None if stats.slo is None else _slo_metrics(stats.slo),
             speculation=_speculation(stats.speculation),
         )
 
@@ -197,7 +197,7 @@ def _histogram(counts: LatencyCounts, before: LatencyCounts) -> HistogramSample:
     return HistogramSample(counts=tuple(added), seconds=max(0.0, counts.seconds - before.seconds))
 
 
-def _pace(stats: SloStats) -> SloMetrics:
+def _slo_metrics(stats: SloStats) -> SloMetrics:
     return SloMetrics(
         weights=_terms(stats.weights),
         terms=_terms(stats.terms),

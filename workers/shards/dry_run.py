@@ -53,7 +53,7 @@ class ShardDryRun:
         self._reader = reader
         self._dry_run = dry_run
         self._settings = settings or WorkerSettings()
-        timed = self._settings.request_timeout is not None
+        timed = self._settings.request_timeout_seconds is not None
         self._lookahead = Lookahead(max_num_seqs, self._settings.watermark, timed=timed)
         self._shards: list[OpenShard] = []
         self._owners: dict[str, OpenShard] = {}

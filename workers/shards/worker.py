@@ -92,7 +92,7 @@ class ShardWorker:
         self._writer = ShardWriter(model, sink, clock, self._settings, self._report)
         self._checkpointer = self._writer.checkpointer
         self._reporter = WorkerReporter(model, clock, self._side_work, observer, self._settings.report_interval_seconds)
-        timed = self._settings.request_timeout is not None
+        timed = self._settings.request_timeout_seconds is not None
         self._lookahead = Lookahead(model.max_num_seqs, self._settings.watermark, timed=timed)
         self._shards: list[OpenShard] = []  # the most urgent ones first
         self._running: dict[str, RunningRow] = {}  # by request id
@@ -325,7 +325,7 @@ class ShardWorker:
     def _add(self, shard: OpenShard, row: PreparedRow) -> None:
         """Add the row to the engine. A row that the engine refuses has its outcome."""
         request = row.request
-        timeout = self._settings.request_timeout
+        timeout = self._settings.request_timeout_seconds
         if timeout is not None:
             request = replace(request, deadline=self._engine.clock() + timeout)
         try:

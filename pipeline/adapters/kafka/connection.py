@@ -22,7 +22,7 @@ class KafkaConnection:
     """Times in seconds; files in PEM.
 
     Attributes:
-        bootstrap: "host:port" of some brokers.
+        bootstrap_servers: "host:port" of some brokers.
         username, password: for PLAIN and SCRAM.
         token_provider: for OAUTHBEARER, an object of kafka-python's `AbstractTokenProvider`.
         kerberos_service, kerberos_domain: for GSSAPI.
@@ -32,10 +32,10 @@ class KafkaConnection:
         request_timeout: of one request.
     """
 
-    bootstrap: tuple[str, ...]
+    bootstrap_servers: tuple[str, ...]
     client_id: str = "tokenmill"
-    security: Security = "PLAINTEXT"
-    mechanism: Mechanism | None = None
+    security_protocol: Security = "PLAINTEXT"
+    sasl_mechanism: Mechanism | None = None
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     token_provider: Any = field(default=None, repr=False)
@@ -51,46 +51,52 @@ class KafkaConnection:
     request_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        if not self.bootstrap:
-            raise KafkaSettingsError("kafka: bootstrap names no broker; give at least one host:port")
-        sasl = self.security.startswith("SASL")
-        if sasl and self.mechanism is None:
-            raise KafkaSettingsError(f"kafka: security is {self.security}, but mechanism is missing; set it")
-        if not sasl and (self.mechanism or self.username or self.password):
+        if not self.bootstrap_servers:
+            raise KafkaSettingsError("kafka: bootstrap_servers names no broker; give at least one host:port")
+        sasl = self.security_protocol.startswith("SASL")
+        if sasl and self.sasl_mechanism is None:
             raise KafkaSettingsError(
-                f"kafka: credentials are set, but security is {self.security}, which sends none; use SASL_SSL"
+                f"kafka: security_protocol is {self.security_protocol}, but sasl_mechanism is missing; set it"
             )
-        if self.mechanism in PASSWORD_MECHANISMS and not (self.username and self.password):
-            raise KafkaSettingsError(f"kafka: mechanism {self.mechanism} needs username and password; set both")
-        if self.mechanism == "OAUTHBEARER" and self.token_provider is None:
-            raise KafkaSettingsError("kafka: mechanism OAUTHBEARER needs a token provider; set it")
+        if not sasl and (self.sasl_mechanism or self.username or self.password):
+            raise KafkaSettingsError(
+                f"kafka: credentials are set, but security_protocol is {self.security_protocol}, which sends none; use "
+                "SASL_SSL"
+            )
+        if self.sasl_mechanism in PASSWORD_MECHANISMS and not (self.username and self.password):
+            raise KafkaSettingsError(
+                f"kafka: sasl_mechanism {self.sasl_mechanism} needs username and password; set both"
+            )
+        if self.sasl_mechanism == "OAUTHBEARER" and self.token_provider is None:
+            raise KafkaSettingsError("kafka: sasl_mechanism OAUTHBEARER needs a token provider; set it")
         if not self._is_encrypted and any((self.ca_file, self.cert_file, self.key_file, self.ciphers)):
             raise KafkaSettingsError(
-                f"kafka: TLS files are set, but security is {self.security}, which ignores them; use SSL or SASL_SSL"
+                f"kafka: TLS files are set, but security_protocol is {self.security_protocol}, which ignores them; use "
+                "SSL or SASL_SSL"
             )
         if self.key_file and not self.cert_file:
             raise KafkaSettingsError("kafka: key_file is set without cert_file; set both")
 
     @property
     def _is_encrypted(self) -> bool:
-        return self.security.endswith("SSL")
+        return self.security_protocol.endswith("SSL")
 
     def options(self) -> dict[str, Any]:
         """The arguments that kafka-python's clients have in common."""
         options: dict[str, Any] = {
-            "bootstrap_servers": list(self.bootstrap),
+            "bootstrap_servers": list(self.bootstrap_servers),
             "client_id": self.client_id,
-            "security_protocol": self.security,
+            "security_protocol": self.security_protocol,
             "request_timeout_ms": int(self.request_timeout * 1000),
             "bootstrap_timeout_ms": int(self.connect_timeout * 1000),
         }
-        if self.mechanism is not None:
-            options["sasl_mechanism"] = self.mechanism
-        if self.mechanism in PASSWORD_MECHANISMS:
+        if self.sasl_mechanism is not None:
+            options["sasl_mechanism"] = self.sasl_mechanism
+        if self.sasl_mechanism in PASSWORD_MECHANISMS:
             options |= {"sasl_plain_username": self.username, "sasl_plain_password": self.password}
-        if self.mechanism == "OAUTHBEARER":
+        if self.sasl_mechanism == "OAUTHBEARER":
             options["sasl_oauth_token_provider"] = self.token_provider
-        if self.mechanism == "GSSAPI":
+        if self.sasl_mechanism == "GSSAPI":
             options |= {
                 "sasl_kerberos_service_name": self.kerberos_service,
                 "sasl_kerberos_domain_name": self.kerberos_domain,

@@ -6,10 +6,8 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, Final, cast
 
 import structlog
@@ -18,6 +16,7 @@ import uvicorn
 from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.http.uvicorn_protocol import HttpProtocol, WebSocketProtocol
 from pipeline.ports import PipelineError
+from schemas.settings.gateway import GatewayOptions
 
 _POLL_SECONDS: Final = 0.1
 _BACKLOG: Final = 1_024
@@ -31,48 +30,21 @@ class CantListen(PipelineError):
     """Raised when the server can't listen on an address."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """Addresses, time-outs and bounds of the server.
+def listen(host: str, port: int, max_unsent_bytes: int = 64 << 10) -> socket.socket:
+    """Bind the listening socket; raises `CantListen`.
 
-    Attributes:
-        certificate, private_key: PEM files for TLS; None: plain HTTP.
-        drain_seconds: the time that running requests have to finish after the signal to stop.
-        keep_alive_seconds: the idle time-out between two requests of a connection.
-        header_seconds: the time-out for a request's headers.
-        write_seconds: the time-out for a peer that reads nothing of its response.
-        unsent_bytes: bytes of a connection that are queued in the kernel but not sent (TCP_NOTSENT_LOWAT).
-        max_message_bytes: of a WebSocket message; a larger one closes the connection.
-        message_seconds: the time-out from a WebSocket message's first byte to its last.
-        max_connections: concurrent connections; further ones are refused with 503. It is larger than the bound of
-            requests, as many connections are idle.
+    Args:
+        max_unsent_bytes: bytes of a connection that are queued in the kernel but not sent (TCP_NOTSENT_LOWAT).
     """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    certificate: Path | None = None
-    private_key: Path | None = None
-    drain_seconds: float = 25.0
-    keep_alive_seconds: int = 75
-    header_seconds: float = 20.0
-    write_seconds: float = 60.0
-    unsent_bytes: int = 64 << 10
-    max_message_bytes: int = 1 << 20
-    message_seconds: float = 30.0
-    max_connections: int = 4_000
-
-
-def listen(settings: ServerSettings) -> socket.socket:
-    """Bind the listening socket; raises `CantListen`."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise CantListen(
-            f"{settings.host}:{settings.port}: can't listen there: {error.strerror or error}; choose another port"
+            f"{host}:{port}: can't listen there: {error.strerror or error}; choose another port"
         ) from error
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections inherit it; without it the kernel may queue megabytes
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, settings.unsent_bytes)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max_unsent_bytes)
     return listener
 
 
@@ -87,13 +59,26 @@ def is_loopback(host: str) -> bool:
 class GatewayServer:
     """Serves an application on a bound socket.
 
+    Args:
+        header_seconds: the time-out for a request's headers.
+        max_connections: concurrent connections; further ones are refused with 503. None: twice the bound of requests,
+            as many connections are idle.
+
     Attributes:
         draining: set once the server has been stopped and refuses new requests.
     """
 
-    def __init__(self, settings: ServerSettings, bound: socket.socket) -> None:
+    def __init__(
+        self,
+        options: GatewayOptions,
+        bound: socket.socket,
+        header_seconds: float = 20.0,
+        max_connections: int | None = None,
+    ) -> None:
         self.draining = threading.Event()
-        self._settings = settings
+        self._options = options
+        self._header_seconds = header_seconds
+        self._max_connections = max_connections or 2 * options.max_concurrent_requests
         self._bound = bound
 
     @property
@@ -101,7 +86,7 @@ class GatewayServer:
         """The base URL of the server."""
         host, port = self._bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        return f"{'http' if self._settings.certificate is None else 'https'}://{shown}:{port}"
+        return f"{'http' if self._options.tls_certificate is None else 'https'}://{shown}:{port}"
 
     def run(self, app: RequestMiddleware, stop: threading.Event, end: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop` is set, then drain the running requests.
@@ -129,14 +114,14 @@ class GatewayServer:
             await asyncio.sleep(_POLL_SECONDS)
         self.draining.set()
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._settings.drain_seconds
+        until = loop.time() + self._options.drain_seconds
         while app.active and loop.time() < until:
             await asyncio.sleep(_POLL_SECONDS)
         end()
         server.should_exit = True
 
     def _config(self, app: RequestMiddleware) -> uvicorn.Config:
-        certificate, key = self._settings.certificate, self._settings.private_key
+        certificate, key = self._options.tls_certificate, self._options.tls_key
         return uvicorn.Config(
             app,
             log_config=None,
@@ -145,7 +130,7 @@ class GatewayServer:
             date_header=True,
             lifespan="off",
             h11_max_incomplete_event_size=32 * 1024,
-            timeout_keep_alive=self._settings.keep_alive_seconds,
+            timeout_keep_alive=self._options.keep_alive_seconds,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
             ssl_certfile=None if certificate is None else str(certificate),
             ssl_keyfile=None if key is None else str(key),
@@ -153,12 +138,12 @@ class GatewayServer:
                 Any,
                 partial(
                     WebSocketProtocol,
-                    write_seconds=self._settings.write_seconds,
-                    message_seconds=self._settings.message_seconds,
+                    write_timeout_seconds=self._options.write_timeout_seconds,
+                    message_seconds=self._options.idle_seconds,
                     budget=app.bodies,
                 ),
             ),
-            ws_max_size=self._settings.max_message_bytes,
+            ws_max_size=min(self._options.max_message_bytes, self._options.max_body_bytes),
             # A kilobyte could become a megabyte, on the event loop, before its size is known.
             ws_per_message_deflate=False,
             loop="asyncio",
@@ -166,9 +151,9 @@ class GatewayServer:
                 Any,
                 partial(
                     HttpProtocol,
-                    header_seconds=self._settings.header_seconds,
-                    write_seconds=self._settings.write_seconds,
-                    max_connections=self._settings.max_connections,
+                    header_seconds=self._header_seconds,
+                    write_timeout_seconds=self._options.write_timeout_seconds,
+                    max_connections=self._max_connections,
                     new_id=app.new_id,
                 ),
             ),

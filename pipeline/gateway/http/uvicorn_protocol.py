@@ -45,10 +45,10 @@ class _WriteTimeoutProtocol(asyncio.Protocol):
     before the next one the application is paused.
 
     Attributes:
-        write_seconds: the time-out.
+        write_timeout_seconds: the time-out.
     """
 
-    write_seconds: float
+    write_timeout_seconds: float
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     _write_timer: asyncio.TimerHandle | None = None
@@ -74,8 +74,8 @@ class _WriteTimeoutProtocol(asyncio.Protocol):
         super().connection_lost(exc)
 
     def _start_write_timer(self) -> None:
-        unsent_bytes = self.transport.get_write_buffer_size()
-        self._write_timer = self.loop.call_later(self.write_seconds, self._check_progress, unsent_bytes)
+        max_unsent_bytes = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.write_timeout_seconds, self._check_progress, max_unsent_bytes)
 
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
@@ -95,7 +95,7 @@ class HttpProtocol(_WriteTimeoutProtocol, H11Protocol):
     Args:
         header_seconds: the time-out for a request's headers, from the connection's beginning or the request's first
             byte.
-        write_seconds: the time-out for a peer that reads nothing of its response.
+        write_timeout_seconds: the time-out for a peer that reads nothing of its response.
         max_connections: concurrent connections; further ones are answered with 503 and closed.
         new_id: creates a request id.
     """
@@ -104,13 +104,13 @@ class HttpProtocol(_WriteTimeoutProtocol, H11Protocol):
         self,
         *args: Any,
         header_seconds: float,
-        write_seconds: float,
+        write_timeout_seconds: float,
         max_connections: int,
         new_id: Callable[[], str],
         **more: Any,
     ) -> None:
         super().__init__(*args, **more)
-        self.write_seconds = write_seconds
+        self.write_timeout_seconds = write_timeout_seconds
         self._header_seconds = header_seconds
         self._max_connections = max_connections
         self._new_id = new_id
@@ -176,16 +176,16 @@ class WebSocketProtocol(_WriteTimeoutProtocol, WebSocketsSansIOProtocol):
     caller is authenticated.
 
     Args:
-        write_seconds: the time-out for a peer that reads nothing.
+        write_timeout_seconds: the time-out for a peer that reads nothing.
         message_seconds: the time-out from a message's first byte to its last; pings don't extend it.
         budget: the memory budget of bodies that are being read.
     """
 
     def __init__(
-        self, *args: Any, write_seconds: float, message_seconds: float, budget: BodyBudget, **more: Any
+        self, *args: Any, write_timeout_seconds: float, message_seconds: float, budget: BodyBudget, **more: Any
     ) -> None:
         super().__init__(*args, **more)
-        self.write_seconds = write_seconds
+        self.write_timeout_seconds = write_timeout_seconds
         self._message_seconds = message_seconds
         self._message_timer: asyncio.TimerHandle | None = None
         self._budget = budget

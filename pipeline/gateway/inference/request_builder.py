@@ -175,7 +175,7 @@ class InferenceRequestBuilder:
         caching but can't be cached."""
         if extension.cache and self.cache is None:
             raise bad_request("responses aren't cached here; remove cache", f"{EXTENSION}.cache")
-        wanted = self.cache is not None and self.cache.settings.always if extension.cache is None else extension.cache
+        wanted = self.cache is not None and self.cache.options.always if extension.cache is None else extension.cache
         if not wanted:
             return None
         if isinstance(body, GenerationBody) and not body.is_deterministic:

@@ -20,6 +20,7 @@ import structlog
 
 from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
+from schemas.settings.gateway import CacheOptions
 from schemas.workers.lane import LaneRequest
 
 MARK: Final = "tokenmill_cached"
@@ -30,21 +31,6 @@ _IGNORED_FIELDS: Final = frozenset({"model", "user", "metadata", "store", "safet
 """Fields of a body that don't change its response. The key holds the model's weights, so its name isn't needed."""
 
 logger = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSettings:
-    """Bounds of the response cache.
-
-    Attributes:
-        seconds: the lifetime of an entry.  entry_bytes: the largest entry.  entries: of each tenant.
-        always: requests that don't set `cache` are cached, too.
-    """
-
-    seconds: float = 3_600.0
-    entry_bytes: int = 1 << 18
-    entries: int = 10_000
-    always: bool = False
 
 
 class ResponseStore(Protocol):
@@ -121,8 +107,8 @@ class MemoryResponseStore:
 class ResponseCache:
     """Reads and writes cached responses. Thread-safe."""
 
-    def __init__(self, clock: Clock, store: ResponseStore, settings: CacheSettings | None = None) -> None:
-        self.settings = settings or CacheSettings()
+    def __init__(self, clock: Clock, store: ResponseStore, options: CacheOptions | None = None) -> None:
+        self.options = options or CacheOptions()
         self._clock = clock
         self._store = store
         self._away_until = -math.inf
@@ -146,10 +132,10 @@ class ResponseCache:
         if self._away() or not _is_cacheable(response):
             return
         data = orjson.dumps(response)
-        if len(data) > self.settings.entry_bytes:
+        if len(data) > self.options.max_entry_bytes:
             return
         try:
-            self._store.put(tenant, key, data, self.settings.seconds, self.settings.entries)
+            self._store.put(tenant, key, data, self.options.ttl.total_seconds(), self.options.max_tenant_entries)
         except ServiceUnavailable as error:
             self._stay_away(error)
 

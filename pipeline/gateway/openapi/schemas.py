@@ -199,7 +199,7 @@ class ModelList(ResponseModel):
 
 
 class WorkerStatus(ResponseModel):
-    """A live worker, as of its last heartbeat. `figures`: its metrics, if it reports them. The name and all samples are
+    """A live worker, as of its last heartbeat. `metrics`: its metrics, if it reports them. The name and all samples are
     null for keys without the scope metrics."""
 
     name: str | None
@@ -208,7 +208,7 @@ class WorkerStatus(ResponseModel):
     waiting_tokens: Amount | None
     tokens_per_second: float | None
     draining: bool
-    figures: WorkerMetrics | None
+    metrics: WorkerMetrics | None
 
 
 class BacklogKind(ResponseModel):

@@ -21,33 +21,7 @@ from pipeline.gateway.status import Status
 from pipeline.observability.exposition import Metrics
 from pipeline.ports import World
 from schemas.requests.limits import Limits
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """Bounds of requests.
-
-    Attributes:
-        most_upload_bytes: of an uploaded file.  uploads_at_once: concurrent uploads, of which one tenant has half at
-            most; further ones are refused with 503.
-        most_body_bytes: of any other request.  bodies_at_once: bytes of all bodies that are being read, of which one
-            tenant has half at most.
-        idle_seconds: a request that sends nothing for this long is answered with 408.
-        requests_at_once: concurrent requests; further ones are refused with 503.
-        max_websockets: open WebSockets.  max_tenant_websockets: those of one tenant.
-        hosts: host names of the gateway besides "localhost": while no key is needed, other Host headers are refused.
-    """
-
-    most_upload_bytes: int = 2 << 30
-    uploads_at_once: int = 8
-    most_body_bytes: int = 10 << 20
-    bodies_at_once: int = 1 << 30
-    idle_seconds: float = 30.0
-    requests_at_once: int = 2_000
-    max_websockets: int = 1_000
-    max_tenant_websockets: int = 200
-    hosts: tuple[str, ...] = ()
-    limits: Limits = field(default_factory=Limits)
+from schemas.settings.gateway import GatewayOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +34,11 @@ class GatewayDependencies:
     batches: Batches
     models: ServedModels
     status: Status
-    settings: GatewaySettings
+    settings: GatewayOptions
     rates: RateLimiter
     http_metrics: HttpMetrics
     metrics: Metrics
+    limits: Limits = field(default_factory=Limits)
 
 
 async def parts_of(request: Request) -> GatewayDependencies:
@@ -115,9 +90,9 @@ def json_body(*, empty: bool = False) -> Any:
 
     async def read(request: Request, parts: Parts) -> dict[str, Any]:
         settings = parts.settings
-        depth, idle = settings.limits.max_json_depth, settings.idle_seconds
+        depth, idle = parts.limits.max_json_depth, settings.idle_seconds
         budget: BodyBudget = request.app.state.bodies
-        return await read_object(request, settings.most_body_bytes, depth, budget, empty=empty, idle_seconds=idle)
+        return await read_object(request, settings.max_body_bytes, depth, budget, empty=empty, idle_seconds=idle)
 
     made: Callable[..., Awaitable[dict[str, Any]]] = read
     return Depends(made)

@@ -56,10 +56,10 @@ Without = Annotated[
 NDJSON: Final = "application/x-ndjson"
 
 
-def files_router(uploads_at_once: int) -> APIRouter:
+def files_router(max_concurrent_uploads: int) -> APIRouter:
     """Build the routes under `/v1/files`."""
     router = APIRouter(prefix="/v1/files", tags=["files"])
-    upload_slots = UploadSlots(uploads_at_once)
+    upload_slots = UploadSlots(max_concurrent_uploads)
 
     @router.post("", openapi_extra=_UPLOAD, responses=document_responses(File, *BODY, 409, 507))
     async def upload(
@@ -70,7 +70,7 @@ def files_router(uploads_at_once: int) -> APIRouter:
         with upload_slots.take_slot(caller.tenant):
             if idempotency_key is None:  # otherwise the file may exist already, and needs no further storage
                 await run_in_threadpool(parts.files.usage.check, caller.tenant, declared_size(request), quota)
-            async with receive(request, parts.world, settings.most_upload_bytes, settings.idle_seconds) as received:
+            async with receive(request, parts.world, settings.max_upload_bytes, settings.idle_seconds) as received:
                 file = await run_in_threadpool(
                     _add, parts.world, parts.files, caller.tenant, received, idempotency_key, quota
                 )

@@ -38,9 +38,10 @@ from pipeline.gateway.http.middleware import code_location
 from pipeline.gateway.inference.chunks import DONE
 from pipeline.gateway.inference.responses import InferenceResponses, Stream
 from pipeline.gateway.inference.sse import read_items
-from pipeline.gateway.routes.dependencies import GatewayDependencies, GatewaySettings
+from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.ports import PipelineError
 from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL
+from schemas.settings.gateway import GatewayOptions
 
 _INTERNAL_ERROR: Final = 1011
 """The WebSocket close code for an unexpected server error (RFC 6455, section 7.4.1)."""
@@ -81,7 +82,7 @@ class WebSocketSlots:
                 del self._open[tenant]
 
 
-def websocket_router(answers: InferenceResponses, settings: GatewaySettings) -> APIRouter:
+def websocket_router(answers: InferenceResponses, settings: GatewayOptions) -> APIRouter:
     """Build the route `/v1/stream`."""
     router = APIRouter()
     slots = WebSocketSlots(settings.max_websockets, settings.max_tenant_websockets)
@@ -122,7 +123,7 @@ class _Connection:
         self._caller = caller
         self._answers = answers
         self._parts = parts
-        self._settings = parts.settings
+        self._limits = parts.limits
         self._reading: asyncio.Task[None] | None = None
         self._has_sent_end = False  # the stream's end is being sent: the client may start the next one
 
@@ -149,7 +150,7 @@ class _Connection:
         for `cancel`."""
         if _CANCEL.fullmatch(text) is None:
             self._caller = await run_in_threadpool(self._admit)
-        await self._dispatch(await parse_object_off_loop(text, self._settings.limits.max_json_depth + 1))
+        await self._dispatch(await parse_object_off_loop(text, self._limits.max_json_depth + 1))
 
     def _admit(self) -> Caller:
         caller = _caller(self._socket, self._parts)

@@ -11,14 +11,14 @@ export function learn(status) {
   const now = Date.now() / 1000;
   const fresh = {};
   const names = new Set();
-  for (const { name, figures } of status.workers) {
-    if (!figures) continue;
-    const who = `${name} ${figures.model}`;
+  for (const { name, metrics } of status.workers) {
+    if (!metrics) continue;
+    const who = `${name} ${metrics.model}`;
     names.add(who);
     const before = last.get(who);
-    last.set(who, figures);
-    if (!before || figures.seconds < before.seconds) continue;
-    for (const [tier, told] of Object.entries(figures.tiers)) {
+    last.set(who, metrics);
+    if (!before || metrics.seconds < before.seconds) continue;
+    for (const [tier, told] of Object.entries(metrics.tiers)) {
       for (const kind of KINDS) add(fresh, tier, kind, told[kind].counts, before.tiers[tier]?.[kind].counts ?? []);
     }
   }

@@ -10,7 +10,7 @@ const SECONDS = 3;
 const seen = { tokens: [], backlog: [], waiting: [], held: [], ttft: [], itl: [] };
 const LINES = ["p50", "p95"];
 
-export const isBusy = (worker) => worker.shards > 0 || worker.waiting_tokens > 0 || (worker.figures?.lane_open ?? 0) > 0;
+export const isBusy = (worker) => worker.shards > 0 || worker.waiting_tokens > 0 || (worker.metrics?.lane_open ?? 0) > 0;
 
 /** Charts above the list of jobs. */
 export function charts(signal) {
@@ -23,7 +23,7 @@ export function charts(signal) {
   const all = [speed, ttft, itl, backlog, held, waiting].map((chart) => chart.node);
   const place = h("section", { className: "charts", "aria-label": "Installation" }, all);
   follow(signal, place, (status) => {
-    const told = status.workers.filter((worker) => worker.figures).map((worker) => worker.figures);
+    const told = status.workers.filter((worker) => worker.metrics).map((worker) => worker.metrics);
     const sum = (kinds) => (told.length ? told.reduce((all, { rates }) => all + kinds.reduce((sum, kind) => sum + rates[kind], 0), 0) : null);
     speed.add([sum(["generated"]), sum(["prompt", "cached"])]);
     const tier = busiest(status.latency_bounds);
@@ -31,7 +31,7 @@ export function charts(signal) {
       chart.add((tier && quantiles(tier, kind, status.latency_bounds)) ?? [null, null], tier ?? "");
     }
     backlog.add([status.backlog.tokens]);
-    held.add(["running", "waiting"].map((name) => (told.length ? told.reduce((all, figures) => all + inTiers(figures, name), 0) : null)));
+    held.add(["running", "waiting"].map((name) => (told.length ? told.reduce((all, metrics) => all + inTiers(metrics, name), 0) : null)));
     waiting.add([status.lane?.waiting ?? null]);
   });
   return place;
@@ -98,30 +98,30 @@ function fill(body, rows, empty) {
 
 const number = (name, ...children) => h("td", { className: "number", dataset: { name } }, ...children);
 
-const inTiers = (figures, name) => Object.values(figures.tiers).reduce((sum, tier) => sum + tier[name], 0);
+const inTiers = (metrics, name) => Object.values(metrics.tiers).reduce((sum, tier) => sum + tier[name], 0);
 
 function workerRow(worker) {
   const state = worker.draining ? "draining" : worker.name === null ? "alive" : isBusy(worker) ? "busy" : "idle";
-  const { figures } = worker;
-  const used = figures?.kv_blocks ? figures.kv_blocks_used / figures.kv_blocks : null;
-  const hits = figures?.prefix_queried ? figures.prefix_hits / figures.prefix_queried : null;
-  const steps = figures?.steps.counts.reduce((sum, of) => sum + of, 0);
+  const { metrics } = worker;
+  const used = metrics?.kv_blocks ? metrics.kv_blocks_used / metrics.kv_blocks : null;
+  const hits = metrics?.prefix_queried ? metrics.prefix_hits / metrics.prefix_queried : null;
+  const steps = metrics?.steps.counts.reduce((sum, of) => sum + of, 0);
   return h("tr", {},
     h("td", { className: "mono" }, worker.name ?? "–"),
     h("td", {}, h("span", { className: `status ${state}` }, state)),
     h("td", {}, worker.models.join(", ") || "–"),
     number("Shards", worker.shards === null ? "–" : count(worker.shards)),
-    number("Requests", figures ? `${count(inTiers(figures, "running"))} + ${count(inTiers(figures, "waiting"))} waiting` : "–"),
+    number("Requests", metrics ? `${count(inTiers(metrics, "running"))} + ${count(inTiers(metrics, "waiting"))} waiting` : "–"),
     number("KV cache", percent(used), used === null ? null : h("meter", { min: 0, max: 1, value: used, "aria-hidden": "true" })),
     number("Prefix hits", percent(hits)),
-    number("Step", brief(steps ? figures.steps.seconds / steps : null)),
+    number("Step", brief(steps ? metrics.steps.seconds / steps : null)),
     number("Tokens/s", rate(worker.tokens_per_second)));
 }
 
 function tierRows(status) {
   const sums = new Map();
-  for (const { figures } of status.workers) {
-    for (const [tier, { running, waiting }] of Object.entries(figures?.tiers ?? {})) {
+  for (const { metrics } of status.workers) {
+    for (const [tier, { running, waiting }] of Object.entries(metrics?.tiers ?? {})) {
       const [all, queued] = sums.get(tier) ?? [0, 0];
       sums.set(tier, [all + running, queued + waiting]);
     }

@@ -80,8 +80,8 @@ class FileIngestWatcher:
                 try:
                     source.sweep()
                 except Exception as error:  # noqa: BLE001 - of one source; the others go on
-                    reason = reason_of(error, "drops", self._world, door=source.inbox.kind)
-                    logger.warning("sweep_failed", door=source.inbox.kind, reason=reason)
+                    reason = reason_of(error, "drops", self._world, source=source.inbox.kind)
+                    logger.warning("sweep_failed", source=source.inbox.kind, reason=reason)
             ended = self._clock.monotonic()
             # With very many files, sweeps must not take up all the time.
             self._next_sweep = ended + max(self._settings.sweep_interval_seconds, _SWEEP_PAUSE_FACTOR * (ended - began))

@@ -156,7 +156,7 @@ class KafkaIngest:
         except KafkaConfigurationError as error:
             raise KafkaSettingsError(f"kafka: {error}; correct the settings") from error
         except KafkaError as error:
-            logger.error("kafka_unreachable", brokers=self._settings.connection.bootstrap, reason=repr(error))
+            logger.error("kafka_unreachable", brokers=self._settings.connection.bootstrap_servers, reason=repr(error))
             self._clock.sleep(self._settings.first_retry_seconds)
             return False
         consumer.subscribe(topics=sorted(self._settings.topics), listener=self._listener)

@@ -91,7 +91,7 @@ class KafkaDeadLetters:
     def _record(self, partition_id: PartitionId, one: Refused) -> str:
         record = one.record
         source = DeadLetterSource(
-            door=INGEST_SOURCE,
+            ingest_source=INGEST_SOURCE,
             place=f"{partition_id.cluster}/{partition_id.topic}",
             position=f"{partition_id.partition}-{record.offset}",
             at=moment(record.timestamp),

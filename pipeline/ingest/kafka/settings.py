@@ -60,7 +60,7 @@ class KafkaIngestSettings:
     poll_seconds: float = 0.2
     first_retry_seconds: float = 0.5
     max_retry_seconds: float = 30.0
-    session_timeout: float = 45.0
+    session_timeout_seconds: float = 45.0
     heartbeat_interval_seconds: float = 3.0
     max_poll_interval: float = 300.0
     call_timeout: float = 10.0
@@ -101,7 +101,7 @@ class KafkaIngestSettings:
             "max_poll_records": _UNLIMITED,
             "max_partition_fetch_bytes": _FETCH_BYTES,
             "fetch_max_bytes": 16 * _FETCH_BYTES,
-            "session_timeout_ms": int(self.session_timeout * 1000),
-            "heartbeat_interval_ms": int(min(self.heartbeat_interval_seconds, self.session_timeout / 3) * 1000),
+            "session_timeout_ms": int(self.session_timeout_seconds * 1000),
+            "heartbeat_interval_ms": int(min(self.heartbeat_interval_seconds, self.session_timeout_seconds / 3) * 1000),
             "max_poll_interval_ms": int(self.max_poll_interval * 1000),
         }

@@ -39,7 +39,7 @@ def load(path: Path, ahead: bool, *, rows: int = 4, tokens: int = 24, blocks: in
     return Engine.load(
         path,
         EngineConfig(
-            dtype="float32", threads=1, max_model_len=96, plan_ahead=ahead,
+            dtype="float32", threads=1, max_model_len=96, async_scheduling=ahead,
             cache=CacheConfig(block_size=4, num_blocks=blocks),
             schedule=ScheduleConfig(max_num_seqs=rows, max_num_batched_tokens=tokens), **changes,
         ),

@@ -74,7 +74,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
 def load(
     path: Path, graphs: bool | None, *, rows: int = 5, tokens: int = 24, blocks: int = 90, **changes: Any
 ) -> Engine:
-    settings: dict[str, Any] = {"attention": "reference", "graph_tokens": 16, **changes}
+    settings: dict[str, Any] = {"attention": "reference", "max_graph_tokens": 16, **changes}
     return Engine.load(
         path,
         EngineConfig(
@@ -93,7 +93,7 @@ def test_a_graph_gives_the_same_answers(family: str, ahead: bool, recorder: Reru
     path = tiny_model(family)
     for work, blocks in ((plain_work, 30), (workload, 90)):
         want = answers(load(path, False), list(work()))
-        engine = load(path, True, blocks=blocks, plan_ahead=ahead)
+        engine = load(path, True, blocks=blocks, async_scheduling=ahead)
         assert answers(engine, list(work())) == want
         stats = engine.stats()
         assert stats.steps / 3 < stats.steps_recorded < stats.steps
@@ -107,7 +107,7 @@ def test_it_does_with_the_triton_kernels(recorder: Rerun, tiny_model: TinyModel)
     requests = [Request(str(i), prompt(i, length, shared=5), params) for i, length in enumerate((9, 7, 2))]
     path = tiny_model("gemma3")
     want = answers(load(path, False, rows=2), requests)
-    engine = load(path, True, rows=2, attention="triton", plan_ahead=True, graph_tokens=8, device=device)
+    engine = load(path, True, rows=2, attention="triton", async_scheduling=True, max_graph_tokens=8, device=device)
     assert answers(engine, requests) == want
     assert 3 < engine.stats().steps_recorded < engine.stats().steps
 
@@ -140,8 +140,8 @@ def test_a_device_without_graphs_raises_an_error(recorder: Rerun, tiny_model: Ti
         load(path, True, attention="paged-sdpa")
     with pytest.raises(EngineError, match="the model's forward pass looks at its input on the host"):
         load(tiny_model("gpt2"), True)
-    with pytest.raises(ValueError, match="graph_tokens is 0"):
-        load(path, None, graph_tokens=0)
+    with pytest.raises(ValueError, match="max_graph_tokens is 0"):
+        load(path, None, max_graph_tokens=0)
     assert recorder.sizes == []
 
 

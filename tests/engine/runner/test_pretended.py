@@ -32,7 +32,7 @@ TinyModel = Callable[[str], Path]
 
 
 def load(path: Path, device: str, **changes: Any) -> Engine:
-    settings: dict[str, Any] = {"max_model_len": 96, "threads": 1, "graph_tokens": 8, **changes}
+    settings: dict[str, Any] = {"max_model_len": 96, "threads": 1, "max_graph_tokens": 8, **changes}
     return Engine.load(
         path,
         EngineConfig(

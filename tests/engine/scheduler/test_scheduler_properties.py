@@ -84,7 +84,7 @@ def harnesses(draw: st.DrawFn) -> Harness:
             max_num_seqs=draw(st.integers(1, 6)),
             max_num_batched_tokens=draw(st.sampled_from([1, 3, 7, 16, 64])),
             max_chunk_tokens=draw(st.sampled_from([None, None, 1, 3, 8])),
-            pace=draw(st.sampled_from([None, SloConfig(1e-9, 1e-9), SloConfig(1e9, 1e9), SloConfig(1.0, 1.0)])),
+            slo=draw(st.sampled_from([None, SloConfig(1e-9, 1e-9), SloConfig(1e9, 1e9), SloConfig(1.0, 1.0)])),
         ),
         tuple(
             CacheGroup((i,), window, (usable if i == 0 else draw(st.integers(2, 24))) + 1)

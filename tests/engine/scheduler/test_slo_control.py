@@ -39,7 +39,7 @@ class Machine:
         plans: of all steps.  bulk_tokens: computed for other requests.
     """
 
-    pace: SloConfig | None
+    slo: SloConfig | None
     rows: int = 80
     budget: int = 512
     chunk: int | None = None
@@ -54,7 +54,7 @@ class Machine:
     def __post_init__(self) -> None:
         config = EngineConfig(
             cache=CacheConfig(block_size=16, prefix_caching=False),
-            schedule=ScheduleConfig(self.rows, self.budget, self.chunk, self.pace),
+            schedule=ScheduleConfig(self.rows, self.budget, self.chunk, self.slo),
         )
         self.engine = Engine.without_model(SPEC, config, 32_000, lambda: self.now, lambda rows, size: self)
         self._null = NullRunner(self.engine.scheduler.rows, SPEC.vocab_size)
@@ -106,14 +106,14 @@ class Machine:
 
     @property
     def stats(self) -> SloStats:
-        stats = self.engine.scheduler.stats.pace
+        stats = self.engine.scheduler.stats.slo
         assert stats is not None
         return stats
 
 
-def filled(pace: SloConfig | None, rows: int = 80) -> Machine:
+def filled(slo: SloConfig | None, rows: int = 80) -> Machine:
     """64 rows of bulk work are being answered."""
-    machine = Machine(pace, rows)
+    machine = Machine(slo, rows)
     for i in range(64):
         machine.add(ask(f"bulk{i}", 8, 3_000, 2))
     for _ in range(3):
@@ -165,13 +165,13 @@ class TestStreams:
         assert np.quantile(machine.gaps["second"], 0.9) <= 0.030
 
     def test_an_unreachable_objective_leaves_bulk_work_its_minimum(self) -> None:
-        machine = filled(SloConfig(itl=0.001, least_tokens=3))
+        machine = filled(SloConfig(itl=0.001, min_tokens=3))
         stream(machine, "reader", 100)
         assert machine.bulk_tokens >= 3 * 99
         assert machine.stats.beside_streams == 3
 
     def test_the_oldest_bulk_rows_go_on_and_all_end(self) -> None:
-        # Given a pace so tight that most bulk rows stand still while somebody reads,
+        # Given a slo so tight that most bulk rows stand still while somebody reads,
         machine = Machine(SloConfig(itl=0.020))
         for i in range(20):
             machine.add(ask(f"bulk{i}", 8, 30, 2))

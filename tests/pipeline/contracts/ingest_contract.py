@@ -214,7 +214,7 @@ class FileIngestContract:
     def test_given_a_tenant_with_too_much_queued_when_more_is_dropped_then_it_waits_until_there_is_room(
         self, harness: InboxHarness
     ) -> None:
-        settings = IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.0)
+        settings = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.0)
         harness.put("a.jsonl", LINE)
         (first,) = harness.take_all(settings)
         harness.put("b.jsonl", LINE * 2)

@@ -39,12 +39,12 @@ class Worker:
     stalled: bool = False
 
 
-def act(house: PipelineHarness, workers: list[Worker], chaos: random.Random, deaths: list[Worker]) -> int:
+def act(harness: PipelineHarness, workers: list[Worker], chaos: random.Random, deaths: list[Worker]) -> int:
     """One random event; the tokens that a lost race repeated."""
     worker = chaos.choice(workers)
     event = chaos.choice(EVENTS)
     if event == "tick":
-        house.dispatcher.tick()
+        harness.dispatcher.tick()
     elif event == "take" and not worker.stalled and len(worker.works) < 3:
         if (work := worker.client.take(0)) is not None:
             worker.client.begin(work)
@@ -56,22 +56,22 @@ def act(house: PipelineHarness, workers: list[Worker], chaos: random.Random, dea
     elif event == "beat" and not worker.stalled:
         worker.client.send_heartbeat(worker.works)
     elif event == "lose":
-        house.queue.lose(chaos.randrange(100))
+        harness.queue.lose(chaos.randrange(100))
     elif event == "repeat":
-        house.queue.repeat(chaos.randrange(100))
+        harness.queue.repeat(chaos.randrange(100))
     elif event == "mix":
-        house.queue.shuffle(chaos.randrange(100))
+        harness.queue.shuffle(chaos.randrange(100))
     elif event == "wait":
-        house.world.clock.sleep(chaos.choice([0.1, 3.0, 40.0]))
-        house.dispatcher.tick()
+        harness.world.clock.sleep(chaos.choice([0.1, 3.0, 40.0]))
+        harness.dispatcher.tick()
     elif event == "die" and chaos.random() < 0.3:
         deaths.append(Worker(worker.client, list(worker.works)))
-        worker.client, worker.works = house.client(f"reborn-{len(deaths)}"), []
+        worker.client, worker.works = harness.client(f"reborn-{len(deaths)}"), []
     elif event == "stall":
         # Long enough to be given up: its shards go to another, and later it comes back and commits them too.
         worker.stalled = True
-        house.world.clock.sleep(LIFETIME + 1)
-        house.dispatcher.tick()
+        harness.world.clock.sleep(LIFETIME + 1)
+        harness.dispatcher.tick()
     elif event == "wake":
         worker.stalled = False
     return 0
@@ -114,33 +114,33 @@ def test_each_row_has_exactly_one_result_under_random_faults(
 ) -> None:
     chaos = random.Random(seed)
     world = simulated_world(tmp_path_factory.mktemp("scratch"), seed)
-    house = PipelineHarness(world, JobLedger(world.store))
+    harness = PipelineHarness(world, JobLedger(world.store))
     rows = list(range(sum(shard_sizes) + rejected))
     chaos.shuffle(rows)
     refused, left, shards = sorted(rows[:rejected]), rows[rejected:], []
     for size in shard_sizes:
         shards.append(left[:size])
         left = left[size:]
-    job = plan_by_hand(house.ledger, world, shards, refused)
-    house.dispatcher.add(house.ledger)
-    workers, deaths, repeated = [Worker(house.client(f"w{index}")) for index in range(2)], [], 0
+    job = plan_by_hand(harness.ledger, world, shards, refused)
+    harness.dispatcher.add(harness.ledger)
+    workers, deaths, repeated = [Worker(harness.client(f"w{index}")) for index in range(2)], [], 0
     committed: dict[str, bytes] = {}
     for _ in range(events):
-        if house.dispatcher.finished():
+        if harness.dispatcher.finished():
             break
-        repeated += act(house, workers, chaos, deaths)
-        progress = house.dispatcher.progress(job.id)
+        repeated += act(harness, workers, chaos, deaths)
+        progress = harness.dispatcher.progress(job.id)
         assert progress is None or progress.counts.total in (0, rejected, len(rows))
         for key, body in committed.items():
             assert world.store.read(key) == body, "a committed part changed"
         committed = {info.key: world.store.read(info.key) for info in world.store.list("results/")}
-    if house.dispatcher.finished():
+    if harness.dispatcher.finished():
         deaths += workers  # what they still hold can only be bounded
     else:
         repeated += release_all(workers)
-    manifest = finish(house, house.client("last"))
+    manifest = finish(harness, harness.client("last"))
 
-    results = all_rows(house.ledger)
+    results = all_rows(harness.ledger)
     assert sorted(result["row"] for result in results) == sorted(rows)
     assert all(result["custom_id"] in (None, f"id-{result['row']}") for result in results)
     assert manifest.counts.total == len(rows)
@@ -150,8 +150,8 @@ def test_each_row_has_exactly_one_result_under_random_faults(
     assert manifest.usage.repeated == repeated
     lost = 2 * EXPOSED * sum(bool(dead.works) for dead in deaths)
     assert manifest.usage.repeated <= manifest.repeated_at_most <= manifest.usage.repeated + lost
-    assert house.dispatcher.outcome(job.id) == manifest
-    metrics, tier = house.metrics, "standard"
+    assert harness.dispatcher.outcome(job.id) == manifest
+    metrics, tier = harness.metrics, "standard"
     assert {status: metrics.rows()[tier, status] for status in ("succeeded", "failed")} == {
         "succeeded": manifest.counts.succeeded, "failed": manifest.counts.failed,
     }  # fmt: skip
@@ -161,79 +161,79 @@ def test_each_row_has_exactly_one_result_under_random_faults(
     assert metrics.ended() == {(tier, "completed"): 1}
 
 
-def test_the_backlog_stays_short_and_in_the_planners_order(house: PipelineHarness) -> None:
-    plan_by_hand(house.ledger, house.world, [[n] for n in range(10)])
-    house.dispatcher.add(house.ledger)
+def test_the_backlog_stays_short_and_in_the_planners_order(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, [[n] for n in range(10)])
+    harness.dispatcher.add(harness.ledger)
     for _ in range(5):
-        house.dispatcher.tick()
-    assert [task.shard for task in house.queue.tasks] == [1, 2]
-    client = house.client("w")
+        harness.dispatcher.tick()
+    assert [task.shard for task in harness.queue.tasks] == [1, 2]
+    client = harness.client("w")
     taken = client.take(0)
     assert taken is not None
-    house.dispatcher.tick()
-    assert [task.shard for task in house.queue.tasks] == [2, 3], "a shard that is held makes room for the next"
+    harness.dispatcher.tick()
+    assert [task.shard for task in harness.queue.tasks] == [2, 3], "a shard that is held makes room for the next"
 
 
 def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_again_once_when_beats_are_kept(
     tmp_path: Path,
 ) -> None:
     world = simulated_world(tmp_path)
-    house = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(settle=6.0))
+    harness = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(settle=6.0))
     server = Forgetful(world.clock)
-    house.heartbeats = server  # type: ignore[assignment]  # of the same port
-    house.dispatcher = Dispatcher(world, house.queue, server, settings=house.settings)
-    client, work = taken(house, [[0], [1], [2]], "w")
-    house.dispatcher.tick()
+    harness.heartbeats = server  # type: ignore[assignment]  # of the same port
+    harness.dispatcher = Dispatcher(world, harness.queue, server, settings=harness.settings)
+    client, work = taken(harness, [[0], [1], [2]], "w")
+    harness.dispatcher.tick()
     world.clock.sleep(1.0)
-    house.queue.tasks.clear()
+    harness.queue.tasks.clear()
     server.forget()
     put_at = []
     for _ in range(20):
         client.send_heartbeat([work])
-        house.dispatcher.tick()
-        put_at += [(world.clock.monotonic(), task.shard) for task in house.queue.tasks]
-        house.queue.tasks.clear()
+        harness.dispatcher.tick()
+        put_at += [(world.clock.monotonic(), task.shard) for task in harness.queue.tasks]
+        harness.queue.tasks.clear()
         world.clock.sleep(1.0)
     assert put_at == [(7.0, 2), (7.0, 3)], (
         "when the server has kept beats for a while, without waiting for the retry time-out"
     )
 
 
-def test_a_dead_workers_shards_are_queued_again_at_once(house: PipelineHarness) -> None:
-    dies, work = taken(house, [[0]], "dies")
+def test_a_dead_workers_shards_are_queued_again_at_once(harness: PipelineHarness) -> None:
+    dies, work = taken(harness, [[0]], "dies")
     dies.begin(work)
-    house.dispatcher.tick()
-    assert house.queue.tasks == []
-    house.world.clock.sleep(LIFETIME + 0.1)
-    house.dispatcher.tick()
-    assert [task.shard for task in house.queue.tasks] == [1]
-    again = house.client("next").take(0)
+    harness.dispatcher.tick()
+    assert harness.queue.tasks == []
+    harness.world.clock.sleep(LIFETIME + 0.1)
+    harness.dispatcher.tick()
+    assert [task.shard for task in harness.queue.tasks] == [1]
+    again = harness.client("next").take(0)
     assert again is not None
     assert again.attempt == 2
 
 
-def test_a_worker_that_lives_keeps_its_shards_however_long_they_take(house: PipelineHarness) -> None:
-    client, work = taken(house, [[0]], "slow")
+def test_a_worker_that_lives_keeps_its_shards_however_long_they_take(harness: PipelineHarness) -> None:
+    client, work = taken(harness, [[0]], "slow")
     for _ in range(100):
-        house.world.clock.sleep(3.0)
+        harness.world.clock.sleep(3.0)
         client.send_heartbeat([work])
-        house.dispatcher.tick()
-    assert house.queue.put_count == 1
+        harness.dispatcher.tick()
+    assert harness.queue.put_count == 1
 
 
-def test_a_message_repeated_while_the_shard_is_held_or_done_is_dropped(house: PipelineHarness) -> None:
-    plan_by_hand(house.ledger, house.world, [[0]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    house.queue.repeat(0)
-    house.queue.repeat(0)
-    client = house.client("w")
+def test_a_message_repeated_while_the_shard_is_held_or_done_is_dropped(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, [[0]])
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    harness.queue.repeat(0)
+    harness.queue.repeat(0)
+    client = harness.client("w")
     work = client.take(0)
     assert work is not None
-    house.queue.tasks, later = house.queue.tasks[:1], house.queue.tasks[1:]
+    harness.queue.tasks, later = harness.queue.tasks[:1], harness.queue.tasks[1:]
     assert client.take(0) is None, "held"
     assert client.commit(work, computed(work), report(work)) is True
-    house.queue.tasks = later
+    harness.queue.tasks = later
     assert client.take(0) is None, "done"
 
 
@@ -259,98 +259,98 @@ def test_urgent_jobs_go_first(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_is_dispatched_before_its_segment_stands(house: PipelineHarness) -> None:
-    job = plan_by_hand(house.ledger, house.world, [[0]])
-    store = house.world.store
+def test_nothing_is_dispatched_before_its_segment_stands(harness: PipelineHarness) -> None:
+    job = plan_by_hand(harness.ledger, harness.world, [[0]])
+    store = harness.world.store
     kept = store.read("plan/00000.json")
     for missing in ("plan/00000.json", part_key(0)):
         store.delete(missing)
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    progress = house.dispatcher.progress(job.id)
-    assert house.queue.tasks == []
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    progress = harness.dispatcher.progress(job.id)
+    assert harness.queue.tasks == []
     assert progress is not None
     assert progress.status is JobStatus.VALIDATING
     store.create("plan/00000.json", kept)
-    house.dispatcher.tick()
-    assert len(house.queue.tasks) == 1
+    harness.dispatcher.tick()
+    assert len(harness.queue.tasks) == 1
 
 
 def test_given_a_planner_that_died_before_part_0_then_it_is_made_from_what_stands_before_work_begins(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    plan_by_hand(house.ledger, house.world, [[0]], rejected=[1, 2])
-    kept = house.world.store.read(part_key(0))
-    house.world.store.delete(part_key(0))
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    assert house.world.store.read(part_key(0)) == kept
-    assert len(house.queue.tasks) == 1
-    assert finish(house, house.client("w")).counts.failed == 2
+    plan_by_hand(harness.ledger, harness.world, [[0]], rejected=[1, 2])
+    kept = harness.world.store.read(part_key(0))
+    harness.world.store.delete(part_key(0))
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    assert harness.world.store.read(part_key(0)) == kept
+    assert len(harness.queue.tasks) == 1
+    assert finish(harness, harness.client("w")).counts.failed == 2
 
 
-def test_given_stored_refused_rows_that_were_damaged_then_they_become_no_part(house: PipelineHarness) -> None:
-    plan_by_hand(house.ledger, house.world, [[0]], rejected=[1])
-    segment = house.ledger.segment(0)
+def test_given_stored_refused_rows_that_were_damaged_then_they_become_no_part(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, [[0]], rejected=[1])
+    segment = harness.ledger.segment(0)
     assert segment is not None
     assert segment.rejects is not None
-    objects = broken_store(house).objects
+    objects = broken_store(harness).objects
     objects[segment.rejects.key] += b"x"
     del objects[part_key(0)]
-    house.dispatcher.add(house.ledger)
+    harness.dispatcher.add(harness.ledger)
     with pytest.raises(LedgerError, match="not those that were planned"):
-        house.dispatcher.tick()
+        harness.dispatcher.tick()
     assert part_key(0) not in objects
-    assert list(house.world.scratch.iterdir()) == []
+    assert list(harness.world.scratch.iterdir()) == []
 
 
-def test_a_job_of_refused_rows_only_ends_without_a_worker(house: PipelineHarness) -> None:
-    job = plan_by_hand(house.ledger, house.world, [], rejected=[0, 1])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    manifest = house.dispatcher.outcome(job.id)
+def test_a_job_of_refused_rows_only_ends_without_a_worker(harness: PipelineHarness) -> None:
+    job = plan_by_hand(harness.ledger, harness.world, [], rejected=[0, 1])
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    manifest = harness.dispatcher.outcome(job.id)
     assert manifest is not None
     assert (manifest.counts.total, manifest.counts.failed, manifest.engine_seconds) == (2, 2, 0.0)
     assert manifest.tokens_per_second is None
 
 
-def test_an_empty_job_ends_with_nothing(house: PipelineHarness) -> None:
-    plan_by_hand(house.ledger, house.world, [])
-    house.dispatcher.add(house.ledger)
-    assert finish(house, house.client("w")).counts.total == 0
+def test_an_empty_job_ends_with_nothing(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, [])
+    harness.dispatcher.add(harness.ledger)
+    assert finish(harness, harness.client("w")).counts.total == 0
 
 
-def test_given_a_part_that_no_plan_has_then_it_is_refused(house: PipelineHarness) -> None:
-    commit_all(house)
-    objects = broken_store(house).objects
+def test_given_a_part_that_no_plan_has_then_it_is_refused(harness: PipelineHarness) -> None:
+    commit_all(harness)
+    objects = broken_store(harness).objects
     objects[part_key(77)] = objects[part_key(1)]
-    dispatcher = Dispatcher(house.world, house.queue, house.heartbeats)
-    dispatcher.add(house.ledger)
+    dispatcher = Dispatcher(harness.world, harness.queue, harness.heartbeats)
+    dispatcher.add(harness.ledger)
     with pytest.raises(PipelineError, match=r"part-00077.*no such part is planned"):
         dispatcher.tick()
 
 
-def test_progress_is_cached_now_and_then_and_always_at_the_end(house: PipelineHarness) -> None:
-    commit_all(house)
-    assert isinstance(house.world.clock, SimulatedClock)
-    house.dispatcher.tick()
-    cached = house.ledger.progress()
+def test_progress_is_cached_now_and_then_and_always_at_the_end(harness: PipelineHarness) -> None:
+    commit_all(harness)
+    assert isinstance(harness.world.clock, SimulatedClock)
+    harness.dispatcher.tick()
+    cached = harness.ledger.progress()
     assert cached is not None
     assert cached.status is JobStatus.COMPLETED
     assert (cached.counts.total, cached.counts.pending, cached.shards_done) == (6, 0, 2)
 
 
-def test_events_are_emitted_once_and_in_order(house: PipelineHarness) -> None:
+def test_events_are_emitted_once_and_in_order(harness: PipelineHarness) -> None:
     heard: list[JobEvent] = []
 
     class Listener:
         def emit(self, event: JobEvent) -> None:
             heard.append(event)
 
-    house.dispatcher = Dispatcher(house.world, house.queue, house.heartbeats, Listener())
-    plan_by_hand(house.ledger, house.world, [[0, 1], [2]], rejected=[3])
-    house.dispatcher.add(house.ledger)
-    finish(house, house.client("w"))
+    harness.dispatcher = Dispatcher(harness.world, harness.queue, harness.heartbeats, Listener())
+    plan_by_hand(harness.ledger, harness.world, [[0, 1], [2]], rejected=[3])
+    harness.dispatcher.add(harness.ledger)
+    finish(harness, harness.client("w"))
     assert [event.status for event in heard if isinstance(event, JobChanged)] == [
         JobStatus.IN_PROGRESS, JobStatus.COMPLETED,
     ]  # fmt: skip
@@ -366,11 +366,11 @@ def test_given_a_large_fleet_then_its_queue_holds_a_shard_for_each_four_workers(
     tmp_path: Path, workers: int, waiting: int
 ) -> None:
     world = simulated_world(tmp_path)
-    house = PipelineHarness(world, JobLedger(world.store))
-    plan_by_hand(house.ledger, world, [[row] for row in range(9)])
-    house.dispatcher.add(house.ledger)
+    harness = PipelineHarness(world, JobLedger(world.store))
+    plan_by_hand(harness.ledger, world, [[row] for row in range(9)])
+    harness.dispatcher.add(harness.ledger)
     for number in range(workers):
-        house.client(f"w{number}").send_heartbeat([])
-    house.dispatcher.tick()
-    client = house.client("taking")
+        harness.client(f"w{number}").send_heartbeat([])
+    harness.dispatcher.tick()
+    client = harness.client("taking")
     assert sum(client.take(0) is not None for _ in range(9)) == waiting

@@ -44,36 +44,38 @@ def forecast_seconds(dispatcher: Dispatcher, world: World, *ledgers: JobLedger) 
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> PipelineHarness:
+def harness(tmp_path: Path) -> PipelineHarness:
     world = simulated_world(tmp_path)
     return PipelineHarness(world, JobLedger(world.store), settings=AT_ONCE)
 
 
-def test_the_forecast_follows_remaining_tokens_and_throughput(house: PipelineHarness) -> None:
-    plan_by_hand(house.ledger, house.world, [list(range(10)), list(range(10, 20))])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    assert cached(house.ledger).eta is None, "no worker has measured anything"
+def test_the_forecast_follows_remaining_tokens_and_throughput(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, [list(range(10)), list(range(10, 20))])
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    assert cached(harness.ledger).eta is None, "no worker has measured anything"
 
-    client = house.client("w")
+    client = harness.client("w")
     first = client.take(0)
     assert first is not None
     client.begin(first)
     client.send_heartbeat([first], WorkerLoad(tokens_per_second=6.0))
-    house.world.clock.sleep(3.0)
-    assert forecast_seconds(house.dispatcher, house.world, house.ledger) == [pytest.approx(20 * ROW / 6.0)]
+    harness.world.clock.sleep(3.0)
+    assert forecast_seconds(harness.dispatcher, harness.world, harness.ledger) == [pytest.approx(20 * ROW / 6.0)]
 
     client.send_heartbeat([first], WorkerLoad(6.0, {(first.job.id, first.shard): 0.25}))
-    house.world.clock.sleep(3.0)
-    assert forecast_seconds(house.dispatcher, house.world, house.ledger) == [pytest.approx((2.5 + 10) * ROW / 6.0)]
+    harness.world.clock.sleep(3.0)
+    assert forecast_seconds(harness.dispatcher, harness.world, harness.ledger) == [
+        pytest.approx((2.5 + 10) * ROW / 6.0)
+    ]
 
     client.commit(first, computed(first), report(first))
     client.send_heartbeat([], WorkerLoad(12.0))
-    house.world.clock.sleep(3.0)
-    assert forecast_seconds(house.dispatcher, house.world, house.ledger) == [pytest.approx(10 * ROW / 12.0)]
+    harness.world.clock.sleep(3.0)
+    assert forecast_seconds(harness.dispatcher, harness.world, harness.ledger) == [pytest.approx(10 * ROW / 12.0)]
 
-    house.world.clock.sleep(LIFETIME + 1)  # nobody is left who could do it
-    assert forecast_seconds(house.dispatcher, house.world, house.ledger) == [None]
+    harness.world.clock.sleep(LIFETIME + 1)  # nobody is left who could do it
+    assert forecast_seconds(harness.dispatcher, harness.world, harness.ledger) == [None]
 
 
 def test_a_job_that_is_being_closed_has_no_forecast_and_delays_no_other(tmp_path: Path) -> None:
@@ -93,11 +95,11 @@ def test_a_job_that_is_being_closed_has_no_forecast_and_delays_no_other(tmp_path
     assert forecast_seconds(dispatcher, world, *ledgers) == [None, 10 * ROW]
 
 
-def test_a_forecast_that_holds_is_not_written_again_and_again(house: PipelineHarness) -> None:
-    plan_by_hand(house.ledger, house.world, [list(range(100))])
-    house.dispatcher.add(house.ledger)
-    house.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
-    store = house.world.store
+def test_a_forecast_that_holds_is_not_written_again_and_again(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, [list(range(100))])
+    harness.dispatcher.add(harness.ledger)
+    harness.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+    store = harness.world.store
     assert isinstance(store, MemoryStore)
     writes: list[str] = []
     replace: Callable[[str, bytes], None] = store.replace
@@ -108,23 +110,23 @@ def test_a_forecast_that_holds_is_not_written_again_and_again(house: PipelineHar
 
     store.replace = counted  # type: ignore[method-assign]
     for _ in range(5):
-        house.dispatcher.tick()
-        house.world.clock.sleep(2.5)
-        house.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+        harness.dispatcher.tick()
+        harness.world.clock.sleep(2.5)
+        harness.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
     assert len(writes) == 2, "when it began, and when the first forecast was there"
 
 
 def test_forecasts_that_all_move_at_once_are_not_all_written_at_once(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = PipelineHarness(world, JobLedger(world.store))
-    plan_by_hand(house.ledger, world, [list(range(100))])
-    house.dispatcher.add(house.ledger)
+    harness = PipelineHarness(world, JobLedger(world.store))
+    plan_by_hand(harness.ledger, world, [list(range(100))])
+    harness.dispatcher.add(harness.ledger)
     etas = []
     for speed in range(1, 9):
-        house.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=float(speed)))
-        house.dispatcher.tick()
+        harness.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=float(speed)))
+        harness.dispatcher.tick()
         world.clock.sleep(2.5)
-        etas.append(cached(house.ledger).eta)
+        etas.append(cached(harness.ledger).eta)
     assert len(set(etas[1:])) == 2, "every ten seconds"
 
 

@@ -32,16 +32,16 @@ class ExpiringQueue(ChaoticQueue):
             del self.tasks[0]
 
 
-def test_a_lost_message_is_queued_again_after_growing_timeouts_up_to_the_maximum(house: PipelineHarness) -> None:
-    plan_by_hand(house.ledger, house.world, [[0]])
-    house.dispatcher.add(house.ledger)
+def test_a_lost_message_is_queued_again_after_growing_timeouts_up_to_the_maximum(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, [[0]])
+    harness.dispatcher.add(harness.ledger)
     put_at = []
     for _ in range(600):
-        house.dispatcher.tick()
-        if house.queue.tasks:
-            put_at.append(house.world.clock.monotonic())
-            house.queue.lose(0)
-        house.world.clock.sleep(1.0)
+        harness.dispatcher.tick()
+        if harness.queue.tasks:
+            put_at.append(harness.world.clock.monotonic())
+            harness.queue.lose(0)
+        harness.world.clock.sleep(1.0)
     assert put_at == [0.0, 30.0, 90.0, 210.0, 330.0, 450.0, 570.0]
 
 
@@ -52,38 +52,38 @@ def test_given_no_worker_for_a_night_then_the_shards_that_wait_are_on_the_queue_
     nor one of a job that comes in the morning."""
     world = simulated_world(tmp_path)
     queue = ExpiringQueue(world.clock, CeleryQueueSettings("memory://").message_lifetime)
-    house = PipelineHarness(world, JobLedger(world.store), queue)
-    plan_by_hand(house.ledger, world, [[0], [1], [2]])
-    house.dispatcher.add(house.ledger)
+    harness = PipelineHarness(world, JobLedger(world.store), queue)
+    plan_by_hand(harness.ledger, world, [[0], [1], [2]])
+    harness.dispatcher.add(harness.ledger)
     for _ in range(10 * 60):
         queue.expire()
-        house.dispatcher.tick()
+        harness.dispatcher.tick()
         assert {task.shard for task in queue.tasks} == {1, 2}, f"after {world.clock.monotonic():g} s"
         world.clock.sleep(60.0)
     assert len(queue.tasks) < 20, "what waits is not told over and over"
-    assert finish(house, house.client("first")).counts.total == 3
+    assert finish(harness, harness.client("first")).counts.total == 3
     assert world.clock.monotonic() <= 36_000.0 + LIFETIME
 
 
 def test_given_a_message_that_was_lost_four_times_then_a_good_worker_still_ends_the_job_within_minutes(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
     """The shard was seen in a dying worker's hands before it was lost for the last time: it is put at once, but what
     its losses had taught goes on to count."""
-    plan_by_hand(house.ledger, house.world, [[0, 1]], rejected=[2])
-    house.dispatcher.add(house.ledger)
+    plan_by_hand(harness.ledger, harness.world, [[0, 1]], rejected=[2])
+    harness.dispatcher.add(harness.ledger)
     for _ in range(4):
-        house.dispatcher.tick()
-        house.queue.lose(0)
-        house.world.clock.sleep(300.0)
-    house.dispatcher.tick()
-    dying = house.client("dying")
+        harness.dispatcher.tick()
+        harness.queue.lose(0)
+        harness.world.clock.sleep(300.0)
+    harness.dispatcher.tick()
+    dying = harness.client("dying")
     assert dying.take(0) is not None
-    house.dispatcher.tick()
-    house.world.clock.sleep(LIFETIME + 1)
-    house.dispatcher.tick()
-    assert [task.shard for task in house.queue.tasks] == [1]
-    house.queue.lose(0)
-    began = house.world.clock.monotonic()
-    assert finish(house, house.client("good")).counts.total == 3
-    assert house.world.clock.monotonic() - began <= DispatchSettings().max_retry_timeout_seconds + 1.0
+    harness.dispatcher.tick()
+    harness.world.clock.sleep(LIFETIME + 1)
+    harness.dispatcher.tick()
+    assert [task.shard for task in harness.queue.tasks] == [1]
+    harness.queue.lose(0)
+    began = harness.world.clock.monotonic()
+    assert finish(harness, harness.client("good")).counts.total == 3
+    assert harness.world.clock.monotonic() - began <= DispatchSettings().max_retry_timeout_seconds + 1.0

@@ -86,13 +86,13 @@ def test_given_many_idle_jobs_then_a_tick_reads_a_few_of_them_and_a_cancelled_on
     store: Counting, world: World
 ) -> None:
     ledgers = [job(world, f"job-{number:02d}") for number in range(JOBS)]
-    house, dispatcher = controller(world)
+    harness, dispatcher = controller(world)
     for _ in range(100):
-        house.tick()
+        harness.tick()
     assert all(dispatcher.progress(ledger.name) for ledger in ledgers)
     store.asked.clear()
     for _ in range(10):
-        house.tick()
+        harness.tick()
     # Two objects tell whether a job is open, and two shards wait in the queue.
     assert sum(store.asked.values()) <= 10 * (2 * MAX_OPEN_CHECKS + 2), store.asked
     assert store.asked["info manifest.json"] == 10 * MAX_OPEN_CHECKS, "what has ended would not be noticed"
@@ -100,47 +100,47 @@ def test_given_many_idle_jobs_then_a_tick_reads_a_few_of_them_and_a_cancelled_on
     cancelled = ledgers[7]
     cancelled.create_closing(Closing(kind="cancel", at=world.clock.now()))
     for _ in range(3):
-        house.tick()
+        harness.tick()
     manifest = cancelled.manifest()
     assert manifest is not None
     assert manifest.status is JobStatus.CANCELLED
     assert not list(store.list(CLOSE))
-    house.close()
+    harness.close()
 
 
 def test_given_a_job_of_a_root_when_its_deadline_passes_then_it_expires_without_a_marker(world: World) -> None:
     late = job(world, "late", deadline=timedelta(microseconds=1))
-    house, _ = controller(world)
+    harness, _ = controller(world)
     for _ in range(5):
-        house.tick()
+        harness.tick()
     manifest = late.manifest()
     assert manifest is not None
     assert manifest.status is JobStatus.EXPIRED
-    house.close()
+    harness.close()
 
 
 def test_given_many_new_jobs_when_adding_them_is_slow_then_each_tick_adds_a_few(world: World) -> None:
     ids = [job(world, f"job-{number:02d}").name for number in range(JOBS)]
-    house, dispatcher = controller(replace(world, clock=Hasty()))
+    harness, dispatcher = controller(replace(world, clock=Hasty()))
     counts = []
     for _ in range(JOBS):
-        house.tick()
+        harness.tick()
         counts.append(sum(dispatcher.progress(name) is not None for name in ids))
     assert 0 < counts[0] < 5
     assert counts[-1] == JOBS
-    house.close()
+    harness.close()
 
 
 def test_given_a_job_that_ended_when_it_was_to_be_cancelled_when_all_is_swept_then_no_marker_is_left(
     store: Counting, world: World
 ) -> None:
     open_job, ended = job(world, "open"), job(world, "ended", deadline=timedelta(microseconds=1))
-    house, _ = controller(world)
+    harness, _ = controller(world)
     for _ in range(5):
-        house.tick()
+        harness.tick()
     assert ended.manifest() is not None
     for ledger in (open_job, ended):
         ledger.create_closing(Closing(kind="cancel", at=world.clock.now()))
     sweep(store)
     assert [info.key for info in store.list(CLOSE)] == [f"{CLOSE}open"]
-    house.close()
+    harness.close()

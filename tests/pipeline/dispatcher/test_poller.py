@@ -101,11 +101,11 @@ def test_given_a_slow_store_many_requests_run_concurrently(store: Far, world: Wo
         commit(world, ledger, 12)
     store.answer = ANSWER
     with ThreadPoolExecutor(16) as together:
-        house = dispatcher(world, together)
+        harness = dispatcher(world, together)
         for ledger in ledgers:
-            house.add(ledger)
-        house.tick()
-    assert house.finished()
+            harness.add(ledger)
+        harness.tick()
+    assert harness.finished()
     assert all(ledger.manifest() is not None for ledger in ledgers)
     assert store.most >= 8
 
@@ -116,12 +116,12 @@ def test_given_a_large_job_that_is_taken_up_then_its_parts_are_read_over_several
     shards = MAX_PARTS_PER_POLL * 2
     ledger = planned(world, "large", shards + 1)
     commit(world, ledger, shards)
-    house = dispatcher(world)
-    house.add(ledger)
+    harness = dispatcher(world)
+    harness.add(ledger)
     done = []
     for _ in range(4):
-        house.tick({"large"})
-        progress = house.progress("large")
+        harness.tick({"large"})
+        progress = harness.progress("large")
         assert progress is not None
         done.append(progress.shards_done)
     assert done[0] == MAX_PARTS_PER_POLL < done[1] <= 2 * MAX_PARTS_PER_POLL
@@ -130,15 +130,15 @@ def test_given_a_large_job_that_is_taken_up_then_its_parts_are_read_over_several
 
 def test_given_jobs_that_wait_to_be_planned_a_tick_asks_for_few_of_their_plans(store: Far, world: World) -> None:
     names = [f"job-{number:03}" for number in range(5 * MAX_DEFERRABLE_READS)]
-    house = dispatcher(world)
+    harness = dispatcher(world)
     for name in names:
         ledger = JobLedger(world.store, f"jobs/{name}/")
         submit(order(), ledger, world, job_id=name)
-        house.add(ledger)
+        harness.add(ledger)
     plans, mine = [f"jobs/{name}/{segment_key(0)}" for name in names], names[-1]
     store.asked.clear()
     for turn in range(1, 6):
-        house.tick({mine})
+        harness.tick({mine})
         assert sum(store.asked[plan] for plan in plans) == turn * (MAX_DEFERRABLE_READS + 1)
     assert store.asked[plans[-1]] == 5, "its turn has come, and it can't wait"
     assert min(store.asked[plan] for plan in plans) == 1, "the others are looked at in turn"
@@ -152,13 +152,13 @@ def test_given_a_damaged_part_only_its_job_is_paused(store: Far, world: World) -
     store.delete(place)
     store.create(place, b"no parquet at all")
     with ThreadPoolExecutor(4) as together:
-        house = dispatcher(world, together)
-        house.add(good)
-        house.add(bad)
-        house.tick()
+        harness = dispatcher(world, together)
+        harness.add(good)
+        harness.add(bad)
+        harness.tick()
         assert good.manifest() is not None
         assert bad.manifest() is None
-        assert house.finished()
+        assert harness.finished()
         strict = Dispatcher(world, MemoryQueue(), MemoryHeartbeats(world.clock, 60.0), together=together)
         strict.add(bad)
         with pytest.raises(LedgerError, match="part-00001"):
@@ -169,9 +169,9 @@ def test_given_another_that_leads_now_a_tick_ends_between_two_jobs(world: World)
     ledgers = [planned(world, f"job-{number}", 1) for number in range(4)]
     for ledger in ledgers:
         commit(world, ledger, 1)
-    house = dispatcher(world)
+    harness = dispatcher(world)
     for ledger in ledgers:
-        house.add(ledger)
+        harness.add(ledger)
     answers = iter([True, True, False])
-    house.tick(still=lambda: next(answers))
+    harness.tick(still=lambda: next(answers))
     assert [ledger.manifest() is not None for ledger in ledgers] == [True, True, False, False]

@@ -32,7 +32,7 @@ HOURLY = 3_600.0
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> PipelineHarness:
+def harness(tmp_path: Path) -> PipelineHarness:
     return limited(simulated_world(tmp_path))
 
 
@@ -41,64 +41,64 @@ def limited(world: World) -> PipelineHarness:
 
 
 def spend(
-    house: PipelineHarness, seconds: float, client: ShardClient | None = None, turns: int = 200
+    harness: PipelineHarness, seconds: float, client: ShardClient | None = None, turns: int = 200
 ) -> Manifest | None:
     """A worker that takes so many seconds for each shard."""
-    client = client or house.client("w")
+    client = client or harness.client("w")
     for _ in range(turns):
-        house.dispatcher.tick()
-        if house.dispatcher.finished():
+        harness.dispatcher.tick()
+        if harness.dispatcher.finished():
             break
         if (work := client.take(0)) is not None:
             client.begin(work)
             client.commit(work, computed(work), report(work, seconds))
-        house.world.clock.sleep(1.0)
-    return house.ledger.manifest()
+        harness.world.clock.sleep(1.0)
+    return harness.ledger.manifest()
 
 
-def codes(house: PipelineHarness) -> Counter[str | None]:
-    return Counter(row["error_code"] for row in all_rows(house.ledger) if row["row"] % 5 != 4)
+def codes(harness: PipelineHarness) -> Counter[str | None]:
+    return Counter(row["error_code"] for row in all_rows(harness.ledger) if row["row"] % 5 != 4)
 
 
 def test_given_a_limit_when_the_next_shard_would_pass_it_then_the_job_ends_and_keeps_what_it_has(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    plan_by_hand(house.ledger, house.world, SHARDS, max_cost=7.0)
-    house.dispatcher.add(house.ledger)
-    manifest = spend(house, 2.0)
+    plan_by_hand(harness.ledger, harness.world, SHARDS, max_cost=7.0)
+    harness.dispatcher.add(harness.ledger)
+    manifest = spend(harness, 2.0)
     assert manifest is not None
-    assert manifest.status is house.ledger.status() is JobStatus.CANCELLED
+    assert manifest.status is harness.ledger.status() is JobStatus.CANCELLED
     assert (manifest.cost, manifest.counts.cancelled) == (6.0, 7), "a fourth shard would have made 8"
     assert manifest.counts.pending == 0
-    assert codes(house) == {None: 3, "spend_limit": 5}
-    reason = next(row["error_message"] for row in all_rows(house.ledger) if row["error_code"] == "spend_limit")
+    assert codes(harness) == {None: 3, "spend_limit": 5}
+    reason = next(row["error_message"] for row in all_rows(harness.ledger) if row["error_code"] == "spend_limit")
     assert "what the job may cost is 7: 6 is spent, and the next shard should cost 2" in reason
 
 
-def test_given_a_limit_that_is_enough_then_the_job_is_whole(house: PipelineHarness) -> None:
-    plan_by_hand(house.ledger, house.world, SHARDS, max_cost=20.0)
-    house.dispatcher.add(house.ledger)
-    manifest = spend(house, 2.0)
+def test_given_a_limit_that_is_enough_then_the_job_is_whole(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, SHARDS, max_cost=20.0)
+    harness.dispatcher.add(harness.ledger)
+    manifest = spend(harness, 2.0)
     assert manifest is not None
     assert (manifest.status, manifest.cost) == (JobStatus.COMPLETED, 20.0)
 
 
 def test_given_a_dispatcher_that_takes_over_then_it_counts_earlier_spending_and_dead_attempts(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    plan_by_hand(house.ledger, house.world, SHARDS, max_cost=7.0)
-    house.dispatcher.add(house.ledger)
-    client = house.client("w")
-    spend(house, 2.0, client, turns=2)
-    house.dispatcher.tick()
-    dies = house.client("dies")
+    plan_by_hand(harness.ledger, harness.world, SHARDS, max_cost=7.0)
+    harness.dispatcher.add(harness.ledger)
+    client = harness.client("w")
+    spend(harness, 2.0, client, turns=2)
+    harness.dispatcher.tick()
+    dies = harness.client("dies")
     work = dies.take(0)
     assert work is not None
     dies.begin(work)
     dies.checkpoint(work, CheckpointWork(FinishedRows([], []), [], generated=1, exposed=1, busy_seconds=2.5))
-    house.world.clock.sleep(LIFETIME + 1)
-    house.queue.tasks.clear()
-    after = limited(house.world)
+    harness.world.clock.sleep(LIFETIME + 1)
+    harness.queue.tasks.clear()
+    after = limited(harness.world)
     after.dispatcher.add(after.ledger)
     manifest = spend(after, 2.0)
     assert manifest is not None
@@ -107,18 +107,18 @@ def test_given_a_dispatcher_that_takes_over_then_it_counts_earlier_spending_and_
 
 
 def test_given_workers_with_prices_of_their_own_then_each_second_costs_its_workers_price(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    plan_by_hand(house.ledger, house.world, [[0], [1]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
+    plan_by_hand(harness.ledger, harness.world, [[0], [1]])
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
     for name, price, seconds in (("spot", 360.0, 10.0), ("on demand", 720.0, 5.0)):
-        client = priced(house, name, price)
+        client = priced(harness, name, price)
         work = client.take(0)
         assert work is not None
         client.begin(work)
         client.commit(work, computed(work), report(work, seconds))
-    manifest = spend(house, 0.0)
+    manifest = spend(harness, 0.0)
     assert manifest is not None
     assert manifest.cost == pytest.approx(10 * 0.1 + 5 * 0.2)
     assert manifest.price_per_hour == pytest.approx(480.0), "of a busy hour, on the mean"
@@ -129,25 +129,25 @@ def test_given_workers_with_prices_of_their_own_then_each_second_costs_its_worke
 
 def test_given_a_limit_and_workers_of_unknown_price_then_the_job_ends_with_that_reason(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = PipelineHarness(world, JobLedger(world.store))
-    plan_by_hand(house.ledger, house.world, SHARDS, max_cost=7.0)
-    house.dispatcher.add(house.ledger)
-    client = house.client("w")
+    harness = PipelineHarness(world, JobLedger(world.store))
+    plan_by_hand(harness.ledger, harness.world, SHARDS, max_cost=7.0)
+    harness.dispatcher.add(harness.ledger)
+    client = harness.client("w")
     client.send_heartbeat([])
-    manifest = spend(house, 2.0, client)
+    manifest = spend(harness, 2.0, client)
     assert manifest is not None
     assert (manifest.counts.cancelled, manifest.cost) == (10, None)
-    assert "its workers have no price per hour" in all_rows(house.ledger)[0]["error_message"]
+    assert "its workers have no price per hour" in all_rows(harness.ledger)[0]["error_message"]
 
 
 def test_given_a_shard_under_way_that_has_cost_the_limit_then_the_job_ends_without_waiting_for_it(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
     """While no speed is known one shard goes ahead, however small the limit: its checkpoints say what it costs."""
-    plan_by_hand(house.ledger, house.world, SHARDS, max_cost=0.001)
-    house.dispatcher.add(house.ledger)
-    client = house.client("w")
-    house.dispatcher.tick()
+    plan_by_hand(harness.ledger, harness.world, SHARDS, max_cost=0.001)
+    harness.dispatcher.add(harness.ledger)
+    client = harness.client("w")
+    harness.dispatcher.tick()
     work = client.take(0)
     assert work is not None
     client.begin(work)
@@ -155,17 +155,17 @@ def test_given_a_shard_under_way_that_has_cost_the_limit_then_the_job_ends_witho
     for _ in range(5):  # two heartbeats, and two looks of the dispatcher
         client.send_heartbeat([work])
         closing = client.find_revoked([work]).to_release
-        house.world.clock.sleep(1.0)
-        house.dispatcher.tick()
+        harness.world.clock.sleep(1.0)
+        harness.dispatcher.tick()
         if closing:
             break
     assert closing == {(work.job.id, work.shard)}, "the worker is told to give it back"
     client.release(work, generated=1, busy_seconds=3.0)
-    manifest = spend(house, 100.0, client)
+    manifest = spend(harness, 100.0, client)
     assert manifest is not None
     assert (manifest.status, manifest.ended_by) == (JobStatus.CANCELLED, "spend")
     assert manifest.cost == pytest.approx(3.0), "and no other shard was begun"
-    reason = next(row["error_message"] for row in all_rows(house.ledger) if row["error_code"] == "spend_limit")
+    reason = next(row["error_message"] for row in all_rows(harness.ledger) if row["error_code"] == "spend_limit")
     assert "what the job may cost is 0.001: 2.5 is spent" in reason
 
 
@@ -178,17 +178,17 @@ def test_no_shard_is_begun_once_the_limit_is_passed_under_random_events(
     """So a job costs no more than its limit and what was under way when that was passed. What shards cost has nothing
     to do with what they should, dispatchers come and go, and queues lose and repeat."""
     chaos = random.Random(seed)
-    house = limited(simulated_world(tmp_path_factory.mktemp("w"), seed=seed))
+    harness = limited(simulated_world(tmp_path_factory.mktemp("w"), seed=seed))
     limit = chaos.uniform(1, 30)
-    plan_by_hand(house.ledger, house.world, SHARDS, max_cost=limit)
-    house.dispatcher.add(house.ledger)
+    plan_by_hand(harness.ledger, harness.world, SHARDS, max_cost=limit)
+    harness.dispatcher.add(harness.ledger)
     names, works = ["w0", "w1", "w2"], list[tuple[ShardClient, ShardWork]]()
     prices = {name: chaos.choice([HOURLY, HOURLY * 3]) for name in names}
-    clients = [priced(house, name, prices[name]) for name in names]
+    clients = [priced(harness, name, prices[name]) for name in names]
     money, under_way = 0.0, None
     for turn in range(400):
-        house.dispatcher.tick()
-        if house.dispatcher.finished():
+        harness.dispatcher.tick()
+        if harness.dispatcher.finished():
             break
         client = chaos.choice(clients)
         if chaos.random() < 0.5 and (work := client.take(0)) is not None:
@@ -201,26 +201,26 @@ def test_no_shard_is_begun_once_the_limit_is_passed_under_random_events(
             client.commit(work, computed(work), report(work, seconds))
             money += seconds * prices[client.worker[:2]] / HOURLY
         elif turn < 200 and chaos.random() < 0.1:  # all die, and another dispatcher takes over
-            house = PipelineHarness(house.world, house.ledger, house.queue, house.settings)
-            house.dispatcher.add(house.ledger)
-            clients = [priced(house, f"{name} of {turn}", prices[name]) for name in names]
+            harness = PipelineHarness(harness.world, harness.ledger, harness.queue, harness.settings)
+            harness.dispatcher.add(harness.ledger)
+            clients = [priced(harness, f"{name} of {turn}", prices[name]) for name in names]
             works.clear()
         elif turn < 200:
-            chaos.choice([house.queue.lose, house.queue.repeat, house.queue.shuffle])(chaos.randrange(9))
+            chaos.choice([harness.queue.lose, harness.queue.repeat, harness.queue.shuffle])(chaos.randrange(9))
         for client in clients:
             client.send_heartbeat([work for whose, work in works if whose is client])
         if under_way is None and money > limit:
-            under_way = {work.shard for _, work in works} | {task.shard for task in house.queue.tasks}
-        house.world.clock.sleep(chaos.choice([0.5, 3.0]))
-    manifest = house.ledger.manifest()
+            under_way = {work.shard for _, work in works} | {task.shard for task in harness.queue.tasks}
+        harness.world.clock.sleep(chaos.choice([0.5, 3.0]))
+    manifest = harness.ledger.manifest()
     assert manifest is not None
     assert manifest.counts.pending == 0
     assert manifest.cost == pytest.approx(money)
 
 
-def priced(house: PipelineHarness, name: str, price: float) -> ShardClient:
+def priced(harness: PipelineHarness, name: str, price: float) -> ShardClient:
     return ShardClient(
-        name, house.world, lambda _: house.ledger, house.queue, house.heartbeats, house.dispatcher.finished,
+        name, harness.world, lambda _: harness.ledger, harness.queue, harness.heartbeats, harness.dispatcher.finished,
         models=MODELS, price_per_hour=price,
     )  # fmt: skip
 

@@ -37,13 +37,13 @@ from tests.servers.redis import RedisServer
 
 
 @pytest.fixture
-def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
-    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
-    house.make_topics(
-        house.requests, house.deadletter, *(f"{house.name}.{one}" for one in ("results", "events", "mine"))
+def harness(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
+    harness = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    harness.make_topics(
+        harness.requests, harness.deadletter, *(f"{harness.name}.{one}" for one in ("results", "events", "mine"))
     )
-    yield house
-    house.close()
+    yield harness
+    harness.close()
 
 
 class Dying:
@@ -81,21 +81,21 @@ class Counted:
         self.results.update(found["result_id"] or b"" for found in headers if "result_id" in found)
 
 
-def settings(house: KafkaHarness, **changes: Any) -> PublisherSettings:
+def settings(harness: KafkaHarness, **changes: Any) -> PublisherSettings:
     plain = PublisherSettings(
-        results_topic=f"{house.name}.results", events_topic=f"{house.name}.events",
-        reply_topics=frozenset({f"{house.name}.mine"}), rows_at_once=3,
+        results_topic=f"{harness.name}.results", events_topic=f"{harness.name}.events",
+        reply_topics=frozenset({f"{harness.name}.mine"}), rows_at_once=3,
     )  # fmt: skip
     return replace(plain, **changes)
 
 
-def take_in(house: KafkaHarness, said: Sequence[ProducedRecord]) -> list[JobLedger]:
-    """Bring records in through the door; their jobs."""
-    house.produce(said)
-    door = house.door(house.settings(reply_topics=frozenset({f"{house.name}.mine"})))
-    with house.running(door):
-        until(lambda: house.committed(0) == len(said), "taken in")
-    return house.ledgers()
+def take_in(harness: KafkaHarness, said: Sequence[ProducedRecord]) -> list[JobLedger]:
+    """Bring records in through the ingest; their jobs."""
+    harness.produce(said)
+    ingest = harness.ingest(harness.settings(reply_topics=frozenset({f"{harness.name}.mine"})))
+    with harness.running(ingest):
+        until(lambda: harness.committed(0) == len(said), "taken in")
+    return harness.ledgers()
 
 
 def compute(world: World, ledger: JobLedger, response: str | None = None) -> None:
@@ -118,28 +118,30 @@ def compute(world: World, ledger: JobLedger, response: str | None = None) -> Non
     raise AssertionError("the job did not end")
 
 
-def said(house: KafkaHarness) -> list[ProducedRecord]:
+def said(harness: KafkaHarness) -> list[ProducedRecord]:
     """Ten requests, one of them invalid; some reply elsewhere."""
-    reply = [("reply_to", f"{house.name}.mine".encode())]
+    reply = [("reply_to", f"{harness.name}.mine".encode())]
     good = [ProducedRecord(request(f"a{n}"), b"key-%d" % n, reply if n < 4 else []) for n in range(8)]
     return [*good, ProducedRecord(request("keyless"), None), ProducedRecord(b'{"custom_id": "broken"}', b"key-9")]
 
 
-def told(house: KafkaHarness, topic: str, count: int) -> list[tuple[bytes | None, bytes, dict[str, bytes]]]:
-    return [(found.key, found.value, dict(found.headers)) for found in house.consume(f"{house.name}.{topic}", count)]
+def told(harness: KafkaHarness, topic: str, count: int) -> list[tuple[bytes | None, bytes, dict[str, bytes]]]:
+    return [
+        (found.key, found.value, dict(found.headers)) for found in harness.consume(f"{harness.name}.{topic}", count)
+    ]
 
 
 def test_given_a_kafka_job_when_it_is_done_then_each_result_is_sent_with_its_records_key_and_replies(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    (ledger,) = take_in(house, said(house))
-    compute(house.world, ledger)
-    announcer = Publisher(house.world, house.sender, settings(house))
+    (ledger,) = take_in(harness, said(harness))
+    compute(harness.world, ledger)
+    announcer = Publisher(harness.world, harness.sender, settings(harness))
 
     assert announcer.look() == 1
     assert announcer.look() == 0, "all is announced"
 
-    results = told(house, "results", 10)
+    results = told(harness, "results", 10)
     assert len(results) == 10
     values = {
         value["custom_id"]: (key, value, headers) for key, raw, headers in results for value in [orjson.loads(raw)]
@@ -150,48 +152,48 @@ def test_given_a_kafka_job_when_it_is_done_then_each_result_is_sent_with_its_rec
     assert values["broken"][1]["error"]["code"] == "invalid_request"
     _, value, headers = values["a3"]
     assert headers["result_id"].decode() == value["id"] == result_id(ledger.name, value["row"])
-    assert headers["source"].decode() == f"{house.requests}/0/3"
-    replies = told(house, "mine", 4)
+    assert headers["source"].decode() == f"{harness.requests}/0/3"
+    replies = told(harness, "mine", 4)
     assert sorted(orjson.loads(raw)["custom_id"] for _, raw, _ in replies) == [f"a{n}" for n in range(4)]
-    events = [read_event(raw) for _, raw, _ in told(house, "events", 4)]
+    events = [read_event(raw) for _, raw, _ in told(harness, "events", 4)]
     assert [event.id.split("/")[1] for event in events] == ["accepted", "part-00000", "part-00001", "ended"]
     assert events[-1].model_dump()["status"] == JobStatus.COMPLETED
-    assert not list(house.store.list("intake/origins/")), "the origin has served"
+    assert not list(harness.store.list("intake/origins/")), "the origin has served"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sends", [0, 1, 2, 3, 4, 6, 8])
 def test_given_an_announcer_that_dies_between_a_send_and_its_marker_when_another_goes_on_then_repeats_are_identical(
-    house: KafkaHarness, sends: int
+    harness: KafkaHarness, sends: int
 ) -> None:
-    (ledger,) = take_in(house, said(house))
-    compute(house.world, ledger)
+    (ledger,) = take_in(harness, said(harness))
+    compute(harness.world, ledger)
     with pytest.raises(KeyboardInterrupt):
-        Publisher(house.world, Dying(house.sender, sends), settings(house)).look()
+        Publisher(harness.world, Dying(harness.sender, sends), settings(harness)).look()
 
-    assert Publisher(house.world, house.sender, settings(house)).look() == 1
+    assert Publisher(harness.world, harness.sender, settings(harness)).look() == 1
 
     for topic, name, different in (("results", "result_id", 10), ("mine", "result_id", 4), ("events", "event_id", 4)):
-        found = told(house, topic, different)
+        found = told(harness, topic, different)
         ids = Counter(headers[name] for _, _, headers in found)
         assert len(ids) == different, "something was never told"
         assert len({(key, value, headers[name]) for key, value, headers in found}) == different, "a repeat is different"
 
 
 def test_given_a_job_that_runs_when_parts_are_committed_then_they_are_announced_before_its_end(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    (ledger,) = take_in(house, said(house))
-    plan_job(ledger, ledger.job(), house.world)
-    announcer = Publisher(house.world, house.sender, settings(house))
+    (ledger,) = take_in(harness, said(harness))
+    plan_job(ledger, ledger.job(), harness.world)
+    announcer = Publisher(harness.world, harness.sender, settings(harness))
 
     assert announcer.look() == 0
-    early = told(house, "results", 1)
-    compute(house.world, ledger)
+    early = told(harness, "results", 1)
+    compute(harness.world, ledger)
     announcer.look()
 
     assert [orjson.loads(raw)["custom_id"] for _, raw, _ in early] == ["broken"]
-    assert len(told(house, "results", 10)) == 10
+    assert len(told(harness, "results", 10)) == 10
 
 
 class SetClock(SystemClock):
@@ -215,30 +217,30 @@ class Watched(Publisher):
 
 
 def test_given_an_idle_job_when_something_happens_then_it_is_announced_a_tenth_of_that_time_later_at_most(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    (ledger,) = take_in(house, said(house))
+    (ledger,) = take_in(harness, said(harness))
     clock = SetClock()
-    announcer = Watched(replace(house.world, clock=clock), house.sender, settings(house))
+    announcer = Watched(replace(harness.world, clock=clock), harness.sender, settings(harness))
     for second in range(600):
         clock.at = float(second)
         assert announcer.look() == 0
     assert 30 < announcer.looks < 80
-    compute(house.world, ledger)
+    compute(harness.world, ledger)
     clock.at = 660.0
 
     assert announcer.look() == 1
 
 
 def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the_results_location(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    (ledger,) = take_in(house, [ProducedRecord(request("a"), b"k")])
-    compute(house.world, ledger, orjson.dumps({"text": "x" * 1_200_000}).decode())
+    (ledger,) = take_in(harness, [ProducedRecord(request("a"), b"k")])
+    compute(harness.world, ledger, orjson.dumps({"text": "x" * 1_200_000}).decode())
 
-    Publisher(house.world, house.sender, settings(house)).look()
+    Publisher(harness.world, harness.sender, settings(harness)).look()
 
-    ((key, raw, headers),) = told(house, "results", 1)
+    ((key, raw, headers),) = told(harness, "results", 1)
     value = orjson.loads(raw)
     assert (key, value["custom_id"], value["response"]) == (b"k", "a", None)
     assert value["result_in"]["uri"].endswith(".parquet")
@@ -246,60 +248,60 @@ def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the
 
 
 def test_given_brokers_that_do_not_answer_when_results_are_sent_then_it_fails_and_nothing_is_marked(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    (ledger,) = take_in(house, [ProducedRecord(request("a"), b"k")])
-    compute(house.world, ledger)
-    away = KafkaHarness("127.0.0.1:1", house.name, house.folder, connect_timeout=0.5)
-    announcer = Publisher(house.world, away.sender, settings(house))
+    (ledger,) = take_in(harness, [ProducedRecord(request("a"), b"k")])
+    compute(harness.world, ledger)
+    away = KafkaHarness("127.0.0.1:1", harness.name, harness.folder, connect_timeout=0.5)
+    announcer = Publisher(harness.world, away.sender, settings(harness))
 
     assert announcer.look() == 0
     assert announcer.failures == 1
-    assert not list(house.store.list("announced/"))
+    assert not list(harness.store.list("announced/"))
     with pytest.raises(NotConfirmed, match="not confirmed"):
         announcer.announce(ledger)
-    assert Publisher(house.world, house.sender, settings(house)).look() == 1
+    assert Publisher(harness.world, harness.sender, settings(harness)).look() == 1
 
 
 def test_given_a_job_of_another_ingest_source_with_all_jobs_then_it_and_its_cancellation_are_announced(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    ledger = JobLedger(house.store, "jobs/job-one/")
-    job = submit(order(), ledger, house.world, job_id="job-one").job
+    ledger = JobLedger(harness.store, "jobs/job-one/")
+    job = submit(order(), ledger, harness.world, job_id="job-one").job
     ledger.create_closing(Closing(kind="cancel", at=job.created_at))
     own, every = (
-        Publisher(house.world, house.sender, settings(house, all_jobs=all_jobs)) for all_jobs in (False, True)
+        Publisher(harness.world, harness.sender, settings(harness, all_jobs=all_jobs)) for all_jobs in (False, True)
     )
 
     own.look()
-    assert not list(house.store.list("announced/"))
+    assert not list(harness.store.list("announced/"))
     every.look()
 
-    events = [read_event(raw) for _, raw, _ in told(house, "events", 2)]
+    events = [read_event(raw) for _, raw, _ in told(harness, "events", 2)]
     assert [event.id for event in events] == ["job-one/accepted", "job-one/cancelling"]
     assert events[1].at == job.created_at, "it says when it happened, not when it was told"
 
 
 def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_other_goes_on_and_nothing_is_sent_twice(
-    house: KafkaHarness, redis_server: RedisServer, tmp_path: Path
+    harness: KafkaHarness, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"".join(request(f"a{n}") + b"\n" for n in range(5)))
     clock, random = SystemClock(), SystemRandomness()
-    redis = RedisSettings(redis_server.url, prefix=house.name)
+    redis = RedisSettings(redis_server.url, prefix=harness.name)
     leases = [RedisLease(redis, "announcer", 6.0, clock, random) for _ in range(2)]
-    counted, stops = [Counted(house.sender) for _ in leases], [threading.Event() for _ in leases]
-    every = settings(house, all_jobs=True, every=0.02)
+    counted, stops = [Counted(harness.sender) for _ in leases], [threading.Event() for _ in leases]
+    every = settings(harness, all_jobs=True, every=0.02)
     announcers = [
-        Publisher(house.world, messages, every, lease) for messages, lease in zip(counted, leases, strict=True)
+        Publisher(harness.world, messages, every, lease) for messages, lease in zip(counted, leases, strict=True)
     ]
 
     def told_of(name: str) -> int:
         """Results of a new job, when all of it was announced."""
-        ledger = JobLedger(house.store, f"jobs/{name}/")
-        submit(order(input=pin_input(source)), ledger, house.world, job_id=name)
-        compute(house.world, ledger)
-        until(lambda: house.store.info(f"announced/jobs/{name}") is not None, f"{name} is announced")
+        ledger = JobLedger(harness.store, f"jobs/{name}/")
+        submit(order(input=pin_input(source)), ledger, harness.world, job_id=name)
+        compute(harness.world, ledger)
+        until(lambda: harness.store.info(f"announced/jobs/{name}") is not None, f"{name} is announced")
         manifest = ledger.manifest()
         assert manifest is not None
         return manifest.counts.total

@@ -22,8 +22,8 @@ import structlog
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.request_builder import InferenceSettings
-from pipeline.gateway.routes.dependencies import GatewaySettings
 from schemas.jobs.job import Tier
+from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.pipeline.made_jobs import PIN
 
@@ -50,7 +50,7 @@ def fuzzed_harness(folder: Path) -> Iterator[HttpHarness]:
     """A gateway with short responses, for fast tests."""
     most = dict.fromkeys(Tier, 64)
     asking = InferenceSettings(caps=most, default_max_tokens=5)
-    with run_http_harness(folder, settings=GatewaySettings(most_upload_bytes=1 << 20), asking=asking) as harness:
+    with run_http_harness(folder, settings=GatewayOptions(max_upload_bytes=1 << 20), asking=asking) as harness:
         yield harness
 
 

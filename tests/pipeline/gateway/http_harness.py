@@ -34,14 +34,14 @@ from pipeline.gateway.http.api_keys import ApiKeys
 from pipeline.gateway.http.auth import AuthMode, Authority
 from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.http.middleware import RequestMiddleware
-from pipeline.gateway.http.server import GatewayServer, ServerSettings, listen
+from pipeline.gateway.http.server import GatewayServer, listen
 from pipeline.gateway.inference.lane_bridge import LaneBridge, draining
 from pipeline.gateway.inference.models import ServedModels
 from pipeline.gateway.inference.request_builder import InferenceRequestBuilder, InferenceSettings
-from pipeline.gateway.inference.response_cache import CacheSettings, MemoryResponseStore, ResponseCache
+from pipeline.gateway.inference.response_cache import MemoryResponseStore, ResponseCache
 from pipeline.gateway.inference.responses import InferenceResponses, StreamSettings
 from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
-from pipeline.gateway.routes.dependencies import GatewayDependencies, GatewaySettings
+from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.gateway.status import Status
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.inputs.open import open_pinned
@@ -53,6 +53,7 @@ from pipeline.observability.exposition import Metrics
 from pipeline.ports import World
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.models import CatalogEntry
+from schemas.settings.gateway import CacheOptions, GatewayOptions
 from tests.pipeline.gateway.lane_worker import LaneWorker
 from tests.pipeline.gateway.witness import Watched, Witness
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report
@@ -110,20 +111,17 @@ def run_http_harness(
     auth: AuthMode = "auto",
     permits: int = 1_000_000,
     finalize: bool = True,
-    settings: GatewaySettings | None = None,
+    settings: GatewayOptions | None = None,
     intake: IntakeSettings | None = None,
     asking: InferenceSettings | None = None,
     streams: StreamSettings | None = None,
-    drain_seconds: float = 5.0,
     header_seconds: float = 20.0,
-    write_seconds: float = 60.0,
-    message_seconds: float = 30.0,
     max_connections: int = 4_000,
     s3: tuple[S3Store, S3Settings] | None = None,
     rates: RateSettings | None = None,
     limiter: RateLimiter | None = None,
     grace: float = 0.2,
-    cache: CacheSettings | None = None,
+    cache: CacheOptions | None = None,
     disk: Disk = LOCAL_DISK,
 ) -> Iterator[HttpHarness]:
     """Run a gateway until the block ends.
@@ -137,6 +135,7 @@ def run_http_harness(
         disk: of the root's folder.
         grace: seconds that a worker has to finish the shards of a cancelled batch.
     """
+    options = settings or GatewayOptions(drain_seconds=5.0)
     stop, permitted = threading.Event(), threading.Semaphore(permits)
     with ExitStack() as stack:
         store = stack.enter_context(FolderStore(folder / "root", disk=disk) if s3 is None else s3[0])
@@ -156,7 +155,7 @@ def run_http_harness(
             Batches(world, Intake(world, intake), files, finalizer, executor),
             ServedModels(store),
             Status(world, beats, 0.0),
-            settings or GatewaySettings(),
+            options,
             limiter or RateLimiter(clock, rates),
             http_metrics,
             Metrics(
@@ -177,15 +176,7 @@ def run_http_harness(
             clock,
             streams,
         )
-        chosen = ServerSettings(
-            port=0,
-            drain_seconds=drain_seconds,
-            header_seconds=header_seconds,
-            write_seconds=write_seconds,
-            message_seconds=message_seconds,
-            max_connections=max_connections,
-        )
-        server = GatewayServer(chosen, listen(chosen))
+        server = GatewayServer(options, listen("127.0.0.1", 0), header_seconds, max_connections)
         app = make_app(parts, server.draining.is_set, answers)
         inside: Any = app.app
         witness = Witness(inside.openapi())

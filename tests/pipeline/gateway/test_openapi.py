@@ -17,10 +17,10 @@ import schemathesis
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Authority
 from pipeline.gateway.openapi.document import REFUSALS
-from pipeline.gateway.routes.dependencies import GatewaySettings
 from pipeline.ledger.records import Tombstone
 from pipeline.ports import StoreFull
 from schemas.requests.limits import RateLimits
+from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.waiting import wait_for
 
@@ -34,7 +34,7 @@ UNKNOWN = {"file_id": "file-" + "0" * 25, "batch_id": "job-x", "stream_id": "htt
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    settings = GatewaySettings(most_upload_bytes=100_000, most_body_bytes=100_000, idle_seconds=0.2)
+    settings = GatewayOptions(max_upload_bytes=100_000, max_body_bytes=100_000, idle_seconds=0.2)
     with run_http_harness(tmp_path_factory.mktemp("harness"), settings=settings) as harness:
         yield harness
 

@@ -126,14 +126,14 @@ def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Pat
             worker = next(one for one in received[key]["workers"] if one["name"] == "w2")
             assert worker == {
                 "name": "w2", "models": sorted([PIN.name, "gone"]), "shards": 1, "waiting_tokens": 1_200,
-                "tokens_per_second": 310.5, "draining": True, "figures": metrics.model_dump(mode="json"),
+                "tokens_per_second": 310.5, "draining": True, "metrics": metrics.model_dump(mode="json"),
             }  # fmt: skip
-            assert worker["figures"]["tiers"]["bulk"]["ttft"]["counts"] == [0, 4]
+            assert worker["metrics"]["tiers"]["bulk"]["ttft"]["counts"] == [0, 4]
             assert received[key]["lane"] == {"open": 0, "waiting": 0}
         for key in (ours, theirs):  # the samples add up the work of all tenants
             assert {
                 "name": None, "models": sorted([PIN.name, "gone"]), "shards": None, "waiting_tokens": None,
-                "tokens_per_second": None, "draining": True, "figures": None,
+                "tokens_per_second": None, "draining": True, "metrics": None,
             } in received[key]["workers"]  # fmt: skip
             assert "w2" not in str(received[key])
             assert (received[key]["lane"], received[key]["answers"]) == (None, None)

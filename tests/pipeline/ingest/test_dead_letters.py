@@ -24,7 +24,7 @@ def test_given_a_record_when_it_is_written_and_found_then_nothing_of_it_is_lost(
     made = dead_letters.record(source(), "invalid_json", "line 1 is no JSON", b"\x00\xffpoison", headers, key=b"k\xff")
     found = dead_letters.find(made)
     assert found.replays == 0
-    assert (found.dead_letter.door, found.dead_letter.place, found.dead_letter.position) == (
+    assert (found.dead_letter.ingest_source, found.dead_letter.place, found.dead_letter.position) == (
         "kafka",
         "cluster/requests",
         "0-7",

@@ -106,7 +106,7 @@ def test_before_the_first_worker_a_job_has_to_wait(tmp_path: Path, options: dict
 
 
 def test_a_tenant_with_too_much_open_has_no_room_until_it_is_done(world: World) -> None:
-    intake = Intake(world, IntakeSettings(tenant_tokens=1_000, refresh_interval_seconds=5.0))
+    intake = Intake(world, IntakeSettings(max_tenant_tokens=1_000, refresh_interval_seconds=5.0))
     assert intake.room_for("a")
     big = replace(draft(tenant="a"), input=order().input.model_copy(update={"files": _sized(4_000)}))
     intake.accept(big)
@@ -119,7 +119,7 @@ def test_a_tenant_with_too_much_open_has_no_room_until_it_is_done(world: World) 
     assert not intake.room_for("a")
     world.clock.sleep(5.0)
     assert intake.room_for("a")
-    other = Intake(world, IntakeSettings(tenant_tokens=999))
+    other = Intake(world, IntakeSettings(max_tenant_tokens=999))
     assert not other.room_for("a"), "another process sees the same"
 
 

@@ -27,17 +27,17 @@ from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness, broken_s
 from tests.pipeline.simulation import START, MemoryStore, simulated_world
 
 
-def cancel(house: PipelineHarness, kind: Any = "cancel") -> bool:
-    return house.ledger.create_closing(Closing(kind=kind, at=house.world.clock.now()))
+def cancel(harness: PipelineHarness, kind: Any = "cancel") -> bool:
+    return harness.ledger.create_closing(Closing(kind=kind, at=harness.world.clock.now()))
 
 
 def begin(
-    house: PipelineHarness, shards: list[list[int]], rejected: list[int] | None = None, **changes: Any
+    harness: PipelineHarness, shards: list[list[int]], rejected: list[int] | None = None, **changes: Any
 ) -> ShardClient:
-    plan_by_hand(house.ledger, house.world, shards, rejected or [], **changes)
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    return house.client("w")
+    plan_by_hand(harness.ledger, harness.world, shards, rejected or [], **changes)
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    return harness.client("w")
 
 
 def log(client: ShardClient, work: ShardWork, count: int, *, more: int = 0, final: bool = False) -> None:
@@ -47,17 +47,17 @@ def log(client: ShardClient, work: ShardWork, count: int, *, more: int = 0, fina
     client.checkpoint(work, CheckpointWork(rows, (), 7 * count + more, EXPOSED, final))
 
 
-def test_given_a_cancelled_job_when_a_shard_was_never_taken_then_its_rows_say_so(house: PipelineHarness) -> None:
-    begin(house, [[1, 2], [3]], rejected=[0])
-    assert cancel(house)
-    house.world.clock.sleep(2.0)
-    house.dispatcher.tick()
+def test_given_a_cancelled_job_when_a_shard_was_never_taken_then_its_rows_say_so(harness: PipelineHarness) -> None:
+    begin(harness, [[1, 2], [3]], rejected=[0])
+    assert cancel(harness)
+    harness.world.clock.sleep(2.0)
+    harness.dispatcher.tick()
 
-    manifest = house.ledger.manifest()
+    manifest = harness.ledger.manifest()
     assert manifest is not None
-    assert manifest.status is house.ledger.status() is JobStatus.CANCELLED
+    assert manifest.status is harness.ledger.status() is JobStatus.CANCELLED
     assert (manifest.counts.total, manifest.counts.cancelled, manifest.counts.failed) == (4, 3, 1)
-    rows = {row["row"]: row for row in all_rows(house.ledger)}
+    rows = {row["row"]: row for row in all_rows(harness.ledger)}
     assert (rows[1]["status"], rows[1]["error_code"], rows[1]["status_code"]) == ("cancelled", "batch_cancelled", 409)
     assert rows[1]["error_message"].startswith("line 2 of the input: the job was cancelled")
     assert "\n" not in rows[1]["error_message"]
@@ -65,50 +65,50 @@ def test_given_a_cancelled_job_when_a_shard_was_never_taken_then_its_rows_say_so
 
 
 def test_given_what_a_dead_worker_logged_when_cancelled_then_finished_rows_are_kept_and_tokens_add_up(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    client = begin(house, [[0, 1, 2, 3]])
+    client = begin(harness, [[0, 1, 2, 3]])
     work = client.take(0)
     assert work is not None
     client.begin(work)
     log(client, work, 2, more=5)
-    house.world.clock.sleep(LIFETIME + 1)
-    cancel(house)
-    house.dispatcher.tick()
+    harness.world.clock.sleep(LIFETIME + 1)
+    cancel(harness)
+    harness.dispatcher.tick()
 
-    manifest = house.ledger.manifest()
+    manifest = harness.ledger.manifest()
     assert manifest is not None
     assert (manifest.counts.succeeded, manifest.counts.cancelled) == (2, 2)
-    assert {row["row"] for row in all_rows(house.ledger) if row["status"] == "succeeded"} == {2, 3}
+    assert {row["row"] for row in all_rows(harness.ledger) if row["status"] == "succeeded"} == {2, 3}
     assert manifest.usage.completion == 14
     assert manifest.usage.repeated == 5, "tokens of a row that was not finished are in no answer"
     assert manifest.repeated_at_most == 5 + 2 * EXPOSED
     assert manifest.engine_seconds >= 0
-    assert not [key for key in broken_store(house).objects if key.startswith("work/") and not key.endswith(".json")]
+    assert not [key for key in broken_store(harness).objects if key.startswith("work/") and not key.endswith(".json")]
 
 
 def test_given_a_live_worker_when_cancelled_then_it_is_told_and_what_it_gives_back_counts(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    client = begin(house, [[0, 1, 2], [3]])
+    client = begin(harness, [[0, 1, 2], [3]])
     work = client.take(0)
     assert work is not None
     client.send_heartbeat([work])
     assert client.find_revoked([work]) == RevokedShards()
-    cancel(house)
-    house.world.clock.sleep(1.5)
-    house.dispatcher.tick()
-    assert house.ledger.manifest() is None, "its worker is given time"
-    assert house.ledger.has_part(2), "nobody holds this one"
-    assert house.ledger.status() is JobStatus.CANCELLING
+    cancel(harness)
+    harness.world.clock.sleep(1.5)
+    harness.dispatcher.tick()
+    assert harness.ledger.manifest() is None, "its worker is given time"
+    assert harness.ledger.has_part(2), "nobody holds this one"
+    assert harness.ledger.status() is JobStatus.CANCELLING
     assert client.take(0) is None, "nothing is handed out any more"
     assert client.find_revoked([work]).to_release == {(work.job.id, work.shard)}
 
     log(client, work, 2, final=True)
     client.release(work, 14)
-    house.dispatcher.tick()
+    harness.dispatcher.tick()
 
-    manifest = house.ledger.manifest()
+    manifest = harness.ledger.manifest()
     assert manifest is not None
     assert (manifest.counts.succeeded, manifest.counts.cancelled) == (2, 2)
     assert manifest.usage.repeated == manifest.repeated_at_most == 0
@@ -116,21 +116,21 @@ def test_given_a_live_worker_when_cancelled_then_it_is_told_and_what_it_gives_ba
 
 def test_given_a_worker_that_never_lets_go_when_cancelled_then_it_is_waited_for_only_so_long(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(grace_seconds=5.0))
-    client = begin(house, [[0, 1]])
+    harness = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(grace_seconds=5.0))
+    client = begin(harness, [[0, 1]])
     work = client.take(0)
     assert work is not None
-    cancel(house)
-    while (manifest := house.ledger.manifest()) is None:
-        house.world.clock.sleep(1.0)
+    cancel(harness)
+    while (manifest := harness.ledger.manifest()) is None:
+        harness.world.clock.sleep(1.0)
         client.send_heartbeat([work])
-        house.dispatcher.tick()
-    assert house.world.clock.monotonic() == 6.0, "a second until it is noticed, and the grace"
+        harness.dispatcher.tick()
+    assert harness.world.clock.monotonic() == 6.0, "a second until it is noticed, and the grace"
     assert manifest.counts.cancelled == 2
 
-    before = dict(broken_store(house).objects)
+    before = dict(broken_store(harness).objects)
     assert client.commit(work, computed(work), report(work)) is False, "the closer was first, and its part stands"
-    assert all(broken_store(house).objects[key] == body for key, body in before.items() if key.startswith("results/"))
+    assert all(broken_store(harness).objects[key] == body for key, body in before.items() if key.startswith("results/"))
 
 
 class SlowStore(MemoryStore):
@@ -148,96 +148,98 @@ class SlowStore(MemoryStore):
 
 def test_given_a_large_cancelled_job_when_it_is_closed_then_others_are_served_between_its_parts(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = PipelineHarness(world, JobLedger(world.store))
-    begin(house, [[n] for n in range(10)])
-    cancel(house)
-    slow = replace(world, store=SlowStore(broken_store(house), world.clock))
-    dispatcher = Dispatcher(slow, house.queue, house.heartbeats, settings=DispatchSettings(closing_budget_seconds=2.5))
+    harness = PipelineHarness(world, JobLedger(world.store))
+    begin(harness, [[n] for n in range(10)])
+    cancel(harness)
+    slow = replace(world, store=SlowStore(broken_store(harness), world.clock))
+    dispatcher = Dispatcher(
+        slow, harness.queue, harness.heartbeats, settings=DispatchSettings(closing_budget_seconds=2.5)
+    )
     dispatcher.add(JobLedger(slow.store))
     took = []
-    while house.ledger.manifest() is None:
+    while harness.ledger.manifest() is None:
         begun = world.clock.monotonic()
         dispatcher.tick()
         took.append(world.clock.monotonic() - begun)
     assert len(took) == 4, "three parts in each tick, and the last with the job's end"
     assert max(took) <= 3.0, "no tick is for this job alone"
-    assert [row["status"] for row in all_rows(house.ledger)] == ["cancelled"] * 10
+    assert [row["status"] for row in all_rows(harness.ledger)] == ["cancelled"] * 10
 
 
-def test_given_all_parts_when_cancelled_too_late_then_the_job_is_completed(house: PipelineHarness) -> None:
-    client = begin(house, [[0]])
+def test_given_all_parts_when_cancelled_too_late_then_the_job_is_completed(harness: PipelineHarness) -> None:
+    client = begin(harness, [[0]])
     work = client.take(0)
     assert work is not None
     assert client.commit(work, computed(work), report(work))
-    cancel(house)
-    house.world.clock.sleep(2.0)
-    house.dispatcher.tick()
-    manifest = house.ledger.manifest()
+    cancel(harness)
+    harness.world.clock.sleep(2.0)
+    harness.dispatcher.tick()
+    manifest = harness.ledger.manifest()
     assert manifest is not None
     assert manifest.status is JobStatus.COMPLETED
 
 
-def test_given_a_deadline_when_it_passes_then_the_rest_expires_and_what_stands_stays(house: PipelineHarness) -> None:
-    client = begin(house, [[0, 1], [2, 3]], deadline=START + timedelta(hours=1))
+def test_given_a_deadline_when_it_passes_then_the_rest_expires_and_what_stands_stays(harness: PipelineHarness) -> None:
+    client = begin(harness, [[0, 1], [2, 3]], deadline=START + timedelta(hours=1))
     work = client.take(0)
     assert work is not None
     client.commit(work, computed(work), report(work))
-    house.world.clock.sleep(3590.0)
-    house.dispatcher.tick()
-    assert house.ledger.closing() is None
-    house.world.clock.sleep(11.0)
-    house.dispatcher.tick()
+    harness.world.clock.sleep(3590.0)
+    harness.dispatcher.tick()
+    assert harness.ledger.closing() is None
+    harness.world.clock.sleep(11.0)
+    harness.dispatcher.tick()
 
-    closing, manifest = house.ledger.closing(), house.ledger.manifest()
+    closing, manifest = harness.ledger.closing(), harness.ledger.manifest()
     assert closing is not None
     assert (closing.kind, closing.at) == ("expire", START + timedelta(seconds=3601))
     assert manifest is not None
     assert manifest.status is JobStatus.EXPIRED
     assert (manifest.counts.succeeded, manifest.counts.expired) == (2, 2)
-    assert {row["error_code"] for row in all_rows(house.ledger)} == {None, "batch_expired"}
+    assert {row["error_code"] for row in all_rows(harness.ledger)} == {None, "batch_expired"}
 
 
-def test_given_a_deadline_when_all_was_done_in_time_then_nothing_expires(house: PipelineHarness) -> None:
-    client = begin(house, [[0]], deadline=START + timedelta(hours=1))
+def test_given_a_deadline_when_all_was_done_in_time_then_nothing_expires(harness: PipelineHarness) -> None:
+    client = begin(harness, [[0]], deadline=START + timedelta(hours=1))
     work = client.take(0)
     assert work is not None
     client.commit(work, computed(work), report(work))
-    house.world.clock.sleep(7200.0)
-    house.dispatcher.tick()
-    manifest = house.ledger.manifest()
+    harness.world.clock.sleep(7200.0)
+    harness.dispatcher.tick()
+    manifest = harness.ledger.manifest()
     assert manifest is not None
     assert manifest.status is JobStatus.COMPLETED
-    assert house.ledger.closing() is None
+    assert harness.ledger.closing() is None
 
 
-def test_given_a_cancelled_job_when_its_deadline_passes_then_the_first_closing_counts(house: PipelineHarness) -> None:
-    begin(house, [[0]], deadline=START + timedelta(seconds=5))
-    assert cancel(house)
-    assert not cancel(house, "expire")
-    house.world.clock.sleep(60.0)
-    house.dispatcher.tick()
-    manifest = house.ledger.manifest()
+def test_given_a_cancelled_job_when_its_deadline_passes_then_the_first_closing_counts(harness: PipelineHarness) -> None:
+    begin(harness, [[0]], deadline=START + timedelta(seconds=5))
+    assert cancel(harness)
+    assert not cancel(harness, "expire")
+    harness.world.clock.sleep(60.0)
+    harness.dispatcher.tick()
+    manifest = harness.ledger.manifest()
     assert manifest is not None
     assert manifest.status is JobStatus.CANCELLED
 
 
 def test_given_a_job_that_is_still_being_planned_when_cancelled_then_it_ends_with_the_plan(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    job = plan_by_hand(house.ledger, house.world, [[0], [1]])
-    objects = broken_store(house).objects
+    job = plan_by_hand(harness.ledger, harness.world, [[0], [1]])
+    objects = broken_store(harness).objects
     segment = objects.pop("plan/00000.json")
-    cancel(house)
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    assert house.ledger.manifest() is None
-    progress = house.dispatcher.progress(job.id)
+    cancel(harness)
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    assert harness.ledger.manifest() is None
+    progress = harness.dispatcher.progress(job.id)
     assert progress is not None
     assert progress.status is JobStatus.CANCELLING
     objects["plan/00000.json"] = segment
-    house.dispatcher.tick()
-    assert house.queue.put_count == 0
-    manifest = house.ledger.manifest()
+    harness.dispatcher.tick()
+    assert harness.queue.put_count == 0
+    manifest = harness.ledger.manifest()
     assert manifest is not None
     assert manifest.counts.cancelled == 2
 
@@ -257,24 +259,24 @@ def test_given_any_race_of_closing_and_commits_then_each_row_has_one_result_and_
 ) -> None:
     chaos = random.Random(seed)
     world = simulated_world(tmp_path_factory.mktemp("scratch"), seed)
-    house = PipelineHarness(world, JobLedger(world.store))
+    harness = PipelineHarness(world, JobLedger(world.store))
     sizes = [chaos.randint(1, 4) for _ in range(chaos.randint(1, 6))]
     rows = list(range(sum(sizes)))
     shards = [[rows.pop(0) for _ in range(size)] for size in sizes]
     deadline = START + timedelta(seconds=chaos.uniform(1, 60)) if kind == "expire" else None
-    begin(house, shards, deadline=deadline)
-    clients = [house.client(f"w{number}") for number in range(2)]
+    begin(harness, shards, deadline=deadline)
+    clients = [harness.client(f"w{number}") for number in range(2)]
     works: list[tuple[ShardClient, ShardWork]] = []
     closes_at, events = chaos.randrange(60), 0
-    while not house.dispatcher.finished():
+    while not harness.dispatcher.finished():
         events += 1
         if kind == "cancel" and events >= closes_at:
-            cancel(house)
-        act(house, clients, works, chaos)
+            cancel(harness)
+        act(harness, clients, works, chaos)
 
-    manifest = house.ledger.manifest()
+    manifest = harness.ledger.manifest()
     assert manifest is not None
-    found = all_rows(house.ledger)
+    found = all_rows(harness.ledger)
     assert sorted(row["row"] for row in found) == list(range(sum(sizes)))
     by_status = Counter(row["status"] for row in found)
     assert manifest.counts.cancelled == by_status["cancelled"]
@@ -290,7 +292,10 @@ def test_given_any_race_of_closing_and_commits_then_each_row_has_one_result_and_
 
 
 def act(
-    house: PipelineHarness, clients: list[ShardClient], works: list[tuple[ShardClient, ShardWork]], chaos: random.Random
+    harness: PipelineHarness,
+    clients: list[ShardClient],
+    works: list[tuple[ShardClient, ShardWork]],
+    chaos: random.Random,
 ) -> None:
     """One random event."""
     client = chaos.choice(clients)
@@ -308,18 +313,18 @@ def act(
         client.release(mine[0][1], 7)
     elif event == "beat":
         client.send_heartbeat([work for _, work in mine])
-    elif event == "rival" and (closing := house.ledger.closing()) is not None:
-        segment = house.ledger.segment(0)
+    elif event == "rival" and (closing := harness.ledger.closing()) is not None:
+        segment = harness.ledger.segment(0)
         assert segment is not None
         shard = chaos.choice(segment.shards)
-        close_shard(house.ledger, house.ledger.job(), segment, shard, closing, house.world)
+        close_shard(harness.ledger, harness.ledger.job(), segment, shard, closing, harness.world)
     elif event in ("wait", "stall"):
-        house.world.clock.sleep(2.0 if event == "wait" else LIFETIME + 1)
+        harness.world.clock.sleep(2.0 if event == "wait" else LIFETIME + 1)
     if event in ("tick", "wait", "stall"):
-        house.dispatcher.tick()
+        harness.dispatcher.tick()
 
 
-def test_given_a_job_without_closing_when_it_ends_then_it_is_completed(house: PipelineHarness) -> None:
-    plan_by_hand(house.ledger, house.world, [[0, 4]], rejected=[1])
-    house.dispatcher.add(house.ledger)
-    assert finish(house, house.client("w")).status is JobStatus.COMPLETED
+def test_given_a_job_without_closing_when_it_ends_then_it_is_completed(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, [[0, 4]], rejected=[1])
+    harness.dispatcher.add(harness.ledger)
+    assert finish(harness, harness.client("w")).status is JobStatus.COMPLETED

@@ -23,11 +23,11 @@ from tests.pipeline.simulation import MemoryStore, simulated_world
 
 def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    house = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(price_per_hour=3.6))
-    plan_by_hand(house.ledger, world, [[0, 1], [2]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    client = house.client("w")
+    harness = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(price_per_hour=3.6))
+    plan_by_hand(harness.ledger, world, [[0, 1], [2]])
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    client = harness.client("w")
     first = client.take(0)
     world.clock.sleep(2.0)
     second = client.take(0)
@@ -37,7 +37,7 @@ def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
     client.commit(first, computed(first), report(first, seconds=5))  # engine 0 to 5
     client.commit(second, computed(second), report(second, seconds=6))  # engine 2 to 8
     world.clock.sleep(100.0)
-    manifest = finish(house, client)
+    manifest = finish(harness, client)
     assert manifest.wall_seconds == 10.0
     assert manifest.engine_seconds == 8.0, "shards overlap in the running batch; time is not counted twice"
     assert manifest.tokens_per_second == pytest.approx(21 / 8)
@@ -52,7 +52,7 @@ def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
 
 
 def test_given_a_newer_worker_whose_papers_say_more_when_an_older_dispatcher_reads_them_then_the_job_ends_as_ever(
-    house: PipelineHarness, monkeypatch: pytest.MonkeyPatch
+    harness: PipelineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in an upgrade that begins with the workers."""
 
@@ -62,119 +62,119 @@ def test_given_a_newer_worker_whose_papers_say_more_when_an_older_dispatcher_rea
     class NewerSummary(PartSummary):
         joules: float = 9.5
 
-    newer, work = taken(house, [[0, 1], [2]], "newer")
+    newer, work = taken(harness, [[0, 1], [2]], "newer")
     with monkeypatch.context() as patched:
         patched.setattr(shard_client, "AttemptRecord", NewerAttempt)
         patched.setattr(part_builder, "PartSummary", NewerSummary)
         newer.begin(work)
         assert newer.commit(work, computed(work), report(work))
-    assert b"joules" in house.ledger.store.read(part_key(1))
-    assert b"machine" in house.ledger.store.read(work_key(1, "attempt-0001.json"))
-    manifest = finish(house, house.client("older"))
+    assert b"joules" in harness.ledger.store.read(part_key(1))
+    assert b"machine" in harness.ledger.store.read(work_key(1, "attempt-0001.json"))
+    manifest = finish(harness, harness.client("older"))
     assert (manifest.counts.total, manifest.counts.succeeded) == (3, 3)
     assert (manifest.usage.prompt, manifest.usage.completion) == (15, 21)
 
 
-def test_the_time_between_two_runs_is_not_billed(house: PipelineHarness) -> None:
-    client, work = taken(house, [[0], [1]], "w")
-    house.world.clock.sleep(7.0)
+def test_the_time_between_two_runs_is_not_billed(harness: PipelineHarness) -> None:
+    client, work = taken(harness, [[0], [1]], "w")
+    harness.world.clock.sleep(7.0)
     client.commit(work, computed(work), report(work))
-    house.world.clock.sleep(86_400.0)
-    submit(order(), house.ledger, house.world)
-    assert finish(house, house.client("next day")).wall_seconds == pytest.approx(7.0, abs=2.0)
+    harness.world.clock.sleep(86_400.0)
+    submit(order(), harness.ledger, harness.world)
+    assert finish(harness, harness.client("next day")).wall_seconds == pytest.approx(7.0, abs=2.0)
 
 
-def test_an_attempt_that_died_without_a_word_is_bounded(house: PipelineHarness) -> None:
-    dies, work = taken(house, [[0, 1]], "dies")
+def test_an_attempt_that_died_without_a_word_is_bounded(harness: PipelineHarness) -> None:
+    dies, work = taken(harness, [[0, 1]], "dies")
     dies.begin(work)
-    house.world.clock.sleep(LIFETIME + 1)
-    manifest = finish(house, house.client("w"))
+    harness.world.clock.sleep(LIFETIME + 1)
+    manifest = finish(harness, harness.client("w"))
     assert (manifest.usage.repeated, manifest.repeated_at_most) == (0, 2 * EXPOSED)
 
 
 def test_given_a_death_after_all_was_logged_when_the_next_attempt_has_nothing_to_compute_then_it_is_bounded_too(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    dies, work = taken(house, [[0, 1]], "dies")
+    dies, work = taken(harness, [[0, 1]], "dies")
     dies.begin(work)
     dies.checkpoint(work, CheckpointWork(computed(work), [], generated=14, exposed=9))
-    house.dispatcher.tick()
-    house.world.clock.sleep(LIFETIME + 1)
-    house.dispatcher.tick()
-    client = house.client("w")
+    harness.dispatcher.tick()
+    harness.world.clock.sleep(LIFETIME + 1)
+    harness.dispatcher.tick()
+    client = harness.client("w")
     again = client.take(0)
     assert again is not None
     assert client.commit(again, FinishedRows([], []), ShardReport())
-    manifest = finish(house, client)
+    manifest = finish(harness, client)
     assert (manifest.usage.completion, manifest.usage.repeated, manifest.repeated_at_most) == (14, 0, 2 * 9)
 
 
 def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_that_it_sampled_is_counted(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    slow, work = taken(house, [[0, 1]], "slow")
+    slow, work = taken(harness, [[0, 1]], "slow")
     nothing = FinishedRows([], [])
     slow.begin(work)
     slow.checkpoint(work, CheckpointWork(nothing, [], generated=10, exposed=10))
-    house.queue.put(QUEUE, ShardTask(work.job.id, work.shard))
-    client = house.client("w", deaf=True)
+    harness.queue.put(QUEUE, ShardTask(work.job.id, work.shard))
+    client = harness.client("w", deaf=True)
     again = client.take(0)
     assert again is not None
     client.begin(again)
     slow.checkpoint(work, CheckpointWork(nothing, [], generated=18, exposed=8))
     assert client.commit(again, computed(again), report(again))
-    assert finish(house, client).usage.repeated == 18
+    assert finish(harness, client).usage.repeated == 18
 
 
 def test_given_an_attempt_that_lost_when_it_cleans_up_then_what_the_winner_never_saw_is_counted(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    plan_by_hand(house.ledger, house.world, [[0, 1]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    first, winner, loser = house.client("dies"), house.client("wins", deaf=True), house.client("loses", deaf=True)
+    plan_by_hand(harness.ledger, harness.world, [[0, 1]])
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    first, winner, loser = harness.client("dies"), harness.client("wins", deaf=True), harness.client("loses", deaf=True)
     works = []
     for client in (first, winner):
-        house.queue.put(QUEUE, ShardTask(house.ledger.job().id, 1))
+        harness.queue.put(QUEUE, ShardTask(harness.ledger.job().id, 1))
         works.append(client.take(0))
     dead, won = works
     assert dead is not None
     assert won is not None
     first.begin(dead)
     first.checkpoint(dead, CheckpointWork(FinishedRows([], []), [], generated=10, exposed=10))
-    house.queue.put(QUEUE, ShardTask(house.ledger.job().id, 1))
+    harness.queue.put(QUEUE, ShardTask(harness.ledger.job().id, 1))
     lost = loser.take(0)
     assert lost is not None
     assert lost.history.logged == {dead.attempt_id: 10}
     for client, work in ((winner, won), (loser, lost)):
         client.begin(work)
         assert client.commit(work, computed(work), report(work)) is (work is won)
-    assert finish(house, winner).usage.repeated == 10 + 14
+    assert finish(harness, winner).usage.repeated == 10 + 14
 
 
-def test_given_a_part_of_another_shard_then_the_job_is_not_ended(house: PipelineHarness) -> None:
-    commit_all(house)
-    objects = broken_store(house).objects
+def test_given_a_part_of_another_shard_then_the_job_is_not_ended(harness: PipelineHarness) -> None:
+    commit_all(harness)
+    objects = broken_store(harness).objects
     objects[part_key(1)] = objects[part_key(2)]
     with pytest.raises(LedgerError, match="damaged or renamed"):
-        house.dispatcher.tick()
-    assert house.ledger.manifest() is None
+        harness.dispatcher.tick()
+    assert harness.ledger.manifest() is None
 
 
-def test_given_a_part_of_another_job_then_the_job_is_not_ended(house: PipelineHarness, tmp_path: Path) -> None:
-    commit_all(house)
+def test_given_a_part_of_another_job_then_the_job_is_not_ended(harness: PipelineHarness, tmp_path: Path) -> None:
+    commit_all(harness)
     other = PipelineHarness(simulated_world(tmp_path, seed=9), JobLedger(MemoryStore()))
     other.ledger = JobLedger(other.world.store)
     commit_all(other)
-    broken_store(house).objects[part_key(1)] = broken_store(other).objects[part_key(1)]
+    broken_store(harness).objects[part_key(1)] = broken_store(other).objects[part_key(1)]
     with pytest.raises(BrokenInvariant, match="belongs to job"):
-        house.dispatcher.tick()
-    assert house.ledger.manifest() is None
+        harness.dispatcher.tick()
+    assert harness.ledger.manifest() is None
 
 
-def test_given_a_plan_that_promises_more_rows_then_the_job_is_not_ended(house: PipelineHarness) -> None:
-    commit_all(house)
-    objects = broken_store(house).objects
+def test_given_a_plan_that_promises_more_rows_then_the_job_is_not_ended(harness: PipelineHarness) -> None:
+    commit_all(harness)
+    objects = broken_store(harness).objects
     text = objects["plan/00000.json"].decode()
     objects["plan/00000.json"] = (
         text.replace('"rejected": 1', '"rejected": 2')
@@ -182,8 +182,8 @@ def test_given_a_plan_that_promises_more_rows_then_the_job_is_not_ended(house: P
         .replace('"end_row": 6', '"end_row": 7')
         .encode()
     )
-    dispatcher = Dispatcher(house.world, house.queue, house.heartbeats)
-    dispatcher.add(house.ledger)
+    dispatcher = Dispatcher(harness.world, harness.queue, harness.heartbeats)
+    dispatcher.add(harness.ledger)
     with pytest.raises(BrokenInvariant, match="holds 1 results for 2 rows"):
         dispatcher.tick()
-    assert house.ledger.manifest() is None
+    assert harness.ledger.manifest() is None

@@ -238,23 +238,23 @@ def test_the_first_results_stand_long_before_the_last_line_is_read(world: World,
     """Given a job of three segments, when the first one stands, then its shards are dispatched and committed although
     nothing behind it was planned, and the job ends when the rest is there."""
     ledger, job = accept(world, source)
-    house = PipelineHarness(world, ledger)
-    house.dispatcher.add(ledger)
+    harness = PipelineHarness(world, ledger)
+    harness.dispatcher.add(ledger)
     assert plan_job(ledger, job, world, most_segments=1) is not None
     assert [segment.last for segment in ledger.segments()] == [False]
-    client = house.client("w")
+    client = harness.client("w")
     for _ in range(5):
-        house.dispatcher.tick()
+        harness.dispatcher.tick()
         while (work := client.take(0)) is not None:
             client.commit(work, computed(work), report(work))
     assert refused_rows(ledger) == [3, 8, *(row for row in range(10) if row % 5 != 3)]
-    progress = house.dispatcher.progress(job.id)
+    progress = harness.dispatcher.progress(job.id)
     assert progress is not None
     assert (progress.status, progress.counts.total, progress.counts.pending) == (JobStatus.IN_PROGRESS, 10, 0)
     assert ledger.status() is JobStatus.IN_PROGRESS
     assert summarize_job(ledger).counts == progress.counts
     plan_job(ledger, job, world)
-    assert finish(house, client).counts.total == 25
+    assert finish(harness, client).counts.total == 25
     assert sorted(row["row"] for row in all_rows(ledger)) == list(range(25))
 
 

@@ -58,16 +58,16 @@ def begin(
     settings = JobSettings(plan=plan, rows=rows)
     job = submit(order(input=pin_input(source), settings=settings, retry_of=of), ledger, world).job
     plan_job(ledger, job, world)
-    house = PipelineHarness(world, ledger)
-    house.dispatcher.add(ledger)
-    return house
+    harness = PipelineHarness(world, ledger)
+    harness.dispatcher.add(ledger)
+    return harness
 
 
-def work(house: PipelineHarness, failing: dict[int, RowErrorCode], shards: int = 10**6, mark: str = "") -> None:
+def work(harness: PipelineHarness, failing: dict[int, RowErrorCode], shards: int = 10**6, mark: str = "") -> None:
     """Answer so many shards; some rows fail."""
-    client = house.client("w")
-    while not house.dispatcher.finished() and shards:
-        house.dispatcher.tick()
+    client = harness.client("w")
+    while not harness.dispatcher.finished() and shards:
+        harness.dispatcher.tick()
         while shards and (taken := client.take(0)) is not None:
             done = computed(taken, mark=mark)
             rows = [_outcome(row, failing) for row in done.rows]
@@ -83,11 +83,11 @@ def _outcome(row: ResultRow, failing: dict[int, RowErrorCode]) -> ResultRow:
     return ResultRow(row.custom_id, row.row, RowStatus.SUCCEEDED, 200, text="x", response='{"id": "x"}', model=MODEL)
 
 
-def cancel(house: PipelineHarness) -> None:
-    house.ledger.create_closing(Closing(kind="cancel", at=house.world.clock.now()))
-    house.world.clock.sleep(60.0)
-    house.dispatcher.tick()
-    assert house.dispatcher.finished()
+def cancel(harness: PipelineHarness) -> None:
+    harness.ledger.create_closing(Closing(kind="cancel", at=harness.world.clock.now()))
+    harness.world.clock.sleep(60.0)
+    harness.dispatcher.tick()
+    assert harness.dispatcher.finished()
 
 
 def rows_in(selection: RowSelection | None) -> list[int]:
@@ -105,28 +105,28 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_given_an_ended_job_when_its_rows_are_chosen_then_those_that_may_succeed_are(
     world: World, source: Path
 ) -> None:
-    house = begin(world, source, "first")
+    harness = begin(world, source, "first")
     failing = {3: RowErrorCode.ENGINE_ERROR, 12: RowErrorCode.CONTEXT_LENGTH_EXCEEDED, 4: RowErrorCode.REQUEST_TIMEOUT}
-    work(house, failing, shards=3)
+    work(harness, failing, shards=3)
     with pytest.raises(NothingToRetry, match="has not ended"):
-        choose_rows(house.ledger)
-    cancel(house)
+        choose_rows(harness.ledger)
+    cancel(harness)
 
-    cancelled = [row for row, status in statuses(house.ledger).items() if status == "cancelled"]
-    failed = [row for row, status in statuses(house.ledger).items() if status == "failed" and row in failing]
+    cancelled = [row for row, status in statuses(harness.ledger).items() if status == "cancelled"]
+    failed = [row for row, status in statuses(harness.ledger).items() if status == "failed" and row in failing]
     assert cancelled
     assert failed
     again = [row for row in failed if row != 12]
-    assert rows_in(choose_rows(house.ledger).rows) == sorted(cancelled + again)
-    assert rows_in(choose_rows(house.ledger, {RowStatus.CANCELLED}).rows) == sorted(cancelled)
-    assert rows_in(choose_rows(house.ledger, {RowStatus.FAILED}).rows) == sorted(again)
-    assert rows_in(choose_rows(house.ledger, {RowStatus.FAILED}, other_model=True).rows) == sorted(failed)
-    everything = choose_rows(house.ledger, include_invalid=True)
+    assert rows_in(choose_rows(harness.ledger).rows) == sorted(cancelled + again)
+    assert rows_in(choose_rows(harness.ledger, {RowStatus.CANCELLED}).rows) == sorted(cancelled)
+    assert rows_in(choose_rows(harness.ledger, {RowStatus.FAILED}).rows) == sorted(again)
+    assert rows_in(choose_rows(harness.ledger, {RowStatus.FAILED}, other_model=True).rows) == sorted(failed)
+    everything = choose_rows(harness.ledger, include_invalid=True)
     assert rows_in(everything.rows) == sorted(cancelled + failed + [9, 19, 29, 39, 25])
-    assert choose_rows(house.ledger).left_out["invalid_json"] == 4
-    assert choose_rows(house.ledger).left_out["duplicate_custom_id"] == 1
+    assert choose_rows(harness.ledger).left_out["invalid_json"] == 4
+    assert choose_rows(harness.ledger).left_out["duplicate_custom_id"] == 1
     with pytest.raises(NothingToRetry, match="no row is worth another try"):
-        choose_rows(house.ledger, {RowStatus.EXPIRED})
+        choose_rows(harness.ledger, {RowStatus.EXPIRED})
 
 
 def test_given_a_retry_when_it_is_planned_then_its_rows_keep_their_index_and_nothing_else_is_answered(
@@ -135,22 +135,22 @@ def test_given_a_retry_when_it_is_planned_then_its_rows_keep_their_index_and_not
     chosen = np.zeros(40, dtype=np.bool_)
     chosen[[2, 9, 17, 25, 33]] = True
     selection = RowSelection.of(chosen)
-    house = begin(world, source, "again", selection)
-    work(house, {})
+    harness = begin(world, source, "again", selection)
+    work(harness, {})
 
-    found = {row["row"]: row for row in all_rows(house.ledger)}
-    manifest = house.ledger.manifest()
+    found = {row["row"]: row for row in all_rows(harness.ledger)}
+    manifest = harness.ledger.manifest()
     assert manifest is not None
     assert manifest.counts.total == len(found) == 5
     assert {row: found[row]["custom_id"] for row in (2, 17, 33)} == {2: "id-2", 17: "id-17", 33: "id-33"}
     assert found[9]["error_code"] == "invalid_json"
     assert found[25]["error_code"] == "duplicate_custom_id", "line 22 has the id, though this job leaves it out"
-    segments = list(house.ledger.segments())
+    segments = list(harness.ledger.segments())
     assert segments[-1].end_row == 40
     assert sum(segment.unselected for segment in segments) == 35
-    other = order(input=pin_input(source), settings=house.ledger.job().settings.model_copy(update={"rows": None}))
+    other = order(input=pin_input(source), settings=harness.ledger.job().settings.model_copy(update={"rows": None}))
     with pytest.raises(DifferentJob, match=r"settings\.rows was 5 rows below 34"):
-        submit(other, house.ledger, world)
+        submit(other, harness.ledger, world)
 
 
 def test_given_a_chain_of_retries_when_merged_then_each_row_has_its_best_result_in_input_order(
@@ -201,8 +201,8 @@ def test_given_a_clock_that_was_set_back_between_retries_when_merged_then_the_la
         chain.append(retry(world, source, f"retry-{number}", chain[-1], chain[-1].ledger.job(), seconds))
         work(chain[-1], {20: code, 30: code})
 
-    retries = [house.ledger for house in (chain[2], chain[3], chain[1])]
-    assert order_retries(first.ledger, retries) == [house.ledger for house in chain[1:]]
+    retries = [harness.ledger for harness in (chain[2], chain[3], chain[1])]
+    assert order_retries(first.ledger, retries) == [harness.ledger for harness in chain[1:]]
     export(first.ledger, tmp_path / "all", retries=retries)
     assert lines_of(tmp_path / "all")[20]["error"]["code"] == codes[-1]
     with pytest.raises(NotItsRetry, match=f"retry-1.*: holds a retry of {chain[1].ledger.job().id}, not one of"):
@@ -243,14 +243,14 @@ def test_given_an_interrupted_plan_of_a_retry_when_planned_again_then_it_is_the_
 ) -> None:
     chosen = np.zeros(40, dtype=np.bool_)
     chosen[[1, 18, 35]] = True
-    house = begin(world, source, "again", RowSelection.of(chosen))
-    before = [segment.model_dump(exclude={"attempt", "shards", "rejects"}) for segment in house.ledger.segments()]
+    harness = begin(world, source, "again", RowSelection.of(chosen))
+    before = [segment.model_dump(exclude={"attempt", "shards", "rejects"}) for segment in harness.ledger.segments()]
     world.store.delete("again/plan/00001.json")
     world.store.delete("again/plan/00002.json")
-    plan_job(house.ledger, house.ledger.job(), world)
-    after = [segment.model_dump(exclude={"attempt", "shards", "rejects"}) for segment in house.ledger.segments()]
+    plan_job(harness.ledger, harness.ledger.job(), world)
+    after = [segment.model_dump(exclude={"attempt", "shards", "rejects"}) for segment in harness.ledger.segments()]
     assert after == before
-    house.dispatcher = Dispatcher(world, house.queue, house.heartbeats)
-    house.dispatcher.add(house.ledger)
-    work(house, {})
-    assert sorted(statuses(house.ledger)) == [1, 18, 35]
+    harness.dispatcher = Dispatcher(world, harness.queue, harness.heartbeats)
+    harness.dispatcher.add(harness.ledger)
+    work(harness, {})
+    assert sorted(statuses(harness.ledger)) == [1, 18, 35]

@@ -206,14 +206,14 @@ def test_a_job_that_was_refused_as_a_whole_does_not_stand_in_the_way(world: Worl
 def test_of_many_doors_at_once_one_makes_the_job(tmp_path: Path) -> None:
     barrier = threading.Barrier(6)
 
-    def door(_: int) -> SubmittedJob:
+    def submit_once(_: int) -> SubmittedJob:
         with FolderStore(tmp_path / "out") as store:
             world = World(store, SystemClock(), SystemRandomness(), store.scratch)
             barrier.wait()
             return submit(order(), JobLedger(store), world)
 
     with ThreadPoolExecutor(6) as pool:
-        outcomes = list(pool.map(door, range(6)))
+        outcomes = list(pool.map(submit_once, range(6)))
     assert [outcome.created for outcome in outcomes].count(True) == 1
     assert len({outcome.job.id for outcome in outcomes}) == 1
 

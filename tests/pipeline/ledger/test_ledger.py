@@ -181,8 +181,8 @@ def begin(ledger: JobLedger, name: str) -> AttemptRecord:
     )
 
 
-def test_attempts_are_numbered_and_retained_until_the_job_has_ended(house: PipelineHarness) -> None:
-    job, ledger = plan_by_hand(house.ledger, house.world, [[0]]), house.ledger
+def test_attempts_are_numbered_and_retained_until_the_job_has_ended(harness: PipelineHarness) -> None:
+    job, ledger = plan_by_hand(harness.ledger, harness.world, [[0]]), harness.ledger
     for name in "xyz":
         record = begin(ledger, name)
         ledger.record_end(1, EndRecord(attempt_id=name, generated=22))
@@ -190,8 +190,8 @@ def test_attempts_are_numbered_and_retained_until_the_job_has_ended(house: Pipel
     assert [(record.attempt, record.attempt_id) for record in ledger.attempts(1)] == [(1, "x"), (2, "y"), (3, "z")]
     assert [record.generated for record in ledger.ended(1)] == [22] * 3
 
-    house.dispatcher.add(ledger)
-    finish(house, house.client("w"))
+    harness.dispatcher.add(ledger)
+    finish(harness, harness.client("w"))
     assert ledger.attempts(1) == ledger.ended(1) == []
     assert len(ledger.runs()) == 1
     assert ledger.job() == job

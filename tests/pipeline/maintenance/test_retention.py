@@ -123,7 +123,7 @@ def test_given_results_that_are_too_old_when_collected_then_a_tombstone_has_the_
         export(ledger, tmp_path / "out.jsonl")
     with pytest.raises(ResultsRemoved, match="submit the input again"):
         choose_rows(ledger)
-    assert world.store.info("intake/kafka/c/t/00000/lines/0-a.jsonl") is not None, "the door may see the event again"
+    assert world.store.info("intake/kafka/c/t/00000/lines/0-a.jsonl") is not None, "the source may see the event again"
 
     world.clock.sleep(23 * DAY)
     assert run(world) == {RemovedKind.BATCH: 2}
@@ -206,9 +206,9 @@ def test_given_ingested_files_when_one_is_gone_then_only_its_marker_is_removed(t
         incoming.mkdir()
         for name in ("a.jsonl", "b.jsonl", "c.csv"):
             (incoming / name).write_text("{}\n")
-        door = FileIngestSource(FolderInbox(store, clock), Intake(world), world)
+        source = FileIngestSource(FolderInbox(store, clock), Intake(world), world)
         for _ in range(2):
-            door.sweep()
+            source.sweep()
             clock.sleep(2.0)
         assert len(list(store.list("taken/"))) == 3
         assert run(world) == {}
@@ -271,7 +271,7 @@ def test_given_any_root_when_collections_are_cut_off_anywhere_then_open_jobs_are
         batch = chance.choice([None, f"intake/kafka/c/t/00000/lines/{number % 2}-{number}.jsonl"])
         ledger = ledger_of(store, name)
         if chance.random() < 0.2:
-            mark(ledger)  # a door that died
+            mark(ledger)  # a source that died
             continue
         world.clock.sleep(chance.choice([0.0, 10 * DAY]))
         ledger = planned_in_memory(world, name, batch)

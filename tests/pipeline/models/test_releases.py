@@ -24,17 +24,17 @@ from tests.pipeline.simulation import MemoryStore
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> ReleasesHouse:
+def harness(tmp_path: Path) -> ReleasesHouse:
     return ReleasesHouse(tmp_path)
 
 
-def store_of(house: ReleasesHouse) -> MemoryStore:
-    assert isinstance(house.world.store, MemoryStore)
-    return house.world.store
+def store_of(harness: ReleasesHouse) -> MemoryStore:
+    assert isinstance(harness.world.store, MemoryStore)
+    return harness.world.store
 
 
-def test_given_a_candidate_when_it_comes_then_only_its_digest_names_it(house: ReleasesHouse) -> None:
-    catalog = Catalog(house.world.store)
+def test_given_a_candidate_when_it_comes_then_only_its_digest_names_it(harness: ReleasesHouse) -> None:
+    catalog = Catalog(harness.world.store)
     assert [entry.pin.digest for entry in catalog.entries()] == [OLD.pin.digest]
     found = catalog.find(f"{MODEL}@{NEW.pin.digest}")
     assert found is not None
@@ -44,182 +44,184 @@ def test_given_a_candidate_when_it_comes_then_only_its_digest_names_it(house: Re
 
 
 def test_given_answers_alike_when_enough_are_compared_then_it_is_promoted_and_no_copy_stays(
-    house: ReleasesHouse,
+    harness: ReleasesHouse,
 ) -> None:
-    ledger = house.job("job-1", 5)
+    ledger = harness.job("job-1", 5)
     before = all_rows(ledger)
-    release = house.begin()
-    assert house.shadow(release) == 5
-    assert {key for key in store_of(house).objects if "shadow" in key} == set(
-        ShadowCopies(house.world.store, release).standing()
+    release = harness.begin()
+    assert harness.shadow(release) == 5
+    assert {key for key in store_of(harness).objects if "shadow" in key} == set(
+        ShadowCopies(harness.world.store, release).standing()
     )
-    house.keeper.look()
-    last = house.book.last(MODEL)
+    harness.keeper.look()
+    last = harness.book.last(MODEL)
     assert last is not None
     assert last.outcome is not None
     assert (last.outcome.verdict, last.outcome.by) == ("promoted", "comparison")
     assert last.outcome.comparison is not None
     assert (last.outcome.comparison.shards, last.outcome.comparison.rows) == (4, 16), "a look sees so many and no more"
-    entry = Catalog(house.world.store).find(MODEL)
+    entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == NEW.pin
-    assert ShadowCopies(house.world.store, release).standing() == []
+    assert ShadowCopies(harness.world.store, release).standing() == []
     assert all_rows(ledger) == before
-    assert house.keeper.metrics.ended == {(MODEL, "promoted"): 1}
+    assert harness.keeper.metrics.ended == {(MODEL, "promoted"): 1}
 
 
-def test_given_other_answers_when_enough_are_compared_then_it_is_rolled_back_and_says_why(house: ReleasesHouse) -> None:
-    house.job("job-1", 6)
-    release = house.begin()
-    house.shadow(release, mark="other ")
-    house.keeper.look()
-    last = house.book.last(MODEL)
+def test_given_other_answers_when_enough_are_compared_then_it_is_rolled_back_and_says_why(
+    harness: ReleasesHouse,
+) -> None:
+    harness.job("job-1", 6)
+    release = harness.begin()
+    harness.shadow(release, mark="other ")
+    harness.keeper.look()
+    last = harness.book.last(MODEL)
     assert last is not None
     assert last.outcome is not None
     assert last.outcome.verdict == "rolled_back"
     assert last.outcome.reasons == ("agreement of answers: 0 (0 to 0), the limit is 0.8",)
-    entry = Catalog(house.world.store).find(MODEL)
+    entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == OLD.pin
 
 
-def test_given_a_release_when_it_was_decided_then_nothing_can_change_that_by_itself(house: ReleasesHouse) -> None:
+def test_given_a_release_when_it_was_decided_then_nothing_can_change_that_by_itself(harness: ReleasesHouse) -> None:
     # given a version that was rolled back
-    house.job("job-1", 6)
-    release = house.begin()
-    house.shadow(release, mark="other ")
-    house.keeper.look()
+    harness.job("job-1", 6)
+    release = harness.begin()
+    harness.shadow(release, mark="other ")
+    harness.keeper.look()
     # when its copies are all good after that, and its worker says again that it is there
-    house.shadow(release)
-    house.book.publish(NEW)
-    house.book.publish(NEW, candidate=True)
-    house.book.end(release, "promoted", "comparison", house.world.clock.now())
-    house.keeper.look()
+    harness.shadow(release)
+    harness.book.publish(NEW)
+    harness.book.publish(NEW, candidate=True)
+    harness.book.end(release, "promoted", "comparison", harness.world.clock.now())
+    harness.keeper.look()
     # then the name is still the old one's
-    entry = Catalog(house.world.store).find(MODEL)
+    entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == OLD.pin
     # and a worker that looked too early, and took the name, is set right
-    Catalog(house.world.store).publish(NEW)
-    house.keeper.look()
-    entry = Catalog(house.world.store).find(MODEL)
+    Catalog(harness.world.store).publish(NEW)
+    harness.keeper.look()
+    entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == OLD.pin
 
 
 def test_given_an_old_version_whose_worker_comes_back_after_the_promotion_then_the_name_stays_the_new_ones(
-    house: ReleasesHouse,
+    harness: ReleasesHouse,
 ) -> None:
-    house.book.end(house.begin(), "promoted", "operator", house.world.clock.now())
-    assert house.book.publish(OLD) is False
-    entry = Catalog(house.world.store).find(MODEL)
+    harness.book.end(harness.begin(), "promoted", "operator", harness.world.clock.now())
+    assert harness.book.publish(OLD) is False
+    entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == NEW.pin
     # until somebody goes back
-    house.book.roll_back_promoted(MODEL, house.world.clock.now())
-    assert house.book.publish(OLD) is True
-    entry = Catalog(house.world.store).find(MODEL)
+    harness.book.roll_back_promoted(MODEL, harness.world.clock.now())
+    assert harness.book.publish(OLD) is True
+    entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == OLD.pin
-    assert [standing.release.number for standing in house.book.history(MODEL)] == [1, 2]
+    assert [standing.release.number for standing in harness.book.history(MODEL)] == [1, 2]
 
 
-def test_given_too_little_to_compare_when_its_time_is_over_then_it_is_rolled_back(house: ReleasesHouse) -> None:
-    house.job("job-1", 2)
-    release = house.begin(RULES.model_copy(update={"longest_seconds": 60.0}))
-    house.shadow(release)
-    house.keeper.look()
-    assert house.keeper.metrics.open[MODEL].shards == 2
-    house.world.clock.sleep(61)
-    house.keeper.look()
-    last = house.book.last(MODEL)
+def test_given_too_little_to_compare_when_its_time_is_over_then_it_is_rolled_back(harness: ReleasesHouse) -> None:
+    harness.job("job-1", 2)
+    release = harness.begin(RULES.model_copy(update={"longest_seconds": 60.0}))
+    harness.shadow(release)
+    harness.keeper.look()
+    assert harness.keeper.metrics.open[MODEL].shards == 2
+    harness.world.clock.sleep(61)
+    harness.keeper.look()
+    last = harness.book.last(MODEL)
     assert last is not None
     assert last.outcome is not None
     assert (last.outcome.verdict, last.outcome.by) == ("rolled_back", "time")
 
 
-def test_given_a_shadow_release_when_it_was_compared_then_an_operator_decides(house: ReleasesHouse) -> None:
-    house.job("job-1", 8)
-    release = house.begin(mode="shadow")
-    house.shadow(release, mark="other ")
-    house.keeper.look()
-    last = house.book.last(MODEL)
+def test_given_a_shadow_release_when_it_was_compared_then_an_operator_decides(harness: ReleasesHouse) -> None:
+    harness.job("job-1", 8)
+    release = harness.begin(mode="shadow")
+    harness.shadow(release, mark="other ")
+    harness.keeper.look()
+    last = harness.book.last(MODEL)
     assert last is not None
     assert last.outcome is None
-    assert house.keeper.metrics.open[MODEL].shards == 8
+    assert harness.keeper.metrics.open[MODEL].shards == 8
 
 
-def test_given_drift_beyond_the_limit_when_answers_agree_then_it_is_rolled_back(house: ReleasesHouse) -> None:
-    house.job("job-1", 5)
-    release = house.begin()
-    house.book.record_drift(release, LogprobDrift(mean=0.9, most=2.0, tokens=100))
-    house.shadow(release)
-    house.keeper.look()
-    last = house.book.last(MODEL)
+def test_given_drift_beyond_the_limit_when_answers_agree_then_it_is_rolled_back(harness: ReleasesHouse) -> None:
+    harness.job("job-1", 5)
+    release = harness.begin()
+    harness.book.record_drift(release, LogprobDrift(mean=0.9, most=2.0, tokens=100))
+    harness.shadow(release)
+    harness.keeper.look()
+    last = harness.book.last(MODEL)
     assert last is not None
     assert last.outcome is not None
     assert last.outcome.reasons == ("log-probabilities differ by 0.9, the limit is 0.5",)
 
 
 def test_given_jobs_of_other_versions_and_a_share_when_copies_are_taken_then_only_of_what_belongs_to_it(
-    house: ReleasesHouse,
+    harness: ReleasesHouse,
 ) -> None:
     other = OLD.pin.model_copy(update={"digest": "sha256:" + "2" * 64})
-    house.job("job-other", 3, other)
-    house.job("job-1", 60)
-    release = house.begin(RULES.model_copy(update={"share": 0.5}))
-    taken = house.shadow(release)
+    harness.job("job-other", 3, other)
+    harness.job("job-1", 60)
+    release = harness.begin(RULES.model_copy(update={"share": 0.5}))
+    taken = harness.shadow(release)
     assert 18 <= taken <= 42
-    copies = ShadowCopies(house.world.store, release)
+    copies = ShadowCopies(harness.world.store, release)
     assert all("/job-1-" in key for key in copies.standing())
-    again = ShadowClient("another", house.world, release)
+    again = ShadowClient("another", harness.world, release)
     assert again.take(0) is None, "all workers choose the same"
 
 
-def test_given_a_candidate_at_work_when_the_release_ends_then_its_shards_are_revoked(house: ReleasesHouse) -> None:
-    house.job("job-1", 3)
-    release = house.begin()
-    client = ShadowClient("candidate", house.world, release)
+def test_given_a_candidate_at_work_when_the_release_ends_then_its_shards_are_revoked(harness: ReleasesHouse) -> None:
+    harness.job("job-1", 3)
+    release = harness.begin()
+    client = ShadowClient("candidate", harness.world, release)
     work = client.take(0)
     assert work is not None
     assert client.find_revoked([work]) == RevokedShards()
-    house.book.end(release, "rolled_back", "operator", house.world.clock.now())
+    harness.book.end(release, "rolled_back", "operator", harness.world.clock.now())
     assert client.find_revoked([work]).to_release == {("job-1", work.shard)}
     assert client.take(POLL_INTERVAL_SECONDS) is None
     assert client.finished()
 
 
-def test_given_a_candidate_at_work_when_its_writes_are_read_then_none_is_below_jobs(house: ReleasesHouse) -> None:
-    house.job("job-1", 5)
-    release = house.begin()
-    written = len(store_of(house).changes)
-    house.shadow(release)
-    keys = [key for key, _ in store_of(house).changes[written:]]
+def test_given_a_candidate_at_work_when_its_writes_are_read_then_none_is_below_jobs(harness: ReleasesHouse) -> None:
+    harness.job("job-1", 5)
+    release = harness.begin()
+    written = len(store_of(harness).changes)
+    harness.shadow(release)
+    keys = [key for key, _ in store_of(harness).changes[written:]]
     assert len(keys) == 5
     assert all(key.startswith(f"{RELEASES}{release.id}/shadow/") for key in keys)
     assert not any(key.startswith(JOBS) for key in keys)
 
 
-def test_given_two_that_begin_a_release_when_they_race_then_one_wins(house: ReleasesHouse) -> None:
-    release = house.begin()
+def test_given_two_that_begin_a_release_when_they_race_then_one_wins(harness: ReleasesHouse) -> None:
+    release = harness.begin()
     with pytest.raises(ReleaseError, match="release 1 of tiny is not decided yet"):
-        house.begin()
-    house.book.end(release, "rolled_back", "operator", house.world.clock.now())
+        harness.begin()
+    harness.book.end(release, "rolled_back", "operator", harness.world.clock.now())
     with pytest.raises(ReleaseError, match="nothing is new"):
-        house.book.begin(MODEL, OLD, RULES, house.world.clock.now())
+        harness.book.begin(MODEL, OLD, RULES, harness.world.clock.now())
     with pytest.raises(ReleaseError, match="nothing to go back from"):
-        house.book.roll_back_promoted(MODEL, house.world.clock.now())
+        harness.book.roll_back_promoted(MODEL, harness.world.clock.now())
     with pytest.raises(ReleaseError, match="no worker has served other yet"):
-        house.book.begin("other", NEW, RULES, house.world.clock.now())
+        harness.book.begin("other", NEW, RULES, harness.world.clock.now())
 
 
 def test_given_a_worker_with_other_weights_under_the_name_when_a_job_is_open_then_it_never_takes_its_shards(
-    house: ReleasesHouse,
+    harness: ReleasesHouse,
 ) -> None:
-    ledger = house.job("job-1", 1)
-    store_of(house).delete(f"{ledger.prefix}results/part-00001.parquet")  # as before it was computed
-    right, queue = house.worker([OLD.pin])
-    wrong, others = house.worker([NEW.pin])
+    ledger = harness.job("job-1", 1)
+    store_of(harness).delete(f"{ledger.prefix}results/part-00001.parquet")  # as before it was computed
+    right, queue = harness.worker([OLD.pin])
+    wrong, others = harness.worker([NEW.pin])
     for one in (queue, others):
         one.put(queue_name(OLD.pin.key, Tier.STANDARD), ShardTask("job-1", 1))
     assert wrong.take(0) is None
@@ -243,19 +245,19 @@ class Topic:
 
 
 def test_given_ended_releases_when_announced_then_each_is_published_once_it_can_be_sent(
-    house: ReleasesHouse,
+    harness: ReleasesHouse,
 ) -> None:
     topic = Topic(failures=1)
-    news = ReleaseEventPublisher(house.world.store, topic, "events")
-    release = house.begin()
+    news = ReleaseEventPublisher(harness.world.store, topic, "events")
+    release = harness.begin()
     news.look()
     assert topic.sent == []
-    house.book.end(release, "promoted", "operator", house.world.clock.now())
-    house.book.roll_back_promoted(MODEL, house.world.clock.now())
+    harness.book.end(release, "promoted", "operator", harness.world.clock.now())
+    harness.book.roll_back_promoted(MODEL, harness.world.clock.now())
     with pytest.raises(NotConfirmed):
         news.look()
     news.look()
-    ReleaseEventPublisher(house.world.store, topic, "events").look()
+    ReleaseEventPublisher(harness.world.store, topic, "events").look()
     events = [read_event(message.value or b"") for message in topic.sent]
     assert all(isinstance(event, ReleaseEnded) for event in events)
     told = [(event.release, event.verdict, event.candidate) for event in events if isinstance(event, ReleaseEnded)]

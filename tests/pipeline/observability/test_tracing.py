@@ -89,7 +89,7 @@ def test_given_a_traceparent_as_text_or_bytes_then_it_is_read_as_it_is() -> None
 def test_given_no_tracing_then_there_is_one_shared_span_and_none_is_current() -> None:
     span = NO_TRACES.begin("x", {"a": 1}, parent=SENT)
     assert span is NO_SPAN
-    with working_for(span), ingest_span(NO_TRACES, "door", (SENT,)) as inner:
+    with working_for(span), ingest_span(NO_TRACES, "kafka batch", (SENT,)) as inner:
         assert inner is NO_SPAN
         assert current_traceparent() is None
         assert structlog.contextvars.get_contextvars() == {}
@@ -115,7 +115,7 @@ def test_given_a_span_then_its_children_and_log_lines_belong_to_it(traced: Trace
 
 
 def test_given_a_failure_then_the_span_has_the_errors_name_and_not_its_message(traced: Traced) -> None:
-    with pytest.raises(KeyError), ingest_span(traced.traces, "door", ()):
+    with pytest.raises(KeyError), ingest_span(traced.traces, "kafka batch", ()):
         raise KeyError("a prompt, perhaps")
     (span,) = traced.spans.values()
     assert (span.status.is_ok, span.status.description, span.events) == (False, "KeyError", ())
@@ -128,9 +128,9 @@ def test_given_a_failure_then_the_span_has_the_errors_name_and_not_its_message(t
 def test_given_messages_of_one_trace_or_of_many_then_their_span_belongs_to_it_or_is_linked(
     traced: Traced, sent: tuple[str | None, ...], parent: bool, links: int
 ) -> None:
-    with ingest_span(traced.traces, "door", sent):
+    with ingest_span(traced.traces, "kafka batch", sent):
         pass
-    span = traced.spans["door"]
+    span = traced.spans["kafka batch"]
     assert (span.parent is not None, len(span.links)) == (parent, links)
     assert (f"{span.context.trace_id:032x}" in SENT) is parent
 
@@ -192,7 +192,7 @@ def test_given_a_door_that_traces_then_the_job_says_what_it_belongs_to_and_the_s
     with FolderStore(tmp_path) as store:
         world = World(store, SystemClock(), SystemRandomness(), store.scratch, traced.traces)
         ledger = JobLedger(store, f"{JOBS}j/")
-        with ingest_span(world.traces, "door", (SENT,)) as span:
+        with ingest_span(world.traces, "kafka batch", (SENT,)) as span:
             first = submit(JobOrder(INPUT, (PIN,)), ledger, world, job_id="j")
         assert first.job.traceparent == span.traceparent
         with ingest_span(world.traces, "another", (OTHER,)):

@@ -24,74 +24,74 @@ from tests.pipeline.simulated_harness import PipelineHarness, broken_store, fini
 from tests.pipeline.simulation import simulated_world
 
 
-def left(house: PipelineHarness) -> list[str]:
+def left(harness: PipelineHarness) -> list[str]:
     """What attempts left, by name."""
-    return [info.key.rsplit("/", 1)[-1] for info in house.ledger.store.list("work/0")]
+    return [info.key.rsplit("/", 1)[-1] for info in harness.ledger.store.list("work/0")]
 
 
 def log(client: ShardClient, work: ShardWork) -> None:
     client.checkpoint(work, CheckpointWork(FinishedRows([], []), [], generated=10, exposed=5))
 
 
-def outlived(house: PipelineHarness) -> tuple[ShardClient, ShardWork]:
+def outlived(harness: PipelineHarness) -> tuple[ShardClient, ShardWork]:
     """An attempt that was slower than another, which ended the job."""
-    slow, work = taken(house, [[0, 1], [2]], "slow")
+    slow, work = taken(harness, [[0, 1], [2]], "slow")
     slow.begin(work)
     log(slow, work)
-    house.world.clock.sleep(11.0)
-    manifest = finish(house, house.client("w"))
+    harness.world.clock.sleep(11.0)
+    manifest = finish(harness, harness.client("w"))
     assert manifest.repeated_at_most >= manifest.usage.repeated == 10
-    assert left(house) == []
-    assert len(house.ledger.runs()) == 1, "who ran when is kept"
+    assert left(harness) == []
+    assert len(harness.ledger.runs()) == 1, "who ran when is kept"
     return slow, work
 
 
 def test_given_a_slow_attempt_that_logs_after_the_end_when_it_gives_up_then_it_removes_what_it_wrote(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    slow, work = outlived(house)
+    slow, work = outlived(harness)
     log(slow, work)
     slow.note(work, [0])
-    assert len(left(house)) == 2
+    assert len(left(harness)) == 2
     slow.release(work, 30)
-    assert left(house) == []
+    assert left(harness) == []
 
 
 def test_given_a_slow_attempt_when_its_commit_comes_after_the_end_then_it_leaves_nothing(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    slow, work = outlived(house)
-    before = dict(broken_store(house).objects)
+    slow, work = outlived(harness)
+    before = dict(broken_store(harness).objects)
     assert slow.commit(work, computed(work), report(work)) is False
-    assert broken_store(house).objects == before
+    assert broken_store(harness).objects == before
 
 
 def test_given_a_slow_attempt_that_logs_after_the_end_and_dies_when_the_order_comes_again_then_nothing_is_left(
-    house: PipelineHarness,
+    harness: PipelineHarness,
 ) -> None:
-    slow, work = outlived(house)
-    manifest = house.ledger.manifest()
+    slow, work = outlived(harness)
+    manifest = harness.ledger.manifest()
     log(slow, work)
-    assert len(left(house)) == 1
-    assert not submit(order(), house.ledger, house.world).created
-    assert left(house) == []
+    assert len(left(harness)) == 1
+    assert not submit(order(), harness.ledger, harness.world).created
+    assert left(harness) == []
     log(slow, work)
-    again = Dispatcher(house.world, house.queue, house.heartbeats)
-    again.add(house.ledger)
+    again = Dispatcher(harness.world, harness.queue, harness.heartbeats)
+    again.add(harness.ledger)
     assert again.finished()
-    assert left(house) == []
-    assert house.ledger.manifest() == manifest
+    assert left(harness) == []
+    assert harness.ledger.manifest() == manifest
 
 
-def test_given_work_that_is_still_needed_when_another_attempt_gives_up_then_it_stays(house: PipelineHarness) -> None:
-    client, work = taken(house, [[0, 1]], "w")
+def test_given_work_that_is_still_needed_when_another_attempt_gives_up_then_it_stays(harness: PipelineHarness) -> None:
+    client, work = taken(harness, [[0, 1]], "w")
     client.begin(work)
     log(client, work)
     client.release(work, 12)
-    assert len(left(house)) == 3, "the attempt, its checkpoint, and that it ended"
-    submit(order(), house.ledger, house.world)
-    assert len(left(house)) == 3
-    assert finish(house, house.client("next")).usage.repeated == 12
+    assert len(left(harness)) == 3, "the attempt, its checkpoint, and that it ended"
+    submit(order(), harness.ledger, harness.world)
+    assert len(left(harness)) == 3
+    assert finish(harness, harness.client("next")).usage.repeated == 12
 
 
 def test_given_a_job_in_a_root_that_is_refused_as_a_whole_then_its_marker_goes(tmp_path: Path) -> None:

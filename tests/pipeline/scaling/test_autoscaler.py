@@ -26,16 +26,16 @@ from schemas.jobs.job_options import JobOptions
 from schemas.settings.autoscaling import AutoscaleOptions, PoolOptions, ScalingLimits
 from schemas.workers.lane import LaneRequest
 from schemas.workers.metrics import HistogramSample, TierMetrics, WorkerMetrics
-from tests.pipeline.scaling.test_backlog import MODEL, OTHER, House, cloudwatch, told  # noqa: F401
+from tests.pipeline.scaling.test_backlog import MODEL, OTHER, ScalingHarness, cloudwatch, told  # noqa: F401
 from tests.waiting import HANG_SECONDS
 
-LIMITS = ScalingLimits(most=9)
+LIMITS = ScalingLimits(max_workers=9)
 ONE_POOL = AutoscaleOptions(pools={"gpu": PoolOptions(models=("m", "other"), limits=LIMITS)})
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path)
+def harness(tmp_path: Path) -> Iterator[ScalingHarness]:
+    made = ScalingHarness(tmp_path)
     yield made
     made.store.close()
 
@@ -50,9 +50,14 @@ class Told:
         self.all.append({one.pool: one for one in decisions})
 
 
-def scaler(house: House, options: AutoscaleOptions = AutoscaleOptions(), *targets: Any, **more: Any) -> Autoscaler:  # noqa: B008
-    look = BacklogReader(house.world, house.heartbeats, assumed=100.0)
-    return Autoscaler(house.world, look, house.heartbeats, options, targets, **more)
+def scaler(
+    harness: ScalingHarness,
+    options: AutoscaleOptions = AutoscaleOptions(),  # noqa: B008
+    *targets: Any,
+    **more: Any,
+) -> Autoscaler:
+    look = BacklogReader(harness.world, harness.heartbeats, assumed=100.0)
+    return Autoscaler(harness.world, look, harness.heartbeats, options, targets, **more)
 
 
 def metrics(ttft: tuple[int, ...] = (), waiting: int = 0, used: int = 0) -> WorkerMetrics:
@@ -62,19 +67,19 @@ def metrics(ttft: tuple[int, ...] = (), waiting: int = 0, used: int = 0) -> Work
     )  # fmt: skip
 
 
-def observed(house: House, before: FirstTokens = FirstTokens()) -> tuple[Any, FirstTokens]:  # noqa: B008
-    look = BacklogReader(house.world, house.heartbeats, assumed=100.0)
-    seen = observe_root(look, house.heartbeats, house.world.clock.now())
+def observed(harness: ScalingHarness, before: FirstTokens = FirstTokens()) -> tuple[Any, FirstTokens]:  # noqa: B008
+    look = BacklogReader(harness.world, harness.heartbeats, assumed=100.0)
+    seen = observe_root(look, harness.heartbeats, harness.world.clock.now())
     (pool,) = pools_of(ONE_POOL, {"m", "other"})
     return observe(pool, seen, before)
 
 
-def test_given_an_open_job_then_what_is_left_of_it_is_demanded_at_the_measured_speed(house: House) -> None:
-    job = house.submit("one", "m")
+def test_given_an_open_job_then_what_is_left_of_it_is_demanded_at_the_measured_speed(harness: ScalingHarness) -> None:
+    job = harness.submit("one", "m")
     tokens = job.input.size // 4
-    assert observed(house)[0].work == pytest.approx(tokens / 100)
-    house.beat("w1", MODEL, 400.0)
-    found, _ = observed(house)
+    assert observed(harness)[0].work == pytest.approx(tokens / 100)
+    harness.beat("w1", MODEL, 400.0)
+    found, _ = observed(harness)
     assert (found.work, found.live) == (pytest.approx(tokens / 400), 1)
     (demand,) = found.demands
     assert demand.due is None
@@ -82,76 +87,76 @@ def test_given_an_open_job_then_what_is_left_of_it_is_demanded_at_the_measured_s
     assert not demand.bulk
 
 
-def test_given_a_job_of_two_models_of_a_pool_then_it_counts_once_at_the_slower_one(house: House) -> None:
-    job = house.submit("both", "m", "other")
-    house.beat("w1", MODEL, 400.0)
-    house.beat("w2", OTHER, 200.0)
-    found, _ = observed(house)
+def test_given_a_job_of_two_models_of_a_pool_then_it_counts_once_at_the_slower_one(harness: ScalingHarness) -> None:
+    job = harness.submit("both", "m", "other")
+    harness.beat("w1", MODEL, 400.0)
+    harness.beat("w2", OTHER, 200.0)
+    found, _ = observed(harness)
     assert (found.work, found.live) == (pytest.approx(job.input.size // 4 / 200), 2)
 
 
-def test_given_a_worker_that_ends_then_it_is_not_live(house: House) -> None:
-    house.beat("w1", MODEL, 400.0)
-    (state,) = house.heartbeats.workers()
-    house.heartbeats.beat(replace(state, draining=True))
-    assert observed(house)[0].live == 0
+def test_given_a_worker_that_ends_then_it_is_not_live(harness: ScalingHarness) -> None:
+    harness.beat("w1", MODEL, 400.0)
+    (state,) = harness.heartbeats.workers()
+    harness.heartbeats.beat(replace(state, draining=True))
+    assert observed(harness)[0].live == 0
 
 
-def test_given_worker_metrics_then_callers_kv_and_late_first_tokens_are_observed(house: House) -> None:
-    house.beat("w1", MODEL, 400.0)
-    house.heartbeats.tell("w1", metrics((100,), waiting=2, used=50))
-    found, first = observed(house)
+def test_given_worker_metrics_then_callers_kv_and_late_first_tokens_are_observed(harness: ScalingHarness) -> None:
+    harness.beat("w1", MODEL, 400.0)
+    harness.heartbeats.tell("w1", metrics((100,), waiting=2, used=50))
+    found, first = observed(harness)
     assert (found.ttft_p95, found.callers, found.callers_waiting, found.kv_used) == (None, 5, 2, 0.5)
     # 100 were there before; of the next 40 a tenth took up to 2 s (bucket 13), the others a millisecond.
-    house.heartbeats.tell("w1", metrics((136, *[0] * 12, 4)))
-    found, after = observed(house, first)
+    harness.heartbeats.tell("w1", metrics((136, *[0] * 12, 4)))
+    found, after = observed(harness, first)
     assert found.ttft_p95 == 2.0
     # Too few since: they count with those that follow.
-    house.heartbeats.tell("w1", metrics((146, *[0] * 12, 4)))
-    found, waiting = observed(house, after)
+    harness.heartbeats.tell("w1", metrics((146, *[0] * 12, 4)))
+    found, waiting = observed(harness, after)
     assert found.ttft_p95 is None
     assert waiting == after
 
 
 def test_given_more_open_jobs_than_a_status_shows_then_the_oldest_ones_deadline_still_starts_workers(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: ScalingHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given an old job of `other` behind more new ones of `m` than people are shown, over several pages."""
-    old = house.submit("old", "other")
+    old = harness.submit("old", "other")
     monkeypatch.setattr("pipeline.scaling.open_work.MAX_JOBS", 2)
     monkeypatch.setattr("pipeline.scaling.open_work.PAGE_JOBS", 2)
     for number in range(5):
-        house.submit(f"new-{number}", "m")
+        harness.submit(f"new-{number}", "m")
     target = Told()
-    scaler(house, AutoscaleOptions(), target).decide_once()
+    scaler(harness, AutoscaleOptions(), target).decide_once()
     other = target.all[0]["other"]
     assert (other.desired, other.observed.work) == (1, pytest.approx(old.input.size // 4 / 100))
     assert len(target.all[0]["m"].observed.demands) == 5
 
 
 def test_given_a_pool_of_none_when_a_caller_waits_on_the_lane_then_a_worker_is_started_and_kept_for_it(
-    house: House,
+    harness: ScalingHarness,
 ) -> None:
-    lane = MemoryLane(house.world.clock)
+    lane = MemoryLane(harness.world.clock)
     lane.send(LaneRequest("r1", MODEL.key, {"messages": []}))
-    look = BacklogReader(house.world, house.heartbeats, assumed=100.0, lane=lane)
+    look = BacklogReader(harness.world, harness.heartbeats, assumed=100.0, lane=lane)
     target = Told()
-    autoscaler = Autoscaler(house.world, look, house.heartbeats, AutoscaleOptions(), [target])
+    autoscaler = Autoscaler(harness.world, look, harness.heartbeats, AutoscaleOptions(), [target])
     autoscaler.decide_once()
     waked = target.all[0]["m"]
     assert (waked.desired, waked.observed.callers_waiting, waked.decision.reason) == (1, 1, "callers wait")
     assert target.all[0]["other"].desired == 0
     # The worker comes, and the request is its own: it counts once, and the worker stays.
-    house.beat("w1", MODEL, None)
-    house.heartbeats.tell("w1", metrics(waiting=1))
+    harness.beat("w1", MODEL, None)
+    harness.heartbeats.tell("w1", metrics(waiting=1))
     autoscaler.decide_once()
     kept = target.all[1]["m"]
     assert (kept.desired, kept.observed.callers_waiting, kept.decision.kept) == (1, 1, 1)
 
 
-def test_given_no_settings_then_each_model_is_a_pool_and_a_named_one_takes_its_models(house: House) -> None:
+def test_given_no_settings_then_each_model_is_a_pool_and_a_named_one_takes_its_models(harness: ScalingHarness) -> None:
     assert [pool.name for pool in pools_of(AutoscaleOptions(), {"m", "other"})] == ["m", "other"]
-    assert [(pool.name, pool.limits.most) for pool in pools_of(ONE_POOL, {"m", "other", "third"})] == [
+    assert [(pool.name, pool.limits.max_workers) for pool in pools_of(ONE_POOL, {"m", "other", "third"})] == [
         ("gpu", 9),
         ("third", 8),
     ]
@@ -159,60 +164,60 @@ def test_given_no_settings_then_each_model_is_a_pool_and_a_named_one_takes_its_m
     assert pools_of(ONE_POOL, set()) == []
 
 
-def test_given_a_decision_then_the_next_process_goes_on_from_it(house: House) -> None:
-    house.submit("one", "m")
+def test_given_a_decision_then_the_next_process_goes_on_from_it(harness: ScalingHarness) -> None:
+    harness.submit("one", "m")
     target = Told()
-    scaler(house, AutoscaleOptions(), target).decide_once()
+    scaler(harness, AutoscaleOptions(), target).decide_once()
     first = target.all[0]["m"]
     assert (first.desired, first.decision.before, first.observed.live) == (1, 0, 0)
     assert target.all[0]["other"].desired == 0
     # Another process, a moment later: the worker is awaited, not wished for again.
-    scaler(house, AutoscaleOptions(), target).decide_once()
+    scaler(harness, AutoscaleOptions(), target).decide_once()
     second = target.all[1]["m"]
     assert (second.desired, second.decision.before) == (1, 1)
     assert second.decision.memory.changed == first.decision.memory.changed
     assert [start.count for start in second.decision.memory.starting] == [1]
 
 
-def test_given_speeds_that_were_measured_then_they_outlive_workers_and_processes(house: House) -> None:
-    job = house.submit("one", "m")
-    house.beat("w1", MODEL, 500.0)
-    scaler(house).decide_once()
-    house.heartbeats.leave("w1")
+def test_given_speeds_that_were_measured_then_they_outlive_workers_and_processes(harness: ScalingHarness) -> None:
+    job = harness.submit("one", "m")
+    harness.beat("w1", MODEL, 500.0)
+    scaler(harness).decide_once()
+    harness.heartbeats.leave("w1")
     target = Told()
-    scaler(house, AutoscaleOptions(), target).decide_once()
+    scaler(harness, AutoscaleOptions(), target).decide_once()
     assert target.all[0]["m"].observed.work == pytest.approx(job.input.size // 4 / 500)
 
 
-def test_given_a_dry_run_then_nothing_is_written(house: House) -> None:
-    house.submit("one", "m")
-    dry = scaler(house, keep=False)
+def test_given_a_dry_run_then_nothing_is_written(harness: ScalingHarness) -> None:
+    harness.submit("one", "m")
+    dry = scaler(harness, keep=False)
     assert [one.desired for one in dry.decide_once()] == [1, 0]
-    assert house.store.info(SCALING_KEY) is None
+    assert harness.store.info(SCALING_KEY) is None
     assert dry.decide_once()[0].decision.before == 1, "it remembers by itself"
 
 
-def test_given_a_damaged_state_then_it_is_ignored(house: House) -> None:
-    house.store.replace(SCALING_KEY, b"{nonsense")
-    house.submit("one", "m")
-    assert [one.desired for one in scaler(house).decide_once()] == [1, 0]
+def test_given_a_damaged_state_then_it_is_ignored(harness: ScalingHarness) -> None:
+    harness.store.replace(SCALING_KEY, b"{nonsense")
+    harness.submit("one", "m")
+    assert [one.desired for one in scaler(harness).decide_once()] == [1, 0]
 
 
-def test_given_unavailable_heartbeats_then_nothing_is_decided(house: House) -> None:
+def test_given_unavailable_heartbeats_then_nothing_is_decided(harness: ScalingHarness) -> None:
     class Deaf(MemoryHeartbeats):
         def workers(self) -> Any:
             raise ServiceUnavailable("Redis: is away")
 
     target = Told()
-    deaf: Heartbeats = Deaf(house.world.clock, 60.0)
-    look = BacklogReader(house.world, deaf, assumed=100.0)
+    deaf: Heartbeats = Deaf(harness.world.clock, 60.0)
+    look = BacklogReader(harness.world, deaf, assumed=100.0)
     with pytest.raises(PipelineError):
-        Autoscaler(house.world, look, deaf, AutoscaleOptions(), [target]).decide_once()
+        Autoscaler(harness.world, look, deaf, AutoscaleOptions(), [target]).decide_once()
     assert target.all == []
-    assert house.store.info(SCALING_KEY) is None
+    assert harness.store.info(SCALING_KEY) is None
 
 
-def test_given_a_target_that_fails_then_the_others_are_called_and_it_goes_on(house: House) -> None:
+def test_given_a_target_that_fails_then_the_others_are_called_and_it_goes_on(harness: ScalingHarness) -> None:
     stop, target = threading.Event(), Told()
 
     class Failing:
@@ -224,7 +229,7 @@ def test_given_a_target_that_fails_then_the_others_are_called_and_it_goes_on(hou
                 stop.set()
             raise ServiceUnavailable("CloudWatch: is away")
 
-    again = scaler(house, AutoscaleOptions(every_seconds=0.01), Failing(), target)
+    again = scaler(harness, AutoscaleOptions(interval_seconds=0.01), Failing(), target)
     thread = threading.Thread(target=again.run, args=(stop,))
     thread.start()
     thread.join(HANG_SECONDS)
@@ -232,25 +237,25 @@ def test_given_a_target_that_fails_then_the_others_are_called_and_it_goes_on(hou
     assert len(target.all) == 3
 
 
-def test_given_a_deadline_then_it_is_what_is_left_until_it(house: House) -> None:
-    source = house.folder / "late.jsonl"
-    house.submit("late", "m")
-    due = house.world.clock.now() + timedelta(hours=2)
+def test_given_a_deadline_then_it_is_what_is_left_until_it(harness: ScalingHarness) -> None:
+    source = harness.folder / "late.jsonl"
+    harness.submit("late", "m")
+    due = harness.world.clock.now() + timedelta(hours=2)
     draft = JobDraft(pin_uri(str(source)), JobOptions(model="m", deadline=due, tier=Tier.BULK), "default", "with")
-    Intake(house.world).accept(draft)
-    demands = {demand.bulk: demand for demand in observed(house)[0].demands}
+    Intake(harness.world).accept(draft)
+    demands = {demand.bulk: demand for demand in observed(harness)[0].demands}
     assert demands[True].due == pytest.approx(7_200, abs=30)
     assert demands[False].due is None
 
 
 def test_given_decisions_when_published_then_cloudwatch_has_them_by_installation_and_pool(
-    house: House,
+    harness: ScalingHarness,
     cloudwatch: Any,  # noqa: F811
     unique_name: Callable[[], str],
 ) -> None:
     space = unique_name()
-    house.submit("one", "m")
-    decisions = scaler(house, ONE_POOL, CloudWatch(space, "here", "us-east-1")).decide_once()
+    harness.submit("one", "m")
+    decisions = scaler(harness, ONE_POOL, CloudWatch(space, "here", "us-east-1")).decide_once()
     assert told(cloudwatch, space, "DesiredWorkers", Installation="here", Pool="gpu") == decisions[0].desired == 1
     per_worker = told(cloudwatch, space, "BacklogSecondsPerWorker", Installation="here", Pool="gpu")
     assert per_worker == pytest.approx(decisions[0].observed.work)

@@ -35,7 +35,7 @@ LINE = (
 )
 
 
-class House:
+class ScalingHarness:
     """A root on a folder, with two models in its catalog."""
 
     def __init__(self, folder: Path) -> None:
@@ -62,14 +62,14 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path)
+def harness(tmp_path: Path) -> Iterator[ScalingHarness]:
+    made = ScalingHarness(tmp_path)
     yield made
     made.store.close()
 
 
-def test_given_no_job_and_no_worker_then_each_model_of_the_catalog_has_nothing_left(house: House) -> None:
-    metrics = house.look.look()
+def test_given_no_job_and_no_worker_then_each_model_of_the_catalog_has_nothing_left(harness: ScalingHarness) -> None:
+    metrics = harness.look.look()
     assert metrics.open_jobs == 0
     assert [(found.model, found.tokens, found.workers, found.seconds) for found in metrics.models] == [
         ("m", 0, 0, 0.0),
@@ -77,61 +77,63 @@ def test_given_no_job_and_no_worker_then_each_model_of_the_catalog_has_nothing_l
     ]
 
 
-def test_given_a_job_without_workers_then_its_seconds_are_those_of_an_assumed_worker(house: House) -> None:
-    job = house.submit("one", "m")
-    assert house.look.look().open_jobs == 1
-    assert house.of("m").tokens == job.input.size // 4
-    assert house.of("m").seconds == pytest.approx(job.input.size // 4 / 100)
-    assert house.of("other").tokens == 0
+def test_given_a_job_without_workers_then_its_seconds_are_those_of_an_assumed_worker(harness: ScalingHarness) -> None:
+    job = harness.submit("one", "m")
+    assert harness.look.look().open_jobs == 1
+    assert harness.of("m").tokens == job.input.size // 4
+    assert harness.of("m").seconds == pytest.approx(job.input.size // 4 / 100)
+    assert harness.of("other").tokens == 0
 
 
-def test_given_workers_that_measured_then_seconds_are_by_their_mean_and_not_by_their_number(house: House) -> None:
-    tokens = house.submit("one", "m").input.size // 4
-    house.beat("w1", MODEL, 500.0)
-    house.beat("w2", MODEL, 300.0)
-    house.beat("w3", MODEL, None)  # has only just been started
-    house.beat("w4", OTHER, 9_000.0)
+def test_given_workers_that_measured_then_seconds_are_by_their_mean_and_not_by_their_number(
+    harness: ScalingHarness,
+) -> None:
+    tokens = harness.submit("one", "m").input.size // 4
+    harness.beat("w1", MODEL, 500.0)
+    harness.beat("w2", MODEL, 300.0)
+    harness.beat("w3", MODEL, None)  # has only just been started
+    harness.beat("w4", OTHER, 9_000.0)
 
-    found = house.of("m")
+    found = harness.of("m")
 
     assert (found.workers, found.tokens_per_second) == (3, 400.0)
     assert found.seconds == pytest.approx(tokens / 400)
 
 
-def test_given_workers_that_left_then_their_throughput_is_retained(house: House) -> None:
-    house.submit("one", "m")
-    house.beat("w1", MODEL, 500.0)
-    assert house.of("m").workers == 1
-    house.heartbeats.leave("w1")
-    assert (house.of("m").workers, house.of("m").tokens_per_second) == (0, 500.0)
+def test_given_workers_that_left_then_their_throughput_is_retained(harness: ScalingHarness) -> None:
+    harness.submit("one", "m")
+    harness.beat("w1", MODEL, 500.0)
+    assert harness.of("m").workers == 1
+    harness.heartbeats.leave("w1")
+    assert (harness.of("m").workers, harness.of("m").tokens_per_second) == (0, 500.0)
 
 
-def test_given_a_job_of_two_models_then_it_waits_for_both(house: House) -> None:
-    tokens = house.submit("both", "m", "other").input.size // 4
-    assert (house.of("m").tokens, house.of("other").tokens) == (tokens, tokens)
+def test_given_a_job_of_two_models_then_it_waits_for_both(harness: ScalingHarness) -> None:
+    tokens = harness.submit("both", "m", "other").input.size // 4
+    assert (harness.of("m").tokens, harness.of("other").tokens) == (tokens, tokens)
 
 
-def test_given_a_job_without_a_dispatcher_then_it_is_open_and_validating(house: House) -> None:
-    job = house.submit("one", "m")
-    assert OpenJobsIndex(house.store).look().jobs == [OpenJobSummary(job, JobStatus.VALIDATING, job.input.size // 4)]
+def test_given_a_job_without_a_dispatcher_then_it_is_open_and_validating(harness: ScalingHarness) -> None:
+    job = harness.submit("one", "m")
+    assert OpenJobsIndex(harness.store).look().jobs == [OpenJobSummary(job, JobStatus.VALIDATING, job.input.size // 4)]
 
 
-def test_given_a_job_of_many_files_then_its_cached_order_does_not_grow_with_them(house: House) -> None:
-    job = house.submit("one", "m")
+def test_given_a_job_of_many_files_then_its_cached_order_does_not_grow_with_them(harness: ScalingHarness) -> None:
+    job = harness.submit("one", "m")
     file = job.input.files[0]
     many = job.model_copy(update={"input": job.input.model_copy(update={"files": (file,) * 5})})
-    house.store.replace(f"{JOBS}{job.id}/{JOB}", many.to_json())
-    (found,) = OpenJobsIndex(house.store).look().jobs
+    harness.store.replace(f"{JOBS}{job.id}/{JOB}", many.to_json())
+    (found,) = OpenJobsIndex(harness.store).look().jobs
     assert (len(found.job.input.files), found.left) == (1, 5 * file.size // 4)
 
 
-def test_given_more_jobs_than_one_read_returns_then_it_reports_more(house: House) -> None:
-    house.submit("one", "m")
-    house.submit("two", "m")
-    assert not OpenJobsIndex(house.store).look().more
-    found = OpenJobsIndex(house.store, max_jobs=1).look()
+def test_given_more_jobs_than_one_read_returns_then_it_reports_more(harness: ScalingHarness) -> None:
+    harness.submit("one", "m")
+    harness.submit("two", "m")
+    assert not OpenJobsIndex(harness.store).look().more
+    found = OpenJobsIndex(harness.store, max_jobs=1).look()
     assert (len(found.jobs), found.more) == (1, True)
-    assert len(OpenJobsIndex(house.store, max_jobs=None).look().jobs) == 2
+    assert len(OpenJobsIndex(harness.store, max_jobs=None).look().jobs) == 2
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pipeline.scaling.fleet import Demand, Fleet, PendingStart, workers_for
 from pipeline.scaling.policy import Decision, PolicyState, PoolObservation, decide
 from schemas.settings.autoscaling import ScalingLimits
 
-LIMITS = ScalingLimits(most=100, cold_start=300.0)
+LIMITS = ScalingLimits(max_workers=100, cold_start_seconds=300.0)
 HOUR = 3_600.0
 
 
@@ -134,12 +134,12 @@ def test_given_work_without_deadline_then_its_age_gives_it_one() -> None:
 
 def test_given_much_work_far_off_then_it_is_begun_with_as_many_as_are_worth_their_start() -> None:
     decision = Pool().decide(Demand(30 * HOUR, 12 * HOUR))
-    assert decision.hard < decision.ahead <= 30 * HOUR / LIMITS.busy
+    assert decision.hard < decision.ahead <= 30 * HOUR / LIMITS.scale_up_work_seconds
     assert decision.desired == decision.ahead
 
 
 def test_given_more_than_there_may_be_then_it_stays_within_its_limits() -> None:
-    pool = Pool(ScalingLimits(least=2, most=5))
+    pool = Pool(ScalingLimits(min_workers=2, max_workers=5))
     assert pool.decide(Demand(900 * HOUR, HOUR)).desired == 5
     assert pool.settle(seconds=2 * HOUR).desired == 2
 
@@ -150,34 +150,34 @@ def test_given_less_and_less_work_then_the_pool_shrinks_late_and_slowly() -> Non
     assert pool.live >= 40
     held = pool.decide()
     assert (held.desired, held.kept) == (pool.live, 0), "for a moment without work nobody is let go"
-    pool.now += LIMITS.down_after + LIMITS.down_cooldown
+    pool.now += LIMITS.scale_down_after_seconds + LIMITS.scale_down_cooldown_seconds
     assert pool.decide().desired == 0
 
 
 def test_given_a_short_drop_in_work_then_no_worker_is_removed() -> None:
     pool = Pool(live=40)
     assert pool.decide().desired == 40
-    pool.now += LIMITS.down_after - 1
+    pool.now += LIMITS.scale_down_after_seconds - 1
     assert pool.decide().desired == 40
     pool.now += 1
     assert pool.decide().desired == 0
     # What was wanted in between is kept.
     again = Pool(live=40)
     again.decide()
-    again.now += LIMITS.down_after / 2
+    again.now += LIMITS.scale_down_after_seconds / 2
     again.decide(Demand(HOUR, 2 * HOUR))
-    again.now += LIMITS.down_after / 2
-    assert again.decide(Demand(60.0, 2 * HOUR)).desired == HOUR / LIMITS.keep
+    again.now += LIMITS.scale_down_after_seconds / 2
+    assert again.decide(Demand(60.0, 2 * HOUR)).desired == HOUR / LIMITS.scale_down_work_seconds
 
 
 def test_given_steps_then_no_change_is_larger() -> None:
-    pool = Pool(ScalingLimits(most=100, up_step=7, down_step=4, changes_an_hour=1_000), live=10)
+    pool = Pool(ScalingLimits(max_workers=100, max_scale_up=7, max_scale_down=4, max_changes_per_hour=1_000), live=10)
     assert pool.decide(Demand(900 * HOUR, 2 * HOUR)).desired == 17
     pool.live = 17
     pool.now += 60
     assert pool.decide(Demand(900 * HOUR, 2 * HOUR)).desired == 24
     pool.live = 24
-    pool.settle(seconds=LIMITS.down_cooldown - 30)
+    pool.settle(seconds=LIMITS.scale_down_cooldown_seconds - 30)
     pool.now += 60
     assert pool.decide().desired == 20
 
@@ -187,7 +187,7 @@ def test_given_a_target_that_grows_each_second_then_it_cools_down_between() -> N
     first = pool.decide(Demand(HOUR, 2 * HOUR)).desired
     pool.now += 10
     assert pool.decide(Demand(50 * HOUR, 2 * HOUR)).desired == first
-    pool.now += LIMITS.up_cooldown
+    pool.now += LIMITS.scale_up_cooldown_seconds
     assert pool.decide(Demand(50 * HOUR, 2 * HOUR)).desired > first
 
 
@@ -195,16 +195,23 @@ def test_given_a_target_that_grows_each_second_then_it_cools_down_between() -> N
 def test_given_any_history_then_changes_an_hour_are_bounded_and_limits_hold(
     history: list[tuple[float, float, int]],
 ) -> None:
-    limits = ScalingLimits(least=1, most=100, changes_an_hour=6, up_cooldown=0, down_cooldown=0, down_after=0)
+    limits = ScalingLimits(
+        min_workers=1,
+        max_workers=100,
+        max_changes_per_hour=6,
+        scale_up_cooldown_seconds=0,
+        scale_down_cooldown_seconds=0,
+        scale_down_after_seconds=0,
+    )
     memory, changed, now = PolicyState(), list[float](), 0.0
     for seconds, due, live in history:
         now += 60
         decision = decide(limits, memory, PoolObservation([Demand(seconds, due)], live), now)
         memory = decision.memory
-        assert limits.least <= decision.desired <= limits.most
+        assert limits.min_workers <= decision.desired <= limits.max_workers
         if decision.desired != decision.before:
             changed.append(now)
-        assert len([at for at in changed if at > now - HOUR]) <= limits.changes_an_hour
+        assert len([at for at in changed if at > now - HOUR]) <= limits.max_changes_per_hour
 
 
 def test_given_the_same_work_for_hours_then_the_desired_workers_settle() -> None:
@@ -239,9 +246,9 @@ def changed(pool: Pool, times: int) -> None:
 def test_given_changes_that_were_made_then_only_a_large_part_is_let_go(changes: int, left: int, goes: bool) -> None:
     pool = Pool(live=32)
     changed(pool, changes)
-    work = Demand(left * LIMITS.keep - 1.0, 12 * HOUR)
+    work = Demand(left * LIMITS.scale_down_work_seconds - 1.0, 12 * HOUR)
     pool.decide(work)
-    pool.now += LIMITS.down_after
+    pool.now += LIMITS.scale_down_after_seconds
     assert pool.decide(work).desired == (left if goes else 32)
 
 
@@ -250,20 +257,20 @@ def test_given_nothing_left_then_all_may_go_but_the_last_change_is_kept_for_star
         pool = Pool(live=32)
         changed(pool, changes)
         pool.decide()
-        pool.now += LIMITS.down_after
+        pool.now += LIMITS.scale_down_after_seconds
         assert pool.decide().desired == (0 if goes else 32)
 
 
 def test_given_changes_that_were_made_then_a_growth_is_larger_as_far_as_there_is_work() -> None:
     def grown(changes: int, seconds: float, due: float) -> Decision:
-        pool = Pool(ScalingLimits(most=100, busy=1e6), live=20)
+        pool = Pool(ScalingLimits(max_workers=100, scale_up_work_seconds=1e6), live=20)
         changed(pool, changes)
         return pool.decide(Demand(seconds, due))
 
     few, many = grown(0, 21 * HOUR, 1.5 * HOUR), grown(8, 21 * HOUR, 1.5 * HOUR)
     assert 20 < few.hard == few.desired == many.hard < 25
     assert many.desired == ceil(20 * (1 + 8 / 12 / 2))
-    short = grown(8, 23 * LIMITS.keep, 1_010.0)
+    short = grown(8, 23 * LIMITS.scale_down_work_seconds, 1_010.0)
     assert short.hard <= short.desired == 23, "nobody else would have anything to do"
 
 
@@ -314,12 +321,12 @@ def settled(pool: Pool, seen: dict[str, float], work: Sequence[Demand] = ()) -> 
     ],
 )
 def test_given_callers_that_wait_too_long_then_more_workers_are_desired(seen: dict[str, float], grows: bool) -> None:
-    pool = Pool(ScalingLimits(least=4, most=100), live=4)
+    pool = Pool(ScalingLimits(min_workers=4, max_workers=100), live=4)
     assert (pool.decide(**seen).desired == 5) is grows
 
 
 def test_given_pressure_while_workers_start_then_it_is_seen_first_what_they_bring() -> None:
-    pool = Pool(ScalingLimits(least=4, most=100), live=4)
+    pool = Pool(ScalingLimits(min_workers=4, max_workers=100), live=4)
     assert pool.decide(ttft_p95=9.0, callers=5).desired == 5
     pool.now += 120
     assert pool.decide(ttft_p95=9.0, callers=5).desired == 5
@@ -328,13 +335,21 @@ def test_given_pressure_while_workers_start_then_it_is_seen_first_what_they_brin
 
 
 def test_given_a_ttft_just_below_its_objective_then_the_pool_does_not_shrink() -> None:
-    pool = Pool(ScalingLimits(least=1, most=100), live=6)
+    pool = Pool(ScalingLimits(min_workers=1, max_workers=100), live=6)
     assert settled(pool, {"ttft_p95": 1.9, "callers": 5}) == 6
     assert settled(pool, {"ttft_p95": 0.4, "callers": 5}) == 1
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"least": 9, "most": 8}, {"most": 0}, {"aim": 0}, {"margin": 0.9}, {"up_step": 0}, {"cold_start": -1}]
+    "wrong",
+    [
+        {"min_workers": 9, "max_workers": 8},
+        {"max_workers": 0},
+        {"target_share": 0},
+        {"work_factor": 0.9},
+        {"max_scale_up": 0},
+        {"cold_start_seconds": -1},
+    ],
 )
 def test_given_limits_that_contradict_themselves_then_they_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
@@ -342,7 +357,7 @@ def test_given_limits_that_contradict_themselves_then_they_are_refused(wrong: di
 
 
 def test_given_none_and_time_to_gather_then_the_first_worker_waits_for_more_work() -> None:
-    pool = Pool(ScalingLimits(most=100, gather=600.0))
+    pool = Pool(ScalingLimits(max_workers=100, gather_seconds=600.0))
     assert pool.decide(Demand(100.0, 6 * HOUR)).reason == "gathering work"
     assert pool.decide(Demand(100.0, 6 * HOUR, waited=599.0)).desired == 0
     assert pool.decide(Demand(100.0, 6 * HOUR, waited=600.0)).desired == 1
@@ -359,7 +374,7 @@ def test_given_none_and_time_to_gather_then_the_first_worker_waits_for_more_work
     ],
 )
 def test_given_a_reason_to_begin_then_nothing_is_gathered(demand: Demand, seen: dict[str, float]) -> None:
-    assert Pool(ScalingLimits(most=100, gather=600.0)).decide(demand, **seen).desired >= 1
+    assert Pool(ScalingLimits(max_workers=100, gather_seconds=600.0)).decide(demand, **seen).desired >= 1
 
 
 def test_given_callers_and_no_work_then_one_worker_comes_at_once_and_goes_when_they_have_gone() -> None:

@@ -24,7 +24,7 @@ STEPS = WorkerModel(
     name="steps of 20 ms",
     prefill=100_000.0,
     decode=(Decoding(batch=1, tokens_per_second=50.0), Decoding(batch=8, tokens_per_second=400.0)),
-    cold_start=60.0,
+    cold_start_seconds=60.0,
 )
 """Its steps take 20 ms, whatever is in them."""
 PATTERNS: tuple[Pattern, ...] = ("bursts", "ramp", "daynight", "spot-storm")
@@ -100,8 +100,8 @@ def test_given_what_bench_printed_then_it_is_a_worker(tmp_path: Path) -> None:
         {"name": "decode, batch 1", "rows": 1, "tokens_per_second": 90.0},
     ]
     path.write_text(json.dumps({"model": "sha256:ab", "machine": "here", "prefill": 2_000.0, "results": results}))
-    model = read_worker_model(path, cold_start=30.0)
-    assert (model.prefill, model.batch, model.cold_start) == (2_000.0, 16, 30.0)
+    model = read_worker_model(path, cold_start_seconds=30.0)
+    assert (model.prefill, model.batch, model.cold_start_seconds) == (2_000.0, 16, 30.0)
     assert [point.batch for point in model.decode] == [1, 16]
 
 

@@ -24,7 +24,7 @@ PER_WORKER = EXAMPLE.rows_per_second(EXAMPLE.batch, 300.0, 200.0)
 
 
 def settings(gpus: int = GPUS, seed: int = 0, **more: object) -> SimulationSettings:
-    return replace(SimulationSettings(EXAMPLE, ScalingLimits(most=gpus), seed=seed), **more)  # type: ignore[arg-type]
+    return replace(SimulationSettings(EXAMPLE, ScalingLimits(max_workers=gpus), seed=seed), **more)  # type: ignore[arg-type]
 
 
 def drawn(load: float, gpus: int = GPUS, hours: float = 24.0) -> TraceSettings:
@@ -51,7 +51,7 @@ def test_given_deadlines_of_hours_then_they_are_met_within_15_percent_of_the_lea
     assert found.deadlines > 200
     assert found.met_of_oracle >= 0.99, found
     assert found.cost_over_oracle <= 1.15, found
-    assert found.changes_an_hour_max <= ScalingLimits().changes_an_hour
+    assert found.changes_an_hour_max <= ScalingLimits().max_changes_per_hour
     assert found.cost_over_oracle >= 1.0 or found.deadlines_met < found.deadlines, "the bound is no bound"
     assert found.deadlines_met < found.deadlines or all_rows(outcome)
 
@@ -62,7 +62,7 @@ def test_given_deadlines_near_a_cold_start_then_they_are_met_within_15_percent_t
     _, found = played(draw_trace(pattern, near, 1), settings(32, seed=1))
     assert found.met_of_oracle >= 0.99, found
     assert found.cost_over_oracle <= 1.15, found
-    assert found.changes_an_hour_max <= ScalingLimits().changes_an_hour
+    assert found.changes_an_hour_max <= ScalingLimits().max_changes_per_hour
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -71,8 +71,8 @@ def test_given_one_gpu_then_work_that_may_wait_shares_its_starts(pattern: Patter
     _, found = played(trace, settings(1, seed=1))
     assert found.met_of_oracle >= 0.99, found
     assert found.cost_over_oracle <= 1.15, found
-    assert found.changes_an_hour_max <= ScalingLimits().changes_an_hour
-    eager = SimulationSettings(EXAMPLE, ScalingLimits(most=1, gather=0.0), seed=1)
+    assert found.changes_an_hour_max <= ScalingLimits().max_changes_per_hour
+    eager = SimulationSettings(EXAMPLE, ScalingLimits(max_workers=1, gather_seconds=0.0), seed=1)
     assert played(trace, eager)[1].cost_over_oracle > 1.15, "it is the gathering that does it"
 
 

@@ -44,7 +44,7 @@ def test_amounts_of_time_are_written_as_everywhere(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TOKENMILL_RETENTION__INTAKE", "12h")
     kept = load_settings().retention
     assert (kept.outputs, kept.deadletters) == (timedelta(days=30), timedelta(days=90))
-    assert (kept.intake, kept.every) == (timedelta(hours=12), timedelta(days=1))
+    assert (kept.intake, kept.interval) == (timedelta(hours=12), timedelta(days=1))
 
 
 @pytest.mark.parametrize(

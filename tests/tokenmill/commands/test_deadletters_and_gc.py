@@ -50,9 +50,9 @@ def take(store: FolderStore) -> int:
     """Ingest the files in the inbox; the number of jobs afterwards."""
     clock = SimulatedClock()
     world = World(store, clock, SystemRandomness(), store.scratch)
-    door = FileIngestSource(FolderInbox(store, clock, settle=1.0), Intake(world), world)
+    source = FileIngestSource(FolderInbox(store, clock, settle=1.0), Intake(world), world)
     for _ in range(2):
-        door.sweep()
+        source.sweep()
         clock.sleep(1.0)
     return sum(1 for _ in find_ledgers(store))
 
@@ -62,7 +62,7 @@ def test_given_a_refused_file_when_listed_shown_and_replayed_then_it_is_ingested
     assert "model_not_found" in table.out
     assert "bad.jsonl" in table.out
     (listed,) = tokenmill("deadletters", "list", "--root", root, "--json").json()["letters"]
-    assert (listed["reason_code"], listed["replays"], listed["door"]) == ("model_not_found", 0, "folder")
+    assert (listed["reason_code"], listed["replays"], listed["ingest_source"]) == ("model_not_found", 0, "folder")
 
     shown = tokenmill("deadletters", "show", listed["id"], "--root", root)
     assert "model 'unknown' is not served here (tiny)" in shown.out
@@ -93,7 +93,10 @@ def test_given_a_record_when_shown_then_its_bytes_and_headers_can_be_read_and_it
     assert document["headers"] == [["tier", "bulk"], ["raw", "\\xff"], ["none", None]]
     assert "{broken" in tokenmill("deadletters", "show", letter, *root).out
     unreachable = tokenmill("deadletters", "replay", letter, *root)
-    assert (unreachable.code, "name its brokers in TOKENMILL_KAFKA__BOOTSTRAP" in unreachable.error) == (1, True)
+    assert (unreachable.code, "name its brokers in TOKENMILL_KAFKA__BOOTSTRAP_SERVERS" in unreachable.error) == (
+        1,
+        True,
+    )
     missing = tokenmill("deadletters", "show", "dl-nothing", *root)
     assert (missing.code, "no dead letter dl-nothing" in missing.error) == (1, True)
 
@@ -114,7 +117,7 @@ def test_given_a_record_when_replayed_then_it_is_on_its_topic_again_with_key_and
         source = DeadLetterSource("kafka", f"cluster/{topic}", "0-1", datetime(2026, 1, 1, tzinfo=UTC))
         headers = [("tier", b"bulk"), ("raw", b"\xff")]
         letter = DeadLetters(world).record(source, "invalid_json", "not JSON", b"{broken \xff", headers, key=b"k")
-    monkeypatch.setenv("TOKENMILL_KAFKA__BOOTSTRAP", f'["{kafka_broker.bootstrap}"]')
+    monkeypatch.setenv("TOKENMILL_KAFKA__BOOTSTRAP_SERVERS", f'["{kafka_broker.bootstrap}"]')
     done = tokenmill("deadletters", "replay", letter, "--root", place / "root")
     assert done.code == 0, done.err
     consumer = KafkaConsumer(

@@ -146,7 +146,7 @@ def test_given_a_pattern_when_it_is_simulated_then_there_are_results_and_a_table
     found = json.loads(tokenmill(*arguments, "--json").out)
     assert found["deadlines_met"] <= found["deadlines"] <= found["jobs"] == 72
     assert found["cost"] == pytest.approx(2 * found["worker_hours"])
-    assert found["settings"]["scaling"]["most"] == 4
+    assert found["settings"]["scaling"]["max_workers"] == 4
     table = tokenmill(*arguments)
     assert f"{found['deadlines_met']} of {found['deadlines']} met" in table.out
     assert "assumed, not measured" in table.err
@@ -156,7 +156,7 @@ def test_given_a_file_and_a_measured_worker_then_they_are_simulated(tokenmill: A
     trace, worker = tmp_path / "trace.jsonl", tmp_path / "worker.json"
     trace.write_text('{"at": 0, "rows": 100, "prompt_tokens": 1, "output_tokens": 100}\n')
     decode = [{"batch": 1, "tokens_per_second": 10.0}, {"batch": 10, "tokens_per_second": 100.0}]
-    worker.write_text(json.dumps({"name": "slow", "prefill": 1e6, "decode": decode, "cold_start": 1.0}))
+    worker.write_text(json.dumps({"name": "slow", "prefill": 1e6, "decode": decode, "cold_start_seconds": 1.0}))
     options = ("--trace", trace, "--worker", worker, "--gpus", 1, "--fixed", "--answer-error", 0, "--json")
     found = json.loads(tokenmill("simulate", *options).out)
     assert (found["worker"], found["requests"]) == ("slow", 100)

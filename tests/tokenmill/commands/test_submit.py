@@ -79,7 +79,7 @@ def folder(place: Path) -> Iterator[World]:
         yield world
 
 
-def folder_door(world: World) -> FileIngestSource:
+def folder_ingest(world: World) -> FileIngestSource:
     assert isinstance(world.store, FolderStore)
     return FileIngestSource(FolderInbox(world.store, world.clock, settle=0.0), Intake(world), world)
 
@@ -87,7 +87,7 @@ def folder_door(world: World) -> FileIngestSource:
 def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
     folder: World, source: Path, tokenmill: Any
 ) -> None:
-    door = folder_door(folder)
+    ingest = folder_ingest(folder)
     options = ("--tier", "bulk", "--deadline", "6h", "--model", "tiny", "--limit", 3, "--seed", 7)
     sent = [
         tokenmill("submit", source, "--to", "root", *options),
@@ -96,7 +96,7 @@ def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
     assert [one.code for one in sent] == [0, 0]
     ids = [sent[0].out.strip(), sent[1].json()["job"]]
     assert {path.name[0] for path in (Path("root") / "incoming").iterdir()} == {"r"}, "nothing hidden is left"
-    door.sweep()
+    ingest.sweep()
     jobs = [job_at(folder, job_id) for job_id in ids]
     assert len(set(ids)) == 2, "what is submitted twice is two jobs"
     assert (jobs[0].tier, jobs[0].settings.limit, jobs[0].settings.seed) == (Tier.BULK, 3, 7)
@@ -106,13 +106,13 @@ def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
 
 
 def test_watching_ends_with_the_job(folder: World, source: Path, tokenmill: Any) -> None:
-    door, beats = folder_door(folder), MemoryHeartbeats(folder.clock, 10.0)
+    ingest, beats = folder_ingest(folder), MemoryHeartbeats(folder.clock, 10.0)
     dispatcher = Dispatcher(folder, MemoryQueue(), beats, settings=DispatchSettings())
     foreman = JobController(folder, dispatcher, settings=JobControllerSettings(0.01, 0.05))
 
     def work(stop: threading.Event) -> None:
         while not stop.wait(0.1):
-            door.sweep()
+            ingest.sweep()
             for prefix in folder.store.folders(JOBS):  # nobody computes here: its rows end as cancelled ones
                 if (ledger := JobLedger(folder.store, prefix)).planned_parts() is not None:
                     ledger.create_closing(Closing(kind="cancel", at=folder.clock.now()))
@@ -125,11 +125,11 @@ def test_watching_ends_with_the_job(folder: World, source: Path, tokenmill: Any)
 
 
 def test_a_refused_file_ends_the_watching_with_its_dead_letter(folder: World, source: Path, tokenmill: Any) -> None:
-    door = folder_door(folder)
+    ingest = folder_ingest(folder)
 
     def work(stop: threading.Event) -> None:
         while not stop.wait(0.1):
-            door.sweep()
+            ingest.sweep()
 
     with doing(work):
         ended = tokenmill("submit", source, "--to", "root", "--model", "gpt-9", "--watch")
@@ -208,8 +208,8 @@ def test_a_topic_gets_a_record_and_the_id_is_the_jobs(
     admin.create_topics([NewTopic(f"{name}.{kind}", 1, 1) for kind in ("requests", "jobs", "results", "deadletter")])
     admin.close()
     for key, value in (
-        ("BOOTSTRAP", f'["{kafka_broker.bootstrap}"]'), ("TOPIC_PREFIX", name), ("IDEMPOTENCE", "false"),
-        ("SESSION_TIMEOUT", "2"), ("URI_PREFIXES", json.dumps({"default": [f"file://{place}/"]})),
+        ("BOOTSTRAP_SERVERS", f'["{kafka_broker.bootstrap}"]'), ("TOPIC_PREFIX", name), ("IDEMPOTENCE", "false"),
+        ("SESSION_TIMEOUT_SECONDS", "2"), ("URI_PREFIXES", json.dumps({"default": [f"file://{place}/"]})),
     ):  # fmt: skip
         monkeypatch.setenv(f"TOKENMILL_KAFKA__{key}", value)
     sent = tokenmill(

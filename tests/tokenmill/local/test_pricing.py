@@ -32,7 +32,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asking(**more: Any) -> Settings:
-    return load_settings(instance=InstanceOptions(ask_ec2=True), **more)
+    return load_settings(instance=InstanceOptions(use_ec2_metadata=True), **more)
 
 
 def test_given_nothing_then_no_price_is_made_up() -> None:
@@ -63,5 +63,5 @@ def test_given_a_service_that_never_answers_then_the_call_fails_with_a_message(
 ) -> None:
     monkeypatch.setattr(instance_metadata, "TIMEOUT", 0.2)
     metadata.silent.set()
-    with pytest.raises(UserError, match=r"can't be asked what this machine is .*TOKENMILL_INSTANCE__ASK_EC2"):
+    with pytest.raises(UserError, match=r"can't be asked what this machine is .*TOKENMILL_INSTANCE__USE_EC2_METADATA"):
         price_of_worker(asking())

@@ -52,7 +52,7 @@ def start(s3_server: MotoServer, bucket: str, tmp_path: Path) -> Iterator[Callab
         "TOKENMILL_S3__ENDPOINT": s3_server.endpoint,
         "TOKENMILL_S3__REGION": s3_server.region,
         "TOKENMILL_BUCKET__QUEUE_URL": s3_server.client("sqs").get_queue_url(QueueName=bucket)["QueueUrl"],
-        "TOKENMILL_BUCKET__SWEEP_SECONDS": "2",
+        "TOKENMILL_BUCKET__SWEEP_INTERVAL_SECONDS": "2",
         "AWS_ACCESS_KEY_ID": s3_server.access_key,
         "AWS_SECRET_ACCESS_KEY": s3_server.secret_key,
     }

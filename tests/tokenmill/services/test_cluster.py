@@ -33,15 +33,15 @@ def test_a_file_from_each_ingest_source_gives_the_table_of_run(
             for _ in range(2):
                 events.send_message(QueueUrl=cluster.queue_url, MessageBody=message["Body"])
         wait_for(lambda: all_done(cluster, ROWS, refused=1), "the jobs did not end")
-        doors = by_source(cluster)
-        assert len(doors) == NUM_SOURCES
-        for door, jobs in doors.items():
+        sources = by_source(cluster)
+        assert len(sources) == NUM_SOURCES
+        for source, jobs in sources.items():
             rows = [row for job, _ in jobs for row in answers(cluster, job)]
             found = sorted((row["custom_id"] or "", row["text"] or "", row["error_code"] or "") for row in rows)
-            if door == "kafka requests":  # what is no request there is a dead letter
+            if source == "kafka requests":  # what is no request there is a dead letter
                 assert found == [row for row in alone if row[2] != "invalid_json"]
             else:
-                assert (door, found) == (door, alone)
+                assert (source, found) == (source, alone)
         assert told(cluster, 2 * ROWS - 1) == 2 * ROWS - 1
         dead_letters = list(cluster.store().list("deadletters/"))
         assert dead_letters, f"the line that is no request, at s3://{BUCKET}"

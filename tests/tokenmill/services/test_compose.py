@@ -90,7 +90,7 @@ class Compose:
         }
         given["TOKENMILL_METRICS__PORT"] = str(self.ports.get(name, 0))
         # The broker of these tests acknowledges in another way than Kafka, and is slow to form groups.
-        given |= {"TOKENMILL_KAFKA__IDEMPOTENCE": "false", "TOKENMILL_KAFKA__SESSION_TIMEOUT": "6"}
+        given |= {"TOKENMILL_KAFKA__IDEMPOTENCE": "false", "TOKENMILL_KAFKA__SESSION_TIMEOUT_SECONDS": "6"}
         kept = {name: os.environ[name] for name in ("PATH", "HOME")} | {"OMP_NUM_THREADS": "1"}
         return {**kept, **given, **({} if self.python(name) != sys.executable else {"PYTHONPATH": str(ROOT)})}
 

@@ -74,9 +74,9 @@ class Harness:
             place,
             TOKENMILL_ROOT=str(place / "root"),
             TOKENMILL_REDIS_URL=redis.url,
-            TOKENMILL_KAFKA__BOOTSTRAP=f'["{kafka.bootstrap}"]',
+            TOKENMILL_KAFKA__BOOTSTRAP_SERVERS=f'["{kafka.bootstrap}"]',
             TOKENMILL_KAFKA__TOPIC_PREFIX=self.prefix,
-            TOKENMILL_KAFKA__SESSION_TIMEOUT="2",
+            TOKENMILL_KAFKA__SESSION_TIMEOUT_SECONDS="2",
             TOKENMILL_KAFKA__IDEMPOTENCE="false",
         )
         admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)

@@ -149,11 +149,11 @@ def test_times_are_those_of_the_last_minute_over_all_workers(tmp_path: Path, bro
         """Each worker with its seconds, and its counts."""
         nothing = {"counts": [], "seconds": 0.0}
         told = [
-            {"name": name, "figures": {"model": "m", "seconds": seconds, "tiers": {
+            {"name": name, "metrics": {"model": "m", "seconds": seconds, "tiers": {
                 "interactive": {"ttft": {"counts": counts, "seconds": 1.0}, "itl": nothing}}}}
             for name, (seconds, counts) in workers.items()
         ]  # fmt: skip
-        return {"workers": [*told, {"name": "silent", "figures": None}]}
+        return {"workers": [*told, {"name": "silent", "metrics": None}]}
 
     looks = [
         status(old=(100.0, [1_000]), other=(50.0, [0, 0, 500])),  # how they stand; nothing of it is new

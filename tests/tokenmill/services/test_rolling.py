@@ -218,7 +218,7 @@ def assert_it_sends_away_and_ends_what_it_has(harness: Harness, name: str) -> No
 def streams_at(url: str) -> int:
     """How many a gateway has."""
     found = re.search(
-        r"^tokenmill_callers{state=\"open\"} (\S+)",
+        r"^tokenmill_inference_requests{state=\"open\"} (\S+)",
         httpx2.get(f"{url}/metrics", timeout=HANG_SECONDS).text,
         re.MULTILINE,
     )

@@ -97,7 +97,7 @@ def test_ingested_files_are_answered_as_by_run_and_the_end_is_graceful(
     served.send_signal(signal.SIGTERM)
     assert served.wait(HANG_SECONDS) == 0
     # Started again it finds nothing to do: the same files are no new jobs, also when their results have gone.
-    brief = {"TOKENMILL_RETENTION__EVERY": "1s", "TOKENMILL_RETENTION__OUTPUTS": "1s"}
+    brief = {"TOKENMILL_RETENTION__INTERVAL": "1s", "TOKENMILL_RETENTION__OUTPUTS": "1s"}
     again = start("serve", "--data", "data", "--port", 0, "--settle", 0.2, *engine, **brief)
     wait_until(lambda: len(list(root.glob("jobs/*/tombstone.json"))) == 2, again)
     wait_until(lambda: not list(root.glob("jobs/*/results/*")), again)

@@ -60,7 +60,11 @@ def simulated() -> list[float]:
     outcome = simulate(
         Trace("the same", JOBS),
         SimulationSettings(
-            WORKER, ScalingLimits(most=2), fixed=2, plan=PlanSettings(max_shard_rows=ROWS_IN_SHARD), answer_error=0.0
+            WORKER,
+            ScalingLimits(max_workers=2),
+            fixed=2,
+            plan=PlanSettings(max_shard_rows=ROWS_IN_SHARD),
+            answer_error=0.0,
         ),
     )
     return [job.ended or 0.0 for job in outcome.jobs]

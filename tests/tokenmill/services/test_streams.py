@@ -19,7 +19,7 @@ READS, STALLS, LEAVES = 160, 20, 20
 CHOICES = 8
 """Of those who will stop reading, so that more is written to them."""
 ROWS = READS + STALLS * CHOICES + LEAVES
-SMALL = {"TOKENMILL_GATEWAY__STREAM_BYTES": "8192", "TOKENMILL_GATEWAY__UNSENT_BYTES": "8192"}
+SMALL = {"TOKENMILL_GATEWAY__MAX_STREAM_BUFFER_BYTES": "8192", "TOKENMILL_GATEWAY__MAX_UNSENT_BYTES": "8192"}
 """Buffers that a stream of this test fills."""
 MOST_GROWTH = 8_000_000
 

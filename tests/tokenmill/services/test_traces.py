@@ -93,9 +93,9 @@ class Harness:
             place,
             TOKENMILL_ROOT=str(place / "root"),
             TOKENMILL_REDIS_URL=redis.url,
-            TOKENMILL_KAFKA__BOOTSTRAP=f'["{kafka.bootstrap}"]',
+            TOKENMILL_KAFKA__BOOTSTRAP_SERVERS=f'["{kafka.bootstrap}"]',
             TOKENMILL_KAFKA__TOPIC_PREFIX=self.prefix,
-            TOKENMILL_KAFKA__SESSION_TIMEOUT="2",
+            TOKENMILL_KAFKA__SESSION_TIMEOUT_SECONDS="2",
             TOKENMILL_KAFKA__BATCH_SECONDS="0.3",
             TOKENMILL_KAFKA__IDEMPOTENCE="false",
             TOKENMILL_CELERY__QUEUES=f'{{"{self.prefix}": "default"}}',
@@ -167,9 +167,9 @@ def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_an
     upload = httpx2.post(f"{harness.url}/v1/files", files={"file": ("in.jsonl", line("a"))}, data={"purpose": "batch"})
     batch = {"input_file_id": upload.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     made = harness.post("/v1/batches", batch, parent).json()
-    door = receiver.wait("POST /v1/batches", of_trace(trace))
-    assert (door.service, door.kind, door.parent) == ("tokenmill-gateway", SERVER, parent.split("-")[2])
-    shard = check_job(receiver, trace, made["id"], door)
+    first = receiver.wait("POST /v1/batches", of_trace(trace))
+    assert (first.service, first.kind, first.parent) == ("tokenmill-gateway", SERVER, parent.split("-")[2])
+    shard = check_job(receiver, trace, made["id"], first)
     step = receiver.wait("engine step", lambda span: below(span, shard))
     assert step.attributes["tokenmill.step.rows"] == 1
     assert 0 < step.attributes["tokenmill.step.tokens"] < 200
@@ -181,30 +181,30 @@ def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_an
     chat = json.loads(line("b"))["body"]
     answer = harness.post("/v1/chat/completions", chat | {"stream": True}, parent)
     assert answer.text.rstrip().endswith("[DONE]")
-    door = receiver.wait("POST /v1/chat/completions", of_trace(trace))
-    check_lane(receiver, door)
+    first = receiver.wait("POST /v1/chat/completions", of_trace(trace))
+    check_lane(receiver, first)
 
     # Kafka: records of one trace, and what is told of them.
     trace, parent = sent_for()
     producer = KafkaProducer(bootstrap_servers=harness.kafka.bootstrap, enable_idempotence=False)
     producer.send(f"{harness.prefix}.requests", line("c"), headers=[("traceparent", parent.encode())]).get(HANG_SECONDS)
-    door = receiver.wait("kafka batch", of_trace(trace))
-    assert (door.kind, door.parent) == (CONSUMER, parent.split("-")[2])
-    assert door.attributes["messaging.batch.message_count"] == 1
-    check_job(receiver, trace, door.attributes["tokenmill.job.id"], door)
+    first = receiver.wait("kafka batch", of_trace(trace))
+    assert (first.kind, first.parent) == (CONSUMER, parent.split("-")[2])
+    assert first.attributes["messaging.batch.message_count"] == 1
+    check_job(receiver, trace, first.attributes["tokenmill.job.id"], first)
     results = KafkaConsumer(
         f"{harness.prefix}.results", bootstrap_servers=harness.kafka.bootstrap, auto_offset_reset="earliest",
         group_id=None, consumer_timeout_ms=30_000,
     )  # fmt: skip
-    assert dict(next(results).headers)["traceparent"].decode().split("-")[1:3] == [trace, door.span]
+    assert dict(next(results).headers)["traceparent"].decode().split("-")[1:3] == [trace, first.span]
     results.close()
     # Of two traces: linked with both.
     for name, (_, one) in (("d", first := sent_for()), ("e", second := sent_for())):
         producer.send(f"{harness.prefix}.requests", line(name), headers=[("traceparent", one.encode())])
     producer.flush(30)
-    door = receiver.wait("kafka batch", lambda span: len(span.links) == 2 or span.trace in (first[0], second[0]))
-    if door.links:  # else the two came in two batches
-        assert {trace for trace, _ in door.links} == {first[0], second[0]}
+    first = receiver.wait("kafka batch", lambda span: len(span.links) == 2 or span.trace in (first[0], second[0]))
+    if first.links:  # else the two came in two batches
+        assert {trace for trace, _ in first.links} == {first[0], second[0]}
     producer.close()
 
     # Celery: a job, and an answer.
@@ -212,8 +212,8 @@ def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_an
     trace, parent = sent_for()
     how = {"queue": harness.prefix, "headers": {"traceparent": parent}}
     job = caller.send_task("tokenmill.submit", args=[[json.loads(line("f"))]], **how).get(timeout=HANG_SECONDS)
-    door = receiver.wait("tokenmill.submit", of_trace(trace))
-    check_job(receiver, trace, job, door)
+    first = receiver.wait("tokenmill.submit", of_trace(trace))
+    check_job(receiver, trace, job, first)
     trace, parent = sent_for()
     how["headers"] = {"traceparent": parent}
     told = caller.send_task("tokenmill.generate", args=[json.loads(line("g"))["body"]], **how).get(timeout=HANG_SECONDS)
@@ -226,10 +226,10 @@ def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_an
     check_logs(harness)
 
 
-def check_job(receiver: OtlpReceiver, trace: str, job_id: str, door: Received) -> Received:
+def check_job(receiver: OtlpReceiver, trace: str, job_id: str, first: Received) -> Received:
     """The trace from ingest to the shard, which is returned."""
     job = receiver.wait("job", of_trace(trace))
-    assert below(job, door)
+    assert below(job, first)
     assert job.service == "tokenmill-dispatcher"
     assert job.attributes["tokenmill.job.id"] == job_id
     assert (job.attributes["tokenmill.job.status"], job.attributes["tokenmill.rows"]) == ("completed", 1)
@@ -242,11 +242,11 @@ def check_job(receiver: OtlpReceiver, trace: str, job_id: str, door: Received) -
     return shard
 
 
-def check_lane(receiver: OtlpReceiver, door: Received) -> None:
+def check_lane(receiver: OtlpReceiver, first: Received) -> None:
     """The trace from the gateway over the lane to the worker."""
-    lane = receiver.wait("lane", of_trace(door.trace))
-    assert (below(lane, door), lane.kind, lane.error) == (True, CLIENT, None)
-    work = receiver.wait("generate", of_trace(door.trace))
+    lane = receiver.wait("lane", of_trace(first.trace))
+    assert (below(lane, first), lane.kind, lane.error) == (True, CLIENT, None)
+    work = receiver.wait("generate", of_trace(first.trace))
     assert (below(work, lane), work.service, work.kind) == (True, "tokenmill-worker", SERVER)
     assert (work.events, work.attributes["tokenmill.tokens.completion"]) == (("first token",), 20)
 

@@ -102,12 +102,12 @@ Make = Callable[[Root, Backends], Part]
 
 
 def housekeeping(root: Root, backends: Backends) -> Part:
-    settings = Settings(retention=RetentionOptions(every=timedelta(seconds=0.01)))
+    settings = Settings(retention=RetentionOptions(interval=timedelta(seconds=0.01)))
     return housekeeping_part(root, backends, settings)
 
 
 def autoscaler(root: Root, backends: Backends) -> Part:
-    options = Settings().autoscale.model_copy(update={"every_seconds": 0.01})
+    options = Settings().autoscale.model_copy(update={"interval_seconds": 0.01})
     return Autoscaler(
         root.world, BacklogReader(root.world, backends.heartbeats, None), backends.heartbeats, options, []
     ).run
@@ -192,7 +192,7 @@ def test_given_an_unexpected_error_then_its_part_is_restarted(
     assert sum(root.world.errors.counts().values()) == 1
     told = Samples()
     metric_collectors.unexpected_errors(root.world.errors)(told)
-    assert sum(float(str(value)) for value in told.values["tokenmill_unforeseen_errors_total"].values()) == 1
+    assert sum(float(str(value)) for value in told.values["tokenmill_unexpected_errors_total"].values()) == 1
 
 
 def test_given_interactive_tasks_when_one_poll_fails_then_the_next_one_works(

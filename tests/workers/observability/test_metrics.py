@@ -42,7 +42,7 @@ def heartbeat_each_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(model_folder: Any) -> LoadedModel:
     config = EngineConfig(
         dtype="float32", max_model_len=128, cache=CacheConfig(block_size=16, num_blocks=60),
-        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64, pace=SloConfig()),
+        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64, slo=SloConfig()),
     )  # fmt: skip
     return LoadedModel.load(model_folder, name="tiny", config=config)
 
@@ -205,7 +205,7 @@ def test_metrics_have_a_bounded_size() -> None:
 
 def test_a_share_rounded_above_one_is_clamped() -> None:
     engine: Any = FakeEngine()
-    engine.current = replace(engine.current, pace=SloStats(others=1.0000000000000002))
+    engine.current = replace(engine.current, slo=SloStats(others=1.0000000000000002))
     metrics = MetricsReader("m", engine, 0.0).read(1.0, {}, SideWorkMetrics())
     assert metrics.pace is not None
     assert metrics.pace.others == 1.0

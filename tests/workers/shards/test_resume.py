@@ -332,7 +332,10 @@ def test_given_kills_while_a_shard_waits_then_its_rows_are_not_suspects(
     world = begin(tmp_path, requests, "world")
     ledger = JobLedger(world.store)
     for _ in range(4):
-        assert work_on(world, load(), 3, kit, checkpoint_seconds=1.0, request_timeout=1e6, max_open_shards=3) is None
+        assert (
+            work_on(world, load(), 3, kit, checkpoint_seconds=1.0, request_timeout_seconds=1e6, max_open_shards=3)
+            is None
+        )
     # Then those are not suspected
     assert [read_history(ledger, shard).silent for shard in (1, 2, 3)] == [3, 0, 0], (
         "the fourth life proves its machine"

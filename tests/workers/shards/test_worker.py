@@ -401,7 +401,7 @@ def test_a_request_that_takes_too_long_times_out(host: Any, run_worker: Any, kit
     clock = kit.FakeClock()
     model, _ = host(clock=clock, on_step=lambda: clock.sleep(1.0))
     shard = kit.make_work([kit.chat(max_tokens=3), kit.chat(max_tokens=100)])
-    _, sink = run_worker(model, [shard], settings=WorkerSettings(request_timeout=5.0), clock=clock)
+    _, sink = run_worker(model, [shard], settings=WorkerSettings(request_timeout_seconds=5.0), clock=clock)
     assert sink.rows[0].status == RowStatus.SUCCEEDED
     assert (sink.rows[1].error_code, sink.rows[1].status_code) == (RowErrorCode.REQUEST_TIMEOUT, 408)
     # The tokens that it cost are in the usage
@@ -413,7 +413,7 @@ def test_waiting_for_others_does_not_count_as_time_taken(host: Any, run_worker: 
     clock = kit.FakeClock()
     model, _ = host(clock=clock, on_step=lambda: clock.sleep(1.0), max_num_seqs=8)
     shard = kit.make_work([kit.chat(max_tokens=3) for _ in range(100)])
-    progress, _ = run_worker(model, [shard], settings=WorkerSettings(request_timeout=7.0), clock=clock)
+    progress, _ = run_worker(model, [shard], settings=WorkerSettings(request_timeout_seconds=7.0), clock=clock)
     assert progress.counts.succeeded == 100
 
 

@@ -216,7 +216,9 @@ def _plan(
         fresh=fresh,
         price_per_hour=price_per_hour,
         worker=WorkerSettings(
-            request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds, policies=policies
+            request_timeout_seconds=settings.request_timeout_seconds,
+            checkpoint_seconds=settings.checkpoint_seconds,
+            policies=policies,
         ),
         deadline=overrides.deadline,
         max_cost=retry_spending_limit(job, overrides),

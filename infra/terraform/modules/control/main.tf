@@ -9,7 +9,7 @@ locals {
   # One stop for all: S3 is tried again for minutes, and Fargate kills after two.
   stop_seconds  = 120
   drain_seconds = try(var.gateway.drain_seconds, 25)
-  request_limit = try(var.gateway.request_seconds, 600)
+  request_limit = try(var.gateway.request_timeout_seconds, 600)
   port          = 8000
   metrics_port  = lookup(var.environment, "TOKENMILL_METRICS__PORT", "9100")
 
@@ -17,10 +17,10 @@ locals {
   pools = { for name, fleet in var.fleets : name => {
     models = [for model in fleet.models : split("=", model)[0]]
     limits = {
-      least           = fleet.scaling.min
-      most            = fleet.scaling.max
-      cold_start      = fleet.scaling.cold_start_seconds
-      standard_within = fleet.scaling.target_seconds
+      min_workers           = fleet.scaling.min
+      max_workers            = fleet.scaling.max
+      cold_start_seconds      = fleet.scaling.cold_start_seconds
+      standard_target_seconds = fleet.scaling.target_seconds
     }
   } }
 
@@ -61,7 +61,7 @@ locals {
         environment = {
           TOKENMILL_GATEWAY__AUTH               = "keys" # with "auto" it would not start before there is a key
           TOKENMILL_GATEWAY__DRAIN_SECONDS      = tostring(local.drain_seconds)
-          TOKENMILL_GATEWAY__REQUEST_SECONDS    = tostring(local.request_limit)
+          TOKENMILL_GATEWAY__REQUEST_TIMEOUT_SECONDS    = tostring(local.request_limit)
           TOKENMILL_GATEWAY__KEEP_ALIVE_SECONDS = tostring(local.request_limit + 90)
         }
       }

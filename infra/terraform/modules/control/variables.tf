@@ -112,7 +112,7 @@ variable "gateway" {
     balancer_subnets  = list(string)
     internal          = optional(bool, true)
     allowed_cidrs     = list(string)
-    request_seconds   = optional(number, 600)
+    request_timeout_seconds   = optional(number, 600)
     drain_seconds     = optional(number, 25)
     access_log_bucket = optional(string)
     delete_protection = optional(bool, true)
@@ -125,8 +125,8 @@ variable "gateway" {
   }
 
   validation {
-    condition     = try(var.gateway.request_seconds, 600) >= 10 && try(var.gateway.request_seconds, 600) <= 3900
-    error_message = "A balancer waits for 4,000 s at most: give request_seconds from 10 to 3,900."
+    condition     = try(var.gateway.request_timeout_seconds, 600) >= 10 && try(var.gateway.request_timeout_seconds, 600) <= 3900
+    error_message = "A balancer waits for 4,000 s at most: give request_timeout_seconds from 10 to 3,900."
   }
 
   validation {

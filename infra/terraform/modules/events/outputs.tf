@@ -36,14 +36,14 @@ output "environment" {
   value = merge(
     {
       TOKENMILL_BUCKET__QUEUE_URL = aws_sqs_queue.drops.id
-      TOKENMILL_BUCKET__PLACES    = jsonencode(var.places)
+      TOKENMILL_BUCKET__PREFIXES    = jsonencode(var.prefixes)
     },
     var.kafka == null ? {} : {
-      TOKENMILL_KAFKA__BOOTSTRAP    = jsonencode(split(",", aws_msk_cluster.this[0].bootstrap_brokers_sasl_iam))
-      TOKENMILL_KAFKA__SECURITY     = "SASL_SSL"
-      TOKENMILL_KAFKA__MECHANISM    = "AWS_MSK_IAM"
+      TOKENMILL_KAFKA__BOOTSTRAP_SERVERS    = jsonencode(split(",", aws_msk_cluster.this[0].bootstrap_brokers_sasl_iam))
+      TOKENMILL_KAFKA__SECURITY_PROTOCOL     = "SASL_SSL"
+      TOKENMILL_KAFKA__SASL_MECHANISM    = "AWS_MSK_IAM"
       TOKENMILL_KAFKA__TOPIC_PREFIX = var.kafka.topic_prefix
-      TOKENMILL_KAFKA__GROUP        = var.kafka.consumer_group
+      TOKENMILL_KAFKA__GROUP_ID        = var.kafka.consumer_group
       TOKENMILL_KAFKA__REQUESTS     = jsonencode(var.kafka.request_topics)
       TOKENMILL_KAFKA__JOBS         = jsonencode(var.kafka.job_topics)
       TOKENMILL_KAFKA__URI_PREFIXES = jsonencode(var.kafka.uri_prefixes)

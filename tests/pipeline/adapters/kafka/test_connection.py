@@ -15,14 +15,20 @@ BROKERS = ("b1:9092", "b2:9092")
 SECURE: dict[str, KafkaConnection] = {
     "plaintext": KafkaConnection(BROKERS),
     "tls": KafkaConnection(
-        BROKERS, security="SSL", ca_file="/ca", cert_file="/c", key_file="/k", key_password="geheim"
+        BROKERS, security_protocol="SSL", ca_file="/ca", cert_file="/c", key_file="/k", key_password="geheim"
     ),
-    "plain": KafkaConnection(BROKERS, security="SASL_SSL", mechanism="PLAIN", username="u", password="geheim"),
+    "plain": KafkaConnection(
+        BROKERS, security_protocol="SASL_SSL", sasl_mechanism="PLAIN", username="u", password="geheim"
+    ),
     "scram": KafkaConnection(
-        BROKERS, security="SASL_PLAINTEXT", mechanism="SCRAM-SHA-512", username="u", password="geheim"
+        BROKERS, security_protocol="SASL_PLAINTEXT", sasl_mechanism="SCRAM-SHA-512", username="u", password="geheim"
     ),
-    "oauth": KafkaConnection(BROKERS, security="SASL_SSL", mechanism="OAUTHBEARER", token_provider=object()),
-    "kerberos": KafkaConnection(BROKERS, security="SASL_SSL", mechanism="GSSAPI", kerberos_domain="example.org"),
+    "oauth": KafkaConnection(
+        BROKERS, security_protocol="SASL_SSL", sasl_mechanism="OAUTHBEARER", token_provider=object()
+    ),
+    "kerberos": KafkaConnection(
+        BROKERS, security_protocol="SASL_SSL", sasl_mechanism="GSSAPI", kerberos_domain="example.org"
+    ),
 }
 
 
@@ -65,27 +71,27 @@ def test_given_secrets_when_settings_are_shown_then_they_are_not(name: str) -> N
 @pytest.mark.parametrize(
     "given",
     [
-        {"bootstrap": ()},
-        {"security": "SASL_SSL"},
-        {"security": "SASL_SSL", "mechanism": "PLAIN", "username": "u"},
-        {"security": "SASL_SSL", "mechanism": "OAUTHBEARER"},
+        {"bootstrap_servers": ()},
+        {"security_protocol": "SASL_SSL"},
+        {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "username": "u"},
+        {"security_protocol": "SASL_SSL", "sasl_mechanism": "OAUTHBEARER"},
         {"username": "u", "password": "geheim"},
-        {"security": "SSL", "mechanism": "PLAIN", "username": "u", "password": "geheim"},
+        {"security_protocol": "SSL", "sasl_mechanism": "PLAIN", "username": "u", "password": "geheim"},
         {"ca_file": "/ca"},
-        {"security": "SSL", "key_file": "/k"},
+        {"security_protocol": "SSL", "key_file": "/k"},
     ],
 )
 def test_given_settings_that_contradict_each_other_when_they_are_made_then_they_are_refused(
     given: dict[str, Any],
 ) -> None:
     with pytest.raises(KafkaSettingsError) as refused:
-        KafkaConnection(**({"bootstrap": BROKERS} | given))
+        KafkaConnection(**({"bootstrap_servers": BROKERS} | given))
 
     assert "geheim" not in str(refused.value)
 
 
 def test_given_the_door_when_its_consumer_is_set_up_then_it_alone_commits_and_reads_what_was_committed() -> None:
-    options = KafkaIngestSettings(SECURE["plaintext"], start="stop", session_timeout=3.0).consumer_options()
+    options = KafkaIngestSettings(SECURE["plaintext"], start="stop", session_timeout_seconds=3.0).consumer_options()
 
     assert options["enable_auto_commit"] is False
     assert options["isolation_level"] == "read_committed"

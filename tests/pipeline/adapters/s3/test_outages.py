@@ -174,9 +174,9 @@ def test_given_clocks_that_agree_then_this_machines_time_stands_to_the_microseco
 def test_given_an_answer_that_took_long_or_has_no_date_then_it_says_nothing(tmp_path: Path) -> None:
     connection = S3Connection(settings_for_nobody())
     late = "Thu, 01 Jan 2026 00:00:00 GMT"
-    connection.time_offset.note_answer(late, request_seconds=30.0)
-    connection.time_offset.note_answer(None, request_seconds=0.1)
-    connection.time_offset.note_answer("no date", request_seconds=0.1)
+    connection.time_offset.note_answer(late, request_timeout_seconds=30.0)
+    connection.time_offset.note_answer(None, request_timeout_seconds=0.1)
+    connection.time_offset.note_answer("no date", request_timeout_seconds=0.1)
     assert connection.time_offset() == timedelta()
 
 

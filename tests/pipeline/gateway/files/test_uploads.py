@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from pipeline.gateway.files.downloads import UnsatisfiableRange, parse_range, read_range
 from pipeline.gateway.files.uploads import FormReader
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.routes.dependencies import GatewaySettings
 from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep
+from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.batches.test_batches import begin, wait
 from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.waiting import HANG_SECONDS
 
-SMALL = GatewaySettings(most_upload_bytes=100_000, most_body_bytes=10_000, idle_seconds=0.5)
+SMALL = GatewayOptions(max_upload_bytes=100_000, max_body_bytes=10_000, idle_seconds=0.5)
 
 
 @pytest.fixture(scope="module")

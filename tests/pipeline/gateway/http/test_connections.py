@@ -24,7 +24,7 @@ from pipeline.gateway.http.uvicorn_protocol import HttpProtocol
 from pipeline.gateway.inference.models import ServedModels
 from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.routes import websocket
-from pipeline.gateway.routes.dependencies import GatewaySettings
+from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.waiting import HANG_SECONDS, wait_for
 
@@ -174,7 +174,10 @@ def test_an_unexpected_error_on_a_websocket_is_reported_and_other_websockets_con
 
 
 def test_a_stalled_reader_is_disconnected_and_a_slow_one_is_not(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, write_seconds=0.5) as harness, harness.http() as http:
+    with (
+        run_http_harness(tmp_path, settings=GatewayOptions(write_timeout_seconds=0.5)) as harness,
+        harness.http() as http,
+    ):
         form: Any = {"files": {"file": ("a.jsonl", b"x" * SIZE)}, "data": {"purpose": "batch"}}
         file = http.post("/v1/files", **form).json()["id"]
         wanted = f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
@@ -206,7 +209,7 @@ def test_a_too_large_message_is_refused_before_its_end(tmp_path: Path) -> None:
 )
 def test_an_incomplete_message_times_out(tmp_path: Path, beginning: bytes) -> None:
     with (
-        run_http_harness(tmp_path, message_seconds=0.5) as harness,
+        run_http_harness(tmp_path, settings=GatewayOptions(idle_seconds=0.5)) as harness,
         connect(harness.url.replace("http", "ws") + "/v1/stream") as socket,
     ):
         for fragment in (["{", "}"], ["{}"]):  # both are complete in time, and get an error
@@ -265,7 +268,7 @@ def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: P
     """From when they are received, whole or not, until they are parsed."""
     unfinished = b"\x81\xff" + (500_000).to_bytes(8) + bytes(4) + b"x" * 60_000
     with (
-        run_http_harness(tmp_path, auth="keys", settings=GatewaySettings(bodies_at_once=200_000)) as harness,
+        run_http_harness(tmp_path, auth="keys", settings=GatewayOptions(max_buffered_body_bytes=200_000)) as harness,
         ExitStack() as opened,
     ):
         keys = {tenant: harness.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in ("greedy", "other", "third")}
@@ -331,7 +334,7 @@ def test_open_websockets_are_bounded_by_tenant_and_in_total(tmp_path: Path) -> N
         answer = refused.value.response
         return answer.status_code, json.loads(answer.body)["error"]["code"], answer.headers.get("retry-after")
 
-    settings = GatewaySettings(max_websockets=3, max_tenant_websockets=2)
+    settings = GatewayOptions(max_websockets=3, max_tenant_websockets=2)
     with run_http_harness(tmp_path, settings=settings) as harness:
         ours, theirs, others = (harness.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in "abc")
         with stream_of(harness, ours), stream_of(harness, theirs):

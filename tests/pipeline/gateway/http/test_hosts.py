@@ -12,7 +12,7 @@ from websockets.sync.client import connect
 from websockets.typing import Origin
 
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.routes.dependencies import GatewaySettings
+from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 
 OURS = (
@@ -33,7 +33,7 @@ OTHERS = (
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[HttpHarness]:
-    with run_http_harness(tmp_path, settings=GatewaySettings(hosts=("LLM.example",))) as harness:
+    with run_http_harness(tmp_path, settings=GatewayOptions(hosts=("LLM.example",))) as harness:
         yield harness
 
 

@@ -20,6 +20,7 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.request_builder import InferenceSettings
 from pipeline.gateway.inference.responses import StreamSettings
 from schemas.jobs.job import Tier
+from schemas.settings.gateway import GatewayOptions
 from schemas.workers.lane import LaneRequest
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
@@ -228,7 +229,9 @@ def ask_and_read_little(harness: HttpHarness, **more: Any) -> socket.socket:
 def test_a_peer_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
     asking = InferenceSettings(caps={Tier.INTERACTIVE: 10**9})
     large = StreamSettings(buffer_bytes=1 << 30)  # else the overrun may end a stream, and its connection stays
-    with run_http_harness(tmp_path, asking=asking, streams=large, write_seconds=0.5) as harness:
+    with run_http_harness(
+        tmp_path, asking=asking, streams=large, settings=GatewayOptions(write_timeout_seconds=0.5)
+    ) as harness:
         harness.worker.text = "x" * 2_000
         url = harness.url.replace("http", "ws") + "/v1/stream"
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 100_000}
@@ -243,7 +246,7 @@ def test_a_peer_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
 
 
 def test_a_slow_reader_that_makes_progress_is_not_disconnected(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, write_seconds=0.5) as harness:
+    with run_http_harness(tmp_path, settings=GatewayOptions(write_timeout_seconds=0.5)) as harness:
         harness.worker.text = "x" * 20_000
         with ask_and_read_little(harness, max_tokens=20) as slow:
             received = b""
@@ -359,7 +362,7 @@ def test_the_same_events_over_a_websocket(harness: HttpHarness) -> None:
 
 
 def test_shutdown_drains_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, drain_seconds=1.0) as harness, harness.http() as http:
+    with run_http_harness(tmp_path, settings=GatewayOptions(drain_seconds=1.0)) as harness, harness.http() as http:
         harness.worker.pause = 0.02
         client, said = harness.client(), dict[int, Any]()
 
@@ -410,7 +413,7 @@ def refused_at_length(url: str) -> bytes:
 
 def test_requests_cut_off_by_shutdown_are_cancelled_at_the_worker(tmp_path: Path) -> None:
     asking = InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
-    with run_http_harness(tmp_path, drain_seconds=0.3, asking=asking) as harness:
+    with run_http_harness(tmp_path, settings=GatewayOptions(drain_seconds=0.3), asking=asking) as harness:
         harness.worker.pause = 0.02
         codes = dict[bool, Any]()
 

@@ -18,7 +18,6 @@ from pipeline.adapters.redis.response_cache import RedisAnswers
 from pipeline.adapters.system import SystemClock
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.response_cache import (
-    CacheSettings,
     MemoryResponseStore,
     ResponseCache,
     ResponseStore,
@@ -28,6 +27,7 @@ from pipeline.gateway.limits.rate_limits import RateSettings
 from pipeline.models.catalog import Catalog
 from schemas.models import CatalogEntry
 from schemas.requests.limits import RateLimits
+from schemas.settings.gateway import CacheOptions
 from schemas.workers.lane import LaneRequest
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
@@ -181,7 +181,7 @@ def test_a_cached_response_is_used_only_with_the_same_content_policies(
 
 
 def test_caching_can_be_the_default(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, cache=CacheSettings(always=True)) as harness:
+    with run_http_harness(tmp_path, cache=CacheOptions(always=True)) as harness:
         cached_response(harness)
         asked = len(harness.worker.asked)
         harness.client().chat.completions.create(**HELLO)

@@ -24,13 +24,13 @@ from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.limits.concurrency import ConcurrencySlots, MemoryConcurrencySlots
 from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
 from pipeline.gateway.limits.tenant_capacity import TenantCapacity
-from pipeline.gateway.routes.dependencies import GatewaySettings
 from pipeline.ingest.intake import IntakeSettings
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
 from pipeline.ports import WorkerState, World
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.requests.limits import Limits, RateLimits
 from schemas.requests.requests import dump_body, parse_body
+from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.http_harness import lines, run_http_harness
 from tests.pipeline.simulation import SimulatedClock
 from tests.servers.redis import RedisServer
@@ -427,7 +427,7 @@ def test_open_jobs_of_a_tenant_are_limited(tmp_path: Path) -> None:
 def test_a_retry_counts_as_a_job(tmp_path: Path, limited: str) -> None:
     # Given a batch with a row that failed, of a tenant who may have one open job, or a backlog of a token,
     rates = RateSettings(tenant=RateLimits(running_jobs=1 if limited == "jobs" else None))
-    intake = IntakeSettings(tenant_tokens=1 if limited == "tokens" else None, refresh_interval_seconds=0.5)
+    intake = IntakeSettings(max_tenant_tokens=1 if limited == "tokens" else None, refresh_interval_seconds=0.5)
     with run_http_harness(tmp_path, permits=1, rates=rates, intake=intake) as harness:
         client = harness.client()
         file = client.files.create(file=("a.jsonl", lines(5)), purpose="batch")
@@ -453,7 +453,7 @@ def test_a_retry_counts_as_a_job(tmp_path: Path, limited: str) -> None:
 
 
 def test_requests_above_the_concurrency_bound_get_openai_errors(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, settings=GatewaySettings(requests_at_once=2)) as harness:
+    with run_http_harness(tmp_path, settings=GatewayOptions(max_concurrent_requests=2)) as harness:
         harness.worker.stop_taking()
         client = harness.client()
 

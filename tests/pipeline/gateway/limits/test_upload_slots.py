@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.routes.dependencies import GatewaySettings
+from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 from tests.waiting import HANG_SECONDS
 
@@ -28,7 +28,7 @@ def begin(harness: HttpHarness, key: str) -> socket.socket:
 
 
 def test_a_tenant_holds_at_most_half_of_the_upload_slots(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, settings=GatewaySettings(uploads_at_once=4)) as harness, ExitStack() as held:
+    with run_http_harness(tmp_path, settings=GatewayOptions(max_concurrent_uploads=4)) as harness, ExitStack() as held:
         _, mine = harness.keys.create("acme", (Scope.FILES,))
         _, other = harness.keys.create("other", (Scope.FILES,))
         for _ in range(2):
@@ -46,7 +46,7 @@ def test_a_tenant_holds_at_most_half_of_the_upload_slots(tmp_path: Path) -> None
 
 
 def test_a_fast_start_allows_no_slow_rest_of_an_upload(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, settings=GatewaySettings(idle_seconds=0.3)) as harness:
+    with run_http_harness(tmp_path, settings=GatewayOptions(idle_seconds=0.3)) as harness:
         _, key = harness.keys.create("acme", (Scope.FILES,))
         with begin(harness, key) as connection:
             connection.sendall(b"x" * (16 << 20))

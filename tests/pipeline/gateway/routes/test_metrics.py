@@ -151,15 +151,15 @@ def test_responses_are_counted_by_result(tmp_path: Path) -> None:
         with going as answer:
             pieces = answer.iter_bytes()
             next(pieces)
-            assert scrape_gateway(harness).sum("tokenmill_callers", state="open") == 1
+            assert scrape_gateway(harness).sum("tokenmill_inference_requests", state="open") == 1
         found = scrape_when(harness, lambda seen: seen.sum("tokenmill_answers_total", result="cancelled") == 1)
         assert found.all("tokenmill_answers_total", tier="interactive") == {
             ("answered",): 2, ("cached",): 2, ("cancelled",): 1, ("failed",): 0,
         }  # fmt: skip
         assert found.sum("tokenmill_answer_seconds_count", tier="interactive") == 2
         assert found.sum("tokenmill_answer_first_token_seconds_count", tier="interactive") == 3
-        assert found.sum("tokenmill_callers", state="open") == 0
-        assert found.sum("tokenmill_callers", state="waiting") == 0
+        assert found.sum("tokenmill_inference_requests", state="open") == 0
+        assert found.sum("tokenmill_inference_requests", state="waiting") == 0
 
 
 def test_request_metrics_are_labelled_by_route_and_never_by_path(tmp_path: Path) -> None:
@@ -232,17 +232,17 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
         }.items():  # fmt: skip
             assert found.sum(f"tokenmill_{name}", **one) == pytest.approx(value), name
         assert found.all("tokenmill_lane_requests", **one) == {("open",): 2, ("waiting",): 1}
-        assert found.all("tokenmill_pace_weight", **one) == {
+        assert found.all("tokenmill_slo_weight", **one) == {
             ("ttft",): 1,
             ("itl",): 2,
             ("utilisation",): 0.3,
             ("drops",): 4,
         }
-        assert found.all("tokenmill_pace_term", **one) == {
+        assert found.all("tokenmill_slo_term", **one) == {
             ("ttft",): 0.5, ("itl",): 0.25, ("utilisation",): 0.1, ("drops",): 0.01,
         }  # fmt: skip
-        assert found.all("tokenmill_pace_allowed_tokens", **one) == {("streams",): 100, ("prompts",): 200}
-        assert found.all("tokenmill_pace_missed_total", **one) == {("ttft",): 1, ("itl",): 2, ("deadline",): 3}
+        assert found.all("tokenmill_slo_batch_tokens", **one) == {("streams",): 100, ("prompts",): 200}
+        assert found.all("tokenmill_slo_missed_total", **one) == {("ttft",): 1, ("itl",): 2, ("deadline",): 3}
         ends = found.all("tokenmill_time_to_first_token_seconds_bucket", tier="interactive", **one)
         assert (ends["0.002",], ends["0.003",], ends["0.005",]) == (0, 4, 10)
         other = {"worker": "w2"}

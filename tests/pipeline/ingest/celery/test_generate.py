@@ -51,7 +51,7 @@ class Told:
         self.was_sent_again = True
 
 
-class House:
+class GenerateHarness:
     def __init__(self, settings: GenerateSettings, lane_settings: LaneSettings | None = None) -> None:
         store = MemoryStore()
         Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
@@ -79,16 +79,16 @@ class House:
 
 
 @pytest.fixture
-def make_house() -> Iterator[Callable[..., House]]:
-    houses: list[House] = []
+def make_harness() -> Iterator[Callable[..., GenerateHarness]]:
+    harnesses: list[GenerateHarness] = []
 
-    def make(lane_settings: LaneSettings | None = None, **settings: Any) -> House:
-        houses.append(House(GenerateSettings(**settings), lane_settings))
-        return houses[-1]
+    def make(lane_settings: LaneSettings | None = None, **settings: Any) -> GenerateHarness:
+        harnesses.append(GenerateHarness(GenerateSettings(**settings), lane_settings))
+        return harnesses[-1]
 
     yield make
-    for house in houses:
-        house.end()
+    for harness in harnesses:
+        harness.end()
 
 
 def eventually(there: Callable[[], Any]) -> None:
@@ -98,26 +98,26 @@ def eventually(there: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def test_a_thousand_wait_at_once_and_each_gets_its_own_answer(make_house: Any) -> None:
-    house = make_house()
-    waiting = [house.ask(f"t{n}", {**BODY, "seed": n}) for n in range(1_000)]
-    taken = [one for _ in range(10) for one in house.taken(100)]
+def test_a_thousand_wait_at_once_and_each_gets_its_own_answer(make_harness: Any) -> None:
+    harness = make_harness()
+    waiting = [harness.ask(f"t{n}", {**BODY, "seed": n}) for n in range(1_000)]
+    taken = [one for _ in range(10) for one in harness.taken(100)]
     assert len({one.id for one in taken}) == 1_000
     assert {(one.tier, one.tenant, one.url) for one in taken} == {(Tier.STANDARD, "default", "/v1/chat/completions")}
-    house.worker.emit([EndEvent(one.id, 1, 0, {"seed": one.body["seed"]}) for one in reversed(taken)])
+    harness.worker.emit([EndEvent(one.id, 1, 0, {"seed": one.body["seed"]}) for one in reversed(taken)])
     eventually(lambda: all(told.body is not None for told in waiting))
     assert [told.body for told in waiting] == [{"seed": n} for n in range(1_000)]
 
 
-def test_beyond_its_limit_a_task_is_to_be_tried_later(make_house: Any) -> None:
-    house = make_house(max_waiting=2)
-    house.ask("t1")
-    house.ask("t2")
-    house.ask("t1")  # delivered again: it waits already
+def test_beyond_its_limit_a_task_is_to_be_tried_later(make_harness: Any) -> None:
+    harness = make_harness(max_waiting=2)
+    harness.ask("t1")
+    harness.ask("t2")
+    harness.ask("t1")  # delivered again: it waits already
     with pytest.raises(TryLater, match="no_room: 2 requests wait already"):
-        house.ask("t3")
-    assert len(house.taken(9)) == 2
-    full = make_house(lane_settings=LaneSettings(max_waiting=0))
+        harness.ask("t3")
+    assert len(harness.taken(9)) == 2
+    full = make_harness(lane_settings=LaneSettings(max_waiting=0))
     with pytest.raises(TryLater, match="no_room"):
         full.ask("t1")
 
@@ -149,63 +149,63 @@ def test_beyond_its_limit_a_task_is_to_be_tried_later(make_house: Any) -> None:
     ],
 )
 def test_what_is_wrong_is_told_at_once_in_openais_shape(
-    make_house: Any, args: Any, kwargs: Any, code: str, message: str
+    make_harness: Any, args: Any, kwargs: Any, code: str, message: str
 ) -> None:
-    told = make_house().calls.start("default", "t", args, kwargs, Told())
+    told = make_harness().calls.start("default", "t", args, kwargs, Told())
     assert told["error"]["code"] == code
     assert told["error"]["message"].startswith(message)
     assert told["error"]["type"] == "invalid_request_error"
     assert set(told["error"]) == {"message", "type", "param", "code"}
 
 
-def test_an_error_of_the_worker_comes_in_the_same_shape(make_house: Any) -> None:
-    house = make_house(default_model="tiny")
-    told = house.ask("t", {"prompt": "x"})
-    (one,) = house.taken()
+def test_an_error_of_the_worker_comes_in_the_same_shape(make_harness: Any) -> None:
+    harness = make_harness(default_model="tiny")
+    told = harness.ask("t", {"prompt": "x"})
+    (one,) = harness.taken()
     assert (one.url, one.body["model"]) == ("/v1/completions", "tiny")
-    house.worker.emit([ErrorEvent(one.id, 1, 0, "context_length_exceeded", "too long", 400, "prompt")])
+    harness.worker.emit([ErrorEvent(one.id, 1, 0, "context_length_exceeded", "too long", 400, "prompt")])
     eventually(lambda: told.body is not None)
     error = {"message": "too long", "type": "invalid_request_error", "param": "prompt"}
     assert told.body == {"error": {**error, "code": "context_length_exceeded"}}
 
 
-def test_a_revoked_task_is_cancelled_on_the_lane(make_house: Any) -> None:
-    house = make_house()
-    told = house.ask("t")
-    (one,) = house.taken()
+def test_a_revoked_task_is_cancelled_on_the_lane(make_harness: Any) -> None:
+    harness = make_harness()
+    told = harness.ask("t")
+    (one,) = harness.taken()
     told.is_revoked = True
     eventually(lambda: told.was_cancelled)
-    assert house.worker.hold([one.id]) == {one.id}
+    assert harness.worker.hold([one.id]) == {one.id}
     assert told.body is None
 
 
-def test_nobody_answers_in_time(make_house: Any) -> None:
-    told = make_house().ask("t", timeout=0.3)
+def test_nobody_answers_in_time(make_harness: Any) -> None:
+    told = make_harness().ask("t", timeout=0.3)
     eventually(lambda: told.body is not None)
     assert told.body is not None
     assert told.body["error"]["code"] == "request_timeout"
 
 
-def test_an_answer_that_cant_be_stored_is_kept_until_it_can(make_house: Any) -> None:
-    house = make_house()
+def test_an_answer_that_cant_be_stored_is_kept_until_it_can(make_harness: Any) -> None:
+    harness = make_harness()
     told = Told()
     told.failures = 3
-    house.ask("t", waiter=told)
-    (one,) = house.taken()
-    house.worker.emit([EndEvent(one.id, 1, 0, {"id": "x"})])
+    harness.ask("t", waiter=told)
+    (one,) = harness.taken()
+    harness.worker.emit([EndEvent(one.id, 1, 0, {"id": "x"})])
     eventually(lambda: told.body is not None)
     assert told.body == {"id": "x"}
 
 
-def test_at_the_end_those_who_wait_are_sent_to_another_door_and_find_the_same_answer(make_house: Any) -> None:
-    house = make_house()
-    told = house.ask("t")
-    (one,) = house.taken()
-    house.end()
+def test_at_the_end_those_who_wait_are_sent_to_another_door_and_find_the_same_answer(make_harness: Any) -> None:
+    harness = make_harness()
+    told = harness.ask("t")
+    (one,) = harness.taken()
+    harness.end()
     assert told.was_sent_again
-    assert house.worker.hold([one.id]) == frozenset(), "it is still wanted"
-    house.worker.emit([EndEvent(one.id, 1, 0, {"id": "x"})])
-    other = GenerateCalls(house.lane, house.calls._catalog, CLOCK)
+    assert harness.worker.hold([one.id]) == frozenset(), "it is still wanted"
+    harness.worker.emit([EndEvent(one.id, 1, 0, {"id": "x"})])
+    other = GenerateCalls(harness.lane, harness.calls._catalog, CLOCK)
     stop, again = threading.Event(), Told()
     assert other.start("default", "t", (BODY,), {}, again) is None
     thread = threading.Thread(target=other.run, args=(stop,))

@@ -36,12 +36,12 @@ def pin(uri: str) -> InputRef:
     return pin_input(Path(uri))
 
 
-class House:
+class CeleryTasksHarness:
     """A root with one model, a folder that tenant "acme" may name, and the tasks."""
 
     def __init__(self, folder: Path, world: World, intake: IntakeSettings | None = None) -> None:
         self.folder, self.world = folder, world
-        settings = TaskSettings({"acme": [f"file://{folder}/in/"]}, most_requests=5, most_bytes=1_000)
+        settings = TaskSettings({"acme": [f"file://{folder}/in/"]}, max_requests=5, most_bytes=1_000)
         self.tasks = CeleryTasks(world, Intake(world, intake), pin, settings)
         (folder / "in").mkdir(exist_ok=True)
         self.source = folder / "in/rows.jsonl"
@@ -61,46 +61,46 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    house = House(tmp_path, simulated_world(tmp_path))
-    house.publish()
-    return house
+def harness(tmp_path: Path) -> CeleryTasksHarness:
+    harness = CeleryTasksHarness(tmp_path, simulated_world(tmp_path))
+    harness.publish()
+    return harness
 
 
-def test_a_file_becomes_a_job_of_the_queues_tenant(house: House) -> None:
-    job_id = house.submit(f"file://{house.source}", model="tiny", tier="bulk", deadline="6h", metadata={"k": "v"})
-    job = house.job(job_id)
+def test_a_file_becomes_a_job_of_the_queues_tenant(harness: CeleryTasksHarness) -> None:
+    job_id = harness.submit(f"file://{harness.source}", model="tiny", tier="bulk", deadline="6h", metadata={"k": "v"})
+    job = harness.job(job_id)
     assert (job.tenant, job.tier, job.metadata) == ("acme", Tier.BULK, {"k": "v"})
     assert job.deadline == job.created_at + timedelta(hours=6)
-    assert job.input.files[0].uri == str(house.source)
+    assert job.input.files[0].uri == str(harness.source)
     assert job.models == (PIN,)
 
 
-def test_requests_given_inline_are_durable_before_the_job_is(house: House) -> None:
-    job_id = house.submit([LINE, {"custom_id": "b"}])
-    store = house.world.store
+def test_requests_given_inline_are_durable_before_the_job_is(harness: CeleryTasksHarness) -> None:
+    job_id = harness.submit([LINE, {"custom_id": "b"}])
+    store = harness.world.store
     assert isinstance(store, MemoryStore)
     keys = [key for key in store.log if key.startswith((INTAKE, "jobs/"))]
     assert [key.rpartition("-")[2] for key in keys[:1]] == ["task.json"]
     assert keys[1].endswith(".jsonl")
     assert keys[2] == f"jobs/{job_id}/job.json"
-    file = house.job(job_id).input.files[0]
+    file = harness.job(job_id).input.files[0]
     lines = store.read(keys[1])
     assert [json.loads(line) for line in lines.splitlines()] == [LINE, {"custom_id": "b"}]
     assert (file.uri, file.size) == (store.locate(keys[1]), len(lines))
 
 
-def test_a_task_that_comes_again_is_the_same_job_whatever_has_changed(house: House) -> None:
-    first = house.submit(str(house.source))
-    house.world.clock.sleep(3_600)
-    house.source.write_text("something else entirely\n")
-    Catalog(house.world.store).publish(
+def test_a_task_that_comes_again_is_the_same_job_whatever_has_changed(harness: CeleryTasksHarness) -> None:
+    first = harness.submit(str(harness.source))
+    harness.world.clock.sleep(3_600)
+    harness.source.write_text("something else entirely\n")
+    Catalog(harness.world.store).publish(
         CatalogEntry(pin=PIN.model_copy(update={"digest": "sha256:9"}), max_model_len=10)
     )
-    again = House.submit(house, str(house.source))
-    house.source.unlink()
-    assert [first, again, house.submit(str(house.source))] == [first] * 3
-    assert house.jobs() == [first]
+    again = CeleryTasksHarness.submit(harness, str(harness.source))
+    harness.source.unlink()
+    assert [first, again, harness.submit(str(harness.source))] == [first] * 3
+    assert harness.jobs() == [first]
 
 
 def test_a_task_that_died_anywhere_on_the_way_is_finished_by_its_next_delivery(tmp_path: Path) -> None:
@@ -117,16 +117,16 @@ def test_a_task_that_died_anywhere_on_the_way_is_finished_by_its_next_delivery(t
     for left in range(1, 8):
         store = DyingStore()
         simulated = simulated_world(tmp_path)
-        house = House(tmp_path, World(store, simulated.clock, simulated.random, tmp_path))
+        harness = CeleryTasksHarness(tmp_path, World(store, simulated.clock, simulated.random, tmp_path))
         store.left = -1
-        house.publish()
+        harness.publish()
         store.left = left
         with suppress(TryLater):
-            house.submit([LINE])
+            harness.submit([LINE])
         store.left = -1
-        house.world.clock.sleep(5)
-        job_id = house.submit([LINE])
-        assert house.jobs() == [job_id]
+        harness.world.clock.sleep(5)
+        job_id = harness.submit([LINE])
+        assert harness.jobs() == [job_id]
         assert len([key for key in store.log if key.startswith(INTAKE)]) == 2
         ids.add(job_id)
     assert len(ids) == 1  # named by the moment of the first delivery, which is the same in all these worlds
@@ -135,69 +135,73 @@ def test_a_task_that_died_anywhere_on_the_way_is_finished_by_its_next_delivery(t
 def test_deliveries_at_once_are_one_job_even_while_the_file_changes(tmp_path: Path) -> None:
     with FolderStore(tmp_path / "root") as store:
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
-        houses = [House(tmp_path, world) for _ in range(6)]
-        houses[0].publish()
+        harnesses = [CeleryTasksHarness(tmp_path, world) for _ in range(6)]
+        harnesses[0].publish()
         for round_ in range(8):
-            start, made = threading.Barrier(len(houses)), list[str]()
+            start, made = threading.Barrier(len(harnesses)), list[str]()
 
             def deliver(index: int, round_: int = round_, start: Any = start, made: Any = made) -> None:
                 start.wait()
                 if index == 0:
-                    houses[0].source.write_text(json.dumps(LINE) * (round_ + 2))
-                asked = [LINE] if round_ % 2 else str(houses[0].source)
+                    harnesses[0].source.write_text(json.dumps(LINE) * (round_ + 2))
+                asked = [LINE] if round_ % 2 else str(harnesses[0].source)
                 with suppress(TaskRefused):  # the file changed under the first who read it
-                    made.append(houses[index].submit(asked, task=f"task-{round_}"))
+                    made.append(harnesses[index].submit(asked, task=f"task-{round_}"))
 
-            threads = [threading.Thread(target=deliver, args=(index,)) for index in range(len(houses))]
+            threads = [threading.Thread(target=deliver, args=(index,)) for index in range(len(harnesses))]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
             assert len(made) > 0
             assert len(set(made)) == 1
-        assert len(houses[0].jobs()) == 8
+        assert len(harnesses[0].jobs()) == 8
 
 
 @pytest.mark.parametrize("left", ["changed", "gone"])
-def test_a_delivery_that_reads_the_file_when_another_has_made_the_job_finds_it(house: House, left: str) -> None:
+def test_a_delivery_that_reads_the_file_when_another_has_made_the_job_finds_it(
+    harness: CeleryTasksHarness, left: str
+) -> None:
     made = list[str]()
 
     def pin_late(uri: str) -> InputRef:
-        made.append(house.submit(str(house.source)))
+        made.append(harness.submit(str(harness.source)))
         if left == "gone":
-            house.source.unlink()
+            harness.source.unlink()
         else:
-            house.source.write_text("changed\n")
+            harness.source.write_text("changed\n")
         return pin(uri)
 
-    settings = TaskSettings({"acme": [f"file://{house.folder}/in/"]})
-    late = CeleryTasks(house.world, Intake(house.world), pin_late, settings)
-    assert late.submit("acme", "task-1", [str(house.source)], {}) == made[0]
-    assert house.jobs() == made
+    settings = TaskSettings({"acme": [f"file://{harness.folder}/in/"]})
+    late = CeleryTasks(harness.world, Intake(harness.world), pin_late, settings)
+    assert late.submit("acme", "task-1", [str(harness.source)], {}) == made[0]
+    assert harness.jobs() == made
 
 
-def test_tasks_of_one_moment_are_jobs_of_their_own(house: House) -> None:
-    first, second = house.submit([LINE], task="task-1"), house.submit([LINE], task="task-2")
+def test_tasks_of_one_moment_are_jobs_of_their_own(harness: CeleryTasksHarness) -> None:
+    first, second = harness.submit([LINE], task="task-1"), harness.submit([LINE], task="task-2")
     assert first != second
-    assert sorted(house.jobs()) == sorted([first, second])
+    assert sorted(harness.jobs()) == sorted([first, second])
 
 
-def test_an_id_used_for_another_task_is_refused_and_another_tenants_ids_are_its_own(house: House) -> None:
-    first = house.submit([LINE])
-    for args, options in (([LINE, LINE],), {}), (([LINE],), {"tier": "bulk"}), ((str(house.source),), {}):
+def test_an_id_used_for_another_task_is_refused_and_another_tenants_ids_are_its_own(
+    harness: CeleryTasksHarness,
+) -> None:
+    first = harness.submit([LINE])
+    for args, options in (([LINE, LINE],), {}), (([LINE],), {"tier": "bulk"}), ((str(harness.source),), {}):
         with pytest.raises(TaskRefused, match="task_id_used: task 'task-1' came before with other arguments"):
-            house.submit(*args, **options)
-    other = house.submit([LINE], tenant="other")
+            harness.submit(*args, **options)
+    other = harness.submit([LINE], tenant="other")
     assert other != first
-    assert sorted(house.jobs()) == sorted([first, other])
+    assert sorted(harness.jobs()) == sorted([first, other])
     for tenant, job_id, found in ("acme", first, True), ("acme", other, False), ("other", first, False):
         if found:
-            assert house.tasks.status(tenant, [job_id], {})["id"] == job_id
+            assert harness.tasks.status(tenant, [job_id], {})["id"] == job_id
         else:
-            for act in (house.tasks.status, house.tasks.cancel):
+            for act in (harness.tasks.status, harness.tasks.cancel):
                 with pytest.raises(TaskRefused, match=f"job_not_found: there is no job '{job_id}'"):
                     act(tenant, [job_id], {})
-    assert JobLedger(house.world.store, f"jobs/{other}/").closing() is None
+    assert JobLedger(harness.world.store, f"jobs/{other}/").closing() is None
 
 
 @pytest.mark.parametrize(
@@ -232,56 +236,58 @@ def test_an_id_used_for_another_task_is_refused_and_another_tenants_ids_are_its_
     ],
 )
 def test_what_can_never_become_a_job_is_refused_in_one_line(
-    house: House, args: Sequence[Any], options: dict[str, Any], message: str
+    harness: CeleryTasksHarness, args: Sequence[Any], options: dict[str, Any], message: str
 ) -> None:
-    given = [arg.replace("IN/", f"{house.folder}/in/") if isinstance(arg, str) else arg for arg in args]
+    given = [arg.replace("IN/", f"{harness.folder}/in/") if isinstance(arg, str) else arg for arg in args]
     with pytest.raises(TaskRefused, match=message) as refused:
-        house.tasks.submit("acme", "task-1", given, options)
+        harness.tasks.submit("acme", "task-1", given, options)
     assert "\n" not in str(refused.value)
     assert refused.value.args == (str(refused.value),)  # what travels as JSON
-    assert house.jobs() == []
+    assert harness.jobs() == []
 
 
-def test_without_settings_no_uri_is_accepted(house: House) -> None:
+def test_without_settings_no_uri_is_accepted(harness: CeleryTasksHarness) -> None:
     with pytest.raises(TaskRefused, match=r"forbidden_uri.*none is configured"):
-        house.submit(str(house.source), tenant="other")
+        harness.submit(str(harness.source), tenant="other")
     with pytest.raises(BadAddress, match="must end with a slash"):
         TaskSettings({"acme": ["s3://ours"]})
 
 
 def test_without_room_or_a_model_the_task_is_for_later_and_then_done(tmp_path: Path) -> None:
-    house = House(tmp_path, simulated_world(tmp_path), IntakeSettings(tenant_tokens=1, refresh_interval_seconds=1.0))
+    harness = CeleryTasksHarness(
+        tmp_path, simulated_world(tmp_path), IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=1.0)
+    )
     with pytest.raises(TryLater, match="no_model: "):
-        house.submit([LINE])
-    house.publish()
-    first = house.submit([LINE])
+        harness.submit([LINE])
+    harness.publish()
+    first = harness.submit([LINE])
     with pytest.raises(TryLater, match="no_room: too much is queued already"):
-        house.submit([LINE], task="task-2")
-    assert house.submit([LINE]) == first  # that one is in
-    ledger = JobLedger(house.world.store, f"jobs/{first}/")
-    end_job(ledger, house.world.clock.now(), JobStatus.COMPLETED)
-    house.world.clock.sleep(2)
-    assert house.submit([LINE], task="task-2") != first
+        harness.submit([LINE], task="task-2")
+    assert harness.submit([LINE]) == first  # that one is in
+    ledger = JobLedger(harness.world.store, f"jobs/{first}/")
+    end_job(ledger, harness.world.clock.now(), JobStatus.COMPLETED)
+    harness.world.clock.sleep(2)
+    assert harness.submit([LINE], task="task-2") != first
 
 
-def test_a_job_is_returned_as_a_batch_object_and_cancelled(house: House) -> None:
-    job_id = house.submit([LINE], deadline="1h", output_expires_after="2d", metadata={"k": "v"})
-    told = house.tasks.status("acme", [], {"id": job_id})
+def test_a_job_is_returned_as_a_batch_object_and_cancelled(harness: CeleryTasksHarness) -> None:
+    job_id = harness.submit([LINE], deadline="1h", output_expires_after="2d", metadata={"k": "v"})
+    told = harness.tasks.status("acme", [], {"id": job_id})
     assert json.loads(json.dumps(told)) == told
-    created = int(house.job(job_id).created_at.timestamp())
+    created = int(harness.job(job_id).created_at.timestamp())
     assert (told["object"], told["status"], told["created_at"]) == ("batch", "validating", created)
     assert told["expires_at"] == created + 3_600
     assert told["metadata"] == {"k": "v"}
-    assert told["tokenmill"]["results"] == house.world.store.locate(f"jobs/{job_id}/results/")
+    assert told["tokenmill"]["results"] == harness.world.store.locate(f"jobs/{job_id}/results/")
     assert told["tokenmill"]["results_expire_at"] is None, "it counts from the end"
-    told = house.tasks.cancel("acme", [job_id], {})
+    told = harness.tasks.cancel("acme", [job_id], {})
     assert told["status"] == "cancelling"
     assert told["cancelling_at"] is not None
-    assert house.tasks.cancel("acme", [job_id], {}) == told
-    now = house.world.clock.now()
+    assert harness.tasks.cancel("acme", [job_id], {}) == told
+    now = harness.world.clock.now()
     counts = Counts(total=6, succeeded=3, failed=1, cancelled=2)
-    end_job(JobLedger(house.world.store, f"jobs/{job_id}/"), now, counts=counts)
-    ended = house.tasks.cancel("acme", [job_id], {})
+    end_job(JobLedger(harness.world.store, f"jobs/{job_id}/"), now, counts=counts)
+    ended = harness.tasks.cancel("acme", [job_id], {})
     assert ended["status"] == "cancelled"
     assert ended["cancelled_at"] == int(now.timestamp())
     assert ended["tokenmill"]["results_expire_at"] == (now + timedelta(days=2)).isoformat()
@@ -289,18 +295,18 @@ def test_a_job_is_returned_as_a_batch_object_and_cancelled(house: House) -> None
 
 
 @pytest.mark.parametrize("wanted", ["job-none", "../acme", "a/b", "", 5, None, ["x"], "x" * 200])
-def test_an_unknown_job_is_not_found(house: House, wanted: Any) -> None:
-    for act in (house.tasks.status, house.tasks.cancel):
+def test_an_unknown_job_is_not_found(harness: CeleryTasksHarness, wanted: Any) -> None:
+    for act in (harness.tasks.status, harness.tasks.cancel):
         with pytest.raises(
             TaskRefused, match=r"job_not_found: there is no job .*give the id that tokenmill.submit gave"
         ):
             act("acme", [wanted], {})
 
 
-def test_inline_requests_are_removed_with_the_jobs_results(house: House) -> None:
-    job_id = house.submit([LINE])
-    end_job(JobLedger(house.world.store, f"jobs/{job_id}/"), house.world.clock.now(), JobStatus.COMPLETED)
-    house.world.store.delete(f"active/{job_id}")
-    house.world.clock.sleep(40 * 86_400)
-    RetentionSweep(house.world, RetentionSettings(outputs=timedelta(days=1))).run()
-    assert list(house.world.store.list(INTAKE)) == []
+def test_inline_requests_are_removed_with_the_jobs_results(harness: CeleryTasksHarness) -> None:
+    job_id = harness.submit([LINE])
+    end_job(JobLedger(harness.world.store, f"jobs/{job_id}/"), harness.world.clock.now(), JobStatus.COMPLETED)
+    harness.world.store.delete(f"active/{job_id}")
+    harness.world.clock.sleep(40 * 86_400)
+    RetentionSweep(harness.world, RetentionSettings(outputs=timedelta(days=1))).run()
+    assert list(harness.world.store.list(INTAKE)) == []

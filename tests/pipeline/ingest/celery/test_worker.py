@@ -54,7 +54,7 @@ def requests(count: int) -> list[dict[str, Any]]:
     ]
 
 
-class House:
+class CeleryHarness:
     """A root, Celery ingest workers on threads, and a caller."""
 
     def __init__(self, folder: Path, store: FolderStore, url: str, queue: str) -> None:
@@ -67,7 +67,7 @@ class House:
     def publish(self) -> None:
         Catalog(self.world.store).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
 
-    def door(
+    def ingest(
         self,
         queues: dict[str, str] | None = None,
         intake: IntakeSettings | None = None,
@@ -130,15 +130,15 @@ def _results_that_go_in_silence() -> Iterator[None]:
 
 
 @pytest.fixture
-def house(
+def harness(
     tmp_path: Path, redis_server: RedisServer, unique_name: Callable[[], str], ending: ExitStack
-) -> Iterator[House]:
+) -> Iterator[CeleryHarness]:
     store = ending.enter_context(FolderStore(tmp_path / "root"))
-    house = House(tmp_path, store, redis_server.url, unique_name())
-    ending.callback(house.close)
-    house.publish()
-    yield house
-    house.stop.set()
+    harness = CeleryHarness(tmp_path, store, redis_server.url, unique_name())
+    ending.callback(harness.close)
+    harness.publish()
+    yield harness
+    harness.stop.set()
 
 
 def eventually(there: Callable[[], Any], seconds: float = WAIT) -> None:
@@ -148,16 +148,16 @@ def eventually(there: Callable[[], Any], seconds: float = WAIT) -> None:
         time.sleep(0.02)
 
 
-def test_a_file_and_inline_requests_go_the_whole_way_to_an_outcome(house: House) -> None:
-    house.door()
-    source = house.folder / "rows.jsonl"
+def test_a_file_and_inline_requests_go_the_whole_way_to_an_outcome(harness: CeleryHarness) -> None:
+    harness.ingest()
+    source = harness.folder / "rows.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in requests(200)))
-    world, queue = house.world, MemoryQueue()
+    world, queue = harness.world, MemoryQueue()
     beats = MemoryHeartbeats(world.clock, 10.0)
     foreman = JobController(
         world, Dispatcher(world, queue, beats, settings=DispatchSettings()), settings=JobControllerSettings(0.01, 0.05)
     )
-    house.start(foreman.run)
+    harness.start(foreman.run)
 
     def work(stop: threading.Event) -> None:
         def ledger(name: str) -> JobLedger:
@@ -170,46 +170,48 @@ def test_a_file_and_inline_requests_go_the_whole_way_to_an_outcome(house: House)
                 client.begin(shard)
                 client.commit(shard, computed(shard), report(shard))
 
-    house.start(work)
-    by_uri = house.ask("submit", f"file://{source}", model="tiny", metadata={"from": "file"})
-    inline = house.ask("submit", requests(10), tier="bulk")
+    harness.start(work)
+    by_uri = harness.ask("submit", f"file://{source}", model="tiny", metadata={"from": "file"})
+    inline = harness.ask("submit", requests(10), tier="bulk")
     for job_id, total in (by_uri, 200), (inline, 10):
-        eventually(lambda job_id=job_id: house.ask("status", job_id)["status"] == "completed")
-        told = house.ask("status", job_id)
+        eventually(lambda job_id=job_id: harness.ask("status", job_id)["status"] == "completed")
+        told = harness.ask("status", job_id)
         failed = total // 5  # as this worker answers
         assert told["request_counts"] == {"total": total, "completed": total - failed, "failed": failed}
         assert told["usage"]["output_tokens"] > 0
         assert told["completed_at"] >= told["created_at"]
         assert len(list(Path(told["tokenmill"]["results"]).glob("part-*.parquet"))) >= 2
-    assert house.ask("status", by_uri)["metadata"] == {"from": "file"}
-    assert house.ask("status", inline)["tokenmill"]["tier"] == "bulk"
+    assert harness.ask("status", by_uri)["metadata"] == {"from": "file"}
+    assert harness.ask("status", inline)["tokenmill"]["tier"] == "bulk"
 
 
-def test_the_same_task_delivered_thrice_and_at_two_workers_at_once_is_one_job(house: House) -> None:
+def test_the_same_task_delivered_thrice_and_at_two_workers_at_once_is_one_job(harness: CeleryHarness) -> None:
     for _ in range(3):
-        house.call("submit", requests(3), task_id="the-task")
-    house.door()
-    house.door()
-    first = house.call("submit", requests(3), task_id="the-task").get(timeout=HANG_SECONDS)
-    client = redis.Redis.from_url(house.url)
-    eventually(lambda: client.llen(house.queue) == 0 and client.hlen(f"{house.queue}.unacked") == 0)
-    assert house.jobs() == [first]
-    assert house.ask("submit", requests(3)) != first
+        harness.call("submit", requests(3), task_id="the-task")
+    harness.ingest()
+    harness.ingest()
+    first = harness.call("submit", requests(3), task_id="the-task").get(timeout=HANG_SECONDS)
+    client = redis.Redis.from_url(harness.url)
+    eventually(lambda: client.llen(harness.queue) == 0 and client.hlen(f"{harness.queue}.unacked") == 0)
+    assert harness.jobs() == [first]
+    assert harness.ask("submit", requests(3)) != first
 
 
-def test_a_task_whose_worker_died_with_it_is_delivered_again_and_strangers_tasks_are_let_be(house: House) -> None:
-    client = redis.Redis.from_url(house.url)
-    sent = house.call("submit", requests(1))
-    taken = json.loads(client.lpop(house.queue))
+def test_a_task_whose_worker_died_with_it_is_delivered_again_and_strangers_tasks_are_let_be(
+    harness: CeleryHarness,
+) -> None:
+    client = redis.Redis.from_url(harness.url)
+    sent = harness.call("submit", requests(1))
+    taken = json.loads(client.lpop(harness.queue))
     tag = taken["properties"]["delivery_tag"]
-    dead = json.dumps([taken, "", house.queue])
-    client.hset(f"{house.queue}.unacked", tag, dead)  # as a worker leaves it that is killed
-    client.zadd(f"{house.queue}.unacked_index", {tag: time.time() - 60})
+    dead = json.dumps([taken, "", harness.queue])
+    client.hset(f"{harness.queue}.unacked", tag, dead)  # as a worker leaves it that is killed
+    client.zadd(f"{harness.queue}.unacked_index", {tag: time.time() - 60})
     stranger = f"{tag}-stranger"
     client.hset("unacked", stranger, dead)
     client.zadd("unacked_index", {stranger: time.time() - 60})
-    house.door(visibility_timeout=1.0)
-    assert sent.get(timeout=HANG_SECONDS) == house.jobs()[0]
+    harness.ingest(visibility_timeout=1.0)
+    assert sent.get(timeout=HANG_SECONDS) == harness.jobs()[0]
     time.sleep(0.3)
     assert client.hexists("unacked", stranger)
     client.hdel("unacked", stranger)
@@ -233,11 +235,11 @@ def test_a_task_whose_worker_died_with_it_is_delivered_again_and_strangers_tasks
     ],
 )
 def test_the_caller_is_told_what_is_wrong_in_a_line_of_json(
-    shared_house: House, name: str, args: list[Any], options: dict[str, Any], kind: str, message: str
+    shared_harness: CeleryHarness, name: str, args: list[Any], options: dict[str, Any], kind: str, message: str
 ) -> None:
-    sent = shared_house.call(name, *args, **options)
+    sent = shared_harness.call(name, *args, **options)
     told = sent.get(timeout=WAIT, propagate=False)
-    stored = json.loads(redis.Redis.from_url(shared_house.url).get(f"celery-task-meta-{sent.id}"))
+    stored = json.loads(redis.Redis.from_url(shared_harness.url).get(f"celery-task-meta-{sent.id}"))
     assert stored["status"] == "FAILURE"
     assert stored["result"]["exc_type"] == kind
     (line,) = stored["result"]["exc_message"]
@@ -247,203 +249,203 @@ def test_the_caller_is_told_what_is_wrong_in_a_line_of_json(
 
 
 @pytest.fixture(scope="module")
-def shared_house(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[House]:
+def shared_harness(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[CeleryHarness]:
     """For questions that change nothing."""
     folder = tmp_path_factory.mktemp("celery")
     with FolderStore(folder / "root") as store:
-        house = House(folder, store, redis_server.url, folder.name)
-        house.publish()
-        house.door()
-        yield house
-        house.close()
+        harness = CeleryHarness(folder, store, redis_server.url, folder.name)
+        harness.publish()
+        harness.ingest()
+        yield harness
+        harness.close()
 
 
-def test_the_queue_determines_the_tenant_and_nothing_in_a_message_does(house: House) -> None:
-    other = f"{house.queue}-other"
-    house.door({house.queue: "default", other: "acme"})
-    ours, theirs = house.ask("submit", requests(1)), house.ask("submit", requests(1), queue=other)
-    tenants = {job: JobLedger(house.world.store, f"jobs/{job}/").job().tenant for job in house.jobs()}
+def test_the_queue_determines_the_tenant_and_nothing_in_a_message_does(harness: CeleryHarness) -> None:
+    other = f"{harness.queue}-other"
+    harness.ingest({harness.queue: "default", other: "acme"})
+    ours, theirs = harness.ask("submit", requests(1)), harness.ask("submit", requests(1), queue=other)
+    tenants = {job: JobLedger(harness.world.store, f"jobs/{job}/").job().tenant for job in harness.jobs()}
     assert tenants == {ours: "default", theirs: "acme"}
     with pytest.raises(Exception, match="job_not_found"):
-        house.ask("cancel", ours, queue=other)
-    client = redis.Redis.from_url(house.url)
-    sent = house.caller.send_task("tokenmill.submit", [requests(2)], queue=f"{house.queue}-nobody")
-    forged = json.loads(client.lpop(f"{house.queue}-nobody"))
-    forged["properties"]["delivery_info"] = {"exchange": "", "routing_key": house.queue, "priority": 0}
+        harness.ask("cancel", ours, queue=other)
+    client = redis.Redis.from_url(harness.url)
+    sent = harness.caller.send_task("tokenmill.submit", [requests(2)], queue=f"{harness.queue}-nobody")
+    forged = json.loads(client.lpop(f"{harness.queue}-nobody"))
+    forged["properties"]["delivery_info"] = {"exchange": "", "routing_key": harness.queue, "priority": 0}
     client.lpush(other, json.dumps(forged))
-    assert JobLedger(house.world.store, f"jobs/{sent.get(timeout=HANG_SECONDS)}/").job().tenant == "acme"
+    assert JobLedger(harness.world.store, f"jobs/{sent.get(timeout=HANG_SECONDS)}/").job().tenant == "acme"
 
 
-def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(house: House) -> None:
-    full = IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.05)
-    house.door(intake=full, tries=4)
-    first = house.ask("submit", requests(5))
-    waiting = house.call("submit", requests(6))
+def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(harness: CeleryHarness) -> None:
+    full = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05)
+    harness.ingest(intake=full, tries=4)
+    first = harness.ask("submit", requests(5))
+    waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "FAILURE")
     with pytest.raises(Exception, match="no_room: too much is queued already; submit again when some of it is done"):
         waiting.get(timeout=HANG_SECONDS)
-    assert house.jobs() == [first]
-    patient = f"{house.queue}-patient"
-    house.door({patient: "default"}, intake=full, tries=1_000)
-    waiting = house.call("submit", requests(6), queue=patient)
+    assert harness.jobs() == [first]
+    patient = f"{harness.queue}-patient"
+    harness.ingest({patient: "default"}, intake=full, tries=1_000)
+    waiting = harness.call("submit", requests(6), queue=patient)
     eventually(lambda: waiting.state == "RETRY")
-    house.world.store.delete(f"active/{first}")
+    harness.world.store.delete(f"active/{first}")
     assert waiting.get(timeout=HANG_SECONDS) != first
 
 
-def test_a_waiting_task_can_be_revoked(house: House) -> None:
-    house.door(intake=IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.05), tries=1_000)
-    first = house.ask("submit", requests(5))
-    waiting = house.call("submit", requests(6))
+def test_a_waiting_task_can_be_revoked(harness: CeleryHarness) -> None:
+    harness.ingest(intake=IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05), tries=1_000)
+    first = harness.ask("submit", requests(5))
+    waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")
     waiting.revoke()
     eventually(lambda: waiting.state == "REVOKED")
-    house.world.store.delete(f"active/{first}")
+    harness.world.store.delete(f"active/{first}")
     time.sleep(1.0)
-    assert house.jobs() == [first]
+    assert harness.jobs() == [first]
 
 
 @pytest.mark.slow
-def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(house: House) -> None:
-    full = IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.05)
-    house.door(intake=full, tries=1_000, visibility_timeout=1.0)
-    first = house.ask("submit", requests(5))
-    waiting = house.call("submit", requests(6))
+def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(harness: CeleryHarness) -> None:
+    full = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05)
+    harness.ingest(intake=full, tries=1_000, visibility_timeout=1.0)
+    first = harness.ask("submit", requests(5))
+    waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")
-    client = redis.Redis.from_url(house.url)
+    client = redis.Redis.from_url(harness.url)
     client.config_set("maxmemory", "1")
     try:
         time.sleep(1.5)
     finally:
         client.config_set("maxmemory", "0")
-    house.world.store.delete(f"active/{first}")
+    harness.world.store.delete(f"active/{first}")
     assert waiting.get(timeout=HANG_SECONDS) != first
 
 
-def test_a_message_that_is_taken_from_a_full_redis_is_held_until_it_is_acknowledged(house: House) -> None:
-    tasks = CeleryTasks(house.world, Intake(house.world), lambda uri: pin_input(Path(uri)), TaskSettings({}))
-    app = make_app(tasks, house.queue, "default", CeleryIngestSettings(house.url), house.world.random)
-    client, taken = redis.Redis.from_url(house.url), list[Any]()
-    house.call("status", "job-1", task_id="the-task")
+def test_a_message_that_is_taken_from_a_full_redis_is_held_until_it_is_acknowledged(harness: CeleryHarness) -> None:
+    tasks = CeleryTasks(harness.world, Intake(harness.world), lambda uri: pin_input(Path(uri)), TaskSettings({}))
+    app = make_app(tasks, harness.queue, "default", CeleryIngestSettings(harness.url), harness.world.random)
+    client, taken = redis.Redis.from_url(harness.url), list[Any]()
+    harness.call("status", "job-1", task_id="the-task")
     with app.connection_for_read() as connection, connection.channel() as channel:
-        consumer = app.amqp.TaskConsumer(channel, queues=[app.amqp.queues[house.queue]], on_message=taken.append)
+        consumer = app.amqp.TaskConsumer(channel, queues=[app.amqp.queues[harness.queue]], on_message=taken.append)
         with consumer:
             client.config_set("maxmemory", "1")
             try:
                 connection.drain_events(timeout=HANG_SECONDS)
             finally:
                 client.config_set("maxmemory", "0")
-            (held,) = client.hvals(f"{house.queue}.unacked")
+            (held,) = client.hvals(f"{harness.queue}.unacked")
             assert json.loads(held)[0]["headers"]["id"] == "the-task"
-            assert client.zcard(f"{house.queue}.unacked_index") == 1
+            assert client.zcard(f"{harness.queue}.unacked_index") == 1
             taken[0].ack()
-    assert client.exists(house.queue, f"{house.queue}.unacked", f"{house.queue}.unacked_index") == 0
+    assert client.exists(harness.queue, f"{harness.queue}.unacked", f"{harness.queue}.unacked_index") == 0
     app.close()
 
 
-def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_it(house: House) -> None:
-    lane = MemoryLane(house.world.clock)
-    house.door(generating=GenerateCalls(lane, Catalog(house.world.store), house.world.clock))
+def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_it(harness: CeleryHarness) -> None:
+    lane = MemoryLane(harness.world.clock)
+    harness.ingest(generating=GenerateCalls(lane, Catalog(harness.world.store), harness.world.clock))
     body = {"model": "tiny", "prompt": "x"}
-    sent = house.call("generate", body, "bulk", timeout=20)
+    sent = harness.call("generate", body, "bulk", timeout=20)
     (one,) = lane.worker("w").take([PIN.key], 1, WAIT)
     assert (one.tier.value, one.body) == ("bulk", body)
     lane.worker("w").emit([EndEvent(one.id, 1, 0, {"id": "cmpl-1"})])
     assert sent.get(timeout=HANG_SECONDS) == {"id": "cmpl-1"}
-    linked = house.caller.signature("tokenmill.generate", args=[body]).set(queue=house.queue)
-    linked.link(house.caller.signature("theirs.next").set(queue="theirs"))
+    linked = harness.caller.signature("tokenmill.generate", args=[body]).set(queue=harness.queue)
+    linked.link(harness.caller.signature("theirs.next").set(queue="theirs"))
     with pytest.raises(Exception, match="nothing can be linked to"):
         linked.apply_async().get(timeout=HANG_SECONDS)
 
 
-def test_a_job_is_cancelled_by_its_id(house: House) -> None:
-    house.door()
-    job_id = house.ask("submit", requests(5))
-    assert house.ask("cancel", job_id)["status"] == "cancelling"
-    closing = JobLedger(house.world.store, f"jobs/{job_id}/").closing()
+def test_a_job_is_cancelled_by_its_id(harness: CeleryHarness) -> None:
+    harness.ingest()
+    job_id = harness.ask("submit", requests(5))
+    assert harness.ask("cancel", job_id)["status"] == "cancelling"
+    closing = JobLedger(harness.world.store, f"jobs/{job_id}/").closing()
     assert closing is not None
     assert closing.kind == "cancel"
 
 
-def test_ingest_survives_a_restart_of_its_broker(house: House, redis_server: RedisServer) -> None:
-    house.door()
-    first = house.ask("submit", requests(1))
+def test_ingest_survives_a_restart_of_its_broker(harness: CeleryHarness, redis_server: RedisServer) -> None:
+    harness.ingest()
+    first = harness.ask("submit", requests(1))
     for end in (redis_server.kill, redis_server.start_empty):
         end()
         if end == redis_server.kill:
             time.sleep(0.5)
             redis_server.start()
-        later = house.ask("submit", requests(2))
-        assert house.ask("status", first)["id"] == first
-        assert later in house.jobs()
+        later = harness.ask("submit", requests(2))
+        assert harness.ask("status", first)["id"] == first
+        assert later in harness.jobs()
 
 
-def test_a_broker_that_hangs_is_given_up_and_found_again(house: House, redis_server: RedisServer) -> None:
-    house.door(timeout=0.5)
-    house.ask("submit", requests(1))
+def test_a_broker_that_hangs_is_given_up_and_found_again(harness: CeleryHarness, redis_server: RedisServer) -> None:
+    harness.ingest(timeout=0.5)
+    harness.ask("submit", requests(1))
     redis_server.pause()
     time.sleep(1.5)
     redis_server.resume()
-    assert len({*house.jobs(), house.ask("submit", requests(2))}) == 2
+    assert len({*harness.jobs(), harness.ask("submit", requests(2))}) == 2
 
 
-def test_a_result_backend_that_stalls_is_no_failure_of_the_task(house: House, tmp_path: Path) -> None:
+def test_a_result_backend_that_stalls_is_no_failure_of_the_task(harness: CeleryHarness, tmp_path: Path) -> None:
     """By default Celery reports a socket time-out to the caller, and executes the task all the same."""
     (tmp_path / "results").mkdir()
     with RedisServer(tmp_path / "results") as results:
         results.start()
-        house.caller.conf.update(
+        harness.caller.conf.update(
             result_backend=results.url, result_backend_transport_options={"retry_policy": {"max_retries": 1}}
         )
         try:
-            assert answered_over_stalls(house, results) in house.jobs()
+            assert answered_over_stalls(harness, results) in harness.jobs()
         finally:
-            house.close()
+            harness.close()
 
 
-def answered_over_stalls(house: House, results: RedisServer) -> str:
+def answered_over_stalls(harness: CeleryHarness, results: RedisServer) -> str:
     """The result that a caller gets who waits while the result backend stalls."""
-    full = IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.05)
-    house.door(intake=full, tries=1_000, timeout=0.4, longest_wait=0.1, result_url=results.url)
-    first = house.ask("submit", requests(5))
-    waiting = house.call("submit", requests(6))
+    full = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05)
+    harness.ingest(intake=full, tries=1_000, timeout=0.4, longest_wait=0.1, result_url=results.url)
+    first = harness.ask("submit", requests(5))
+    waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(lambda: AsyncResult(waiting.id, app=house.caller).get(timeout=HANG_SECONDS))
+        told = pool.submit(lambda: AsyncResult(waiting.id, app=harness.caller).get(timeout=HANG_SECONDS))
         for _ in range(4):  # too long to store that it waits, too short to keep from storing that it failed
             results.pause()
             time.sleep(0.6)
             results.resume()
             time.sleep(0.1)
-        house.world.store.delete(f"active/{first}")
+        harness.world.store.delete(f"active/{first}")
         job: str = told.result(HANG_SECONDS)
     return job
 
 
-def test_ingest_can_be_stopped_while_its_broker_is_away(house: House, redis_server: RedisServer) -> None:
+def test_ingest_can_be_stopped_while_its_broker_is_away(harness: CeleryHarness, redis_server: RedisServer) -> None:
     redis_server.kill()
-    house.door()
+    harness.ingest()
     time.sleep(0.5)
-    house.stop.set()
-    house.threads[0].join(HANG_SECONDS)
-    assert not house.threads[0].is_alive()
+    harness.stop.set()
+    harness.threads[0].join(HANG_SECONDS)
+    assert not harness.threads[0].is_alive()
 
 
-def test_a_pickle_is_never_read_and_the_processs_own_celery_is_let_be(house: House) -> None:
+def test_a_pickle_is_never_read_and_the_processs_own_celery_is_let_be(harness: CeleryHarness) -> None:
     before = current_app._get_current_object()
     its_broker = before.conf.broker_url
-    house.door()
-    sent = house.caller.send_task("tokenmill.submit", [requests(1)], queue=house.queue, serializer="pickle")
-    assert house.ask("submit", requests(1)) in house.jobs()
-    assert len(house.jobs()) == 1
+    harness.ingest()
+    sent = harness.caller.send_task("tokenmill.submit", [requests(1)], queue=harness.queue, serializer="pickle")
+    assert harness.ask("submit", requests(1)) in harness.jobs()
+    assert len(harness.jobs()) == 1
     assert sent.state == "PENDING"
     assert current_app._get_current_object() is before
     assert before.conf.broker_url == its_broker
 
 
-def test_an_address_that_cant_be_used_is_refused_at_once(house: House) -> None:
+def test_an_address_that_cant_be_used_is_refused_at_once(harness: CeleryHarness) -> None:
     for url, why in ("nosuch://x:pw@host/", "no such transport"), ("memory://", "keeps no results"):
-        house.url = url
+        harness.url = url
         with pytest.raises(BadAddress, match=why) as refused:
-            house.door()
+            harness.ingest()
         assert "pw" not in str(refused.value)

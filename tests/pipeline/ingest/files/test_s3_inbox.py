@@ -287,7 +287,7 @@ def test_given_a_refused_message_when_it_is_replayed_then_it_is_on_the_queue_aga
 def test_given_a_tenant_without_room_when_events_come_then_the_queue_is_not_even_asked(
     harness: NotifiedInboxHarness,
 ) -> None:
-    settings = IntakeSettings(tenant_tokens=1, refresh_interval_seconds=0.0)
+    settings = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.0)
     source = harness.intake(settings)
     events = harness.events(source)
     harness.put("a.jsonl", LINE)

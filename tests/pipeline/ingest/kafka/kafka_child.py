@@ -1,8 +1,8 @@
-"""A door in a process of its own that kills itself at a given moment, or runs until it is killed: run as
+"""A ingest in a process of its own that kills itself at a given moment, or runs until it is killed: run as
 `python -m tests.pipeline.ingest.kafka.kafka_child '{"bootstrap": …, "name": …, "folder": …, "moment": …}'`.
 
 Moments: "before" the batch is created, its lines written; "batch": it is created, no job yet; "job": its first job is
-accepted; "stored": all is, and the door hasn't heard of it; "committed": the offset is; "never".
+accepted; "stored": all is, and the ingest hasn't heard of it; "committed": the offset is; "never".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.pipeline.ingest.kafka.kafka_harness import KafkaHarness
 
 
 def die() -> None:
-    """After a while, in which whatever the door does too early is done, such as a commit."""
+    """After a while, in which whatever the ingest does too early is done, such as a commit."""
     time.sleep(0.7)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -70,7 +70,7 @@ class DyingIntake:
 
 
 class DyingHandler:
-    """Dies when all is stored, and the door hasn't heard of it."""
+    """Dies when all is stored, and the ingest hasn't heard of it."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -97,19 +97,19 @@ class DyingDoor(KafkaIngest):
 def main() -> None:
     given = json.loads(sys.argv[1])
     moment = given["moment"]
-    house = KafkaHarness(
+    harness = KafkaHarness(
         given["bootstrap"],
         given["name"],
         Path(given["folder"]),
         lambda store: DyingStore(store, moment),  # type: ignore[return-value,arg-type]
     )
-    settings = house.settings(batch_records=given.get("batch_records", 5_000))
-    intake = DyingIntake(Intake(house.world), moment)
-    handlers = house.handlers(settings, intake)
+    settings = harness.settings(batch_records=given.get("batch_records", 5_000))
+    intake = DyingIntake(Intake(harness.world), moment)
+    handlers = harness.handlers(settings, intake)
     if moment == "stored":
         handlers = {topic: DyingHandler(handler) for topic, handler in handlers.items()}
     kind = DyingDoor if moment == "committed" else KafkaIngest
-    kind(settings, handlers, intake.room_for, house.world.clock).run(threading.Event())
+    kind(settings, handlers, intake.room_for, harness.world.clock).run(threading.Event())
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class KafkaHarness:
             group=f"{self.name}-intake",
             batch_seconds=0.3,
             poll_seconds=0.05,
-            session_timeout=2.0,  # what the broker needs; see tests.servers.kafka
+            session_timeout_seconds=2.0,  # what the broker needs; see tests.servers.kafka
             heartbeat_interval_seconds=0.2,
             first_retry_seconds=0.1,
             max_retry_seconds=0.5,
@@ -125,26 +125,26 @@ class KafkaHarness:
         """The handler of each topic."""
         return kafka_handlers(settings, self.world, intake, self.sender, pin_local)
 
-    def door(self, settings: KafkaIngestSettings | None = None, intake: IntakePort | None = None) -> KafkaIngest:
+    def ingest(self, settings: KafkaIngestSettings | None = None, intake: IntakePort | None = None) -> KafkaIngest:
         """A new consumer of the harness's topics."""
         intake = intake or Intake(self.world)
         return build_kafka_ingest(settings or self.settings(), self.world, intake, self.sender, pin_local)
 
     @contextmanager
-    def running(self, door: KafkaIngest) -> Iterator[KafkaIngest]:
+    def running(self, ingest: KafkaIngest) -> Iterator[KafkaIngest]:
         """Run the consumer on a thread; its error is raised here."""
         stop, raised = threading.Event(), list[BaseException]()
 
         def run() -> None:
             try:
-                door.run(stop)
+                ingest.run(stop)
             except BaseException as error:  # noqa: BLE001 - raised in the test below
                 raised.append(error)
 
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            yield door
+            yield ingest
         finally:
             stop.set()
             thread.join(PATIENCE)
@@ -153,12 +153,12 @@ class KafkaHarness:
             raise raised[0]
 
     @contextmanager
-    def stepping(self, door: KafkaIngest) -> Iterator[Callable[[Callable[[], bool], str], None]]:
+    def stepping(self, ingest: KafkaIngest) -> Iterator[Callable[[Callable[[], bool], str], None]]:
         """Run the consumer on this thread: the yielded function steps it until a condition is true."""
         try:
-            yield lambda met, what: until(lambda: bool(door.step()) or met(), what)
+            yield lambda met, what: until(lambda: bool(ingest.step()) or met(), what)
         finally:
-            door.close()
+            ingest.close()
 
     def produce(self, said: Iterable[ProducedRecord], topic: str | None = None) -> None:
         producer = KafkaProducer(bootstrap_servers=self.bootstrap, enable_idempotence=False, batch_size=0,
@@ -252,8 +252,14 @@ def until(met: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None
         time.sleep(0.05)
 
 
-def child(house: KafkaHarness, moment: str, **more: object) -> subprocess.Popen[bytes]:
+def child(harness: KafkaHarness, moment: str, **more: object) -> subprocess.Popen[bytes]:
     """A consumer in a process of its own; see `kafka_child`."""
-    given = {"bootstrap": house.bootstrap, "name": house.name, "folder": str(house.folder), "moment": moment, **more}
+    given = {
+        "bootstrap": harness.bootstrap,
+        "name": harness.name,
+        "folder": str(harness.folder),
+        "moment": moment,
+        **more,
+    }
     command = [sys.executable, "-m", "tests.pipeline.ingest.kafka.kafka_child", json.dumps(given)]
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

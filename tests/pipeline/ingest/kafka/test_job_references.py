@@ -14,17 +14,17 @@ from tests.servers.kafka import KafkaBroker
 
 
 @pytest.fixture
-def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
-    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
-    house.make_topics(house.requests, house.deadletter, f"{house.name}.jobs")
-    yield house
-    house.close()
+def harness(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
+    harness = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    harness.make_topics(harness.requests, harness.deadletter, f"{harness.name}.jobs")
+    yield harness
+    harness.close()
 
 
 def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_job_or_a_dead_letter(
-    house: KafkaHarness, tmp_path: Path
+    harness: KafkaHarness, tmp_path: Path
 ) -> None:
-    topic, inputs = f"{house.name}.jobs", tmp_path / "inputs"
+    topic, inputs = f"{harness.name}.jobs", tmp_path / "inputs"
     inputs.mkdir()
     (inputs / "one.jsonl").write_bytes(request("a") + b"\n" + request("b") + b"\n")
     uri = f"file://{inputs}/"
@@ -37,23 +37,23 @@ def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_
         {"url": "one"},
     ]
     headers = [("job", b"nightly"), ("tier", b"standard")]
-    house.produce(
+    harness.produce(
         [ProducedRecord(orjson.dumps(good), headers=headers), *(ProducedRecord(orjson.dumps(one)) for one in bad)],
         topic,
     )
 
     for group in ("one", "two"):
-        named = house.settings(
-            requests={}, jobs={topic: "team"}, uri_prefixes={"team": (uri,)}, group=group + house.name
+        named = harness.settings(
+            requests={}, jobs={topic: "team"}, uri_prefixes={"team": (uri,)}, group=group + harness.name
         )
-        with house.running(house.door(named)):
-            until(lambda name=named.group: house.committed(0, group=name, topic=topic) == 6, "all offsets committed")
+        with harness.running(harness.ingest(named)):
+            until(lambda name=named.group: harness.committed(0, group=name, topic=topic) == 6, "all offsets committed")
         (inputs / "one.jsonl").write_bytes(
             request("later") + b"\n"
         )  # the job reads what it was accepted with, or fails
 
-    (job,) = house.jobs()
+    (job,) = harness.jobs()
     assert (job.tenant, job.tier, job.metadata) == ("team", Tier.BULK, {"who": "me", "job": "nightly"})
-    dead_letters = sorted(letter.reason_code for letter in house.dead_letters())
+    dead_letters = sorted(letter.reason_code for letter in harness.dead_letters())
     assert dead_letters == ["forbidden_uri", "input_error", "invalid_request", "invalid_request", "model_not_found"]
-    assert len(house.consume(house.deadletter, 10)) == 10, "each reading told of them"
+    assert len(harness.consume(harness.deadletter, 10)) == 10, "each reading told of them"

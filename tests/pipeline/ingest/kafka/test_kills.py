@@ -24,28 +24,28 @@ JOBS = {"before": 0, "batch": 0, "job": 1, "stored": 2, "committed": 2}
 def test_given_consumers_that_are_killed_at_different_moments_when_others_come_then_each_record_is_taken_once(
     kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
-    houses = {moment: KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / moment) for moment in JOBS}
+    harnesses = {moment: KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / moment) for moment in JOBS}
     bulk = [("tier", b"bulk")]
-    for house in houses.values():
-        house.make_topics(house.requests, house.deadletter)
-        house.produce([ProducedRecord(request(f"a{n}"), headers=bulk if n % 3 else []) for n in range(12)])
-    children = [child(house, moment) for moment, house in houses.items()]
+    for harness in harnesses.values():
+        harness.make_topics(harness.requests, harness.deadletter)
+        harness.produce([ProducedRecord(request(f"a{n}"), headers=bulk if n % 3 else []) for n in range(12)])
+    children = [child(harness, moment) for moment, harness in harnesses.items()]
     assert [one.wait(HANG_SECONDS) for one in children] == [-signal.SIGKILL] * len(JOBS)
 
-    for moment, house in houses.items():
-        durable = max((batch.last + 1 for batch in house.batches()), default=0)
+    for moment, harness in harnesses.items():
+        durable = max((batch.last + 1 for batch in harness.batches()), default=0)
         assert durable == (0 if moment == "before" else 12)
-        assert (house.committed(0) or 0) == (12 if moment == "committed" else 0), f"killed: {moment}"
-        assert len(house.jobs()) == JOBS[moment]
-        house.produce([ProducedRecord(request("late"))])
-    with ExitStack() as doors:
-        for house in houses.values():  # left to itself, each would have cut its batches otherwise
-            doors.enter_context(house.running(house.door(house.settings(batch_records=5))))
-        for house in houses.values():
-            until(lambda house=house: house.committed(0) == 13, "the next consumer is through")  # type: ignore[misc]
+        assert (harness.committed(0) or 0) == (12 if moment == "committed" else 0), f"killed: {moment}"
+        assert len(harness.jobs()) == JOBS[moment]
+        harness.produce([ProducedRecord(request("late"))])
+    with ExitStack() as ingests:
+        for harness in harnesses.values():  # left to itself, each would have cut its batches otherwise
+            ingests.enter_context(harness.running(harness.ingest(harness.settings(batch_records=5))))
+        for harness in harnesses.values():
+            until(lambda harness=harness: harness.committed(0) == 13, "the next consumer is through")  # type: ignore[misc]
 
-    for house in houses.values():
-        assert house.lines() == sorted([*(f"a{n}" for n in range(12)), "late"])
-        ends = [(batch.first, batch.last) for batch in house.batches()]
+    for harness in harnesses.values():
+        assert harness.lines() == sorted([*(f"a{n}" for n in range(12)), "late"])
+        ends = [(batch.first, batch.last) for batch in harness.batches()]
         assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])]
-        house.close()
+        harness.close()

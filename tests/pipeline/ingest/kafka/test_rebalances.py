@@ -25,19 +25,19 @@ ALL = set(range(PARTITIONS))
 
 
 @pytest.fixture
-def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
-    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
-    house.make_topics(house.requests, partitions=PARTITIONS)
-    house.make_topics(house.deadletter)
-    yield house
-    house.close()
+def harness(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
+    harness = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    harness.make_topics(harness.requests, partitions=PARTITIONS)
+    harness.make_topics(harness.deadletter)
+    yield harness
+    harness.close()
 
 
 class Stream:
     """Records that are produced on all partitions until the test has seen enough."""
 
-    def __init__(self, house: KafkaHarness, every: float) -> None:
-        self._house = house
+    def __init__(self, harness: KafkaHarness, every: float) -> None:
+        self._house = harness
         self._every = every
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -65,11 +65,11 @@ class Stream:
             self._house.produce(said)
 
 
-def check_offsets(house: KafkaHarness) -> None:
+def check_offsets(harness: KafkaHarness) -> None:
     """Offsets first, then storage: what is committed must be durable by then, jobs and all."""
-    committed = [house.committed(number) or 0 for number in range(PARTITIONS)]
-    jobs = len(house.jobs())
-    batches = house.batches()
+    committed = [harness.committed(number) or 0 for number in range(PARTITIONS)]
+    jobs = len(harness.jobs())
+    batches = harness.batches()
     for number, offset in enumerate(committed):
         mine = [batch for batch in batches if batch.partition == number]
         durable = max((batch.last + 1 for batch in mine), default=0)
@@ -79,40 +79,40 @@ def check_offsets(house: KafkaHarness) -> None:
     assert jobs >= behind, "an offset was committed before its batch's job stood"
 
 
-def held(door: KafkaIngest) -> set[int]:
+def held(ingest: KafkaIngest) -> set[int]:
     """The partitions that are assigned to a consumer."""
-    return {place.partition for place in [*door._partitions, *door._unstarted]}
+    return {place.partition for place in [*ingest._partitions, *ingest._unstarted]}
 
 
-def rebalance(house: KafkaHarness, times: int, every: float, seed: int) -> Stream:
+def rebalance(harness: KafkaHarness, times: int, every: float, seed: int) -> Stream:
     """One steady member; others join, leave in order or are killed, in turn.
 
     Each turn waits until the group has formed, with and without the other. A member that leaves while it forms is more
     than the tests' broker can take (see `tests.servers.kafka`): afterwards nobody in the group is given anything.
     """
     chance = random.Random(seed)
-    steady = house.door()
-    with Stream(house, every) as stream, house.running(steady):
+    steady = harness.ingest()
+    with Stream(harness, every) as stream, harness.running(steady):
         until(lambda: held(steady) == ALL and steady.counts.records > 0, "the first member reads")
         for turn in range(times):
             cut = chance.randint(3, 20)
             if turn % 3 == 2:
-                killed = child(house, "never", batch_records=cut)
+                killed = child(harness, "never", batch_records=cut)
                 until(lambda: 0 < len(held(steady)) < PARTITIONS, "another has joined")
                 time.sleep(0.5 + chance.random())
                 killed.kill()
                 killed.wait()
             else:
-                other = house.door(house.settings(batch_records=cut))
-                with house.running(other):
+                other = harness.ingest(harness.settings(batch_records=cut))
+                with harness.running(other):
                     until(lambda other=other: _share(steady, other), "another has joined")  # type: ignore[misc]
                     time.sleep(chance.random() * 0.7)
             until(lambda: held(steady) == ALL, "it has gone")
             if turn % 5 == 0:
-                check_offsets(house)
+                check_offsets(harness)
     assert steady.counts.rebalances > 2 * times
-    with house.running(house.door()):
-        until(lambda: [house.committed(n) for n in range(PARTITIONS)] == stream.sent, "all is committed")
+    with harness.running(harness.ingest()):
+        until(lambda: [harness.committed(n) for n in range(PARTITIONS)] == stream.sent, "all is committed")
     return stream
 
 
@@ -121,17 +121,17 @@ def _share(one: KafkaIngest, other: KafkaIngest) -> bool:
     return bool(held(one) and held(other)) and held(one) | held(other) == ALL and not held(one) & held(other)
 
 
-def check_taken(house: KafkaHarness, stream: Stream) -> None:
-    assert house.lines() == stream.names()
-    check_offsets(house)
+def check_taken(harness: KafkaHarness, stream: Stream) -> None:
+    assert harness.lines() == stream.names()
+    check_offsets(harness)
     for number in range(PARTITIONS):
-        ends = [(batch.first, batch.last) for batch in house.batches() if batch.partition == number]
+        ends = [(batch.first, batch.last) for batch in harness.batches() if batch.partition == number]
         assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])]
 
 
 @pytest.mark.slow
-def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_once(house: KafkaHarness) -> None:
-    check_taken(house, rebalance(house, times=3, every=0.3, seed=1))
+def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_once(harness: KafkaHarness) -> None:
+    check_taken(harness, rebalance(harness, times=3, every=0.3, seed=1))
 
 
 class Held(Intake):
@@ -147,60 +147,60 @@ class Held(Intake):
 
 
 def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then_its_offset_is_committed_first(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    settings = house.settings()
-    intake, stop = Held(house.world), threading.Event()
-    door = house.door(settings, intake)
+    settings = harness.settings()
+    intake, stop = Held(harness.world), threading.Event()
+    ingest = harness.ingest(settings, intake)
 
     def follow() -> None:
         """Another member, which only wants its share."""
         options = settings.consumer_options() | {"client_id": "other"}
-        with closing(KafkaConsumer(house.requests, **options)) as other:
+        with closing(KafkaConsumer(harness.requests, **options)) as other:
             while not stop.is_set():
                 other.poll(timeout_ms=100)
 
     def working() -> list[PartitionTask]:
-        return [part.work for part in door._partitions.values() if part.work and part.work.kind == "store"]
+        return [part.work for part in ingest._partitions.values() if part.work and part.work.kind == "store"]
 
     thread = threading.Thread(target=follow)
-    house.produce(
+    harness.produce(
         [ProducedRecord(request(f"a{number}-{n}"), partition=number) for n in range(5) for number in range(PARTITIONS)]
     )
-    with house.stepping(door) as step_until:
+    with harness.stepping(ingest) as step_until:
         step_until(lambda: len(working()) == PARTITIONS, "all partitions are being stored")
         intake.let.set()
         thread.start()
-        until(lambda: all(work.future.done() for work in working()), "all are stored, and the door hasn't looked")
-        assert not any(house.committed(number) for number in range(PARTITIONS))
-        time.sleep(settings.session_timeout)  # by now the client has heard that it is to join again
-        door.step()
-        until(lambda: [house.committed(number) for number in range(PARTITIONS)] == [5] * PARTITIONS, "committed", 2.0)
+        until(lambda: all(work.future.done() for work in working()), "all are stored, and the ingest hasn't looked")
+        assert not any(harness.committed(number) for number in range(PARTITIONS))
+        time.sleep(settings.session_timeout_seconds)  # by now the client has heard that it is to join again
+        ingest.step()
+        until(lambda: [harness.committed(number) for number in range(PARTITIONS)] == [5] * PARTITIONS, "committed", 2.0)
         stop.set()
     thread.join()
 
 
 @pytest.mark.exhaustive
-def test_given_fifty_rebalances_when_records_flow_then_each_is_taken_once(house: KafkaHarness) -> None:
-    check_taken(house, rebalance(house, times=25, every=0.5, seed=2))  # each member that comes also goes
+def test_given_fifty_rebalances_when_records_flow_then_each_is_taken_once(harness: KafkaHarness) -> None:
+    check_taken(harness, rebalance(harness, times=25, every=0.5, seed=2))  # each member that comes also goes
 
 
 def test_given_the_broker_dies_and_comes_back_when_records_flow_then_none_is_lost(
     durable_kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
-    house = KafkaHarness(durable_kafka_broker.bootstrap, unique_name(), tmp_path / "root")
-    house.make_topics(house.requests, partitions=PARTITIONS)
-    house.make_topics(house.deadletter)
-    with house.running(house.door()):
+    harness = KafkaHarness(durable_kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    harness.make_topics(harness.requests, partitions=PARTITIONS)
+    harness.make_topics(harness.deadletter)
+    with harness.running(harness.ingest()):
         for life in range(2):
-            house.produce([ProducedRecord(request(f"a{life}-{n}"), partition=n % PARTITIONS) for n in range(40)])
+            harness.produce([ProducedRecord(request(f"a{life}-{n}"), partition=n % PARTITIONS) for n in range(40)])
             durable_kafka_broker.kill()
             time.sleep(0.5)
             durable_kafka_broker.start()
-        house.produce([ProducedRecord(request(f"b{n}"), partition=n % PARTITIONS) for n in range(40)])
-        until(lambda: [house.committed(n) for n in range(PARTITIONS)] == [30] * PARTITIONS, "all is committed")
+        harness.produce([ProducedRecord(request(f"b{n}"), partition=n % PARTITIONS) for n in range(40)])
+        until(lambda: [harness.committed(n) for n in range(PARTITIONS)] == [30] * PARTITIONS, "all is committed")
 
-    assert house.lines() == sorted(
+    assert harness.lines() == sorted(
         [f"a{life}-{n}" for life in range(2) for n in range(40)] + [f"b{n}" for n in range(40)]
     )
-    house.close()
+    harness.close()

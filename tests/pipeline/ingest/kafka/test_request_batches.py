@@ -22,12 +22,12 @@ from tests.servers.kafka import KafkaBroker
 
 
 @pytest.fixture
-def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
-    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
-    house.make_topics(house.requests, partitions=2)
-    house.make_topics(house.deadletter)
-    yield house
-    house.close()
+def harness(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHarness]:
+    harness = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    harness.make_topics(harness.requests, partitions=2)
+    harness.make_topics(harness.deadletter)
+    yield harness
+    harness.close()
 
 
 class Gate:
@@ -61,55 +61,55 @@ class SlowStore:
 
 
 def test_given_records_of_several_kinds_when_they_come_then_each_kind_is_a_job_and_offsets_follow(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
     bulk = [("tier", b"bulk"), ("job", b"nightly")]
-    house.produce([ProducedRecord(request(f"a{n}"), partition=n % 2) for n in range(20)])
-    house.produce([ProducedRecord(request(f"b{n}"), headers=bulk) for n in range(5)])
+    harness.produce([ProducedRecord(request(f"a{n}"), partition=n % 2) for n in range(20)])
+    harness.produce([ProducedRecord(request(f"b{n}"), headers=bulk) for n in range(5)])
 
-    with house.running(house.door()):
-        until(lambda: house.committed(0) == 15 and house.committed(1) == 10, "offsets committed")
+    with harness.running(harness.ingest()):
+        until(lambda: harness.committed(0) == 15 and harness.committed(1) == 10, "offsets committed")
 
-    assert house.lines() == sorted([f"a{n}" for n in range(20)] + [f"b{n}" for n in range(5)])
-    jobs = house.jobs()
+    assert harness.lines() == sorted([f"a{n}" for n in range(20)] + [f"b{n}" for n in range(5)])
+    jobs = harness.jobs()
     assert {job.tenant for job in jobs} == {"team"}
     nightly = [job for job in jobs if job.tier is Tier.BULK]
     assert {job.metadata["job"] for job in nightly} == {"nightly"}
-    assert [(batch.partition, batch.last) for batch in house.batches()][-1] == (1, 9)
+    assert [(batch.partition, batch.last) for batch in harness.batches()][-1] == (1, 9)
 
 
-def test_given_all_was_taken_when_another_group_reads_it_again_then_no_job_is_new(house: KafkaHarness) -> None:
-    house.produce([ProducedRecord(request(f"a{n}")) for n in range(30)])
-    with house.running(house.door()):
-        until(lambda: house.committed(0) == 30, "first reading")
-    before = [job.id for job in house.jobs()]
+def test_given_all_was_taken_when_another_group_reads_it_again_then_no_job_is_new(harness: KafkaHarness) -> None:
+    harness.produce([ProducedRecord(request(f"a{n}")) for n in range(30)])
+    with harness.running(harness.ingest()):
+        until(lambda: harness.committed(0) == 30, "first reading")
+    before = [job.id for job in harness.jobs()]
 
-    other = house.settings(group=f"{house.name}-other", batch_records=7)
-    with house.running(house.door(other)):
-        until(lambda: house.committed(0, group=other.group) == 30, "second reading")
+    other = harness.settings(group=f"{harness.name}-other", batch_records=7)
+    with harness.running(harness.ingest(other)):
+        until(lambda: harness.committed(0, group=other.group) == 30, "second reading")
 
-    assert [job.id for job in house.jobs()] == before
-    assert len(house.lines()) == 30
+    assert [job.id for job in harness.jobs()] == before
+    assert len(harness.lines()) == 30
 
 
 def test_given_two_consumers_that_both_think_the_partition_theirs_when_they_read_at_once_then_each_row_is_once(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    one = house.settings(group=f"{house.name}-one", batch_records=10)
-    two = house.settings(group=f"{house.name}-two", batch_records=13)
-    with house.running(house.door(one)), house.running(house.door(two)):
+    one = harness.settings(group=f"{harness.name}-one", batch_records=10)
+    two = harness.settings(group=f"{harness.name}-two", batch_records=13)
+    with harness.running(harness.ingest(one)), harness.running(harness.ingest(two)):
         for start in range(0, 60, 20):
-            house.produce([ProducedRecord(request(f"a{n}")) for n in range(start, start + 20)])
+            harness.produce([ProducedRecord(request(f"a{n}")) for n in range(start, start + 20)])
         for settings in (one, two):
-            until(lambda group=settings.group: house.committed(0, group=group) == 60, "both are through")
+            until(lambda group=settings.group: harness.committed(0, group=group) == 60, "both are through")
 
-    assert house.lines() == sorted(f"a{n}" for n in range(60))
-    ends = [(batch.first, batch.last) for batch in house.batches()]
+    assert harness.lines() == sorted(f"a{n}" for n in range(60))
+    ends = [(batch.first, batch.last) for batch in harness.batches()]
     assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])], "batches overlap or leave gaps"
 
 
 def test_given_poison_when_it_comes_between_good_records_then_it_is_a_dead_letter_and_the_others_are_taken(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
     poison = {
         "not-utf8": ProducedRecord(b'{"custom_id": "\xff"}', b"k1", [("trace", b"\x00\xff")]),
@@ -121,17 +121,17 @@ def test_given_poison_when_it_comes_between_good_records_then_it_is_a_dead_lette
         "too-large": ProducedRecord(request("z", text="x" * 300_000), b"k7"),
         "unknown-model": ProducedRecord(request("m"), b"k8", [("model", b"gpt-x")]),
     }
-    house.produce([ProducedRecord(request("a")), *poison.values(), ProducedRecord(request("b"))])
+    harness.produce([ProducedRecord(request("a")), *poison.values(), ProducedRecord(request("b"))])
 
-    with house.running(house.door(house.settings(max_value_bytes=200_000))):
-        until(lambda: house.committed(0) == len(poison) + 2, "all offsets committed")
+    with harness.running(harness.ingest(harness.settings(max_value_bytes=200_000))):
+        until(lambda: harness.committed(0) == len(poison) + 2, "all offsets committed")
 
-    assert house.lines() == ["a", "b"]
-    dead_letters = {letter.record_key(): letter for letter in house.dead_letters()}
+    assert harness.lines() == ["a", "b"]
+    dead_letters = {letter.record_key(): letter for letter in harness.dead_letters()}
     assert dead_letters.keys() == {said.key for said in poison.values()}
     assert dead_letters[b"k1"].record_headers() == [("trace", b"\x00\xff")]
     assert dead_letters[b"k8"].reason_code == "model_not_found"
-    messages = {message.key: message for message in house.consume(house.deadletter, len(poison))}
+    messages = {message.key: message for message in harness.consume(harness.deadletter, len(poison))}
     assert messages[b"k1"].value == poison["not-utf8"].value
     assert messages[b"k7"].value == poison["too-large"].value
     headers = dict(messages[b"k5"].headers)
@@ -141,105 +141,107 @@ def test_given_poison_when_it_comes_between_good_records_then_it_is_a_dead_lette
 
 
 def test_given_the_dead_letters_topic_does_not_answer_when_poison_comes_then_the_object_counts_and_reading_goes_on(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    house.produce([ProducedRecord(b"nonsense", b"k1"), ProducedRecord(request("a"))])
-    house.sender.close()
-    unreachable = KafkaHarness("127.0.0.1:1", house.name, house.folder, connect_timeout=0.5)
-    house.sender = unreachable.sender
-    settings = house.settings(deadletter_retry_timeout_seconds=0.2)
+    harness.produce([ProducedRecord(b"nonsense", b"k1"), ProducedRecord(request("a"))])
+    harness.sender.close()
+    unreachable = KafkaHarness("127.0.0.1:1", harness.name, harness.folder, connect_timeout=0.5)
+    harness.sender = unreachable.sender
+    settings = harness.settings(deadletter_retry_timeout_seconds=0.2)
 
-    with house.running(house.door(settings)):
-        until(lambda: house.committed(0) == 2, "the partition goes on")
+    with harness.running(harness.ingest(settings)):
+        until(lambda: harness.committed(0) == 2, "the partition goes on")
 
-    assert [letter.record_key() for letter in house.dead_letters()] == [b"k1"]
-    assert house.lines() == ["a"]
+    assert [letter.record_key() for letter in harness.dead_letters()] == [b"k1"]
+    assert harness.lines() == ["a"]
 
 
 def test_given_a_producer_that_sends_again_when_it_does_in_a_batch_later_and_to_another_consumer_then_it_is_one_request(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    house.produce([ProducedRecord(request("a")), ProducedRecord(request("b")), ProducedRecord(request("a"))])
-    with house.running(house.door()):
-        until(lambda: house.committed(0) == 3, "the first batch")
-        house.produce([ProducedRecord(request("b")), ProducedRecord(request("c"))])
-        until(lambda: house.committed(0) == 5, "a later batch")
-    with house.running(house.door()):  # it knows what the other one stored
-        house.produce(
+    harness.produce([ProducedRecord(request("a")), ProducedRecord(request("b")), ProducedRecord(request("a"))])
+    with harness.running(harness.ingest()):
+        until(lambda: harness.committed(0) == 3, "the first batch")
+        harness.produce([ProducedRecord(request("b")), ProducedRecord(request("c"))])
+        until(lambda: harness.committed(0) == 5, "a later batch")
+    with harness.running(harness.ingest()):  # it knows what the other one stored
+        harness.produce(
             [
                 ProducedRecord(request("c")),
                 ProducedRecord(request("c", text="another body")),
                 ProducedRecord(request("d")),
             ]
         )
-        until(lambda: house.committed(0) == 8, "another consumer")
+        until(lambda: harness.committed(0) == 8, "another consumer")
 
-    assert house.lines() == ["a", "b", "c", "c", "d"]
-    assert sum(batch.resent for batch in house.batches()) == 3
+    assert harness.lines() == ["a", "b", "c", "c", "d"]
+    assert sum(batch.resent for batch in harness.batches()) == 3
 
 
 def test_given_no_room_for_the_tenant_when_records_come_then_the_partition_waits_without_leaving_the_group(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    gate = Gate(Intake(house.world))
-    door = house.door(intake=gate)
-    with house.running(door):
-        until(lambda: door.counts.rebalances == 1 and door.counts.pauses >= 2, "paused")
-        house.produce([ProducedRecord(request(f"a{n}"), partition=n % 2) for n in range(10)])
-        time.sleep(house.settings().session_timeout + 0.3)  # longer than the session's timeout
-        assert house.jobs() == []
+    gate = Gate(Intake(harness.world))
+    ingest = harness.ingest(intake=gate)
+    with harness.running(ingest):
+        until(lambda: ingest.counts.rebalances == 1 and ingest.counts.pauses >= 2, "paused")
+        harness.produce([ProducedRecord(request(f"a{n}"), partition=n % 2) for n in range(10)])
+        time.sleep(harness.settings().session_timeout_seconds + 0.3)  # longer than the session's timeout
+        assert harness.jobs() == []
         gate.open.set()
-        until(lambda: house.committed(0) == 5 and house.committed(1) == 5, "resumed")
+        until(lambda: harness.committed(0) == 5 and harness.committed(1) == 5, "resumed")
 
-    assert len(house.lines()) == 10
-    assert door.counts.rebalances == 1
+    assert len(harness.lines()) == 10
+    assert ingest.counts.rebalances == 1
 
 
 def test_given_storage_slower_than_the_poll_interval_when_records_come_then_the_member_stays_and_all_are_taken(
     kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
-    house = KafkaHarness(kafka_broker.bootstrap, unique_name(), tmp_path / "root", lambda store: SlowStore(store, 1.6))  # type: ignore[return-value,arg-type]
-    house.make_topics(house.requests, house.deadletter)
-    house.produce([ProducedRecord(request(f"a{n}")) for n in range(20)])
-    door = house.door(house.settings(batch_records=10, session_timeout=1.0, max_poll_interval=1.1))
+    harness = KafkaHarness(
+        kafka_broker.bootstrap, unique_name(), tmp_path / "root", lambda store: SlowStore(store, 1.6)
+    )  # type: ignore[return-value,arg-type]
+    harness.make_topics(harness.requests, harness.deadletter)
+    harness.produce([ProducedRecord(request(f"a{n}")) for n in range(20)])
+    ingest = harness.ingest(harness.settings(batch_records=10, session_timeout_seconds=1.0, max_poll_interval=1.1))
 
-    with house.running(door):
-        until(lambda: house.committed(0) == 20, "all stored")
+    with harness.running(ingest):
+        until(lambda: harness.committed(0) == 20, "all stored")
 
-    assert door.counts.rebalances == 1, "it was taken for dead while it stored"
-    assert len(house.lines()) == 20
-    house.close()
+    assert ingest.counts.rebalances == 1, "it was taken for dead while it stored"
+    assert len(harness.lines()) == 20
+    harness.close()
 
 
 def test_given_a_log_that_was_cut_when_the_client_goes_back_then_the_door_begins_again_and_doubles_nothing(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    house.produce([ProducedRecord(request(f"a{n}")) for n in range(9)])
-    door = house.door(house.settings(batch_records=4))
-    with house.stepping(door) as step_until:
-        step_until(lambda: door.counts.batches == 3, "all stored")
-        door._consumer.seek(TopicPartition(house.requests, 0), 4)  # as its reset does, out of range
-        house.produce([ProducedRecord(request("late"))])
-        step_until(lambda: "late" in house.lines(), "read again")
+    harness.produce([ProducedRecord(request(f"a{n}")) for n in range(9)])
+    ingest = harness.ingest(harness.settings(batch_records=4))
+    with harness.stepping(ingest) as step_until:
+        step_until(lambda: ingest.counts.batches == 3, "all stored")
+        ingest._consumer.seek(TopicPartition(harness.requests, 0), 4)  # as its reset does, out of range
+        harness.produce([ProducedRecord(request("late"))])
+        step_until(lambda: "late" in harness.lines(), "read again")
 
-    assert house.lines() == sorted([*(f"a{n}" for n in range(9)), "late"])
-    assert house.committed(0) == 10
+    assert harness.lines() == sorted([*(f"a{n}" for n in range(9)), "late"])
+    assert harness.committed(0) == 10
 
 
 def test_given_a_topic_made_anew_under_the_old_epoch_when_it_is_read_then_its_records_are_not_taken_for_the_old_ones(
-    house: KafkaHarness,
+    harness: KafkaHarness,
 ) -> None:
-    house.produce([ProducedRecord(request("new"))])
-    settings = house.settings(epoch="e1")
-    door = house.door(settings)
-    handler = house.handlers(settings, Intake(house.world))[house.requests]
-    partition_id = PartitionId("e1", house.requests, 0, "team")
+    harness.produce([ProducedRecord(request("new"))])
+    settings = harness.settings(epoch="e1")
+    ingest = harness.ingest(settings)
+    handler = harness.handlers(settings, Intake(harness.world))[harness.requests]
+    partition_id = PartitionId("e1", harness.requests, 0, "team")
     handler.begin(partition_id, 0)
     handler.store(partition_id, 0, [Record(0, 0, b"k", request("old"))])
-    assert house.store.info(batch_key(partition_id, 0)) is not None
+    assert harness.store.info(batch_key(partition_id, 0)) is not None
 
-    with house.running(door):
-        until(lambda: door.counts.failures > 1, "refused, again and again")
+    with harness.running(ingest):
+        until(lambda: ingest.counts.failures > 1, "refused, again and again")
 
-    assert house.lines() == ["old"]
-    assert house.committed(0) in (None, 1)
+    assert harness.lines() == ["old"]
+    assert harness.committed(0) in (None, 1)

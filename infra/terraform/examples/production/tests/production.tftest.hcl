@@ -34,12 +34,12 @@ variables {
 
 run "an_installation_with_kafka" {
   assert {
-    condition     = jsondecode(output.processes["intake"].environment.TOKENMILL_KAFKA__BOOTSTRAP)[2] == "b-3.mock:9098"
+    condition     = jsondecode(output.processes["intake"].environment.TOKENMILL_KAFKA__BOOTSTRAP_SERVERS)[2] == "b-3.mock:9098"
     error_message = "an intake isn't told where Kafka is"
   }
 
   assert {
-    condition     = output.processes["intake"].environment.TOKENMILL_KAFKA__MECHANISM == "AWS_MSK_IAM"
+    condition     = output.processes["intake"].environment.TOKENMILL_KAFKA__SASL_MECHANISM == "AWS_MSK_IAM"
     error_message = "Kafka is not reached by IAM"
   }
 

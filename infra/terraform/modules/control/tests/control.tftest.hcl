@@ -62,7 +62,7 @@ run "fleets_are_pools" {
       for variable in jsondecode(aws_ecs_task_definition.this["dispatcher"].container_definitions)[0].environment :
       variable.value if variable.name == "TOKENMILL_AUTOSCALE__POOLS"
       ])) == {
-      gpu = { models = ["llama", "embed"], limits = { least = 0, most = 40, cold_start = 300, standard_within = 3600 } }
+      gpu = { models = ["llama", "embed"], limits = { min_workers = 0, max_workers = 40, cold_start_seconds = 300, standard_target_seconds = 3600 } }
     }
     error_message = "the dispatcher doesn't wish for the fleet's workers, or for more than there may be"
   }
@@ -105,7 +105,7 @@ run "with_a_gateway" {
   }
 
   assert {
-    condition     = aws_lb.gateway[0].idle_timeout > tonumber(output.processes["gateway"].environment.TOKENMILL_GATEWAY__REQUEST_SECONDS)
+    condition     = aws_lb.gateway[0].idle_timeout > tonumber(output.processes["gateway"].environment.TOKENMILL_GATEWAY__REQUEST_TIMEOUT_SECONDS)
     error_message = "the balancer gives a request up before the gateway does"
   }
 

@@ -60,7 +60,7 @@ run "kafka" {
   }
 
   assert {
-    condition     = output.environment.TOKENMILL_KAFKA__SECURITY == "SASL_SSL" && output.environment.TOKENMILL_KAFKA__MECHANISM == "AWS_MSK_IAM"
+    condition     = output.environment.TOKENMILL_KAFKA__SECURITY_PROTOCOL == "SASL_SSL" && output.environment.TOKENMILL_KAFKA__SASL_MECHANISM == "AWS_MSK_IAM"
     error_message = "an intake isn't told how to get in"
   }
 }
