@@ -1,5 +1,5 @@
-# Every install goes through constraints.txt, torch first: an unconstrained step may pull gigabytes that nobody asked for.
-# PIP_ARGS is handed to each pip install (another index, a proxy, -v to see more).
+# Every install uses constraints.txt, torch first: an unconstrained step may download gigabytes of needless packages.
+# PIP_ARGS is passed to each pip install (another index, a proxy, -v to see more).
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -31,26 +31,26 @@ CONSTRAINT := $(abspath constraints.txt)
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(VENV)/.run.stamp  ## make .venv and install tokenmill in it
+install: $(VENV)/.run.stamp  ## create .venv and install tokenmill in it
 
 run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet under out/demo
 	@$(PY) -m tokenmill run examples/requests.jsonl --model demo --output $(OUT)
 	@$(PY) examples/show_results.py $(OUT)
 
-# Several processes of tests share the machine (many a test waits for servers, so two for each of two cores): OpenMP
-# threads that wait for each other spin, and each would hold the others up.
+# Several test processes share the machine: two a core, since many tests wait for servers. Waiting OpenMP threads spin, so
+# more than one thread a process would slow the others down.
 test test-all test-slow: export OMP_NUM_THREADS ?= 1
 
-test: $(VENV)/.dev.stamp  ## run the tests that take little: five minutes on two quiet cores
+test: $(VENV)/.dev.stamp  ## run the fast tests: five minutes on two idle cores
 	$(PY) -m pytest $(PARALLEL) -m "not slow and not exhaustive" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, processes, servers, seconds of processor time each
+test-slow: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, processes and servers, seconds of CPU time each
 	$(PY) -m pytest $(PARALLEL) -m "slow and not exhaustive" $(PYTEST_ARGS)
 
-test-all: $(VENV)/.dev.stamp  ## run every test that CI runs: all but the exhaustive ones
+test-all: $(VENV)/.dev.stamp  ## run all tests of CI: all but those marked exhaustive
 	$(PY) -m pytest $(PARALLEL) -m "not exhaustive" $(PYTEST_ARGS)
 
-test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on a CPU with torch 2.11, the oldest we take, and its Triton
+test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on the CPU with torch 2.11, the oldest supported version, and its Triton
 	OMP_NUM_THREADS=1 $(VENV)-torch211/bin/python -m pytest $(PARALLEL) -m "not slow and not exhaustive" tests/engine \
 		--ignore-glob='*/test_*scheduler*' $(PYTEST_ARGS)
 
@@ -58,7 +58,7 @@ ASAN := $(abspath out/asan)
 test-memory: export OMP_NUM_THREADS := 1
 test-memory: export CXX := g++ -fsanitize=address -g -fno-omit-frame-pointer
 test-memory: export TOKENMILL_NATIVE_CACHE := $(ASAN)
-test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels while AddressSanitizer watches them (needs g++ and its libasan)
+test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels under AddressSanitizer (needs g++ and its libasan)
 	@mkdir -p $(ASAN) && rm -f $(ASAN)/report.*
 	$(PY) -c "from engine.native.build import build; build()"
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
@@ -69,42 +69,42 @@ test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels while Ad
 		tests/engine/runner/test_cache_planning.py $(wildcard tests/engine/test_*.py) \
 		$(PYTEST_ARGS) || { cat $(ASAN)/report.* 2>/dev/null; exit 1; }
 
-test-servers: $(VENV)/.dev.stamp  ## the long tests on real servers: a durable S3 server, 50 rebalances of Kafka
+test-servers: $(VENV)/.dev.stamp  ## run the exhaustive tests on real servers: a durable S3 server, 50 Kafka rebalances
 	$(PY) -m pytest -m exhaustive tests/pipeline $(PYTEST_ARGS)
 
-test-bench: $(VENV)/.dev.stamp  ## the long tests of benchmarks (environments of peers, a bare machine) and of the engine: every family at every setting, kernels compiled for older GPUs
+test-bench: $(VENV)/.dev.stamp  ## run the exhaustive tests of the benchmarks (peers' environments, a bare machine) and of the engine: every model family with every setting, kernels compiled for older GPUs
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/benchmarks tests/engine tests/workers $(PYTEST_ARGS)
 
-test-page: $(VENV)/.browser.stamp  ## try the page in headless Chromium, which must be installed, and make its pictures in docs/images
+test-page: $(VENV)/.browser.stamp  ## test the web page in headless Chromium (must be installed), and write its screenshots to docs/images
 	$(PY) -m pytest tests/tokenmill/services/test_page.py $(PYTEST_ARGS)
 	PYTHONPATH=. $(PY) docs/make_pictures.py
 
-chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments (KILLS=n), and compare
+chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments (KILLS=n), and compare their results with those of an undisturbed run
 	$(PY) -m tests.tokenmill.chaos.killing --kills $(KILLS)
 	$(PY) -m pytest -m exhaustive tests/tokenmill $(PYTEST_ARGS)
 
-cluster: $(VENV)/.dev.stamp  ## start S3, Kafka, Redis and all of our processes here, and send a file in by every door
+cluster: $(VENV)/.dev.stamp  ## start S3, Kafka, Redis and all tokenmill processes on this machine, and submit a file through every ingest source
 	$(PY) -m tests.cluster examples/requests.jsonl --model demo
 
-cluster-faults: $(VENV)/.dev.stamp  ## strike such a cluster with FAULTS=n faults drawn by SEED=n (WORKER=null|demo), and judge what is left
+cluster-faults: $(VENV)/.dev.stamp  ## inject FAULTS=n faults, drawn by SEED=n, into such a cluster (WORKER=null|demo), and check the results
 	OMP_NUM_THREADS=1 $(PY) -m tests.cluster.faults $(if $(SEED),--seed $(SEED)) --faults $(FAULTS) --worker $(WORKER)
 
-hostile: $(VENV)/.dev.stamp  ## attack a cluster and serve with hostile input beside a well-behaved tenant, and judge (SEED=n, ATTACKS="'parquet: *'", FORM=cluster|serve)
+hostile: $(VENV)/.dev.stamp  ## attack a cluster and `serve` with hostile input while a well-behaved tenant chats, and check both (SEED=n, ATTACKS="'parquet: *'", FORM=cluster|serve)
 	OMP_NUM_THREADS=1 $(PY) -m tests.hostile $(if $(SEED),--seed $(SEED)) $(if $(FORM),--form $(FORM)) $(if $(ATTACKS),--attacks $(ATTACKS)) $(HOSTILE_ARGS)
 
-releases: $(VENV)/.dev.stamp  ## a rolling release on real processes: a bad version of a model is rolled back, a good one promoted
+releases: $(VENV)/.dev.stamp  ## run rolling releases on real processes: a bad model version is rolled back, a good one promoted
 	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m "exhaustive or not exhaustive" tests/tokenmill/services/test_releases.py $(PYTEST_ARGS)
 
 simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of one job, and of whole roots, with crashes, races and power cuts
 	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/simulation
 
-alerts:  ## check the alert rules and Prometheus's settings, and try each alert on made-up series (needs promtool)
+alerts:  ## check the alert rules and Prometheus's configuration, and test each alert on synthetic series (needs promtool)
 	promtool check config infra/prometheus/prometheus.yml
 	promtool check rules infra/prometheus/alerts.yml
 	promtool test rules infra/prometheus/alerts_test.yml
 
-observability: $(VENV)/.dev.stamp alerts  ## let Prometheus watch real processes: each dashboard's questions, each alert that can be brought about (needs prometheus)
+observability: $(VENV)/.dev.stamp alerts  ## monitor real processes with Prometheus: test each dashboard query, and each alert that can be triggered (needs prometheus)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive -s tests/tokenmill/services/test_observability.py $(PYTEST_ARGS)
 
 infra: $(VENV)-infra/linters.stamp  ## check Terraform, images and compose.yaml: fmt, validate, tests with mocks, checkov, hadolint (needs terraform)
@@ -117,39 +117,39 @@ infra: $(VENV)-infra/linters.stamp  ## check Terraform, images and compose.yaml:
 	elif command -v docker-compose >/dev/null; then docker-compose config --quiet; \
 	else echo "skipped: compose.yaml, since docker compose is not installed"; fi
 
-infra-apply: $(VENV)/.dev.stamp $(VENV)-infra/ministack.stamp  ## apply both examples to an AWS on this machine, run the pipeline there, destroy (needs terraform)
+infra-apply: $(VENV)/.dev.stamp $(VENV)-infra/ministack.stamp  ## apply both examples to an AWS emulation on this machine, run the pipeline there, destroy (needs terraform)
 	OMP_NUM_THREADS=1 $(PY) -m infra.apply_locally --ministack $(VENV)-infra/ministack/bin/ministack
 
-sbom: $(VENV)-infra/sbom.stamp  ## write what the images hold, with versions and licences, to out/sbom (IMAGES="control worker")
+sbom: $(VENV)-infra/sbom.stamp  ## write the bill of materials of each image, with versions and licences, to out/sbom (IMAGES="control worker")
 	$(PYTHON) -m infra.sbom --tool $(VENV)-infra/sbom/bin/cyclonedx-py $(IMAGES)
 
-lint: $(VENV)/.dev.stamp  ## ruff, mypy and the import contracts
+lint: $(VENV)/.dev.stamp  ## run ruff, mypy and the import contracts
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-format: $(VENV)/.dev.stamp  ## let ruff fix and format what it can
+format: $(VENV)/.dev.stamp  ## fix and format the code with ruff
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(VENV)/.run.stamp  ## measure this machine: scheduler and pipeline alone, then the engine
+bench: $(VENV)/.run.stamp  ## benchmark this machine: scheduler and pipeline alone, then the engine
 	@$(PY) -m tokenmill bench --model demo
 
-gpu-bench:  ## measure the engine on this machine's GPU, which needs torch, triton and transformers (GPU_PYTHON, GPU_ARGS=--dry-run)
+gpu-bench:  ## benchmark the engine on this machine's GPU (needs torch, triton and transformers in GPU_PYTHON; GPU_ARGS=--dry-run)
 	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu --stage all --out out/gpu $(GPU_ARGS)
 
-fuzz-http: $(VENV)/.dev.stamp  ## let schemathesis ask a gateway all that its OpenAPI document allows, and what it doesn't (EXAMPLES=n a route, SEED=n)
+fuzz-http: $(VENV)/.dev.stamp  ## fuzz a gateway with schemathesis: requests that its OpenAPI document allows, and others (EXAMPLES=n a route, SEED=n)
 	OMP_NUM_THREADS=1 $(PY) -m tests.pipeline.gateway.fuzzing --examples $(EXAMPLES) $(if $(SEED),--seed $(SEED))
 
-fleet: $(VENV)/.dev.stamp  ## real servers and processes, no model: a million requests over Kafka, then in a bucket (ROWS=n)
+fleet: $(VENV)/.dev.stamp  ## benchmark real servers and processes without a model: a million requests over Kafka, then in a bucket (ROWS=n)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.fleet kafka --model demo --rows $(ROWS) --json benchmarks/results/fleet.json
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.fleet bucket --model demo --rows $(ROWS) --json benchmarks/results/fleet.json
 
-streams: $(VENV)/.dev.stamp  ## a thousand streams on one gateway, real processes and no model; some stop reading, some hang up
+streams: $(VENV)/.dev.stamp  ## benchmark a thousand streams on one gateway, without a model; some clients stop reading, some disconnect
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.streams --model demo --json benchmarks/results/streams.json
 
-clean:  ## remove what was built; keeps the model cache
+clean:  ## remove all build output; keeps the model cache
 	rm -rf $(VENV) $(VENV)-infra $(VENV)-torch211 out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -173,7 +173,7 @@ $(VENV)/.browser.stamp: $(VENV)/.dev.stamp
 	PIP_CONSTRAINT=$(CONSTRAINT) $(PIP) --group browser
 	@touch $@
 
-# Beside torch and what goes with it (numpy: Triton 3.6's interpreter) all packages are those of $(VENV), found behind its own.
+# Holds only torch, Triton and the numpy for Triton 3.6's interpreter; behind.pth adds the other packages of $(VENV).
 $(VENV)-torch211/.stamp: $(VENV)/.dev.stamp tests/cuda_stand_ins.py
 	$(PY) -m venv --clear $(VENV)-torch211
 	$(VENV)-torch211/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --no-deps torch==2.11.0 triton==3.6.0 "numpy<2.4"

@@ -1,11 +1,11 @@
-"""Applies infra/terraform to an AWS on this machine, runs the pipeline on what was made, and destroys it again.
+"""Applies infra/terraform to an AWS emulation on this machine, runs the pipeline on it, and destroys it again.
 
     python -m infra.apply_locally [minimal] [production] [--keep-logs DIR]
 
-For each example: init, validate, apply, a second plan, our processes with the very variables of their containers, a
-file dropped into the bucket, each of their requests held against their policies, destroy, and a look whether anything
-is left. Needs terraform on PATH and ministack (`make infra-apply` installs it). TERRAFORM_PLUGINS may name a folder
-with the provider, where no registry can be reached. docs/deploy.md says what this shows, and what it doesn't.
+For each example: init, validate, apply, a second plan, tokenmill's processes with exactly the variables of their
+containers, a file dropped into the bucket, a check of each process's requests against its policy, destroy, and a check
+that no resource is left. Needs terraform on PATH and ministack (`make infra-apply` installs it). Without a registry,
+set TERRAFORM_PLUGINS to a folder with the provider. docs/deploy.md lists the properties that this run verifies.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ NOT_APPLIED: Final = {
     "events.aws_vpc_security_group_ingress_rule.kafka",
     "observability.aws_cloudwatch_metric_alarm.kafka_disk",
 }
-"""Resource blocks that no example has here, each by its module: neither ministack nor moto can make an MSK cluster that
-the provider reads. They are planned by `terraform test`, with a mock."""
+"""Resource blocks that no example applies here, as MODULE.TYPE.NAME: neither ministack nor moto can create an MSK
+cluster that the provider can read. `terraform test` plans them with a mock."""
 
 MANY: Final = 40
-"""Things that stand after any apply; a listing that sees fewer would see nothing left after destroy, too."""
+"""Fewest resources after an apply. A listing that finds fewer is broken, and would find none after destroy, too."""
 
 PROVIDER: Final = """
 provider "aws" {
@@ -71,7 +71,7 @@ COMMON: Final[Mapping[str, Any]] = {
     "worker_image": f"000000000000.dkr.ecr.{REGION}.amazonaws.com/tokenmill-worker:local",
     "ami_id": "ami-0123456789abcdef0",
     "emails": ["ops@example.com"],
-    # No listing after the first: what is found, the queue has told. And CloudWatch isn't to be waited for.
+    # Only one listing, so that all files are found through the queue; CloudWatch every second, to save time.
     "environment": {"TOKENMILL_BUCKET__SWEEP_INTERVAL_SECONDS": "3600", "TOKENMILL_CLOUDWATCH__INTERVAL_SECONDS": "1"},
 }
 
@@ -109,7 +109,7 @@ VARIABLES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass
 class Report:
-    """What is told at the end. `problems`: what must not be.  `applied`: resource blocks, as `resource_blocks`."""
+    """Results of one example. `problems`: checks that failed.  `applied`: resource blocks, as in `resource_blocks`."""
 
     lines: list[str] = field(default_factory=list)
     applied: set[str] = field(default_factory=set)
@@ -126,7 +126,7 @@ class Report:
 
 
 class Terraform:
-    """One example, in a copy, so that nothing of it stays in the repository."""
+    """Terraform on a copy of one example, which keeps the repository clean."""
 
     def __init__(self, example: str, folder: Path, endpoint: str) -> None:
         shutil.copytree(TERRAFORM, folder, ignore=shutil.ignore_patterns(".terraform", "*.tfstate*"))
@@ -145,7 +145,7 @@ class Terraform:
             del self._variables["TF_CLI_CONFIG_FILE"]
 
     def run(self, *arguments: str, codes: Sequence[int] = (0,)) -> subprocess.CompletedProcess[str]:
-        """Run one command; raises `RuntimeError` with what it said."""
+        """Run one command. Raises `RuntimeError` with its output."""
         done = subprocess.run(
             ["terraform", *arguments], cwd=self.folder, env=self._variables, capture_output=True, text=True, check=False
         )
@@ -161,14 +161,14 @@ class Terraform:
         return {name: found["value"] for name, found in json.loads(self.run("output", "-json").stdout).items()}
 
     def plan_again(self) -> dict[str, Any]:
-        """A second plan, as `terraform show -json` tells it."""
+        """A second plan, as a `terraform show -json` document."""
         self.run("plan", "-no-color", "-out=again.tfplan", "-detailed-exitcode", codes=(0, 2))
         plan: dict[str, Any] = json.loads(self.run("show", "-json", "again.tfplan").stdout)
         return plan
 
     @staticmethod
     def drift(plan: Mapping[str, Any]) -> list[str]:
-        """What the plan would change."""
+        """Changes that the plan would make."""
         changes = (one["change"] | {"address": one["address"]} for one in plan.get("resource_changes", []))
         return [
             f"{change['address']}: {', '.join(change['actions'])} {', '.join(_differing(change))}"
@@ -200,16 +200,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     blocks = resource_blocks(TERRAFORM)
     print(f"{len(applied)} of {len(blocks)} resource blocks were applied; not: {', '.join(sorted(blocks - applied))}")
     if set(args.examples) == set(VARIABLES) and blocks - applied != NOT_APPLIED:
-        problems.append("other blocks were left out than those that can't be applied here")
+        problems.append("the blocks that were not applied differ from NOT_APPLIED")
         print(f"WRONG: {problems[-1]}")
-    print("all is well" if not problems else f"{len(problems)} problem(s)")
+    print("all checks passed" if not problems else f"{len(problems)} problem(s)")
     return 1 if problems else 0
 
 
 def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What the command line says; `examples` are all of them where none is named."""
+    """Arguments of the command line; `examples` holds all examples unless some are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # No `choices`: with nargs="*", Python 3.11 holds the empty list against them.
+    # No `choices`: with nargs="*", Python 3.11 refuses the empty list.
     parser.add_argument("examples", nargs="*", metavar="EXAMPLE", help=f"{' or '.join(VARIABLES)}; all, unless named")
     parser.add_argument("--ministack", default="ministack", help="its command")
     parser.add_argument("--keep-logs", type=Path, help="a folder for the logs of all servers and processes")
@@ -235,22 +235,22 @@ def _try_example(example: str, aws: LocalAws, folder: Path) -> Report:
     again = terraform.plan_again()
     drift = terraform.drift(again)
     report.say(
-        f"a second plan would change what this API tells otherwise than it was given: {'; '.join(drift) or 'nothing'}"
+        f"a second plan would change (this API returns other values than it got): {'; '.join(drift) or 'nothing'}"
     )
     for line in table(costs(again)):
         report.say(line)
     standing = inventory(aws) - before
-    report.check(len(standing) > MANY, f"{len(standing)} things stand that the listing knows")
+    report.check(len(standing) > MANY, f"the listing finds {len(standing)} resources")
     with installation(aws, terraform.outputs(), folder / "processes") as processes:
         _try_pipeline(example, processes, model, report)
     terraform.run("destroy", "-no-color", "-auto-approve")
     left = sorted(inventory(aws) - before)
-    report.check(not left, f"destroyed in {time.monotonic() - begun:.0f} s since the begin; left: {left or 'nothing'}")
+    report.check(not left, f"destroyed {time.monotonic() - begun:.0f} s after the start; left: {left or 'nothing'}")
     return report
 
 
 def resource_blocks(folder: Path) -> set[str]:
-    """All that modules and examples have, as MODULE.TYPE.NAME."""
+    """Resource blocks of all modules and examples, as MODULE.TYPE.NAME."""
     return {
         f"{path.parent.name}.{kind}.{name}"
         for path in folder.glob("*/*/*.tf")
@@ -259,7 +259,7 @@ def resource_blocks(folder: Path) -> set[str]:
 
 
 def block_of(address: str, example: str) -> str:
-    """The block that a resource's address is of. Modules are called as their folders are."""
+    """The resource block of an address. A module has the name of its folder."""
     bare = re.sub(r'\["?[^\]]*"?\]', "", address)
     *modules, kind, name = bare.split(".")
     return ".".join((modules[-1] if modules else example, kind, name))
@@ -271,7 +271,7 @@ def _resources(module: Mapping[str, Any]) -> list[str]:
 
 
 def _put_weights(aws: LocalAws) -> Path:
-    """The demo model, as somebody would have put it into a bucket of weights; where it is on this machine."""
+    """Upload the demo model to the weights bucket; returns its path on this machine."""
     from tokenmill.models import sources
     from tokenmill.settings import read_settings
 
@@ -288,13 +288,13 @@ def _try_pipeline(example: str, made: Installation, model: Path, report: Report)
         if name != "gateway":
             made.start(name)
     made.wait(lambda: made.keys("catalog/"), "no worker is up")
-    place = "incoming/" if example == "minimal" else "team-a/incoming/"
-    made.wait(lambda: made.listed(place), "no intake has looked for drops")  # once; after that it hears by the queue
+    prefix = "incoming/" if example == "minimal" else "team-a/incoming/"
+    made.wait(lambda: made.listed(prefix), "no intake has listed the prefix")  # once; later files come by the queue
     begun = time.monotonic()
-    job = pipeline_check.drop_a_file(made, model, MODEL, place)
+    job = pipeline_check.drop_a_file(made, model, MODEL, prefix)
     report.check(
         True,
-        f"a file below {place} became job {job} by way of the queue; {pipeline_check.ROWS} right rows in Parquet "
+        f"a file below {prefix} became job {job} through the queue; {pipeline_check.ROWS} correct rows in Parquet "
         f"after {time.monotonic() - begun:.1f} s",
     )
     if "gateway" in made.outputs["processes"]:
@@ -304,40 +304,41 @@ def _try_pipeline(example: str, made: Installation, model: Path, report: Report)
         report.check(True, try_gateway(made, model, MODEL))
     for name, described in made.outputs["processes"].items():
         if "health" in described:
-            report.check(made.is_well(name), f"{name} is well by its container's health check")
-    wished, wanted = pipeline_check.wake_from_none(made, model, MODEL, place, workers[0])
+            report.check(made.is_well(name), f"{name} passes its container's health check")
+    desired, started = pipeline_check.scale_up_from_none(made, model, MODEL, prefix, workers[0])
     report.check(
-        wanted >= 1,
-        f"with no worker, CloudWatch was told of a wish for {wished:.0f}, for which the policy starts {wanted}; it "
-        "was done when one was there",
+        started >= 1,
+        f"with no worker running, CloudWatch got {desired:.0f} desired workers, for which the policy starts {started}; "
+        "the job completed once one had started",
     )
     if made.outputs["processes"][workers[0]]["environment"]["TOKENMILL_SPOT_NOTICE"] == "true":
         took = pipeline_check.take_the_spot_instance(made, workers[0])
-        report.check(took < 60, f"told that its instance goes, {workers[0]} ended in order after {took:.1f} s")
+        report.check(took < 60, f"{workers[0]} exited cleanly {took:.1f} s after its spot interruption notice")
     for name, (code, took, allowed) in made.stop_all().items():
         report.check(
-            code == 0 and took < allowed, f"{name} ended with {code} {took:.1f} s after SIGTERM ({allowed:.0f})"
+            code == 0 and took < allowed,
+            f"{name} exited with {code} {took:.1f} s after SIGTERM (limit {allowed:.0f})",
         )
         if "health" in made.outputs["processes"][name]:
-            report.check(not made.is_well(name), f"{name} is not well any more by it")
+            report.check(not made.is_well(name), f"{name} fails its health check after it has exited")
     _check_rights(made, report)
-    report.say("helped: " + "; ".join(f"{name}: {how}" for name, how in sorted(made.helped.items())))
+    report.say("replaced: " + "; ".join(f"{name}: {how}" for name, how in sorted(made.replaced.items())))
 
 
 def _check_rights(made: Installation, report: Report) -> None:
     for name, described in made.outputs["processes"].items():
         policy = Policy(described["policy"])
-        requests = [asked for asked in made.aws.asked if asked.key == name]
+        requests = [request for request in made.aws.requests if request.key == name]
         missing = denied(policy, requests)
         report.check(
             bool(requests) and not missing,
-            f"{name} made {len(requests)} requests, and may: {missing or 'all of them'}",
+            f"{name} sent {len(requests)} requests; rights that its policy lacks: {missing or 'none'}",
         )
         unused: dict[str, list[str]] = {}
         for action, resource in policy.unused():
             unused.setdefault(action.partition(":")[2], []).append(resource.rpartition(":")[2].partition("/")[2])
-        told = "; ".join(f"{action} {' '.join(prefixes)}" for action, prefixes in unused.items())
-        report.say(f"{name} was given, and did not need this time: {told or 'nothing'}")
+        listed = "; ".join(f"{action} {' '.join(prefixes)}" for action, prefixes in unused.items())
+        report.say(f"{name} did not use these rights: {listed or 'none'}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# fmt, init, validate and test of each module and example, in a copy, so that nothing of it stays in the repository.
-# TERRAFORM_PLUGINS may name a folder with the provider, where no registry can be reached.
+# Checks each module and example with terraform fmt, init, validate and test, in a copy that keeps the repository clean.
+# Without a registry, set TERRAFORM_PLUGINS to a folder with the provider.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/terraform"
 
@@ -8,7 +8,7 @@ command -v terraform >/dev/null || {
   echo "error: terraform is missing: 1.11 or newer, from https://developer.hashicorp.com/terraform/install" >&2
   exit 1
 }
-# A CLI configuration that isn't there is a warning with each command.
+# Terraform warns at each command about a CLI configuration file that is missing.
 [[ -e "${TF_CLI_CONFIG_FILE:-/}" ]] || unset TF_CLI_CONFIG_FILE
 export CHECKPOINT_DISABLE=1 TF_IN_AUTOMATION=1
 

@@ -1,4 +1,4 @@
-"""Makes what compose.yaml's processes find: the bucket, and Kafka's topics. Does nothing where they are there."""
+"""Creates the bucket and the Kafka topics for compose.yaml's processes; skips those that exist."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ PARTITIONS: Final = 3
 
 
 def make_bucket(name: str) -> None:
-    """Raises what boto3 does."""
+    """Create the bucket unless it exists. Raises boto3's errors."""
     s3 = boto3.client("s3", endpoint_url=os.environ["TOKENMILL_S3__ENDPOINT"])
     if name not in {bucket["Name"] for bucket in s3.list_buckets()["Buckets"]}:
         s3.create_bucket(Bucket=name)
-        print(f"made the bucket {name}", flush=True)
+        print(f"created the bucket {name}", flush=True)
 
 
 def make_topics(bootstrap: list[str]) -> None:
-    """Raises what kafka-python does."""
+    """Create the topics that are missing. Raises kafka-python's errors."""
     admin = KafkaAdminClient(bootstrap_servers=bootstrap)
     try:
         missing = sorted({f"tokenmill.{name}" for name in TOPICS} - set(admin.list_topics()))
         if missing:
             admin.create_topics([NewTopic(name, PARTITIONS, 1) for name in missing])
-            print(f"made {', '.join(missing)}", flush=True)
-    except TopicAlreadyExistsError:  # somebody else was faster
+            print(f"created the topics {', '.join(missing)}", flush=True)
+    except TopicAlreadyExistsError:  # another process created it first
         pass
     finally:
         admin.close()

@@ -1,9 +1,9 @@
-"""What an installation costs per hour, by its parts, while nobody uses it, and what each machine of a pool adds.
+"""Computes the hourly cost of an idle installation, by module, and of each machine that a worker pool adds.
 
     terraform show -json [PLANFILE] | python -m infra.costs
 
-Reads a plan or a state. Counted is what is paid by the hour or by the month for being there; not what is paid by use:
-S3's requests and storage, data transfer, balancer capacity units, log volume, SQS's requests, CloudWatch's metrics.
+Reads a plan or a state. Counts charges by the hour or by the month for resources that exist, not charges by use: S3's
+requests and storage, data transfer, balancer capacity units, log volume, SQS's requests, CloudWatch's metrics.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from schemas.prices import PriceBookError, read_price_book
 
 HOURS_A_MONTH: Final = 730
 PRICES: Final = json.loads(Path(__file__).with_name("prices.json").read_text(encoding="utf-8"))
-"""Of services."""
+"""Prices of AWS's services."""
 BOOK: Final = read_price_book()
-"""Of machines that workers run on: the same that their jobs' costs are worked out with."""
+"""Prices of worker machines. The pipeline computes the costs of jobs from the same book."""
 _FREE_DISK_GIB: Final = 20
 
 
 class UnknownPrice(Exception):
-    """Raised when there is no price of a kind of machine. Names it."""
+    """Raised when a machine type or a service has no price. The message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """US dollars per hour of one thing. part: the module.  each: it is not there while nothing is left to do, and then
-    so much for each of `most` at the most."""
+    """US dollars per hour of one resource. part: the module.  each: the cost is one machine's, of a pool that has none
+    while idle and `max_count` at most."""
 
     part: str
     what: str
     dollars: float
     each: bool = False
-    most: int = 1
+    max_count: int = 1
 
 
 def costs(document: Mapping[str, Any]) -> list[Cost]:
-    """Of all that a `terraform show -json` document holds. Raises `UnknownPrice`."""
+    """Costs of all resources in a `terraform show -json` document. Raises `UnknownPrice`."""
     values = document.get("planned_values") or document["values"]
     resources = {one["address"]: one for one in _resources(values["root_module"]) if one["mode"] == "managed"}
     found = []
@@ -56,7 +56,7 @@ def costs(document: Mapping[str, Any]) -> list[Cost]:
 
 
 def table(found: list[Cost]) -> list[str]:
-    """Lines of Markdown: the parts, their sum, and what machines add."""
+    """Lines of a Markdown table: each module, their sum, and the cost of each machine in a pool."""
     standing: dict[str, list[Cost]] = {}
     for cost in found:
         if not cost.each:
@@ -67,7 +67,7 @@ def table(found: list[Cost]) -> list[str]:
         lines.append(f"| {part} | {sum(one.dollars for one in standing[part]):.3f} | {of} |")
     lines.append(f"| all, with no worker | {sum(one.dollars for one in found if not one.each):.3f} | |")
     lines += [
-        f"| each machine of {one.part} | {one.dollars:.3f} | {one.what}; {one.most} at most |"
+        f"| each machine of {one.part} | {one.dollars:.3f} | {one.what}; {one.max_count} at most |"
         for one in found
         if one.each
     ]
@@ -83,12 +83,12 @@ def _resources(module: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _endpoint(address: str, values: Mapping[str, Any], zones: int | None) -> Iterator[Cost]:
     if values["vpc_endpoint_type"] == "Interface":
         if zones is None:
-            raise UnknownPrice(f"{address}: in how many zones it stands is only known after apply")
+            raise UnknownPrice(f"{address}: its number of zones is only known after apply")
         yield Cost(address.split(".")[1], "interface endpoints", zones * _hourly("interface_endpoint_zone"))
 
 
 def _planned_zones(document: Mapping[str, Any], resources: Mapping[str, Any]) -> int | None:
-    """In how many zones interface endpoints will stand: a first plan knows no subnet, but how many there will be."""
+    """Zones of the interface endpoints in a first plan, which holds the number of subnets but not their ids."""
     calls = document.get("configuration", {}).get("root_module", {}).get("module_calls", {})
     network = calls.get("network", {})
     given = network.get("expressions", {}).get("endpoint_zones")
@@ -96,9 +96,9 @@ def _planned_zones(document: Mapping[str, Any], resources: Mapping[str, Any]) ->
         given = {
             "constant_value": network.get("module", {}).get("variables", {}).get("endpoint_zones", {}).get("default")
         }
-    most = given.get("constant_value")
+    limit = given.get("constant_value")
     subnets = sum(1 for address in resources if ".aws_subnet.private[" in address)
-    return None if most is None or not subnets else min(int(most), subnets)
+    return None if limit is None or not subnets else min(int(limit), subnets)
 
 
 def _of(address: str, values: Mapping[str, Any], kind: str, all_of_them: Mapping[str, Any]) -> Iterator[Cost]:
@@ -134,7 +134,7 @@ def _of(address: str, values: Mapping[str, Any], kind: str, all_of_them: Mapping
 
 
 def _task(task: Mapping[str, Any]) -> float:
-    """One task at its full price; as spot it costs about a third."""
+    """Full price of one Fargate task; a spot task costs about a third."""
     cpu = "arm" if (task.get("runtime_platform") or [{}])[0].get("cpu_architecture") == "ARM64" else "x86"
     disk = (task.get("ephemeral_storage") or [{}])[0].get("size_in_gib") or _FREE_DISK_GIB
     return (

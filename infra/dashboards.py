@@ -1,8 +1,8 @@
-"""Grafana's dashboards, from infra/grafana/dashboards.toml: writes infra/grafana/dashboards/*.json.
+"""Generates Grafana's dashboards, infra/grafana/dashboards/*.json, from infra/grafana/dashboards.toml.
 
     python -m infra.dashboards
 
-Each question is held against the table of metrics (`infra.promql`), so none can ask for what nobody tells.
+Each query is checked against the metric definitions (`infra.promql`), so none can use a metric that no process emits.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _STAT_HEIGHT: Final = 4
 _HEIGHT: Final = 8
 
 
-class _Written(BaseModel):
+class _TomlModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Panel(_Written):
-    """One picture.
+class Panel(_TomlModel):
+    """One panel.
 
     Attributes:
-        asks: questions, each with what its lines are called.
-        unit: as Grafana names it.
-        kind: lines over time, or one number now.
-        width: of 24 columns.
-        seldom: there may be no answer; what is so then.
+        asks: PromQL queries, each with its legend.
+        unit: Grafana's name of the unit.
+        kind: lines over time, or the current value.
+        width: in columns; a row has 24.
+        seldom: when the panel may be empty; follows "Empty while" in its description.
     """
 
     title: str
@@ -49,16 +49,16 @@ class Panel(_Written):
     seldom: str | None = None
 
 
-class Variable(_Written):
-    """What the reader chooses from: values of a label of a series."""
+class Variable(_TomlModel):
+    """A dashboard variable: the reader chooses from the values of a series' label."""
 
     name: str
     of: str
     label: str
 
 
-class Dashboard(_Written):
-    """A page."""
+class Dashboard(_TomlModel):
+    """One dashboard."""
 
     name: str
     title: str
@@ -67,17 +67,17 @@ class Dashboard(_Written):
 
 
 def read() -> list[Dashboard]:
-    """All of them. Raises pydantic's ValidationError."""
+    """All dashboards of dashboards.toml. Raises pydantic's ValidationError."""
     written = tomllib.loads(SOURCE.read_text(encoding="utf-8"))
     return [Dashboard.model_validate(one) for one in written["dashboard"]]
 
 
 def document(dashboard: Dashboard) -> dict[str, Any]:
-    """As Grafana provisions it. Raises `infra.promql.DriftError`."""
+    """The dashboard's JSON document for Grafana. Raises `infra.promql.DriftError`."""
     return {
         "uid": f"tokenmill-{dashboard.name}",
         "title": dashboard.title,
-        "description": "Made of infra/grafana/dashboards.toml; change it there.",
+        "description": "Generated from infra/grafana/dashboards.toml; change it there.",
         "tags": ["tokenmill"],
         "editable": False,
         "schemaVersion": 39,
@@ -96,14 +96,14 @@ def _source() -> dict[str, Any]:
 
 
 def _variable(variable: Variable) -> dict[str, Any]:
-    question = f"label_values({variable.of}, {variable.label})"
+    query = f"label_values({variable.of}, {variable.label})"
     check(variable.of)
     return {
         "name": variable.name,
         "type": "query",
         "datasource": _PROMETHEUS,
-        "definition": question,
-        "query": {"query": question, "refId": "values"},
+        "definition": query,
+        "query": {"query": query, "refId": "values"},
         "refresh": 2,
         "sort": 1,
         "multi": True,
@@ -120,43 +120,43 @@ def _panels(panels: tuple[Panel, ...]) -> Iterator[dict[str, Any]]:
         if x + panel.width > _COLUMNS:
             x, y = 0, below
         below = max(below, y + height)
-        place = {"x": x, "y": y, "w": panel.width, "h": height}
+        grid_position = {"x": x, "y": y, "w": panel.width, "h": height}
         x += panel.width
-        yield _panel(number, panel, place)
+        yield _panel(number, panel, grid_position)
 
 
-def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
-    for question, _ in panel.asks:
-        check(question)
-    told = panel.help if panel.seldom is None else f"{panel.help} Empty while {panel.seldom}.".strip()
+def _panel(number: int, panel: Panel, grid_position: dict[str, int]) -> dict[str, Any]:
+    for query, _ in panel.asks:
+        check(query)
+    description = panel.help if panel.seldom is None else f"{panel.help} Empty while {panel.seldom}.".strip()
     return {
         "id": number,
         "type": panel.kind,
         "title": panel.title,
-        "description": told,
+        "description": description,
         "datasource": _PROMETHEUS,
-        "gridPos": place,
+        "gridPos": grid_position,
         "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
         "targets": [
             {
                 "refId": chr(ord("A") + index),
                 "datasource": _PROMETHEUS,
-                "expr": question,
+                "expr": query,
                 "legendFormat": legend or "__auto",
                 "instant": panel.kind == "stat",
                 "range": panel.kind != "stat",
             }
-            for index, (question, legend) in enumerate(panel.asks)
+            for index, (query, legend) in enumerate(panel.asks)
         ],
     }
 
 
 def text(dashboard: Dashboard) -> str:
-    """The file."""
+    """Contents of the dashboard's JSON file."""
     return json.dumps(document(dashboard), indent=2, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for made in read():
-        (FOLDER / f"{made.name}.json").write_text(text(made), encoding="utf-8")
+    for dashboard in read():
+        (FOLDER / f"{dashboard.name}.json").write_text(text(dashboard), encoding="utf-8")

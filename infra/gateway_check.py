@@ -1,4 +1,4 @@
-"""A gateway as it was applied: a key, a file, a batch, a chat, by OpenAI's client."""
+"""Tests an applied gateway with OpenAI's client: key, file, batch, single completion."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.cluster.null_worker import Answers
 
 
 def try_gateway(made: Installation, model: Path, name: str) -> str:
-    """What was seen. Raises `AssertionError`, and what the client raises."""
+    """Run the checks; returns a summary. Raises `AssertionError` and the client's errors."""
     url = f"http://127.0.0.1:{made.ports['gateway']}"
     made.wait(lambda: _ready(url), "no gateway is ready")
     refused = httpx2.get(f"{url}/v1/models").status_code
-    assert refused == 401, f"without a key the answer is {refused}"
+    assert refused == 401, f"a request without a key got {refused}"
     client = OpenAI(base_url=f"{url}/v1", api_key=_make_key(made), max_retries=0)
     data, bodies = requests(name)
     texts = Answers(model).texts(bodies)
@@ -41,9 +41,7 @@ def try_gateway(made: Installation, model: Path, name: str) -> str:
     answer = client.completions.create(model=name, prompt=bodies[0]["prompt"], max_tokens=16)
     assert answer.choices[0].text == texts[0], "the text of a single request is wrong"
     client.files.delete(file.id)
-    return (
-        f"the gateway wants a key; a batch of {len(bodies)} rows took {took:.1f} s, and a single request was answered"
-    )
+    return f"the gateway requires a key; a batch of {len(bodies)} rows took {took:.1f} s; a single request succeeded"
 
 
 def _ready(url: str) -> bool:
@@ -54,8 +52,8 @@ def _ready(url: str) -> bool:
 
 
 def _make_key(made: Installation) -> str:
-    """As an operator makes one, from any machine that may write to the bucket."""
-    variables = made.help("operator", {"TOKENMILL_REDIS_URL": "rediss://:x@unused:6379"})
+    """Create a key as an operator does, from any machine that may write to the bucket."""
+    variables = made.overrides("operator", {"TOKENMILL_REDIS_URL": "rediss://:x@unused:6379"})
     command = [
         "-m",
         "tokenmill",

@@ -1,7 +1,7 @@
-"""Holds a process's policy against what the process really asked AWS for.
+"""Checks a process's IAM policy against the requests that the process sent to AWS.
 
-Evaluated are the parts of IAM's language that the policies of infra/terraform use: Allow and Deny, actions by name,
-resources with `*`, and StringEquals conditions on what the request says.
+Evaluates the parts of IAM's language that the policies of infra/terraform use: Allow and Deny, actions by name,
+resources with `*`, and StringEquals conditions on properties of the request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 from urllib.parse import unquote
 
-from infra.local_aws import REGION, InferenceRequest
+from infra.local_aws import REGION, AwsRequest
 
 _KEY: Final = re.compile(rb"<Key>([^<]*)</Key>")
 _GZIP: Final = b"\x1f\x8b"  # large requests to CloudWatch are compressed
@@ -25,15 +25,15 @@ _ACCOUNT: Final = "000000000000"
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """What IAM is asked: may this be done there? `context`: condition keys."""
+    """An action on a resource, which IAM allows or denies. `context`: condition keys."""
 
     action: str
     resource: str
     context: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
 
 
-def rights_for(request: InferenceRequest) -> Iterator[Right]:
-    """What somebody needs who sends the request (Service Authorization Reference, S3, SQS and CloudWatch)."""
+def rights_for(request: AwsRequest) -> Iterator[Right]:
+    """Rights that the sender of a request needs (Service Authorization Reference of S3, SQS and CloudWatch)."""
     if request.service == "s3":
         yield from _s3(request)
     elif request.service == "sqs":
@@ -49,7 +49,7 @@ def rights_for(request: InferenceRequest) -> Iterator[Right]:
         yield Right(f"{request.service}:{request.target or request.path}", "*")
 
 
-def _s3(request: InferenceRequest) -> Iterator[Right]:
+def _s3(request: AwsRequest) -> Iterator[Right]:
     bucket, _, key = unquote(request.path).lstrip("/").partition("/")
     arn = f"arn:aws:s3:::{bucket}"
     version = "Version" if "versionId" in request.query else ""
@@ -63,7 +63,7 @@ def _s3(request: InferenceRequest) -> Iterator[Right]:
     here = f"{arn}/{key}"
     if request.method in ("GET", "HEAD"):
         yield Right(f"s3:GetObject{version}", here)
-        if request.status == 404:  # who may not list is told 403 where nothing is
+        if request.status == 404:  # without ListBucket, S3 answers 403 for a missing key
             yield Right("s3:ListBucket", arn)
     elif request.method == "DELETE":
         yield Right("s3:AbortMultipartUpload" if "uploadId" in request.query else f"s3:DeleteObject{version}", here)
@@ -72,14 +72,14 @@ def _s3(request: InferenceRequest) -> Iterator[Right]:
 
 
 class Policy:
-    """A policy document. Counts what was allowed by which action and resource."""
+    """A policy document. Counts the uses of each action and resource that it allows."""
 
     def __init__(self, text: str) -> None:
         self._statements: list[dict[str, Any]] = json.loads(text)["Statement"]
         self._used: Counter[tuple[str, str]] = Counter()
 
     def allows(self, right: Right) -> bool:
-        """Whether IAM would let it pass."""
+        """Whether IAM would allow it."""
         allowed = False
         for statement in self._statements:
             matching = [
@@ -97,7 +97,7 @@ class Policy:
         return allowed
 
     def unused(self) -> list[tuple[str, str]]:
-        """Allowed actions and resources that nobody has needed yet."""
+        """Allowed actions and resources that no request has needed yet."""
         granted = {
             (action, resource)
             for statement in self._statements
@@ -108,8 +108,8 @@ class Policy:
         return sorted(granted - self._used.keys())
 
 
-def denied(policy: Policy, requests: Iterable[InferenceRequest]) -> list[Right]:
-    """Rights that the requests needed and the policy doesn't give."""
+def denied(policy: Policy, requests: Iterable[AwsRequest]) -> list[Right]:
+    """Rights that the requests need and the policy doesn't grant."""
     needed = {right for request in requests for right in rights_for(request)}
     return sorted((right for right in needed if not policy.allows(right)), key=lambda right: right.action)
 
@@ -121,7 +121,7 @@ def _many(value: str | list[str]) -> list[str]:
 def _holds(condition: Mapping[str, Mapping[str, str | list[str]]], context: Mapping[str, str]) -> bool:
     for operator, wanted in condition.items():
         if operator != "StringEquals":
-            raise ValueError(f"the condition {operator} is not known here")
+            raise ValueError(f"the condition operator {operator} is not supported")
         if any(context.get(name) not in _many(values) for name, values in wanted.items()):
             return False
     return True

@@ -1,4 +1,4 @@
-"""What stands in an account, as far as infra/terraform makes such things: to see that destroy leaves nothing."""
+"""Lists an account's resources of the kinds that infra/terraform creates, to check that destroy leaves none."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Client = Callable[[str], Any]
 
 
 def inventory(aws: LocalAws) -> set[str]:
-    """All that stands: its kind and its name."""
+    """Kind and name of each existing resource."""
     found: set[str] = set()
-    for look in (_storage, _network, _compute, _watching, _rights):
-        found |= set(look(aws.client))
+    for list_resources in (_storage, _network, _compute, _monitoring, _rights):
+        found |= set(list_resources(aws.client))
     scaling = aws.moto.client("application-autoscaling")
     targets = scaling.describe_scalable_targets(ServiceNamespace="ecs")["ScalableTargets"]
     policies = scaling.describe_scaling_policies(ServiceNamespace="ecs")["ScalingPolicies"]
@@ -78,21 +78,21 @@ def _compute(client: Client) -> Iterator[str]:
             yield from (f"service {arn}" for arn in ecs.list_services(cluster=cluster["clusterName"])["serviceArns"])
     yield from (f"task definition {arn}" for arn in ecs.list_task_definitions(status="ACTIVE")["taskDefinitionArns"])
     providers = ecs.describe_capacity_providers()["capacityProviders"]
-    theirs = (one["name"] for one in providers if one.get("status") not in _GONE)
-    yield from (f"capacity provider {name}" for name in theirs if not name.startswith("FARGATE"))
+    names = (one["name"] for one in providers if one.get("status") not in _GONE)
+    yield from (f"capacity provider {name}" for name in names if not name.startswith("FARGATE"))
     groups = client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"]
     yield from (f"scaling group {one['AutoScalingGroupName']}" for one in groups)
 
 
-def _watching(client: Client) -> Iterator[str]:
+def _monitoring(client: Client) -> Iterator[str]:
     yield from (f"log group {one['logGroupName']}" for one in client("logs").describe_log_groups()["logGroups"])
-    watch = client("cloudwatch")
-    yield from (f"alarm {one['AlarmName']}" for one in watch.describe_alarms()["MetricAlarms"])
-    yield from (f"dashboard {one['DashboardName']}" for one in watch.list_dashboards()["DashboardEntries"])
+    cloudwatch = client("cloudwatch")
+    yield from (f"alarm {one['AlarmName']}" for one in cloudwatch.describe_alarms()["MetricAlarms"])
+    yield from (f"dashboard {one['DashboardName']}" for one in cloudwatch.list_dashboards()["DashboardEntries"])
     yield from (f"topic {one['TopicArn']}" for one in client("sns").list_topics()["Topics"])
     try:
         budgets = client("budgets").describe_budgets(AccountId="000000000000").get("Budgets", [])
-    except ClientError:  # no budget at all is an error to some
+    except ClientError:  # some emulators answer an account without budgets with an error
         budgets = []
     yield from (f"budget {one['BudgetName']}" for one in budgets)
 

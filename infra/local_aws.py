@@ -1,13 +1,13 @@
-"""AWS on this machine, for `infra.apply_locally`: ministack, with moto for what it lacks, behind one address.
+"""Emulates AWS on this machine for `infra.apply_locally`: ministack, and moto for services that ministack lacks.
 
-What stands at that address also writes down who asked for what, so that policies can be held against it. It helps in
-four places, and nowhere else:
+A proxy serves both at one address. It records the sender of each request, so that policies can be checked against the
+requests. It corrects four differences from AWS:
 
 - ministack answers DescribeServices of an ECS service on the host's network with an empty networkConfiguration, where
-  AWS has none; Terraform's provider breaks off at that, so it is taken out.
-- ministack has no Application Auto Scaling. moto has, but wants to know the ECS service: it is told of one by the name.
-- ministack sends the whole object where a range of one version of it is asked for: the range is cut out.
-- moto doesn't tell what tags a scalable target has: they are told from here, as they were given.
+  AWS sends none. Terraform's provider fails on that, so the proxy removes it.
+- ministack has no Application Auto Scaling. moto has it, but requires the ECS service, so the proxy creates one there.
+- ministack sends the whole object for a range of an object version, so the proxy cuts out the range.
+- moto doesn't return the tags of a scalable target, so the proxy stores them and returns them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CREDENTIAL: Final = re.compile(r"Credential=([^/]+)/\d+/[^/]+/([^/]+)/")
 
 
 @dataclass(frozen=True, slots=True)
-class InferenceRequest:
-    """A request as it was signed: by whose key, of which service; body: only where it says what is asked for."""
+class AwsRequest:
+    """A signed request to AWS. key: the sender's access key.  body: only where the rights depend on it."""
 
     key: str
     service: str
@@ -52,7 +52,7 @@ class InferenceRequest:
 
 
 class MiniStack(ServerProcess):
-    """Most of AWS's API in memory. `program`: its command, in an environment of its own."""
+    """Most of AWS's API in memory. `program`: its command, installed in a separate environment."""
 
     name = "ministack"
 
@@ -64,7 +64,7 @@ class MiniStack(ServerProcess):
         found = shutil.which(self._program)
         if found is None:
             raise MissingServer(f"{self._program} is missing; `make infra-apply` installs it")
-        return [str(Path(found).absolute())]  # it is started in a folder of its own
+        return [str(Path(found).absolute())]  # the server starts in another folder
 
     def environment(self) -> dict[str, str]:
         return {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(self.port), "MINISTACK_REGION": REGION}
@@ -77,13 +77,13 @@ class LocalAws:
     """Both servers behind `endpoint`. Use `local_aws`.
 
     Attributes:
-        asked: all requests so far.
+        requests: all requests so far.
     """
 
     def __init__(self, mini: MiniStack, moto: MotoServer) -> None:
         self.mini = mini
         self.moto = moto
-        self.asked: list[InferenceRequest] = []
+        self.requests: list[AwsRequest] = []
         self._scaled: set[str] = set()
         self._tags: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class LocalAws:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def client(self, service: str) -> Any:
-        """A boto3 client of all that."""
+        """A boto3 client of the emulation."""
         import boto3
 
         return boto3.session.Session().client(
@@ -111,13 +111,13 @@ class LocalAws:
         self._server.shutdown()
         self._server.server_close()
 
-    def note(self, request: InferenceRequest) -> None:
-        """Remember a request."""
+    def record(self, request: AwsRequest) -> None:
+        """Add a request to `requests`."""
         with self._lock:
-            self.asked.append(request)
+            self.requests.append(request)
 
-    def tell_moto_of(self, body: bytes) -> None:
-        """Let moto know the ECS service that is to be scaled."""
+    def create_scaled_service(self, body: bytes) -> None:
+        """Create the ECS service of a scalable target in moto."""
         resource = str(json.loads(body).get("ResourceId", ""))
         _, cluster, service = resource.split("/")
         ecs = self.moto.client("ecs")
@@ -130,18 +130,18 @@ class LocalAws:
             ecs.register_task_definition(family="any", containerDefinitions=[container])
             ecs.create_service(cluster=cluster, serviceName=service, taskDefinition="any", desiredCount=0)
 
-    def keep_tags(self, body: bytes, answer: bytes) -> None:
-        """Remember what tags a scalable target was given."""
+    def store_tags(self, body: bytes, answer: bytes) -> None:
+        """Store the tags of a new scalable target."""
         self._tags[str(json.loads(answer).get("ScalableTargetARN"))] = json.loads(body).get("Tags", {})
 
     def tags_of(self, body: bytes) -> bytes:
-        """The answer to ListTagsForResource."""
+        """Response to ListTagsForResource."""
         return json.dumps({"Tags": self._tags.get(str(json.loads(body).get("ResourceARN")), {})}).encode()
 
 
 @contextmanager
 def local_aws(folder: Path, program: str) -> Iterator[LocalAws]:
-    """AWS until the block ends. Raises `MissingServer`."""
+    """Run the emulation until the block ends. Raises `MissingServer`."""
     with MiniStack(folder / "ministack", program) as mini, MotoServer(folder / "moto") as moto:
         assert isinstance(mini, MiniStack)
         assert isinstance(moto, MotoServer)
@@ -153,14 +153,14 @@ def local_aws(folder: Path, program: str) -> Iterator[LocalAws]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Passes requests on, and answers back."""
+    """Forwards requests to ministack or moto, and returns their responses."""
 
     aws: LocalAws
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
-        """Nothing: servers have logs of their own."""
+        """Log nothing: both servers write their own logs."""
 
     def _handle(self) -> None:
         body = self._body()
@@ -172,28 +172,28 @@ class _Handler(BaseHTTPRequestHandler):
             return
         registers = service == SCALING and target.endswith(".RegisterScalableTarget")
         if registers:
-            self.aws.tell_moto_of(body)
+            self.aws.create_scaled_service(body)
         port = self.aws.moto.port if service == SCALING else self.aws.mini.port
         status, headers, answer = self._ask(port, body)
         if registers and status == 200:
-            self.aws.keep_tags(body, answer)
+            self.aws.store_tags(body, answer)
         if service == "s3" and status == 200 and self.command == "GET" and (wanted := self.headers.get("Range")):
             status, headers, answer = cut_out(wanted, headers, answer)
         if service == "ecs":
             answer = _without_empty_networks(answer)
-        if service == "sqs":  # queues are named by the address that was asked
+        if service == "sqs":  # a queue's URL holds the address of the server
             answer = answer.replace(f"127.0.0.1:{port}".encode(), self.aws.endpoint.removeprefix("http://").encode())
         parts = urlsplit(self.path)
-        speaks = service in ("sqs", "monitoring") or "delete" in parts.query
-        self.aws.note(
-            InferenceRequest(
+        has_relevant_body = service in ("sqs", "monitoring") or "delete" in parts.query
+        self.aws.record(
+            AwsRequest(
                 key,
                 service,
                 self.command,
                 parts.path,
                 parse_qs(parts.query, keep_blank_values=True),
                 target,
-                body if speaks else b"",
+                body if has_relevant_body else b"",
                 status,
             )
         )
@@ -238,17 +238,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def cut_out(wanted: str, headers: list[tuple[str, str]], whole: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-    """The answer to a Range that was overlooked."""
+    """Response to a Range header that ministack ignored."""
     first, _, last = wanted.removeprefix("bytes=").partition("-")
     begin = int(first) if first else max(0, len(whole) - int(last))
     end = min(len(whole), int(last) + 1) if first and last else len(whole)
     kept = [(name, value) for name, value in headers if not name.lower().startswith("x-amz-checksum-")]  # of the whole
-    told = ("Content-Range", f"bytes {begin}-{end - 1}/{len(whole)}")
-    return HTTPStatus.PARTIAL_CONTENT, [*kept, told], whole[begin:end]
+    content_range = ("Content-Range", f"bytes {begin}-{end - 1}/{len(whole)}")
+    return HTTPStatus.PARTIAL_CONTENT, [*kept, content_range], whole[begin:end]
 
 
 def _without_empty_networks(body: bytes) -> bytes:
-    """ECS's answer, in which services without a network of their own say nothing of one."""
+    """ECS's response without the empty networkConfiguration of services on the host's network."""
     try:
         document = json.loads(body)
     except ValueError:

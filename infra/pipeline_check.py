@@ -1,7 +1,7 @@
-"""Runs our processes with exactly what `terraform apply` gives their containers, and looks whether the pipeline works.
+"""Runs tokenmill's processes as `terraform apply` configures their containers, and checks that the pipeline works.
 
-A process gets the command and the variables of its container, and the values of its secrets, read as ECS reads them.
-What can't be the same on one machine is replaced, and told: see `Installation.help`.
+A process gets the command, the variables and the secrets of its container, read as ECS reads them. Values that can't be
+the same on one machine are replaced and reported: see `Installation.overrides`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ ROWS: Final = 500
 
 @dataclass
 class Installation:
-    """What was applied, as processes of this machine.
+    """An applied installation, as processes of this machine.
 
     Attributes:
-        outputs: of the Terraform root.  helped: what was replaced, and by what, without secrets.
+        outputs: of the Terraform root.  replaced: variables and options, and what replaces them, without secrets.
     """
 
     aws: LocalAws
@@ -56,31 +56,31 @@ class Installation:
     redis_address: str
     certificate: Path
     metadata: MetadataServer
-    helped: dict[str, str] = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
-        """Start the process as its container would be."""
+        """Start the process as ECS starts its container."""
         described = self.outputs["processes"][name]
         given = self._secrets(described["secrets"]) | dict(described["environment"])
-        variables = given | self.help(name, given)
+        variables = given | self.overrides(name, given)
         command = list(described["command"])
-        # A model that costs nothing; all around it is real.
+        # The null worker computes nothing; everything else is real.
         program = [*NULL_WORKER, *command[1:]] if command[0] == "worker" else ["-m", "tokenmill", *command]
         if command[0] == "gateway":
             self.ports[name] = free_port()
             program = [*program[:-1], str(self.ports[name])]
-            self.helped["--port 8000"] = "one that is free"
+            self.replaced["--port 8000"] = "a free port"
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, *program], stdout=log, stderr=log, cwd=self.folder, env=variables
             )
 
-    def help(self, name: str, given: Mapping[str, str]) -> dict[str, str]:
-        """What this machine needs that AWS doesn't: addresses, credentials, folders."""
+    def overrides(self, name: str, given: Mapping[str, str]) -> dict[str, str]:
+        """Variables that differ on this machine: addresses, credentials, folders."""
         token = urlsplit(given["TOKENMILL_REDIS_URL"])
-        replaced = {
+        substitutes = {
             "AWS_ENDPOINT_URL": self.aws.endpoint,
             "TOKENMILL_S3__ENDPOINT": self.aws.endpoint,
             "AWS_ACCESS_KEY_ID": name,
@@ -89,21 +89,21 @@ class Installation:
                 f"{token.scheme}://:{token.password}@{self.redis_address}/0?ssl_ca_certs={self.certificate}"
             ),
         }
-        if "TOKENMILL_METRICS__PORT" in given:  # containers have one each of their own
+        if "TOKENMILL_METRICS__PORT" in given:  # each container has a network of its own
             self.ports[name] = free_port()
-            replaced["TOKENMILL_METRICS__PORT"] = str(self.ports[name])
+            substitutes["TOKENMILL_METRICS__PORT"] = str(self.ports[name])
         if name.startswith("worker"):
-            replaced |= {
+            substitutes |= {
                 "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.metadata.endpoint,
                 "TOKENMILL_MODEL_CACHE": str(self.folder / "cache"),
                 "XDG_CACHE_HOME": str(self.folder / "cache"),
                 "TRITON_CACHE_DIR": str(self.folder / "cache"),
                 "TOKENMILL_NATIVE_CACHE": str(self.folder / "cache"),
             }
-        self.helped |= dict.fromkeys(replaced, "for this machine")
-        self.helped["TOKENMILL_REDIS_URL"] = "the token of the secret, at a Valkey of this machine behind TLS"
+        self.replaced |= dict.fromkeys(substitutes, "a value for this machine")
+        self.replaced["TOKENMILL_REDIS_URL"] = "the secret's token, at a Valkey of this machine behind TLS"
         here = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return here | replaced
+        return here | substitutes
 
     def _secrets(self, arns: Mapping[str, str]) -> dict[str, str]:
         client = self.aws.client("secretsmanager")
@@ -114,11 +114,11 @@ class Installation:
         return str(self.outputs["root"]).removeprefix("s3://")
 
     def is_well(self, name: str) -> bool:
-        """What the container's health check says."""
+        """Whether the container's health check passes."""
         _, *command = self.outputs["processes"][name]["health"]
         program = re.sub(r":\d+/", f":{self.ports[name]}/", command[-1])
-        asked = [sys.executable, *command[1:-1], program]
-        return subprocess.run(asked, capture_output=True, check=False, timeout=30).returncode == 0
+        check = [sys.executable, *command[1:-1], program]
+        return subprocess.run(check, capture_output=True, check=False, timeout=30).returncode == 0
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -130,13 +130,13 @@ class Installation:
                 raise RuntimeError(f"{name} ended with {process.returncode}:\n{self.log(name)[-3000:]}")
 
     def wait(self, what: Callable[[], Any], why: str) -> Any:
-        """Its first true value, while all processes run."""
+        """Wait for a true value, and return it. Raises `RuntimeError` when a process has ended."""
 
-        def look() -> Any:
+        def poll() -> Any:
             self.running()
             return what()
 
-        return wait_for(look, why)
+        return wait_for(poll, why)
 
     def keys(self, prefix: str) -> list[str]:
         """Names of the bucket's objects below the prefix."""
@@ -147,20 +147,22 @@ class Installation:
         """Ids of the jobs that have ended."""
         return [key.split("/")[1] for key in self.keys("jobs/") if key.endswith("/manifest.json")]
 
-    def listed(self, place: str, since: int = 0) -> bool:
-        """Whether an intake has looked for drops there by listing, after the first `since` requests."""
+    def listed(self, prefix: str, since: int = 0) -> bool:
+        """Whether an intake has listed the prefix, after the first `since` requests."""
         return any(
-            asked.key == "intake" and asked.service == "s3" and asked.query.get("prefix", [""])[0].startswith(place)
-            for asked in self.aws.asked[since:]
-            if not asked.path.strip("/").partition("/")[2]
+            request.key == "intake"
+            and request.service == "s3"
+            and request.query.get("prefix", [""])[0].startswith(prefix)
+            for request in self.aws.requests[since:]
+            if not request.path.strip("/").partition("/")[2]
         )
 
     def stop_all(self) -> dict[str, tuple[int, float, float]]:
-        """Each by `stop`."""
+        """Stop each process, as `stop` does."""
         return {name: self.stop(name) for name in list(self.processes)}
 
     def stop(self, name: str) -> tuple[int, float, float]:
-        """Tell it to end, as ECS does; exit code, seconds that it took, and that it may take."""
+        """Stop a process as ECS does; returns its exit code, the seconds that it took, and its limit."""
         process, begun = self.processes.pop(name), time.monotonic()
         process.send_signal(signal.SIGTERM)
         allowed = float(self.outputs["processes"][name]["stop"])
@@ -174,7 +176,7 @@ class Installation:
 
 @contextmanager
 def installation(aws: LocalAws, outputs: Mapping[str, Any], folder: Path) -> Iterator[Installation]:
-    """What was applied, ready to be started; ends all of it."""
+    """The applied installation, ready to be started. Kills its processes at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     arns = next(iter(outputs["processes"].values()))["secrets"]
     url = aws.client("secretsmanager").get_secret_value(SecretId=arns["TOKENMILL_REDIS_URL"])["SecretString"]
@@ -196,7 +198,7 @@ def installation(aws: LocalAws, outputs: Mapping[str, Any], folder: Path) -> Ite
 
 
 def requests(model: str) -> tuple[bytes, list[dict[str, Any]]]:
-    """A file of requests, and their bodies."""
+    """An input file of requests, and their bodies."""
     bodies = [{"model": model, "prompt": f"Row {row} of many. Say so.", "max_tokens": 16} for row in range(ROWS)]
     lines = [
         json.dumps({"custom_id": f"r{row}", "method": "POST", "url": "/v1/completions", "body": body})
@@ -206,7 +208,7 @@ def requests(model: str) -> tuple[bytes, list[dict[str, Any]]]:
 
 
 def check_results(made: Installation, job: str, texts: list[str]) -> None:
-    """The job's Parquet has each row once, with the text that anybody can work out. Raises `AssertionError`."""
+    """Check that the job's Parquet has each row once, with the expected text. Raises `AssertionError`."""
     s3 = made.aws.client("s3")
     parts = [key for key in made.keys(f"jobs/{job}/results/") if key.endswith(".parquet")]
     read = (s3.get_object(Bucket=made.bucket, Key=key)["Body"].read() for key in parts)
@@ -216,36 +218,36 @@ def check_results(made: Installation, job: str, texts: list[str]) -> None:
     assert table["text"].to_pylist() == texts, "texts are wrong"
 
 
-def drop_a_file(made: Installation, model: Path, name: str, place: str) -> str:
-    """A file dropped into the bucket: notification, job, Parquet. Returns the job's id. Raises `AssertionError`."""
+def drop_a_file(made: Installation, model: Path, name: str, prefix: str) -> str:
+    """Drop a file into the bucket; check notification, job and Parquet. Returns the job's id. Raises AssertionError."""
     data, bodies = requests(name)
-    before = len(made.aws.asked)
-    made.aws.client("s3").put_object(Bucket=made.bucket, Key=f"{place}rows.jsonl", Body=data)
+    before = len(made.aws.requests)
+    made.aws.client("s3").put_object(Bucket=made.bucket, Key=f"{prefix}rows.jsonl", Body=data)
     job = str(made.wait(made.outcomes, "the job did not end")[0])
     check_results(made, job, Answers(model).texts(bodies))
-    messages = [asked for asked in made.aws.asked[before:] if asked.key == "intake" and asked.service == "sqs"]
-    assert any(asked.target.endswith("DeleteMessage") for asked in messages), "no message came over the queue"
-    assert not made.listed(place, since=before), "a listing may have found it before the queue told of it"
+    sent = [request for request in made.aws.requests[before:] if request.key == "intake" and request.service == "sqs"]
+    assert any(request.target.endswith("DeleteMessage") for request in sent), "no message came over the queue"
+    assert not made.listed(prefix, since=before), "a listing may have found the file before the queue did"
     return job
 
 
-def wake_from_none(made: Installation, model: Path, name: str, place: str, worker: str) -> tuple[float, int]:
-    """A file dropped while no worker lives: the workers that CloudWatch is told to be wished for, and how many the
-    applied policy starts for that; one is started, and does it. Raises `AssertionError`."""
+def scale_up_from_none(made: Installation, model: Path, name: str, prefix: str, worker: str) -> tuple[float, int]:
+    """Drop a file while no worker runs, then start one, which completes the job. Returns the desired workers that
+    CloudWatch got, and the workers that the applied policy starts for these. Raises `AssertionError`."""
     code, _, _ = made.stop(worker)
     assert code == 0, f"{worker} ended with {code}"
     data, bodies = requests(name)
     ended = set(made.outcomes())
-    made.aws.client("s3").put_object(Bucket=made.bucket, Key=f"{place}later.jsonl", Body=data)
-    wished = float(made.wait(lambda: workers_were_wished_for(made, name), "CloudWatch was told of no wish"))
+    made.aws.client("s3").put_object(Bucket=made.bucket, Key=f"{prefix}later.jsonl", Body=data)
+    desired = float(made.wait(lambda: desired_workers(made, name), "CloudWatch got no desired workers"))
     made.start(worker)
     (job,) = made.wait(lambda: set(made.outcomes()) - ended, "the job did not end")
     check_results(made, str(job), Answers(model).texts(bodies))
-    return wished, workers_for(made, wished)
+    return desired, workers_for(made, desired)
 
 
-def workers_for(made: Installation, wished: float) -> int:
-    """What the applied step policy sets, for so many workers above its alarm's threshold of none."""
+def workers_for(made: Installation, desired: float) -> int:
+    """Workers that the applied step policy starts for so many desired ones; its alarm's threshold is 0."""
     policies = made.aws.moto.client("application-autoscaling").describe_scaling_policies(ServiceNamespace="ecs")
     (policy,) = (one for one in policies["ScalingPolicies"] if one["PolicyName"].endswith("-work"))
     configuration = policy["StepScalingPolicyConfiguration"]
@@ -253,12 +255,12 @@ def workers_for(made: Installation, wished: float) -> int:
     return next(
         int(step["ScalingAdjustment"])
         for step in configuration["StepAdjustments"]
-        if step["MetricIntervalLowerBound"] <= wished < step.get("MetricIntervalUpperBound", math.inf)
+        if step["MetricIntervalLowerBound"] <= desired < step.get("MetricIntervalUpperBound", math.inf)
     )
 
 
-def workers_were_wished_for(made: Installation, model: str) -> float:
-    """The most workers of the model's pool that CloudWatch heard of; 0: of none."""
+def desired_workers(made: Installation, model: str) -> float:
+    """Maximum of the metric DesiredWorkers that CloudWatch has for the model's pool; 0 without a sample."""
     settings = made.outputs["processes"]["dispatcher"]["environment"]
     pools = json.loads(settings["TOKENMILL_AUTOSCALE__POOLS"])
     pool = next(name for name, one in pools.items() if model in one["models"])
@@ -277,7 +279,7 @@ def workers_were_wished_for(made: Installation, model: str) -> float:
 
 
 def take_the_spot_instance(made: Installation, name: str) -> float:
-    """Let the metadata service say that the instance goes; seconds until the worker has ended in order."""
+    """Send a spot interruption notice by the metadata service; returns the seconds until the worker exits cleanly."""
     notice = '{"action": "terminate", "time": "2030-01-01T10:00:00Z"}'
     made.metadata.notices = [(200, notice)]
     begun = time.monotonic()
@@ -287,7 +289,7 @@ def take_the_spot_instance(made: Installation, name: str) -> float:
 
 
 class GuardedRedis(RedisServer):
-    """With a password, as ElastiCache has one."""
+    """Redis with a password, as in ElastiCache."""
 
     def __init__(self, folder: Path, password: str) -> None:
         super().__init__(folder)
@@ -307,7 +309,7 @@ class GuardedRedis(RedisServer):
 
 
 class TlsFront(ThreadingTCPServer):
-    """TLS before a server that has none: no Valkey that can be had from the package index speaks it."""
+    """A TLS proxy before Valkey: no Valkey on the package index supports TLS."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -344,11 +346,11 @@ class _Tunnel(BaseRequestHandler):
                         while isinstance(source, ssl.SSLSocket) and source.pending():
                             target.sendall(source.recv(1 << 16))
         except OSError:
-            return  # whoever hung up has nothing more to say
+            return  # a peer has closed the connection
 
 
 def _certificate(path: Path) -> Path:
-    """Of localhost, signed by itself; key and certificate in one file."""
+    """Create a self-signed certificate of localhost; key and certificate are in one file."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

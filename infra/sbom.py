@@ -1,11 +1,11 @@
-"""What our images hold: a bill of materials (CycloneDX, JSON) of the Python packages of each, with their licences.
+"""Writes a bill of materials (CycloneDX, JSON) of each image's Python packages, with their licences.
 
     python -m infra.sbom [control] [worker] --tool CYCLONEDX_PY --out FOLDER
 
-No image is needed: what its Dockerfile installs, with the same extras and pins, is installed into an environment of its
-own, and cyclonedx-py describes that. What differs from the pins is an error, and so is torch in the control image. The
-worker is installed with the torch that pip finds here: with PIP_EXTRA_INDEX_URL another build, as the Dockerfile's
-TORCH_INDEX does. Packages of the base images are not in it; `docker build --sbom=true` tells those.
+Needs no image: it installs the Dockerfile's packages, with the same extras and pins, into a new environment, which
+cyclonedx-py describes. A package that differs from its pin is an error, and so is torch in the control image. The
+worker gets the torch build that pip finds: PIP_EXTRA_INDEX_URL selects another one, like the Dockerfile's TORCH_INDEX.
+Packages of the base images are missing; `docker build --sbom=true` lists those.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ REPOSITORY: Final = Path(__file__).parents[1]
 IMAGES: Final = REPOSITORY / "infra" / "images"
 NAMES: Final = ("control", "worker")
 TOOLS: Final = {"pip", "setuptools", "wheel"}
-"""What environments come with; no constraint names them."""
+"""Packages of every new environment; constraints.txt does not pin them."""
 
 
 def extras(dockerfile: str) -> str:
-    """What the image installs of us, such as "aws,kafka"."""
+    """Extras of tokenmill that the image installs, such as "aws,kafka"."""
     found = re.search(r'"\.\[([a-z0-9,-]+)\]"', dockerfile)
     if found is None:
         raise ValueError("the Dockerfile installs no '.[extras]'")
@@ -43,43 +43,43 @@ def pins(constraints: str) -> dict[str, str]:
 
 
 def normalized(name: str) -> str:
-    """As package indexes compare names (PEP 503)."""
+    """A package name in the form in which indexes compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def problems(image: str, bill: Mapping[str, Any], wanted: Mapping[str, str]) -> list[str]:
-    """What must not be in the bill of materials, or is missing from it."""
+    """Errors of a bill of materials: packages that it must not hold, and missing ones."""
     found = {normalized(one["name"]): one for one in bill.get("components", [])}
-    told = []
+    messages = []
     for name, one in sorted(found.items()):
-        version = str(one.get("version", "")).partition("+")[0]  # of a local build only the public version is pinned
+        version = str(one.get("version", "")).partition("+")[0]  # only the public part of a local version is pinned
         if name in TOOLS:
             continue
-        if name not in wanted and not name.startswith(("nvidia-", "cuda-")):  # these torch pins itself
-            told.append(f"{name} {version} is not pinned in infra/images/constraints.txt")
+        if name not in wanted and not name.startswith(("nvidia-", "cuda-")):  # torch pins these itself
+            messages.append(f"{name} {version} is not pinned in infra/images/constraints.txt")
         elif wanted.get(name, version) != version:
-            told.append(f"{name} is {version}, and pinned to {wanted[name]}")
+            messages.append(f"{name} is {version}, and pinned to {wanted[name]}")
         if "purl" not in one:
-            told.append(f"{name} can't be looked up: it has no package URL")
+            messages.append(f"{name} can't be looked up: it has no package URL")
     if not found.keys() - TOOLS:
-        told.append("it has no components")
+        messages.append("it has no components")
     if image == "control" and "torch" in found:
-        told.append("the control side has torch")
-    return told
+        messages.append("the control side has torch")
+    return messages
 
 
 def unlicensed(bill: Mapping[str, Any]) -> list[str]:
-    """Packages that say nothing of their licence."""
+    """Packages without licence information."""
     return sorted(one["name"] for one in bill.get("components", []) if not one.get("licenses"))
 
 
 def describe(image: str, tool: str, out: Path) -> dict[str, Any]:
-    """Install what the image holds, and write its bill of materials; raises `CalledProcessError`."""
+    """Install the image's packages, and write and return their bill of materials. Raises `CalledProcessError`."""
     chosen = extras((IMAGES / f"{image}.Dockerfile").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "environment"
-        venv.create(place, with_pip=True)
-        python = place / "bin" / "python"
+        environment = Path(folder) / "environment"
+        venv.create(environment, with_pip=True)
+        python = environment / "bin" / "python"
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, "--constraint", str(IMAGES / "constraints.txt"), f"{REPOSITORY}[{chosen}]"], check=True)
         made = out / f"{image}.cdx.json"
@@ -105,7 +105,7 @@ def main() -> int:
     for image in args.images or NAMES:
         bill = describe(image, args.tool, args.out)
         print(f"{args.out / f'{image}.cdx.json'}: {len(bill['components'])} packages")
-        print(f"  without a word about their licence: {', '.join(unlicensed(bill)) or 'none'}")
+        print(f"  without licence information: {', '.join(unlicensed(bill)) or 'none'}")
         for line in problems(image, bill, wanted):
             failed = True
             print(f"  WRONG: {line}")

@@ -1,5 +1,5 @@
-# The control side: intake, dispatcher, gateway, and the command line. No torch, no compiler, not root; its root may be
-# read-only, /tmp is all that it writes to.
+# The control side: intake, dispatcher, gateway and the command line. Has no torch and no compiler, and runs without root.
+# The root file system may be read-only: processes write only to /tmp.
 #
 #   docker build -f infra/images/control.Dockerfile -t tokenmill-control .
 
@@ -29,7 +29,7 @@ COPY --from=build /opt/tokenmill /opt/tokenmill
 ENV PATH=/opt/tokenmill/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1
-# A volume takes its owner and mode from here: what is mounted on Fargate would be root's otherwise.
+# A volume takes its owner and mode from this folder; on Fargate a mounted volume would belong to root otherwise.
 VOLUME /tmp
 USER 10001:10001
 WORKDIR /tmp

@@ -1,5 +1,5 @@
-# A worker: an engine, its model, its kernels. A compiler stays in the image, since kernels are compiled for the machine
-# that they run on. Not root; its root may be read-only: it writes to /cache (weights, kernels) and /tmp.
+# A worker: the engine and its kernels. A compiler stays in the image, since kernels are compiled for the machine that they
+# run on. Runs without root. The root file system may be read-only: it writes to /cache (weights, kernels) and /tmp.
 #
 #   docker build -f infra/images/worker.Dockerfile -t tokenmill-worker .
 #
@@ -14,7 +14,7 @@
 #   docker build -f infra/images/worker.Dockerfile -t tokenmill-worker-flash \
 #     --build-arg FLASH_ATTN=1 --build-arg BUILD_BASE=nvidia/cuda:MAJOR.MINOR.PATCH-devel-ubuntu24.04 .
 
-# CUDA's libraries come with torch; the base has what joins them to the driver.
+# CUDA's libraries come with torch; the base image connects them to the driver.
 # The tag is in BASE, which hadolint doesn't look into (DL3006).
 ARG BASE=nvidia/cuda:12.8.1-base-ubuntu24.04
 ARG BUILD_BASE=${BASE}
@@ -38,7 +38,7 @@ ARG FLASH_ATTN=
 WORKDIR /src
 RUN python3 -m venv /opt/tokenmill
 COPY infra/images/constraints.txt ./
-# Alone in its layer: it is most of the image, and changes least.
+# torch has a layer of its own: it is most of the image, and changes least.
 RUN PIP_CONSTRAINT=/src/constraints.txt /opt/tokenmill/bin/python -m pip install --no-cache-dir --no-compile \
       ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
 COPY pyproject.toml README.md LICENSE NOTICE ./
@@ -49,7 +49,7 @@ COPY workers workers
 COPY tokenmill tokenmill
 RUN PIP_CONSTRAINT=/src/constraints.txt /opt/tokenmill/bin/python -m pip install --no-cache-dir --no-compile \
       ".[aws,engine,metrics,redis,tracing]"
-# Against the torch that is installed, so without an environment of its own.
+# Without build isolation, because flash-attn is compiled against the installed torch.
 RUN if [ -n "$FLASH_ATTN" ]; then \
       PIP_CONSTRAINT=/src/constraints.txt /opt/tokenmill/bin/python -m pip install --no-cache-dir --no-compile \
         ninja packaging psutil setuptools wheel \

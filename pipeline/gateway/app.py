@@ -29,8 +29,8 @@ from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.openapi.document import DocumentedApp, document_responses
 from pipeline.gateway.openapi.request_schemas import build_schemas
-from pipeline.gateway.openapi.schemas import Health, OpenApi
 from pipeline.gateway.page import page_router, read_files
+from pipeline.gateway.response_models import Health, OpenApi
 from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.gateway.routes.files_and_batches import batches_router, files_router, models_router
 from pipeline.gateway.routes.inference import inference_router
@@ -93,17 +93,17 @@ def make_app(
 def _health_router(draining: Callable[[], bool]) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", responses=document_responses(Health, keyed=None))
-    async def alive() -> dict[str, str]:
+    @router.get("/healthz", responses=document_responses(keyed=None))
+    async def alive() -> Health:
         """Liveness probe: the process is running."""
-        return {"status": "ok"}
+        return Health(status="ok")
 
-    @router.get("/readyz", responses=document_responses(Health, 503, keyed=None))
-    async def is_ready() -> dict[str, str]:
+    @router.get("/readyz", responses=document_responses(503, keyed=None))
+    async def is_ready() -> Health:
         """Readiness probe: the gateway accepts requests; 503 while it shuts down."""
         if draining():
             raise unavailable("this gateway is being stopped; ask another", "draining")
-        return {"status": "ready"}
+        return Health(status="ready")
 
     return router
 
@@ -111,10 +111,10 @@ def _health_router(draining: Callable[[], bool]) -> APIRouter:
 def _document_router(app: FastAPI) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    @router.get("/openapi.json", responses=document_responses(OpenApi, keyed=False))
-    def document() -> dict[str, Any]:
+    @router.get("/openapi.json", response_model=OpenApi, responses=document_responses(keyed=False))
+    def document() -> JSONResponse:
         """The OpenAPI document of this gateway."""
-        return app.openapi()
+        return JSONResponse(app.openapi())
 
     return router
 

@@ -81,7 +81,7 @@ def page_router(files: Mapping[str, StaticFile]) -> APIRouter:
 def _documented(*suffixes: str, refusals: tuple[int, ...] = ()) -> dict[int | str, dict[str, Any]]:
     content: dict[str, Any] = {_TYPES[suffix].partition(";")[0]: {} for suffix in suffixes}
     same = document_response("Not modified: the client has this version.", headers=("ETag",))
-    return document_responses(content, *refusals, keyed=False, headers=("ETag",), others={304: same})
+    return document_responses(*refusals, content=content, keyed=False, headers=("ETag",), others={304: same})
 
 
 def _read(path: Path) -> StaticFile:

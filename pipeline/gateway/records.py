@@ -17,7 +17,7 @@ import base64
 import hashlib
 import re
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import AwareDatetime, Field
 
@@ -59,20 +59,6 @@ class StoredFile(StoredModel):
     def marker(self) -> str:
         """The file's name in the tenant index. It holds what listings and quotas need, so they read no `file.json`."""
         return f"{self.id}.{self.purpose}.{self.size}"
-
-    def document(self) -> dict[str, Any]:
-        """The file as OpenAI's file object."""
-        return {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.size,
-            "created_at": seconds(self.created_at),
-            "expires_at": seconds(self.expires_at),
-            "filename": self.filename,
-            "purpose": self.purpose,
-            "status": "processed",
-            "status_details": None,
-        }
 
 
 class FileMarker(NamedTuple):
@@ -148,11 +134,6 @@ def derived_file_id(at: datetime, *identity: str) -> str:
 def is_file_id(text: str) -> bool:
     """Whether the text is a well-formed file id. Other texts must not become part of an object key."""
     return _ID.fullmatch(text) is not None
-
-
-def seconds(at: datetime | None) -> int | None:
-    """The time as whole seconds since 1970, as in OpenAI's API."""
-    return None if at is None else int(at.timestamp())
 
 
 def _base32(data: bytes) -> str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import Any
 
+from pipeline.gateway.response_models import BacklogEstimate, BacklogKind, Installation, WorkerStatus
 from pipeline.models.catalog import Catalog
 from pipeline.observability.metric_definitions import OTHER
 from pipeline.ports import Heartbeats, WorkerState, World
 from pipeline.scaling.open_work import OpenJobs, OpenJobsIndex, OpenJobSummary
+from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry
 from schemas.workers.metrics import LATENCY_BOUNDS, WorkerMetrics
 
@@ -37,8 +38,8 @@ class Status:
         self._worker_metrics: dict[str, WorkerMetrics] = {}
         self._open_jobs = OpenJobs([], more=False)
 
-    def document(self, tenant: str | None, *, samples: bool) -> dict[str, Any]:
-        """The status document, of plain JSON types.
+    def read(self, tenant: str | None, *, samples: bool) -> Installation:
+        """The state of the installation.
 
         Args:
             tenant: the tenant whose jobs the backlog counts; None: all tenants.
@@ -49,14 +50,13 @@ class Status:
             workers, entries = self._workers, self._entries
             open_jobs, worker_metrics = self._open_jobs, self._worker_metrics
         names = {entry.pin.key: entry.pin.name for entry in entries}
-        return {
-            "object": "status",
-            "as_of": self._world.clock.now().isoformat(),
-            "workers": [_worker(state, names, worker_metrics.get(state.name), samples=samples) for state in workers],
-            "latency_bounds": LATENCY_BOUNDS,
-            "backlog": _backlog([one for one in open_jobs.jobs if tenant in (None, one.job.tenant)], open_jobs.more),
-            "models": sorted(entry.pin.name for entry in entries),
-        }
+        return Installation(
+            as_of=self._world.clock.now(),
+            workers=[_worker(state, names, worker_metrics.get(state.name), samples=samples) for state in workers],
+            latency_bounds=list(LATENCY_BOUNDS),
+            backlog=_backlog([one for one in open_jobs.jobs if tenant in (None, one.job.tenant)], open_jobs.more),
+            models=sorted(entry.pin.name for entry in entries),
+        )
 
     def backlog(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
         """The open jobs of all tenants: (model, tier) -> remaining tokens, and (tier, status) -> jobs. Raises
@@ -84,34 +84,32 @@ class Status:
         self._open_jobs = open_jobs
 
 
-def _worker(
-    state: WorkerState, names: dict[str, str], metrics: WorkerMetrics | None, *, samples: bool
-) -> dict[str, Any]:
-    return {
-        "name": state.name if samples else None,
-        "models": sorted(names.get(key, key) for key in state.models),
-        "shards": len(state.held) if samples else None,
-        "waiting_tokens": state.waiting_tokens if samples else None,
-        "tokens_per_second": state.tokens_per_second if samples else None,
-        "draining": state.draining,
-        "metrics": metrics.model_dump(mode="json") if samples and metrics is not None else None,
-    }
+def _worker(state: WorkerState, names: dict[str, str], metrics: WorkerMetrics | None, *, samples: bool) -> WorkerStatus:
+    return WorkerStatus(
+        name=state.name if samples else None,
+        models=sorted(names.get(key, key) for key in state.models),
+        shards=len(state.held) if samples else None,
+        waiting_tokens=state.waiting_tokens if samples else None,
+        tokens_per_second=state.tokens_per_second if samples else None,
+        draining=state.draining,
+        metrics=metrics if samples else None,
+    )
 
 
-def _backlog(open_jobs: list[OpenJobSummary], incomplete: bool) -> dict[str, Any]:
-    jobs: Counter[tuple[str | None, str]] = Counter()
-    tokens: Counter[tuple[str | None, str]] = Counter()
+def _backlog(open_jobs: list[OpenJobSummary], incomplete: bool) -> BacklogEstimate:
+    jobs: Counter[tuple[str | None, Tier]] = Counter()
+    tokens: Counter[tuple[str | None, Tier]] = Counter()
     for one in open_jobs:
-        kind = (one.job.models[0].name if len(one.job.models) == 1 else None, one.job.tier.value)
+        kind = (one.job.models[0].name if len(one.job.models) == 1 else None, one.job.tier)
         jobs[kind] += 1
         tokens[kind] += one.left
     kinds = sorted(jobs, key=lambda kind: (kind[0] or "", kind[1]))
-    return {
-        "jobs": sum(jobs.values()),
-        "tokens": sum(tokens.values()),
-        "incomplete": incomplete,
-        "kinds": [
-            {"model": model, "tier": tier, "jobs": jobs[model, tier], "tokens": tokens[model, tier]}
+    return BacklogEstimate(
+        jobs=sum(jobs.values()),
+        tokens=sum(tokens.values()),
+        incomplete=incomplete,
+        kinds=[
+            BacklogKind(model=model, tier=tier, jobs=jobs[model, tier], tokens=tokens[model, tier])
             for model, tier in kinds
         ],
-    }
+    )

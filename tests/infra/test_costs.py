@@ -1,4 +1,4 @@
-"""What an installation costs, worked out by hand beside what the command says."""
+"""Tests of infra.costs against costs that were computed by hand."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def pool(on_demand: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return group, template
 
 
-def test_given_a_pool_then_its_machines_are_told_apart_from_what_always_runs() -> None:
+def test_given_a_pool_then_its_machines_are_listed_apart_from_the_idle_costs() -> None:
     lines = table(costs(document(*pool(100), TASK, SERVICE)))
     assert lines[-1] == "| each machine of the pool tm-one | 0.816 | g6.xlarge on demand; 4 at most |"
     assert lines[-2].startswith("| all, with no worker | 0.052 |")
 
 
-def test_given_a_pool_of_spot_then_the_price_is_said_to_be_less() -> None:
+def test_given_a_pool_of_spot_then_the_table_notes_the_lower_price() -> None:
     assert "as spot it is less" in table(costs(document(*pool(0))))[-1]
 
 
@@ -118,6 +118,6 @@ def test_given_a_first_plan_that_does_not_say_the_zones_then_it_is_an_error() ->
         costs(first_plan({"endpoint_zones": {"references": ["var.zones"]}}))
 
 
-def test_given_prices_of_a_day_then_the_page_tells_that_day() -> None:
+def test_given_prices_of_a_day_then_the_page_names_that_day() -> None:
     page = (Path(__file__).parents[2] / "docs/deploy.md").read_text(encoding="utf-8")
     assert f"(of {PRICES['as_of']};" in page

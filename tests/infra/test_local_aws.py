@@ -1,4 +1,4 @@
-"""What judges the local installation: policies held against requests, and the ranges that are cut out."""
+"""Tests of the checks on the local installation: policies against requests, and ranges cut out of objects."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import pytest
 
 from infra.apply_locally import NOT_APPLIED, TERRAFORM, block_of, read_arguments, resource_blocks
 from infra.iam_check import Policy, Right, denied, rights_for
-from infra.local_aws import InferenceRequest, MiniStack, cut_out
+from infra.local_aws import AwsRequest, MiniStack, cut_out
 
 
-def asked(
-    service: str, method: str, path: str, query: dict[str, list[str]] | None = None, **more: Any
-) -> InferenceRequest:
+def asked(service: str, method: str, path: str, query: dict[str, list[str]] | None = None, **more: Any) -> AwsRequest:
     fields = {"target": "", "body": b"", "status": 200} | more
-    return InferenceRequest("intake", service, method, path, query or {}, **fields)
+    return AwsRequest("intake", service, method, path, query or {}, **fields)
 
 
 def policy(*statements: dict[str, Any]) -> Policy:
@@ -42,9 +40,9 @@ def test_given_no_example_or_one_then_all_are_tried_or_that_one_and_another_name
 def test_given_blocks_that_are_left_out_then_they_exist_and_a_test_with_mocks_plans_kafka() -> None:
     blocks = resource_blocks(TERRAFORM)
     assert blocks > NOT_APPLIED
-    for module, told in (("events", "aws_msk_cluster"), ("observability", "kafka_disk")):
+    for module, text in (("events", "aws_msk_cluster"), ("observability", "kafka_disk")):
         tests = [path.read_text() for path in (TERRAFORM / "modules" / module / "tests").glob("*.tftest.hcl")]
-        assert any(told in text for text in tests), module
+        assert any(text in test for test in tests), module
 
 
 @pytest.mark.parametrize(
@@ -95,12 +93,12 @@ def test_given_metrics_of_another_namespace_then_the_condition_denies_them(pack:
         "Condition": {"StringEquals": {"cloudwatch:namespace": "tokenmill"}},
     }  # fmt: skip
 
-    def told(namespace: str) -> InferenceRequest:
+    def put(namespace: str) -> AwsRequest:
         body = pack(json.dumps({"Namespace": namespace}).encode())
         return asked("monitoring", "POST", "/", target="GraniteServiceVersion20100801.PutMetricData", body=body)
 
-    assert denied(policy(statement), [told("tokenmill")]) == []
-    assert [right.action for right in denied(policy(statement), [told("elsewhere")])] == ["cloudwatch:PutMetricData"]
+    assert denied(policy(statement), [put("tokenmill")]) == []
+    assert [right.action for right in denied(policy(statement), [put("elsewhere")])] == ["cloudwatch:PutMetricData"]
 
 
 def test_given_a_denial_then_it_wins() -> None:
@@ -109,7 +107,7 @@ def test_given_a_denial_then_it_wins() -> None:
     assert policy(READ, never).allows(Right("s3:GetObject", "arn:aws:s3:::b/jobs/1"))
 
 
-def test_given_rights_that_nobody_needed_then_they_are_told() -> None:
+def test_given_rights_that_no_request_needed_then_they_are_reported() -> None:
     made = policy(READ, LIST)
     assert denied(made, [asked("s3", "GET", "/b/jobs/1")]) == []
     assert made.unused() == [("s3:ListBucket", "arn:aws:s3:::b")]
@@ -122,7 +120,7 @@ def test_given_messages_in_a_batch_then_the_right_is_that_to_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "part", "told"),
+    ("wanted", "part", "content_range"),
     [
         ("bytes=2-4", b"234", "2-4"),
         ("bytes=-3", b"789", "7-9"),
@@ -130,13 +128,13 @@ def test_given_messages_in_a_batch_then_the_right_is_that_to_one() -> None:
         ("bytes=8-99", b"89", "8-9"),
     ],
 )
-def test_given_a_range_that_was_overlooked_then_it_is_cut_out(wanted: str, part: bytes, told: str) -> None:
+def test_given_a_range_that_the_server_ignored_then_it_is_cut_out(wanted: str, part: bytes, content_range: str) -> None:
     status, headers, body = cut_out(wanted, [("ETag", "e"), ("x-amz-checksum-crc32", "of the whole")], b"0123456789")
     assert (status, body) == (206, part)
-    assert dict(headers) == {"ETag": "e", "Content-Range": f"bytes {told}/10"}
+    assert dict(headers) == {"ETag": "e", "Content-Range": f"bytes {content_range}/10"}
 
 
-def test_a_program_beside_us_is_found_from_the_folder_that_it_is_started_in(
+def test_given_a_relative_program_then_it_is_found_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "bin" / "ministack"

@@ -1,4 +1,4 @@
-"""What judges the bills of materials of the images."""
+"""Tests of the checks on the images' bills of materials."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_given_a_local_build_of_torch_and_what_it_brings_then_the_public_version
 
 
 @pytest.mark.parametrize(
-    ("held", "told"),
+    ("held", "message"),
     [
         (bill(component("pyarrow", "27.0.0")), "pyarrow is 27.0.0, and pinned to 26.0.1"),
         (bill(component("left-pad", "1.0")), "left-pad 1.0 is not pinned"),
@@ -40,9 +40,9 @@ def test_given_a_local_build_of_torch_and_what_it_brings_then_the_public_version
         ({}, "it has no components"),
     ],
 )
-def test_given_what_must_not_be_then_it_is_told(held: dict[str, Any], told: str) -> None:
+def test_given_a_wrong_bill_then_its_problem_is_reported(held: dict[str, Any], message: str) -> None:
     (problem,) = problems("control", held, WANTED)
-    assert told in problem
+    assert message in problem
 
 
 def test_given_licences_then_packages_without_one_are_named() -> None:
@@ -50,7 +50,7 @@ def test_given_licences_then_packages_without_one_are_named() -> None:
     assert unlicensed(bill(licensed, component("b", "1"), component("c", "1", licenses=[]))) == ["b", "c"]
 
 
-def test_given_the_images_then_it_is_known_what_they_install() -> None:
+def test_given_the_images_then_their_extras_are_read() -> None:
     found = {name: extras((IMAGES / f"{name}.Dockerfile").read_text(encoding="utf-8")) for name in NAMES}
     assert "engine" not in found["control"].split(",")
     assert "engine" in found["worker"].split(",")

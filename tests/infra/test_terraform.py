@@ -1,4 +1,4 @@
-"""What of the Terraform can be held to the code without Terraform."""
+"""Checks of the Terraform files against the code that need no Terraform."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from schemas.settings.settings import Settings
 
 TERRAFORM = Path(__file__).parents[2] / "infra/terraform"
 BEYOND_SETTINGS = {"TOKENMILL_ROOT", "TOKENMILL_NATIVE_CACHE"}
-"""Read elsewhere: the root is the commands' option, the cache the engine's."""
+"""Variables outside Settings: the root is an option of the commands, the cache the engine's."""
 
 
 def named() -> set[str]:
-    """Variables of ours that any module or example sets."""
+    """TOKENMILL_ variables that any module or example sets."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in TERRAFORM.rglob("*.tf"))
     return set(re.findall(r"\bTOKENMILL_[A-Z0-9_]*[A-Z0-9]\b", text))
 
 
-def test_given_the_variables_of_containers_when_our_settings_are_asked_then_each_is_one() -> None:
+def test_given_the_variables_of_containers_then_each_is_a_setting() -> None:
     found = named()
     assert len(found) > 15
     assert {"TOKENMILL_BUCKET__QUEUE_URL", "TOKENMILL_KAFKA__BOOTSTRAP_SERVERS", "TOKENMILL_REDIS_URL"} <= found
@@ -46,7 +46,7 @@ def is_setting(variable: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["TOKENMILL_KAFKA__BOOTSTRAPS", "TOKENMILL_NO__SUCH", "TOKENMILL_NOTHING"])
-def test_given_a_variable_that_is_none_of_ours_then_the_check_sees_it(name: str) -> None:
+def test_given_an_unknown_variable_then_the_check_finds_it(name: str) -> None:
     assert not is_setting(name)
 
 
@@ -58,7 +58,7 @@ def test_given_the_examples_then_both_pin_the_same_provider() -> None:
     assert pins == {"minimal": ["5.100.0"], "production": ["5.100.0"]}
 
 
-def test_given_checkov_waivers_then_each_says_why() -> None:
+def test_given_checkov_waivers_then_each_has_a_reason() -> None:
     waivers = [
         line.strip()
         for path in TERRAFORM.rglob("*.tf")
@@ -69,20 +69,20 @@ def test_given_checkov_waivers_then_each_says_why() -> None:
     assert [line for line in waivers if not re.match(r"# checkov:skip=CKV2?_AWS_\d+:.{8,}", line)] == []
 
 
-def test_given_metrics_of_ours_that_alarms_and_graphs_name_then_the_adapter_tells_them_with_those_dimensions() -> None:
+def test_given_metrics_in_alarms_and_graphs_then_the_adapter_emits_them_with_those_dimensions() -> None:
     decided = PoolDecision("gpu", PoolObservation(), decide(ScalingLimits(), PolicyState(), PoolObservation(), 0.0))
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     class Client:
         def put_metric_data(self, **request: Any) -> None:
-            asked.append(request)
+            requests.append(request)
 
     cloudwatch = CloudWatch("space", "here", "us-east-1")
     cloudwatch._client = Client()
     cloudwatch.put(BacklogMetrics(1, (ModelBacklog("m", 1, 1, 1.0),)), [decided])
-    told = {
+    emitted = {
         (one["MetricName"], frozenset(dimension["Name"] for dimension in one["Dimensions"]))
-        for one in asked[0]["MetricData"]
+        for one in requests[0]["MetricData"]
     }
     text = "\n".join(path.read_text(encoding="utf-8") for path in TERRAFORM.glob("modules/*/*.tf"))
     named = {
@@ -98,4 +98,4 @@ def test_given_metrics_of_ours_that_alarms_and_graphs_name_then_the_adapter_tell
     assert {name for name, _ in named} == {
         "OpenJobs", "BacklogSeconds", "BacklogTokens", "TokensPerSecond", "Workers", "DesiredWorkers",
     }  # fmt: skip
-    assert named <= told
+    assert named <= emitted

@@ -1,4 +1,4 @@
-"""What a worker's machine does as it starts: the template's own script, with stand-ins for what only root may do."""
+"""Tests of a worker machine's start-up script, with stand-ins for the programs that need root."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEMPLATE = Path(__file__).parents[2] / "infra/terraform/modules/workers/user_dat
 
 
 class Machine:
-    """A folder for /, with so many disks. `missing`: programs that it lacks, and can't install."""
+    """A folder instead of /, with stand-ins for disks. `missing`: programs that it lacks and can't install."""
 
     def __init__(self, root: Path, disks: int, missing: tuple[str, ...] = ()) -> None:
         self.root = root
@@ -35,13 +35,13 @@ class Machine:
         path.chmod(0o755)
 
     def start(self) -> list[str]:
-        """What was done, with paths as on a machine."""
+        """Run the script; returns the commands that it ran, with paths as on a machine."""
         script = TEMPLATE.read_text(encoding="utf-8").replace("$${", "${")
         script = script.replace("${cluster}", "tokenmill-chat").replace("${stop_seconds}", "110")
-        for place in ("/etc/ecs", "/mnt/cache", "/dev/"):
-            script = script.replace(place, f"{self.root}{place}")
+        for path in ("/etc/ecs", "/mnt/cache", "/dev/"):
+            script = script.replace(path, f"{self.root}{path}")
         script = script.replace(f">{self.root}/dev/null", ">/dev/null")
-        # Only coreutils and findutils beside the stand-ins: the test's machine may have an mdadm of its own.
+        # Only coreutils, findutils and the stand-ins: the test's machine may have an mdadm of its own.
         for program in ("cat", "find", "sort", "mkdir", "readlink", "bash"):
             found = next(Path(part) / program for part in ("/bin", "/usr/bin") if (Path(part) / program).exists())
             if not (self.root / "bin" / program).exists():

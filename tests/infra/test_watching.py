@@ -1,4 +1,4 @@
-"""Dashboards and alerts ask for what is told, are as they were made, and lead to pages that say what to do."""
+"""Checks of dashboards and alerts: their metrics exist, their files are up to date, and each alert has a runbook."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [alert["alert"] for alert in ALERTS]
 PROMTOOL = shutil.which("promtool")
 
 
-def test_given_the_dashboards_as_they_are_written_then_the_files_are_made_of_them() -> None:
+def test_given_the_dashboard_definitions_then_the_files_are_up_to_date() -> None:
     made = {f"{one.name}.json": dashboards.text(one) for one in read_dashboards()}
     files = {path.name: path.read_text(encoding="utf-8") for path in dashboards.FOLDER.glob("*")}
     assert files == made, "run: python -m infra.dashboards"
@@ -38,12 +38,12 @@ def test_given_a_dashboard_then_its_panels_lie_side_by_side_and_each_has_its_sou
         document = json.loads(dashboards.text(one))
         cells: set[tuple[int, int]] = set()
         for panel in document["panels"]:
-            place = panel["gridPos"]
-            assert place["x"] + place["w"] <= 24
+            position = panel["gridPos"]
+            assert position["x"] + position["w"] <= 24
             covered = {
                 (x, y)
-                for x in range(place["x"], place["x"] + place["w"])
-                for y in range(place["y"], place["y"] + place["h"])
+                for x in range(position["x"], position["x"] + position["w"])
+                for y in range(position["y"], position["y"] + position["h"])
             }
             assert not cells & covered, (one.name, panel["title"])
             cells |= covered
@@ -51,10 +51,10 @@ def test_given_a_dashboard_then_its_panels_lie_side_by_side_and_each_has_its_sou
         assert len({panel["title"] for panel in document["panels"]}) == len(document["panels"])
 
 
-def test_given_all_that_is_told_then_a_dashboard_shows_it() -> None:
+def test_given_all_metrics_then_a_dashboard_shows_each() -> None:
     shown: set[str] = set()
     for one in read_dashboards():
-        shown |= {name for panel in one.panel for question, _ in panel.asks for name in promql.names(question)}
+        shown |= {name for panel in one.panel for query, _ in panel.asks for name in promql.names(query)}
     left_out = {metric.name for metric in METRICS} - shown
     assert left_out == {
         "tokenmill_requests_total", "tokenmill_request_seconds", "tokenmill_slo_weight", "tokenmill_slo_term",
@@ -63,20 +63,20 @@ def test_given_all_that_is_told_then_a_dashboard_shows_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "question",
+    "query",
     [
         "rate(tokenmill_no_such_name_total[5m])", "tokenmill_step_seconds", "tokenmill_workers_bucket",
         'tokenmill_workers{tier="bulk"}', "sum by (status) (tokenmill_workers)",
         "sum(tokenmill_jobs) / on (model) sum(tokenmill_jobs)", 'tokenmill_jobs{tier="bulk",state=~"x"}',
     ],
 )  # fmt: skip
-def test_given_a_question_about_what_nobody_tells_then_it_is_refused(question: str) -> None:
+def test_given_a_query_for_an_unknown_metric_or_label_then_it_is_refused(query: str) -> None:
     with pytest.raises(promql.DriftError):
-        promql.check(question)
+        promql.check(query)
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=NAMES)
-def test_given_an_alert_then_it_asks_for_what_is_told_and_its_page_says_what_to_do(alert: dict[str, Any]) -> None:
+def test_given_an_alert_then_its_metrics_exist_and_it_has_a_runbook(alert: dict[str, Any]) -> None:
     promql.check(alert["expr"])
     assert set(alert["labels"]) == {"severity"}
     assert alert["labels"]["severity"] in ("critical", "warning", "info")
@@ -93,11 +93,11 @@ def test_given_an_alert_then_it_asks_for_what_is_told_and_its_page_says_what_to_
         assert (page.parent / link).exists(), link
 
 
-def test_given_the_pages_then_each_is_an_alerts() -> None:
+def test_given_the_runbooks_then_each_belongs_to_an_alert() -> None:
     assert {path.stem for path in RUNBOOKS.glob("*.md")} == set(NAMES)
 
 
-def test_given_commands_on_a_page_then_they_exist_with_their_options() -> None:
+def test_given_commands_in_a_runbook_then_they_exist_with_their_options() -> None:
     commands = typer.main.get_command(app)
     found = 0
     for page in RUNBOOKS.glob("*.md"):
@@ -114,7 +114,7 @@ def test_given_commands_on_a_page_then_they_exist_with_their_options() -> None:
     assert found > 10
 
 
-def test_given_prometheuss_targets_then_they_are_composes_services_on_their_port() -> None:
+def test_given_the_targets_of_prometheus_then_they_are_services_of_compose() -> None:
     services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job["dns_sd_configs"][0] for job in config["scrape_configs"]}
@@ -135,14 +135,14 @@ def test_given_prometheuss_targets_then_they_are_composes_services_on_their_port
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="NOT TESTED HERE: promtool is not installed")
-def test_given_promtool_then_rules_and_settings_hold_and_each_alert_fires_and_ends_on_made_up_series() -> None:
+def test_given_promtool_then_rules_and_settings_are_valid_and_each_alert_fires_and_resolves() -> None:
     assert PROMTOOL is not None
     for what in (("check", "config", "prometheus.yml"), ("test", "rules", "alerts_test.yml")):
         ended = subprocess.run([PROMTOOL, *what], cwd=PROMETHEUS, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_given_the_made_up_series_then_each_alert_is_seen_both_silent_and_firing() -> None:
+def test_given_the_synthetic_series_then_each_alert_is_tested_both_silent_and_firing() -> None:
     seen: dict[str, set[bool]] = {name: set() for name in NAMES}
     for case in yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text())["tests"]:
         for looked in case["promql_expr_test"]:

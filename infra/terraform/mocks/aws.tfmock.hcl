@@ -1,4 +1,4 @@
-# What AWS would answer: the provider checks the form of ARNs, so mocks need some that look right.
+# Mocked responses of AWS. The provider checks the form of ARNs, so mocks need well-formed ones.
 
 mock_data "aws_caller_identity" {
   defaults = { account_id = "000000000000" }

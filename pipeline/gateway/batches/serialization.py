@@ -1,16 +1,17 @@
-"""Serialization of jobs as OpenAI batch objects: the common job document, and the fields that only HTTP batches
-have."""
+"""Serialization of batches: the job, and the fields that only batches over HTTP have."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from typing import Any, Final
 
-from pipeline.gateway.records import BATCHES, BatchOrder, BatchOutcome, seconds
-from pipeline.jobs.serialization import job_document
+from pipeline.gateway.records import BATCHES, BatchOrder, BatchOutcome
+from pipeline.jobs.serialization import serialize_job
+from pipeline.jobs.summaries import JobSummary
 from pipeline.ledger.ledger import REJECTS, JobLedger, SomeRecord, parse_stored
 from pipeline.ports import ObjectNotFound, ObjectStore
 from pipeline.results.parts import read_part
+from schemas.jobs.batch import Batch, unix_time
 from schemas.jobs.outcome import JobStatus, Manifest
 
 _ENDS: Final = {
@@ -31,30 +32,33 @@ def find_outcome(store: ObjectStore, job: str) -> BatchOutcome | None:
     return _find(store, f"{BATCHES}{job}/outcome.json", BatchOutcome)
 
 
-def batch_document(ledger: JobLedger) -> dict[str, Any]:
-    """The batch object, of plain JSON types. A job that wasn't submitted over HTTP has no files.
+def serialize_batch(ledger: JobLedger, summary: JobSummary | None = None) -> Batch:
+    """The batch object. A job that wasn't submitted over HTTP has no files.
+
+    Args:
+        summary: of the job; None: it is read.
 
     Raises:
         JobNotFound: there is no such job.  LedgerError: its records can't be read.
     """
     store, job = ledger.store, ledger.job()
     order, outcome = find_order(store, job.id), find_outcome(store, job.id)
-    document = job_document(ledger)
+    batch = serialize_job(ledger, summary)
     manifest = ledger.manifest()
     if order is not None and outcome is None and manifest is not None:
         # It has ended since the outcome was read: the files are known only after the next read.
-        document = _unfinished(document, manifest)
-    document["in_progress_at"] = seconds(work_began(ledger) if outcome is None else outcome.in_progress_at)
-    document |= _finalizing(document, ledger, manifest, order, outcome)
-    document["usage"] |= {"output_tokens_details": {"reasoning_tokens": 0}}
-    return document | {
-        "endpoint": order.endpoint if order is not None else job.settings.url,
-        "input_file_id": None if order is None else order.input_file_id,
-        "completion_window": None if order is None else order.completion_window,
-        "output_file_id": None if outcome is None else outcome.output_file_id,
-        "error_file_id": None if outcome is None else outcome.error_file_id,
-        "model": job.models[0].name if len(job.models) == 1 else None,
-    }
+        batch = _unfinished(batch, manifest)
+    return batch.model_copy(
+        update={
+            "in_progress_at": unix_time(work_began(ledger) if outcome is None else outcome.in_progress_at),
+            **_finalizing(batch, ledger, manifest, order, outcome),
+            "endpoint": batch.endpoint if order is None else order.endpoint,
+            "input_file_id": None if order is None else order.input_file_id,
+            "completion_window": None if order is None else order.completion_window,
+            "output_file_id": None if outcome is None else outcome.output_file_id,
+            "error_file_id": None if outcome is None else outcome.error_file_id,
+        }
+    )
 
 
 def work_began(ledger: JobLedger) -> datetime | None:
@@ -68,17 +72,17 @@ def work_began(ledger: JobLedger) -> datetime | None:
         return None
 
 
-def _unfinished(document: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """The document of a batch whose rows have all ended, and whose files aren't committed yet."""
+def _unfinished(batch: Batch, manifest: Manifest) -> Batch:
+    """A batch whose rows have all ended, and whose files aren't committed yet."""
     if manifest.status is JobStatus.FAILED:  # a failed batch has no files
-        return document
+        return batch
     cancelled = manifest.status is JobStatus.CANCELLED
     status = JobStatus.CANCELLING if cancelled else JobStatus.FINALIZING
-    return document | {"status": status.value} | dict.fromkeys(_ENDS.values())
+    return batch.model_copy(update={"status": status, **dict.fromkeys(_ENDS.values())})
 
 
 def _finalizing(
-    document: dict[str, Any],
+    batch: Batch,
     ledger: JobLedger,
     manifest: Manifest | None,
     order: BatchOrder | None,
@@ -87,18 +91,18 @@ def _finalizing(
     """The fields of the batch's end: status and timestamps."""
     closing = ledger.closing()
     if manifest is None:
-        if document["status"] != JobStatus.FINALIZING:
+        if batch.status is not JobStatus.FINALIZING:
             return {"finalizing_at": None}
         if closing is None:  # all parts are committed; the manifest is about to be written
-            return {"status": JobStatus.IN_PROGRESS.value, "finalizing_at": None}
-        return {"finalizing_at": seconds(closing.at)}
+            return {"status": JobStatus.IN_PROGRESS, "finalizing_at": None}
+        return {"finalizing_at": unix_time(closing.at)}
     if manifest.status not in _OF_FINALIZING:
         found: dict[str, Any] = {"finalizing_at": None}
     else:
         expired = manifest.status is JobStatus.EXPIRED and closing is not None
-        found = {"finalizing_at": seconds(closing.at if expired and closing else manifest.finished_at)}
+        found = {"finalizing_at": unix_time(closing.at if expired and closing else manifest.finished_at)}
     if order is not None and outcome is not None and manifest.status in _ENDS:
-        found[_ENDS[manifest.status]] = seconds(outcome.at)
+        found[_ENDS[manifest.status]] = unix_time(outcome.at)
     return found
 
 

@@ -15,12 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from pipeline.gateway.batches.finalizer import AT_ONCE_ROWS, Finalizer
 from pipeline.gateway.batches.requests import BatchRequest, read_batch
-from pipeline.gateway.batches.serialization import batch_document, find_order
+from pipeline.gateway.batches.serialization import find_order, serialize_batch
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.errors import ApiError, bad_request, not_found, unavailable
 from pipeline.gateway.http.idempotency import record_idempotency_key
-from pipeline.gateway.http.pagination import PageRequest, PageResult, list_ids, map_chunks, take_page
+from pipeline.gateway.http.pagination import PageRequest, list_ids, map_chunks, take_page
 from pipeline.gateway.records import BatchOrder, StoredFile
+from pipeline.gateway.response_models import ListPage, list_page
 from pipeline.ingest.intake import MODEL_NOT_FOUND, NO_MODEL, IntakePort, IntakeRefused, JobDraft
 from pipeline.ingest.validation import first_mistake
 from pipeline.jobs.retry import NothingToRetry, RetryOverrides, choose_rows, submit_retry
@@ -29,6 +30,7 @@ from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.ledger.tenant_index import batches_of
 from pipeline.ports import StoreFull, World
 from pipeline.results.export import part_lines
+from schemas.jobs.batch import Batch
 from schemas.jobs.job import Closing, Job, Tier
 from schemas.jobs.job_options import AMOUNT_PATTERN, parse_amount
 from schemas.jobs.results import RowStatus
@@ -106,7 +108,7 @@ class Batches:
 
     def create(
         self, tenant: str, body: dict[str, Any], key: str | None = None, check: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
+    ) -> Batch:
         """Create the batch that `body` describes, or find the one that the same request created before.
 
         Args:
@@ -119,35 +121,35 @@ class Batches:
         asked = read_batch(body)
         job_id, found = self._id(tenant, "batch", body, key)
         if found:
-            return self._document(job_id)
+            return self._batch(job_id)
         file = self._files.get(tenant, asked.input_file_id, "input_file_id")
         if file.purpose != "batch":
             raise bad_request(f"file {file.id} holds results; upload requests with purpose=batch", "input_file_id")
         self._check_room(tenant)
         check()
         self._make(tenant, job_id, asked, file)
-        return self._document(job_id)
+        return self._batch(job_id)
 
-    def get(self, tenant: str, batch_id: str) -> dict[str, Any]:
+    def get(self, tenant: str, batch_id: str) -> Batch:
         """The tenant's batch; raises `ApiError` (404)."""
         ledger, _ = self._find(tenant, batch_id)
         # On a full disk the files of an ended batch can't be written; `Finalizer.run` retries, and logs the reason.
         with contextlib.suppress(StoreFull):
             self._finalizer.finish(ledger.name, AT_ONCE_ROWS)
-        return batch_document(ledger)
+        return serialize_batch(ledger)
 
-    def page(self, tenant: str, page: PageRequest) -> PageResult:
+    def page(self, tenant: str, page: PageRequest) -> ListPage[Batch]:
         """A page of the tenant's batches."""
 
-        def read(name: str) -> dict[str, Any] | None:
+        def read(name: str) -> Batch | None:
             ledger = self._ledger(name)
-            return None if ledger.find_job() is None else batch_document(ledger)
+            return None if ledger.find_job() is None else serialize_batch(ledger)
 
         names = list_ids(self._store, batches_of(tenant), page)
-        documents = map_chunks(read, names, self._executor.map, _AT_ONCE)
-        return PageResult(*take_page(documents, page.limit))
+        batches = map_chunks(read, names, self._executor.map, _AT_ONCE)
+        return list_page(*take_page(batches, page.limit))
 
-    def cancel(self, tenant: str, batch_id: str) -> dict[str, Any]:
+    def cancel(self, tenant: str, batch_id: str) -> Batch:
         """Cancel the batch. Results of finished rows are retained.
 
         Raises:
@@ -160,7 +162,7 @@ class Batches:
                 409, "batch_ended", f"batch {batch_id} is {manifest.status.value} already, and stays so", param="id"
             )
         ledger.create_closing(Closing(kind="cancel", at=self._world.clock.now()))
-        return batch_document(ledger)
+        return serialize_batch(ledger)
 
     def open_jobs(self, tenant: str) -> int:
         """The number of the tenant's open jobs; the value is some seconds old."""
@@ -168,7 +170,7 @@ class Batches:
 
     def retry(
         self, tenant: str, batch_id: str, body: dict[str, Any], check: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
+    ) -> Batch:
         """Create a batch of the rows that have no response; repeating the request finds that batch.
 
         Args:
@@ -211,7 +213,7 @@ class Batches:
         made = submit_retry(chosen, manifest, overrides, self._world, before)
         if made.created:
             self._intake.added(made.job)
-        return self._document(made.job.id)
+        return self._batch(made.job.id)
 
     def results(self, tenant: str, batch_id: str, without: str | None = None) -> Results:
         """The results that are committed now; raises `ApiError`.
@@ -271,8 +273,8 @@ class Batches:
                 return ledger, job
         raise not_found("batch", batch_id)
 
-    def _document(self, job_id: str) -> dict[str, Any]:
-        return batch_document(self._ledger(job_id))
+    def _batch(self, job_id: str) -> Batch:
+        return serialize_batch(self._ledger(job_id))
 
     def _ledger(self, job_id: str) -> JobLedger:
         return JobLedger(self._store, f"{JOBS}{job_id}/")

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from pipeline.gateway.http.errors import ApiError, not_found, unavailable
-from pipeline.gateway.http.pagination import PageRequest, PageResult, list_ids, map_chunks, take_page
+from pipeline.gateway.http.pagination import PageRequest, list_ids, map_chunks, take_page
 from pipeline.gateway.limits.storage_quota import StorageQuota, StoredUsage
 from pipeline.gateway.records import FILES, Reader, StoredFile, is_file_id, read_marker
+from pipeline.gateway.response_models import File, ListPage, list_page
 from pipeline.ledger.ledger import JOBS, JobLedger, parse_stored
 from pipeline.ledger.tenant_index import files_of
 from pipeline.ports import ObjectNotFound, ObjectStore, World
+from schemas.jobs.batch import unix_time
 from schemas.jobs.inputs import InputFile, InputRef
 
 READER_GRACE_PERIOD: Final = timedelta(hours=1)
@@ -86,7 +88,7 @@ class Files:
         except ObjectNotFound as error:
             raise not_found("file", file.id) from error
 
-    def page(self, tenant: str, page: PageRequest, purpose: str | None = None) -> PageResult:
+    def page(self, tenant: str, page: PageRequest, purpose: str | None = None) -> ListPage[File]:
         """A page of the tenant's files; with `purpose`, only those with it. Markers hold the purpose, so only matching
         files are read."""
 
@@ -102,7 +104,7 @@ class Files:
         if purpose is not None:
             names = (name for name in names if read_marker(name).purpose == purpose)
         data, has_more = take_page(map_chunks(read, names, self._executor.map, _AT_ONCE), page.limit)
-        return PageResult([file.document() for file in data], has_more)
+        return list_page([file_response(file) for file in data], has_more)
 
     def delete(self, tenant: str, file_id: str) -> StoredFile:
         """Remove the tenant's file; returns its metadata.
@@ -236,3 +238,15 @@ def _reader_key(file_id: str, job: str) -> str:
 
 def _deleted_key(file_id: str) -> str:
     return f"{FILES}{file_id}/deleted"
+
+
+def file_response(file: StoredFile) -> File:
+    """The file as OpenAI's file object."""
+    return File(
+        id=file.id,
+        bytes=file.size,
+        created_at=int(file.created_at.timestamp()),
+        expires_at=unix_time(file.expires_at),
+        filename=file.filename,
+        purpose=file.purpose,
+    )

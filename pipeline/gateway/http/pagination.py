@@ -3,7 +3,7 @@ length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Literal, TypeVar
@@ -25,23 +25,6 @@ class PageRequest:
     limit: int = DEFAULT_LIMIT
     after: str | None = None
     order: Literal["asc", "desc"] = "desc"
-
-
-@dataclass(frozen=True, slots=True)
-class PageResult:
-    """A page in the format of OpenAI's API. Each item of `data` has an `id`."""
-
-    data: Sequence[dict[str, Any]]
-    has_more: bool
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "object": "list",
-            "data": list(self.data),
-            "first_id": self.data[0]["id"] if self.data else None,
-            "last_id": self.data[-1]["id"] if self.data else None,
-            "has_more": self.has_more,
-        }
 
 
 def list_ids(store: ObjectStore, tenant_index: TenantIndex, page: PageRequest) -> Iterator[str]:

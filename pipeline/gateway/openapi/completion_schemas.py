@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.gateway.openapi.schemas import Amount, CachedTokens, Moment, ResponseModel
+from schemas.jobs.batch import CachedTokens, ResponseModel, UnixTime
+from schemas.stored import Count
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -14,9 +15,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 class CompletionUsage(ResponseModel):
     """Token usage of a request. `tokenmill_cached`: the response comes from the response cache."""
 
-    prompt_tokens: Amount
-    completion_tokens: Amount
-    total_tokens: Amount
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
     prompt_tokens_details: CachedTokens
     tokenmill_cached: Literal[True] = True
 
@@ -50,7 +51,7 @@ class TopLogprob(ResponseModel):
 
     token: str
     logprob: float
-    bytes: list[Amount]
+    bytes: list[Count]
 
 
 class TokenLogprob(TopLogprob):
@@ -69,7 +70,7 @@ class ChatLogprobs(ResponseModel):
 class ChatChoice(ResponseModel):
     """One of `n` choices."""
 
-    index: Amount
+    index: Count
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
@@ -80,7 +81,7 @@ class ChatCompletion(ResponseModel):
 
     id: str
     object: Literal["chat.completion"]
-    created: Moment
+    created: UnixTime
     model: str
     choices: list[ChatChoice]
     usage: CompletionUsage
@@ -96,7 +97,7 @@ class FunctionDelta(ResponseModel):
 class ToolCallDelta(ResponseModel):
     """A piece of the tool call with this `index`; the first piece has its id and name."""
 
-    index: Amount
+    index: Count
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionDelta
@@ -113,7 +114,7 @@ class ChatDelta(ResponseModel):
 class ChunkChoice(ResponseModel):
     """The part of one of `n` choices that a chunk adds."""
 
-    index: Amount
+    index: Count
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
@@ -124,7 +125,7 @@ class ChatCompletionChunk(ResponseModel):
 
     id: str
     object: Literal["chat.completion.chunk"]
-    created: Moment
+    created: UnixTime
     model: str
     choices: list[ChunkChoice]
     usage: CompletionUsage | None = None
@@ -136,13 +137,13 @@ class CompletionLogprobs(ResponseModel):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[Amount]
+    text_offset: list[Count]
 
 
 class TextChoice(ResponseModel):
     """One of `n` texts, or the part of it that a chunk adds."""
 
-    index: Amount
+    index: Count
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
@@ -153,7 +154,7 @@ class TextCompletion(ResponseModel):
 
     id: str
     object: Literal["text_completion"]
-    created: Moment
+    created: UnixTime
     model: str
     choices: list[TextChoice]
     usage: CompletionUsage | None = None
@@ -163,15 +164,15 @@ class Embedding(ResponseModel):
     """The embedding of an input: numbers, or the base64 of little-endian float32."""
 
     object: Literal["embedding"]
-    index: Amount
+    index: Count
     embedding: list[float] | str
 
 
 class EmbeddingUsage(ResponseModel):
     """Token usage of all inputs. `tokenmill_cached`: the embeddings come from the response cache."""
 
-    prompt_tokens: Amount
-    total_tokens: Amount
+    prompt_tokens: Count
+    total_tokens: Count
     tokenmill_cached: Literal[True] = True
 
 

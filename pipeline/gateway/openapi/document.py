@@ -1,6 +1,6 @@
 """The OpenAPI document: the responses of each route, defined in one table.
 
-A route declares its response schema and its own error statuses: `responses=document_responses(File, 404)`. Statuses
+A route returns its response model and declares its own error statuses: `responses=document_responses(404)`. Statuses
 that every route may return are added. `REFUSALS` lists all error statuses, and docs/http.md repeats it; the tests
 validate each response of the gateway against the document.
 """
@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
 
 Json = dict[str, Any]
 
@@ -114,26 +113,24 @@ _LIMITS: Final = tuple(f"{name}?" for name in HEADERS if name.startswith("x-rate
 
 
 def document_responses(
-    shape: type[BaseModel] | Json | None,
     *refusals: int,
+    content: Json | None = None,
     keyed: bool | None = True,
     headers: tuple[str, ...] = (),
     others: Mapping[int | str, Json] | None = None,
 ) -> dict[int | str, Json]:
-    """The `responses` of a route.
+    """The `responses` of a route, besides the model that it returns.
 
     Args:
-        shape: the schema of the 200 response: a JSON model, or the content by media type.
         refusals: the route's own error statuses.
+        content: of the 200 response by media type; None: JSON of the model that the route returns.
         keyed: the route needs a key; None: the route is also exempt from all other checks.
         headers: of the 200 response; a question mark after a name marks it as optional.
         others: further statuses that aren't errors.
     """
     good: Json = {"headers": _headers(*headers, *(_LIMITS if keyed else ()))}
-    if isinstance(shape, dict):
-        good["content"] = shape
-    elif shape is not None:
-        good["model"] = shape
+    if content is not None:
+        good["content"] = content
     found: dict[int | str, Json] = {200: good, **(others or {})}
     common = KEYED if keyed else () if keyed is None else OPEN
     for status in sorted({*refusals, *common}):
@@ -182,7 +179,7 @@ class DocumentedApp(FastAPI):
             components["headers"] = {name: _header(name) for bare in HEADERS for name in (bare, bare + _MAYBE)}
             for path in made["paths"].values():
                 for operation in path.values():
-                    _correct(operation["responses"])
+                    operation["responses"].pop("422", None)  # FastAPI's own; `RequestValidationError` is a 400 here
             self.openapi_schema = made
         return self.openapi_schema
 
@@ -208,11 +205,3 @@ def _header(name: str) -> Json:
     bare = name.removesuffix(_MAYBE)
     text, schema = HEADERS[bare]
     return {"description": text, "required": bare == name, "schema": schema}
-
-
-def _correct(responses: Json) -> None:
-    """Remove FastAPI's additions that don't apply: its 422 response, and its schema of routes that return a dict."""
-    responses.pop("422", None)
-    for content in responses.get("200", {}).get("content", {}).values():
-        if "$ref" in content.get("schema", {}):
-            content["schema"] = {"$ref": content["schema"]["$ref"]}

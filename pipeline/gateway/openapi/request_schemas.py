@@ -11,7 +11,7 @@ from pipeline.gateway.batches.requests import EXTENSION, OWN, BatchBody
 from pipeline.gateway.batches.service import RetryBody
 from pipeline.gateway.inference.request_builder import Extension, StreamOptions
 from pipeline.gateway.openapi.completion_schemas import ChatCompletion, ChatCompletionChunk, Embeddings, TextCompletion
-from pipeline.gateway.openapi.schemas import Error
+from pipeline.gateway.response_models import Error
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
 from schemas.requests.fields import NULL, TEXT, TEXTS, one_of

@@ -11,17 +11,22 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from pipeline.gateway.files.downloads import ContentHeaders, content_response
-from pipeline.gateway.files.service import Files
+from pipeline.gateway.files.service import Files, file_response
 from pipeline.gateway.files.uploads import Upload, declared_size, receive
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.idempotency import record_idempotency_key
-from pipeline.gateway.http.pagination import DEFAULT_LIMIT, MAX_BATCHES_PER_PAGE, MAX_FILES_PER_PAGE, PageRequest
+from pipeline.gateway.http.pagination import (
+    DEFAULT_LIMIT,
+    MAX_BATCHES_PER_PAGE,
+    MAX_FILES_PER_PAGE,
+    PageRequest,
+)
 from pipeline.gateway.limits.storage_quota import StorageQuota
 from pipeline.gateway.limits.upload_slots import UploadSlots
 from pipeline.gateway.openapi.document import BODY, document_body, document_response, document_responses
-from pipeline.gateway.openapi.schemas import Batch, DeletedFile, File, ListPage, Model, ModelList
 from pipeline.gateway.records import StoredFile, derived_file_id, new_file_id
+from pipeline.gateway.response_models import DeletedFile, File, ListPage, Model, ModelList
 from pipeline.gateway.routes.dependencies import (
     GatewayDependencies,
     IdempotencyKey,
@@ -30,6 +35,7 @@ from pipeline.gateway.routes.dependencies import (
     json_body,
 )
 from pipeline.ports import World
+from schemas.jobs.batch import Batch
 
 Order = Annotated[Literal["asc", "desc"], Query(description="Sort order by creation time: `desc` is newest first.")]
 After = Annotated[
@@ -61,10 +67,10 @@ def files_router(max_concurrent_uploads: int) -> APIRouter:
     router = APIRouter(prefix="/v1/files", tags=["files"])
     upload_slots = UploadSlots(max_concurrent_uploads)
 
-    @router.post("", openapi_extra=_UPLOAD, responses=document_responses(File, *BODY, 409, 507))
+    @router.post("", openapi_extra=_UPLOAD, responses=document_responses(*BODY, 409, 507))
     async def upload(
         request: Request, caller: FilesCaller, parts: Parts, idempotency_key: IdempotencyKey = None
-    ) -> dict[str, Any]:
+    ) -> File:
         """Upload a file of batch requests, in JSONL or Parquet."""
         settings, quota = parts.settings, parts.rates.storage_quota(caller)
         with upload_slots.take_slot(caller.tenant):
@@ -74,9 +80,9 @@ def files_router(max_concurrent_uploads: int) -> APIRouter:
                 file = await run_in_threadpool(
                     _add, parts.world, parts.files, caller.tenant, received, idempotency_key, quota
                 )
-        return file.document()
+        return file_response(file)
 
-    @router.get("", responses=document_responses(ListPage[File]))
+    @router.get("", responses=document_responses())
     def page(
         caller: FilesCaller,
         parts: Parts,
@@ -84,20 +90,20 @@ def files_router(max_concurrent_uploads: int) -> APIRouter:
         after: After = None,
         order: Order = "desc",
         purpose: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> ListPage[File]:
         """List the caller's files."""
-        return parts.files.page(caller.tenant, PageRequest(limit, after, order), purpose).document()
+        return parts.files.page(caller.tenant, PageRequest(limit, after, order), purpose)
 
-    @router.get("/{file_id}", responses=document_responses(File, 404))
-    def get(file_id: str, caller: FilesCaller, parts: Parts) -> dict[str, Any]:
+    @router.get("/{file_id}", responses=document_responses(404))
+    def get(file_id: str, caller: FilesCaller, parts: Parts) -> File:
         """Retrieve the metadata of a file."""
-        return parts.files.get(caller.tenant, file_id).document()
+        return file_response(parts.files.get(caller.tenant, file_id))
 
-    @router.delete("/{file_id}", responses=document_responses(DeletedFile, 404, 409, 507))
-    def delete(file_id: str, caller: FilesCaller, parts: Parts) -> dict[str, Any]:
+    @router.delete("/{file_id}", responses=document_responses(404, 409, 507))
+    def delete(file_id: str, caller: FilesCaller, parts: Parts) -> DeletedFile:
         """Delete a file. A file that an open batch reads can't be deleted."""
         file = parts.files.delete(caller.tenant, file_id)
-        return {"id": file.id, "object": "file", "deleted": True}
+        return DeletedFile(id=file.id)
 
     @router.get("/{file_id}/content", response_class=Response, responses=_CONTENT)
     def content(
@@ -122,39 +128,35 @@ def batches_router() -> APIRouter:
     router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
     @router.post(
-        "", openapi_extra=document_body("BatchBody", _BATCH), responses=document_responses(Batch, *BODY, 404, 409, 507)
+        "", openapi_extra=document_body("BatchBody", _BATCH), responses=document_responses(*BODY, 404, 409, 507)
     )
-    def create(
-        caller: BatchesCaller, body: Body, parts: Parts, idempotency_key: IdempotencyKey = None
-    ) -> dict[str, Any]:
+    def create(caller: BatchesCaller, body: Body, parts: Parts, idempotency_key: IdempotencyKey = None) -> Batch:
         """Create a batch that runs all requests of a file."""
         return parts.batches.create(caller.tenant, body, idempotency_key, _room(caller, parts))
 
-    @router.get("", responses=document_responses(ListPage[Batch]))
+    @router.get("", responses=document_responses())
     def page(
         caller: BatchesCaller,
         parts: Parts,
         limit: Annotated[int, Query(ge=1, le=MAX_BATCHES_PER_PAGE)] = DEFAULT_LIMIT,
         after: After = None,
         order: Order = "desc",
-    ) -> dict[str, Any]:
+    ) -> ListPage[Batch]:
         """List the caller's batches, including those submitted by other ingest sources than HTTP."""
-        return parts.batches.page(caller.tenant, PageRequest(limit, after, order)).document()
+        return parts.batches.page(caller.tenant, PageRequest(limit, after, order))
 
-    @router.get("/{batch_id}", responses=document_responses(Batch, 404))
-    def get(batch_id: str, caller: BatchesCaller, parts: Parts) -> dict[str, Any]:
+    @router.get("/{batch_id}", responses=document_responses(404))
+    def get(batch_id: str, caller: BatchesCaller, parts: Parts) -> Batch:
         """Retrieve a batch."""
         return parts.batches.get(caller.tenant, batch_id)
 
-    @router.post("/{batch_id}/cancel", responses=document_responses(Batch, 404, 409, 507))
-    def cancel(batch_id: str, caller: BatchesCaller, parts: Parts) -> dict[str, Any]:
+    @router.post("/{batch_id}/cancel", responses=document_responses(404, 409, 507))
+    def cancel(batch_id: str, caller: BatchesCaller, parts: Parts) -> Batch:
         """Cancel a batch. Results of finished rows are retained."""
         return parts.batches.cancel(caller.tenant, batch_id)
 
-    @router.post(
-        "/{batch_id}/retry", openapi_extra=_RETRY, responses=document_responses(Batch, *BODY, 404, 409, 410, 507)
-    )
-    def retry(batch_id: str, caller: BatchesCaller, body: BodyOrNone, parts: Parts) -> dict[str, Any]:
+    @router.post("/{batch_id}/retry", openapi_extra=_RETRY, responses=document_responses(*BODY, 404, 409, 410, 507))
+    def retry(batch_id: str, caller: BatchesCaller, body: BodyOrNone, parts: Parts) -> Batch:
         """Create a batch that retries the rows without a response."""
         return parts.batches.retry(caller.tenant, batch_id, body, _room(caller, parts))
 
@@ -172,13 +174,13 @@ def models_router() -> APIRouter:
     """Build the routes under `/v1/models`."""
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
-    @router.get("", responses=document_responses(ModelList))
-    def page(caller: AnyCaller, parts: Parts) -> dict[str, Any]:
+    @router.get("", responses=document_responses())
+    def page(caller: AnyCaller, parts: Parts) -> ModelList:
         """List the available models."""
         return parts.models.page()
 
-    @router.get("/{model:path}", responses=document_responses(Model, 404))
-    def get(model: str, caller: AnyCaller, parts: Parts) -> dict[str, Any]:
+    @router.get("/{model:path}", responses=document_responses(404))
+    def get(model: str, caller: AnyCaller, parts: Parts) -> Model:
         """Retrieve a model."""
         return parts.models.get(model)
 
@@ -222,9 +224,9 @@ def _add(world: World, files: Files, tenant: str, received: Upload, key: str | N
 _OCTETS: Final[dict[str, Any]] = {"application/octet-stream": {}}
 _OF_CONTENT: Final = ("ETag", "Accept-Ranges", "Content-Disposition")
 _CONTENT: Final = document_responses(
-    _OCTETS,
     404,
     416,
+    content=_OCTETS,
     headers=_OF_CONTENT,
     others={
         206: document_response("The requested byte range.", _OCTETS, (*_OF_CONTENT, "Content-Range")),
@@ -232,9 +234,11 @@ _CONTENT: Final = document_responses(
     },
 )
 _RESULTS: Final = document_responses(
-    {NDJSON: {"schema": {"type": "string", "description": "One line for each row, as in OpenAI's output file."}}},
     404,
     410,
+    content={
+        NDJSON: {"schema": {"type": "string", "description": "One line for each row, as in OpenAI's output file."}}
+    },
     headers=("X-Incomplete", "X-Parts"),
 )
 _RETRY: Final = document_body(

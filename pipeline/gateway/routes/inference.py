@@ -106,7 +106,7 @@ def _events(*shapes: str) -> dict[str, Any]:
 
 _ID = (STREAM_ID,)
 _ASKED = (*BODY, 404)
-_CHATS = document_responses(_json("ChatCompletion") | _events("ChatCompletionChunk"), *_ASKED, headers=_ID)
-_TEXTS = document_responses(_json("TextCompletion") | _events("TextCompletion"), *_ASKED, headers=_ID)
-_VECTORS = document_responses(_json("Embeddings"), *_ASKED, headers=_ID)
-_REST = document_responses(_events("ChatCompletionChunk", "TextCompletion"), 404, headers=_ID)
+_CHATS = document_responses(*_ASKED, content=_json("ChatCompletion") | _events("ChatCompletionChunk"), headers=_ID)
+_TEXTS = document_responses(*_ASKED, content=_json("TextCompletion") | _events("TextCompletion"), headers=_ID)
+_VECTORS = document_responses(*_ASKED, content=_json("Embeddings"), headers=_ID)
+_REST = document_responses(404, content=_events("ChatCompletionChunk", "TextCompletion"), headers=_ID)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.openapi.document import document_responses
-from pipeline.gateway.openapi.schemas import Installation
+from pipeline.gateway.response_models import Installation, LaneMetrics
 from pipeline.gateway.routes.dependencies import Parts, authenticated_caller
 
 _TEXT: Final = {"schema": {"type": "string"}}
@@ -25,21 +25,21 @@ def monitoring_router() -> APIRouter:
     """
     router = APIRouter(tags=["status"])
 
-    @router.get("/v1/status", responses=document_responses(Installation))
-    def status(caller: Annotated[Caller, authenticated_caller(Scope.BATCHES)], parts: Parts) -> dict[str, Any]:
+    @router.get("/v1/status", responses=document_responses())
+    def status(caller: Annotated[Caller, authenticated_caller(Scope.BATCHES)], parts: Parts) -> Installation:
         """Retrieve workers, backlog, and interactive requests. The backlog covers the caller's own jobs, and all jobs
         for keys with the scope admin. Worker names, worker metrics and the gateway's metrics are null for keys without
         the scope metrics."""
         tenant = None if caller.has_scope(Scope.ADMIN) else caller.tenant
         if not caller.has_scope(Scope.METRICS):
-            return parts.status.document(tenant, samples=False) | {"lane": None, "answers": None}
+            return parts.status.read(tenant, samples=False)
         answers: Counter[str] = Counter()
         for (_, result), count in parts.http_metrics.answers().items():
             answers[result] += count
-        document = parts.status.document(tenant, samples=True)
-        return document | {"lane": parts.http_metrics.callers(), "answers": answers}
+        lane = LaneMetrics(**parts.http_metrics.callers())
+        return parts.status.read(tenant, samples=True).model_copy(update={"lane": lane, "answers": dict(answers)})
 
-    @router.get("/metrics", response_class=Response, responses=document_responses(_FORMATS))
+    @router.get("/metrics", response_class=Response, responses=document_responses(content=_FORMATS))
     async def metrics(
         request: Request, caller: Annotated[Caller, authenticated_caller(Scope.METRICS)], parts: Parts
     ) -> Response:

@@ -1,132 +1,134 @@
-// Requests to the gateway. The key is in sessionStorage and in a header, never in a URL.
+// Requests to the gateway. The API key is in sessionStorage and in a header, never in a URL.
 
-const KEY = "tokenmill.key";
-let inMemory = null; // where storage is switched off
+const STORAGE_KEY = "tokenmill.key";
+let memoryKey = null; // the fallback where storage is disabled
 
 export class ApiError extends Error {
-  constructor(status, code, message, after) {
+  constructor(status, code, message, retryAfterSeconds) {
     super(message);
     this.status = status;
     this.code = code;
-    this.after = after;
+    this.retryAfterSeconds = retryAfterSeconds;
   }
 }
 
-export function key() {
+export function getKey() {
   try {
-    return sessionStorage.getItem(KEY) ?? inMemory;
+    return sessionStorage.getItem(STORAGE_KEY) ?? memoryKey;
   } catch {
-    return inMemory;
+    return memoryKey;
   }
 }
 
-export function useKey(text) {
-  inMemory = text;
+export function setKey(key) {
+  memoryKey = key;
   try {
-    if (text === null) sessionStorage.removeItem(KEY);
-    else sessionStorage.setItem(KEY, text);
+    if (key === null) sessionStorage.removeItem(STORAGE_KEY);
+    else sessionStorage.setItem(STORAGE_KEY, key);
   } catch {
-    // it is in memory
+    // storage is disabled: the key is only in memory
   }
 }
 
-export function headers(more = {}) {
-  const held = key();
-  return held === null ? more : { ...more, Authorization: `Bearer ${held}` };
+export function buildHeaders(headers = {}) {
+  const key = getKey();
+  return key === null ? headers : { ...headers, Authorization: `Bearer ${key}` };
 }
 
 /** Sends a request; returns the successful response. Raises `ApiError`, or the error of `fetch` without a response. */
-export async function ask(path, options = {}) {
-  const answer = await fetch(path, { ...options, headers: headers(options.headers), cache: "no-store", credentials: "omit" });
-  if (!answer.ok) throw await failure(answer);
-  return answer;
+export async function sendRequest(path, options = {}) {
+  const response = await fetch(path, { ...options, headers: buildHeaders(options.headers), cache: "no-store", credentials: "omit" });
+  if (!response.ok) throw await readError(response);
+  return response;
 }
 
-export const get = async (path, signal) => (await ask(path, { signal })).json();
+export const getJson = async (path, signal) => (await sendRequest(path, { signal })).json();
 
-export async function post(path, body, signal) {
+/** Posts a JSON body; returns the response, which can be a stream. */
+export async function postJson(path, body, signal) {
   const options = { method: "POST", signal, headers: { "Content-Type": "application/json" } };
-  return ask(path, { ...options, body: JSON.stringify(body) });
+  return sendRequest(path, { ...options, body: JSON.stringify(body) });
 }
 
-async function failure(answer) {
+async function readError(response) {
   let error = {};
   try {
-    error = (await answer.json()).error ?? {};
+    error = (await response.json()).error ?? {};
   } catch {
     // the response isn't from a gateway: only its status is known
   }
-  const after = Number(answer.headers.get("Retry-After")) || null;
-  return refused(answer.status, error, after);
+  const retryAfterSeconds = Number(response.headers.get("Retry-After")) || null;
+  return createApiError(response.status, error, retryAfterSeconds);
 }
 
-export function refused(status, error, after = null) {
-  const message = typeof error?.message === "string" ? error.message : `the server answered ${status}`;
-  if (status === 401) document.dispatchEvent(new CustomEvent("tokenmill:key", { detail: message }));
-  return new ApiError(status, error?.code ?? "", message, after);
+/** Creates an `ApiError`. Status 401 also dispatches `tokenmill:unauthorized`, which opens the key dialog. */
+export function createApiError(status, error, retryAfterSeconds = null) {
+  const message = typeof error?.message === "string" ? error.message : `the server responded with status ${status}`;
+  if (status === 401) document.dispatchEvent(new CustomEvent("tokenmill:unauthorized", { detail: message }));
+  return new ApiError(status, error?.code ?? "", message, retryAfterSeconds);
 }
 
-/** Uploads a file; `progress` is called with the share that is sent, which `fetch` doesn't report. */
-export function upload(file, progress, signal) {
+/** Uploads a file and calls `onProgress` with the uploaded share. `fetch` reports no upload progress, hence XMLHttpRequest. */
+export function uploadFile(file, onProgress, signal) {
   const form = new FormData();
   form.append("purpose", "batch");
   form.append("file", file, file.name);
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();
     request.open("POST", "/v1/files");
-    for (const [name, value] of Object.entries(headers())) request.setRequestHeader(name, value);
+    for (const [name, value] of Object.entries(buildHeaders())) request.setRequestHeader(name, value);
     request.responseType = "json";
-    request.upload.onprogress = (event) => event.lengthComputable && progress(event.loaded / event.total);
+    request.upload.onprogress = (event) => event.lengthComputable && onProgress(event.loaded / event.total);
     request.onerror = () => reject(new TypeError("the connection was lost"));
-    request.onabort = () => reject(new DOMException("stopped", "AbortError"));
+    request.onabort = () => reject(new DOMException("the upload was aborted", "AbortError"));
     request.onload = () =>
-      request.status < 300 ? resolve(request.response) : reject(refused(request.status, request.response?.error));
+      request.status < 300 ? resolve(request.response) : reject(createApiError(request.status, request.response?.error));
     signal?.addEventListener("abort", () => request.abort());
     request.send(form);
   });
 }
 
-/** Yields the lines of a response as they arrive; lines above `most` characters are truncated and marked. */
-export async function* lines(answer, most = Infinity) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  let cutShort = false;
+/** Yields the lines of a response as they arrive; lines above `maxLength` characters are truncated and marked. */
+export async function* readLines(response, maxLength = Infinity) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  let isTruncated = false;
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) break;
-      const pieces = value.split("\n");
-      for (let place = 0; place < pieces.length; place++) {
-        if (place > 0) {
-          yield { text: held, cut: cutShort };
-          (held = ""), (cutShort = false);
+      const parts = value.split("\n");
+      for (let index = 0; index < parts.length; index++) {
+        if (index > 0) {
+          yield { text, isTruncated };
+          (text = ""), (isTruncated = false);
         }
-        const room = most - held.length;
-        if (pieces[place].length > room) cutShort = true;
-        held += pieces[place].slice(0, Math.max(0, room));
+        const remaining = maxLength - text.length;
+        if (parts[index].length > remaining) isTruncated = true;
+        text += parts[index].slice(0, Math.max(0, remaining));
       }
     }
-    if (held) yield { text: held, cut: cutShort };
+    if (text) yield { text, isTruncated };
   } finally {
     reader.cancel().catch(() => {});
   }
 }
 
-/** Saves a file. With a key it is downloaded by this page, since a link sends no header. */
-export async function save(path, name) {
+/** Saves a file. With a key the page downloads it, since a link sends no header. */
+export async function saveFile(path, name) {
   const link = document.createElement("a");
   link.download = name;
-  if (key() === null) {
+  if (getKey() === null) {
     link.href = path;
     link.click();
     return;
   }
-  const url = URL.createObjectURL(await (await ask(path)).blob());
+  const url = URL.createObjectURL(await (await sendRequest(path)).blob());
   link.href = url;
   link.click();
   setTimeout(() => URL.revokeObjectURL(url), 60_000);
 }
 
-export function why(error) {
+export function describeError(error) {
   return error instanceof ApiError ? error.message : "The gateway can't be reached.";
 }

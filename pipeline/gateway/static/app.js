@@ -1,46 +1,45 @@
-// The page: which view is shown, the theme, and the key.
+// The page: routing between the views, the theme, and the API key.
 
-import { chatView } from "./chat.js";
-import { announce, h, notice } from "./dom.js";
-import { get, key, useKey, why } from "./api.js";
-import { jobView } from "./job.js";
-import { jobsView } from "./jobs.js";
-import { workersView } from "./overview.js";
-import { submitView } from "./submit.js";
+import { describeError, getJson, getKey, setKey } from "./api.js";
+import { createChatView } from "./chat.js";
+import { announce, createNotice, h } from "./dom.js";
+import { createJobView } from "./job.js";
+import { createJobsView } from "./jobs.js";
+import { createWorkersView } from "./overview.js";
+import { createSubmitView } from "./submit.js";
 
 const main = document.getElementById("main");
-const dialog = document.getElementById("ask");
-const VIEWS = { "": ["Jobs", "jobs", jobsView], workers: ["Workers", "workers", workersView], submit: ["Submit", "submit", submitView], chat: ["Chat", "chat", chatView] };
-let leaving = new AbortController();
-let first = true;
+const VIEWS = { "": ["Jobs", "jobs", createJobsView], workers: ["Workers", "workers", createWorkersView], submit: ["Submit", "submit", createSubmitView], chat: ["Chat", "chat", createChatView] };
+let viewController = new AbortController(); // aborts the polls and the requests of the current view
+let isFirstView = true;
 
-function show() {
-  leaving.abort();
-  leaving = new AbortController();
-  const [name, id] = location.hash.replace(/^#\/?/, "").split("/");
+function showView() {
+  viewController.abort();
+  viewController = new AbortController();
+  const [route, id] = location.hash.replace(/^#\/?/, "").split("/");
   let title = "Not found";
-  let view = null;
-  let node = notice("There is nothing here", "The address names no part of this page.", h("a", { href: "#/" }, "Jobs"));
-  if (name === "jobs" && id) {
-    [title, view, node] = ["Job", "jobs", jobView(leaving.signal, decoded(id))];
-  } else if (Object.hasOwn(VIEWS, name === "jobs" ? "" : name)) {
-    const [called, shown, make] = VIEWS[name === "jobs" ? "" : name];
-    [title, view, node] = [called, shown, make(leaving.signal)];
+  let navigationName = null;
+  let node = createNotice("Page not found", "No view has this address.", h("a", { href: "#/" }, "Jobs"));
+  if (route === "jobs" && id) {
+    [title, navigationName, node] = ["Job", "jobs", createJobView(viewController.signal, decodeId(id))];
+  } else if (Object.hasOwn(VIEWS, route === "jobs" ? "" : route)) {
+    const [viewTitle, viewName, createView] = VIEWS[route === "jobs" ? "" : route];
+    [title, navigationName, node] = [viewTitle, viewName, createView(viewController.signal)];
   }
   document.title = `${title} – tokenmill`;
   for (const link of document.querySelectorAll("nav a")) {
-    if (link.dataset.view === view) link.setAttribute("aria-current", "page");
+    if (link.dataset.view === navigationName) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   main.replaceChildren(node);
-  if (!first) {
+  if (!isFirstView) {
     main.focus({ preventScroll: true });
     scrollTo(0, 0);
   }
-  first = false;
+  isFirstView = false;
 }
 
-function decoded(id) {
+function decodeId(id) {
   try {
     return decodeURIComponent(id);
   } catch {
@@ -49,85 +48,86 @@ function decoded(id) {
 }
 
 document.getElementById("skip").addEventListener("click", (event) => {
-  event.preventDefault(); // the address says which view is shown
+  event.preventDefault(); // the hash selects the view, so it must not become #main
   main.focus();
 });
-addEventListener("hashchange", show);
-for (const kind of ["dragover", "drop"]) addEventListener(kind, (event) => event.preventDefault()); // a missed drop must not leave the page
+addEventListener("hashchange", showView);
+for (const type of ["dragover", "drop"]) addEventListener(type, (event) => event.preventDefault()); // a file dropped beside the zone must not replace the page
 
 // -- the theme: the system's, or the user's choice
 
 const THEMES = ["system", "light", "dark"];
 const themeButton = document.getElementById("theme");
-const theme = () => document.documentElement.dataset.theme ?? "system";
+const getTheme = () => document.documentElement.dataset.theme ?? "system";
 
-function showTheme() {
-  themeButton.textContent = `Theme: ${theme()}`;
+function updateThemeButton() {
+  themeButton.textContent = `Theme: ${getTheme()}`;
 }
 
 themeButton.addEventListener("click", () => {
-  const next = THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length];
-  if (next === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = next;
+  const theme = THEMES[(THEMES.indexOf(getTheme()) + 1) % THEMES.length];
+  if (theme === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
   try {
-    localStorage.setItem("tokenmill.theme", next);
+    localStorage.setItem("tokenmill.theme", theme);
   } catch {
-    // it holds until the page is closed
+    // storage is disabled: the theme lasts until the page is closed
   }
-  showTheme();
+  updateThemeButton();
 });
 
-// -- the key: requested when the gateway requires one
+// -- the API key: requested when the gateway requires one
 
-const keyInput = document.getElementById("ask-key");
-const keyError = document.getElementById("ask-error");
-const keyButton = document.getElementById("key");
+const keyDialog = document.getElementById("key-dialog");
+const keyInput = document.getElementById("key-input");
+const keyError = document.getElementById("key-error");
+const forgetKeyButton = document.getElementById("forget-key");
 
-function showKey() {
-  keyButton.hidden = key() === null;
+function updateForgetKeyButton() {
+  forgetKeyButton.hidden = getKey() === null;
 }
 
-document.addEventListener("tokenmill:key", (event) => {
-  if (dialog.open) return;
-  keyError.hidden = key() === null;
+document.addEventListener("tokenmill:unauthorized", (event) => {
+  if (keyDialog.open) return;
+  keyError.hidden = getKey() === null;
   keyError.textContent = event.detail;
-  useKey(null);
-  showKey();
-  dialog.showModal();
+  setKey(null);
+  updateForgetKeyButton();
+  keyDialog.showModal();
 });
 
-dialog.querySelector("form").addEventListener("submit", async (event) => {
+keyDialog.querySelector("form").addEventListener("submit", async (event) => {
   event.preventDefault();
-  const given = keyInput.value.trim();
-  if (!/^[\x21-\x7e]+$/.test(given)) return refuse("That is no key; it has no spaces, and only plain letters.");
-  useKey(given);
+  const key = keyInput.value.trim();
+  if (!/^[\x21-\x7e]+$/.test(key)) return showKeyError("This key is invalid: keys have only ASCII characters and no spaces.");
+  setKey(key);
   try {
-    await get("/v1/models");
+    await getJson("/v1/models");
   } catch (error) {
-    useKey(null);
-    return refuse(why(error));
+    setKey(null);
+    return showKeyError(describeError(error));
   }
   keyInput.value = "";
-  dialog.close();
-  showKey();
-  announce("The key is taken.");
-  show();
+  keyDialog.close();
+  updateForgetKeyButton();
+  announce("The key is accepted.");
+  showView();
 });
 
-dialog.addEventListener("cancel", (event) => event.preventDefault()); // without a key there is nothing behind it
+keyDialog.addEventListener("cancel", (event) => event.preventDefault()); // without a key no view has data
 
-keyButton.addEventListener("click", () => {
-  useKey(null);
-  showKey();
-  show();
+forgetKeyButton.addEventListener("click", () => {
+  setKey(null);
+  updateForgetKeyButton();
+  showView();
 });
 
-function refuse(message) {
+function showKeyError(message) {
   keyError.textContent = message;
   keyError.hidden = false;
   keyInput.focus();
 }
 
-showTheme();
-showKey();
-show();
+updateThemeButton();
+updateForgetKeyButton();
+showView();

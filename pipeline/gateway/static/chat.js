@@ -1,72 +1,73 @@
-// A streamed conversation. It exists until the page is closed, and isn't stored.
+// A streamed conversation. It exists only in memory, until the page is closed.
 
-import { get, lines, post, refused, why } from "./api.js";
-import { announce, count, h, say } from "./dom.js";
-import { field, select } from "./submit.js";
+import { createApiError, describeError, getJson, postJson, readLines } from "./api.js";
+import { announce, formatNumber, h, setText } from "./dom.js";
+import { createField, createSelect } from "./submit.js";
 
 const messages = []; // {role, content, note}
 
-export function chatView(signal) {
-  const view = new Chat(signal);
-  view.models();
+export function createChatView(signal) {
+  const view = new ChatView(signal);
+  view.loadModels();
   return view.node;
 }
 
-class Chat {
+class ChatView {
   constructor(signal) {
     this.signal = signal;
-    this.model = select("model", []);
-    this.system = h("textarea", { id: "system", rows: 2, placeholder: "none" });
-    this.most = h("input", { id: "most", type: "number", min: 1, value: 256 });
-    this.heat = h("input", { id: "heat", type: "number", min: 0, max: 2, step: 0.1, value: 0.7 });
+    this.modelSelect = createSelect("model", []);
+    this.systemPrompt = h("textarea", { id: "system-prompt", rows: 2, placeholder: "none" });
+    this.maxTokens = h("input", { id: "max-tokens", type: "number", min: 1, value: 256 });
+    this.temperature = h("input", { id: "temperature", type: "number", min: 0, max: 2, step: 0.1, value: 0.7 });
     this.log = h("div", { className: "log", tabIndex: 0, role: "region", "aria-label": "Conversation" });
-    this.text = h("textarea", { id: "message", rows: 3, required: true, placeholder: "Ask something", onkeydown: (event) => this.key(event) });
-    this.send = h("button", { type: "submit", className: "first" }, "Send");
-    this.stop = h("button", { type: "button", hidden: true, onclick: () => this.aborting?.abort() }, "Stop");
-    this.clear = h("button", { type: "button", className: "quiet", onclick: () => this.empty() }, "New conversation");
-    this.error = h("p", { className: "bad", role: "alert", hidden: true });
+    this.messageInput = h("textarea", { id: "message", rows: 3, required: true, placeholder: "Type a message", onkeydown: (event) => this.handleKey(event) });
+    this.sendButton = h("button", { type: "submit", className: "primary" }, "Send");
+    this.stopButton = h("button", { type: "button", hidden: true, onclick: () => this.requestController?.abort() }, "Stop");
+    this.clearButton = h("button", { type: "button", className: "quiet", onclick: () => this.clear() }, "New conversation");
+    this.error = h("p", { className: "error", role: "alert", hidden: true });
     this.node = h("div", { className: "chat" },
-      h("div", { className: "heading" }, h("h1", {}, "Chat"), this.clear),
+      h("div", { className: "heading" }, h("h1", {}, "Chat"), this.clearButton),
       h("details", { className: "card" }, h("summary", {}, "Model and settings"),
-        h("div", { className: "fields" }, field("Model", this.model), field("At most so many tokens", this.most), field("Temperature", this.heat), field("System prompt", this.system))),
+        h("div", { className: "fields" }, createField("Model", this.modelSelect), createField("Max tokens", this.maxTokens), createField("Temperature", this.temperature), createField("System prompt", this.systemPrompt))),
       this.log, this.error,
       h("form", { className: "composer", onsubmit: (event) => this.submit(event) },
-        h("label", { for: "message", className: "unseen" }, "Message"), this.text,
-        h("div", { className: "row" }, this.send, this.stop, h("span", { className: "note" }, "Enter sends, Shift+Enter begins a new line"))));
-    signal.addEventListener("abort", () => this.aborting?.abort());
-    for (const message of messages) this.show(message);
-    this.hint();
+        h("label", { for: "message", className: "visually-hidden" }, "Message"), this.messageInput,
+        h("div", { className: "row" }, this.sendButton, this.stopButton, h("span", { className: "note" }, "Enter sends, Shift+Enter starts a new line"))));
+    signal.addEventListener("abort", () => this.requestController?.abort());
+    for (const message of messages) this.appendMessage(message);
+    this.showHint();
   }
 
-  async models() {
+  async loadModels() {
     try {
-      const found = await get("/v1/models", this.signal);
-      this.model.append(...found.data.map((model) => h("option", { value: model.id }, model.id)));
-      if (!found.data.length) this.fail("No worker has served a model yet. Start one, and come back.");
+      const models = await getJson("/v1/models", this.signal);
+      this.modelSelect.append(...models.data.map((model) => h("option", { value: model.id }, model.id)));
+      if (!models.data.length) this.showError("No worker has served a model yet. Start a worker, then open this view again.");
     } catch (error) {
-      if (error.name !== "AbortError") this.fail(why(error));
+      if (error.name !== "AbortError") this.showError(describeError(error));
     }
   }
 
-  hint() {
-    if (!messages.length) this.log.replaceChildren(h("p", { className: "muted empty" }, "The conversation appears here. It is kept nowhere but on this page."));
+  showHint() {
+    if (!messages.length) this.log.replaceChildren(h("p", { className: "muted empty" }, "The conversation appears here. It is stored only in this page."));
   }
 
-  empty() {
-    this.aborting?.abort();
+  clear() {
+    this.requestController?.abort();
     messages.length = 0;
     this.error.hidden = true;
-    this.hint();
-    this.text.focus();
+    this.showHint();
+    this.messageInput.focus();
   }
 
-  key(event) {
+  handleKey(event) {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    if (!this.send.disabled) event.currentTarget.form.requestSubmit();
+    if (!this.sendButton.disabled) event.currentTarget.form.requestSubmit();
   }
 
-  show(message) {
+  /** Appends a message to the log; returns its nodes, so that a streamed answer can be extended. */
+  appendMessage(message) {
     if (!this.log.querySelector(".message")) this.log.replaceChildren();
     const text = h("p", { className: "text", dir: "auto" }, message.content);
     const note = h("span", { className: "note" }, message.note ?? "");
@@ -77,75 +78,76 @@ class Chat {
 
   async submit(event) {
     event.preventDefault();
-    const asked = this.text.value.trim();
-    if (!asked || this.aborting) return;
+    const content = this.messageInput.value.trim();
+    if (!content || this.requestController) return;
     this.error.hidden = true;
-    this.text.value = "";
-    const question = { role: "user", content: asked };
+    this.messageInput.value = "";
+    const question = { role: "user", content };
     messages.push(question);
-    const above = this.show(question);
+    const questionNodes = this.appendMessage(question);
     const answer = { role: "assistant", content: "" };
-    const shown = this.show(answer);
-    const aborting = (this.aborting = new AbortController());
-    this.working(true);
+    const answerNodes = this.appendMessage(answer);
+    const requestController = (this.requestController = new AbortController());
+    this.setBusy(true);
     try {
-      await this.read(answer, shown, aborting.signal);
+      await this.streamAnswer(answer, answerNodes, requestController.signal);
       announce("The answer is complete.");
     } catch (error) {
       if (error.name === "AbortError") answer.note = "stopped";
-      else this.fail(why(error));
+      else this.showError(describeError(error));
     } finally {
       if (answer.content && messages.includes(question)) messages.push(answer);
       else if (!answer.content) {
-        shown.text.parentElement.remove();
-        above.text.parentElement.remove();
-        const place = messages.indexOf(question);
-        if (place >= 0) messages.splice(place, 1);
-        if (!this.text.value) this.text.value = asked;
+        answerNodes.text.parentElement.remove();
+        questionNodes.text.parentElement.remove();
+        const index = messages.indexOf(question);
+        if (index >= 0) messages.splice(index, 1);
+        if (!this.messageInput.value) this.messageInput.value = content;
       }
-      say(shown.note, answer.note ?? "");
-      this.aborting = null;
-      this.working(false);
-      if (this.node.isConnected) this.text.focus();
+      setText(answerNodes.note, answer.note ?? "");
+      this.requestController = null;
+      this.setBusy(false);
+      if (this.node.isConnected) this.messageInput.focus();
     }
   }
 
-  async read(answer, shown, signal) {
-    const system = this.system.value.trim();
-    const said = messages.map(({ role, content }) => ({ role, content }));
-    const body = { model: this.model.value || undefined, messages: system ? [{ role: "system", content: system }, ...said] : said, max_tokens: Number(this.most.value) || undefined, temperature: this.heat.value === "" ? undefined : Number(this.heat.value), stream: true, stream_options: { include_usage: true } };
-    const began = performance.now();
-    let reason = null;
-    for await (const { text } of lines(await post("/v1/chat/completions", body, signal))) {
+  async streamAnswer(answer, answerNodes, signal) {
+    const systemPrompt = this.systemPrompt.value.trim();
+    const conversation = messages.map(({ role, content }) => ({ role, content }));
+    const body = { model: this.modelSelect.value || undefined, messages: systemPrompt ? [{ role: "system", content: systemPrompt }, ...conversation] : conversation, max_tokens: Number(this.maxTokens.value) || undefined, temperature: this.temperature.value === "" ? undefined : Number(this.temperature.value), stream: true, stream_options: { include_usage: true } };
+    const startTime = performance.now();
+    let finishReason = null;
+    for await (const { text } of readLines(await postJson("/v1/chat/completions", body, signal))) {
       if (!text.startsWith("data:")) continue;
       const data = text.slice(5).trim();
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw refused(500, chunk.error);
+      if (chunk.error) throw createApiError(500, chunk.error);
       const choice = chunk.choices?.[0];
-      const more = choice?.delta?.content;
-      if (more) {
-        const below = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
-        answer.content += more;
-        shown.text.firstChild ? shown.text.firstChild.appendData(more) : shown.text.append(more);
-        if (below) this.log.scrollTop = this.log.scrollHeight;
+      const delta = choice?.delta?.content;
+      if (delta) {
+        // follows the answer only if the user hasn't scrolled up
+        const isAtBottom = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
+        answer.content += delta;
+        answerNodes.text.firstChild ? answerNodes.text.firstChild.appendData(delta) : answerNodes.text.append(delta);
+        if (isAtBottom) this.log.scrollTop = this.log.scrollHeight;
       }
-      reason = choice?.finish_reason ?? reason;
+      finishReason = choice?.finish_reason ?? finishReason;
       if (chunk.usage) {
-        const seconds = (performance.now() - began) / 1000;
-        answer.note = `${count(chunk.usage.completion_tokens)} tokens in ${seconds.toFixed(1)} s${reason === "length" ? ", cut off at its limit" : ""}`;
+        const seconds = (performance.now() - startTime) / 1000;
+        answer.note = `${formatNumber(chunk.usage.completion_tokens)} tokens in ${seconds.toFixed(1)} s${finishReason === "length" ? ", truncated at the token limit" : ""}`;
       }
     }
-    if (!answer.content) throw refused(200, { message: "The model said nothing; ask in other words." });
+    if (!answer.content) throw createApiError(200, { message: "The model returned no text. Rephrase the message." });
   }
 
-  working(now) {
-    this.send.disabled = now;
-    this.stop.hidden = !now;
-    this.log.setAttribute("aria-busy", String(now));
+  setBusy(isBusy) {
+    this.sendButton.disabled = isBusy;
+    this.stopButton.hidden = !isBusy;
+    this.log.setAttribute("aria-busy", String(isBusy));
   }
 
-  fail(message) {
+  showError(message) {
     this.error.textContent = message;
     this.error.hidden = false;
   }

@@ -1,34 +1,35 @@
 // The view of a job: its status, its errors, its first results, and its actions.
 
-import { ApiError, ask, get, lines, post, save, why } from "./api.js";
-import { announce, count, cut, h, moment, notice, rate, say, span, status } from "./dom.js";
-import { Bar, cost, money } from "./jobs.js";
+import { ApiError, describeError, getJson, postJson, readLines, saveFile, sendRequest } from "./api.js";
+import { announce, createNotice, createStatusBadge, formatDuration, formatNumber, formatRate, formatTime, h, setText, truncate } from "./dom.js";
+import { formatCost, formatJobCost, ProgressBar } from "./jobs.js";
 import { poll } from "./poll.js";
-import { isOpen, left, rowRate } from "./rates.js";
+import { computeRowRate, estimateSecondsLeft, isOpen } from "./rates.js";
 
-const OPEN_SECONDS = 1.5;
-const ENDED_SECONDS = 30;
-const MOST_ROWS = 50;
-const MOST_LINE = 100_000;
-const MOST_TEXT = 2_000;
+const OPEN_INTERVAL_SECONDS = 1.5;
+const ENDED_INTERVAL_SECONDS = 30;
+const UNAVAILABLE_INTERVAL_SECONDS = 60;
+const MAX_ROWS = 50;
+const MAX_LINE_LENGTH = 100_000;
+const MAX_TEXT_LENGTH = 2_000;
 
-export function jobView(signal, id) {
-  const place = h("div", {}, h("p", {}, h("a", { href: "#/" }, "← Jobs")), h("p", { className: "muted" }, "Looking…"));
+export function createJobView(signal, id) {
+  const container = h("div", {}, h("p", {}, h("a", { href: "#/" }, "← Jobs")), h("p", { className: "muted" }, "Loading…"));
   const view = new JobView(signal, id);
-  poll(async (until) => {
+  poll(async (pollSignal) => {
     let job;
     try {
-      job = await get(`/v1/batches/${encodeURIComponent(id)}`, until);
+      job = await getJson(`/v1/batches/${encodeURIComponent(id)}`, pollSignal);
     } catch (error) {
       if (!(error instanceof ApiError) || (error.status !== 404 && error.status !== 403)) throw error;
-      place.lastChild.replaceWith(notice(error.status === 404 ? "No such job" : "Not for this key", error.message));
-      return 60;
+      container.lastChild.replaceWith(createNotice(error.status === 404 ? "Job not found" : "Not allowed with this key", error.message));
+      return UNAVAILABLE_INTERVAL_SECONDS;
     }
-    if (!view.node.isConnected) place.lastChild.replaceWith(view.node);
+    if (!view.node.isConnected) container.lastChild.replaceWith(view.node);
     view.update(job);
-    return isOpen(job) ? OPEN_SECONDS : ENDED_SECONDS;
-  }, OPEN_SECONDS, signal);
-  return place;
+    return isOpen(job) ? OPEN_INTERVAL_SECONDS : ENDED_INTERVAL_SECONDS;
+  }, OPEN_INTERVAL_SECONDS, signal);
+  return container;
 }
 
 class JobView {
@@ -36,198 +37,202 @@ class JobView {
     this.signal = signal;
     this.path = `/v1/batches/${encodeURIComponent(id)}`;
     this.status = h("span");
-    this.bar = new Bar();
-    this.values = new Map();
-    this.facts = h("dl", { className: "facts" });
+    this.progressBar = new ProgressBar();
+    this.detailNodes = new Map(); // name -> the node of its value
+    this.details = h("dl", { className: "job-details" });
     this.errors = h("div");
-    this.trouble = h("p", { className: "bad", role: "alert", hidden: true });
+    this.actionError = h("p", { className: "error", role: "alert", hidden: true });
     this.buttons = {
-      cancel: this.button("Cancel job", () => this.cancel()),
-      retry: this.button("Retry what has no answer", () => this.retry()),
-      output: this.button("Download answers", () => save(`/v1/files/${this.job.output_file_id}/content`, `${id}-answers.jsonl`)),
-      error: this.button("Download errors", () => save(`/v1/files/${this.job.error_file_id}/content`, `${id}-errors.jsonl`)),
+      cancel: this.createButton("Cancel job", () => this.cancel()),
+      retry: this.createButton("Retry rows without an answer", () => this.retry()),
+      output: this.createButton("Download answers", () => saveFile(`/v1/files/${this.job.output_file_id}/content`, `${id}-answers.jsonl`)),
+      error: this.createButton("Download errors", () => saveFile(`/v1/files/${this.job.error_file_id}/content`, `${id}-errors.jsonl`)),
     };
-    this.results = new Results(signal, this.path);
+    this.results = new ResultList(signal, this.path);
     this.node = h("div", {},
       h("div", { className: "heading" }, h("h1", { className: "mono" }, id), this.status),
-      h("div", { className: "card" }, this.bar.node, h("div", { className: "row" }, Object.values(this.buttons)), this.trouble),
+      h("div", { className: "card" }, this.progressBar.node, h("div", { className: "row" }, Object.values(this.buttons)), this.actionError),
       this.errors,
-      h("h2", {}, "Facts"), h("div", { className: "card" }, this.facts),
+      h("h2", {}, "Details"), h("div", { className: "card" }, this.details),
       h("h2", {}, "Results"), this.results.node);
   }
 
-  button(title, act) {
+  /** Creates a button that is disabled while its action runs, and that shows the action's error. */
+  createButton(title, action) {
     return h("button", { type: "button", hidden: true, onclick: async (event) => {
-      const pressed = event.currentTarget;
-      this.trouble.hidden = true;
-      pressed.disabled = true;
+      const button = event.currentTarget;
+      this.actionError.hidden = true;
+      button.disabled = true;
       try {
-        await act();
+        await action();
       } catch (error) {
-        this.trouble.textContent = why(error);
-        this.trouble.hidden = false;
+        this.actionError.textContent = describeError(error);
+        this.actionError.hidden = false;
       } finally {
-        pressed.disabled = false;
+        button.disabled = false;
       }
     } }, title);
   }
 
   async cancel() {
-    if (!confirm("Cancel this job? What is finished is kept; the other rows get no answer.")) return;
-    await post(`${this.path}/cancel`, {}, this.signal);
+    if (!confirm("Cancel this job? Finished rows keep their answers; the other rows get none.")) return;
+    await postJson(`${this.path}/cancel`, {}, this.signal);
     announce("The job is being cancelled.");
-    document.dispatchEvent(new Event("tokenmill:again"));
+    document.dispatchEvent(new Event("tokenmill:refresh"));
   }
 
   async retry() {
-    const made = await (await post(`${this.path}/retry`, {}, this.signal)).json();
-    announce(`A new job was made: ${made.id}`);
-    location.hash = `#/jobs/${encodeURIComponent(made.id)}`;
+    const newJob = await (await postJson(`${this.path}/retry`, {}, this.signal)).json();
+    announce(`A new job is created: ${newJob.id}`);
+    location.hash = `#/jobs/${encodeURIComponent(newJob.id)}`;
   }
 
   update(job) {
     if (this.job?.status !== job.status) {
-      this.status.replaceChildren(status(job.status));
+      this.status.replaceChildren(createStatusBadge(job.status));
       announce(`The job is ${job.status.replaceAll("_", " ")}.`);
     }
     this.job = job;
     const open = isOpen(job);
-    const perSecond = rowRate(job);
-    this.bar.update(job);
+    const rowRate = computeRowRate(job);
+    this.progressBar.update(job);
     this.buttons.cancel.hidden = !open || job.status !== "in_progress" && job.status !== "validating";
     this.buttons.retry.hidden = open || !job.request_counts.failed;
     this.buttons.output.hidden = !job.output_file_id;
     this.buttons.error.hidden = !job.error_file_id;
-    for (const [name, value] of facts(job, perSecond)) this.fact(name, value);
-    this.showErrors(job.errors?.data ?? []);
+    for (const [name, value] of collectDetails(job, rowRate)) this.updateDetail(name, value);
+    this.updateErrors(job.errors?.data ?? []);
     this.results.update(job, open);
   }
 
-  fact(name, value) {
-    const known = this.values.get(name) ?? h("dd");
-    if (!this.values.has(name)) {
-      this.values.set(name, known);
-      this.facts.append(h("div", {}, h("dt", {}, name), known));
+  /** Sets a detail, and creates it at first. null hides it. */
+  updateDetail(name, value) {
+    const node = this.detailNodes.get(name) ?? h("dd");
+    if (!this.detailNodes.has(name)) {
+      this.detailNodes.set(name, node);
+      this.details.append(h("div", {}, h("dt", {}, name), node));
     }
-    known.parentElement.hidden = value === null;
-    say(known, value ?? "");
+    node.parentElement.hidden = value === null;
+    setText(node, value ?? "");
   }
 
-  showErrors(errors) {
-    if (this.shown === errors.length) return;
-    this.shown = errors.length;
-    const items = errors.slice(0, MOST_ROWS).map((error) =>
-      h("li", {}, error.line ? h("strong", {}, `Line ${error.line}: `) : null, cut(String(error.message), MOST_TEXT), h("code", {}, ` ${error.code ?? ""}`)));
-    this.errors.replaceChildren(...(items.length ? [h("h2", {}, "Why it failed"), h("ul", { className: "card errors" }, items)] : []));
+  updateErrors(errors) {
+    if (this.errorCount === errors.length) return;
+    this.errorCount = errors.length;
+    const items = errors.slice(0, MAX_ROWS).map((error) =>
+      h("li", {}, error.line ? h("strong", {}, `Line ${error.line}: `) : null, truncate(String(error.message), MAX_TEXT_LENGTH), h("code", {}, ` ${error.code ?? ""}`)));
+    this.errors.replaceChildren(...(items.length ? [h("h2", {}, "Why the job failed"), h("ul", { className: "card errors" }, items)] : []));
   }
 }
 
-function facts(job, perSecond) {
-  const own = job.tokenmill;
-  const seconds = left(job, perSecond);
-  const counts = own.counts ?? {};
+/** [name, text] of each detail in the order shown; null: the job has no such value. */
+function collectDetails(job, rowRate) {
+  const extension = job.tokenmill;
+  const secondsLeft = estimateSecondsLeft(job, rowRate);
+  const counts = extension.counts ?? {};
   const tokens = job.usage ?? {};
   const cached = tokens.input_tokens ? ` (${Math.round((100 * (tokens.input_tokens_details?.cached_tokens ?? 0)) / tokens.input_tokens)} % from the cache)` : "";
   const metadata = Object.entries(job.metadata ?? {}).map(([name, value]) => `${name}: ${value}`).join(", ");
   return [
-    ["Rows/s", isOpen(job) ? rate(perSecond) : null],
-    ["Time left", seconds === null ? null : `about ${span(seconds)}`],
-    ["Answered", count(counts.succeeded)],
-    ["Failed", count(counts.failed)],
-    ["Expired", counts.expired ? count(counts.expired) : null],
-    ["Cancelled", counts.cancelled ? count(counts.cancelled) : null],
-    ["Shards", own.progress?.shards_total ? `${count(own.progress.shards_done)} of ${count(own.progress.shards_total)}` : null],
-    ["Prompt tokens", `${count(tokens.input_tokens)}${cached}`],
-    ["Answer tokens", count(tokens.output_tokens)],
-    ["Computed again", own.repeated_tokens ? `${count(own.repeated_tokens)} tokens` : null],
-    ["Cost", cost(job) === "–" ? null : cost(job)],
-    ["Cost limit", own.max_cost ? money(own.max_cost) : null],
-    ["A million tokens", own.cost_per_million_tokens ? money(own.cost_per_million_tokens) : null],
+    ["Rows/s", isOpen(job) ? formatRate(rowRate) : null],
+    ["Time left", secondsLeft === null ? null : `about ${formatDuration(secondsLeft)}`],
+    ["Answered", formatNumber(counts.succeeded)],
+    ["Failed", formatNumber(counts.failed)],
+    ["Expired", counts.expired ? formatNumber(counts.expired) : null],
+    ["Cancelled", counts.cancelled ? formatNumber(counts.cancelled) : null],
+    ["Shards", extension.progress?.shards_total ? `${formatNumber(extension.progress.shards_done)} of ${formatNumber(extension.progress.shards_total)}` : null],
+    ["Prompt tokens", `${formatNumber(tokens.input_tokens)}${cached}`],
+    ["Answer tokens", formatNumber(tokens.output_tokens)],
+    ["Recomputed", extension.repeated_tokens ? `${formatNumber(extension.repeated_tokens)} tokens` : null],
+    ["Cost", formatJobCost(job) === "–" ? null : formatJobCost(job)],
+    ["Cost limit", extension.max_cost ? formatCost(extension.max_cost) : null],
+    ["Cost per million tokens", extension.cost_per_million_tokens ? formatCost(extension.cost_per_million_tokens) : null],
     ["Model", job.model ?? "several"],
-    ["Tier", own.tier],
+    ["Tier", extension.tier],
     ["Endpoint", job.endpoint],
     ["Window", job.completion_window ?? null],
-    ["Made", moment(job.created_at)],
-    ["Begun", job.in_progress_at ? moment(job.in_progress_at) : null],
-    ["Expires", job.expires_at && isOpen(job) ? moment(job.expires_at) : null],
-    ["Ended", ended(job)],
-    ["Retry of", own.retry_of ?? null],
-    ["Metadata", metadata ? cut(metadata, MOST_TEXT) : null],
+    ["Created", formatTime(job.created_at)],
+    ["Started", job.in_progress_at ? formatTime(job.in_progress_at) : null],
+    ["Expires", job.expires_at && isOpen(job) ? formatTime(job.expires_at) : null],
+    ["Ended", formatEnd(job)],
+    ["Retry of", extension.retry_of ?? null],
+    ["Metadata", metadata ? truncate(metadata, MAX_TEXT_LENGTH) : null],
   ];
 }
 
-function ended(job) {
-  const at = job.completed_at ?? job.failed_at ?? job.expired_at ?? job.cancelled_at;
-  return at ? `${moment(at)}, after ${span(at - job.created_at)}` : null;
+function formatEnd(job) {
+  const endedAt = job.completed_at ?? job.failed_at ?? job.expired_at ?? job.cancelled_at;
+  return endedAt ? `${formatTime(endedAt)}, after ${formatDuration(endedAt - job.created_at)}` : null;
 }
 
 /** The first committed rows. Reading stops once there are enough of them, or the job has ended. */
-class Results {
+class ResultList {
   constructor(signal, path) {
     this.signal = signal;
     this.path = path;
     this.list = h("ol", { className: "results" });
-    this.note = h("p", { className: "muted" }, "None yet.");
+    this.note = h("p", { className: "muted" }, "No results yet.");
     this.node = h("section", { "aria-label": "First results" }, this.note, this.list);
-    this.done = -1;
-    this.full = false;
+    this.isLoading = false;
+    this.isComplete = false;
   }
 
   update(job, open) {
-    const done = job.request_counts.completed + job.request_counts.failed;
-    const state = `${done}/${open}`;
-    if (this.busy || this.full || this.seen === state) return;
-    if (!done) {
-      say(this.note, open ? "None yet." : "There are none.");
+    const processed = job.request_counts.completed + job.request_counts.failed;
+    const version = `${processed}/${open}`; // changes whenever there can be new rows
+    if (this.isLoading || this.isComplete || this.shownVersion === version) return;
+    if (!processed) {
+      setText(this.note, open ? "No results yet." : "No results.");
       return;
     }
-    this.busy = true;
-    this.read(state, open).catch((error) => {
-      if (error.name !== "AbortError") say(this.note, why(error));
-    }).finally(() => (this.busy = false));
+    this.isLoading = true;
+    this.load(version, open).catch((error) => {
+      if (error.name !== "AbortError") setText(this.note, describeError(error));
+    }).finally(() => (this.isLoading = false));
   }
 
-  async read(state, open) {
-    const answer = await ask(`${this.path}/results`, { signal: this.signal });
+  async load(version, open) {
+    const response = await sendRequest(`${this.path}/results`, { signal: this.signal });
     const rows = [];
-    for await (const line of lines(answer, MOST_LINE)) {
-      rows.push(row(line));
-      if (rows.length === MOST_ROWS) break;
+    for await (const line of readLines(response, MAX_LINE_LENGTH)) {
+      rows.push(createResultRow(line));
+      if (rows.length === MAX_ROWS) break;
     }
-    this.seen = state;
-    this.full = rows.length === MOST_ROWS || !open;
+    this.shownVersion = version;
+    this.isComplete = rows.length === MAX_ROWS || !open;
     if (rows.length !== this.list.children.length) this.list.replaceChildren(...rows);
-    const which = rows.length === MOST_ROWS ? `The first ${MOST_ROWS} that are committed` : `${rows.length} committed so far`;
-    say(this.note, open || rows.length === MOST_ROWS ? `${which}, in no order.` : "In no order.");
+    const description = rows.length === MAX_ROWS ? `The first ${MAX_ROWS} committed rows` : `${rows.length} rows committed so far`;
+    setText(this.note, open || rows.length === MAX_ROWS ? `${description}, in no particular order.` : "In no particular order.");
   }
 }
 
-function row(line) {
-  if (line.cut) return h("li", { className: "card" }, h("p", { className: "muted" }, "A line that is too long to be shown; download the answers to read it."));
+function createResultRow(line) {
+  if (line.isTruncated) return h("li", { className: "card" }, h("p", { className: "muted" }, "This line is too long to be shown. Download the answers to read it."));
   let result;
   try {
     result = JSON.parse(line.text);
   } catch {
-    return h("li", { className: "card" }, h("p", { className: "bad" }, "A line that can't be read."));
+    return h("li", { className: "card" }, h("p", { className: "error" }, "This line isn't valid JSON."));
   }
   const body = result.response?.body;
   const usage = body?.usage;
-  const text = result.error ? result.error.message ?? result.error.code : textOf(body);
-  const words = [usage ? `${count(usage.prompt_tokens)} + ${count(usage.completion_tokens ?? 0)} tokens` : null, body?.choices?.[0]?.finish_reason];
+  const text = result.error ? result.error.message ?? result.error.code : extractText(body);
+  const notes = [usage ? `${formatNumber(usage.prompt_tokens)} + ${formatNumber(usage.completion_tokens ?? 0)} tokens` : null, body?.choices?.[0]?.finish_reason];
   return h("li", { className: "card" },
-    h("div", { className: "heading" }, h("strong", { className: "mono" }, cut(String(result.custom_id), 200)),
-      result.error ? status("failed") : null, h("span", { className: "note" }, words.filter(Boolean).join(" · "))),
-    h("p", { className: result.error ? "text bad" : "text", dir: "auto" }, cut(text || "(empty)", MOST_TEXT)));
+    h("div", { className: "heading" }, h("strong", { className: "mono" }, truncate(String(result.custom_id), 200)),
+      result.error ? createStatusBadge("failed") : null, h("span", { className: "note" }, notes.filter(Boolean).join(" · "))),
+    h("p", { className: result.error ? "text error" : "text", dir: "auto" }, truncate(text || "(empty)", MAX_TEXT_LENGTH)));
 }
 
-function textOf(body) {
+/** The text of a response body of any endpoint: its choices and tool calls, its embeddings, or else its JSON. */
+function extractText(body) {
   if (Array.isArray(body?.choices)) {
     return body.choices.map((choice) => {
       const message = choice.message;
-      const calls = (message?.tool_calls ?? []).map((call) => `${call.function?.name}(${call.function?.arguments})`);
-      return [message?.content ?? choice.text, ...calls].filter(Boolean).join("\n");
+      const toolCalls = (message?.tool_calls ?? []).map((call) => `${call.function?.name}(${call.function?.arguments})`);
+      return [message?.content ?? choice.text, ...toolCalls].filter(Boolean).join("\n");
     }).join("\n––\n");
   }
-  if (Array.isArray(body?.data)) return body.data.map((one) => `embedding of ${count(one.embedding?.length)} numbers`).join("\n");
+  if (Array.isArray(body?.data)) return body.data.map((item) => `embedding of ${formatNumber(item.embedding?.length)} numbers`).join("\n");
   return JSON.stringify(body ?? null);
 }

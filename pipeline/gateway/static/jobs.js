@@ -1,114 +1,115 @@
 // The list of jobs: rows keep their positions, and only changed cells are updated.
 
-import { ApiError, get } from "./api.js";
-import { ago, count, cut, h, moment, notice, rate, say, span, status } from "./dom.js";
-import { charts, table } from "./overview.js";
+import { ApiError, getJson } from "./api.js";
+import { createNotice, createStatusBadge, formatAge, formatDuration, formatNumber, formatRate, formatTime, h, setText, truncate } from "./dom.js";
+import { createCharts, createTable } from "./overview.js";
 import { poll } from "./poll.js";
-import { isOpen, left, rowRate, share } from "./rates.js";
+import { computeProgress, computeRowRate, estimateSecondsLeft, isOpen } from "./rates.js";
 
-const STEP = 20;
-const MOST = 100;
-const OPEN_SECONDS = 2;
-const IDLE_SECONDS = 6;
+const PAGE_SIZE = 20;
+const MAX_JOBS = 100;
+const OPEN_INTERVAL_SECONDS = 2;
+const IDLE_INTERVAL_SECONDS = 6;
+const FORBIDDEN_INTERVAL_SECONDS = 60;
 
-export function jobsView(signal) {
-  const body = h("tbody");
-  const rows = new Map();
-  let limit = STEP;
-  const more = h("button", { type: "button", hidden: true, onclick: () => {
-    limit = Math.min(MOST, limit + STEP);
-    document.dispatchEvent(new Event("tokenmill:again"));
+export function createJobsView(signal) {
+  const tableBody = h("tbody");
+  const rows = new Map(); // job ID -> its row
+  let limit = PAGE_SIZE;
+  const moreButton = h("button", { type: "button", hidden: true, onclick: () => {
+    limit = Math.min(MAX_JOBS, limit + PAGE_SIZE);
+    document.dispatchEvent(new Event("tokenmill:refresh"));
   } }, "Show more");
-  const list = h("div", { "aria-busy": "true" }, h("p", { className: "muted" }, "Looking…"));
-  const whole = [table("Jobs", ["Job", "Status", "Progress", "#Rows/s", "#Time left", "#Cost", "Made"], body), h("p", { className: "row" }, more)];
-  const place = h("div", {},
-    charts(signal),
-    h("div", { className: "heading" }, h("h1", {}, "Jobs"), h("a", { className: "button first", href: "#/submit" }, "Submit a file")),
+  const list = h("div", { "aria-busy": "true" }, h("p", { className: "muted" }, "Loading…"));
+  const listNodes = [createTable("Jobs", ["Job", "Status", "Progress", "#Rows/s", "#Time left", "#Cost", "Created"], tableBody), h("p", { className: "row" }, moreButton)];
+  const view = h("div", {},
+    createCharts(signal),
+    h("div", { className: "heading" }, h("h1", {}, "Jobs"), h("a", { className: "button primary", href: "#/submit" }, "Submit a file")),
     list);
 
-  poll(async (until) => {
+  poll(async (pollSignal) => {
     let page;
     try {
-      page = await get(`/v1/batches?limit=${limit}`, until);
+      page = await getJson(`/v1/batches?limit=${limit}`, pollSignal);
     } catch (error) {
       if (!(error instanceof ApiError) || error.status !== 403) throw error;
-      list.replaceChildren(notice("Not for this key", error.message));
-      return 60;
+      list.replaceChildren(createNotice("Not allowed with this key", error.message));
+      return FORBIDDEN_INTERVAL_SECONDS;
     }
     list.setAttribute("aria-busy", "false");
     if (!page.data.length) {
-      list.replaceChildren(notice("No jobs yet", "Drop a file of requests, one JSON document a line, and its answers appear here.",
-        h("a", { className: "button first", href: "#/submit" }, "Submit a file")));
-      return IDLE_SECONDS;
+      list.replaceChildren(createNotice("No jobs yet", "Submit a file of requests, one JSON document per line. Its job appears here.",
+        h("a", { className: "button primary", href: "#/submit" }, "Submit a file")));
+      return IDLE_INTERVAL_SECONDS;
     }
-    if (!body.isConnected) list.replaceChildren(...whole);
-    show(body, rows, page.data);
-    more.hidden = !page.has_more || limit >= MOST;
-    return page.data.some(isOpen) ? OPEN_SECONDS : IDLE_SECONDS;
-  }, OPEN_SECONDS, signal);
-  return place;
+    if (!tableBody.isConnected) list.replaceChildren(...listNodes);
+    updateRows(tableBody, rows, page.data);
+    moreButton.hidden = !page.has_more || limit >= MAX_JOBS;
+    return page.data.some(isOpen) ? OPEN_INTERVAL_SECONDS : IDLE_INTERVAL_SECONDS;
+  }, OPEN_INTERVAL_SECONDS, signal);
+  return view;
 }
 
-function show(body, rows, jobs) {
-  const wanted = jobs.map((job) => {
-    const row = rows.get(job.id) ?? new Row(job);
+function updateRows(tableBody, rows, jobs) {
+  const nodes = jobs.map((job) => {
+    const row = rows.get(job.id) ?? new JobRow(job);
     rows.set(job.id, row);
     row.update(job);
     return row.node;
   });
-  if (wanted.length !== body.children.length || wanted.some((node, place) => body.children[place] !== node)) body.replaceChildren(...wanted);
+  if (nodes.length !== tableBody.children.length || nodes.some((node, index) => tableBody.children[index] !== node)) tableBody.replaceChildren(...nodes);
 }
 
-class Row {
+class JobRow {
   constructor(job) {
     const link = h("a", { href: `#/jobs/${encodeURIComponent(job.id)}`, className: "mono" }, job.id);
     this.note = h("span", { className: "note" });
-    this.status = h("td");
-    this.bar = new Bar();
-    this.rate = h("td", { className: "number", dataset: { name: "Rows/s" } });
-    this.left = h("td", { className: "number", dataset: { name: "Time left" } });
-    this.cost = h("td", { className: "number", dataset: { name: "Cost" } });
-    this.made = h("td", { className: "nowrap", title: moment(job.created_at) });
-    this.node = h("tr", {}, h("td", {}, link, this.note), this.status, h("td", {}, this.bar.node), this.rate, this.left, this.cost, this.made);
+    this.statusCell = h("td");
+    this.progressBar = new ProgressBar();
+    this.rateCell = h("td", { className: "number", dataset: { name: "Rows/s" } });
+    this.timeLeftCell = h("td", { className: "number", dataset: { name: "Time left" } });
+    this.costCell = h("td", { className: "number", dataset: { name: "Cost" } });
+    this.createdCell = h("td", { className: "nowrap", title: formatTime(job.created_at) });
+    this.node = h("tr", {}, h("td", {}, link, this.note), this.statusCell, h("td", {}, this.progressBar.node), this.rateCell, this.timeLeftCell, this.costCell, this.createdCell);
   }
 
   update(job) {
-    const perSecond = rowRate(job);
-    const seconds = left(job, perSecond);
-    say(this.note, [job.model, job.tokenmill.tier, job.metadata?.name].filter(Boolean).map((text) => cut(String(text), 60)).join(" · "));
-    if (this.word !== job.status) this.status.replaceChildren(status(job.status));
-    this.word = job.status;
-    this.bar.update(job);
-    say(this.rate, rate(perSecond));
-    say(this.left, seconds === null ? "–" : `~${span(seconds)}`);
-    say(this.cost, cost(job));
-    say(this.made, ago(job.created_at));
+    const rowRate = computeRowRate(job);
+    const secondsLeft = estimateSecondsLeft(job, rowRate);
+    setText(this.note, [job.model, job.tokenmill.tier, job.metadata?.name].filter(Boolean).map((text) => truncate(String(text), 60)).join(" · "));
+    if (this.status !== job.status) this.statusCell.replaceChildren(createStatusBadge(job.status));
+    this.status = job.status;
+    this.progressBar.update(job);
+    setText(this.rateCell, formatRate(rowRate));
+    setText(this.timeLeftCell, secondsLeft === null ? "–" : `~${formatDuration(secondsLeft)}`);
+    setText(this.costCell, formatJobCost(job));
+    setText(this.createdCell, formatAge(job.created_at));
   }
 }
 
 /** A job's progress, as a bar and as text. */
-export class Bar {
+export class ProgressBar {
   constructor() {
     this.bar = h("progress", { max: 1, "aria-label": "Rows done" });
-    this.words = h("span", { className: "note" });
-    this.node = h("div", { className: "progress" }, this.bar, this.words);
+    this.text = h("span", { className: "note" });
+    this.node = h("div", { className: "progress" }, this.bar, this.text);
   }
 
   update(job) {
-    const done = share(job);
+    const progress = computeProgress(job);
     const counts = job.request_counts;
-    if (done !== null || !isOpen(job)) this.bar.value = done ?? 0;
+    if (progress !== null || !isOpen(job)) this.bar.value = progress ?? 0;
     else this.bar.removeAttribute("value");
     this.bar.className = counts.failed ? "some-failed" : "";
-    const failed = counts.failed ? `, ${count(counts.failed)} without an answer` : "";
-    say(this.words, counts.total ? `${count(counts.completed + counts.failed)} of ${count(counts.total)}${failed}` : isOpen(job) ? "being planned" : "refused as a whole");
+    const failed = counts.failed ? `, ${formatNumber(counts.failed)} without an answer` : "";
+    setText(this.text, counts.total ? `${formatNumber(counts.completed + counts.failed)} of ${formatNumber(counts.total)}${failed}` : isOpen(job) ? "being planned" : "rejected as a whole");
   }
 }
 
-export function cost(job) {
-  return money(job.tokenmill?.cost);
+export function formatJobCost(job) {
+  return formatCost(job.tokenmill?.cost);
 }
 
-export function money(value) {
-  return typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 3 }) : "–";
+export function formatCost(cost) {
+  return typeof cost === "number" ? cost.toLocaleString("en", { maximumSignificantDigits: 3 }) : "–";
 }

@@ -1,137 +1,140 @@
-// Metrics and charts of the whole installation. Samples outlive the view, so that charts continue.
+// Metrics and charts of the whole installation. Points outlive the view, so that the charts continue.
 
-import { ApiError, ask } from "./api.js";
+import { ApiError, sendRequest } from "./api.js";
 import { Chart } from "./charts.js";
-import { brief, count, h, notice, percent, rate, say, short } from "./dom.js";
-import { busiest, learn, quantiles } from "./latency.js";
+import { createNotice, formatCompact, formatLatency, formatNumber, formatPercent, formatRate, h, setText } from "./dom.js";
+import { addSamples, computeQuantiles, findMostUrgentTier } from "./latency.js";
 import { poll } from "./poll.js";
 
-const SECONDS = 3;
-const seen = { tokens: [], backlog: [], waiting: [], held: [], ttft: [], itl: [] };
-const LINES = ["p50", "p95"];
+const INTERVAL_SECONDS = 3;
+const FORBIDDEN_INTERVAL_SECONDS = 60;
+const points = { tokens: [], backlog: [], waitingCallers: [], workerRequests: [], ttft: [], itl: [] };
+const QUANTILE_NAMES = ["p50", "p95"];
 
 export const isBusy = (worker) => worker.shards > 0 || worker.waiting_tokens > 0 || (worker.metrics?.lane_open ?? 0) > 0;
 
-/** Charts above the list of jobs. */
-export function charts(signal) {
-  const speed = new Chart("Throughput", "tokens/s", rate, seen.tokens, ["answers", "prompts"]);
-  const ttft = new Chart("Time to first token", "", brief, seen.ttft, LINES);
-  const itl = new Chart("Between tokens", "", brief, seen.itl, LINES);
-  const backlog = new Chart("Backlog", "tokens", short, seen.backlog);
-  const held = new Chart("Requests at workers", "", short, seen.held, ["running", "waiting"]);
-  const waiting = new Chart("Waiting callers", "requests", short, seen.waiting);
-  const all = [speed, ttft, itl, backlog, held, waiting].map((chart) => chart.node);
-  const place = h("section", { className: "charts", "aria-label": "Installation" }, all);
-  follow(signal, place, (status) => {
-    const told = status.workers.filter((worker) => worker.metrics).map((worker) => worker.metrics);
-    const sum = (kinds) => (told.length ? told.reduce((all, { rates }) => all + kinds.reduce((sum, kind) => sum + rates[kind], 0), 0) : null);
-    speed.add([sum(["generated"]), sum(["prompt", "cached"])]);
-    const tier = busiest(status.latency_bounds);
+/** Creates the charts above the list of jobs. */
+export function createCharts(signal) {
+  const throughput = new Chart("Throughput", "tokens/s", formatRate, points.tokens, ["answers", "prompts"]);
+  const ttft = new Chart("Time to first token", "", formatLatency, points.ttft, QUANTILE_NAMES);
+  const itl = new Chart("Inter-token latency", "", formatLatency, points.itl, QUANTILE_NAMES);
+  const backlog = new Chart("Backlog", "tokens", formatCompact, points.backlog);
+  const workerRequests = new Chart("Requests at workers", "", formatCompact, points.workerRequests, ["running", "waiting"]);
+  const waitingCallers = new Chart("Waiting callers", "requests", formatCompact, points.waitingCallers);
+  const nodes = [throughput, ttft, itl, backlog, workerRequests, waitingCallers].map((chart) => chart.node);
+  const section = h("section", { className: "charts", "aria-label": "Installation" }, nodes);
+  pollStatus(signal, section, (status) => {
+    const workerMetrics = status.workers.filter((worker) => worker.metrics).map((worker) => worker.metrics);
+    const sumRates = (kinds) => (workerMetrics.length ? workerMetrics.reduce((total, { rates }) => total + kinds.reduce((sum, kind) => sum + rates[kind], 0), 0) : null);
+    throughput.addPoint([sumRates(["generated"]), sumRates(["prompt", "cached"])]);
+    const tier = findMostUrgentTier(status.latency_bounds);
     for (const [chart, kind] of [[ttft, "ttft"], [itl, "itl"]]) {
-      chart.add((tier && quantiles(tier, kind, status.latency_bounds)) ?? [null, null], tier ?? "");
+      chart.addPoint((tier && computeQuantiles(tier, kind, status.latency_bounds)) ?? [null, null], tier ?? "");
     }
-    backlog.add([status.backlog.tokens]);
-    held.add(["running", "waiting"].map((name) => (told.length ? told.reduce((all, metrics) => all + inTiers(metrics, name), 0) : null)));
-    waiting.add([status.lane?.waiting ?? null]);
+    backlog.addPoint([status.backlog.tokens]);
+    workerRequests.addPoint(["running", "waiting"].map((name) => (workerMetrics.length ? workerMetrics.reduce((total, metrics) => total + sumTiers(metrics, name), 0) : null)));
+    waitingCallers.addPoint([status.lane?.waiting ?? null]);
   });
-  return place;
+  return section;
 }
 
-/** Workers with their work, and the backlog. */
-export function workersView(signal) {
-  const [rows, tiers, kinds] = [h("tbody"), h("tbody"), h("tbody")];
-  const lane = h("p", { className: "muted" });
-  const limits = h("p", { className: "muted", hidden: true });
+/** Creates the view of the workers with their load, and of the backlog. */
+export function createWorkersView(signal) {
+  const [workerBody, tierBody, backlogBody] = [h("tbody"), h("tbody"), h("tbody")];
+  const laneSummary = h("p", { className: "muted" });
+  const rateLimit = h("p", { className: "muted", hidden: true });
   const columns = ["Worker", "State", "Models", "#Shards", "#Requests", "#KV cache", "#Prefix hits", "#Step", "#Tokens/s"];
-  const place = h("div", {},
+  const view = h("div", {},
     h("h1", {}, "Workers"),
-    lane,
-    limits,
-    table("Workers", columns, rows),
+    laneSummary,
+    rateLimit,
+    createTable("Workers", columns, workerBody),
     h("h2", {}, "Requests by tier"),
-    table("Requests by tier", ["Tier", "#Running", "#Waiting", "#First token", "#Between tokens"], tiers),
-    h("p", { className: "note" }, "Times are the median and the 95th percentile of the last minute, while this page is open."),
+    createTable("Requests by tier", ["Tier", "#Running", "#Waiting", "#TTFT", "#ITL"], tierBody),
+    h("p", { className: "note" }, "TTFT (time to first token) and ITL (inter-token latency): median and 95th percentile of the last minute, measured while this page is open."),
     h("h2", {}, "Backlog"),
-    table("Backlog by model and tier", ["Model", "Tier", "#Jobs", "#Tokens left"], kinds));
-  follow(signal, place, (status, headers) => {
+    createTable("Backlog by model and tier", ["Model", "Tier", "#Jobs", "#Tokens left"], backlogBody));
+  pollStatus(signal, view, (status, headers) => {
     const { open, waiting } = status.lane ?? {};
     const { answered = 0, cached = 0 } = status.answers ?? {};
-    say(lane, status.lane
-      ? `Callers that this gateway answers now: ${count(open)}, of which ${count(waiting)} wait for the first token. Answers since it began: ${count(answered + cached)}, of which ${count(cached)} were there from before.`
-      : "Samples of the workers need a key with the scope metrics: they add up the work of all tenants.");
-    const most = headers.get("x-ratelimit-limit-requests");
-    limits.hidden = most === null;
-    if (most !== null) say(limits, `You have ${count(Number(headers.get("x-ratelimit-remaining-requests")))} of ${count(Number(most))} requests a minute left.`);
-    fill(rows, status.workers.map(workerRow), "No worker is alive. Jobs are kept, and go on when one starts.");
-    fill(tiers, tierRows(status), "No worker has reported its metrics yet.");
-    fill(kinds, status.backlog.kinds.map(kindRow), "Nothing is queued.");
+    setText(laneSummary, status.lane
+      ? `Open requests at this gateway: ${formatNumber(open)}, of which ${formatNumber(waiting)} wait for the first token. Responses since its start: ${formatNumber(answered + cached)}, of which ${formatNumber(cached)} came from the response cache.`
+      : "Worker metrics need a key with the scope metrics, since they add up the work of all tenants.");
+    const limit = headers.get("x-ratelimit-limit-requests");
+    rateLimit.hidden = limit === null;
+    if (limit !== null) setText(rateLimit, `Rate limit: ${formatNumber(Number(headers.get("x-ratelimit-remaining-requests")))} of ${formatNumber(Number(limit))} requests per minute remain.`);
+    fillTable(workerBody, status.workers.map(createWorkerRow), "No worker is alive. Jobs are queued until a worker starts.");
+    fillTable(tierBody, createTierRows(status), "No worker has reported metrics yet.");
+    fillTable(backlogBody, status.backlog.kinds.map(createBacklogRow), "The backlog is empty.");
   });
-  return place;
+  return view;
 }
 
-function follow(signal, place, take) {
-  poll(async (until) => {
+/** Polls /v1/status and passes each response to `update`; a key without access replaces the children of `node` by a notice. */
+function pollStatus(signal, node, update) {
+  poll(async (pollSignal) => {
     try {
-      const answer = await ask("/v1/status", { signal: until });
-      const status = await answer.json();
-      learn(status);
-      take(status, answer.headers);
+      const response = await sendRequest("/v1/status", { signal: pollSignal });
+      const status = await response.json();
+      addSamples(status);
+      update(status, response.headers);
     } catch (error) {
       if (!(error instanceof ApiError) || error.status !== 403) throw error;
-      place.replaceChildren(notice("Not for this key", error.message));
-      return 60;
+      node.replaceChildren(createNotice("Not allowed with this key", error.message));
+      return FORBIDDEN_INTERVAL_SECONDS;
     }
-  }, SECONDS, signal);
+  }, INTERVAL_SECONDS, signal);
 }
 
-export function table(name, columns, body) {
-  const heads = columns.map((title) => h("th", { scope: "col", className: title[0] === "#" ? "number" : "" }, title.replace("#", "")));
-  return h("div", { className: "card wide", tabIndex: 0, role: "region", "aria-label": name },
-    h("table", {}, h("thead", {}, h("tr", {}, heads)), body));
+/** Creates a table around its body. A column title with a leading # marks a column of numbers. */
+export function createTable(name, columns, tableBody) {
+  const headers = columns.map((title) => h("th", { scope: "col", className: title[0] === "#" ? "number" : "" }, title.replace("#", "")));
+  return h("div", { className: "card table-card", tabIndex: 0, role: "region", "aria-label": name },
+    h("table", {}, h("thead", {}, h("tr", {}, headers)), tableBody));
 }
 
-function fill(body, rows, empty) {
-  const columns = body.closest("table").querySelectorAll("th").length;
-  const shown = rows.length ? rows : [h("tr", {}, h("td", { colSpan: columns, className: "empty" }, empty))];
-  body.replaceChildren(...shown);
+function fillTable(tableBody, rows, emptyText) {
+  const columnCount = tableBody.closest("table").querySelectorAll("th").length;
+  const nodes = rows.length ? rows : [h("tr", {}, h("td", { colSpan: columnCount, className: "empty" }, emptyText))];
+  tableBody.replaceChildren(...nodes);
 }
 
-const number = (name, ...children) => h("td", { className: "number", dataset: { name } }, ...children);
+const createNumberCell = (name, ...children) => h("td", { className: "number", dataset: { name } }, ...children);
 
-const inTiers = (metrics, name) => Object.values(metrics.tiers).reduce((sum, tier) => sum + tier[name], 0);
+const sumTiers = (metrics, name) => Object.values(metrics.tiers).reduce((sum, tier) => sum + tier[name], 0);
 
-function workerRow(worker) {
+function createWorkerRow(worker) {
   const state = worker.draining ? "draining" : worker.name === null ? "alive" : isBusy(worker) ? "busy" : "idle";
   const { metrics } = worker;
-  const used = metrics?.kv_blocks ? metrics.kv_blocks_used / metrics.kv_blocks : null;
-  const hits = metrics?.prefix_queried ? metrics.prefix_hits / metrics.prefix_queried : null;
-  const steps = metrics?.steps.counts.reduce((sum, of) => sum + of, 0);
+  const kvCacheUsage = metrics?.kv_blocks ? metrics.kv_blocks_used / metrics.kv_blocks : null;
+  const prefixHitRate = metrics?.prefix_queried ? metrics.prefix_hits / metrics.prefix_queried : null;
+  const steps = metrics?.steps.counts.reduce((sum, count) => sum + count, 0);
   return h("tr", {},
     h("td", { className: "mono" }, worker.name ?? "–"),
     h("td", {}, h("span", { className: `status ${state}` }, state)),
     h("td", {}, worker.models.join(", ") || "–"),
-    number("Shards", worker.shards === null ? "–" : count(worker.shards)),
-    number("Requests", metrics ? `${count(inTiers(metrics, "running"))} + ${count(inTiers(metrics, "waiting"))} waiting` : "–"),
-    number("KV cache", percent(used), used === null ? null : h("meter", { min: 0, max: 1, value: used, "aria-hidden": "true" })),
-    number("Prefix hits", percent(hits)),
-    number("Step", brief(steps ? metrics.steps.seconds / steps : null)),
-    number("Tokens/s", rate(worker.tokens_per_second)));
+    createNumberCell("Shards", worker.shards === null ? "–" : formatNumber(worker.shards)),
+    createNumberCell("Requests", metrics ? `${formatNumber(sumTiers(metrics, "running"))} + ${formatNumber(sumTiers(metrics, "waiting"))} waiting` : "–"),
+    createNumberCell("KV cache", formatPercent(kvCacheUsage), kvCacheUsage === null ? null : h("meter", { min: 0, max: 1, value: kvCacheUsage, "aria-hidden": "true" })),
+    createNumberCell("Prefix hits", formatPercent(prefixHitRate)),
+    createNumberCell("Step", formatLatency(steps ? metrics.steps.seconds / steps : null)),
+    createNumberCell("Tokens/s", formatRate(worker.tokens_per_second)));
 }
 
-function tierRows(status) {
-  const sums = new Map();
+function createTierRows(status) {
+  const requestsByTier = new Map(); // tier -> [running, waiting] over all workers
   for (const { metrics } of status.workers) {
     for (const [tier, { running, waiting }] of Object.entries(metrics?.tiers ?? {})) {
-      const [all, queued] = sums.get(tier) ?? [0, 0];
-      sums.set(tier, [all + running, queued + waiting]);
+      const [totalRunning, totalWaiting] = requestsByTier.get(tier) ?? [0, 0];
+      requestsByTier.set(tier, [totalRunning + running, totalWaiting + waiting]);
     }
   }
-  return [...sums].map(([tier, [running, waiting]]) => {
-    const times = (kind) => quantiles(tier, kind, status.latency_bounds)?.map(brief).join(" / ") ?? "–";
-    return h("tr", {}, h("td", {}, tier), number("Running", count(running)), number("Waiting", count(waiting)), number("First token", times("ttft")), number("Between tokens", times("itl")));
+  return [...requestsByTier].map(([tier, [running, waiting]]) => {
+    const formatQuantiles = (kind) => computeQuantiles(tier, kind, status.latency_bounds)?.map(formatLatency).join(" / ") ?? "–";
+    return h("tr", {}, h("td", {}, tier), createNumberCell("Running", formatNumber(running)), createNumberCell("Waiting", formatNumber(waiting)), createNumberCell("TTFT", formatQuantiles("ttft")), createNumberCell("ITL", formatQuantiles("itl")));
   });
 }
 
-function kindRow(kind) {
-  return h("tr", {}, h("td", {}, kind.model ?? "several"), h("td", {}, kind.tier), number("Jobs", count(kind.jobs)), number("Tokens left", short(kind.tokens)));
+function createBacklogRow(kind) {
+  return h("tr", {}, h("td", {}, kind.model ?? "several"), h("td", {}, kind.tier), createNumberCell("Jobs", formatNumber(kind.jobs)), createNumberCell("Tokens left", formatCompact(kind.tokens)));
 }

@@ -1,57 +1,58 @@
 // Polling: at a lower rate while the page is hidden, and with growing delays while the gateway doesn't respond.
 
-const HIDDEN_SECONDS = 60;
-const MOST_SECONDS = 30;
-const trouble = new Set();
+const HIDDEN_INTERVAL_SECONDS = 60;
+const MAX_RETRY_SECONDS = 30;
+const failedPollers = new Set();
 
-/** Calls `look(signal)` until `signal` is aborted, at the given interval in seconds or the one that it returns. */
-export async function poll(look, seconds, signal) {
-  const me = {};
+/** Calls `refresh(signal)` until `signal` is aborted, at the given interval or the one in seconds that it returns. */
+export async function poll(refresh, intervalSeconds, signal) {
+  const poller = {};
   let failures = 0;
-  signal.addEventListener("abort", () => tell(me, null));
+  signal.addEventListener("abort", () => updateErrorBanner(poller, null));
   while (!signal.aborted) {
-    let wait = seconds;
+    let delaySeconds = intervalSeconds;
     try {
-      wait = (await look(signal)) ?? seconds;
+      delaySeconds = (await refresh(signal)) ?? intervalSeconds;
       failures = 0;
-      tell(me, null);
+      updateErrorBanner(poller, null);
     } catch (error) {
       if (signal.aborted || error.name === "AbortError") return;
       failures += 1;
-      wait = error.after ?? Math.min(MOST_SECONDS, seconds * 2 ** failures);
-      if (error.status !== 401) tell(me, error);
+      delaySeconds = error.retryAfterSeconds ?? Math.min(MAX_RETRY_SECONDS, intervalSeconds * 2 ** failures);
+      if (error.status !== 401) updateErrorBanner(poller, error); // the key dialog shows a 401
     }
-    await pause(document.hidden ? Math.max(wait, HIDDEN_SECONDS) : wait, signal);
+    await waitForNextPoll(document.hidden ? Math.max(delaySeconds, HIDDEN_INTERVAL_SECONDS) : delaySeconds, signal);
   }
 }
 
-/** Waits for the given seconds, or until the page is visible again. */
-function pause(seconds, signal) {
+/** Waits for the given seconds, or until the page becomes visible, a refresh is requested, or `signal` is aborted. */
+function waitForNextPoll(seconds, signal) {
   return new Promise((resolve) => {
-    const hidden = document.hidden;
-    const end = () => {
+    const wasHidden = document.hidden;
+    const finish = () => {
       clearTimeout(timer);
-      document.removeEventListener("visibilitychange", changed);
-      document.removeEventListener("tokenmill:again", end);
-      signal.removeEventListener("abort", end);
+      document.removeEventListener("visibilitychange", onVisibilityChange);
+      document.removeEventListener("tokenmill:refresh", finish);
+      signal.removeEventListener("abort", finish);
       resolve();
     };
-    const changed = () => hidden && !document.hidden && end();
-    const timer = setTimeout(end, seconds * 1000);
-    document.addEventListener("visibilitychange", changed);
-    document.addEventListener("tokenmill:again", end);
-    signal.addEventListener("abort", end);
+    const onVisibilityChange = () => wasHidden && !document.hidden && finish();
+    const timer = setTimeout(finish, seconds * 1000);
+    document.addEventListener("visibilitychange", onVisibilityChange);
+    document.addEventListener("tokenmill:refresh", finish);
+    signal.addEventListener("abort", finish);
   });
 }
 
-function tell(who, error) {
-  const shown = document.getElementById("trouble");
-  if (error === null) trouble.delete(who);
-  else trouble.add(who);
-  shown.hidden = trouble.size === 0;
+/** Sets or clears (null) a poller's error. The banner is shown while any poller has one. */
+function updateErrorBanner(poller, error) {
+  const banner = document.getElementById("error-banner");
+  if (error === null) failedPollers.delete(poller);
+  else failedPollers.add(poller);
+  banner.hidden = failedPollers.size === 0;
   if (error !== null) {
     const message = error.status ? error.message : "The gateway can't be reached.";
-    const text = `${message} What is shown may be old; trying again.`;
-    if (shown.textContent !== text) shown.textContent = text;
+    const text = `${message} The data shown may be outdated; retrying.`;
+    if (banner.textContent !== text) banner.textContent = text;
   }
 }

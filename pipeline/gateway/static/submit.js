@@ -1,128 +1,128 @@
-// Submission of a file: it is dropped or chosen, uploaded, and becomes a job.
+// Submission of a file: the user drops or selects it, the page uploads it and creates a job.
 
-import { get, post, upload, why } from "./api.js";
-import { announce, cut, h, say, size } from "./dom.js";
+import { describeError, getJson, postJson, uploadFile } from "./api.js";
+import { announce, formatSize, h, setText, truncate } from "./dom.js";
 
-const PEEKED = 256 * 1024;
-const URLS = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"];
+const FIRST_LINE_BYTES = 256 * 1024;
+const ENDPOINTS = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"];
 
-export function submitView(signal) {
-  const view = new Submit(signal);
-  view.models();
+export function createSubmitView(signal) {
+  const view = new SubmitView(signal);
+  view.loadModels();
   return view.node;
 }
 
-class Submit {
+class SubmitView {
   constructor(signal) {
     this.signal = signal;
     this.file = null;
-    this.input = h("input", { type: "file", id: "file", accept: ".jsonl,.parquet", onchange: () => this.take(this.input.files[0]) });
-    this.chosen = h("p", { className: "note", id: "file-note" }, "JSONL or Parquet, one request a row.");
-    this.zone = h("div", { className: "zone", ondragover: (event) => this.over(event), ondragleave: () => this.zone.classList.remove("over"), ondrop: (event) => this.drop(event) },
-      h("label", { for: "file" }, "Drop a file here, or choose one"), this.input, this.chosen);
-    this.endpoint = select("endpoint", URLS.map((url) => [url, url]));
-    this.tier = select("tier", [["standard", "standard"], ["bulk", "bulk: when nothing else is to do"]]);
-    this.window = h("input", { id: "window", value: "24h", required: true, pattern: "\\s*[0-9]+(\\.[0-9]+)?\\s*[mhd]\\s*", "aria-describedby": "window-note" });
-    this.model = select("model", [["", "as each request says"]]);
-    this.invalid = select("invalid", [["job", "stops the job before anything is computed"], ["row", "fails by itself"]]);
-    this.bar = h("progress", { max: 1, value: 0, "aria-label": "Upload", hidden: true });
-    this.error = h("p", { className: "bad", role: "alert", hidden: true });
-    this.button = h("button", { type: "submit", className: "first", disabled: true }, "Submit");
-    this.stop = h("button", { type: "button", hidden: true, onclick: () => this.aborting?.abort() }, "Stop");
+    this.fileInput = h("input", { type: "file", id: "file", accept: ".jsonl,.parquet", onchange: () => this.selectFile(this.fileInput.files[0]) });
+    this.fileNote = h("p", { className: "note", id: "file-note" }, "JSONL or Parquet, one request per row.");
+    this.dropZone = h("div", { className: "drop-zone", ondragover: (event) => this.handleDragOver(event), ondragleave: () => this.dropZone.classList.remove("dragged-over"), ondrop: (event) => this.handleDrop(event) },
+      h("label", { for: "file" }, "Drop a file here, or select one"), this.fileInput, this.fileNote);
+    this.endpointSelect = createSelect("endpoint", ENDPOINTS.map((url) => [url, url]));
+    this.tierSelect = createSelect("tier", [["standard", "standard"], ["bulk", "bulk: lowest priority"]]);
+    this.windowInput = h("input", { id: "window", value: "24h", required: true, pattern: "\\s*[0-9]+(\\.[0-9]+)?\\s*[mhd]\\s*", "aria-describedby": "window-note" });
+    this.modelSelect = createSelect("model", [["", "from each request"]]);
+    this.onInvalidSelect = createSelect("on-invalid", [["job", "fail the job before any row is computed"], ["row", "fail only their own rows"]]);
+    this.progressBar = h("progress", { max: 1, value: 0, "aria-label": "Upload", hidden: true });
+    this.error = h("p", { className: "error", role: "alert", hidden: true });
+    this.submitButton = h("button", { type: "submit", className: "primary", disabled: true }, "Submit");
+    this.stopButton = h("button", { type: "button", hidden: true, onclick: () => this.uploadController?.abort() }, "Stop");
     this.node = h("form", { onsubmit: (event) => this.submit(event) },
       h("h1", {}, "Submit a file"),
-      this.zone,
+      this.dropZone,
       h("div", { className: "fields card" },
-        field("Endpoint", this.endpoint), field("Tier", this.tier),
-        field("Window", this.window, h("span", { className: "note", id: "window-note" }, "such as 30m, 24h or 2d; rows without an answer by then expire")),
-        field("Model", this.model), field("An invalid line", this.invalid)),
+        createField("Endpoint", this.endpointSelect), createField("Tier", this.tierSelect),
+        createField("Window", this.windowInput, h("span", { className: "note", id: "window-note" }, "such as 30m, 24h or 2d; rows without an answer by then expire")),
+        createField("Model", this.modelSelect), createField("Invalid lines", this.onInvalidSelect)),
       this.error,
-      h("div", { className: "row" }, this.button, this.stop, this.bar));
+      h("div", { className: "row" }, this.submitButton, this.stopButton, this.progressBar));
   }
 
-  async models() {
+  async loadModels() {
     try {
-      const found = await get("/v1/models", this.signal);
-      this.model.append(...found.data.map((model) => h("option", { value: model.id }, model.id)));
+      const models = await getJson("/v1/models", this.signal);
+      this.modelSelect.append(...models.data.map((model) => h("option", { value: model.id }, model.id)));
     } catch {
-      // the choice stays what the requests say
+      // the only option remains the model of each request
     }
   }
 
-  over(event) {
+  handleDragOver(event) {
     event.preventDefault();
-    this.zone.classList.add("over");
+    this.dropZone.classList.add("dragged-over");
   }
 
-  drop(event) {
+  handleDrop(event) {
     event.preventDefault();
-    this.zone.classList.remove("over");
-    if (event.dataTransfer.files.length > 1) return this.fail("Drop one file at a time.");
-    this.take(event.dataTransfer.files[0]);
+    this.dropZone.classList.remove("dragged-over");
+    if (event.dataTransfer.files.length > 1) return this.showError("Drop one file at a time.");
+    this.selectFile(event.dataTransfer.files[0]);
   }
 
-  async take(file) {
+  async selectFile(file) {
     if (!file) return;
     this.file = file;
     this.error.hidden = true;
-    this.button.disabled = false;
-    say(this.chosen, `${cut(file.name, 120)}, ${size(file.size)}`);
-    announce(`${cut(file.name, 120)} is chosen.`);
-    const url = await endpointOf(file);
-    if (URLS.includes(url)) this.endpoint.value = url;
+    this.submitButton.disabled = false;
+    setText(this.fileNote, `${truncate(file.name, 120)}, ${formatSize(file.size)}`);
+    announce(`${truncate(file.name, 120)} is selected.`);
+    const url = await readEndpoint(file);
+    if (ENDPOINTS.includes(url)) this.endpointSelect.value = url;
   }
 
   async submit(event) {
     event.preventDefault();
     if (this.file === null) return;
     this.error.hidden = true;
-    this.working(true);
-    this.aborting = new AbortController();
-    const abort = () => this.aborting.abort();
-    this.signal.addEventListener("abort", abort);
+    this.setBusy(true);
+    this.uploadController = new AbortController();
+    const abortUpload = () => this.uploadController.abort();
+    this.signal.addEventListener("abort", abortUpload);
     try {
-      const stored = await upload(this.file, (share) => (this.bar.value = share), this.aborting.signal);
-      const own = { tier: this.tier.value, on_invalid: this.invalid.value };
-      if (this.model.value) own.model = this.model.value;
-      const body = { input_file_id: stored.id, endpoint: this.endpoint.value, completion_window: this.window.value.trim(), metadata: { name: cut(this.file.name, 200) }, tokenmill: own };
-      const job = await (await post("/v1/batches", body, this.aborting.signal)).json();
+      const uploaded = await uploadFile(this.file, (share) => (this.progressBar.value = share), this.uploadController.signal);
+      const extension = { tier: this.tierSelect.value, on_invalid: this.onInvalidSelect.value };
+      if (this.modelSelect.value) extension.model = this.modelSelect.value;
+      const body = { input_file_id: uploaded.id, endpoint: this.endpointSelect.value, completion_window: this.windowInput.value.trim(), metadata: { name: truncate(this.file.name, 200) }, tokenmill: extension };
+      const job = await (await postJson("/v1/batches", body, this.uploadController.signal)).json();
       announce("The job is submitted.");
       location.hash = `#/jobs/${encodeURIComponent(job.id)}`;
     } catch (error) {
-      if (error.name !== "AbortError") this.fail(why(error));
+      if (error.name !== "AbortError") this.showError(describeError(error));
     } finally {
-      this.signal.removeEventListener("abort", abort);
-      this.working(false);
+      this.signal.removeEventListener("abort", abortUpload);
+      this.setBusy(false);
     }
   }
 
-  working(now) {
-    this.bar.value = 0;
-    this.bar.hidden = this.stop.hidden = !now;
-    this.button.disabled = now;
-    this.button.textContent = now ? "Sending…" : "Submit";
+  setBusy(isBusy) {
+    this.progressBar.value = 0;
+    this.progressBar.hidden = this.stopButton.hidden = !isBusy;
+    this.submitButton.disabled = isBusy;
+    this.submitButton.textContent = isBusy ? "Uploading…" : "Submit";
   }
 
-  fail(message) {
+  showError(message) {
     this.error.textContent = message;
     this.error.hidden = false;
   }
 }
 
-/** The `url` of the first line; null if it has none. */
-async function endpointOf(file) {
+/** Reads the `url` of the first line; null if it has none. */
+async function readEndpoint(file) {
   try {
-    const start = await file.slice(0, PEEKED).text();
+    const start = await file.slice(0, FIRST_LINE_BYTES).text();
     return JSON.parse(start.split("\n", 1)[0]).url ?? null;
   } catch {
     return null;
   }
 }
 
-export function select(id, options) {
+export function createSelect(id, options) {
   return h("select", { id }, options.map(([value, title]) => h("option", { value }, title)));
 }
 
-export function field(title, input, ...more) {
-  return h("div", { className: "field" }, h("label", { for: input.id }, title), input, ...more);
+export function createField(title, input, ...children) {
+  return h("div", { className: "field" }, h("label", { for: input.id }, title), input, ...children);
 }

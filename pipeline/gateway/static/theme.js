@@ -1,8 +1,8 @@
-// Applies the stored theme before the first paint. A classic script, so that it runs at once.
+// Applies the stored theme before the first paint. A classic script, since a module would run after the first paint.
 "use strict";
 try {
-  const chosen = localStorage.getItem("tokenmill.theme");
-  if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
+  const theme = localStorage.getItem("tokenmill.theme");
+  if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
 } catch {
-  // storage is disabled: use the system's theme
+  // storage is disabled: the page uses the system's theme
 }

@@ -19,7 +19,6 @@ import orjson
 import structlog
 
 from pipeline.gateway.batches.serialization import find_order, find_outcome
-from pipeline.gateway.records import seconds
 from pipeline.gateway.webhooks.client import Endpoint, NotDelivered, WebhookSender, signature_headers
 from pipeline.jobs.pending_webhooks import DUE, WANTED, DueWebhook, WebhookRequest
 from pipeline.ledger.active_index import ACTIVE
@@ -28,6 +27,7 @@ from pipeline.ports import Lease, ObjectNotFound, PipelineError, World
 from pipeline.runtime.leader_election import LeaderElection
 from pipeline.runtime.supervision import reason_of
 from pipeline.tracing import TRACEPARENT, working_for
+from schemas.jobs.batch import unix_time
 from schemas.jobs.outcome import Manifest
 
 PENDING_GRACE_PERIOD: Final = timedelta(days=1)
@@ -226,7 +226,7 @@ class Notifier:
                 "id": due.id,
                 "object": "event",
                 "type": due.type,
-                "created_at": seconds(due.at),
+                "created_at": unix_time(due.at),
                 "data": {"id": due.job},
             }
         )

@@ -23,7 +23,7 @@ from pydantic import AwareDatetime, TypeAdapter, ValidationError
 from pipeline.ingest.intake import NO_MODEL, IntakePort, IntakeRefused, JobDraft
 from pipeline.ingest.validation import InvalidSubmission, check_uri, first_mistake
 from pipeline.inputs.open import Pin
-from pipeline.jobs.serialization import job_document
+from pipeline.jobs.serialization import serialize_job
 from pipeline.jobs.submit import DifferentJob, derived_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger, parse_stored
 from pipeline.planner.ports import InputError
@@ -148,11 +148,11 @@ class CeleryTasks:
             raise TryLater(f"unavailable: {error}; submit the job again later") from error
 
     def status(self, tenant: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The tenant's job as `job_document`; arguments `(id)`. Raises `TaskRefused` or `TryLater`."""
+        """The tenant's job as a batch object; arguments `(id)`. Raises `TaskRefused` or `TryLater`."""
         return self._document(self._find(tenant, STATUS, args, kwargs))
 
     def cancel(self, tenant: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Cancel the tenant's job; returns its `job_document`; arguments `(id)`. A job that has ended is unchanged.
+        """Cancel the tenant's job; returns its batch object; arguments `(id)`. A job that has ended is unchanged.
         Raises `TaskRefused` or `TryLater`."""
         ledger = self._find(tenant, CANCEL, args, kwargs)
         try:
@@ -285,7 +285,7 @@ class CeleryTasks:
 
     def _document(self, ledger: JobLedger) -> dict[str, Any]:
         try:
-            return job_document(ledger)
+            return serialize_job(ledger).model_dump(mode="json")
         except PipelineError as error:
             raise TryLater(f"unavailable: {error}; ask again later") from error
 

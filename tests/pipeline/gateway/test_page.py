@@ -35,26 +35,26 @@ def test_the_page_has_a_content_security_policy_for_its_own_scripts_only(tmp_pat
         assert policy["require-trusted-types-for"] == "'script'"
         assert "unsafe" not in page.headers["content-security-policy"]
         assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=\"/static/)|https?://", page.text)
-        named = set(re.findall(r"/static/([\w.]+)", page.text))
-        assert named <= {path.name for path in FOLDER.iterdir()}
+        referenced = set(re.findall(r"/static/([\w.]+)", page.text))
+        assert referenced <= {path.name for path in FOLDER.iterdir()}
         types = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
         for path in FOLDER.iterdir():
             if path.suffix == ".html":
                 continue
-            answer = http.get(f"/static/{path.name}")
-            assert answer.content == path.read_bytes()
-            assert answer.headers["content-type"] == types[path.suffix[1:]]
-            assert answer.headers["x-content-type-options"] == "nosniff"
-            assert answer.headers["content-security-policy"] == page.headers["content-security-policy"]
-            again = http.get(f"/static/{path.name}", headers={"If-None-Match": answer.headers["etag"]})
-            assert (again.status_code, again.content) == (304, b"")
+            response = http.get(f"/static/{path.name}")
+            assert response.content == path.read_bytes()
+            assert response.headers["content-type"] == types[path.suffix[1:]]
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert response.headers["content-security-policy"] == page.headers["content-security-policy"]
+            revalidated = http.get(f"/static/{path.name}", headers={"If-None-Match": response.headers["etag"]})
+            assert (revalidated.status_code, revalidated.content) == (304, b"")
 
 
 def test_scripts_import_only_existing_files() -> None:
-    here = {path.name for path in FOLDER.iterdir()}
+    file_names = {path.name for path in FOLDER.iterdir()}
     for path in FOLDER.glob("*.js"):
         text = path.read_text(encoding="utf-8")
-        assert set(re.findall(r"from \"\./([\w.]+)\"", text)) <= here
+        assert set(re.findall(r"from \"\./([\w.]+)\"", text)) <= file_names
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text), path
 
 
@@ -81,22 +81,22 @@ def test_static_files_allow_no_path_traversal(tmp_path: Path, path: str) -> None
         address = urlsplit(harness.url)
         with socket.create_connection((address.hostname or "", address.port or 0), 10) as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n".encode())
-            answer = b"".join(iter(lambda: connection.recv(65_536), b""))
-    assert answer.split(b" ", 2)[1] in (b"404", b"400"), answer[:200]
+            response = b"".join(iter(lambda: connection.recv(65_536), b""))
+    assert response.split(b" ", 2)[1] in (b"404", b"400"), response[:200]
 
 
-def test_the_page_needs_no_key_and_the_status_does(tmp_path: Path) -> None:
+def test_the_page_requires_no_key_and_the_status_does(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         _, allowed = harness.keys.create("acme", (Scope.BATCHES,))
-        _, other = harness.keys.create("acme", (Scope.INFERENCE, Scope.FILES))
-        with harness.http() as nobody, harness.http(allowed) as some, harness.http(other) as wrong:
-            assert nobody.get("/").status_code == 200
-            assert nobody.get("/v1/status").status_code == 401
-            assert wrong.get("/v1/status").status_code == 403
-            assert some.get("/v1/status").status_code == 200
+        _, forbidden = harness.keys.create("acme", (Scope.INFERENCE, Scope.FILES))
+        with harness.http() as anonymous, harness.http(allowed) as permitted, harness.http(forbidden) as denied:
+            assert anonymous.get("/").status_code == 200
+            assert anonymous.get("/v1/status").status_code == 401
+            assert denied.get("/v1/status").status_code == 403
+            assert permitted.get("/v1/status").status_code == 200
 
 
-def submit(harness: HttpHarness, key: str) -> str:
+def submit_job(harness: HttpHarness, key: str) -> str:
     client = harness.client(key)
     file = client.files.create(file=("in.jsonl", lines(10)), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id
@@ -104,65 +104,65 @@ def submit(harness: HttpHarness, key: str) -> str:
 
 def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, permits=0) as harness:
-        some = (Scope.FILES, Scope.BATCHES)
-        ours, theirs = (harness.keys.create(tenant, some)[1] for tenant in ("a", "b"))
-        _, watching = harness.keys.create("a", (*some, Scope.METRICS))
+        scopes = (Scope.FILES, Scope.BATCHES)
+        own, other = (harness.keys.create(tenant, scopes)[1] for tenant in ("a", "b"))
+        _, monitoring = harness.keys.create("a", (*scopes, Scope.METRICS))
         _, admin = harness.keys.create("c", (Scope.ADMIN,))
-        submit(harness, ours)
-        submit(harness, theirs)
-        submit(harness, theirs)
+        submit_job(harness, own)
+        submit_job(harness, other)
+        submit_job(harness, other)
         state = WorkerState("w2", frozenset({PIN.key, "gone"}), frozenset({("j", 1)}), 1_200, 310.5, draining=True)
         harness.beats.beat(state)
         metrics = WorkerMetrics(model=PIN.name, tiers={Tier.BULK: TierMetrics(ttft=HistogramSample(counts=(0, 4)))})
         harness.beats.tell("w2", metrics)
 
-        received = {key: harness.http(key).get("/v1/status").json() for key in (ours, theirs, watching, admin)}
-        assert [received[key]["backlog"]["jobs"] for key in (ours, theirs, watching, admin)] == [1, 2, 1, 3]
-        kind = received[ours]["backlog"]["kinds"]
-        assert [(one["model"], one["tier"], one["jobs"]) for one in kind] == [(PIN.name, "standard", 1)]
-        assert kind[0]["tokens"] == received[ours]["backlog"]["tokens"] > 0
-        assert received[ours]["models"] == [PIN.name]
-        for key in (watching, admin):
-            worker = next(one for one in received[key]["workers"] if one["name"] == "w2")
+        received = {key: harness.http(key).get("/v1/status").json() for key in (own, other, monitoring, admin)}
+        assert [received[key]["backlog"]["jobs"] for key in (own, other, monitoring, admin)] == [1, 2, 1, 3]
+        kinds = received[own]["backlog"]["kinds"]
+        assert [(kind["model"], kind["tier"], kind["jobs"]) for kind in kinds] == [(PIN.name, "standard", 1)]
+        assert kinds[0]["tokens"] == received[own]["backlog"]["tokens"] > 0
+        assert received[own]["models"] == [PIN.name]
+        for key in (monitoring, admin):
+            worker = next(worker for worker in received[key]["workers"] if worker["name"] == "w2")
             assert worker == {
                 "name": "w2", "models": sorted([PIN.name, "gone"]), "shards": 1, "waiting_tokens": 1_200,
                 "tokens_per_second": 310.5, "draining": True, "metrics": metrics.model_dump(mode="json"),
             }  # fmt: skip
             assert worker["metrics"]["tiers"]["bulk"]["ttft"]["counts"] == [0, 4]
             assert received[key]["lane"] == {"open": 0, "waiting": 0}
-        for key in (ours, theirs):  # the samples add up the work of all tenants
+        for key in (own, other):  # the samples add up the work of all tenants
             assert {
                 "name": None, "models": sorted([PIN.name, "gone"]), "shards": None, "waiting_tokens": None,
                 "tokens_per_second": None, "draining": True, "metrics": None,
             } in received[key]["workers"]  # fmt: skip
             assert "w2" not in str(received[key])
             assert (received[key]["lane"], received[key]["answers"]) == (None, None)
-        assert received[ours]["latency_bounds"] == list(LATENCY_BOUNDS)
+        assert received[own]["latency_bounds"] == list(LATENCY_BOUNDS)
 
 
 def test_the_status_has_the_number_of_waiting_requests(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness, harness.http() as http:
 
         def lane() -> dict[str, int]:
-            found: dict[str, int] = http.get("/v1/status").json()["lane"]
-            return found
+            counts: dict[str, int] = http.get("/v1/status").json()["lane"]
+            return counts
 
         assert lane() == {"open": 0, "waiting": 0}
         harness.worker.stop_taking()
         body = {"model": PIN.name, "messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
         harness.worker.pause = 0.02
-        asked = threading.Thread(target=lambda: harness.http().post(CHAT, json=body))
-        asked.start()
+        caller = threading.Thread(target=lambda: harness.http().post(CHAT, json=body))
+        caller.start()
         wait_until(lambda: lane() == {"open": 1, "waiting": 1})
         harness.worker.hold.clear()
         wait_until(lambda: lane() == {"open": 1, "waiting": 0})
-        asked.join()
+        caller.join()
         wait_until(lambda: lane() == {"open": 0, "waiting": 0})
         assert http.get("/v1/status").json()["answers"] == {"answered": 1}
 
 
-def wait_until(so: Callable[[], bool]) -> None:
-    until = time.monotonic() + HANG_SECONDS
-    while not so():
-        assert time.monotonic() < until
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)

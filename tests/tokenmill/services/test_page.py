@@ -1,6 +1,7 @@
 """The page in a browser: `tokenmill serve` with a tiny model, and headless Chromium. Both are real.
 
-Skipped, with a reason, where there is no Chromium or no playwright. TOKENMILL_SCREENSHOTS names a folder for pictures.
+Skipped, with a reason, where there is no Chromium or no playwright. Screenshots are saved to the folder that
+TOKENMILL_SCREENSHOTS names.
 """
 
 from __future__ import annotations
@@ -17,89 +18,87 @@ import pytest
 
 from tests.tokenmill.command_processes import Processes, as_jsonl
 
-pytest.importorskip("playwright", reason="playwright is not installed: the page is not tried in a browser")
+pytest.importorskip("playwright", reason="playwright is not installed: the page is not tested in a browser")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: the page is not tried in a browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: the page is not tested in a browser")
 
-HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
-SECONDS = 60_000
+HOSTILE = "<img src=x onerror=\"document.title='injected'\"><script>document.title='injected'</script>"
+TIMEOUT_MILLISECONDS = 60_000
 
 
 @pytest.fixture
 def processes(place: Path) -> Iterator[Processes]:
-    made = Processes(place)
-    yield made
-    made.close()
+    processes = Processes(place)
+    yield processes
+    processes.close()
 
 
 @pytest.fixture
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as tools:
-        found = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield found
-        found.close()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
 
 
-def watched(page: Page) -> list[str]:
-    """The page's error message."""
-    said: list[str] = []
-    page.is_enabled(
-        "console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None
-    )
-    page.is_enabled("pageerror", lambda error: said.append(str(error)))
-    page.set_default_timeout(SECONDS)
-    return said
+def collect_errors(page: Page) -> list[str]:
+    """A list to which the page's console errors, console warnings and uncaught exceptions are appended."""
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.set_default_timeout(TIMEOUT_MILLISECONDS)
+    return errors
 
 
-def picture(page: Page, name: str) -> None:
+def save_screenshot(page: Page, name: str) -> None:
     folder = os.environ.get("TOKENMILL_SCREENSHOTS")
     if folder:
         page.screenshot(path=Path(folder) / f"{name}.png")
 
 
 def is_inert(page: Page) -> bool:
-    """Nothing that came from outside has become an element, or has run."""
-    return "taken" not in page.title() and page.locator("main img, main script, main [onerror]").count() == 0
+    """No external data has become an element or has run as a script."""
+    return "injected" not in page.title() and page.locator("main img, main script, main [onerror]").count() == 0
 
 
-def test_an_ingested_file_is_answered_and_read_and_a_chat_streams(
+def test_a_dropped_file_is_processed_and_shown_and_a_chat_streams(
     processes: Processes, browser: Browser, model_folder: Path, chat: Any
 ) -> None:
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
-    served = processes.start("-m", "tokenmill", "serve", "--data", "data", "--port", 0, *engine)
-    url = processes.url(served)
+    server = processes.start("-m", "tokenmill", "serve", "--data", "data", "--port", 0, *engine)
+    url = processes.url(server)
     page = browser.new_page(viewport={"width": 1280, "height": 900})
-    said = watched(page)
+    errors = collect_errors(page)
     page.goto(url)
     expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
-    picture(page, "empty")
+    save_screenshot(page, "empty")
 
     page.get_by_role("navigation").get_by_role("link", name="Submit").click()
-    asked = [chat(f"{HOSTILE} {n}", f"{HOSTILE} {n}", max_tokens=24) for n in range(60)]
-    data = as_jsonl([*asked, chat("late", "x" * 3_000)]).decode()
+    requests = [chat(f"{HOSTILE} {n}", f"{HOSTILE} {n}", max_tokens=24) for n in range(60)]
+    data = as_jsonl([*requests, chat("too-long", "x" * 3_000)]).decode()
     drop = """([zone, name, text]) => {
-        const held = new DataTransfer();
-        held.items.add(new File([text], name));
-        zone.dispatchEvent(new DragEvent("drop", { dataTransfer: held, bubbles: true, cancelable: true }));
+        const dataTransfer = new DataTransfer();
+        dataTransfer.items.add(new File([text], name));
+        zone.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
     }"""
-    page.evaluate(drop, [page.locator(".zone").element_handle(), f"{HOSTILE}.jsonl", data])
+    page.evaluate(drop, [page.locator(".drop-zone").element_handle(), f"{HOSTILE}.jsonl", data])
     expect(page.get_by_label("Endpoint")).to_have_value("/v1/chat/completions")
-    page.get_by_label("An invalid line").select_option("row")
-    picture(page, "submit")
+    page.get_by_label("Invalid lines").select_option("row")
+    save_screenshot(page, "submit")
     page.get_by_role("button", name="Submit").click()
     page.wait_for_url("**/#/jobs/*")
     expect(page.locator(".heading .status").first).to_have_text("completed")
-    answers = page.get_by_role("region", name="First results").get_by_role("listitem")
-    expect(answers).to_have_count(50)
-    expect(answers.first).to_contain_text("<img src=x onerror=")
+    results = page.get_by_role("region", name="First results").get_by_role("listitem")
+    expect(results).to_have_count(50)
+    expect(results.first).to_contain_text("<img src=x onerror=")
     assert is_inert(page)
-    picture(page, "job")
-    with page.expect_download() as downloading:
+    save_screenshot(page, "job")
+    with page.expect_download() as download_info:
         page.get_by_role("button", name="Download answers").click()
-    stored = [json.loads(line) for line in Path(downloading.value.path()).read_text().splitlines()]
-    assert len(stored) == 60
+    downloaded = [json.loads(line) for line in Path(download_info.value.path()).read_text().splitlines()]
+    assert len(downloaded) == 60
     with page.expect_download():
         page.get_by_role("button", name="Download errors").click()
 
@@ -108,7 +107,7 @@ def test_an_ingested_file_is_answered_and_read_and_a_chat_streams(
     assert is_inert(page)
     page.get_by_role("navigation").get_by_role("link", name="Workers").click()
     expect(page.get_by_role("table").first).to_contain_text("tiny")
-    picture(page, "workers")
+    save_screenshot(page, "workers")
 
     page.get_by_role("navigation").get_by_role("link", name="Chat").click()
     page.locator("summary").click()
@@ -118,66 +117,66 @@ def test_an_ingested_file_is_answered_and_read_and_a_chat_streams(
     expect(page.locator(".message.assistant .note")).to_contain_text("tokens in")
     assert page.locator(".message.assistant .text").inner_text().strip()
     assert is_inert(page)
-    page.get_by_label("At most so many tokens").fill("100000")
+    page.get_by_label("Max tokens").fill("100000")
     page.get_by_label("Message").fill("and again")
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert").filter(visible=True)).to_be_visible()
-    picture(page, "chat")
+    save_screenshot(page, "chat")
     page.get_by_role("navigation").get_by_role("link", name="Jobs").click()
-    for name in ("Time to first token", "Between tokens"):
+    for name in ("Time to first token", "Inter-token latency"):
         chart = page.get_by_role("figure").filter(has_text=name)
         expect(chart).to_contain_text(re.compile(r"\d (ms|s) p50\s+\d.* (ms|s) p95\s+interactive"))
         expect(chart.get_by_role("img")).to_have_attribute("aria-label", re.compile(rf"{name}: now p50 .*p95 "))
     expect(page.get_by_role("figure").filter(has_text="Throughput")).to_contain_text("answers")
-    held = page.get_by_role("figure").filter(has_text="Requests at workers")
-    expect(held).to_contain_text(re.compile(r"\d+ running"))
-    picture(page, "charts")
+    worker_requests = page.get_by_role("figure").filter(has_text="Requests at workers")
+    expect(worker_requests).to_contain_text(re.compile(r"\d+ running"))
+    save_screenshot(page, "charts")
     page.get_by_role("navigation").get_by_role("link", name="Workers").click()
     tiers = page.get_by_role("region", name="Requests by tier")
     expect(tiers.get_by_role("row").filter(has_text="interactive")).to_contain_text(re.compile(r"ms? / "))
     expect(page.get_by_role("region", name="Workers")).to_contain_text(re.compile(r"\d %"))
-    expect(page.locator("main")).to_contain_text("Answers since it began: 1,")
-    assert [line for line in said if "400" not in line] == [], "a refused request is all that may be told"
+    expect(page.locator("main")).to_contain_text("Responses since its start: 1,")
+    assert [error for error in errors if "400" not in error] == [], "the rejected request is the only expected error"
 
 
-def test_times_are_those_of_the_last_minute_over_all_workers(tmp_path: Path, browser: Browser) -> None:
+def test_latencies_cover_the_last_minute_of_all_workers(tmp_path: Path, browser: Browser) -> None:
     from tests.pipeline.gateway.http_harness import run_http_harness  # noqa: PLC0415
 
     bounds = [0.01, 0.02, 0.05, 0.1, 1.0]
 
     def status(**workers: tuple[float, list[int]]) -> dict[str, Any]:
-        """Each worker with its seconds, and its counts."""
-        nothing = {"counts": [], "seconds": 0.0}
-        told = [
+        """A response of /v1/status. Each worker has its seconds since its start, and its bucket counts."""
+        no_samples = {"counts": [], "seconds": 0.0}
+        reporting = [
             {"name": name, "metrics": {"model": "m", "seconds": seconds, "tiers": {
-                "interactive": {"ttft": {"counts": counts, "seconds": 1.0}, "itl": nothing}}}}
+                "interactive": {"ttft": {"counts": counts, "seconds": 1.0}, "itl": no_samples}}}}
             for name, (seconds, counts) in workers.items()
         ]  # fmt: skip
-        return {"workers": [*told, {"name": "silent", "metrics": None}]}
+        return {"workers": [*reporting, {"name": "silent", "metrics": None}]}
 
-    looks = [
-        status(old=(100.0, [1_000]), other=(50.0, [0, 0, 500])),  # how they stand; nothing of it is new
-        status(old=(103.0, [1_010]), other=(53.0, [0, 0, 510]), late=(1.0, [0, 0, 0, 0, 70])),  # a late one stands
+    polls = [
+        status(old=(100.0, [1_000]), other=(50.0, [0, 0, 500])),  # the first poll is only the baseline
+        status(old=(103.0, [1_010]), other=(53.0, [0, 0, 510]), late=(1.0, [0, 0, 0, 0, 70])),  # late: a baseline
         status(old=(106.0, [1_010]), other=(56.0, [0, 0, 520]), late=(4.0, [0, 0, 0, 0, 80])),
-        status(old=(1.0, [3]), other=(59.0, [0, 0, 520])),  # one has begun anew, one is gone
+        status(old=(1.0, [3]), other=(59.0, [0, 0, 520])),  # old has restarted, late is gone
         status(old=(4.0, [13])),
     ]
-    script = """async ([looks, bounds]) => {
-        const told = await import("/static/latency.js");
-        for (const look of looks) told.learn(look);
-        return [told.quantiles("interactive", "ttft", bounds), told.quantiles("interactive", "itl", bounds),
-                told.quantiles("bulk", "ttft", bounds), told.busiest(bounds)];
+    script = """async ([polls, bounds]) => {
+        const { addSamples, computeQuantiles, findMostUrgentTier } = await import("/static/latency.js");
+        for (const status of polls) addSamples(status);
+        return [computeQuantiles("interactive", "ttft", bounds), computeQuantiles("interactive", "itl", bounds),
+                computeQuantiles("bulk", "ttft", bounds), findMostUrgentTier(bounds)];
     }"""
     with run_http_harness(tmp_path) as harness:
         page = browser.new_page()
-        said = watched(page)
-        page.route("**/favicon.ico", lambda route: route.fulfill(status=204))  # asked for beside a picture
+        errors = collect_errors(page)
+        page.route("**/favicon.ico", lambda route: route.fulfill(status=204))  # the browser requests it with an image
         page.goto(f"{harness.url}/static/mill.svg")
-        found, nothing, no_tier, busiest = page.evaluate(script, [looks, bounds])
-    # New are 10 + 10 up to 10 ms (of the old one), 10 + 10 from 20 to 50 ms, and 10 from 100 ms to 1 s: 50 in all.
-    assert found == [pytest.approx(0.02 + 0.03 * 5 / 20), pytest.approx(0.1 + 0.9 * 7.5 / 10)]
-    assert (nothing, no_tier, busiest) == (None, None, "interactive")
-    assert said == []
+        ttft, itl, bulk_ttft, tier = page.evaluate(script, [polls, bounds])
+    # New samples: 10 + 10 up to 10 ms (of old), 10 + 10 from 20 to 50 ms, and 10 from 100 ms to 1 s: 50 in all.
+    assert ttft == [pytest.approx(0.02 + 0.03 * 5 / 20), pytest.approx(0.1 + 0.9 * 7.5 / 10)]
+    assert (itl, bulk_ttft, tier) == (None, None, "interactive")
+    assert errors == []
 
 
 def test_hostile_answers_are_inert_and_a_stream_can_be_stopped(tmp_path: Path, browser: Browser) -> None:
@@ -186,7 +185,7 @@ def test_hostile_answers_are_inert_and_a_stream_can_be_stopped(tmp_path: Path, b
     with run_http_harness(tmp_path) as harness:
         harness.worker.text, harness.worker.pause = HOSTILE, 0.05
         page = browser.new_page(viewport={"width": 360, "height": 740})
-        said = watched(page)
+        errors = collect_errors(page)
         page.goto(f"{harness.url}/#/chat")
         page.get_by_label("Message").fill("hello")
         page.get_by_role("button", name="Send").click()
@@ -196,9 +195,9 @@ def test_hostile_answers_are_inert_and_a_stream_can_be_stopped(tmp_path: Path, b
         assert is_inert(page)
         for view in ("#/chat", "#/", "#/workers", "#/submit"):
             page.goto(f"{harness.url}/{view}")
-            wide = page.evaluate("document.documentElement.scrollWidth")
-            assert wide <= 360, f"{view} is {wide} wide"
-        assert said == []
+            width = page.evaluate("document.documentElement.scrollWidth")
+            assert width <= 360, f"{view} is {width} pixels wide"
+        assert errors == []
 
 
 def test_a_key_is_prompted_for_and_never_in_urls(tmp_path: Path, browser: Browser) -> None:
@@ -206,22 +205,22 @@ def test_a_key_is_prompted_for_and_never_in_urls(tmp_path: Path, browser: Browse
     from tests.pipeline.gateway.http_harness import run_http_harness  # noqa: PLC0415
 
     with run_http_harness(tmp_path) as harness:
-        _, text = harness.keys.create("acme", (Scope.BATCHES,))
+        _, key = harness.keys.create("acme", (Scope.BATCHES,))
         page = browser.new_page()
-        watched(page)
-        asked: list[str] = []
-        page.is_enabled("request", lambda request: asked.append(request.url))
+        collect_errors(page)
+        urls: list[str] = []
+        page.on("request", lambda request: urls.append(request.url))
         page.goto(harness.url)
-        box = page.get_by_label("Key", exact=True)
-        box.fill("wrong")
+        key_input = page.get_by_label("Key", exact=True)
+        key_input.fill("wrong")
         page.keyboard.press("Enter")
         expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("wrong")
-        box.fill(text)
+        key_input.fill(key)
         page.keyboard.press("Enter")
         expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
         page.reload()
         expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
         assert page.evaluate("localStorage.length") == 0
-        assert not any(text in url for url in asked)
+        assert not any(key in url for url in urls)
         page.get_by_role("button", name="Forget key").click()
         expect(page.get_by_role("dialog")).to_be_visible()

@@ -1,5 +1,5 @@
-# The smallest that works: files dropped into a bucket, answered by one GPU that is there only while there is work.
-# No Kafka, no HTTP, no second of anything. What dies is started again, and goes on.
+# The smallest installation: it answers files dropped into a bucket with one GPU, which runs only while there is work.
+# It has no Kafka, no HTTP and no redundancy. A process that dies is restarted and continues.
 
 locals {
   tags = { Project = "tokenmill", Installation = var.name }

@@ -1,21 +1,21 @@
 variable "name" {
-  description = "Of the installation; every resource's name begins with it."
+  description = "Name of the installation. Every resource's name begins with it."
   type        = string
   default     = "tokenmill"
 }
 
 variable "region" {
-  description = "Where it runs."
+  description = "AWS region."
   type        = string
 }
 
 variable "availability_zones" {
-  description = "One is enough; two have more GPUs. The NAT gateway stands in the first."
+  description = "One zone is enough; two have more GPUs. The NAT gateway is in the first."
   type        = list(string)
 }
 
 variable "bucket_name" {
-  description = "Of the bucket that holds everything; unique in all of AWS."
+  description = "Name of the installation's bucket, unique in all of AWS."
   type        = string
 }
 
@@ -36,7 +36,7 @@ variable "worker_image" {
 }
 
 variable "models" {
-  description = "What is served, each as NAME=MODEL: s3://BUCKET/PREFIX, or a hub name, since there is NAT here."
+  description = "Models to serve, each as NAME=MODEL: s3://BUCKET/PREFIX, or a hub name, which needs this example's NAT."
   type        = list(string)
 }
 
@@ -47,37 +47,37 @@ variable "model_arns" {
 }
 
 variable "instance_types" {
-  description = "That can hold the models; the first that can be had is taken."
+  description = "Instance types that can hold the models. The first available one is used."
   type        = list(string)
   default     = ["g6.xlarge", "g5.xlarge"]
 }
 
 variable "ami_id" {
-  description = "Of the GPU instance. null: Amazon's newest ECS-optimized Amazon Linux 2023 for GPUs."
+  description = "AMI of the GPU instance. null: Amazon's newest ECS-optimized Amazon Linux 2023 for GPUs."
   type        = string
   default     = null
 }
 
 variable "environment" {
-  description = "Your own TOKENMILL_ settings, for all processes."
+  description = "More TOKENMILL_ settings, for all processes."
   type        = map(string)
   default     = {}
 }
 
 variable "emails" {
-  description = "Who is told of alarms and of the budget."
+  description = "E-mail addresses that receive alarms and budget notifications."
   type        = list(string)
   default     = []
 }
 
 variable "monthly_budget" {
-  description = "In US dollars; the emails are told before a month costs more."
+  description = "In US dollars. The emails are notified before a month costs more."
   type        = number
   default     = 300
 }
 
 variable "secret_recovery_days" {
-  description = "For how long the deleted secret can be restored; 0 frees its name at once."
+  description = "Days for which the deleted secret can be restored; 0 frees its name at once."
   type        = number
   default     = 7
 }

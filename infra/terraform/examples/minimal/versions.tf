@@ -8,7 +8,7 @@ terraform {
     }
   }
 
-  # State holds the token of Redis. Keep it where only those may read who may see that, for instance:
+  # The state holds the Redis token, so restrict read access to it. For example:
   # backend "s3" {
   #   bucket       = "…"
   #   key          = "tokenmill.tfstate"

@@ -1,15 +1,15 @@
-# One key for the bucket, Kafka, Redis, secrets and logs. Disks of instances use AWS's own: only images lie there, and
+# One key for the bucket, Kafka, Redis, secrets and logs. Disks of instances use AWS's own: they hold only images, and
 # Auto Scaling would need a grant of its own.
 
 data "aws_iam_policy_document" "key" {
-  # checkov:skip=CKV_AWS_109: a key's policy speaks of its own key only, and somebody must be able to change it: the account's own policies say who
+  # checkov:skip=CKV_AWS_109: a key policy covers its own key only, and must stay changeable; the account's policies limit by whom
   # checkov:skip=CKV_AWS_111: the same
   # checkov:skip=CKV_AWS_356: the same: "*" is this key
 
   statement {
     sid       = "TheAccountDecides"
     actions   = ["kms:*"]
-    resources = ["*"] # this key: a key's policy knows no other
+    resources = ["*"] # in a key policy, * is this key
 
     principals {
       type        = "AWS"

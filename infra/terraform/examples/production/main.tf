@@ -1,5 +1,5 @@
-# An installation that nothing single takes down: three zones, no address and no route to the internet, Kafka with IAM
-# over TLS, Redis with a replica, gateways behind a balancer, and GPUs bought on demand and as spot.
+# An installation without a single point of failure: three zones, no public address and no route to the internet, Kafka
+# with IAM over TLS, Redis with a replica, gateways behind a balancer, and GPUs bought on demand and as spot.
 
 data "aws_caller_identity" "current" {}
 
@@ -8,7 +8,7 @@ locals {
 
   environment = merge(module.storage.environment, module.events.environment, var.environment)
 
-  # All that a container or an instance calls. S3 has its gateway endpoint, Redis and Kafka are in the VPC.
+  # The services that containers and instances call. S3 has its gateway endpoint; Redis and Kafka are in the VPC.
   endpoints = ["ecr.api", "ecr.dkr", "ecs", "ecs-agent", "ecs-telemetry", "logs", "monitoring", "secretsmanager", "sqs"]
 }
 
@@ -40,7 +40,7 @@ module "events" {
   name        = var.name
   bucket      = module.storage.bucket
   bucket_arn  = module.storage.bucket_arn
-  places      = var.places
+  prefixes    = var.prefixes
   kms_key_arn = aws_kms_key.this.arn
   tags        = local.tags
 
@@ -76,7 +76,7 @@ module "control" {
   bucket_arn         = module.storage.bucket_arn
   kms_key_arns       = [aws_kms_key.this.arn]
   intake_policy      = module.events.intake_policy
-  places             = keys(var.places)
+  prefixes           = keys(var.prefixes)
   environment        = local.environment
   secrets            = module.queue.secrets
   container_insights = true

@@ -1,16 +1,16 @@
 variable "name" {
-  description = "Of the installation; every resource's name begins with it."
+  description = "Name of the installation. Every resource's name begins with it."
   type        = string
   default     = "tokenmill"
 }
 
 variable "region" {
-  description = "Where it runs."
+  description = "AWS region."
   type        = string
 }
 
 variable "availability_zones" {
-  description = "Three, as MSK wants them; all with the GPUs that the pools name."
+  description = "Three zones, for MSK. All of them must offer the instance types of the pools."
   type        = list(string)
 
   validation {
@@ -20,12 +20,12 @@ variable "availability_zones" {
 }
 
 variable "bucket_name" {
-  description = "Of the bucket that holds everything; unique in all of AWS."
+  description = "Name of the installation's bucket, unique in all of AWS."
   type        = string
 }
 
 variable "weights_bucket" {
-  description = "The bucket that weights are read from, from wherever the pools' models say in it. Nothing here reaches the internet, so no hub either."
+  description = "The bucket that holds the weights; the pools' models name their paths in it. There is no route to the internet, so hub names do not work."
   type        = string
 }
 
@@ -70,8 +70,8 @@ variable "fleets" {
   }))
 }
 
-variable "places" {
-  description = "Where files are dropped, and whose they are: a prefix with its slash -> the tenant."
+variable "prefixes" {
+  description = "Prefixes for dropped files: a prefix with its slash -> the tenant that owns the files."
   type        = map(string)
   default     = { "incoming/" = "default" }
 }
@@ -97,7 +97,7 @@ variable "redis" {
 }
 
 variable "gateway" {
-  description = "HTTP behind a balancer inside the VPC and whatever is joined to it. null: none."
+  description = "HTTP behind an internal balancer, reachable from the VPC and the networks connected to it. null: none."
   type = object({
     certificate_arn   = string
     allowed_cidrs     = list(string)
@@ -108,24 +108,24 @@ variable "gateway" {
 }
 
 variable "ami_id" {
-  description = "Of the GPU instances. null: Amazon's newest ECS-optimized Amazon Linux 2023 for GPUs."
+  description = "AMI of the GPU instances. null: Amazon's newest ECS-optimized Amazon Linux 2023 for GPUs."
   type        = string
   default     = null
 }
 
 variable "environment" {
-  description = "Your own TOKENMILL_ settings, for all processes."
+  description = "More TOKENMILL_ settings, for all processes."
   type        = map(string)
   default     = { TOKENMILL_RETENTION__OUTPUTS = "90d" }
 }
 
 variable "emails" {
-  description = "Who is told of alarms and of the budget."
+  description = "E-mail addresses that receive alarms and budget notifications."
   type        = list(string)
   default     = []
 }
 
 variable "monthly_budget" {
-  description = "In US dollars; the emails are told before a month costs more."
+  description = "In US dollars. The emails are notified before a month costs more."
   type        = number
 }

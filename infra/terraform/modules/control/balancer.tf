@@ -1,5 +1,5 @@
-# TLS ends here. The balancer waits longer than a request may take, and the gateway keeps a connection longer than the
-# balancer does, or the balancer would now and then send a request into one that is just being closed.
+# The balancer terminates TLS. Its idle timeout exceeds the longest request. The gateway keeps connections open longer
+# than the balancer does; otherwise the balancer would sometimes send a request on a connection that is being closed.
 
 resource "aws_security_group" "balancer" {
   count = var.gateway == null ? 0 : 1
@@ -48,7 +48,7 @@ resource "aws_vpc_security_group_ingress_rule" "gateway" {
 }
 
 resource "aws_lb" "gateway" {
-  # checkov:skip=CKV_AWS_150: it is on unless gateway.delete_protection turns it off, as one does before terraform destroy
+  # checkov:skip=CKV_AWS_150: on, unless gateway.delete_protection is set to false before terraform destroy
 
   count = var.gateway == null ? 0 : 1
 
@@ -83,10 +83,10 @@ resource "aws_lb_target_group" "gateway" {
   protocol                      = "HTTP"
   port                          = local.port
   deregistration_delay          = local.drain_seconds
-  load_balancing_algorithm_type = "least_outstanding_requests" # streams are long, so turns are unfair
+  load_balancing_algorithm_type = "least_outstanding_requests" # streams are long, so round robin is unfair
   tags                          = var.tags
 
-  # 503 from here means that a gateway is being stopped: it gets nothing new.
+  # A gateway that is being stopped answers 503, and gets no new requests.
   health_check {
     path                = "/readyz"
     matcher             = "200"

@@ -1,18 +1,18 @@
-# What each service may do, and nothing more. In the bucket it is the first part of a key that counts: the table below is
-# checked against what the processes really ask for (infra/apply_locally.py).
+# Least privileges of each service. In the bucket they depend on the first part of an object key. infra/apply_locally.py
+# checks the table below against the processes' requests.
 
 locals {
-  places = [for place in var.places : trimsuffix(place, "/")]
+  prefixes = [for prefix in var.prefixes : trimsuffix(prefix, "/")]
 
-  # All may see names, or S3 would answer 403 where it has to answer 404.
+  # All may list keys; otherwise S3 would answer 403 instead of 404 for a missing key.
   access = {
     intake = {
-      read   = concat(["active", "announced", "catalog", "close", "deadletters", "intake", "jobs", "owed", "releases", "taken", "tenants", "versions", "webhooks"], local.places)
+      read   = concat(["active", "announced", "catalog", "close", "deadletters", "intake", "jobs", "owed", "releases", "taken", "tenants", "versions", "webhooks"], local.prefixes)
       write  = ["active", "announced", "close", "deadletters", "intake", "jobs", "owed", "taken", "tenants", "webhooks"]
       delete = ["announced", "owed"]
     }
     dispatcher = {
-      read   = concat(["active", "announced", "batches", "canaries", "catalog", "close", "deadletters", "files", "finalizing", "intake", "jobs", "releases", "scaling", "taken", "tenants", "versions", "webhooks"], local.places)
+      read   = concat(["active", "announced", "batches", "canaries", "catalog", "close", "deadletters", "files", "finalizing", "intake", "jobs", "releases", "scaling", "taken", "tenants", "versions", "webhooks"], local.prefixes)
       write  = ["active", "catalog", "close", "finalizing", "jobs", "releases", "scaling", "tenants", "webhooks"]
       delete = ["active", "announced", "batches", "close", "deadletters", "files", "intake", "jobs", "releases", "taken", "tenants", "webhooks"]
     }
@@ -35,7 +35,7 @@ module "execution" {
   tags           = var.tags
 }
 
-# --- Our processes
+# --- tokenmill's processes
 
 data "aws_iam_policy_document" "task" {
   for_each = local.services
@@ -51,7 +51,7 @@ data "aws_iam_policy_document" "task" {
     actions = ["s3:GetObject", "s3:GetObjectVersion"]
     resources = concat(
       [for part in concat(local.access[each.key].read, [".tmp"]) : "${var.bucket_arn}/${part}/*"],
-      each.key == "dispatcher" ? ["${var.bucket_arn}/job.json"] : [], # a root may be one job; it looks whether this is
+      each.key == "dispatcher" ? ["${var.bucket_arn}/job.json"] : [], # the dispatcher checks whether the root is a single job
     )
   }
 
@@ -67,7 +67,7 @@ data "aws_iam_policy_document" "task" {
     resources = [for part in concat(local.access[each.key].delete, [".tmp"]) : "${var.bucket_arn}/${part}/*"]
   }
 
-  # Jobs by reference: an intake looks at the object, a dispatcher reads it.
+  # Jobs by reference: the intake checks the object, the dispatcher reads it.
   dynamic "statement" {
     for_each = each.key != "gateway" && length(var.readable_buckets) > 0 ? [true] : []
 
@@ -94,7 +94,7 @@ data "aws_iam_policy_document" "task" {
     content {
       sid       = "TellTheBacklog"
       actions   = ["cloudwatch:PutMetricData"]
-      resources = ["*"] # the action knows no resource; the condition holds it to our namespace
+      resources = ["*"] # the action has no resource; the condition restricts it to the installation's namespace
 
       condition {
         test     = "StringEquals"

@@ -1,24 +1,24 @@
-# The control side: intake, dispatcher and gateway on Fargate. All of them keep what they know in the bucket, so a task
-# may be stopped, moved or doubled at any time.
+# The control side: intake, dispatcher and gateway on Fargate. They keep all durable state in the bucket, so a task may
+# be stopped, moved or doubled at any time.
 
 data "aws_region" "current" {}
 
 locals {
   region = data.aws_region.current.name
 
-  # One stop for all: S3 is tried again for minutes, and Fargate kills after two.
+  # The same stop time for all: S3 requests are retried for minutes, and Fargate kills a task after two.
   stop_seconds  = 120
   drain_seconds = try(var.gateway.drain_seconds, 25)
   request_limit = try(var.gateway.request_timeout_seconds, 600)
   port          = 8000
   metrics_port  = lookup(var.environment, "TOKENMILL_METRICS__PORT", "9100")
 
-  # What `tokenmill autoscale` calls a pool is a fleet here.
+  # A pool of `tokenmill autoscale` is a fleet here.
   pools = { for name, fleet in var.fleets : name => {
     models = [for model in fleet.models : split("=", model)[0]]
     limits = {
-      min_workers           = fleet.scaling.min
-      max_workers            = fleet.scaling.max
+      min_workers             = fleet.scaling.min
+      max_workers             = fleet.scaling.max
       cold_start_seconds      = fleet.scaling.cold_start_seconds
       standard_target_seconds = fleet.scaling.target_seconds
     }
@@ -26,8 +26,8 @@ locals {
 
   common = merge({ AWS_DEFAULT_REGION = local.region }, var.environment)
 
-  # A process tells its figures once it is up, to the container itself only: one that doesn't answer is replaced, and a new
-  # version whose processes don't come up is rolled back.
+  # A process serves its metrics once it has started, inside its container only. ECS replaces a process that doesn't
+  # answer, and rolls back a new version whose processes don't start.
   alive = "http://127.0.0.1:${local.metrics_port}/metrics"
 
   services = merge(
@@ -59,16 +59,16 @@ locals {
         stop    = local.drain_seconds + 35
         health  = "http://127.0.0.1:${local.port}/healthz"
         environment = {
-          TOKENMILL_GATEWAY__AUTH               = "keys" # with "auto" it would not start before there is a key
-          TOKENMILL_GATEWAY__DRAIN_SECONDS      = tostring(local.drain_seconds)
-          TOKENMILL_GATEWAY__REQUEST_TIMEOUT_SECONDS    = tostring(local.request_limit)
-          TOKENMILL_GATEWAY__KEEP_ALIVE_SECONDS = tostring(local.request_limit + 90)
+          TOKENMILL_GATEWAY__AUTH                    = "keys" # with "auto" it would not start before there is a key
+          TOKENMILL_GATEWAY__DRAIN_SECONDS           = tostring(local.drain_seconds)
+          TOKENMILL_GATEWAY__REQUEST_TIMEOUT_SECONDS = tostring(local.request_limit)
+          TOKENMILL_GATEWAY__KEEP_ALIVE_SECONDS      = tostring(local.request_limit + 90)
         }
       }
     },
   )
 
-  # Python, since the image has no other program that speaks HTTP.
+  # Python, since the image has no other HTTP client.
   health = { for name, service in local.services : name =>
     ["CMD", "python", "-c", "import urllib.request; urllib.request.urlopen('${service.health}', timeout=4)"]
   }
@@ -77,7 +77,7 @@ locals {
 }
 
 resource "aws_ecs_cluster" "this" {
-  # checkov:skip=CKV_AWS_65: a variable; the smallest installation doesn't pay for them
+  # checkov:skip=CKV_AWS_65: a variable; the smallest installation does not pay for container insights
 
   name = "${var.name}-control"
   tags = var.tags
@@ -94,7 +94,7 @@ resource "aws_ecs_cluster_capacity_providers" "this" {
 }
 
 resource "aws_cloudwatch_log_group" "this" {
-  # checkov:skip=CKV_AWS_338: log_retention_days says for how long; what happened to jobs is kept in the bucket, not in logs
+  # checkov:skip=CKV_AWS_338: log_retention_days sets the retention; the bucket, not the log, holds the history of jobs
 
   for_each = local.services
 
@@ -221,7 +221,7 @@ resource "aws_ecs_service" "this" {
   health_check_grace_period_seconds = each.key == "gateway" ? 60 : null
   tags                              = var.tags
 
-  # The new ones run before the old ones go. Two of a kind don't disturb each other.
+  # New tasks start before old ones stop. Two tasks of one service can run at the same time.
   deployment_minimum_healthy_percent = 100
   deployment_maximum_percent         = 200
 

@@ -1,20 +1,20 @@
 output "cluster_name" {
-  description = "ECS's cluster."
+  description = "Name of the ECS cluster."
   value       = aws_ecs_cluster.this.name
 }
 
 output "service_names" {
-  description = "Its services."
+  description = "Names of its services."
   value       = [for service in aws_ecs_service.this : service.name]
 }
 
 output "log_groups" {
-  description = "Where each service's log is."
+  description = "Log group of each service."
   value       = { for name, group in aws_cloudwatch_log_group.this : name => group.name }
 }
 
 output "processes" {
-  description = "Each process as its container runs it: command, variables, the ARNs of variables that are secrets, and the command that says whether it is well."
+  description = "Each process as its container runs it: command, variables, ARNs of secret variables, and the command of its health check."
   value = {
     for name, service in local.services : name => {
       command     = service.command
@@ -28,7 +28,7 @@ output "processes" {
 }
 
 output "balancer" {
-  description = "The balancer before the gateways: its name in DNS, its zone for an alias record, and its suffix and its target group's for alarms. null: there is no gateway."
+  description = "The gateways' balancer: its DNS name, its zone for an alias record, and the ARN suffixes of it and its target group for alarms. null: no gateway."
   value = var.gateway == null ? null : {
     dns_name            = aws_lb.gateway[0].dns_name
     zone_id             = aws_lb.gateway[0].zone_id
@@ -38,6 +38,6 @@ output "balancer" {
 }
 
 output "metric_namespace" {
-  description = "Where the dispatcher tells the backlog."
+  description = "CloudWatch namespace to which the dispatcher reports the backlog."
   value       = var.metric_namespace
 }

@@ -1,15 +1,15 @@
 variable "name" {
-  description = "Of the installation; every resource's name begins with it."
+  description = "Name of the installation. Every resource's name begins with it."
   type        = string
 }
 
 variable "vpc_id" {
-  description = "Where the services run."
+  description = "The VPC of the services."
   type        = string
 }
 
 variable "vpc_cidr" {
-  description = "The VPC's addresses: Redis and Kafka are reached there."
+  description = "The VPC's address range, in which Redis and Kafka are reached."
   type        = string
 }
 
@@ -19,7 +19,7 @@ variable "subnet_ids" {
 }
 
 variable "image" {
-  description = "The image of the control side, by its digest (NAME@sha256:…) so that what runs is what was tried; infra/images builds it."
+  description = "The image of the control side, by its digest (NAME@sha256:…), so that the tested image runs. infra/images builds it."
   type        = string
 
   validation {
@@ -29,7 +29,7 @@ variable "image" {
 }
 
 variable "architecture" {
-  description = "That the image is built for."
+  description = "CPU architecture of the image."
   type        = string
   default     = "X86_64"
 
@@ -44,19 +44,19 @@ variable "bucket_arn" {
   type        = string
 }
 
-variable "places" {
-  description = "Where files are dropped: prefixes with their slash."
+variable "prefixes" {
+  description = "Prefixes for dropped files, each with its slash."
   type        = set(string)
   default     = ["incoming/"]
 }
 
 variable "environment" {
-  description = "TOKENMILL_ variables of all services: what the other modules say of themselves, and your own settings."
+  description = "TOKENMILL_ variables of all services: the other modules' outputs named environment, and more settings."
   type        = map(string)
 }
 
 variable "secrets" {
-  description = "Variables whose values are secrets: name -> ARN of the secret."
+  description = "Environment variables with secret values: name -> ARN of the secret."
   type        = map(string)
 }
 
@@ -67,18 +67,18 @@ variable "kms_key_arns" {
 }
 
 variable "intake_policy" {
-  description = "What an intake may do with its sources, as the module events says."
+  description = "IAM policy of the intake for its ingest sources: the output intake_policy of the module events."
   type        = string
 }
 
 variable "readable_buckets" {
-  description = "ARNs of other buckets that jobs by reference may name, as far as TOKENMILL_KAFKA__URI_PREFIXES and its like allow it."
+  description = "ARNs of other buckets that jobs by reference may read, as far as TOKENMILL_KAFKA__URI_PREFIXES and similar settings allow it."
   type        = list(string)
   default     = []
 }
 
 variable "intake" {
-  description = "Makes jobs of what comes in. cpu in 1/1024 of a processor, memory in MiB, as Fargate combines them; spot: on Fargate's spot capacity, which is safe here."
+  description = "Creates jobs from the ingest sources. cpu in 1/1024 vCPU, memory in MiB, in a combination that Fargate offers. spot: on Fargate's spot capacity, which is safe here."
   type = object({
     count  = optional(number, 1)
     cpu    = optional(number, 512)
@@ -89,7 +89,7 @@ variable "intake" {
 }
 
 variable "dispatcher" {
-  description = "Plans jobs and hands out shards. Of several one works; another takes over after seconds. disk_gib holds the plan that is being made."
+  description = "Plans jobs and dispatches shards. Of several, one leads; another takes over within seconds. disk_gib: room for the plan in progress."
   type = object({
     count    = optional(number, 1)
     cpu      = optional(number, 1024)
@@ -101,32 +101,32 @@ variable "dispatcher" {
 }
 
 variable "gateway" {
-  description = "HTTP for OpenAI's clients, behind a balancer. disk_gib holds uploads that are under way: max_upload_bytes times uploads at once. null: none."
+  description = "HTTP for OpenAI's clients, behind a balancer. disk_gib: room for uploads in progress, max_upload_bytes times the number of concurrent uploads. null: none."
   type = object({
-    count             = optional(number, 2)
-    cpu               = optional(number, 1024)
-    memory            = optional(number, 2048)
-    spot              = optional(bool, false)
-    disk_gib          = optional(number, 40)
-    certificate_arn   = string
-    balancer_subnets  = list(string)
-    internal          = optional(bool, true)
-    allowed_cidrs     = list(string)
-    request_timeout_seconds   = optional(number, 600)
-    drain_seconds     = optional(number, 25)
-    access_log_bucket = optional(string)
-    delete_protection = optional(bool, true)
+    count                   = optional(number, 2)
+    cpu                     = optional(number, 1024)
+    memory                  = optional(number, 2048)
+    spot                    = optional(bool, false)
+    disk_gib                = optional(number, 40)
+    certificate_arn         = string
+    balancer_subnets        = list(string)
+    internal                = optional(bool, true)
+    allowed_cidrs           = list(string)
+    request_timeout_seconds = optional(number, 600)
+    drain_seconds           = optional(number, 25)
+    access_log_bucket       = optional(string)
+    delete_protection       = optional(bool, true)
   })
   default = null
 
   validation {
     condition     = try(var.gateway.drain_seconds, 0) <= 85
-    error_message = "Fargate kills after 120 s at most, and a gateway needs some seconds more than drain_seconds: give 85 at most."
+    error_message = "drain_seconds must be 85 at most: Fargate kills a task after 120 s, and a gateway needs some seconds more than drain_seconds."
   }
 
   validation {
     condition     = try(var.gateway.request_timeout_seconds, 600) >= 10 && try(var.gateway.request_timeout_seconds, 600) <= 3900
-    error_message = "A balancer waits for 4,000 s at most: give request_timeout_seconds from 10 to 3,900."
+    error_message = "request_timeout_seconds must be 10 to 3,900: a balancer waits for 4,000 s at most."
   }
 
   validation {
@@ -136,13 +136,13 @@ variable "gateway" {
 }
 
 variable "metric_namespace" {
-  description = "Of CloudWatch, where a dispatcher tells the backlog of each model and how many workers it wishes for; fleets are scaled by that."
+  description = "CloudWatch namespace to which the dispatcher reports the backlog of each model and the desired workers of each fleet; these scale the fleets."
   type        = string
   default     = "tokenmill"
 }
 
 variable "fleets" {
-  description = "Fleets of workers, by their names: the models that they serve, and their scaling as in the module workers. The dispatcher wishes for their workers."
+  description = "Fleets of workers, by name: their models, and their scaling as in the module workers. The dispatcher computes their desired workers."
   type = map(object({
     models = list(string)
     scaling = object({
@@ -156,19 +156,19 @@ variable "fleets" {
 }
 
 variable "log_retention_days" {
-  description = "For how long logs are kept."
+  description = "Retention of logs in days."
   type        = number
   default     = 30
 }
 
 variable "container_insights" {
-  description = "Whether CloudWatch counts processor and memory of each task, for a price by the metric."
+  description = "Whether CloudWatch records CPU and memory of each task, at a price per metric."
   type        = bool
   default     = false
 }
 
 variable "tags" {
-  description = "Of everything here."
+  description = "Tags of all resources of this module."
   type        = map(string)
   default     = {}
 }

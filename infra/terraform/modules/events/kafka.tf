@@ -1,4 +1,4 @@
-# Kafka, where requests come in record by record. Clients get in over TLS, by IAM: there is no password to keep.
+# Kafka, the ingest source for single requests and jobs. Clients authenticate by IAM over TLS, so there is no password.
 
 locals {
   brokers     = try(length(var.kafka.subnet_ids) * var.kafka.brokers_per_zone, 0)
@@ -137,7 +137,7 @@ resource "aws_msk_cluster" "this" {
   }
 }
 
-# What an intake may do there: read requests and jobs, tell results, events and dead letters.
+# The intake's rights: read requests and jobs; write results, events and dead letters.
 data "aws_iam_policy_document" "kafka" {
   count = var.kafka == null ? 0 : 1
 

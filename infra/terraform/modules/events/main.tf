@@ -1,4 +1,4 @@
-# What comes in: the bucket tells a queue of each drop. The queue is a hint; a listing finds what it forgets.
+# S3 sends a notification of each dropped file to a queue. The queue only saves time: listing finds files that it loses.
 
 data "aws_caller_identity" "current" {}
 
@@ -12,7 +12,7 @@ resource "aws_sqs_queue" "dead" {
 resource "aws_sqs_queue" "drops" {
   name                       = "${var.name}-drops"
   message_retention_seconds  = 1209600
-  visibility_timeout_seconds = 60 # an intake asks for the same, and renews it while it works
+  visibility_timeout_seconds = 60 # the intake requests the same timeout, and renews it while it works
   receive_wait_time_seconds  = 20
   sqs_managed_sse_enabled    = true
   tags                       = var.tags
@@ -23,7 +23,7 @@ resource "aws_sqs_queue" "drops" {
   })
 }
 
-# Nobody else's queue may use these dead letters.
+# No other queue may use this dead-letter queue.
 resource "aws_sqs_queue_redrive_allow_policy" "dead" {
   queue_url = aws_sqs_queue.dead.id
 
@@ -85,7 +85,7 @@ resource "aws_s3_bucket_notification" "drops" {
   bucket = var.bucket
 
   dynamic "queue" {
-    for_each = var.places
+    for_each = var.prefixes
 
     content {
       id            = "${var.name}-${replace(trimsuffix(queue.key, "/"), "/", "-")}"
@@ -95,7 +95,7 @@ resource "aws_s3_bucket_notification" "drops" {
     }
   }
 
-  depends_on = [aws_sqs_queue_policy.drops] # S3 tries the queue when it is told of it
+  depends_on = [aws_sqs_queue_policy.drops] # S3 sends a test message to the queue when the notification is created
 }
 
 data "aws_iam_policy_document" "intake" {

@@ -1,25 +1,25 @@
 output "queue_url" {
-  description = "The queue that the bucket tells of drops."
+  description = "The queue that receives the bucket's notifications of dropped files."
   value       = aws_sqs_queue.drops.id
 }
 
 output "queue_name" {
-  description = "Its name, for alarms."
+  description = "The queue's name, for alarms."
   value       = aws_sqs_queue.drops.name
 }
 
 output "dead_letter_queue_name" {
-  description = "The name of its dead letters' queue, for alarms."
+  description = "Name of its dead-letter queue, for alarms."
   value       = aws_sqs_queue.dead.name
 }
 
 output "intake_policy" {
-  description = "What an intake may do with the queue and with Kafka, as a policy document."
+  description = "Policy document of the intake's rights on the queue and on Kafka."
   value       = data.aws_iam_policy_document.intake.json
 }
 
 output "kafka" {
-  description = "MSK's cluster and how many brokers it has, for alarms. null: there is none."
+  description = "Name and number of brokers of the MSK cluster, for alarms. null: no Kafka."
   value = var.kafka == null ? null : {
     cluster_name = aws_msk_cluster.this[0].cluster_name
     brokers      = local.brokers
@@ -27,26 +27,26 @@ output "kafka" {
 }
 
 output "kafka_cluster_arn" {
-  description = "Its ARN, for the policies of those who produce and consume. null: there is none."
+  description = "ARN of the MSK cluster, for the policies of producers and consumers. null: no Kafka."
   value       = one(aws_msk_cluster.this[*].arn)
 }
 
 output "environment" {
-  description = "What an intake has to know of all that."
+  description = "Environment variables of the intake: addresses and settings of its ingest sources."
   value = merge(
     {
       TOKENMILL_BUCKET__QUEUE_URL = aws_sqs_queue.drops.id
-      TOKENMILL_BUCKET__PREFIXES    = jsonencode(var.prefixes)
+      TOKENMILL_BUCKET__PREFIXES  = jsonencode(var.prefixes)
     },
     var.kafka == null ? {} : {
-      TOKENMILL_KAFKA__BOOTSTRAP_SERVERS    = jsonencode(split(",", aws_msk_cluster.this[0].bootstrap_brokers_sasl_iam))
-      TOKENMILL_KAFKA__SECURITY_PROTOCOL     = "SASL_SSL"
+      TOKENMILL_KAFKA__BOOTSTRAP_SERVERS = jsonencode(split(",", aws_msk_cluster.this[0].bootstrap_brokers_sasl_iam))
+      TOKENMILL_KAFKA__SECURITY_PROTOCOL = "SASL_SSL"
       TOKENMILL_KAFKA__SASL_MECHANISM    = "AWS_MSK_IAM"
-      TOKENMILL_KAFKA__TOPIC_PREFIX = var.kafka.topic_prefix
-      TOKENMILL_KAFKA__GROUP_ID        = var.kafka.consumer_group
-      TOKENMILL_KAFKA__REQUESTS     = jsonencode(var.kafka.request_topics)
-      TOKENMILL_KAFKA__JOBS         = jsonencode(var.kafka.job_topics)
-      TOKENMILL_KAFKA__URI_PREFIXES = jsonencode(var.kafka.uri_prefixes)
+      TOKENMILL_KAFKA__TOPIC_PREFIX      = var.kafka.topic_prefix
+      TOKENMILL_KAFKA__GROUP_ID          = var.kafka.consumer_group
+      TOKENMILL_KAFKA__REQUESTS          = jsonencode(var.kafka.request_topics)
+      TOKENMILL_KAFKA__JOBS              = jsonencode(var.kafka.job_topics)
+      TOKENMILL_KAFKA__URI_PREFIXES      = jsonencode(var.kafka.uri_prefixes)
     },
   )
 }

@@ -1,36 +1,36 @@
 variable "name" {
-  description = "Of the installation; every resource's name begins with it."
+  description = "Name of the installation. Every resource's name begins with it."
   type        = string
 }
 
 variable "bucket" {
-  description = "The bucket whose drops are told of."
+  description = "The bucket that sends the notifications."
   type        = string
 }
 
 variable "bucket_arn" {
-  description = "Its ARN."
+  description = "The bucket's ARN."
   type        = string
 }
 
-variable "places" {
-  description = "Where files are dropped, and whose they are: a prefix with its slash -> the tenant. No place may lie in another."
+variable "prefixes" {
+  description = "Prefixes for dropped files: a prefix with its slash -> the tenant that owns the files. No prefix may contain another."
   type        = map(string)
   default     = { "incoming/" = "default" }
 
   validation {
-    condition     = length(var.places) > 0 && alltrue([for place in keys(var.places) : can(regex("^[^/].*/$", place))])
-    error_message = "Give at least one place; each begins without and ends with a slash, such as incoming/."
+    condition     = length(var.prefixes) > 0 && alltrue([for prefix in keys(var.prefixes) : can(regex("^[^/].*/$", prefix))])
+    error_message = "Give at least one prefix. Each begins without a slash and ends with one, such as incoming/."
   }
 
   validation {
-    condition     = alltrue(flatten([for a in keys(var.places) : [for b in keys(var.places) : a == b || !startswith(a, b)]]))
-    error_message = "No place may lie in another: S3 refuses notifications that overlap."
+    condition     = alltrue(flatten([for a in keys(var.prefixes) : [for b in keys(var.prefixes) : a == b || !startswith(a, b)]]))
+    error_message = "No prefix may contain another: S3 refuses overlapping notifications."
   }
 }
 
 variable "max_receive_count" {
-  description = "After so many deliveries a message goes to the dead letters. An intake gives messages back on purpose, every two minutes while a tenant has too much work queued, so this counts hours, not mistakes: 100 are three hours and more. What lands there is found by the listing all the same."
+  description = "Deliveries after which a message moves to the dead-letter queue. The intake returns messages every two minutes while their tenant has too much queued work, so 100 deliveries are more than three hours. Listing still finds the files of these messages."
   type        = number
   default     = 100
 
@@ -65,18 +65,18 @@ variable "kafka" {
 
   validation {
     condition     = try(length(var.kafka.subnet_ids), 2) >= 2
-    error_message = "MSK needs subnets in two zones at least, better three."
+    error_message = "MSK needs subnets in at least two zones, preferably three."
   }
 }
 
 variable "kms_key_arn" {
-  description = "Encrypts Kafka's disks and its log. null: with keys of AWS's. The queues always use SQS's own key, which costs nothing and lets S3 write."
+  description = "Key that encrypts Kafka's disks and log. null: AWS's own keys. The queues always use SQS's own key, which costs nothing and lets S3 write."
   type        = string
   default     = null
 }
 
 variable "tags" {
-  description = "Of everything here."
+  description = "Tags of all resources of this module."
   type        = map(string)
   default     = {}
 }

@@ -1,5 +1,5 @@
-# What ECS itself may do to start a container: fetch its image, hand it its secrets, write its logs. Not what our process
-# in it may do.
+# The role with which ECS starts a container: it pulls the image, passes the secrets and writes the logs. The process in
+# the container has another role.
 
 data "aws_caller_identity" "current" {}
 
@@ -64,7 +64,7 @@ data "aws_iam_policy_document" "execution" {
     content {
       sid       = "LogInToTheRegistry"
       actions   = ["ecr:GetAuthorizationToken"]
-      resources = ["*"] # it is not about any one resource
+      resources = ["*"] # the action has no resource
     }
   }
 }

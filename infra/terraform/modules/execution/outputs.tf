@@ -1,10 +1,10 @@
 output "role_arn" {
-  description = "Of the role, once it has its rights."
+  description = "ARN of the role, once its policy is attached."
   value       = aws_iam_role.this.arn
   depends_on  = [aws_iam_role_policy.this]
 }
 
 output "trust" {
-  description = "Who may take a role of a container of this account: ECS, for the role of our process in it, too."
+  description = "Trust policy that lets ECS tasks of this account assume a role. The roles of the processes use it, too."
   value       = data.aws_iam_policy_document.trust.json
 }

@@ -1,20 +1,20 @@
 variable "name" {
-  description = "The role is called NAME-execution."
+  description = "Prefix of the role's name, NAME-execution."
   type        = string
 }
 
 variable "image" {
-  description = "The containers' image. One in ECR may be fetched; one from elsewhere needs no right."
+  description = "The containers' image. The role may pull it from ECR; other registries need no right."
   type        = string
 }
 
 variable "log_group_arns" {
-  description = "Where the containers log to."
+  description = "ARNs of the containers' log groups."
   type        = list(string)
 }
 
 variable "secrets" {
-  description = "Variables whose values are secrets: name -> ARN of the secret."
+  description = "Environment variables with secret values: name -> ARN of the secret."
   type        = map(string)
 }
 
@@ -24,6 +24,6 @@ variable "kms_key_arns" {
 }
 
 variable "tags" {
-  description = "Of the role."
+  description = "Tags of the role."
   type        = map(string)
 }

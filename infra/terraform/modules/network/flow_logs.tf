@@ -1,7 +1,7 @@
-# Connections that were refused: what a break-in, or a rule that is missing, looks like.
+# Logs of refused connections, which show intrusion attempts and missing rules.
 
 resource "aws_cloudwatch_log_group" "flow" {
-  # checkov:skip=CKV_AWS_338: log_retention_days says for how long; what happened to jobs is kept in the bucket, not in logs
+  # checkov:skip=CKV_AWS_338: log_retention_days sets the retention; the bucket, not the log, holds the history of jobs
 
   count = var.flow_logs ? 1 : 0
 

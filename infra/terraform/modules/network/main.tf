@@ -1,5 +1,5 @@
-# A VPC in which nothing has a public address: private subnets, S3's gateway endpoint, and either NAT or an interface
-# endpoint for each service that is used.
+# A VPC without public addresses of instances: private subnets, S3's gateway endpoint, and either NAT or an interface
+# endpoint for each AWS service in use.
 
 data "aws_region" "current" {}
 
@@ -11,7 +11,7 @@ locals {
   nat_of  = { for zone in var.availability_zones : zone => var.nat == "per_zone" ? zone : var.availability_zones[0] }
   serving = slice(var.availability_zones, 0, min(var.endpoint_zones, length(var.availability_zones)))
 
-  # Where ECR keeps the layers of images, and Amazon Linux its packages.
+  # ECR's buckets of image layers, and Amazon Linux's of packages.
   aws_buckets = [
     "arn:aws:s3:::prod-${local.region}-starport-layer-bucket",
     "arn:aws:s3:::al2023-repos-${local.region}-de612dc2",
@@ -26,7 +26,7 @@ resource "aws_vpc" "this" {
   tags                 = merge(var.tags, { Name = var.name })
 }
 
-# What isn't given a group of its own can talk to nobody.
+# An interface without a security group of its own has no connectivity.
 resource "aws_default_security_group" "closed" {
   vpc_id = aws_vpc.this.id
   tags   = merge(var.tags, { Name = "${var.name}-closed" })
@@ -56,7 +56,7 @@ resource "aws_route_table_association" "private" {
   route_table_id = aws_route_table.private[each.key].id
 }
 
-# --- Out to the internet, where that is wanted
+# --- Internet access, if configured
 
 resource "aws_internet_gateway" "this" {
   count = length(local.public) > 0 ? 1 : 0
@@ -125,7 +125,7 @@ resource "aws_route" "private" {
 # --- To AWS's services, without the internet
 
 data "aws_iam_policy_document" "s3_endpoint" {
-  # checkov:skip=CKV_AWS_283: an endpoint's policy narrows what the caller's own and the bucket's policies allow; it gives nobody anything
+  # checkov:skip=CKV_AWS_283: an endpoint's policy narrows what the caller's own and the bucket's policies allow; it grants nothing itself
 
   statement {
     sid       = "ReachableBuckets"

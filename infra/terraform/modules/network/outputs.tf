@@ -1,19 +1,19 @@
 output "vpc_id" {
-  description = "The VPC."
+  description = "Id of the VPC."
   value       = aws_vpc.this.id
 }
 
 output "cidr" {
-  description = "Its addresses."
+  description = "The VPC's address range."
   value       = var.cidr
 }
 
 output "private_subnet_ids" {
-  description = "A subnet of each zone, in the zones' order. Everything of an installation runs here."
+  description = "Private subnet of each zone, in the zones' order. The whole installation runs in them."
   value       = [for zone in var.availability_zones : aws_subnet.private[zone].id]
 }
 
 output "public_subnet_ids" {
-  description = "A public subnet of each zone, if there are any: for NAT and for a balancer that the internet reaches."
+  description = "Public subnet of each zone, if any: for NAT, and for a balancer that is reachable from the internet."
   value       = [for zone in keys(local.public) : aws_subnet.public[zone].id]
 }

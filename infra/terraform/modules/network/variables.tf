@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Of the installation; every resource's name begins with it."
+  description = "Name of the installation. Every resource's name begins with it."
   type        = string
 
   validation {
@@ -9,7 +9,7 @@ variable "name" {
 }
 
 variable "cidr" {
-  description = "Addresses of the VPC. Each subnet takes a sixteenth of them."
+  description = "Address range of the VPC. Each subnet takes a sixteenth of it."
   type        = string
   default     = "10.64.0.0/16"
 
@@ -30,7 +30,7 @@ variable "availability_zones" {
 }
 
 variable "nat" {
-  description = "The way out to the internet: none, single (one gateway for all zones) or per_zone. With none, everything that is used must have an endpoint here."
+  description = "NAT to the internet: none, single (one gateway for all zones) or per_zone. With none, each AWS service in use needs an endpoint here."
   type        = string
   default     = "none"
 
@@ -41,19 +41,19 @@ variable "nat" {
 }
 
 variable "public_subnets" {
-  description = "Whether there are public subnets even without NAT: for a balancer that the internet reaches."
+  description = "Whether there are public subnets even without NAT, for a balancer that is reachable from the internet."
   type        = bool
   default     = false
 }
 
 variable "interface_endpoints" {
-  description = "AWS services that are reached without the internet, by the last part of their endpoint's name, such as sqs or ecr.dkr. S3 always has its gateway endpoint, which costs nothing."
+  description = "AWS services with an interface endpoint, by the last part of the endpoint's name, such as sqs or ecr.dkr. S3 always has its gateway endpoint, which costs nothing."
   type        = set(string)
   default     = []
 }
 
 variable "endpoint_zones" {
-  description = "In how many of the zones the interface endpoints stand; each costs by the hour in each zone."
+  description = "Number of zones with interface endpoints. Each endpoint costs by the hour in each zone."
   type        = number
   default     = 2
 
@@ -64,7 +64,7 @@ variable "endpoint_zones" {
 }
 
 variable "reachable_buckets" {
-  description = "ARNs of the only buckets that can be reached from here through the endpoint; those of AWS that images and packages come from are added. null: any bucket."
+  description = "ARNs of the only buckets that are reachable through the endpoint, besides AWS's own for images and packages. null: any bucket."
   type        = list(string)
   default     = null
 }
@@ -76,19 +76,19 @@ variable "flow_logs" {
 }
 
 variable "log_retention_days" {
-  description = "For how long flow logs are kept."
+  description = "Retention of flow logs in days."
   type        = number
   default     = 30
 }
 
 variable "kms_key_arn" {
-  description = "Encrypts flow logs. null: with a key of AWS's."
+  description = "Key that encrypts flow logs. null: AWS's own key."
   type        = string
   default     = null
 }
 
 variable "tags" {
-  description = "Of everything here."
+  description = "Tags of all resources of this module."
   type        = map(string)
   default     = {}
 }

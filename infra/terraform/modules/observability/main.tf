@@ -1,4 +1,4 @@
-# What somebody should be told of. Each alarm names what is wrong and what it does to jobs; none is about being busy.
+# Alarms. Each describes the fault and its effect on jobs. No alarm fires because of high load alone.
 
 data "aws_region" "current" {}
 data "aws_caller_identity" "current" {}
@@ -48,7 +48,7 @@ resource "aws_sns_topic_subscription" "email" {
 
 resource "aws_cloudwatch_metric_alarm" "dead_letters" {
   alarm_name          = "${var.name}-dead-letters"
-  alarm_description   = "Messages about drops could not be handled, again and again. The files are found by listing; see what the messages say."
+  alarm_description   = "Notifications of dropped files failed repeatedly. The intake finds the files by listing; inspect the messages for the cause."
   namespace           = "AWS/SQS"
   metric_name         = "ApproximateNumberOfMessagesVisible"
   dimensions          = { QueueName = var.dead_letter_queue_name }
@@ -64,7 +64,7 @@ resource "aws_cloudwatch_metric_alarm" "dead_letters" {
 
 resource "aws_cloudwatch_metric_alarm" "drops_wait" {
   alarm_name          = "${var.name}-drops-wait"
-  alarm_description   = "A drop has waited for an hour: no intake works, or its tenant has too much queued."
+  alarm_description   = "A dropped file has waited for an hour: no intake runs, or its tenant has too much queued work."
   namespace           = "AWS/SQS"
   metric_name         = "ApproximateAgeOfOldestMessage"
   dimensions          = { QueueName = var.queue_name }
@@ -84,7 +84,7 @@ resource "aws_cloudwatch_metric_alarm" "backlog" {
   ]) : "${pair.fleet}-${pair.model}" => pair }
 
   alarm_name          = "${var.name}-backlog-${replace(each.key, "/", "-")}"
-  alarm_description   = "More than ${each.value.seconds} s of work wait for ${each.value.model}, even with all the workers that there are. Raise scaling.max or max_instances, or see why no machine starts."
+  alarm_description   = "More than ${each.value.seconds} s of work wait for ${each.value.model}, even with all running workers. Raise scaling.max or max_instances, or check why no machine starts."
   threshold           = each.value.seconds
   comparison_operator = "GreaterThanThreshold"
   evaluation_periods  = 3
@@ -117,10 +117,10 @@ resource "aws_cloudwatch_metric_alarm" "backlog" {
   }
 }
 
-# Counts for the whole installation, whether any model is known yet or not.
+# OpenJobs covers the whole installation, so it is reported even before the first model.
 resource "aws_cloudwatch_metric_alarm" "silence" {
   alarm_name          = "${var.name}-dispatcher-silent"
-  alarm_description   = "No dispatcher has told the backlog for ten minutes: jobs don't start, and workers are neither started nor ended."
+  alarm_description   = "No dispatcher has reported the backlog for ten minutes: jobs don't start, and workers are neither started nor stopped."
   namespace           = var.metric_namespace
   metric_name         = "OpenJobs"
   dimensions          = { Installation = var.name }
@@ -135,12 +135,12 @@ resource "aws_cloudwatch_metric_alarm" "silence" {
   tags                = var.tags
 }
 
-# A task that runs has a processor, and ECS counts it; so whoever isn't counted doesn't run.
+# ECS reports CPU utilization for each running task, so a service without samples doesn't run.
 resource "aws_cloudwatch_metric_alarm" "not_running" {
   for_each = toset(var.control.service_names)
 
   alarm_name          = "${var.name}-no-${each.value}"
-  alarm_description   = "No ${each.value} runs. Its log, and the service's events in ECS, say why."
+  alarm_description   = "No ${each.value} runs. See its log and the service's events in ECS for the cause."
   namespace           = "AWS/ECS"
   metric_name         = "CPUUtilization"
   dimensions          = { ClusterName = var.control.cluster_name, ServiceName = each.value }
@@ -159,7 +159,7 @@ resource "aws_cloudwatch_metric_alarm" "redis_memory" {
   for_each = toset(var.redis_node_ids)
 
   alarm_name          = "${var.name}-redis-memory-${each.value}"
-  alarm_description   = "Redis is nearly full. When it is, shards aren't handed out and streams end; nothing is lost. Take a larger node_type."
+  alarm_description   = "Redis is nearly full. When it is full, no shards are dispatched and streams end; no work is lost. Choose a larger node_type."
   namespace           = "AWS/ElastiCache"
   metric_name         = "DatabaseMemoryUsagePercentage"
   dimensions          = { CacheClusterId = each.value }
@@ -177,7 +177,7 @@ resource "aws_cloudwatch_metric_alarm" "no_gateway" {
   count = var.balancer == null ? 0 : 1
 
   alarm_name          = "${var.name}-no-gateway"
-  alarm_description   = "No gateway is ready: HTTP answers 503. Jobs go on."
+  alarm_description   = "No gateway is ready: HTTP requests get 503. Jobs continue."
   namespace           = "AWS/ApplicationELB"
   metric_name         = "HealthyHostCount"
   dimensions          = { LoadBalancer = var.balancer.arn_suffix, TargetGroup = var.balancer.target_group_suffix }
@@ -196,7 +196,7 @@ resource "aws_cloudwatch_metric_alarm" "gateway_errors" {
   count = var.balancer == null ? 0 : 1
 
   alarm_name          = "${var.name}-gateway-errors"
-  alarm_description   = "Of the answers over HTTP more than 5 % are 5xx."
+  alarm_description   = "More than 5 % of the HTTP responses are 5xx."
   threshold           = 5
   comparison_operator = "GreaterThanThreshold"
   evaluation_periods  = 3
@@ -233,7 +233,7 @@ resource "aws_cloudwatch_metric_alarm" "kafka_disk" {
   for_each = var.kafka == null ? {} : { for broker in range(1, 1 + var.kafka.brokers) : "broker-${broker}" => tostring(broker) }
 
   alarm_name          = "${var.name}-kafka-disk-${each.key}"
-  alarm_description   = "A broker's disk is nearly full; when it is, it stops. Raise volume_gib, or lower retention_hours."
+  alarm_description   = "The disk of a Kafka broker is nearly full; a broker with a full disk stops. Raise volume_gib, or lower retention_hours."
   namespace           = "AWS/Kafka"
   metric_name         = "KafkaDataLogsDiskUsed"
   dimensions          = { "Cluster Name" = var.kafka.cluster_name, "Broker ID" = each.value }

@@ -1,43 +1,43 @@
 variable "name" {
-  description = "Of the installation; every resource's name begins with it."
+  description = "Name of the installation. Every resource's name begins with it."
   type        = string
 }
 
 variable "emails" {
-  description = "Who is told of alarms and of the budget. Each gets a mail to confirm first."
+  description = "E-mail addresses that receive alarms and budget notifications. Each must confirm a first mail."
   type        = list(string)
   default     = []
 }
 
 variable "kms_key_arn" {
-  description = "Encrypts what is told; its policy must let CloudWatch and Budgets use it. null: not encrypted at rest."
+  description = "Key that encrypts notifications; its policy must let CloudWatch and Budgets use it. null: no encryption at rest."
   type        = string
   default     = null
 }
 
 variable "metric_namespace" {
-  description = "Where the dispatcher tells the backlog."
+  description = "CloudWatch namespace to which the dispatcher reports the backlog."
   type        = string
   default     = "tokenmill"
 }
 
 variable "queue_name" {
-  description = "The queue of drops."
+  description = "Queue of the notifications of dropped files."
   type        = string
 }
 
 variable "dead_letter_queue_name" {
-  description = "Its dead letters' queue."
+  description = "Dead-letter queue of that queue."
   type        = string
 }
 
 variable "redis_node_ids" {
-  description = "The cache's nodes."
+  description = "Ids of the Redis nodes."
   type        = list(string)
 }
 
 variable "fleets" {
-  description = "Fleets of workers: their models, and the seconds of backlog from which on somebody should look."
+  description = "Fleets of workers: their models, and the backlog in seconds above which an alarm fires."
   type = map(object({
     model_names     = list(string)
     backlog_seconds = optional(number, 21600)
@@ -45,7 +45,7 @@ variable "fleets" {
 }
 
 variable "control" {
-  description = "ECS's cluster of the control side, and the services that always run there."
+  description = "ECS cluster of the control side, and the services that always run in it."
   type = object({
     cluster_name  = string
     service_names = list(string)
@@ -53,7 +53,7 @@ variable "control" {
 }
 
 variable "balancer" {
-  description = "The suffixes of the gateways' balancer and of its target group. null: there is none."
+  description = "ARN suffixes of the gateways' balancer and of its target group. null: no balancer."
   type = object({
     arn_suffix          = string
     target_group_suffix = string
@@ -62,7 +62,7 @@ variable "balancer" {
 }
 
 variable "kafka" {
-  description = "MSK's cluster and how many brokers it has. null: there is none."
+  description = "Name and number of brokers of the MSK cluster. null: no Kafka."
   type = object({
     cluster_name = string
     brokers      = number
@@ -71,13 +71,13 @@ variable "kafka" {
 }
 
 variable "monthly_budget" {
-  description = "In US dollars: whoever is in emails is told when 80 % are spent, and when a month is going to cost more. It stops nothing. null: none."
+  description = "In US dollars. The emails are notified when 80 % are spent, and when a month is forecast to exceed it. It limits no spending. null: no budget."
   type        = number
   default     = null
 }
 
 variable "budget_tag" {
-  description = "The tag by which the budget knows this installation's costs, as KEY=VALUE. It has to be activated as a cost allocation tag. null: all costs of the account count."
+  description = "Tag that selects this installation's costs for the budget, as KEY=VALUE. It must be activated as a cost allocation tag. null: all costs of the account."
   type        = string
   default     = null
 
@@ -88,7 +88,7 @@ variable "budget_tag" {
 }
 
 variable "tags" {
-  description = "Of everything here."
+  description = "Tags of all resources of this module."
   type        = map(string)
   default     = {}
 }

@@ -1,5 +1,5 @@
-# Redis's protocol, spoken by Valkey: shard queues, heartbeats, leases, the lane of requests whose callers wait. All of
-# it may be lost at any time, so there are no snapshots.
+# Valkey, which speaks Redis's protocol: shard queues, heartbeats, leases, the lane of interactive requests. All of its
+# data may be lost at any time, so there are no snapshots.
 
 resource "aws_security_group" "this" {
   name_prefix = "${var.name}-redis-"
@@ -30,7 +30,7 @@ resource "aws_elasticache_subnet_group" "this" {
   tags        = var.tags
 }
 
-# When memory is full writes fail loudly. To drop keys would be to drop heartbeats, and with them live workers.
+# Writes fail when memory is full. Eviction could remove heartbeats, and live workers would seem dead.
 resource "aws_elasticache_parameter_group" "this" {
   name        = "${var.name}-redis"
   description = "Of ${var.name}: nothing is evicted"
@@ -43,10 +43,10 @@ resource "aws_elasticache_parameter_group" "this" {
   }
 }
 
-# A token is drawn once, and kept: terraform_data holds the first, whatever later looks draw.
+# The data source draws a new token at each plan; terraform_data keeps the first one.
 data "aws_secretsmanager_random_password" "token" {
   password_length     = 64
-  exclude_punctuation = true # it stands in a URL
+  exclude_punctuation = true # the token is part of a URL
 }
 
 resource "terraform_data" "token" {
@@ -58,10 +58,10 @@ resource "terraform_data" "token" {
 }
 
 resource "aws_elasticache_replication_group" "this" {
-  # checkov:skip=CKV2_AWS_50: on as soon as there is a replica; without one, nothing is lost with the node
+  # checkov:skip=CKV2_AWS_50: failover is on with a replica; without one, the loss of the node loses no work
 
   replication_group_id = "${var.name}-redis"
-  description          = "Hints of ${var.name}"
+  description          = "Coordination of ${var.name}"
   engine               = "valkey"
   engine_version       = var.engine_version
   node_type            = var.node_type
@@ -85,9 +85,9 @@ resource "aws_elasticache_replication_group" "this" {
   tags                       = var.tags
 }
 
-# The whole URL, because that is what our processes read.
+# The whole URL, because tokenmill reads it from one variable.
 resource "aws_secretsmanager_secret" "url" {
-  # checkov:skip=CKV2_AWS_57: the token changes by terraform apply, which gives it to the cache and to the processes in one go
+  # checkov:skip=CKV2_AWS_57: terraform apply rotates the token, in the cache and in the processes at once
 
   name                    = "${var.name}/redis-url"
   description             = "Where Redis is, with its token: TOKENMILL_REDIS_URL"

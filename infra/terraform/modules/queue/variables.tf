@@ -1,54 +1,54 @@
 variable "name" {
-  description = "Of the installation; every resource's name begins with it."
+  description = "Name of the installation. Every resource's name begins with it."
   type        = string
 
   validation {
     condition     = length(var.name) <= 33
-    error_message = "ElastiCache takes 40 letters, of which 7 are ours."
+    error_message = "Give at most 33 characters: ElastiCache allows 40, and this module needs 7 of them."
   }
 }
 
 variable "vpc_id" {
-  description = "Where the cache stands."
+  description = "The VPC of the cache."
   type        = string
 }
 
 variable "subnet_ids" {
-  description = "Private subnets; of several zones where there are replicas."
+  description = "Private subnets; with replicas, in several zones."
   type        = list(string)
 }
 
 variable "client_cidrs" {
-  description = "Addresses from which it can be reached: the VPC's."
+  description = "Address ranges of the clients: the VPC's."
   type        = list(string)
 }
 
 variable "node_type" {
-  description = "Of each node. What is kept is hints: names of shards, heartbeats, the tokens of streams under way, kept answers."
+  description = "Type of each node. The cache holds no durable data: names of shards, heartbeats, tokens of streams in progress, cached answers."
   type        = string
   default     = "cache.t4g.micro"
 }
 
 variable "engine_version" {
-  description = "Of Valkey."
+  description = "Version of Valkey."
   type        = string
   default     = "8.0"
 }
 
 variable "replicas" {
-  description = "Beside the primary; with one or more it fails over by itself, in another zone. Without, a lost node costs minutes of waiting, and no work."
+  description = "Replicas beside the primary. With one or more it fails over automatically to another zone. Without, a lost node delays work for minutes, but loses none."
   type        = number
   default     = 0
 }
 
 variable "kms_key_arn" {
-  description = "Encrypts disks and the secret. null: with keys of AWS's."
+  description = "Key that encrypts disks and the secret. null: AWS's own keys."
   type        = string
   default     = null
 }
 
 variable "secret_recovery_days" {
-  description = "For how long a deleted secret can be restored; 0: not at all, so that its name is free at once."
+  description = "Days for which a deleted secret can be restored; 0 frees its name at once."
   type        = number
   default     = 7
 
@@ -59,7 +59,7 @@ variable "secret_recovery_days" {
 }
 
 variable "tags" {
-  description = "Of everything here."
+  description = "Tags of all resources of this module."
   type        = map(string)
   default     = {}
 }

@@ -1,9 +1,9 @@
-# The bucket that is the truth: inputs, plans, checkpoints, results. Everything else of an installation can be lost.
+# The bucket with all durable data: inputs, plans, checkpoints, results. An installation can lose everything else.
 
 resource "aws_s3_bucket" "this" {
-  # checkov:skip=CKV_AWS_18: one log entry for each checkpoint would cost more than the checkpoints; CloudTrail's data events can be had for a time
-  # checkov:skip=CKV2_AWS_62: the module events makes the notification
-  # checkov:skip=CKV_AWS_144: inputs are the callers' and can be dropped again; a second region doubles the bill
+  # checkov:skip=CKV_AWS_18: a log entry for each checkpoint would cost more than the checkpoints; CloudTrail's data events can be enabled temporarily
+  # checkov:skip=CKV2_AWS_62: the module events creates the notification
+  # checkov:skip=CKV_AWS_144: clients can submit inputs again; a second region doubles the bill
 
   bucket        = var.bucket_name
   force_destroy = var.force_destroy
@@ -26,7 +26,7 @@ resource "aws_s3_bucket_public_access_block" "this" {
   restrict_public_buckets = true
 }
 
-# A dropped file is pinned by its version, so one that is overwritten while its job runs changes nothing of that job.
+# A job reads one version of its dropped file, so overwriting the file does not change a running job.
 resource "aws_s3_bucket_versioning" "this" {
   bucket = aws_s3_bucket.this.id
 
@@ -49,7 +49,7 @@ resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
 }
 
 resource "aws_s3_bucket_lifecycle_configuration" "this" {
-  # checkov:skip=CKV_AWS_300:the rule unfinished-uploads says 3 days; beside a dynamic rule the check overlooks it
+  # checkov:skip=CKV_AWS_300:the rule unfinished-uploads has 3 days; the check misses it beside a dynamic rule
 
   bucket = aws_s3_bucket.this.id
 

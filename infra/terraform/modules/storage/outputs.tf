@@ -9,6 +9,6 @@ output "bucket_arn" {
 }
 
 output "environment" {
-  description = "What processes have to know of it."
+  description = "Environment variables of processes that use the bucket."
   value       = { TOKENMILL_ROOT = "s3://${aws_s3_bucket.this.id}" }
 }

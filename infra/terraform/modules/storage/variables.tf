@@ -1,5 +1,5 @@
 variable "bucket_name" {
-  description = "Of the bucket that holds everything of an installation; unique in all of AWS."
+  description = "Name of the installation's bucket, unique in all of AWS."
   type        = string
 
   validation {
@@ -9,13 +9,13 @@ variable "bucket_name" {
 }
 
 variable "kms_key_arn" {
-  description = "Encrypts all objects (SSE-KMS with bucket keys). null: S3's own keys (SSE-S3), which cost nothing."
+  description = "Key that encrypts all objects (SSE-KMS with bucket keys). null: S3's own keys (SSE-S3), which cost nothing."
   type        = string
   default     = null
 }
 
 variable "noncurrent_days" {
-  description = "For how many days overwritten and deleted objects can still be had. Checkpoints of finished jobs are deleted, so they cost storage for so long."
+  description = "Days for which overwritten and deleted objects are kept. These include the checkpoints of finished jobs, which cost storage until then."
   type        = number
   default     = 7
 
@@ -26,19 +26,19 @@ variable "noncurrent_days" {
 }
 
 variable "incoming_expire_days" {
-  description = "Removes what was dropped below incoming/ so many days after they came. Longer than the longest job may wait and be retried. null: they stay."
+  description = "Days after which files dropped below incoming/ are deleted. Choose more than the longest job may wait and be retried. null: never."
   type        = number
   default     = null
 }
 
 variable "force_destroy" {
-  description = "Whether terraform destroy may delete the bucket with all that is in it. With false it refuses while anything is there."
+  description = "Whether terraform destroy may delete the bucket with all that is in it. false: it refuses while the bucket holds objects."
   type        = bool
   default     = false
 }
 
 variable "tags" {
-  description = "Of everything here."
+  description = "Tags of all resources of this module."
   type        = map(string)
   default     = {}
 }

@@ -1,5 +1,5 @@
-# Three roles: ECS itself (image, log, secrets), our process (the bucket, the weights), and the instance, which may do no
-# more than be one of its cluster.
+# Three roles: ECS (image, log, secrets), the worker process (bucket, weights), and the instance, which may only join
+# its cluster.
 
 locals {
   account = data.aws_caller_identity.current.account_id
@@ -16,7 +16,8 @@ module "execution" {
   tags           = var.tags
 }
 
-# A worker reads shards, writes checkpoints and parts, and makes its models known. It sees no input, no file and no key.
+# A worker reads shards, writes checkpoints and parts, and publishes its models in the catalog. It can't read inputs,
+# uploaded files or API keys.
 data "aws_iam_policy_document" "task" {
   statement {
     sid       = "Names"
@@ -80,7 +81,7 @@ data "aws_iam_policy_document" "instance" {
   statement {
     sid       = "FindTheCluster"
     actions   = ["ecs:DiscoverPollEndpoint"]
-    resources = ["*"] # it is not about any one resource
+    resources = ["*"] # the action has no resource
   }
 
   statement {

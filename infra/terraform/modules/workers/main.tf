@@ -1,6 +1,6 @@
 # GPU workers: ECS on EC2, because Fargate has no GPUs. A pool is an Auto Scaling group behind a capacity provider; one
-# service puts its tasks on all pools of the fleet. A task on each GPU, on the host's network, so that the instance's
-# metadata answers it when a spot instance will be taken away.
+# service places its tasks on all pools of the fleet, one a GPU. Tasks use the host's network, so that they can read the
+# spot interruption notice from the instance's metadata.
 
 data "aws_region" "current" {}
 data "aws_caller_identity" "current" {}
@@ -18,7 +18,7 @@ locals {
   names  = [for model in var.models : split("=", model)[0]]
   spot   = anytrue([for pool in values(var.pools) : pool.purchase == "spot"])
 
-  # Less than the two minutes that a spot instance has, more than the lane's drain and a last checkpoint.
+  # Less than the two minutes' notice of a spot instance; more than the lane's drain and a last checkpoint take.
   stop_seconds = 110
 
   environment = merge(
@@ -32,7 +32,7 @@ locals {
       TRITON_CACHE_DIR              = "/cache/triton"
       XDG_CACHE_HOME                = "/cache/xdg"
       NVIDIA_DRIVER_CAPABILITIES    = "compute,utility"
-      AWS_EC2_METADATA_DISABLED     = "true" # credentials are the task's, never the instance's
+      AWS_EC2_METADATA_DISABLED     = "true" # the task uses its own credentials, never the instance's
     },
     var.environment,
   )
@@ -40,7 +40,7 @@ locals {
 }
 
 resource "aws_ecs_cluster" "this" {
-  # checkov:skip=CKV_AWS_65: a variable; the smallest installation doesn't pay for them
+  # checkov:skip=CKV_AWS_65: a variable; the smallest installation does not pay for container insights
 
   name = local.full
   tags = var.tags
@@ -52,7 +52,7 @@ resource "aws_ecs_cluster" "this" {
 }
 
 resource "aws_cloudwatch_log_group" "this" {
-  # checkov:skip=CKV_AWS_338: log_retention_days says for how long; what happened to jobs is kept in the bucket, not in logs
+  # checkov:skip=CKV_AWS_338: log_retention_days sets the retention; the bucket, not the log, holds the history of jobs
 
   name              = "/tokenmill/${var.name}/worker-${var.fleet}"
   retention_in_days = var.log_retention_days
@@ -143,7 +143,7 @@ resource "aws_ecs_service" "this" {
   name                    = "worker"
   cluster                 = aws_ecs_cluster.this.id
   task_definition         = aws_ecs_task_definition.this.arn
-  desired_count           = max(1, var.scaling.min) # the first worker makes its models known; then the backlog rules
+  desired_count           = max(1, var.scaling.min) # the first worker publishes its models; then the backlog sets the count
   propagate_tags          = "SERVICE"
   enable_ecs_managed_tags = true
   tags                    = var.tags
@@ -166,7 +166,7 @@ resource "aws_ecs_service" "this" {
     }
   }
 
-  # Full instances, so that the others can go.
+  # Fills instances, so that others become empty and can be terminated.
   ordered_placement_strategy {
     type  = "binpack"
     field = "memory"
@@ -177,7 +177,7 @@ resource "aws_ecs_service" "this" {
 
     precondition {
       condition     = sum([for pool in values(var.pools) : pool.max_instances]) > 1 || var.deployment.minimum_healthy == 0
-      error_message = "With one instance at most a new version would wait for ever for the old one: set deployment.minimum_healthy to 0."
+      error_message = "With one instance at most, a new version would wait for the old one for ever: set deployment.minimum_healthy to 0."
     }
   }
 

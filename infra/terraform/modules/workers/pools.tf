@@ -1,4 +1,4 @@
-# Machines. ECS starts as many as there are tasks that find no place, and ends those that are empty.
+# Machines. ECS starts instances for the tasks that it can't place, and terminates empty instances.
 
 resource "aws_launch_template" "this" {
   for_each = var.pools
@@ -18,7 +18,7 @@ resource "aws_launch_template" "this" {
     arn = aws_iam_instance_profile.instance.arn
   }
 
-  # Version 2 only; one hop reaches tasks on the host's network, and nothing in a network of its own.
+  # IMDSv2 only. One hop reaches tasks on the host's network, but no container with a network of its own.
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
@@ -61,7 +61,7 @@ resource "aws_autoscaling_group" "this" {
   min_size                  = 0
   max_size                  = each.value.max_instances
   desired_capacity          = 0
-  protect_from_scale_in     = true # ECS takes the protection off those without tasks
+  protect_from_scale_in     = true # ECS removes the protection of instances without tasks
   capacity_rebalance        = each.value.purchase == "spot"
   max_instance_lifetime     = var.max_instance_days * 86400
   default_instance_warmup   = 300
@@ -93,7 +93,7 @@ resource "aws_autoscaling_group" "this" {
     }
   }
 
-  # ECS puts this tag here; without it each plan would take it away.
+  # ECS sets this tag; without this block each plan would remove it.
   tag {
     key                 = "AmazonECSManaged"
     value               = "true"

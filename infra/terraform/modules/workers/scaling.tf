@@ -1,9 +1,9 @@
-# How many workers: as many as the dispatcher wishes for (DesiredWorkers of the pool that is this fleet), which reckons them
-# from the work that waits, the speed that workers measure and the deadlines, and keeps its cooldowns itself. Never by how
-# busy a GPU is, which is as busy with the last row of a night's job as with the first of a million.
+# Scales to the dispatcher's desired workers (DesiredWorkers of this fleet's pool). The dispatcher computes them from
+# the backlog, the measured throughput and the deadlines, and applies its own cooldowns. GPU utilization does not count:
+# it is as high for the last row of a job as for the first of a million.
 
 locals {
-  # A policy has 20 steps at most, so a large fleet takes larger ones: up to a twentieth of all more than is wished for.
+  # A policy has 20 steps at most, so a large fleet has larger steps: up to max / 20 workers more than desired.
   steps  = min(20, var.scaling.max)
   counts = [for step in range(1, local.steps + 1) : ceil(var.scaling.max * step / local.steps)]
 }
@@ -17,7 +17,7 @@ resource "aws_appautoscaling_target" "this" {
   tags               = var.tags
 }
 
-# While any are wished for: so many.
+# Sets the number of desired workers while there are any.
 resource "aws_appautoscaling_policy" "work" {
   name               = "${local.full}-work"
   policy_type        = "StepScaling"
@@ -28,7 +28,7 @@ resource "aws_appautoscaling_policy" "work" {
   step_scaling_policy_configuration {
     adjustment_type         = "ExactCapacity"
     metric_aggregation_type = "Maximum"
-    cooldown                = 0 # the wish has its own
+    cooldown                = 0 # the dispatcher applies its own cooldown
 
     dynamic "step_adjustment" {
       for_each = local.counts
@@ -44,7 +44,7 @@ resource "aws_appautoscaling_policy" "work" {
 
 resource "aws_cloudwatch_metric_alarm" "work" {
   alarm_name          = "${local.full}-work"
-  alarm_description   = "Workers are wished for, for ${join(", ", local.names)}. Not an alarm, but what sets the number of workers."
+  alarm_description   = "There are desired workers for ${join(", ", local.names)}. Sets the number of workers; needs no attention."
   namespace           = var.metric_namespace
   metric_name         = "DesiredWorkers"
   dimensions          = { Installation = var.name, Pool = var.fleet }
@@ -58,7 +58,7 @@ resource "aws_cloudwatch_metric_alarm" "work" {
   tags                = var.tags
 }
 
-# Back to the least, when for a while none was wished for at all.
+# Scales in to min after some minutes without desired workers.
 resource "aws_appautoscaling_policy" "sleep" {
   name               = "${local.full}-sleep"
   policy_type        = "StepScaling"
@@ -80,7 +80,7 @@ resource "aws_appautoscaling_policy" "sleep" {
 
 resource "aws_cloudwatch_metric_alarm" "sleep" {
   alarm_name          = "${local.full}-nothing-left"
-  alarm_description   = "No worker was wished for during ${var.scaling.idle_minutes} minutes. Ends all but the least."
+  alarm_description   = "No desired workers for ${var.scaling.idle_minutes} minutes. Scales in to min; needs no attention."
   namespace           = var.metric_namespace
   metric_name         = "DesiredWorkers"
   dimensions          = { Installation = var.name, Pool = var.fleet }
@@ -89,7 +89,7 @@ resource "aws_cloudwatch_metric_alarm" "sleep" {
   evaluation_periods  = var.scaling.idle_minutes
   threshold           = 0
   comparison_operator = "LessThanOrEqualToThreshold"
-  treat_missing_data  = "notBreaching" # a dispatcher that says nothing is no reason to end workers
+  treat_missing_data  = "notBreaching" # a dispatcher that reports nothing is no reason to stop workers
   alarm_actions       = [aws_appautoscaling_policy.sleep.arn]
   tags                = var.tags
 }

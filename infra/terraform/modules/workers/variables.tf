@@ -1,10 +1,10 @@
 variable "name" {
-  description = "Of the installation; every resource's name begins with it."
+  description = "Name of the installation. Every resource's name begins with it."
   type        = string
 }
 
 variable "fleet" {
-  description = "Of these workers among the installation's: one fleet for each set of models."
+  description = "Name of this fleet; an installation has one fleet for each set of models."
   type        = string
 
   validation {
@@ -14,12 +14,12 @@ variable "fleet" {
 }
 
 variable "vpc_id" {
-  description = "Where they run."
+  description = "The VPC of the workers."
   type        = string
 }
 
 variable "vpc_cidr" {
-  description = "The VPC's addresses: Redis is reached there."
+  description = "The VPC's address range, in which Redis is reached."
   type        = string
 }
 
@@ -39,7 +39,7 @@ variable "image" {
 }
 
 variable "models" {
-  description = "What is served, each as NAME=MODEL: MODEL is s3://BUCKET/PREFIX, a hub name (needs NAT), or a path in the image. NAME is what requests call it. With several, one is loaded at a time."
+  description = "Models to serve, each as NAME=MODEL. NAME is its name in requests; MODEL is s3://BUCKET/PREFIX, a hub name (needs NAT), or a path in the image. Of several, one is loaded at a time."
   type        = list(string)
 
   validation {
@@ -66,12 +66,12 @@ variable "bucket_arn" {
 }
 
 variable "environment" {
-  description = "TOKENMILL_ variables: what the other modules say of themselves, and your own settings."
+  description = "TOKENMILL_ variables: the other modules' outputs named environment, and more settings."
   type        = map(string)
 }
 
 variable "secrets" {
-  description = "Variables whose values are secrets: name -> ARN of the secret."
+  description = "Environment variables with secret values: name -> ARN of the secret."
   type        = map(string)
 }
 
@@ -82,7 +82,7 @@ variable "kms_key_arns" {
 }
 
 variable "pools" {
-  description = "Kinds of machines. purchase: on_demand or spot. instance_types: all with at least gpus_per_worker GPUs, which all can hold the models. Workers are spread by weight, after base many are on the one pool that has a base. max_instances bounds the bill."
+  description = "Pools of machines. purchase: on_demand or spot. instance_types: each with at least gpus_per_worker GPUs that can hold the models. weight: share of the workers, after the first base workers, which one pool may have. max_instances: limits the cost."
   type = map(object({
     purchase       = string
     instance_types = list(string)
@@ -113,19 +113,19 @@ variable "pools" {
 }
 
 variable "gpus_per_worker" {
-  description = "Of each worker. An instance with more GPUs runs several workers."
+  description = "GPUs of each worker. An instance with more GPUs runs several workers."
   type        = number
   default     = 1
 }
 
 variable "memory_mib" {
-  description = "Memory that is kept for each worker when it is placed; it may use more."
+  description = "Memory that is reserved for each worker at placement; it may use more."
   type        = number
   default     = 8192
 }
 
 variable "scaling" {
-  description = "How many workers there are. min 0: none when nothing is left to do; 1 or more where callers wait for answers. target_seconds: in which work without a deadline should be done. cold_start_seconds: from the wish for a worker until it computes. idle_minutes: without any wish for a worker until all but min are let go. The module control takes this, too: its dispatcher is who wishes."
+  description = "Number of workers. min: 0 if there may be none while idle; 1 or more for interactive requests. target_seconds: completion target of work without a deadline. cold_start_seconds: time from the decision to start a worker until it computes. idle_minutes: minutes without desired workers before scaling in to min. Pass the same values to the module control, whose dispatcher computes the desired workers."
   type = object({
     min                = optional(number, 0)
     max                = number
@@ -146,19 +146,19 @@ variable "scaling" {
 }
 
 variable "metric_namespace" {
-  description = "Where the dispatcher tells the backlog."
+  description = "CloudWatch namespace to which the dispatcher reports the backlog."
   type        = string
   default     = "tokenmill"
 }
 
 variable "checkpoint_seconds" {
-  description = "What a killed worker costs at most. Each checkpoint is a write to S3 for each open shard."
+  description = "Interval between checkpoints: the most work that a killed worker loses. Each checkpoint is a write to S3 for each open shard."
   type        = number
   default     = 15
 }
 
 variable "lane_drain_seconds" {
-  description = "That requests whose callers wait have to end when their worker is stopped; the others go on elsewhere."
+  description = "Time for interactive requests to end when their worker is stopped. Other workers continue the rest."
   type        = number
   default     = 20
 
@@ -169,7 +169,7 @@ variable "lane_drain_seconds" {
 }
 
 variable "deployment" {
-  description = "Percent of the workers that a new version may leave running at least, and at most beside the old ones. 0 and 100 where there is no room for one more; then work stands still for as long as a model loads."
+  description = "Percentages of the workers that run at least and at most during a deployment. Without room for one more worker, use 0 and 100; then work stops while a model loads."
   type = object({
     minimum_healthy = optional(number, 50)
     maximum         = optional(number, 200)
@@ -178,19 +178,19 @@ variable "deployment" {
 }
 
 variable "ami_id" {
-  description = "Of the instances. null: Amazon's newest ECS-optimized Amazon Linux 2023 for GPUs, as it is when you apply."
+  description = "AMI of the instances. null: Amazon's newest ECS-optimized Amazon Linux 2023 for GPUs at the time of apply."
   type        = string
   default     = null
 }
 
 variable "root_volume_gib" {
-  description = "For the system and the image. Weights lie on the instance's own NVMe disks; where it has none, here."
+  description = "Size of the root volume, for the system and the image. It also holds the weights if the instance has no NVMe disks."
   type        = number
   default     = 100
 }
 
 variable "max_instance_days" {
-  description = "After so many days an instance is replaced, so that each gets its security updates."
+  description = "Days after which an instance is replaced, so that it gets security updates."
   type        = number
   default     = 30
 
@@ -201,19 +201,19 @@ variable "max_instance_days" {
 }
 
 variable "log_retention_days" {
-  description = "For how long logs are kept."
+  description = "Retention of logs in days."
   type        = number
   default     = 30
 }
 
 variable "container_insights" {
-  description = "Whether CloudWatch counts processor and memory of each task, for a price by the metric."
+  description = "Whether CloudWatch records CPU and memory of each task, at a price per metric."
   type        = bool
   default     = false
 }
 
 variable "tags" {
-  description = "Of everything here, instances and disks included."
+  description = "Tags of all resources of this module, instances and disks included."
   type        = map(string)
   default     = {}
 }

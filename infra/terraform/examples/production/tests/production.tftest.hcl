@@ -1,5 +1,5 @@
-# What can't be applied to a local AWS, MSK above all, and what must hold whatever the variables say.
-# Nothing is called: the provider is a mock that knows the real one's schemas and checks.
+# Tests resources that a local AWS can't apply, MSK above all, and properties that hold for all values of the variables.
+# No AWS API is called: the provider is a mock with the real one's schemas and checks.
 
 mock_provider "aws" {
   source = "../../mocks"
@@ -35,7 +35,7 @@ variables {
 run "an_installation_with_kafka" {
   assert {
     condition     = jsondecode(output.processes["intake"].environment.TOKENMILL_KAFKA__BOOTSTRAP_SERVERS)[2] == "b-3.mock:9098"
-    error_message = "an intake isn't told where Kafka is"
+    error_message = "the intake has no address of Kafka"
   }
 
   assert {
@@ -45,12 +45,12 @@ run "an_installation_with_kafka" {
 
   assert {
     condition     = output.kafka_cluster_arn == "arn:aws:kafka:eu-central-1:000000000000:cluster/tokenmill/0"
-    error_message = "those who produce aren't told the cluster"
+    error_message = "the output kafka_cluster_arn lacks the cluster"
   }
 
   assert {
     condition     = output.gateway.arn_suffix == "app/mock/0"
-    error_message = "nobody is told the balancer"
+    error_message = "the output gateway lacks the balancer"
   }
 
   assert {
@@ -67,7 +67,7 @@ run "an_installation_without_kafka_and_http" {
 
   assert {
     condition     = output.kafka_cluster_arn == null && output.gateway == null
-    error_message = "there is a cluster, or a balancer, that nobody asked for"
+    error_message = "there is a cluster, or a balancer, without a configuration for it"
   }
 
   assert {
@@ -77,7 +77,7 @@ run "an_installation_without_kafka_and_http" {
 
   assert {
     condition     = length([for name in keys(output.processes["intake"].environment) : name if startswith(name, "TOKENMILL_KAFKA")]) == 0
-    error_message = "an intake is told of a Kafka that isn't there"
+    error_message = "the intake has settings of a Kafka that does not exist"
   }
 }
 

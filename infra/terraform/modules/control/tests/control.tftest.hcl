@@ -17,7 +17,7 @@ variables {
 run "without_a_gateway" {
   assert {
     condition     = keys(aws_ecs_service.this) == ["dispatcher", "intake"] && length(aws_lb.gateway) == 0
-    error_message = "there is HTTP that nobody asked for"
+    error_message = "there is HTTP without var.gateway"
   }
 
   assert {
@@ -38,11 +38,11 @@ run "without_a_gateway" {
       for task in aws_ecs_task_definition.this :
       !strcontains(jsonencode(jsondecode(task.container_definitions)[0].environment), "REDIS")
     ])
-    error_message = "a secret stands in a task definition"
+    error_message = "a task definition contains a secret"
   }
 }
 
-run "each_is_asked_whether_it_is_well" {
+run "each_has_a_health_check" {
   assert {
     condition = alltrue([
       for name, task in aws_ecs_task_definition.this :
@@ -64,23 +64,23 @@ run "fleets_are_pools" {
       ])) == {
       gpu = { models = ["llama", "embed"], limits = { min_workers = 0, max_workers = 40, cold_start_seconds = 300, standard_target_seconds = 3600 } }
     }
-    error_message = "the dispatcher doesn't wish for the fleet's workers, or for more than there may be"
+    error_message = "the dispatcher has no pool for the fleet, or other limits than the fleet's"
   }
 }
 
-run "places_of_two_tenants" {
+run "prefixes_of_two_tenants" {
   variables {
-    places = ["incoming/", "team-a/incoming/"]
+    prefixes = ["incoming/", "team-a/incoming/"]
   }
 
   assert {
     condition = alltrue([
       for name in ["intake", "dispatcher"] : alltrue([
-        for place in ["incoming", "team-a/incoming"] :
-        contains(one([for statement in data.aws_iam_policy_document.task[name].statement : statement.resources if statement.sid == "Read"]), "arn:aws:s3:::answers/${place}/*")
+        for prefix in ["incoming", "team-a/incoming"] :
+        contains(one([for statement in data.aws_iam_policy_document.task[name].statement : statement.resources if statement.sid == "Read"]), "arn:aws:s3:::answers/${prefix}/*")
       ])
     ])
-    error_message = "what a tenant drops may not be read"
+    error_message = "a process may not read a tenant's dropped files"
   }
 }
 
@@ -98,7 +98,7 @@ run "with_a_gateway" {
     error_message = "the internet reaches the balancer"
   }
 
-  # Else the balancer would now and then send a request into a connection that is just being closed.
+  # Otherwise the balancer would sometimes send a request on a connection that is being closed.
   assert {
     condition     = aws_lb.gateway[0].idle_timeout < tonumber(output.processes["gateway"].environment.TOKENMILL_GATEWAY__KEEP_ALIVE_SECONDS)
     error_message = "the gateway closes connections before the balancer does"
@@ -106,7 +106,7 @@ run "with_a_gateway" {
 
   assert {
     condition     = aws_lb.gateway[0].idle_timeout > tonumber(output.processes["gateway"].environment.TOKENMILL_GATEWAY__REQUEST_TIMEOUT_SECONDS)
-    error_message = "the balancer gives a request up before the gateway does"
+    error_message = "the balancer times out before the gateway does"
   }
 
   assert {

@@ -11,17 +11,17 @@ variables {
 run "drops_without_kafka" {
   assert {
     condition     = length(aws_msk_cluster.this) == 0 && output.kafka == null
-    error_message = "there is a Kafka that nobody asked for"
+    error_message = "there is a Kafka cluster without var.kafka"
   }
 
   assert {
     condition     = [for queue in aws_s3_bucket_notification.drops.queue : queue.filter_prefix] == ["incoming/"]
-    error_message = "the bucket tells of more, or less, than drops"
+    error_message = "the bucket sends notifications of other prefixes than the dropped files'"
   }
 
   assert {
     condition     = jsondecode(aws_sqs_queue.drops.redrive_policy).maxReceiveCount == 100
-    error_message = "messages that can't be handled come back for ever"
+    error_message = "messages that can't be handled are redelivered for ever"
   }
 }
 
@@ -46,12 +46,12 @@ run "kafka" {
       aws_msk_cluster.this[0].encryption_info[0].encryption_in_transit[0].client_broker == "TLS",
       aws_msk_cluster.this[0].broker_node_group_info[0].connectivity_info[0].public_access[0].type == "DISABLED",
     ])
-    error_message = "somebody gets in without IAM and TLS"
+    error_message = "Kafka accepts clients without IAM and TLS"
   }
 
   assert {
     condition     = strcontains(aws_msk_configuration.this[0].server_properties, "min.insync.replicas=2")
-    error_message = "one broker that goes takes records with it"
+    error_message = "the loss of one broker loses records"
   }
 
   assert {
@@ -61,7 +61,7 @@ run "kafka" {
 
   assert {
     condition     = output.environment.TOKENMILL_KAFKA__SECURITY_PROTOCOL == "SASL_SSL" && output.environment.TOKENMILL_KAFKA__SASL_MECHANISM == "AWS_MSK_IAM"
-    error_message = "an intake isn't told how to get in"
+    error_message = "the intake lacks the settings for IAM over TLS"
   }
 }
 
@@ -76,16 +76,16 @@ run "two_brokers" {
 
   assert {
     condition     = strcontains(aws_msk_configuration.this[0].server_properties, "default.replication.factor=2") && strcontains(aws_msk_configuration.this[0].server_properties, "min.insync.replicas=1")
-    error_message = "with two brokers no record could be written while one is away"
+    error_message = "with two brokers no record could be written while one is down"
   }
 }
 
-run "places_may_not_overlap" {
+run "prefixes_may_not_overlap" {
   command = plan
 
   variables {
-    places = { "incoming/" = "default", "incoming/team-a/" = "team-a" }
+    prefixes = { "incoming/" = "default", "incoming/team-a/" = "team-a" }
   }
 
-  expect_failures = [var.places]
+  expect_failures = [var.prefixes]
 }

@@ -21,12 +21,12 @@ run "an_image_of_ecr" {
       Image              = tolist(["arn:aws:ecr:eu-central-1:000000000000:repository/team/tokenmill-control"])
       LogInToTheRegistry = tolist(["*"])
     }
-    error_message = "ECS may do something else than fetch this image, hand over this secret and write these logs"
+    error_message = "ECS has other rights than to pull this image, read this secret and write these logs"
   }
 
   assert {
     condition     = one(one(data.aws_iam_policy_document.trust.statement).condition).variable == "aws:SourceAccount"
-    error_message = "another account's ECS could take the role"
+    error_message = "ECS of another account could assume the role"
   }
 }
 
@@ -38,6 +38,6 @@ run "an_image_from_elsewhere_and_a_key" {
 
   assert {
     condition     = sort([for statement in data.aws_iam_policy_document.execution.statement : statement.sid]) == tolist(["Decrypt", "Logs", "Secrets"])
-    error_message = "a right too many, or the key is missing"
+    error_message = "a right is superfluous, or the key's is missing"
   }
 }

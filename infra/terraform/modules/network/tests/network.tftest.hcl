@@ -14,7 +14,7 @@ run "no_way_out" {
 
   assert {
     condition     = length(aws_internet_gateway.this) + length(aws_nat_gateway.this) + length(aws_subnet.public) + length(aws_route.private) == 0
-    error_message = "there is a way to the internet"
+    error_message = "there is a route to the internet"
   }
 
   assert {
@@ -24,7 +24,7 @@ run "no_way_out" {
 
   assert {
     condition     = alltrue([for endpoint in aws_vpc_endpoint.interface : length(endpoint.subnet_ids) == 2])
-    error_message = "endpoints stand in more zones than endpoint_zones says, and each is paid for"
+    error_message = "endpoints are in more zones than endpoint_zones, and each costs money"
   }
 
   assert {
@@ -40,7 +40,7 @@ run "one_gateway_for_all" {
 
   assert {
     condition     = length(aws_nat_gateway.this) == 1 && length(aws_route.private) == 3
-    error_message = "not every zone goes out by the one gateway"
+    error_message = "a zone has no route through the gateway"
   }
 }
 
@@ -51,7 +51,7 @@ run "a_gateway_for_each_zone" {
 
   assert {
     condition     = length(aws_nat_gateway.this) == 3 && length(aws_route.private) == 3
-    error_message = "a zone goes out by another's gateway"
+    error_message = "a zone routes through another zone's gateway"
   }
 }
 

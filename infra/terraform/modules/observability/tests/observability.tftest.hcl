@@ -14,7 +14,7 @@ variables {
 run "the_least" {
   assert {
     condition     = sort(keys(aws_cloudwatch_metric_alarm.backlog)) == tolist(["gpu-embed", "gpu-owner/llama"])
-    error_message = "nobody is told when a model's work waits for too long"
+    error_message = "no alarm fires when a model's backlog is too long"
   }
 
   assert {
@@ -25,12 +25,12 @@ run "the_least" {
         [aws_cloudwatch_metric_alarm.dead_letters, aws_cloudwatch_metric_alarm.drops_wait, aws_cloudwatch_metric_alarm.silence],
       ) : alarm.alarm_actions == toset([aws_sns_topic.alarms.arn])
     ])
-    error_message = "an alarm tells nobody"
+    error_message = "an alarm does not notify the topic"
   }
 
   assert {
     condition     = aws_cloudwatch_metric_alarm.silence.treat_missing_data == "breaching" && alltrue([for alarm in aws_cloudwatch_metric_alarm.not_running : alarm.treat_missing_data == "breaching"])
-    error_message = "what doesn't run at all is taken for well"
+    error_message = "a process that sends no metrics raises no alarm"
   }
 
   assert {
@@ -40,7 +40,7 @@ run "the_least" {
 
   assert {
     condition     = length(aws_budgets_budget.month) + length(aws_cloudwatch_metric_alarm.no_gateway) + length(aws_cloudwatch_metric_alarm.kafka_disk) == 0
-    error_message = "there are alarms of things that aren't there"
+    error_message = "there are alarms of resources that do not exist"
   }
 }
 
@@ -55,7 +55,7 @@ run "with_everything" {
 
   assert {
     condition     = keys(aws_cloudwatch_metric_alarm.kafka_disk) == ["broker-1", "broker-2", "broker-3"] && length(aws_cloudwatch_metric_alarm.no_gateway) == 1
-    error_message = "a broker's disk, or the gateways, aren't watched"
+    error_message = "a broker's disk, or the gateways, have no alarm"
   }
 
   assert {
@@ -65,6 +65,6 @@ run "with_everything" {
 
   assert {
     condition     = length(jsondecode(aws_cloudwatch_dashboard.this.dashboard_body).widgets) == 9
-    error_message = "the dashboard says nothing of HTTP"
+    error_message = "the dashboard lacks the HTTP graph"
   }
 }

@@ -12,22 +12,22 @@ variables {
 run "one_node" {
   assert {
     condition     = aws_elasticache_replication_group.this.transit_encryption_enabled && aws_elasticache_replication_group.this.auth_token != null
-    error_message = "anybody in the VPC may read along, or get in"
+    error_message = "Redis accepts clients in the VPC without TLS or without a token"
   }
 
   assert {
     condition     = one([for parameter in aws_elasticache_parameter_group.this.parameter : parameter.value if parameter.name == "maxmemory-policy"]) == "noeviction"
-    error_message = "live workers' heartbeats could be dropped"
+    error_message = "heartbeats of live workers could be evicted"
   }
 
   assert {
     condition     = startswith(nonsensitive(aws_secretsmanager_secret_version.url.secret_string), "rediss://:0123456789abcdef")
-    error_message = "processes are told no token, or no TLS"
+    error_message = "the URL for processes lacks the token or TLS"
   }
 
   assert {
     condition     = keys(output.secrets) == ["TOKENMILL_REDIS_URL"] && length(output.node_ids) == 1
-    error_message = "containers get another variable, or alarms watch other nodes"
+    error_message = "containers get another variable, or alarms cover other nodes"
   }
 }
 

@@ -14,7 +14,7 @@ run "closed_and_kept" {
 
   assert {
     condition     = aws_s3_bucket_versioning.this.versioning_configuration[0].status == "Enabled"
-    error_message = "a file that is overwritten changes its job"
+    error_message = "overwriting a file changes its job"
   }
 
   assert {
@@ -24,7 +24,7 @@ run "closed_and_kept" {
 
   assert {
     condition     = output.environment.TOKENMILL_ROOT == "s3://${aws_s3_bucket.this.id}"
-    error_message = "processes aren't told their root"
+    error_message = "the output environment lacks TOKENMILL_ROOT"
   }
 }
 

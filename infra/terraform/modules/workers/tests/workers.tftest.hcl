@@ -23,7 +23,7 @@ variables {
 }
 
 run "eight_workers" {
-  # A wish for one starts one, for two two, and for more than there may be all.
+  # One desired worker starts one, two start two, and more than max start all.
   assert {
     condition = {
       for step in aws_appautoscaling_policy.work.step_scaling_policy_configuration[0].step_adjustment :
@@ -32,29 +32,29 @@ run "eight_workers" {
       1 = "0-1.5", 2 = "1.5-2.5", 3 = "2.5-3.5", 4 = "3.5-4.5"
       5 = "4.5-5.5", 6 = "5.5-6.5", 7 = "6.5-7.5", 8 = "7.5-all"
     }
-    error_message = "not a step for each worker, or a wish isn't in the middle of its step"
+    error_message = "not a step for each worker, or a number of desired workers isn't in the middle of its step"
   }
 
   assert {
     condition = alltrue([for alarm in [aws_cloudwatch_metric_alarm.work, aws_cloudwatch_metric_alarm.sleep] :
       alarm.metric_name == "DesiredWorkers" && alarm.dimensions == tomap({ Installation = "tokenmill", Pool = "gpu" })
     ])
-    error_message = "the fleet follows something else than the wish for its workers"
+    error_message = "the fleet does not scale by its desired workers"
   }
 
   assert {
     condition     = alltrue([for group in aws_autoscaling_group.this : group.protect_from_scale_in && group.min_size == 0])
-    error_message = "a machine that works could be ended, or one that doesn't is kept"
+    error_message = "a busy machine could be terminated, or an idle one is kept"
   }
 
   assert {
     condition     = [for name, group in aws_autoscaling_group.this : name if group.mixed_instances_policy[0].instances_distribution[0].on_demand_percentage_above_base_capacity == 0] == ["spot"]
-    error_message = "what is bought on demand, or as spot, is not what the pool says"
+    error_message = "a pool buys on demand instead of spot, or the reverse"
   }
 
   assert {
     condition     = output.process.environment.TOKENMILL_SPOT_NOTICE == "true" && output.process.stop < 120
-    error_message = "a worker wouldn't hear, or not in time, that its spot instance goes"
+    error_message = "a worker ignores the spot interruption notice, or stops too late"
   }
 
   assert {
@@ -86,7 +86,7 @@ run "a_hundred_workers" {
 
   assert {
     condition     = min([for step in aws_appautoscaling_policy.work.step_scaling_policy_configuration[0].step_adjustment : step.scaling_adjustment]...) == 5
-    error_message = "the least step isn't one twentieth"
+    error_message = "the smallest step isn't a twentieth of max"
   }
 }
 
