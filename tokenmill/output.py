@@ -36,8 +36,12 @@ def say(message: str) -> None:
 
 def print_json(document: Any) -> None:
     """Print the one JSON document of a command. Types that JSON lacks (dates, paths) become text."""
-    json.dump(document, sys.stdout, indent=2, ensure_ascii=False, default=str)
+    json.dump(document, sys.stdout, indent=2, ensure_ascii=False, default=_as_json)
     sys.stdout.write("\n")
+
+
+def _as_json(value: Any) -> Any:
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else str(value)
 
 
 def table(

@@ -163,7 +163,9 @@ def test_many_slow_connections_dont_block_other_clients(harness: HttpHarness) ->
 
 
 def test_the_bytes_of_all_bodies_are_bounded(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, settings=GatewayOptions(max_buffered_body_bytes=500_000)) as small:
+    with run_http_harness(
+        tmp_path, settings=GatewayOptions(max_body_bytes=250_000, max_buffered_body_bytes=500_000)
+    ) as small:
         held = [dial(small) for _ in range(2)]
         for connection in held:
             connection.sendall(HEAD + b"Content-Length: 190000\r\n\r\n" + b" " * 120_000)

@@ -134,7 +134,7 @@ def replay_dead_letter(
 def _document(found: DeadLetterEntry) -> dict[str, Any]:
     """A dead letter as JSON."""
     letter = found.dead_letter
-    return letter.model_dump(mode="json", include=set(_SHOWN)) | {"replays": found.replays}
+    return letter.model_dump(mode="json", by_alias=False, include=set(_SHOWN)) | {"replays": found.replays}
 
 
 _SHOWN = ("id", "ingest_source", "place", "position", "at", "recorded_at", "reason_code", "message", "size", "stored")

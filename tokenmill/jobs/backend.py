@@ -17,6 +17,9 @@ from tokenmill.settings import read_settings
 if TYPE_CHECKING:
     from rich.table import Table
 
+JsonBatch = Any
+"""A job as JSON: OpenAI's batch object (`schemas.jobs.batch`): the model, or what a gateway has sent."""
+
 POLL_SECONDS = 2.0
 """Between two requests for the state of a job that is watched."""
 
@@ -26,11 +29,12 @@ class JobList:
     """The newest jobs.
 
     Attributes:
-        documents: for JSON.  columns, rows: for people; the three columns of numbers begin with the fourth.
+        batches: for JSON; empty unless they were asked for.
+        columns, rows: for people; the three columns of numbers begin with the fourth.
         empty: the message where there is none.
     """
 
-    documents: Sequence[Any]
+    batches: Sequence[JsonBatch]
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
     empty: str
@@ -41,11 +45,11 @@ class JobView:
     """One job.
 
     Attributes:
-        document: for JSON.  tables, errors: for people.
+        batch: for JSON.  tables, errors: for people.
         damage: raised after it is shown: files of its results are missing or cut.
     """
 
-    document: Any
+    batch: JsonBatch
     tables: Sequence[Table]
     errors: Sequence[str]
     damage: Exception | None = None
@@ -56,11 +60,11 @@ class JobEnd:
     """How a job ended.
 
     Attributes:
-        document: makes the JSON.  line: how it ended, for people.
+        batch: reads the JSON.  line: how it ended, for people.
         failure: why it failed as a whole; None: it did not.  table: its counts.
     """
 
-    document: Callable[[], Any]
+    batch: Callable[[], JsonBatch]
     line: str
     failure: str | None = None
     table: Table | None = None
@@ -84,7 +88,7 @@ class NewJob:
 class CancelResult:
     """The outcome of a cancellation: for JSON, and for people."""
 
-    document: Any
+    batch: JsonBatch
     lines: Sequence[str]
 
 
@@ -138,11 +142,12 @@ class RetryRequest:
 class JobsBackend(Protocol):
     """Operations on a job at its location. Each raises `UserError` or `PipelineError`, also if it isn't supported."""
 
-    def list_jobs(self, limit: int, *, active: bool) -> JobList:
+    def list_jobs(self, limit: int, *, active: bool, as_json: bool) -> JobList:
         """The newest `limit` jobs.
 
         Args:
             active: only those that have not ended; in a root the others aren't read.
+            as_json: read the batches, too.
         """
         ...
 

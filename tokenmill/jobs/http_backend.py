@@ -43,7 +43,7 @@ class HttpJobs:
     def __init__(self, url: str, job: str) -> None:
         self._url, self._job = url, job
 
-    def list_jobs(self, limit: int, *, active: bool) -> JobList:
+    def list_jobs(self, limit: int, *, active: bool, as_json: bool) -> JobList:  # a gateway sends nothing but JSON
         with open_gateway(self._url) as gateway:
             batches = (batch for batch in _batches(gateway, limit) if not active or batch["status"] not in ENDED)
             found, where = list(islice(batches, limit)), gateway.url

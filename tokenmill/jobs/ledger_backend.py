@@ -11,14 +11,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from pipeline.adapters.folder.store import FolderStore
+from pipeline.gateway.batches.serialization import serialize_batch
 from pipeline.ingest.intake import Intake
 from pipeline.jobs.summaries import JobSummary, find_ledger, summarize_job
 from pipeline.ledger.ledger import JOB, JOBS, RESULTS, JobLedger, LedgerError
+from schemas.jobs.batch import Batch
 from schemas.jobs.job import Job, Tier
 from schemas.jobs.outcome import JobStatus, Manifest
 from schemas.jobs.results import RowStatus
@@ -37,8 +39,9 @@ from tokenmill.jobs.backend import (
     RetryRequest,
     is_id,
 )
+from tokenmill.jobs.listing import ListedJob, jobs_below, jobs_in
 from tokenmill.jobs.watch import end_of, follow_ledger
-from tokenmill.local.summary import as_document, last_line, summary_table
+from tokenmill.local.summary import last_line, summary_table
 from tokenmill.root import S3, intake_settings, open_root
 
 if TYPE_CHECKING:
@@ -78,24 +81,25 @@ class _LedgerJobs(ABC):
         """The message while a cancelled job has not ended."""
 
     @abstractmethod
-    def _found(self, limit: int, *, active: bool) -> tuple[str, list[tuple[str, JobSummary]]]:
-        """The listed folder or root, and its jobs, each with its location."""
+    def _found(self, limit: int, *, active: bool, as_json: bool) -> tuple[str, list[ListedJob]]:
+        """The listed folder or root, and its jobs."""
 
     exact = True
     """Whether `show` reads the footers of all parts."""
 
-    def list_jobs(self, limit: int, *, active: bool) -> JobList:
-        where, found = self._found(limit, active=active)
+    def list_jobs(self, limit: int, *, active: bool, as_json: bool) -> JobList:
+        where, found = self._found(limit, active=active, as_json=as_json)
         rows = []
-        for location, summary in found:
+        for job in found:
+            summary = job.summary
             counts = summary.counts
             numbers = ["-"] * 3
             if counts is not None:
                 numbers = [output.count(n) for n in (counts.total, counts.total - counts.pending, counts.failed)]
             due = summary.eta and summary.eta.isoformat(timespec="seconds")
-            rows.append((location, summary.id, summary.status or summary.problem, *numbers, due))
+            rows.append((job.location, summary.id, summary.status or summary.problem, *numbers, due))
         return JobList(
-            [_as_document(summary) for _, summary in found],
+            [job.batch for job in found if job.batch is not None],
             ("place", "job", "status", "rows", "done", "failed", "should be done"),
             rows,
             f"no open jobs in {where}" if active else f"no jobs in {where}; 'tokenmill run' makes one",
@@ -106,6 +110,7 @@ class _LedgerJobs(ABC):
 
         with self.open_ledger() as ledger:
             summary, damage = summarize_job(ledger, exact=self.exact), None
+            batch = serialize_batch(ledger, summary)
             try:
                 if summary.manifest is not None:
                     check_files(ledger, summary.manifest)
@@ -115,30 +120,27 @@ class _LedgerJobs(ABC):
         if summary.manifest is not None:
             tables.append(summary_table(summary.manifest))
             errors = [f"line {wrong.line}: {wrong.code}: {wrong.message}" for wrong in summary.manifest.errors]
-        return JobView(_as_document(summary), tables, errors, damage)
+        return JobView(batch, tables, errors, damage)
 
     def watch(self, interval_seconds: float = POLL_SECONDS) -> JobEnd:
         with self.open_ledger() as ledger:
-            return end_of(follow_ledger(ledger, interval_seconds), ledger.place(), self._document)
+            return end_of(follow_ledger(ledger, interval_seconds), ledger.place(), self._batch)
 
-    def _document(self) -> dict[str, Any]:
+    def _batch(self) -> Batch:
         with self.open_ledger() as ledger:
-            return _as_document(summarize_job(ledger))
+            return serialize_batch(ledger)
 
     def cancel(self) -> CancelResult:
         done, where = self._cancel()
         manifest = done.manifest
         if manifest is None:
             lines = [f"{self.name}: cancelled, but {self._cancelling()}; 'tokenmill jobs watch' tells when"]
-            return CancelResult({"id": done.job, "status": "cancelling", "manifest": None}, lines)
+            return CancelResult(self._batch(), lines)
         if manifest.status is not JobStatus.CANCELLED:
             when = "has ended already" if done.before else "ended before it could be cancelled"
             raise UserError(f"{self.name}: the job {when} ({manifest.status}), so there is nothing to cancel")
         lines = [f"{self.name}: this job was cancelled before"] if done.before else []
-        return CancelResult(
-            {"id": done.job, "status": manifest.status, "manifest": as_document(manifest, where)},
-            [*lines, last_line(manifest.counts, where)],
-        )
+        return CancelResult(self._batch(), [*lines, last_line(manifest.counts, where)])
 
     def export(self, request: ExportRequest) -> ExportResult:
         from pipeline.results.export import export
@@ -199,11 +201,8 @@ class FolderJobs(_LedgerJobs):
     def _cancelling(self) -> str:
         return "the run at this job has not ended it yet"
 
-    def _found(self, limit: int, *, active: bool) -> tuple[str, list[tuple[str, JobSummary]]]:
-        from tokenmill.jobs.listing import jobs_below
-
-        found = jobs_below(self.folder, limit, active=active)
-        return self.location, [(str(location), summary) for location, summary in found]
+    def _found(self, limit: int, *, active: bool, as_json: bool) -> tuple[str, list[ListedJob]]:
+        return self.location, jobs_below(self.folder, limit, active=active, as_json=as_json)
 
 
 class RootJobs(_LedgerJobs):
@@ -250,19 +249,10 @@ class RootJobs(_LedgerJobs):
         with open_root(self.location, self._settings) as root:
             intake = Intake(root.world, intake_settings(self._settings))
             made = submit_retry(first, ended, overrides, root.world, partial(intake.expect, first.job.tenant))
-        document = {
-            "id": made.job.id, "created": made.created, "retry_of": first.job.id, "rows": first.count,
-            "left_out": first.left_out,
-        }  # fmt: skip
+            batch = serialize_batch(root.ledger(made.job.id))
         found = [f"{made.job.id}: was made before by the same command; a retry of it tries what it left"]
         notes = retry_notes(first) if made.created else found
-        return NewJob(made.job.id, document, notes, partial(self._follow_retry, made.job.id, document))
-
-    def _follow_retry(self, job: str, document: dict[str, object]) -> JobEnd:
-        with open_root(self.location, self._settings, read_only=True) as root:
-            ledger = root.ledger(job)
-            manifest = follow_ledger(ledger)
-            return end_of(manifest, ledger.place(), lambda: document | {"manifest": manifest.model_dump(mode="json")})
+        return NewJob(made.job.id, batch, notes, RootJobs(self.location, made.job.id, self._settings).watch)
 
     def _cancel(self) -> tuple[Cancelled, str]:
         from tokenmill.jobs.cancel import cancel_in_root
@@ -276,11 +266,9 @@ class RootJobs(_LedgerJobs):
     def _cancelling(self) -> str:
         return "no dispatcher has ended it yet (does one run?)"
 
-    def _found(self, limit: int, *, active: bool) -> tuple[str, list[tuple[str, JobSummary]]]:
-        from tokenmill.jobs.listing import jobs_in
-
+    def _found(self, limit: int, *, active: bool, as_json: bool) -> tuple[str, list[ListedJob]]:
         with open_root(self.location, self._settings, read_only=True) as root:
-            return root.url, [(root.url, summary) for summary in jobs_in(root.world.store, limit, active=active)]
+            return root.url, jobs_in(root.world.store, root.url, limit, active=active, as_json=as_json)
 
 
 def locate(given: str, root_url: str | None, settings: Settings) -> FolderJobs | RootJobs:
@@ -395,23 +383,3 @@ def _facts(summary: JobSummary) -> list[tuple[str, object]]:
     if summary.eta is not None:
         found.append(("should be done", summary.eta.isoformat(timespec="seconds")))
     return found
-
-
-def _as_document(summary: JobSummary) -> dict[str, Any]:
-    """A summary for programs."""
-    return {
-        "id": summary.id,
-        "place": summary.place,
-        "problem": summary.problem,
-        "status": summary.status,
-        "attention": summary.attention,
-        "counts": summary.counts and summary.counts.model_dump(mode="json"),
-        "usage": summary.usage and summary.usage.model_dump(mode="json"),
-        "cost": summary.cost,
-        "shards": {"done": summary.shards_done, "total": summary.shards_total},
-        "as_of": summary.as_of and summary.as_of.isoformat(),
-        "eta": summary.eta and summary.eta.isoformat(),
-        "job": summary.job and summary.job.model_dump(mode="json"),
-        "manifest": summary.manifest and summary.manifest.model_dump(mode="json"),
-        "results_removed_at": summary.results_removed_at and summary.results_removed_at.isoformat(),
-    }

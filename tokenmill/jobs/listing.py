@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pipeline.jobs.summaries import JobSummary
     from pipeline.ledger.ledger import JobLedger
     from pipeline.ports import ObjectStore
+    from schemas.jobs.batch import Batch, UnreadableJob
 
 READERS: Final = 16
 CHUNK_JOBS: Final = 32
@@ -23,11 +25,21 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 
-def jobs_in(store: ObjectStore, limit: int, *, active: bool) -> list[JobSummary]:
+@dataclass(frozen=True, slots=True)
+class ListedJob:
+    """A job in a list. `location`: its folder, or the root's URL. `batch`: the job as JSON, if it was asked for."""
+
+    location: str
+    summary: JobSummary
+    batch: Batch | UnreadableJob | None = None
+
+
+def jobs_in(store: ObjectStore, location: str, limit: int, *, active: bool, as_json: bool) -> list[ListedJob]:
     """The newest `limit` jobs of a root, or the one that the store's folder is.
 
     Args:
         active: only those that have not ended; in a root the others aren't read.
+        as_json: read the batches, too.
     """
     from pipeline.jobs.summaries import find_ledgers
     from pipeline.ledger.active_index import marked_jobs
@@ -35,28 +47,43 @@ def jobs_in(store: ObjectStore, limit: int, *, active: bool) -> list[JobSummary]
 
     marked = active and store.info(JOB) is None
     ledgers = marked_jobs(store) if marked else find_ledgers(store)
-    with closing(_map_concurrently(partial(_glance, active=active), ledgers)) as summaries:
-        found = islice((summary for summary in summaries if summary is not None), limit)
+    read = partial(_read, location=location, active=active, as_json=as_json)
+    with closing(_map_concurrently(read, ledgers)) as jobs:
+        found = islice((job for job in jobs if job is not None), limit)
         return sorted(found, key=_age)  # a retry's id sorts next to that of its first job
 
 
-def jobs_below(folder: Path, limit: int, *, active: bool) -> list[tuple[Path, JobSummary]]:
-    """The newest `limit` jobs of a local folder, each with its location: the folder itself if it is a job or a root,
-    else its subfolders that are."""
+def jobs_below(folder: Path, limit: int, *, active: bool, as_json: bool) -> list[ListedJob]:
+    """The newest `limit` jobs of a local folder: the folder itself if it is a job or a root, else its subfolders that
+    are."""
     from pipeline.adapters.folder.store import FolderStore
 
-    found: list[tuple[Path, JobSummary]] = []
+    found: list[ListedJob] = []
     for location in _locations(folder):
         with FolderStore(location, read_only=True) as store:
-            found += [(location, summary) for summary in jobs_in(store, limit, active=active)]
-    return sorted(found, key=lambda one: _age(one[1]))[:limit]
+            found += jobs_in(store, str(location), limit, active=active, as_json=as_json)
+    return sorted(found, key=_age)[:limit]
 
 
-def _glance(ledger: JobLedger, *, active: bool) -> JobSummary | None:
+def _read(ledger: JobLedger, *, location: str, active: bool, as_json: bool) -> ListedJob | None:
+    from pipeline.gateway.batches.serialization import serialize_batch
     from pipeline.jobs.summaries import summarize_for_listing
     from pipeline.ledger.active_index import is_open
+    from pipeline.ports import PipelineError
+    from schemas.jobs.batch import UnreadableJob
 
-    return None if active and not is_open(ledger) else summarize_for_listing(ledger)
+    if active and not is_open(ledger):
+        return None
+    summary = summarize_for_listing(ledger)
+    if not as_json:
+        return ListedJob(location, summary)
+    try:
+        if summary.problem is None:
+            return ListedJob(location, summary, serialize_batch(ledger, summary))
+        problem = summary.problem
+    except PipelineError as error:
+        problem = str(error)
+    return ListedJob(location, summary, UnreadableJob(id=summary.id, problem=problem))
 
 
 def _map_concurrently(work: Callable[[Given], Made], items: Iterable[Given]) -> Generator[Made]:
@@ -67,9 +94,10 @@ def _map_concurrently(work: Callable[[Given], Made], items: Iterable[Given]) -> 
             yield from pool.map(work, chunk)
 
 
-def _age(summary: JobSummary) -> float:
+def _age(listed: ListedJob) -> float:
     """A sort key, less for newer jobs; unreadable ones come first, so that they are seen."""
-    return float("-inf") if summary.job is None else -summary.job.created_at.timestamp()
+    job = listed.summary.job
+    return float("-inf") if job is None else -job.created_at.timestamp()
 
 
 def _locations(folder: Path) -> list[Path]:

@@ -89,7 +89,7 @@ def follow_ledger(
     return follow(ledger.name or ledger.place().rstrip("/"), poll, interval_seconds)
 
 
-def end_of(manifest: Manifest, where: str, document: Callable[[], Any]) -> JobEnd:
+def end_of(manifest: Manifest, where: str, batch: Callable[[], Any]) -> JobEnd:
     """The end of a job in a folder or root, with its last line as `run` has it."""
     from schemas.jobs.outcome import JobStatus
     from tokenmill.local.summary import last_line
@@ -99,7 +99,7 @@ def end_of(manifest: Manifest, where: str, document: Callable[[], Any]) -> JobEn
         why = "; ".join(f"line {one.line}: {one.message}" if one.line else one.message for one in manifest.errors)
         why = why[:MAX_ERROR_CHARACTERS] or "its manifest does not say why"
         failure = f"{where}: the job failed as a whole: {why}"
-    return JobEnd(document, last_line(manifest.counts, where), failure)
+    return JobEnd(batch, last_line(manifest.counts, where), failure)
 
 
 def print_new_job(made: NewJob, *, watch: bool, as_json: bool) -> None:
@@ -117,7 +117,7 @@ def print_new_job(made: NewJob, *, watch: bool, as_json: bool) -> None:
 def print_end(end: JobEnd, *, as_json: bool) -> None:
     """Print how a job ended. Raises `UserError` for one that failed as a whole."""
     if as_json:
-        output.print_json(end.document())
+        output.print_json(end.batch())
     if end.failure is not None:
         raise UserError(end.failure)
     if end.table is not None:

@@ -163,7 +163,7 @@ def test_given_an_old_job_when_collected_then_its_results_are_removed_and_jobs_s
         assert JobLedger(store, f"{JOBS}{job.id}/").tombstone() is not None
     (listed,) = tokenmill("jobs", "list", root, "--json").json()
     assert listed["status"] == "cancelled"
-    assert listed["results_removed_at"] is not None
+    assert listed["tokenmill"]["results_removed_at"] is not None
 
 
 def test_given_dead_letters_and_tickets_when_collected_then_they_go_by_their_age(

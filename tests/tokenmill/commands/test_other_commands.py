@@ -44,9 +44,10 @@ def test_given_a_folder_of_jobs_when_listed_and_shown_then_people_and_programs_s
 
     assert "completed" in table.out
     assert listed == itself
-    assert listed[0]["counts"] == document["counts"]
-    assert document["counts"]["succeeded"] == 3
-    assert document["manifest"]["counts"]["failed"] == 1
+    assert listed == [document]
+    assert document["object"] == "batch"
+    assert document["tokenmill"]["counts"]["succeeded"] == 3
+    assert document["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
     assert document["status"] == "completed"
     assert "completed" in shown.out
     assert "requests.jsonl" in shown.out

@@ -18,6 +18,6 @@ def cancel(
     """
     done = open_jobs(job, root_url, url).cancel()
     if as_json:
-        output.print_json(done.document)
+        output.print_json(done.batch)
     for line in done.lines:
         output.say(line)

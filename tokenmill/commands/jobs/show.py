@@ -50,9 +50,9 @@ def list_jobs(
 
     How open jobs stand comes from their caches, some seconds old.
     """
-    found = open_job_list(folder, root_url, url).list_jobs(limit + 1, active=active)
+    found = open_job_list(folder, root_url, url).list_jobs(limit + 1, active=active, as_json=as_json)
     if as_json:
-        output.print_json(found.documents[:limit])
+        output.print_json(found.batches[:limit])
     else:
         output.stdout().print(output.table(None, found.columns, found.rows[:limit], right=found.columns[3:6]))
     if len(found.rows) > limit:
@@ -71,7 +71,7 @@ def show_job(
     """
     view = open_jobs(job, root_url, url).show()
     if as_json:
-        output.print_json(view.document)
+        output.print_json(view.batch)
     else:
         for table in view.tables:
             output.stdout().print(table)

@@ -149,4 +149,4 @@ def test_a_batch_that_ends_during_a_retry_request_is_retried_or_refused(
     with pytest.raises(ApiError) as refused:
         harness.parts.batches.retry("default", batch.id, {"include_invalid": True})
     assert (refused.value.status, refused.value.code) == (409, "nothing_to_retry")
-    assert harness.parts.batches.retry("default", batch.id, {"include_invalid": True})["object"] == "batch"
+    assert harness.parts.batches.retry("default", batch.id, {"include_invalid": True}).object == "batch"

@@ -266,9 +266,11 @@ def test_a_compressed_message_is_refused_and_never_inflated(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: Path) -> None:
     """From when they are received, whole or not, until they are parsed."""
-    unfinished = b"\x81\xff" + (500_000).to_bytes(8) + bytes(4) + b"x" * 60_000
+    unfinished = b"\x81\xff" + (90_000).to_bytes(8) + bytes(4) + b"x" * 60_000
     with (
-        run_http_harness(tmp_path, auth="keys", settings=GatewayOptions(max_buffered_body_bytes=200_000)) as harness,
+        run_http_harness(
+            tmp_path, auth="keys", settings=GatewayOptions(max_body_bytes=100_000, max_buffered_body_bytes=200_000)
+        ) as harness,
         ExitStack() as opened,
     ):
         keys = {tenant: harness.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in ("greedy", "other", "third")}

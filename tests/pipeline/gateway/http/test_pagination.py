@@ -82,7 +82,7 @@ def test_a_page_of_a_large_index_reads_only_its_length(
         store.listings = store.listed = store.reads = 0
         page = files.page("acme", PageRequest(20, None if behind is None else ids[behind], order))
     first = 0 if behind is None else behind + 1
-    assert [one["id"] for one in page.data] == ids[first : first + 20]
+    assert [one.id for one in page.data] == ids[first : first + 20]
     assert page.has_more is (first + 20 < MANY)
     assert store.listings == 1
     assert store.listed <= 40
@@ -106,7 +106,7 @@ def test_a_page_of_batches_has_the_same_cost_for_any_number_of_batches(world: Wo
         batches = Batches(world, unused, unused, unused, InlineExecutor())  # a thread reads ahead as far as it comes
         store.listings = store.listed = store.reads = 0
         page = batches.page("acme", PageRequest(5, ids[20], order))
-        assert [one["id"] for one in page.data] == ids[21:26]
+        assert [one.id for one in page.data] == ids[21:26]
         assert page.has_more
         costs.append((store.listings, store.listed, store.reads))
     assert costs[0] == costs[1]

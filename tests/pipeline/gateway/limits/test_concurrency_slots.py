@@ -19,6 +19,7 @@ from pipeline.gateway.inference.responses import StreamSettings
 from pipeline.gateway.limits.concurrency import MemoryConcurrencySlots
 from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
 from schemas.requests.limits import RateLimits
+from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
 from tests.waiting import HANG_SECONDS, wait_for
@@ -178,7 +179,7 @@ def test_a_too_slow_reader_can_send_its_request_again(tmp_path: Path) -> None:
 
 def test_a_stream_cut_off_by_shutdown_releases_its_slot_before_its_last_event(tmp_path: Path) -> None:
     running = SlowRunning(SystemClock())
-    with slow_harness(tmp_path, running, drain_seconds=0.1) as harness:
+    with slow_harness(tmp_path, running, settings=GatewayOptions(drain_seconds=0.1)) as harness:
         harness.worker.pause = 0.01
         with harness.http() as http, http.stream("POST", CHAT, json=body(max_tokens=2_000, stream=True)) as answer:
             came = b""

@@ -162,9 +162,9 @@ def test_a_page_with_a_purpose_reads_no_other_files(counted: World, store: Count
     for order in ("asc", "desc"):
         store.reads = 0
         first = files.page("a", PageRequest(2, order=order), "batch")  # type: ignore[arg-type]
-        last = files.page("a", PageRequest(2, first.data[-1]["id"], order), "batch")  # type: ignore[arg-type]
+        last = files.page("a", PageRequest(2, first.data[-1].id, order), "batch")  # type: ignore[arg-type]
         assert (len(first.data), first.has_more, len(last.data), last.has_more) == (2, True, 1, False)
-        assert len({one["id"] for one in (*first.data, *last.data)}) == 3
+        assert len({one.id for one in (*first.data, *last.data)}) == 3
         assert store.reads <= 5
 
 

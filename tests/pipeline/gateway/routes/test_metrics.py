@@ -226,8 +226,8 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
             "step_tokens_total": 200, "step_seconds_count": 20, "step_seconds_sum": 0.03, "running_requests": 2,
             "waiting_requests": 1, "kv_blocks": 100, "kv_blocks_used": 25, "preemptions_total": 2,
             "time_to_first_token_seconds_count": 10, "time_to_first_token_seconds_sum": 0.05,
-            "inter_token_seconds_count": 35, "request_seconds_count": 9, "pace_objective": 0.5 + 0.5 + 0.03 + 0.04,
-            "pace_others_ratio": 0.75, "store_outage": 1, "speculation_gained_tokens": -1.5,
+            "inter_token_seconds_count": 35, "request_seconds_count": 9, "slo_objective": 0.5 + 0.5 + 0.03 + 0.04,
+            "slo_batch_ratio": 0.75, "store_outage": 1, "speculation_gained_tokens": -1.5,
             "speculation_compared_seconds_total": 0.5,
         }.items():  # fmt: skip
             assert found.sum(f"tokenmill_{name}", **one) == pytest.approx(value), name
@@ -248,6 +248,6 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
         other = {"worker": "w2"}
         assert found.sum("tokenmill_engine_tokens_total", kind="generated", **other) == 7
         assert found.all("tokenmill_store_outage", **other) == {("b",): 0}
-        for name in ("kv_blocks", "time_to_first_token_seconds_count", "pace_weight", "speculation_gained_tokens"):
+        for name in ("kv_blocks", "time_to_first_token_seconds_count", "slo_weight", "speculation_gained_tokens"):
             assert found.all(f"tokenmill_{name}", **other) == {}, f"{name} is not known"
         assert found.all("tokenmill_step_rows_total", worker="w3") == {}

@@ -45,7 +45,7 @@ def test_given_a_limit_when_it_is_passed_then_no_further_shard_is_begun_and_a_re
     assert manifest["cost"] > 1e-9
     (spending,) = manifest["spending"]
     assert (spending["model"], spending["cost"]) == ("tiny", manifest["cost"])
-    assert tokenmill("jobs", "show", place / "out", "--json").json()["cost"] == manifest["cost"]
+    assert tokenmill("jobs", "show", place / "out", "--json").json()["tokenmill"]["cost"] == manifest["cost"]
     assert "cost limit" in tokenmill("jobs", "show", place / "out").out
 
     retry = ("jobs", "retry", place / "out", "-o", place / "more", "--price-per-hour", "36")
