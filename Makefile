@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PARALLEL ?= -n 6 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 OUT ?= out/demo
 KILLS ?= 25
 SEEDS ?= 2000
@@ -40,6 +40,7 @@ run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet und
 # Several test processes share the machine: two a core, since many tests wait for servers. Waiting OpenMP threads spin, so
 # more than one thread a process would slow the others down.
 test test-all test-slow: export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes of this code: each would compile it again
 
 test: $(VENV)/.dev.stamp  ## run the fast tests: five minutes on two idle cores
 	$(PY) -m pytest $(PARALLEL) -m "not slow and not exhaustive" $(PYTEST_ARGS)
@@ -69,7 +70,7 @@ test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels under Ad
 		tests/engine/runner/test_cache_planning.py $(wildcard tests/engine/test_*.py) \
 		$(PYTEST_ARGS) || { cat $(ASAN)/report.* 2>/dev/null; exit 1; }
 
-test-servers: $(VENV)/.dev.stamp  ## run the exhaustive tests on real servers: a durable S3 server, 50 Kafka rebalances
+test-servers: $(VENV)/.dev.stamp  ## run the exhaustive tests of pipeline/: a durable S3 server, 50 Kafka rebalances, planning at scale, the scaling policy
 	$(PY) -m pytest -m exhaustive tests/pipeline $(PYTEST_ARGS)
 
 test-bench: $(VENV)/.dev.stamp  ## run the exhaustive tests of the benchmarks (peers' environments, a bare machine) and of the engine: every model family with every setting, kernels compiled for older GPUs

@@ -168,6 +168,7 @@ def test_int8_weights_alone_go_through_the_small_product() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_cache_is_stored_in_fp8(tiny_model: TinyModel) -> None:
     path, work = tiny_model("llama"), list(islice(plain_work(), 2))
     with pretended_cuda() as device:

@@ -80,6 +80,7 @@ def plan_generated(tools: Any, count: int, content_bytes: int) -> tuple[Discardi
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fifty_thousand_rows(tools: Any) -> None:
     sink, summary = plan_generated(tools, ROWS, 50)
     assert sink.rows == summary.total == ROWS

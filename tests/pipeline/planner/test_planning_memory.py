@@ -14,6 +14,7 @@ files). A request held as text or parsed would be 1,000 and more."""
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_five_times_the_rows_when_planned_in_segments_of_the_same_size_then_memory_hardly_grows() -> None:
     few, many = (plan_in_child(rows, SEGMENT_ROWS) for rows in (FEW, MANY))
     assert many["segments"] > 4 * few["segments"] > 4

@@ -18,7 +18,8 @@ from schemas.settings.autoscaling import ScalingLimits
 
 pytestmark = pytest.mark.slow
 
-PATTERNS: tuple[Pattern, ...] = ("bursts", "ramp", "daynight", "spot-storm")
+OTHER_PATTERNS = ("ramp", "daynight", "spot-storm")
+PATTERNS = ("bursts", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in OTHER_PATTERNS))
 GPUS = 16
 PER_WORKER = EXAMPLE.rows_per_second(EXAMPLE.batch, 300.0, 200.0)
 
@@ -76,6 +77,7 @@ def test_given_one_gpu_then_work_that_may_wait_shares_its_starts(pattern: Patter
     assert played(trace, eager)[1].cost_over_oracle > 1.15, "it is the gathering that does it"
 
 
+@pytest.mark.exhaustive
 def test_given_bursts_beyond_all_machines_then_what_can_be_saved_is_saved() -> None:
     _, found = played(draw_trace("bursts", drawn(0.7), 1), settings(seed=1))
     assert found.deadlines_oracle < found.deadlines, "not all can be met"

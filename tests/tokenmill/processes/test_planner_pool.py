@@ -252,7 +252,9 @@ def test_given_a_stopped_planner_when_it_reports_no_progress_for_too_long_then_i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "blank"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("parquet", "blank"))]
+)
 def test_given_a_large_input_that_moves_on_then_its_planner_is_not_killed_however_long_it_takes(
     root: Root, pool: PlannerPool, clock: ManualClock, tmp_path: Path, kind: str
 ) -> None:

@@ -76,6 +76,7 @@ def drop(source: Path, inbox: Path, name: str) -> None:
     partial.rename(inbox / name)
 
 
+@pytest.mark.exhaustive
 def test_ingested_files_are_answered_as_by_run_and_the_end_is_graceful(
     start: Start, place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
 ) -> None:

@@ -291,7 +291,9 @@ def poisoned(model: LoadedModel, poison: int, tokens: int, world: World) -> Load
     return replace(model, engine=Wrapped(model.engine, watched, deadly))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seconds", [0.2, 0.75, 2.1, 4.2, 8.2])
+@pytest.mark.parametrize(
+    "seconds", [0.75, 4.2, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (0.2, 2.1, 8.2))]
+)
 @pytest.mark.parametrize("interval", [1.0, 15.0])
 def test_given_workers_that_are_killed_a_while_after_their_start_then_no_row_is_blamed(
     seconds: float, interval: float, tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any

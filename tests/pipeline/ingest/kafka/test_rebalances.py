@@ -130,6 +130,7 @@ def check_taken(harness: KafkaHarness, stream: Stream) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_once(harness: KafkaHarness) -> None:
     check_taken(harness, rebalance(harness, times=3, every=0.3, seed=1))
 

@@ -133,6 +133,7 @@ def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command
     assert f"{ROWS} of {ROWS + 2} rows succeeded, 2 failed" in err.splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 def test_given_a_killed_run_when_the_same_command_runs_then_it_finishes_and_committed_parts_stand(
     place: Path, start: Start
 ) -> None:
