@@ -22,7 +22,7 @@ class UnexpectedErrors:
         with self._lock:
             self._counts[part] += 0
 
-    def note(self, part: str, error: Exception, **context: object) -> None:
+    def record(self, part: str, error: Exception, **context: object) -> None:
         """Count an exception, and log it with its traceback."""
         with self._lock:
             self._counts[part] += 1
@@ -41,7 +41,7 @@ class DeadLetterCounts:
         self._lock = threading.Lock()
         self._written: Counter[str] = Counter()
 
-    def note(self, source: str) -> None:
+    def record(self, source: str) -> None:
         """Count a dead letter of this ingest source."""
         with self._lock:
             self._written[source] += 1

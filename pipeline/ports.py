@@ -130,7 +130,7 @@ class Heartbeats(Protocol):
         """Seconds without a heartbeat after which a worker counts as dead."""
         ...
 
-    def beat(self, state: WorkerState) -> None:
+    def send_heartbeat(self, state: WorkerState) -> None:
         """Register the worker as alive, with this state."""
         ...
 
@@ -138,7 +138,7 @@ class Heartbeats(Protocol):
         """Remove the worker after an orderly shutdown: it holds no shards any more."""
         ...
 
-    def tell(self, worker: str, metrics: WorkerMetrics) -> None:
+    def report_metrics(self, worker: str, metrics: WorkerMetrics) -> None:
         """Store the worker's metrics for monitoring. They are separate from its state, which is read by many processes
         many times a second; they expire as a heartbeat does."""
         ...

@@ -155,16 +155,16 @@ class Drafting:
             owner.drafted_tokens += drafted
             owner.accepted_tokens += num_accepted
             source, trust = self._in_flight[row]
-            self._counter.note(source, drafted, num_accepted)
-            self.lengths.note(row, int(batch.epoch[row]), trust, drafted, num_accepted)
+            self._counter.record(source, drafted, num_accepted)
+            self.lengths.record(row, int(batch.epoch[row]), trust, drafted, num_accepted)
 
     def record_step(self, rows: int, positions: int, drafted: int, accepted: int, seconds: float) -> None:
         """Record a finished step: its rows, computed positions, drafts among them, accepted drafts and time."""
         self.lengths.record_step(rows, positions, drafted, seconds)
         if rows and positions - drafted == rows:  # no row computed a prompt in it
-            gained = self._gain.note(rows, drafted, accepted, seconds)
+            gained = self._gain.record(rows, drafted, accepted, seconds)
             if self._budget is not None:
-                self._budget.note(rows, drafted, gained)
+                self._budget.record(rows, drafted, gained)
 
     @property
     def stats(self) -> SpeculationStats:

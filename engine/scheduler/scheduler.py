@@ -300,7 +300,7 @@ class Scheduler:
         self._budget.record_success()
         good = self._batch.epoch[plan.rows] == epochs  # else the owner has left since: cancelled or preempted
         if self._slo is not None and contents is not None:
-            self._slo.note(plan, good & plan.samples & ~failed, contents, now)
+            self._slo.record(plan, good & plan.samples & ~failed, contents, now)
         ended: Ended = {}
         ends = plan.starts + plan.counts
         if plan.drafts is not None and self._drafting is not None:

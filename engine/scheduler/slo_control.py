@@ -134,7 +134,7 @@ class Limit:
     def tokens(self) -> int:
         return int(self._value)
 
-    def note(self, *, late: bool, used: int, is_limited: bool) -> None:
+    def record(self, *, late: bool, used: int, is_limited: bool) -> None:
         """Record a sample from a step with `used` tokens under this limit. `is_limited`: work was held back from it."""
         if late and used > 0:
             self._value = max(self._min_tokens, min(self._value, used) * self._down)
@@ -149,7 +149,7 @@ class Quantile:
         self._quantile = quantile
         self.value = nan
 
-    def note(self, sample: float) -> None:
+    def record(self, sample: float) -> None:
         if not self.value > 0:
             self.value = max(sample, 1e-6)
         else:
@@ -214,7 +214,7 @@ class SloController:
             limit = min(limit, self._streams.tokens - prompt_tokens)
         return max(limit, self._config.min_tokens)
 
-    def note(self, plan: StepPlan, sampled: NDArray[np.bool_], contents: StepContents, now: float) -> None:
+    def record(self, plan: StepPlan, sampled: NDArray[np.bool_], contents: StepContents, now: float) -> None:
         """Record a step's tokens.
 
         Args:
@@ -235,24 +235,24 @@ class SloController:
         if begun.any():
             gaps = now - self._last[rows[begun]]
             for gap in gaps.tolist():
-                self._itl.note(gap)
+                self._itl.record(gap)
             late = int((gaps > self._config.itl).sum())
             self._later += len(gaps)
             self._late += late
-            self._streams.note(late=late > 0, used=contents.other_tokens, is_limited=contents.is_limited)
+            self._streams.record(late=late > 0, used=contents.other_tokens, is_limited=contents.is_limited)
         self._epoch[rows] = self._batch.epoch[rows]
         self._last[rows] = now
 
     def _first(self, seconds: float, contents: StepContents) -> None:
         late = seconds > self._config.ttft
-        self._ttft.note(seconds)
+        self._ttft.record(seconds)
         self._first_tokens += 1
         self._late_first += late
-        self._prompts.note(late=late, used=contents.other_class_tokens, is_limited=contents.is_limited)
+        self._prompts.record(late=late, used=contents.other_class_tokens, is_limited=contents.is_limited)
 
     def record_missed_deadline(self) -> None:
         """Record a request of class 0 that missed its deadline."""
         self._drops += 1
         weight = self._config.weight_drops
         if weight:
-            self._prompts.note(late=True, used=self._prompts.tokens, is_limited=False)
+            self._prompts.record(late=True, used=self._prompts.tokens, is_limited=False)

@@ -38,7 +38,7 @@ class DraftLengths(Protocol):
         owner."""
         ...
 
-    def note(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
+    def record(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
         """Record the outcome of a row's drafts."""
         ...
 
@@ -63,7 +63,7 @@ class FixedLengths:
     def trim(self, row: int, epoch: int, trust: int, drafted: int) -> int:
         return drafted
 
-    def note(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
+    def record(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
         pass
 
     def record_step(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
@@ -109,7 +109,7 @@ class StepCosts:
     def _class_of(rows: int) -> int:
         return round(2 * log2(rows))
 
-    def note(self, rows: int, drafted: int, seconds: float) -> None:
+    def record(self, rows: int, drafted: int, seconds: float) -> None:
         """Record the time of a decode step with so many rows and drafts."""
         key = self._class_of(rows)
         known = self._plain.get(key)
@@ -191,7 +191,7 @@ class AcceptanceRates:
             seen *= decay
         return odds / (1 + odds)
 
-    def note(self, row: int | None, kind: int, accepted: int, judged: int) -> None:
+    def record(self, row: int | None, kind: int, accepted: int, judged: int) -> None:
         """Record `accepted` of `judged` drafts; row None: its owner has changed since."""
         counts = np.array([accepted, judged], dtype=np.float64)
         if row is not None:
@@ -259,16 +259,16 @@ class AdaptiveLengths:
             return 0
         return min(drafted, 1 + int(log(self._price / first) / log(self._next.probability(row, trust))))
 
-    def note(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
+    def record(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
         # Drafts behind the first rejected one were never judged: their context was wrong.
         own = row if self._epoch[row] == epoch else None
-        self._first.note(own, trust, int(accepted > 0), 1)
+        self._first.record(own, trust, int(accepted > 0), 1)
         if accepted:
-            self._next.note(own, trust, accepted - 1, accepted - 1 + (accepted < drafted))
+            self._next.record(own, trust, accepted - 1, accepted - 1 + (accepted < drafted))
 
     def record_step(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
         if rows and positions - drafted == rows:
-            self._costs.note(rows, drafted, seconds)
+            self._costs.record(rows, drafted, seconds)
 
 
 def resolve_max_drafts(config: SpeculationConfig) -> int:

@@ -28,11 +28,11 @@ class Gain:
         self.seconds = 0.0
         self._costs = StepCosts()
 
-    def note(self, rows: int, drafted: int, accepted: int, seconds: float) -> float:
+    def record(self, rows: int, drafted: int, accepted: int, seconds: float) -> float:
         """Record a step in which all rows decode: its rows, drafts, accepted drafts and time. Returns the gain; 0 where
         there is no measurement to compare with."""
         if not drafted:
-            self._costs.note(rows, 0, seconds)
+            self._costs.record(rows, 0, seconds)
         elif (plain := self._costs.plain(rows)) is not None:
             gained = accepted - rows * (seconds - plain) / plain
             self.tokens += gained

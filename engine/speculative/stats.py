@@ -62,7 +62,7 @@ class DraftCounter:
     def __init__(self) -> None:
         self._lengths: dict[str, tuple[list[int], list[int]]] = {}
 
-    def note(self, source: str, drafted: int, accepted: int) -> None:
+    def record(self, source: str, drafted: int, accepted: int) -> None:
         """Record that the first `accepted` of `drafted` tokens were accepted."""
         for lengths, length in zip(self._lengths.setdefault(source, ([], [])), (drafted, accepted), strict=True):
             lengths.extend([0] * (length + 1 - len(lengths)))

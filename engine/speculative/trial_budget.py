@@ -41,7 +41,7 @@ class TrialBudget:
             self._begun = self.tokens >= cost and left >= PAYBACK * cost
         return self._begun
 
-    def note(self, rows: int, drafted: int, gained: float) -> None:
+    def record(self, rows: int, drafted: int, gained: float) -> None:
         """Record a decode-only step: its rows, drafts and gain in tokens. A draft loses at most one token; a larger
         loss was caused by other processes."""
         change = SHARE * rows + max(gained, -drafted)

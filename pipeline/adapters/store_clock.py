@@ -40,7 +40,7 @@ class TimeOffset:
         """The offset to add to this machine's time; 0 when the two agree."""
         return self._offset
 
-    def note_answer(self, date: str | None, request_timeout_seconds: float) -> None:
+    def record_answer(self, date: str | None, request_timeout_seconds: float) -> None:
         """Update the offset from an answer. `date`: its `Date` header."""
         if date is None or request_timeout_seconds > MAX_REQUEST_SECONDS:
             return

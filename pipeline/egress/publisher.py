@@ -60,7 +60,7 @@ class PublisherSettings:
         all_jobs: announce jobs of every ingest source, not only of Kafka.
         unsent_interval_seconds, unsent_retry_seconds: interval of checks for unsent dead letters, and the delay after a
             failed send.
-        every: interval between two polls.
+        poll_interval_seconds: interval between two polls.
         sweep_interval_seconds: interval between two sweeps over all jobs, open or ended, with `all_jobs`.
         rows_at_once: results that are sent before the publisher waits for the broker's confirmation.
     """
@@ -70,7 +70,7 @@ class PublisherSettings:
     deadletter_topic: str = "tokenmill.deadletter"
     reply_topics: frozenset[str] = frozenset()
     all_jobs: bool = False
-    every: float = 0.5
+    poll_interval_seconds: float = 0.5
     sweep_interval_seconds: float = 3_600.0
     unsent_interval_seconds: float = 15.0
     unsent_retry_seconds: float = 300.0
@@ -125,12 +125,12 @@ class Publisher:
         try:
             while not stop.is_set():
                 if self._leadership.now():
-                    self.look()
-                stop.wait(self._settings.every)
+                    self.poll()
+                stop.wait(self._settings.poll_interval_seconds)
         finally:
             self._leadership.give_up()
 
-    def look(self) -> int:
+    def poll(self) -> int:
         """Announce all news; returns the number of jobs whose end was announced. A failure is logged and counted, and
         the next poll continues with its job."""
         ended = 0
@@ -219,7 +219,7 @@ class Publisher:
             self._quiet.pop(name, None)
             return
         quiet = self._quiet.setdefault(name, _Quiet(now, now))
-        quiet.again = now + QUIET_SHARE * (now - quiet.since) - self._settings.every
+        quiet.again = now + QUIET_SHARE * (now - quiet.since) - self._settings.poll_interval_seconds
 
     def _end(self, job: Job, manifest: Manifest) -> None:
         message = manifest.errors[0].message if manifest.errors else None

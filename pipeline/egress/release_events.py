@@ -31,12 +31,12 @@ class ReleaseEventPublisher:
         """Publish until `stop` is set; failures are retried."""
         while not stop.is_set():
             try:
-                self.look()
+                self.poll()
             except PipelineError as error:
                 logger.error("release not announced", reason=str(error))
             stop.wait(POLL_INTERVAL_SECONDS)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Publish new events. Raises `PipelineError` when an object can't be read or an event can't be sent."""
         for last in self._registry.all_last():
             for standing in self._registry.history(last.release.name) if last.release.number > 1 else [last]:

@@ -78,7 +78,7 @@ class Status:
             self._refresh_at = self._world.clock.monotonic() + self._refresh_interval_seconds
 
     def _refresh(self) -> None:
-        open_jobs = self._open_jobs_index.look()
+        open_jobs = self._open_jobs_index.read()
         self._workers, self._entries = self._heartbeats.workers(), self._catalog.entries()
         self._worker_metrics = self._heartbeats.metrics()
         self._open_jobs = open_jobs

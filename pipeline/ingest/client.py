@@ -69,7 +69,7 @@ def copy_into_folder(inbox: FolderInbox, source: Path, name: str, options: Mappi
         with contextlib.suppress(OSError):
             sidecar.unlink(missing_ok=True)
         raise SubmissionFailed(f"{error.filename or target}: can't be written or read: {error.strerror}") from error
-    file = inbox.look(name)
+    file = inbox.find(name)
     if file is None:
         raise SubmissionFailed(f"{target}: was removed as soon as it was there; see who cleans up this folder")
     return derive_file_job_id(inbox, file)
@@ -118,7 +118,7 @@ def upload_to_bucket(
                 where,
                 lambda: client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", **arguments),
             )
-    file = inbox.look(name)
+    file = inbox.find(name)
     if file is None:
         raise SubmissionFailed(f"{where}: was removed as soon as it was there; see who deletes there")
     return where, derive_file_job_id(inbox, file)

@@ -180,7 +180,7 @@ class DeadLetters:
         if stored:
             self._store.create(_original_key(id_), stored)
         if self._store.create(_dead_letter_key(id_), dead_letter.to_json()):
-            self._world.dead_letters.note(source.ingest_source)
+            self._world.dead_letters.record(source.ingest_source)
         return id_
 
     def open_source(self, source: DeadLetterSource) -> DeadLetterSource | None:

@@ -100,7 +100,7 @@ class IntakeMetrics:
         self._results: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def note(self, result: str) -> None:
+    def record(self, result: str) -> None:
         """Count one more result: "created", "repeated" or "refused"."""
         with self._lock:
             self._results[result] += 1
@@ -139,18 +139,18 @@ class Intake:
         if standing is not None:
             if ledger.manifest() is None:
                 mark(ledger)  # its creation may have been interrupted before the marker
-            self._metrics.note("repeated")
+            self._metrics.record("repeated")
             return SubmittedJob(standing, created=False)
         try:
             order = self._order(draft)
         except IntakeRefused as error:
             if error.code != NO_MODEL:  # else the ingest source tries again
-                self._metrics.note("refused")
+                self._metrics.record("refused")
             raise
         self.expect(draft.tenant, draft.job_id)
         submitted = submit(order, ledger, self._world, job_id=draft.job_id)
         self._backlog.added(submitted.job)
-        self._metrics.note("created" if submitted.created else "repeated")
+        self._metrics.record("created" if submitted.created else "repeated")
         return submitted
 
     def expect(self, tenant: str, job: str) -> None:

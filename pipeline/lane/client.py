@@ -33,17 +33,17 @@ class CallSettings:
 
     Attributes:
         attempts: maximum number of attempts; one that a worker handed back doesn't count.
-        patience: after this long without an event the client checks whether the request was lost.
+        silence_timeout_seconds: after this long without an event the client checks whether the request was lost.
         give_up: after this long without a reachable lane the call fails.
-        look: how long one read waits.
+        poll_interval_seconds: how long one read waits.
         each: pause between two reads, for each open call: events that arrive meanwhile come with the next read, and
             reading takes time from passing events on.
     """
 
     attempts: int = 3
-    patience: float = 3.0
+    silence_timeout_seconds: float = 3.0
     give_up: float = 30.0
-    look: float = 0.5
+    poll_interval_seconds: float = 0.5
     each: float = 5e-5
 
 
@@ -144,7 +144,7 @@ class LaneCalls:
             if self._clock.monotonic() - self._answered_at > self._settings.give_up:
                 yield from [self._fail(call, LANE_UNAVAILABLE, str(error), 503) for call in self._open(calls)]
                 return
-            self._clock.sleep(self._settings.look)
+            self._clock.sleep(self._settings.poll_interval_seconds)
         now = self._clock.now()
         for call in self._open(calls):
             deadline = call.stream.request.deadline
@@ -160,10 +160,14 @@ class LaneCalls:
         early = self._next_read - self._clock.monotonic()
         if early > 0:
             self._clock.sleep(early)
-        yield from self._read(self._open(calls), self._settings.look)
+        yield from self._read(self._open(calls), self._settings.poll_interval_seconds)
         now = self._clock.monotonic()
         self._next_read = now + len(calls) * self._settings.each
-        silent = [call for call in self._open(calls) if call.sent and now - call.checked_at >= self._settings.patience]
+        silent = [
+            call
+            for call in self._open(calls)
+            if call.sent and now - call.checked_at >= self._settings.silence_timeout_seconds
+        ]
         for call in silent:
             call.checked_at = now
         lost = self._lane.lost([call.stream.request for call in silent]) if silent else ()

@@ -25,12 +25,12 @@ class RetentionSchedulerSettings:
     """Intervals of the retention scheduler; times in seconds.
 
     Attributes:
-        every: interval between two collections.
+        interval_seconds: interval between two collections.
         again: longest interval between two checks whether another process has collected, and the delay before the first
             check: a process that has just started has other work.
     """
 
-    every: float = 86_400.0
+    interval_seconds: float = 86_400.0
     again: float = 600.0
 
 
@@ -53,16 +53,16 @@ class RetentionScheduler:
         self._retention = retention
         self._settings = settings or RetentionSchedulerSettings()
         self._lease = lease
-        self._again = min(self._settings.every, self._settings.again)
+        self._again = min(self._settings.interval_seconds, self._settings.again)
         self._next = world.clock.monotonic() + self._again
 
     def run(self, stop: threading.Event) -> None:
         """Collect periodically until `stop` is set, which also interrupts a running collection; the next one resumes
         it."""
         while not stop.wait(_POLL_INTERVAL_SECONDS):
-            self.look(stop)
+            self.poll(stop)
 
-    def look(self, stop: threading.Event) -> bool:
+    def poll(self, stop: threading.Event) -> bool:
         """Collect if it is due and no other process has; returns whether it succeeded. Failures are logged."""
         if self._world.clock.monotonic() < self._next:
             return False
@@ -70,7 +70,7 @@ class RetentionScheduler:
         if self._is_ours():
             done = self._collect(stop)
             # A sweep over all jobs is expensive, also when it fails.
-            wait = self._settings.every if done else self._settings.every / _TRIES
+            wait = self._settings.interval_seconds if done else self._settings.interval_seconds / _TRIES
         self._next = self._world.clock.monotonic() + wait
         return done
 

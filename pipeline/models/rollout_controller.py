@@ -56,12 +56,12 @@ class RolloutController:
         """Refresh the releases until `stop` is set. Read errors are logged and retried."""
         while not stop.is_set():
             try:
-                self.look()
+                self.poll()
             except PipelineError as error:
                 logger.warning("releases can't be read", reason=str(error))
             stop.wait(POLL_INTERVAL_SECONDS)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Refresh the last release of each model once."""
         open_comparisons: dict[str, ReleaseComparison] = {}
         for standing in self._registry.all_last():

@@ -112,7 +112,7 @@ class ShadowClient:
     def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
         """As `begin`."""
 
-    def note(self, work: ShardWork, rows: Sequence[int]) -> None:
+    def record(self, work: ShardWork, rows: Sequence[int]) -> None:
         """As `begin`."""
 
     def release(self, work: ShardWork, generated: int, busy_seconds: float = 0.0) -> None:
@@ -120,7 +120,7 @@ class ShadowClient:
 
     def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None:
         """Leave the copy out of the comparison, and count the error."""
-        self._world.errors.note("worker", error, job=work.job.id, shard=work.shard)
+        self._world.errors.record("worker", error, job=work.job.id, shard=work.shard)
 
     def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad) -> None:
         """Store the load for `figures`; no heartbeat is sent, since no other worker would take the copies."""

@@ -49,7 +49,7 @@ def supervise(
             if isinstance(error, PipelineError):  # the store or a broker is unavailable: no traceback
                 logger.error("a part failed, and is tried again", part=part, reason=str(error), again_in=pause)
             else:
-                world.errors.note(part, error, again_in=pause)
+                world.errors.record(part, error, again_in=pause)
         if stop.wait(pause):
             return
         pause = min(2 * pause, MAX_PAUSE_SECONDS)
@@ -60,5 +60,5 @@ def reason_of(error: Exception, part: str, world: World, **context: object) -> s
     logged with its traceback."""
     if isinstance(error, PipelineError):
         return str(error)
-    world.errors.note(part, error, **context)
+    world.errors.record(part, error, **context)
     return f"unforeseen {type(error).__name__}; the log has its traceback"

@@ -96,7 +96,7 @@ class BacklogReader:
         """Add earlier measurements, by name; measurements of this reader are newer and win."""
         self._speeds = {**speeds, **self._speeds}
 
-    def look(self) -> BacklogMetrics:
+    def read(self) -> BacklogMetrics:
         """Read the backlog metrics. Raises as `observe`."""
         return self.observe().metrics
 
@@ -105,7 +105,7 @@ class BacklogReader:
         read: missing heartbeats don't mean that there are no workers."""
         workers = self._heartbeats.workers()
         names = {entry.pin.key: entry.pin.name for entry in self._catalog.entries()}
-        work = self._work.look()
+        work = self._work.read()
         tokens: Counter[str] = Counter()
         for one in work.jobs:
             for name in {pin.name for pin in one.job.models}:

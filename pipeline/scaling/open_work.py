@@ -60,7 +60,7 @@ class OpenJobsIndex:
         self._executor = executor or InlineExecutor()
         self._jobs: dict[str, Job] = {}  # by prefix: their orders never change
 
-    def look(self) -> OpenJobs:
+    def read(self) -> OpenJobs:
         """The open jobs, the newest first. Raises `PipelineError` when the store can't be read."""
         wanted = None if self._max_jobs is None else self._max_jobs + 1
         found = list(islice(self._open(), wanted))

@@ -20,9 +20,9 @@ class TenantBacklog:
     """Open tokens and jobs of the root `world.store`, by tenant. `refresh_interval_seconds`: seconds between two
     reads."""
 
-    def __init__(self, world: World, look_every: float) -> None:
+    def __init__(self, world: World, refresh_interval_seconds: float) -> None:
         self._world = world
-        self._look_every = look_every
+        self._refresh_interval_seconds = refresh_interval_seconds
         self._next_refresh = 0.0
         self._tokens: Counter[str] = Counter()
         self._open: Counter[str] = Counter()
@@ -50,7 +50,7 @@ class TenantBacklog:
     def _refresh_if_due(self) -> None:
         if self._world.clock.monotonic() >= self._next_refresh:
             self._refresh()
-            self._next_refresh = self._world.clock.monotonic() + self._look_every
+            self._next_refresh = self._world.clock.monotonic() + self._refresh_interval_seconds
 
     def _refresh(self) -> None:
         tokens: Counter[str] = Counter()

@@ -147,7 +147,9 @@ def oracle(settings: SimulationSettings, outcome: SimulationOutcome) -> OracleRe
     )
     ready = 0.0 if settings.fixed else cold_start_seconds
     tasks = tasks_of(settings, outcome)
-    return best(tasks, settings.fixed or limits.max_workers, cold_start_seconds, slowest, settings.every, ready)
+    return best(
+        tasks, settings.fixed or limits.max_workers, cold_start_seconds, slowest, settings.interval_seconds, ready
+    )
 
 
 def _in_time(ended: float | None, due: float | None, rows_left: float) -> bool:

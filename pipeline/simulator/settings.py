@@ -19,7 +19,7 @@ class SimulationSettings:
         worker: throughput and cold start of a worker.
         scaling: the autoscaler's limits; `most` is the number of GPUs.
         fixed: constant number of workers, without an autoscaler; None: the autoscaler decides.
-        every: interval between two decisions of the autoscaler.
+        interval_seconds: interval between two decisions of the autoscaler.
         plan: how jobs are split.  dispatching: how shards are dispatched.
         take_up, rows_planned: delay from a job's arrival until it is found, and rows per second of planning its first
             segment; before that none of its shards is dispatched.
@@ -33,7 +33,7 @@ class SimulationSettings:
     worker: WorkerModel
     scaling: ScalingLimits
     fixed: int | None = None
-    every: float = 30.0
+    interval_seconds: float = 30.0
     plan: PlanSettings = field(default_factory=PlanSettings)
     dispatching: DispatchSettings = field(default_factory=DispatchSettings)
     take_up: float = 1.0

@@ -273,7 +273,7 @@ class _Simulation:
             self.outcome.changes.append((self._now, decision.desired))
         self.outcome.samples.append(Sample(self._now, decision.desired, len(self._workers), observed.work))
         self._provide(decision.desired)
-        self._at(self._now + self._settings.every, self._scale)
+        self._at(self._now + self._settings.interval_seconds, self._scale)
 
     def _provide(self, desired: int) -> None:
         extra = len(self._workers) + len(self._booting) - desired

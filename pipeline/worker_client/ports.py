@@ -143,7 +143,7 @@ class ShardSink(Protocol):
         """Write a durable checkpoint. Raises `PipelineError` when it can't be written."""
         ...
 
-    def note(self, work: ShardWork, rows: Sequence[int]) -> None:
+    def record(self, work: ShardWork, rows: Sequence[int]) -> None:
         """Record durably that from now on only these rows of the shard are computed, so that they are known if they
         crash the process; none: they survived, and other rows are computed again."""
         ...

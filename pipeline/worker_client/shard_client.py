@@ -244,7 +244,7 @@ class ShardClient:
 
         self._append(work, make)
 
-    def note(self, work: ShardWork, rows: Sequence[int]) -> None:
+    def record(self, work: ShardWork, rows: Sequence[int]) -> None:
         """Record durably that only these rows are computed."""
         data = NoteRecord(rows=tuple(rows)).to_json()
         self._append(work, lambda sequence: (note_key(work.shard, work.attempt_id, sequence), data))
@@ -448,7 +448,7 @@ class ShardClient:
         """Send the heartbeat; a lost one causes duplicate work at most. Called with the lock held."""
         now = self._world.clock.monotonic()
         try:
-            self._heartbeats.beat(self._state(held))
+            self._heartbeats.send_heartbeat(self._state(held))
         except ServiceUnavailable as error:
             logger.warning("the heartbeat can't be sent", reason=str(error))
             return
@@ -460,7 +460,7 @@ class ShardClient:
 
     def _report_metrics(self, metrics: WorkerMetrics) -> None:
         try:
-            self._heartbeats.tell(self.worker, metrics)
+            self._heartbeats.report_metrics(self.worker, metrics)
         except ServiceUnavailable as error:
             logger.warning("metrics can't be sent", reason=str(error))
 

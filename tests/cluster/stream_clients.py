@@ -116,7 +116,7 @@ class _Arrivals:
         self.last = float("inf")
         self._missing = clients
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Another has."""
         self._missing -= 1
         if not self._missing:
@@ -162,7 +162,7 @@ class _Client:
             await loop.sock_sendall(sock, head.encode() + body)
             while more := await loop.sock_recv(sock, 65_536):
                 if not self._seen.arrivals:
-                    self._arrivals.note()
+                    self._arrivals.record()
                 self._seen.arrivals.append(time.monotonic())
                 self._data += more
                 if self._reader.kind != "reads" and not self._seen.stopped and self._is_time():

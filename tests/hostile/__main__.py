@@ -7,9 +7,8 @@ a folder. Exit code 1 where a criterion is broken: a process died, memory grew b
 tenant's TTFT p95 was more than three times its quiet one, its batch went wrong, or an attack was answered otherwise
 than expected. Processes that die are restarted, so that the run completes.
 
-Of the mutated Parquet files, some are uploaded and become batches, and the others are written to the inbox: 100 and 200
-    with the
-cluster, whose S3 server sets the pace, 100 and 1,600 with `serve`; 2,000 in all.
+Of the mutated Parquet files, some are uploaded and become batches, and the others are written to the inbox: 100 and
+200 with the cluster, whose S3 server limits the rate, 100 and 1,600 with `serve`; 2,000 in all.
 """
 
 from __future__ import annotations

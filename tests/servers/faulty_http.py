@@ -138,7 +138,7 @@ class FaultyHttp:
                     return fault
         return None
 
-    def note(self, seen: Seen) -> None:
+    def record(self, seen: Seen) -> None:
         if self.remember:
             with self._lock:
                 self.seen.append(seen)
@@ -205,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _note(self, outcome: int | str) -> None:
         """Record the request before the client gets its response, so that a test with a response finds the record."""
-        self.server.proxy.note(Seen(self.command, self.path, dict(self.headers.items()), outcome))
+        self.server.proxy.record(Seen(self.command, self.path, dict(self.headers.items()), outcome))
 
     def _pass_on(self, body: bytes, kind: str, late: float) -> None:
         """Forward the request and its response, unless the response is to be lost; an unreachable server is a

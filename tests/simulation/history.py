@@ -127,7 +127,7 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
     try:
         machine.run()
         seconds = machine.now - machine.last_fault
-        machine.note("the power is cut once more, when all is done")
+        machine.record("the power is cut once more, when all is done")
         cut_power()
         machine.add("sweeper", harness.sweep)
         machine.run()

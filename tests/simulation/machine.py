@@ -222,7 +222,7 @@ class Machine:
         self.counters["killed by a row"] += 1
         if self.counters["killed by a row"] > MAX_POISONED:
             raise Broken(f"I7: {MAX_POISONED} processes ended, the last with {what}, and it is still computed")
-        self.note(f"POISON {what} ends {process.name}")
+        self.record(f"POISON {what} ends {process.name}")
         self.last_fault = max(self.last_fault, self.now)
         self.kill(process, again=self.chance.uniform(0.2, 3.0))
         raise Killed
@@ -250,7 +250,7 @@ class Machine:
             process.dead, process.life = False, process.life + 1
             thread = Thread(greenlet(lambda: self._life(process), parent=self.hub))
             process.threads = [thread]
-            self.note(f"{process.name} begins life {process.life}")
+            self.record(f"{process.name} begins life {process.life}")
         thread.run.switch()
 
     def _life(self, process: Process) -> None:
@@ -319,7 +319,7 @@ class Machine:
         self.calls[call] += 1
         if self.calls[""] > MAX_POINTS:
             raise Broken(f"I7: {MAX_POINTS} calls, and no end")
-        self.note(f"{process.name} {call} {about}")
+        self.record(f"{process.name} {call} {about}")
         for name in ("", call):
             for fault in self._due.pop((name, self.calls[name]), ()):
                 if not (locked and fault.kind == "slow"):
@@ -337,7 +337,7 @@ class Machine:
         self._left -= 1
         self.last_fault = max(self.last_fault, self.now + fault.amount)
         self.counters[fault.kind] += 1
-        self.note(f"FAULT {fault.kind} {fault.amount:g} at {process.name}")
+        self.record(f"FAULT {fault.kind} {fault.amount:g} at {process.name}")
         if fault.kind == "kill":
             self.kill(process, again=fault.amount)
             self._look()
@@ -353,7 +353,7 @@ class Machine:
         else:
             self.strikes[fault.kind](process, fault)
 
-    def note(self, line: str) -> None:
+    def record(self, line: str) -> None:
         """Add a line to the history's trace."""
         text = f"{self.now:.3f} {line}"
         self.digest.update(text.encode())

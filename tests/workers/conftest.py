@@ -189,7 +189,7 @@ class MemorySink:
         )  # fmt: skip
         standing.append(decode(encode(head, new.finished, new.running)))
 
-    def note(self, work: ShardWork, rows: Sequence[int]) -> None:
+    def record(self, work: ShardWork, rows: Sequence[int]) -> None:
         self.notes.append((work.shard, list(rows)))
 
     def release(self, work: ShardWork, generated: int, busy_seconds: float) -> None:

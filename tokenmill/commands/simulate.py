@@ -104,7 +104,7 @@ def simulate(
         model,
         limits.model_copy(update={"max_workers": gpus, "min_workers": min(limits.min_workers, gpus)}),
         fixed=gpus if fixed else None,
-        every=settings.autoscale.interval_seconds,
+        interval_seconds=settings.autoscale.interval_seconds,
         plan=settings.plan,
         answer_error=answer_error,
         seed=seed,
@@ -123,7 +123,7 @@ def _settings(simulation: SimulationSettings) -> dict[str, object]:
     return {
         "worker": simulation.worker.model_dump(),
         "scaling": None if simulation.fixed else simulation.scaling.model_dump(),
-        "every": simulation.every,
+        "interval_seconds": simulation.interval_seconds,
         "plan": simulation.plan.model_dump(),
         "answer_error": simulation.answer_error,
     }

@@ -66,7 +66,7 @@ def cancel_job(folder: Path, price_per_hour: float | None = None, wait: float = 
         return Cancelled(job.id, manifest, before=True)
     with FolderStore(folder) as store:
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
-        ledger, lock = JobLedger(store, prefix), RunLock(folder, patience=0.0)
+        ledger, lock = JobLedger(store, prefix), RunLock(folder, retry_timeout_seconds=0.0)
         ledger.create_closing(Closing(kind="cancel", at=world.clock.now()))
         until, reported = world.clock.monotonic() + wait, False
         while (manifest := ledger.manifest()) is None and world.clock.monotonic() < until:

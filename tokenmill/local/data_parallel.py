@@ -38,8 +38,9 @@ def divide(
     tasks = [ReplicaTask(_compute, (sent, pins, names, number)) for number in range(count)]
     methods: dict[str, Callable[..., Any]] = {
         "progress": tracker.update, "finished": given.finished,
-        "put": given.queue.put, "take": given.queue.take, "beat": given.heartbeats.beat,
-        "leave": given.heartbeats.leave, "tell": given.heartbeats.tell, "figures": given.heartbeats.metrics,
+        "put": given.queue.put, "take": given.queue.take, "send_heartbeat": given.heartbeats.send_heartbeat,
+        "leave": given.heartbeats.leave, "report_metrics": given.heartbeats.report_metrics,
+        "metrics": given.heartbeats.metrics,
         "workers": given.heartbeats.workers, "since": given.heartbeats.since,
     }  # fmt: skip
     own = environments(count, plan.engine.tensor_parallel, on_gpus=plan.engine.on_gpus)
@@ -107,21 +108,21 @@ class ParentHeartbeats:
 
     lifetime = SILENCE
 
-    def beat(self, state: WorkerState) -> None:
-        """See `Heartbeats.beat`."""
-        self._line.call("beat", state)
+    def send_heartbeat(self, state: WorkerState) -> None:
+        """See `Heartbeats.send_heartbeat`."""
+        self._line.call("send_heartbeat", state)
 
     def leave(self, worker: str) -> None:
         """See `Heartbeats.leave`."""
         self._line.call("leave", worker)
 
-    def tell(self, worker: str, metrics: WorkerMetrics) -> None:
-        """See `Heartbeats.tell`."""
-        self._line.call("tell", worker, metrics)
+    def report_metrics(self, worker: str, metrics: WorkerMetrics) -> None:
+        """See `Heartbeats.report_metrics`."""
+        self._line.call("report_metrics", worker, metrics)
 
     def metrics(self) -> dict[str, WorkerMetrics]:
-        """See `Heartbeats.figures`."""
-        found: dict[str, WorkerMetrics] = self._line.call("figures")
+        """See `Heartbeats.metrics`."""
+        found: dict[str, WorkerMetrics] = self._line.call("metrics")
         return found
 
     def workers(self) -> list[WorkerState]:

@@ -143,7 +143,9 @@ class GatewayService:
         )
         self._streams = StreamSettings(buffer_bytes=settings.gateway.max_stream_buffer_bytes)
         # The poll interval bounds the delay of a new request, which waits until the poll of the others ends.
-        self._call = CallSettings(look=_LANE_POLL_SECONDS if backends.lease is None else _REMOTE_LANE_POLL_SECONDS)
+        self._call = CallSettings(
+            poll_interval_seconds=_LANE_POLL_SECONDS if backends.lease is None else _REMOTE_LANE_POLL_SECONDS
+        )
         self._lane = backends.lane
         self._server = GatewayServer(settings.gateway, listen(host, port, settings.gateway.max_unsent_bytes))
         self.url = self._server.url
@@ -258,7 +260,11 @@ def _notifier(root: Root, settings: Settings, interval_seconds: float, lease: Le
     sender = Sender(chosen.timeout_seconds, allow_private=chosen.allow_private)
     retry_timeout_seconds = chosen.give_up_after.total_seconds()
     return Notifier(
-        root.world, endpoints, sender, NotifierSettings(every=interval_seconds, patience=retry_timeout_seconds), lease
+        root.world,
+        endpoints,
+        sender,
+        NotifierSettings(poll_interval_seconds=interval_seconds, retry_timeout_seconds=retry_timeout_seconds),
+        lease,
     )
 
 

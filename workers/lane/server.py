@@ -223,7 +223,7 @@ class LaneServer:
             opened.row = resume_failed(opened.row, completion)
             self._arrived.append(opened)
         else:
-            self._ended_requests.note(opened.request.tier, completion)
+            self._ended_requests.record(opened.request.tier, completion)
             self._pending_events.put(partial(self._make_end_events, opened, completion))
         return True
 

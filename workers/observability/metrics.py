@@ -54,7 +54,7 @@ class EndedRequests:
     def __init__(self) -> None:
         self._tiers: dict[Tier, _TierCounts] = {}
 
-    def note(self, tier: Tier, completion: Completion) -> None:
+    def record(self, tier: Tier, completion: Completion) -> None:
         """Count a completion."""
         counts = self._tiers.setdefault(tier, _TierCounts())
         if failure_of(completion) is None:
@@ -67,7 +67,7 @@ class EndedRequests:
         counts.drafted += completion.drafted_tokens
         counts.accepted += completion.accepted_tokens
 
-    def note_refused(self, tier: Tier, requests: int) -> None:
+    def record_refused(self, tier: Tier, requests: int) -> None:
         """Count requests that never entered the engine."""
         if requests:
             self._tiers.setdefault(tier, _TierCounts()).failed += requests

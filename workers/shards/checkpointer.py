@@ -171,7 +171,7 @@ class Checkpointer:
                     drafted=completion.drafted_tokens,
                     accepted=completion.accepted_tokens,
                 )
-                shard.note_times(completion.started_at, completion.finished_at)
+                shard.record_times(completion.started_at, completion.finished_at)
         rows = self._builder.results(finished, envelope)
         costs = [usages.get(row.row, NO_USAGE) for row in rows]
         shard.built_rows += rows

@@ -67,7 +67,7 @@ class HeartbeatSender:
         self._sending: Future[None] | None = None
         self._polling: Future[RevokedShards] | None = None
 
-    def note_progress(self) -> None:
+    def record_progress(self) -> None:
         """Record that the worker's loop has made an iteration."""
         self._last_progress = self._clock.monotonic()
 

@@ -52,12 +52,12 @@ class WorkerReporter:
     def count_refused(self, tier: Tier, rows: Sequence[RefusedRow]) -> None:
         """These rows of a shard of this tier are refused."""
         self._counts = self._counts.with_refused(sum(len(row.names) for row in rows))
-        self._metrics.ended.note_refused(tier, len(rows))
+        self._metrics.ended.record_refused(tier, len(rows))
 
     def count_computed(self, tier: Tier, num_copies: int, completion: Completion) -> None:
         """A row has its outcome; `num_copies`: it and its copies."""
         self._counts = self._counts.with_computed(num_copies, completion, failure_of(completion) is not None)
-        self._metrics.ended.note(tier, completion)
+        self._metrics.ended.record(tier, completion)
 
     def count_part(self, rows: int, committed: bool) -> None:
         """A shard's part is durable; `committed`: this worker wrote it."""
@@ -75,7 +75,7 @@ class WorkerReporter:
         """Send a heartbeat and call the observer, each when its interval has passed."""
         now = self._now()
         if self._heartbeats is not None:
-            self._heartbeats.note_progress()
+            self._heartbeats.record_progress()
             if self._heartbeats.is_due:
                 self._send_heartbeat(self._heartbeats, now, open_shards, committing, prepared)
         if self._observer is not None and now >= self._next_report:

@@ -111,7 +111,7 @@ class OpenShard:
         """Whether all rows have an outcome."""
         return self.num_finished == self.total
 
-    def note_times(self, started: float, finished: float) -> None:
+    def record_times(self, started: float, finished: float) -> None:
         """Record a computed row's start and end."""
         self.first_start = started if self.first_start is None else min(self.first_start, started)
         self.last_end = finished if self.last_end is None else max(self.last_end, finished)

@@ -115,9 +115,9 @@ class OutageTolerantClient:
         """See `ShardSink.checkpoint`; retried during an outage."""
         self._wait_out(lambda: self._client.checkpoint(work, new))
 
-    def note(self, work: ShardWork, rows: Sequence[int]) -> None:
-        """See `ShardSink.note`; retried during an outage."""
-        self._wait_out(lambda: self._client.note(work, rows))
+    def record(self, work: ShardWork, rows: Sequence[int]) -> None:
+        """See `ShardSink.record`; retried during an outage."""
+        self._wait_out(lambda: self._client.record(work, rows))
 
     def release(self, work: ShardWork, generated: int, busy_seconds: float) -> None:
         """See `ShardSink.release`; retried during an outage."""

@@ -143,7 +143,7 @@ class ShardWriter:
 
     def write_note(self, shard: OpenShard, rows: Sequence[int]) -> Future[None]:
         """Record durably that only these rows of the shard are computed from now on."""
-        return self._executor.submit(self._sink.note, shard.work, rows)
+        return self._executor.submit(self._sink.record, shard.work, rows)
 
     # -- Checkpoints
 

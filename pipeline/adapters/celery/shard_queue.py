@@ -44,7 +44,7 @@ class CeleryQueueSettings:
         timeout: for an answer or a connection.
         poll: between two polls while all queues are empty.
         message_lifetime: an untaken message expires after this long: the dispatcher has decided anew. Longer than the
-            dispatcher's `most_patience`, so that a waiting shard always has a message.
+            dispatcher's `max_retry_timeout_seconds`, so that a waiting shard always has a message.
         queue_lifetime: an unused queue expires after this long, with its messages.
         transport_options: for kombu's transport; they override the defaults.
     """

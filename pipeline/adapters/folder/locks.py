@@ -90,7 +90,7 @@ class RunLock:
     still hold it through its child processes; these end by themselves, and `acquire` waits for them.
 
     Args:
-        patience: seconds to wait for the processes of a killed run. For a live run the wait is `DYING_SECONDS` at most:
+        retry_timeout_seconds: for the processes of a killed run. For a live run it is `DYING_SECONDS` at most:
             right after `kill -9` a process still exists.
 
     Raises:
@@ -98,9 +98,9 @@ class RunLock:
         StoreError: the folder can't be written or doesn't support locks.
     """
 
-    def __init__(self, folder: Path, patience: float = RETRY_TIMEOUT_SECONDS) -> None:
+    def __init__(self, folder: Path, retry_timeout_seconds: float = RETRY_TIMEOUT_SECONDS) -> None:
         self.path = folder / ".lock"
-        self._retry_timeout_seconds = patience
+        self._retry_timeout_seconds = retry_timeout_seconds
         self._descriptor: int | None = None
 
     @property

@@ -19,8 +19,8 @@ class MemoryHeartbeats:
         self._beats: dict[str, tuple[float, WorkerState]] = {}
         self._metrics: dict[str, tuple[float, WorkerMetrics]] = {}
 
-    def beat(self, state: WorkerState) -> None:
-        """See `Heartbeats.beat`."""
+    def send_heartbeat(self, state: WorkerState) -> None:
+        """See `Heartbeats.send_heartbeat`."""
         with self._lock:
             self._beats[state.name] = (self._clock.monotonic(), state)
 
@@ -30,8 +30,8 @@ class MemoryHeartbeats:
             self._beats.pop(worker, None)
             self._metrics.pop(worker, None)
 
-    def tell(self, worker: str, metrics: WorkerMetrics) -> None:
-        """See `Heartbeats.tell`."""
+    def report_metrics(self, worker: str, metrics: WorkerMetrics) -> None:
+        """See `Heartbeats.report_metrics`."""
         with self._lock:
             self._metrics[worker] = (self._clock.monotonic(), metrics)
 

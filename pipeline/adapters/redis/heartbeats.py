@@ -82,8 +82,8 @@ class RedisHeartbeats:
         self._list = self._client.script(_LIST)
         self._since = self._client.script(_SINCE)
 
-    def beat(self, state: WorkerState) -> None:
-        """See `Heartbeats.beat`."""
+    def send_heartbeat(self, state: WorkerState) -> None:
+        """See `Heartbeats.send_heartbeat`."""
         record = StoredHeartbeat(
             name=state.name,
             models=tuple(sorted(state.models)),
@@ -105,8 +105,8 @@ class RedisHeartbeats:
             pipe.zrem(self._index, worker)
             pipe.execute()
 
-    def tell(self, worker: str, metrics: WorkerMetrics) -> None:
-        """See `Heartbeats.tell`."""
+    def report_metrics(self, worker: str, metrics: WorkerMetrics) -> None:
+        """See `Heartbeats.report_metrics`."""
         data = metrics.model_dump_json(exclude_defaults=True)
         with self._client.translate_errors("report metrics"):
             self._client.raw.set(self._metrics_key(worker), data, px=milliseconds(self.lifetime))

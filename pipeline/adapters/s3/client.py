@@ -114,23 +114,25 @@ class S3Connection:
         events.register("after-call.s3", self._after_call)
         events.register("needs-retry.s3", self._after_try)
 
-    def note_proven(self, where: str) -> None:
+    def record_proven(self, where: str) -> None:
         """Record that operations below this URL have worked: from now on a refusal there is retried."""
         self._proven = (*self._proven, where)
 
-    def run(self, what: str, where: str, action: Callable[[], Answer], *, patience: float | None = None) -> Answer:
+    def run(
+        self, what: str, where: str, action: Callable[[], Answer], *, retry_timeout_seconds: float | None = None
+    ) -> Answer:
         """Run `action`, and retry it while it fails for transient reasons.
 
         Args:
             what: the operation, in an error after "can't".  where: its URL.
             action: makes requests; must be repeatable.
-            patience: retry time-out in seconds; None: the settings'. No new attempt begins later.
+            retry_timeout_seconds: retry time-out in seconds; None: the settings'. No new attempt begins later.
 
         Raises:
             MissingObject, ConditionFailed: the server's answer.
             StoreError: any other failure: what, where, what to do.
         """
-        allowed = self.settings.retry_timeout_seconds if patience is None else patience
+        allowed = self.settings.retry_timeout_seconds if retry_timeout_seconds is None else retry_timeout_seconds
         began, bound, retried = self.clock.monotonic(), FIRST_WAIT, False
         try:
             while True:
@@ -145,7 +147,7 @@ class S3Connection:
                     if not retried:
                         retried = True
                         self._outages.begin_retrying()
-                    self._outages.note_failure(what, where, self._reason(error)[0])
+                    self._outages.record_failure(what, where, self._reason(error)[0])
                 else:
                     return answer
                 self.pause(bound)
@@ -169,23 +171,25 @@ class S3Connection:
         """Update the clock offset from the answer's date; an answer without a failure ends an outage."""
         headers = parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         seconds = self.clock.monotonic() - context.get("tokenmill_began", -math.inf)
-        self.time_offset.note_answer(headers.get("date"), seconds)
+        self.time_offset.record_answer(headers.get("date"), seconds)
         if http_response.status_code < 400:
-            self._outages.note_success()
+            self._outages.record_success()
 
     def _after_try(self, operation: Any, caught_exception: Exception | None = None, **_: Any) -> None:
         """Record time-outs that botocore retries itself. A hanging server blocks it for minutes before `run`
         notices."""
         if isinstance(caught_exception, failures.ReadTimeoutError | failures.ConnectTimeoutError):
-            self._outages.note_failure(operation.name, self.settings.endpoint or "", self._reason(caught_exception)[0])
+            self._outages.record_failure(
+                operation.name, self.settings.endpoint or "", self._reason(caught_exception)[0]
+            )
 
     def pause(self, bound: float) -> None:
         """Wait for a random time below `bound` seconds, so that colliding writers don't collide again."""
         self.clock.sleep(bound * int.from_bytes(self.random.token(4), "big") / 2**32)
 
-    def _explain(self, error: Exception, what: str, where: str, patience: float) -> StoreError:
+    def _explain(self, error: Exception, what: str, where: str, retry_timeout_seconds: float) -> StoreError:
         reason, advice = self._reason(error)
-        tried = f" for {patience:g} s" if patience or _is_transient(error) else ""
+        tried = f" for {retry_timeout_seconds:g} s" if retry_timeout_seconds or _is_transient(error) else ""
         kind = StoreUnavailable if _is_transient(error) else StoreError
         return kind(f"{where}: can't {what}: {reason}{tried}; {advice}")
 

@@ -52,7 +52,13 @@ def write_once(connection: S3Connection, bucket: str, key: str, write: Callable[
 
 
 def put(
-    connection: S3Connection, bucket: str, key: str, attempt: str, body: bytes, *, patience: float | None = None
+    connection: S3Connection,
+    bucket: str,
+    key: str,
+    attempt: str,
+    body: bytes,
+    *,
+    retry_timeout_seconds: float | None = None,
 ) -> None:
     """Create the object in one request, if there is none; raises `ConditionFailed`."""
     arguments = {"Metadata": {ATTEMPT: attempt}} | connection.settings.encryption_arguments()
@@ -60,7 +66,7 @@ def put(
         "create it",
         join_url(bucket, key),
         lambda: connection.client.put_object(Bucket=bucket, Key=key, Body=body, IfNoneMatch="*", **arguments),
-        patience=patience,
+        retry_timeout_seconds=retry_timeout_seconds,
     )
 
 
@@ -78,7 +84,7 @@ def delete(connection: S3Connection, bucket: str, key: str) -> None:
         )
 
 
-def probe(connection: S3Connection, bucket: str, prefix: str, *, patience: float) -> None:
+def probe(connection: S3Connection, bucket: str, prefix: str, *, retry_timeout_seconds: float) -> None:
     """Test create-if-absent in a bucket, below `prefix`.
 
     Raises:
@@ -87,10 +93,10 @@ def probe(connection: S3Connection, bucket: str, prefix: str, *, patience: float
     first, second = (connection.random.token(12).hex() for _ in range(2))
     key = f"{prefix}{_PROBES}{first}"
     with contextlib.suppress(ConditionFailed):  # an earlier attempt of this write, whose answer was lost
-        put(connection, bucket, key, first, b"1", patience=patience)
+        put(connection, bucket, key, first, b"1", retry_timeout_seconds=retry_timeout_seconds)
     try:
         with contextlib.suppress(ConditionFailed):
-            put(connection, bucket, key, second, b"2", patience=patience)
+            put(connection, bucket, key, second, b"2", retry_timeout_seconds=retry_timeout_seconds)
             raise _unsafe(connection, bucket, "ignores If-None-Match, so two workers could commit the same part")
         _, metadata = head_object(connection, bucket, key)
         if metadata.get(ATTEMPT) != first:

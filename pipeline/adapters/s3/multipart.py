@@ -115,7 +115,10 @@ def _abort(connection: S3Connection, target: dict[str, Any], where: str) -> None
     """Abort the upload, best effort: a failure must not hide why the upload failed. Not retried."""
     try:
         connection.run(
-            "abort an upload", where, lambda: connection.client.abort_multipart_upload(**target), patience=0.0
+            "abort an upload",
+            where,
+            lambda: connection.client.abort_multipart_upload(**target),
+            retry_timeout_seconds=0.0,
         )
     except MissingObject:
         return

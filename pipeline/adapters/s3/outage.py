@@ -42,7 +42,7 @@ class OutageLog:
         with self._lock:
             self._retried -= 1
 
-    def note_failure(self, what: str, where: str, reason: str) -> None:
+    def record_failure(self, what: str, where: str, reason: str) -> None:
         """Record a failed attempt."""
         now = self._clock.monotonic()
         with self._lock:
@@ -56,7 +56,7 @@ class OutageLog:
             self._warned, seconds = True, round(now - self._since, 1)
         logger.warning("S3 fails, and is tried again", at=where, operation=what, reason=reason, seconds=seconds)
 
-    def note_success(self) -> None:
+    def record_success(self) -> None:
         """Record a successful operation; the outage is over if no other one is being retried."""
         if self._since is None:
             return

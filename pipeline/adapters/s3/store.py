@@ -50,12 +50,12 @@ class S3Store:
         self._client = connection.client
         self._private: PrivateFolder | None = None
         self._parts_probed = False
-        patience = connection.settings.opening_retry_timeout_seconds
+        retry_timeout_seconds = connection.settings.opening_retry_timeout_seconds
         if read_only:
-            self._page(self.prefix, MaxKeys=1, patience=patience)
+            self._page(self.prefix, MaxKeys=1, retry_timeout_seconds=retry_timeout_seconds)
         else:
-            probe(connection, bucket, self.prefix, patience=patience)
-        connection.note_proven(join_url(bucket, self.prefix))
+            probe(connection, bucket, self.prefix, retry_timeout_seconds=retry_timeout_seconds)
+        connection.record_proven(join_url(bucket, self.prefix))
         if read_only:
             return
         self._private = _private_folder(connection.settings.scratch)
@@ -215,12 +215,14 @@ class S3Store:
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
-    def _page(self, full_prefix: str, patience: float | None = None, **more: Any) -> dict[str, Any]:
+    def _page(self, full_prefix: str, retry_timeout_seconds: float | None = None, **more: Any) -> dict[str, Any]:
         def get() -> dict[str, Any]:
             page: dict[str, Any] = self._client.list_objects_v2(Bucket=self.bucket, Prefix=full_prefix, **more)
             return page
 
-        return self._connection.run("list it", join_url(self.bucket, full_prefix), get, patience=patience)
+        return self._connection.run(
+            "list it", join_url(self.bucket, full_prefix), get, retry_timeout_seconds=retry_timeout_seconds
+        )
 
     def _full(self, key: str) -> str:
         full = self.prefix + check_key(key)

@@ -76,13 +76,13 @@ class Finalizer:
             while not stop.wait(self._interval_seconds):
                 try:
                     if self._leading.now():
-                        self.look(stop)
+                        self.poll(stop)
                 except PipelineError as error:
                     logger.error("finalizer_poll_failed", reason=str(error))
         finally:
             self._leading.give_up()
 
-    def look(self, stop: threading.Event | None = None) -> int:
+    def poll(self, stop: threading.Event | None = None) -> int:
         """Finalize all ended batches; returns their number. A batch that fails is retried later."""
         waiting = [info.key.removeprefix(FINALIZING) for info in self._store.list(FINALIZING)]
         if not waiting:

@@ -43,17 +43,17 @@ class NotifierSettings:
     """Intervals and time-outs in seconds.
 
     Attributes:
-        every: the polling interval.
+        poll_interval_seconds: the polling interval.
         min_retry_seconds, max_retry_seconds: the bounds of the delay between two attempts of an event.
         growth: the delay until the next attempt, as a share of the event's age.
-        patience: events that are older than this are dropped.
+        retry_timeout_seconds: events that are older than this are dropped.
     """
 
-    every: float = 1.0
+    poll_interval_seconds: float = 1.0
     min_retry_seconds: float = 5.0
     max_retry_seconds: float = 6 * 3_600.0
     growth: float = 0.5
-    patience: float = 3 * 86_400.0
+    retry_timeout_seconds: float = 3 * 86_400.0
 
 
 class Notifier:
@@ -96,7 +96,7 @@ class Notifier:
                     await self.poll()
             except PipelineError as error:
                 logger.error("webhooks_poll_failed", reason=str(error))
-            await asyncio.to_thread(stop.wait, self._settings.every)
+            await asyncio.to_thread(stop.wait, self._settings.poll_interval_seconds)
         for task in self._deliveries.values():
             task.cancel()
         await asyncio.gather(*self._deliveries.values(), return_exceptions=True)
@@ -110,7 +110,7 @@ class Notifier:
             if task.done():
                 del self._deliveries[name]
                 if isinstance(error := task.exception(), Exception):  # of one endpoint; the others are notified
-                    self._world.errors.note("webhooks", error, endpoint=name)
+                    self._world.errors.record("webhooks", error, endpoint=name)
         for name, keys in due.items():
             ready = [key for key in keys if self._retry_at.get(key, now) <= now]
             if ready and name not in self._deliveries:
@@ -139,7 +139,7 @@ class Notifier:
         }
 
     def _sweep(self, folders: Sequence[str]) -> None:
-        """Remove due events of endpoints that aren't configured, at an interval, and only events older than `patience`:
+        """Remove due events of endpoints that aren't configured, at an interval, once their retry time-out is over:
         another gateway may have newer settings."""
         now = self._world.clock.monotonic()
         if now < self._sweep_at:
@@ -148,7 +148,7 @@ class Notifier:
         for folder in folders:
             for info in list(self._store.list(folder)):
                 due = self._load(info.key)
-                if due is not None and self._age(due) >= self._settings.patience:
+                if due is not None and self._age(due) >= self._settings.retry_timeout_seconds:
                     self._store.delete(info.key)
                     logger.warning("webhook_without_endpoint", webhook=due.id, job=due.job)
 
@@ -255,7 +255,7 @@ class Notifier:
         settings = self._settings
         age = self._age(due)
         fields = {"endpoint": endpoint.id, "host": endpoint.host, "webhook": due.id, "job": due.job, "reason": why}
-        if age >= settings.patience:
+        if age >= settings.retry_timeout_seconds:
             await asyncio.to_thread(self._store.delete, key)
             logger.error("webhook_given_up", **fields)
             return

@@ -58,7 +58,7 @@ class GenerateSettings:
     max_waiting: int = 1_000
     default_model: str | None = None
     limits: Limits = field(default_factory=Limits)
-    call: CallSettings = field(default_factory=lambda: CallSettings(look=_READ_SECONDS))
+    call: CallSettings = field(default_factory=lambda: CallSettings(poll_interval_seconds=_READ_SECONDS))
 
 
 class WaitingTask(Protocol):

@@ -72,7 +72,7 @@ class FolderInbox:
             if now - since >= self._settle:
                 yield Entry(name, int(stamp.partition("-")[0]), stamp)
 
-    def look(self, name: str, version: str | None = None) -> FileVersion | None:
+    def find(self, name: str, version: str | None = None) -> FileVersion | None:
         """See `Inbox`; raises `FileStillChanging` for a file that has not been unchanged for long enough."""
         status = self._status(name)
         if status is None:

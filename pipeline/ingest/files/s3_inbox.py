@@ -57,7 +57,7 @@ class BucketInbox:
                 return
             request["ContinuationToken"] = page["NextContinuationToken"]
 
-    def look(self, name: str, version: str | None = None) -> FileVersion | None:
+    def find(self, name: str, version: str | None = None) -> FileVersion | None:
         """See `Inbox`. A deleted object is gone, even if older versions of it exist."""
         head = self._head(name)
         if head is not None and version not in _NO_VERSION and version != head.get("VersionId"):
@@ -121,7 +121,7 @@ class BucketInbox:
             return None
 
     def _run(self, what: str, name: str, action: Callable[[], Answer]) -> Answer:
-        return self._connection.run(what, self.uri(name), action, patience=_RETRY_TIMEOUT_SECONDS)
+        return self._connection.run(what, self.uri(name), action, retry_timeout_seconds=_RETRY_TIMEOUT_SECONDS)
 
 
 def _stamp(etag: str, modified: datetime, size: int) -> str:

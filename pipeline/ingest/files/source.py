@@ -104,7 +104,7 @@ class Inbox(Protocol):
         """Files that are complete, as far as the inbox can determine."""
         ...
 
-    def look(self, name: str, version: str | None = None) -> FileVersion | None:
+    def find(self, name: str, version: str | None = None) -> FileVersion | None:
         """The file's current version, or `version` if that can still be read; None when it is gone."""
         ...
 
@@ -221,7 +221,7 @@ class FileIngestSource:
         if not self.has_room():
             return IngestResult.NO_ROOM
         try:
-            file = self.inbox.look(name, version)
+            file = self.inbox.find(name, version)
             if file is None:
                 return IngestResult.GONE
             if file.entry.size == 0:  # some programs first create an empty file, as an upload of its own

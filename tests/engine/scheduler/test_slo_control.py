@@ -291,12 +291,12 @@ class TestTracking:
             used = limit.tokens
             is_late = used > random.lognormal(6, 0.3)
             late += is_late and i >= 2_000
-            limit.note(late=bool(is_late), used=used, is_limited=True)
+            limit.record(late=bool(is_late), used=used, is_limited=True)
         assert late / 38_000 == pytest.approx(0.1, abs=0.01)
 
     def test_a_step_without_other_tokens_does_not_change_the_limit(self) -> None:
         limit = Limit(1, 100, 0.9, 1.0, 0.0)
-        limit.note(late=True, used=0, is_limited=False)
+        limit.record(late=True, used=0, is_limited=False)
         assert limit.tokens == 100
 
     def test_a_quantile_is_followed(self) -> None:
@@ -304,6 +304,6 @@ class TestTracking:
         followed = Quantile(0.9)
         values = []
         for sample in random.exponential(1.0, 50_000):
-            followed.note(float(sample))
+            followed.record(float(sample))
             values.append(followed.value)
         assert np.mean(values[5_000:]) == pytest.approx(-np.log(0.1), rel=0.1)

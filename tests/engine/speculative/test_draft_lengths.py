@@ -41,7 +41,7 @@ class Machine:
                 length = self.lengths.trim(row, 1, 0, LONGEST)
                 if length > 0:
                     stays = int(np.cumprod(self.noise.random(length) < chance).sum())
-                    self.lengths.note(row, 1, 0, length, stays)
+                    self.lengths.record(row, 1, 0, length, stays)
                     drafted += length
         seconds = (self.fixed + self.each * (rows + drafted)) * (1 + self.spread * self.noise.standard_normal())
         self.lengths.record_step(rows, rows + drafted, drafted, seconds)
@@ -87,7 +87,7 @@ def test_given_rows_that_fare_differently_then_each_has_a_length_of_its_own() ->
         assert lengths.is_worthwhile(rows, np.ones(3, dtype=np.int32))
         for row, stays in enumerate((6, 1, 0)):
             lengths.trim(row, 1, 0, LONGEST)
-            lengths.note(row, 1, 0, 6, stays)
+            lengths.record(row, 1, 0, 6, stays)
     good, poor, bad = (lengths.trim(row, 1, 0, LONGEST) for row in range(3))
     assert good > poor > bad
     # A new owner of the row begins with what is known of all.
@@ -105,7 +105,7 @@ def test_given_kinds_of_drafts_that_fare_differently_then_each_has_a_length_of_i
         assert lengths.is_worthwhile(rows, np.ones(1, dtype=np.int32))
         for trust, stays in ((5, 8), (2, 2), (0, 0)):
             lengths.trim(0, 1, trust, 16)
-            lengths.note(0, 1, trust, 8, stays)
+            lengths.record(0, 1, trust, 8, stays)
     sure, middling, bad = (lengths.trim(0, 1, trust, 16) for trust in (5, 2, 0))
     assert sure == 16
     assert sure > middling > 0
@@ -122,7 +122,7 @@ def test_given_a_row_whose_drafts_were_bad_then_it_is_tried_again_after_a_while(
     for _ in range(30):
         for row, stays in ((0, 0), (1, 4)):
             lengths.trim(row, 1, 0, LONGEST)
-            lengths.note(row, 1, 0, 4, stays)
+            lengths.record(row, 1, 0, 4, stays)
     assert lengths.trim(0, 1, 0, LONGEST) == 0
     later = [lengths.trim(0, 1, 0, LONGEST) for _ in range(200)]
     assert later[-1] > 0
@@ -170,12 +170,12 @@ def test_given_a_step_that_computes_a_prompt_then_no_row_drafts_and_its_time_is_
 def test_a_price_is_the_share_of_what_a_token_costs_without() -> None:
     costs = StepCosts()
     assert costs.price(4) is None
-    costs.note(4, 0, 10e-3)
-    costs.note(4, 8, 12e-3)
+    costs.record(4, 0, 10e-3)
+    costs.record(4, 8, 12e-3)
     assert costs.price(4) == pytest.approx(0.25e-3 / (10e-3 / 4))
     # Where no drafts were measured, rows say what positions cost.
-    costs.note(64, 0, 40e-3)
-    costs.note(128, 0, 72e-3)
+    costs.record(64, 0, 40e-3)
+    costs.record(128, 0, 72e-3)
     assert costs.price(64) == pytest.approx(0.5e-3 / (40e-3 / 64))
 
 

@@ -21,28 +21,28 @@ from engine.speculative.trial_budget import SHARE, TrialBudget
 
 def test_it_is_what_stayed_less_what_the_time_would_have_brought() -> None:
     gain = Gain()
-    gain.note(4, 0, 0, 0.010)
-    gain.note(4, 8, 6, 0.0125)  # a quarter more time would have brought one token more
+    gain.record(4, 0, 0, 0.010)
+    gain.record(4, 8, 6, 0.0125)  # a quarter more time would have brought one token more
     assert gain.tokens == pytest.approx(6 - 1)
     assert gain.seconds == 0.0125
-    gain.note(4, 8, 0, 0.020)  # and twice the time four of them
+    gain.record(4, 8, 0, 0.020)  # and twice the time four of them
     assert gain.tokens == pytest.approx(5 - 4)
 
 
 def test_drafts_that_cost_more_than_they_yield_lose_tokens() -> None:
     gain = Gain()
-    gain.note(16, 0, 0, 0.010)
-    gain.note(16, 64, 3, 0.030)
+    gain.record(16, 0, 0, 0.010)
+    gain.record(16, 64, 3, 0.030)
     assert gain.tokens == pytest.approx(3 - 32)
 
 
 def test_a_step_that_nothing_compares_with_is_left_out() -> None:
     gain = Gain()
-    gain.note(4, 8, 6, 0.010)
-    gain.note(4, 0, 0, 0.010)
-    gain.note(64, 8, 6, 0.010)
+    gain.record(4, 8, 6, 0.010)
+    gain.record(4, 0, 0, 0.010)
+    gain.record(64, 8, 6, 0.010)
     assert (gain.tokens, gain.seconds) == (0.0, 0.0)
-    gain.note(4, 8, 6, 0.010)
+    gain.record(4, 8, 6, 0.010)
     assert (gain.tokens, gain.seconds) == (6.0, 0.010)
 
 

@@ -60,51 +60,51 @@ class HeartbeatsContract:
         assert beats.workers() == []
 
     def test_a_state_comes_back_as_it_was_told(self, make_heartbeats: MakeHeartbeats) -> None:
-        make_heartbeats(LIFETIME).beat(WHOLE)
+        make_heartbeats(LIFETIME).send_heartbeat(WHOLE)
         assert make_heartbeats(LIFETIME).workers() == [WHOLE]
 
     def test_the_last_word_of_each_counts_and_they_come_by_name(self, beats: Heartbeats) -> None:
         for name in ("w10", "w2", "b"):
-            beats.beat(WorkerState(name, held=frozenset({("job-a", 1)})))
-        beats.beat(WorkerState("w10", waiting_tokens=5))
+            beats.send_heartbeat(WorkerState(name, held=frozenset({("job-a", 1)})))
+        beats.send_heartbeat(WorkerState("w10", waiting_tokens=5))
         assert [state.name for state in beats.workers()] == ["b", "w10", "w2"]
         assert beats.workers()[1] == WorkerState("w10", waiting_tokens=5)
 
     def test_the_silent_die_and_the_others_live(self, beats: Heartbeats, pass_time: Callable[[float], None]) -> None:
-        beats.beat(WorkerState("dies"))
+        beats.send_heartbeat(WorkerState("dies"))
         for _ in range(4):
-            beats.beat(WorkerState("lives"))
+            beats.send_heartbeat(WorkerState("lives"))
             pass_time(LIFETIME * 0.35)
         assert [state.name for state in beats.workers()] == ["lives"]
         pass_time(LIFETIME * 1.2)
         assert beats.workers() == []
 
     def test_who_leaves_is_gone_at_once_and_may_come_back(self, beats: Heartbeats) -> None:
-        beats.beat(WorkerState("w"))
+        beats.send_heartbeat(WorkerState("w"))
         beats.leave("w")
         beats.leave("never came")
         assert beats.workers() == []
-        beats.beat(WorkerState("w"))
+        beats.send_heartbeat(WorkerState("w"))
         assert beats.workers() == [WorkerState("w")]
 
     def test_it_is_counted_since_when_beats_are_kept(
         self, make_heartbeats: MakeHeartbeats, pass_time: Callable[[float], None]
     ) -> None:
         one = make_heartbeats(LIFETIME)
-        one.beat(WorkerState("w"))
+        one.send_heartbeat(WorkerState("w"))
         before = one.since()
         for _ in range(5):
             pass_time(LIFETIME * 0.3)
-            one.beat(WorkerState("w"))
+            one.send_heartbeat(WorkerState("w"))
         assert before < LIFETIME * 0.3
         assert LIFETIME * 1.4 < one.since() < LIFETIME * 3
 
     def test_figures_come_back_as_they_were_told_and_change_no_state(self, make_heartbeats: MakeHeartbeats) -> None:
         one, other = make_heartbeats(LIFETIME), make_heartbeats(LIFETIME)
-        one.beat(WHOLE)
-        one.beat(WorkerState("silent about itself"))
-        one.tell(WHOLE.name, WorkerMetrics(model="before"))
-        one.tell(WHOLE.name, TOLD)
+        one.send_heartbeat(WHOLE)
+        one.send_heartbeat(WorkerState("silent about itself"))
+        one.report_metrics(WHOLE.name, WorkerMetrics(model="before"))
+        one.report_metrics(WHOLE.name, TOLD)
         assert other.metrics() == {WHOLE.name: TOLD}
         assert other.workers() == [WHOLE, WorkerState("silent about itself")]
 
@@ -113,13 +113,13 @@ class HeartbeatsContract:
     ) -> None:
         beats = make_heartbeats(LIFETIME)
         for name in ("leaves", "dies"):
-            beats.beat(WorkerState(name))
-            beats.tell(name, TOLD)
+            beats.send_heartbeat(WorkerState(name))
+            beats.report_metrics(name, TOLD)
         beats.leave("leaves")
         assert beats.metrics() == {"dies": TOLD}
         pass_time(LIFETIME * 1.2)
         assert beats.metrics() == {}
 
     def test_figures_without_a_heartbeat_are_nobodys(self, beats: Heartbeats) -> None:
-        beats.tell("never beat", TOLD)
+        beats.report_metrics("never beat", TOLD)
         assert beats.metrics() == {}

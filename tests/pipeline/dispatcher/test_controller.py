@@ -286,7 +286,7 @@ def test_a_job_that_would_be_late_is_refused_if_it_asked_for_that(
     root: Root, speed: float | None, refused: bool
 ) -> None:
     # 100 rows of some 20 tokens within 30 seconds.
-    root.beats.beat(WorkerState("measured", frozenset(MODELS), tokens_per_second=speed))
+    root.beats.send_heartbeat(WorkerState("measured", frozenset(MODELS), tokens_per_second=speed))
     root.submit("asks", lines(100), deadline=timedelta(seconds=30), refuse_late=True)
     root.submit("doesnt", lines(100), deadline=timedelta(seconds=30))
     root.start_controller()

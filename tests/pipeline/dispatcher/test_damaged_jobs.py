@@ -15,7 +15,7 @@ from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatcher.job_state import MAX_RESUME_ATTEMPTS
 from pipeline.dispatcher.metrics import DispatchMetrics
-from pipeline.jobs.serialization import job_document
+from pipeline.jobs.serialization import serialize_job
 from pipeline.jobs.summaries import summarize_job
 from pipeline.ledger.ledger import JOB, REJECTS, JobLedger, part_key, segment_key
 from pipeline.ledger.records import UnreadableRecord
@@ -348,8 +348,9 @@ def test_given_a_part_of_another_job_then_only_its_own_job_waits_and_says_so(roo
     assert late.counts.succeeded == ANSWERED
     for _ in range(60):
         root.turn()
-    document = job_document(root.ledger("victim"))
-    assert "belongs to job innocent, not to victim" in document["tokenmill"]["attention"]
+    attention = serialize_job(root.ledger("victim")).tokenmill.attention
+    assert attention is not None
+    assert "belongs to job innocent, not to victim" in attention
     assert root.metrics.snapshot is not None
     assert root.metrics.snapshot.attention == 1
     root.store.delete(f"jobs/victim/{key}")  # as a person does who repairs it

@@ -98,7 +98,7 @@ class Forgetful:
 
     def forget(self) -> None:
         self._kept = MemoryHeartbeats(self._clock, LIFETIME)
-        self.beat, self.leave = self._kept.beat, self._kept.leave
+        self.send_heartbeat, self.leave = self._kept.send_heartbeat, self._kept.leave
         self.workers, self.since = self._kept.workers, self._kept.since
 
 

@@ -87,9 +87,11 @@ def test_a_job_that_is_being_closed_has_no_forecast_and_delays_no_other(tmp_path
         plan_by_hand(ledger, world, [list(range(10))], metadata={"number": str(number)})
         dispatcher.add(ledger)
         world.clock.sleep(1.0)
-    beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+    beats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
     assert forecast_seconds(dispatcher, world, *ledgers) == [10 * ROW, 20 * ROW]
-    beats.beat(WorkerState("w", frozenset({PIN.key}), frozenset({(ledgers[0].job().id, 1)}), tokens_per_second=1.0))
+    beats.send_heartbeat(
+        WorkerState("w", frozenset({PIN.key}), frozenset({(ledgers[0].job().id, 1)}), tokens_per_second=1.0)
+    )
     ledgers[0].create_closing(Closing(kind="cancel", at=world.clock.now()))
     world.clock.sleep(3.0)
     assert forecast_seconds(dispatcher, world, *ledgers) == [None, 10 * ROW]
@@ -98,7 +100,7 @@ def test_a_job_that_is_being_closed_has_no_forecast_and_delays_no_other(tmp_path
 def test_a_forecast_that_holds_is_not_written_again_and_again(harness: PipelineHarness) -> None:
     plan_by_hand(harness.ledger, harness.world, [list(range(100))])
     harness.dispatcher.add(harness.ledger)
-    harness.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+    harness.heartbeats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
     store = harness.world.store
     assert isinstance(store, MemoryStore)
     writes: list[str] = []
@@ -112,7 +114,7 @@ def test_a_forecast_that_holds_is_not_written_again_and_again(harness: PipelineH
     for _ in range(5):
         harness.dispatcher.tick()
         harness.world.clock.sleep(2.5)
-        harness.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+        harness.heartbeats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
     assert len(writes) == 2, "when it began, and when the first forecast was there"
 
 
@@ -123,7 +125,7 @@ def test_forecasts_that_all_move_at_once_are_not_all_written_at_once(tmp_path: P
     harness.dispatcher.add(harness.ledger)
     etas = []
     for speed in range(1, 9):
-        harness.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=float(speed)))
+        harness.heartbeats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=float(speed)))
         harness.dispatcher.tick()
         world.clock.sleep(2.5)
         etas.append(cached(harness.ledger).eta)
@@ -137,7 +139,7 @@ def test_the_forecast_of_a_new_job_depends_on_its_tier_and_tenant(tmp_path: Path
     ledger = JobLedger(world.store, "jobs/open/")
     job = plan_by_hand(ledger, world, [list(range(100))], tier=Tier.BULK)
     dispatcher.add(ledger)
-    beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=100.0))
+    beats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=100.0))
     dispatcher.tick()
     dispatcher.tick()
 
@@ -165,7 +167,7 @@ def test_given_a_deadline_at_risk_then_its_job_goes_before_its_tenants_turn(
         due = world.clock.now() + timedelta(seconds=seconds) if name == "late" else None
         plan_by_hand(ledger, world, [[row] for row in range(9)], tenant=name, deadline=due)
         dispatcher.add(ledger)
-    beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+    beats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
     dispatcher._forecaster.refresh(
         (), beats.workers(), world.clock.now()
     )  # the speed is known when the first shard goes
@@ -174,7 +176,7 @@ def test_given_a_deadline_at_risk_then_its_job_goes_before_its_tenants_turn(
         dispatcher.tick()
         while (task := queue.take([queue_name(PIN.key, Tier.STANDARD)], 0.0)) is not None:
             went.append(task.job)
-            beats.beat(WorkerState("w", frozenset({PIN.key}), frozenset({(task.job, task.shard)}), 0, 1.0))
+            beats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), frozenset({(task.job, task.shard)}), 0, 1.0))
     assert went == first
 
 
@@ -189,11 +191,11 @@ def test_given_up_deadlines_go_after_jobs_that_can_be_in_time(tmp_path: Path, se
         due = world.clock.now() + timedelta(seconds=left)
         plan_by_hand(ledger, world, [[row] for row in range(9)], tenant=name, deadline=due)
         dispatcher.add(ledger)
-    beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+    beats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
     went: list[tuple[str, int]] = []
     while len(went) < 5:
         dispatcher.tick()  # the first puts a shard before anything is known of the speed
         while (task := queue.take([queue_name(PIN.key, Tier.STANDARD)], 0.0)) is not None:
             went.append((task.job, task.shard))
-            beats.beat(WorkerState("w", frozenset({PIN.key}), frozenset(went), 0, 1.0))
+            beats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), frozenset(went), 0, 1.0))
     assert [job for job, _ in went[1:]] == [then] * 4

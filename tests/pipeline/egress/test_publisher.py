@@ -138,8 +138,8 @@ def test_given_a_kafka_job_when_it_is_done_then_each_result_is_sent_with_its_rec
     compute(harness.world, ledger)
     announcer = Publisher(harness.world, harness.sender, settings(harness))
 
-    assert announcer.look() == 1
-    assert announcer.look() == 0, "all is announced"
+    assert announcer.poll() == 1
+    assert announcer.poll() == 0, "all is announced"
 
     results = told(harness, "results", 10)
     assert len(results) == 10
@@ -169,9 +169,9 @@ def test_given_an_announcer_that_dies_between_a_send_and_its_marker_when_another
     (ledger,) = take_in(harness, said(harness))
     compute(harness.world, ledger)
     with pytest.raises(KeyboardInterrupt):
-        Publisher(harness.world, Dying(harness.sender, sends), settings(harness)).look()
+        Publisher(harness.world, Dying(harness.sender, sends), settings(harness)).poll()
 
-    assert Publisher(harness.world, harness.sender, settings(harness)).look() == 1
+    assert Publisher(harness.world, harness.sender, settings(harness)).poll() == 1
 
     for topic, name, different in (("results", "result_id", 10), ("mine", "result_id", 4), ("events", "event_id", 4)):
         found = told(harness, topic, different)
@@ -187,10 +187,10 @@ def test_given_a_job_that_runs_when_parts_are_committed_then_they_are_announced_
     plan_job(ledger, ledger.job(), harness.world)
     announcer = Publisher(harness.world, harness.sender, settings(harness))
 
-    assert announcer.look() == 0
+    assert announcer.poll() == 0
     early = told(harness, "results", 1)
     compute(harness.world, ledger)
-    announcer.look()
+    announcer.poll()
 
     assert [orjson.loads(raw)["custom_id"] for _, raw, _ in early] == ["broken"]
     assert len(told(harness, "results", 10)) == 10
@@ -224,12 +224,12 @@ def test_given_an_idle_job_when_something_happens_then_it_is_announced_a_tenth_o
     announcer = Watched(replace(harness.world, clock=clock), harness.sender, settings(harness))
     for second in range(600):
         clock.at = float(second)
-        assert announcer.look() == 0
+        assert announcer.poll() == 0
     assert 30 < announcer.looks < 80
     compute(harness.world, ledger)
     clock.at = 660.0
 
-    assert announcer.look() == 1
+    assert announcer.poll() == 1
 
 
 def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the_results_location(
@@ -238,7 +238,7 @@ def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the
     (ledger,) = take_in(harness, [ProducedRecord(request("a"), b"k")])
     compute(harness.world, ledger, orjson.dumps({"text": "x" * 1_200_000}).decode())
 
-    Publisher(harness.world, harness.sender, settings(harness)).look()
+    Publisher(harness.world, harness.sender, settings(harness)).poll()
 
     ((key, raw, headers),) = told(harness, "results", 1)
     value = orjson.loads(raw)
@@ -255,12 +255,12 @@ def test_given_brokers_that_do_not_answer_when_results_are_sent_then_it_fails_an
     away = KafkaHarness("127.0.0.1:1", harness.name, harness.folder, connect_timeout=0.5)
     announcer = Publisher(harness.world, away.sender, settings(harness))
 
-    assert announcer.look() == 0
+    assert announcer.poll() == 0
     assert announcer.failures == 1
     assert not list(harness.store.list("announced/"))
     with pytest.raises(NotConfirmed, match="not confirmed"):
         announcer.announce(ledger)
-    assert Publisher(harness.world, harness.sender, settings(harness)).look() == 1
+    assert Publisher(harness.world, harness.sender, settings(harness)).poll() == 1
 
 
 def test_given_a_job_of_another_ingest_source_with_all_jobs_then_it_and_its_cancellation_are_announced(
@@ -273,9 +273,9 @@ def test_given_a_job_of_another_ingest_source_with_all_jobs_then_it_and_its_canc
         Publisher(harness.world, harness.sender, settings(harness, all_jobs=all_jobs)) for all_jobs in (False, True)
     )
 
-    own.look()
+    own.poll()
     assert not list(harness.store.list("announced/"))
-    every.look()
+    every.poll()
 
     events = [read_event(raw) for _, raw, _ in told(harness, "events", 2)]
     assert [event.id for event in events] == ["job-one/accepted", "job-one/cancelling"]
@@ -291,7 +291,7 @@ def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_ot
     redis = RedisSettings(redis_server.url, prefix=harness.name)
     leases = [RedisLease(redis, "announcer", 6.0, clock, random) for _ in range(2)]
     counted, stops = [Counted(harness.sender) for _ in leases], [threading.Event() for _ in leases]
-    every = settings(harness, all_jobs=True, every=0.02)
+    every = settings(harness, all_jobs=True, poll_interval_seconds=0.02)
     announcers = [
         Publisher(harness.world, messages, every, lease) for messages, lease in zip(counted, leases, strict=True)
     ]

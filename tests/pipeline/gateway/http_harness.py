@@ -167,7 +167,10 @@ def run_http_harness(
             ),
         )
         lane = MemoryLane(clock)
-        worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01), http_metrics)
+        worker, bridge = (
+            LaneWorker(lane),
+            LaneBridge(lane, clock, CallSettings(poll_interval_seconds=0.01), http_metrics),
+        )
         answers = InferenceResponses(
             InferenceRequestBuilder(
                 world, asking, parts.rates, ResponseCache(clock, MemoryResponseStore(clock), cache)

@@ -112,9 +112,9 @@ def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Pat
         submit_job(harness, other)
         submit_job(harness, other)
         state = WorkerState("w2", frozenset({PIN.key, "gone"}), frozenset({("j", 1)}), 1_200, 310.5, draining=True)
-        harness.beats.beat(state)
+        harness.beats.send_heartbeat(state)
         metrics = WorkerMetrics(model=PIN.name, tiers={Tier.BULK: TierMetrics(ttft=HistogramSample(counts=(0, 4)))})
-        harness.beats.tell("w2", metrics)
+        harness.beats.report_metrics("w2", metrics)
 
         received = {key: harness.http(key).get("/v1/status").json() for key in (own, other, monitoring, admin)}
         assert [received[key]["backlog"]["jobs"] for key in (own, other, monitoring, admin)] == [1, 2, 1, 3]

@@ -102,7 +102,7 @@ class BrokenLane:
 def test_a_lane_that_is_away_for_a_while_is_waited_for() -> None:
     clock = SimulatedClock()
     lane = MemoryLane(clock)
-    events = answer(BrokenLane(lane, failures=5), REQUEST, clock, CallSettings(give_up=30, look=0.5))
+    events = answer(BrokenLane(lane, failures=5), REQUEST, clock, CallSettings(give_up=30, poll_interval_seconds=0.5))
     worker = lane.worker("w")
     lane.send(REQUEST)  # as an answer lost on its way back: the request had come through
     assert worker.take(["m"], 1, 0) == [REQUEST]
@@ -113,7 +113,9 @@ def test_a_lane_that_is_away_for_a_while_is_waited_for() -> None:
 
 def test_a_lane_that_stays_away_ends_the_call_with_an_error() -> None:
     clock = SimulatedClock()
-    (last,) = answer(BrokenLane(MemoryLane(clock), 10**9), REQUEST, clock, CallSettings(give_up=10, look=0.5))
+    (last,) = answer(
+        BrokenLane(MemoryLane(clock), 10**9), REQUEST, clock, CallSettings(give_up=10, poll_interval_seconds=0.5)
+    )
     assert isinstance(last, ErrorEvent)
     assert (last.code, last.message) == ("lane_unavailable", "redis://host: can't")
     assert 10 <= clock.monotonic() < 12
@@ -130,7 +132,11 @@ def test_a_full_lane_ends_the_call_at_once() -> None:
 def test_a_request_that_is_lost_too_often_ends_with_an_error_but_handing_back_costs_no_attempt() -> None:
     clock = SimulatedClock()
     lane = MemoryLane(clock, LaneSettings(lifetime=1.0))
-    calls = LaneCalls(LookingLane(lane, clock), clock, CallSettings(attempts=2, patience=1.0, look=0.5))
+    calls = LaneCalls(
+        LookingLane(lane, clock),
+        clock,
+        CallSettings(attempts=2, silence_timeout_seconds=1.0, poll_interval_seconds=0.5),
+    )
     assert calls.start(REQUEST)
     assert not calls.start(REQUEST), "it is there already"
     events: list[LaneEvent] = []

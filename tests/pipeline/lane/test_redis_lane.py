@@ -25,7 +25,7 @@ from tests.waiting import HANG_SECONDS
 
 OpenRedisLane = Callable[[LaneSettings], RedisLane]
 SHORT = LaneSettings(lifetime=LIFETIME)
-QUICK = CallSettings(patience=0.3, look=0.1, give_up=2.0)
+QUICK = CallSettings(silence_timeout_seconds=0.3, poll_interval_seconds=0.1, give_up=2.0)
 
 
 @pytest.fixture
@@ -127,7 +127,12 @@ def test_a_call_goes_on_when_the_server_is_restarted_empty_or_stands_still(
     redis_server: RedisServer, lane: RedisLane, start_worker: Callable[..., Worker], fault: str
 ) -> None:
     start_worker("w", count=30)
-    events = answer(lane, request(), SystemClock(), CallSettings(patience=0.3, look=0.1, give_up=10.0))
+    events = answer(
+        lane,
+        request(),
+        SystemClock(),
+        CallSettings(silence_timeout_seconds=0.3, poll_interval_seconds=0.1, give_up=10.0),
+    )
     came = [next(events) for _ in range(3)]
     if fault == "emptied":
         redis_server.start_empty()
@@ -151,7 +156,7 @@ def test_a_call_that_no_worker_survives_ends_with_an_error(
 
 def test_a_call_without_a_server_ends_with_an_error_that_names_it(redis_server: RedisServer, lane: RedisLane) -> None:
     redis_server.kill()
-    (last,) = answer(lane, request(), SystemClock(), CallSettings(give_up=0.3, look=0.1))
+    (last,) = answer(lane, request(), SystemClock(), CallSettings(give_up=0.3, poll_interval_seconds=0.1))
     assert isinstance(last, ErrorEvent)
     assert (last.code, last.status) == ("lane_unavailable", 503)
     assert f"127.0.0.1:{redis_server.port}" in last.message

@@ -10,7 +10,7 @@ from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.dispatcher.dispatcher import Dispatcher
 from pipeline.jobs.planning import fail_job
-from pipeline.jobs.serialization import job_document
+from pipeline.jobs.serialization import serialize_job
 from pipeline.jobs.submit import submit
 from pipeline.jobs.summaries import list_jobs, summarize_job
 from pipeline.ledger.ledger import (
@@ -243,8 +243,8 @@ def test_a_job_that_fails_while_it_is_read_says_why_or_that_it_is_open(tmp_path:
     assert isinstance(world.store, MemoryStore)
     seen = set[str]()
     for calls in range(1, 40):
-        document = job_document(JobLedger(EndsWhileRead(world.store.objects, calls)))
-        seen.add(document["status"])
-        assert (document["status"] == "failed") == (document["errors"] is not None), calls
-        assert (document["status"] == "failed") == (document["failed_at"] is not None), calls
+        batch = serialize_job(JobLedger(EndsWhileRead(world.store.objects, calls)))
+        seen.add(batch.status)
+        assert (batch.status == "failed") == (batch.errors is not None), calls
+        assert (batch.status == "failed") == (batch.failed_at is not None), calls
     assert seen == {"validating", "failed"}

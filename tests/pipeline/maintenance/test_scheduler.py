@@ -66,11 +66,11 @@ class Contender:
 def test_given_results_that_get_old_when_time_goes_by_then_they_are_collected_some_day(world: World) -> None:
     ledger, stop = ended(world), threading.Event()
     keeper = RetentionScheduler(world, KEEP)
-    assert not keeper.look(stop), "not at the very start"
+    assert not keeper.poll(stop), "not at the very start"
     days = list[float]()
     while ledger.tombstone() is None:
         world.clock.sleep(60.0)
-        if keeper.look(stop):
+        if keeper.poll(stop):
             days.append(world.clock.monotonic() / DAY)
     assert len(days) == 8, "once a day"
     assert 7.0 <= days[-1] < 7.1
@@ -87,7 +87,7 @@ def test_given_two_that_could_when_time_goes_by_then_one_collects_and_the_other_
         until = world.clock.monotonic() + days * DAY
         while world.clock.monotonic() < until:
             world.clock.sleep(60.0)
-            done.extend(name for name, keeper in keepers.items() if keeper.look(stop))
+            done.extend(name for name, keeper in keepers.items() if keeper.poll(stop))
 
     go(2.1)
     assert len(done) == 3
@@ -114,7 +114,7 @@ def test_given_a_failure_when_it_is_over_then_it_is_retried_the_same_day_and_not
         for _ in range(hours * 60):
             world.clock.sleep(60.0)
             store.calls.clear()
-            done |= keeper.look(stop)
+            done |= keeper.poll(stop)
         return done
 
     shared = Shared(world, DAY)
@@ -142,11 +142,11 @@ def test_given_a_running_collection_when_stopped_then_it_ends_soon_and_the_next_
             stop.set()
 
     there = replace(world, store=WatchedStore(world.store, stops))
-    keeper = RetentionScheduler(there, chosen, RetentionSchedulerSettings(every=0.0))
-    keeper.look(stop)
+    keeper = RetentionScheduler(there, chosen, RetentionSchedulerSettings(interval_seconds=0.0))
+    keeper.poll(stop)
     assert sum(ledger.tombstone() is not None for ledger in ledgers) == 1
     keeper.run(stop)
     assert sum(ledger.tombstone() is not None for ledger in ledgers) == 1, "it was told to stop"
     stop.clear()
-    RetentionScheduler(world, chosen, RetentionSchedulerSettings(every=0.0)).look(stop)
+    RetentionScheduler(world, chosen, RetentionSchedulerSettings(interval_seconds=0.0)).poll(stop)
     assert all(ledger.tombstone() is not None for ledger in ledgers)

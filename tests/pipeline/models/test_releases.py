@@ -53,7 +53,7 @@ def test_given_answers_alike_when_enough_are_compared_then_it_is_promoted_and_no
     assert {key for key in store_of(harness).objects if "shadow" in key} == set(
         ShadowCopies(harness.world.store, release).standing()
     )
-    harness.keeper.look()
+    harness.keeper.poll()
     last = harness.book.last(MODEL)
     assert last is not None
     assert last.outcome is not None
@@ -74,7 +74,7 @@ def test_given_other_answers_when_enough_are_compared_then_it_is_rolled_back_and
     harness.job("job-1", 6)
     release = harness.begin()
     harness.shadow(release, mark="other ")
-    harness.keeper.look()
+    harness.keeper.poll()
     last = harness.book.last(MODEL)
     assert last is not None
     assert last.outcome is not None
@@ -90,20 +90,20 @@ def test_given_a_release_when_it_was_decided_then_nothing_can_change_that_by_its
     harness.job("job-1", 6)
     release = harness.begin()
     harness.shadow(release, mark="other ")
-    harness.keeper.look()
+    harness.keeper.poll()
     # when its copies are all good after that, and its worker says again that it is there
     harness.shadow(release)
     harness.book.publish(NEW)
     harness.book.publish(NEW, candidate=True)
     harness.book.end(release, "promoted", "comparison", harness.world.clock.now())
-    harness.keeper.look()
+    harness.keeper.poll()
     # then the name is still the old one's
     entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == OLD.pin
     # and a worker that looked too early, and took the name, is set right
     Catalog(harness.world.store).publish(NEW)
-    harness.keeper.look()
+    harness.keeper.poll()
     entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == OLD.pin
@@ -130,10 +130,10 @@ def test_given_too_little_to_compare_when_its_time_is_over_then_it_is_rolled_bac
     harness.job("job-1", 2)
     release = harness.begin(RULES.model_copy(update={"longest_seconds": 60.0}))
     harness.shadow(release)
-    harness.keeper.look()
+    harness.keeper.poll()
     assert harness.keeper.metrics.open[MODEL].shards == 2
     harness.world.clock.sleep(61)
-    harness.keeper.look()
+    harness.keeper.poll()
     last = harness.book.last(MODEL)
     assert last is not None
     assert last.outcome is not None
@@ -144,7 +144,7 @@ def test_given_a_shadow_release_when_it_was_compared_then_an_operator_decides(ha
     harness.job("job-1", 8)
     release = harness.begin(mode="shadow")
     harness.shadow(release, mark="other ")
-    harness.keeper.look()
+    harness.keeper.poll()
     last = harness.book.last(MODEL)
     assert last is not None
     assert last.outcome is None
@@ -156,7 +156,7 @@ def test_given_drift_beyond_the_limit_when_answers_agree_then_it_is_rolled_back(
     release = harness.begin()
     harness.book.record_drift(release, LogprobDrift(mean=0.9, most=2.0, tokens=100))
     harness.shadow(release)
-    harness.keeper.look()
+    harness.keeper.poll()
     last = harness.book.last(MODEL)
     assert last is not None
     assert last.outcome is not None
@@ -250,14 +250,14 @@ def test_given_ended_releases_when_announced_then_each_is_published_once_it_can_
     topic = Topic(failures=1)
     news = ReleaseEventPublisher(harness.world.store, topic, "events")
     release = harness.begin()
-    news.look()
+    news.poll()
     assert topic.sent == []
     harness.book.end(release, "promoted", "operator", harness.world.clock.now())
     harness.book.roll_back_promoted(MODEL, harness.world.clock.now())
     with pytest.raises(NotConfirmed):
-        news.look()
-    news.look()
-    ReleaseEventPublisher(harness.world.store, topic, "events").look()
+        news.poll()
+    news.poll()
+    ReleaseEventPublisher(harness.world.store, topic, "events").poll()
     events = [read_event(message.value or b"") for message in topic.sent]
     assert all(isinstance(event, ReleaseEnded) for event in events)
     told = [(event.release, event.verdict, event.candidate) for event in events if isinstance(event, ReleaseEnded)]

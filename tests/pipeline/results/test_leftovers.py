@@ -51,7 +51,7 @@ def test_given_a_slow_attempt_that_logs_after_the_end_when_it_gives_up_then_it_r
 ) -> None:
     slow, work = outlived(harness)
     log(slow, work)
-    slow.note(work, [0])
+    slow.record(work, [0])
     assert len(left(harness)) == 2
     slow.release(work, 30)
     assert left(harness) == []

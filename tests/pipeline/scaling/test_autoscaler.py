@@ -78,7 +78,7 @@ def test_given_an_open_job_then_what_is_left_of_it_is_demanded_at_the_measured_s
     job = harness.submit("one", "m")
     tokens = job.input.size // 4
     assert observed(harness)[0].work == pytest.approx(tokens / 100)
-    harness.beat("w1", MODEL, 400.0)
+    harness.send_heartbeat("w1", MODEL, 400.0)
     found, _ = observed(harness)
     assert (found.work, found.live) == (pytest.approx(tokens / 400), 1)
     (demand,) = found.demands
@@ -89,30 +89,30 @@ def test_given_an_open_job_then_what_is_left_of_it_is_demanded_at_the_measured_s
 
 def test_given_a_job_of_two_models_of_a_pool_then_it_counts_once_at_the_slower_one(harness: ScalingHarness) -> None:
     job = harness.submit("both", "m", "other")
-    harness.beat("w1", MODEL, 400.0)
-    harness.beat("w2", OTHER, 200.0)
+    harness.send_heartbeat("w1", MODEL, 400.0)
+    harness.send_heartbeat("w2", OTHER, 200.0)
     found, _ = observed(harness)
     assert (found.work, found.live) == (pytest.approx(job.input.size // 4 / 200), 2)
 
 
 def test_given_a_worker_that_ends_then_it_is_not_live(harness: ScalingHarness) -> None:
-    harness.beat("w1", MODEL, 400.0)
+    harness.send_heartbeat("w1", MODEL, 400.0)
     (state,) = harness.heartbeats.workers()
-    harness.heartbeats.beat(replace(state, draining=True))
+    harness.heartbeats.send_heartbeat(replace(state, draining=True))
     assert observed(harness)[0].live == 0
 
 
 def test_given_worker_metrics_then_callers_kv_and_late_first_tokens_are_observed(harness: ScalingHarness) -> None:
-    harness.beat("w1", MODEL, 400.0)
-    harness.heartbeats.tell("w1", metrics((100,), waiting=2, used=50))
+    harness.send_heartbeat("w1", MODEL, 400.0)
+    harness.heartbeats.report_metrics("w1", metrics((100,), waiting=2, used=50))
     found, first = observed(harness)
     assert (found.ttft_p95, found.callers, found.callers_waiting, found.kv_used) == (None, 5, 2, 0.5)
     # 100 were there before; of the next 40 a tenth took up to 2 s (bucket 13), the others a millisecond.
-    harness.heartbeats.tell("w1", metrics((136, *[0] * 12, 4)))
+    harness.heartbeats.report_metrics("w1", metrics((136, *[0] * 12, 4)))
     found, after = observed(harness, first)
     assert found.ttft_p95 == 2.0
     # Too few since: they count with those that follow.
-    harness.heartbeats.tell("w1", metrics((146, *[0] * 12, 4)))
+    harness.heartbeats.report_metrics("w1", metrics((146, *[0] * 12, 4)))
     found, waiting = observed(harness, after)
     assert found.ttft_p95 is None
     assert waiting == after
@@ -147,8 +147,8 @@ def test_given_a_pool_of_none_when_a_caller_waits_on_the_lane_then_a_worker_is_s
     assert (waked.desired, waked.observed.callers_waiting, waked.decision.reason) == (1, 1, "callers wait")
     assert target.all[0]["other"].desired == 0
     # The worker comes, and the request is its own: it counts once, and the worker stays.
-    harness.beat("w1", MODEL, None)
-    harness.heartbeats.tell("w1", metrics(waiting=1))
+    harness.send_heartbeat("w1", MODEL, None)
+    harness.heartbeats.report_metrics("w1", metrics(waiting=1))
     autoscaler.decide_once()
     kept = target.all[1]["m"]
     assert (kept.desired, kept.observed.callers_waiting, kept.decision.kept) == (1, 1, 1)
@@ -181,7 +181,7 @@ def test_given_a_decision_then_the_next_process_goes_on_from_it(harness: Scaling
 
 def test_given_speeds_that_were_measured_then_they_outlive_workers_and_processes(harness: ScalingHarness) -> None:
     job = harness.submit("one", "m")
-    harness.beat("w1", MODEL, 500.0)
+    harness.send_heartbeat("w1", MODEL, 500.0)
     scaler(harness).decide_once()
     harness.heartbeats.leave("w1")
     target = Told()

@@ -45,7 +45,7 @@ class ScalingHarness:
         self.folder = folder
         for pin in (MODEL, OTHER):
             Catalog(self.store).publish(CatalogEntry(pin=pin, max_model_len=512))
-        self.look = BacklogReader(self.world, self.heartbeats, assumed=100.0)
+        self.reader = BacklogReader(self.world, self.heartbeats, assumed=100.0)
 
     def submit(self, name: str, *models: str) -> Job:
         """A job whose rows name these models."""
@@ -54,11 +54,11 @@ class ScalingHarness:
         options = JobOptions(model=models[0]) if len(models) == 1 else JobOptions()
         return Intake(self.world).accept(JobDraft(pin_uri(str(path)), options, "default", name)).job
 
-    def beat(self, name: str, pin: ModelPin, speed: float | None) -> None:
-        self.heartbeats.beat(WorkerState(name, frozenset({pin.key}), tokens_per_second=speed))
+    def send_heartbeat(self, name: str, pin: ModelPin, speed: float | None) -> None:
+        self.heartbeats.send_heartbeat(WorkerState(name, frozenset({pin.key}), tokens_per_second=speed))
 
     def of(self, model: str) -> ModelBacklog:
-        return next(found for found in self.look.look().models if found.model == model)
+        return next(found for found in self.reader.read().models if found.model == model)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def harness(tmp_path: Path) -> Iterator[ScalingHarness]:
 
 
 def test_given_no_job_and_no_worker_then_each_model_of_the_catalog_has_nothing_left(harness: ScalingHarness) -> None:
-    metrics = harness.look.look()
+    metrics = harness.reader.read()
     assert metrics.open_jobs == 0
     assert [(found.model, found.tokens, found.workers, found.seconds) for found in metrics.models] == [
         ("m", 0, 0, 0.0),
@@ -79,7 +79,7 @@ def test_given_no_job_and_no_worker_then_each_model_of_the_catalog_has_nothing_l
 
 def test_given_a_job_without_workers_then_its_seconds_are_those_of_an_assumed_worker(harness: ScalingHarness) -> None:
     job = harness.submit("one", "m")
-    assert harness.look.look().open_jobs == 1
+    assert harness.reader.read().open_jobs == 1
     assert harness.of("m").tokens == job.input.size // 4
     assert harness.of("m").seconds == pytest.approx(job.input.size // 4 / 100)
     assert harness.of("other").tokens == 0
@@ -89,10 +89,10 @@ def test_given_workers_that_measured_then_seconds_are_by_their_mean_and_not_by_t
     harness: ScalingHarness,
 ) -> None:
     tokens = harness.submit("one", "m").input.size // 4
-    harness.beat("w1", MODEL, 500.0)
-    harness.beat("w2", MODEL, 300.0)
-    harness.beat("w3", MODEL, None)  # has only just been started
-    harness.beat("w4", OTHER, 9_000.0)
+    harness.send_heartbeat("w1", MODEL, 500.0)
+    harness.send_heartbeat("w2", MODEL, 300.0)
+    harness.send_heartbeat("w3", MODEL, None)  # has only just been started
+    harness.send_heartbeat("w4", OTHER, 9_000.0)
 
     found = harness.of("m")
 
@@ -102,7 +102,7 @@ def test_given_workers_that_measured_then_seconds_are_by_their_mean_and_not_by_t
 
 def test_given_workers_that_left_then_their_throughput_is_retained(harness: ScalingHarness) -> None:
     harness.submit("one", "m")
-    harness.beat("w1", MODEL, 500.0)
+    harness.send_heartbeat("w1", MODEL, 500.0)
     assert harness.of("m").workers == 1
     harness.heartbeats.leave("w1")
     assert (harness.of("m").workers, harness.of("m").tokens_per_second) == (0, 500.0)
@@ -115,7 +115,7 @@ def test_given_a_job_of_two_models_then_it_waits_for_both(harness: ScalingHarnes
 
 def test_given_a_job_without_a_dispatcher_then_it_is_open_and_validating(harness: ScalingHarness) -> None:
     job = harness.submit("one", "m")
-    assert OpenJobsIndex(harness.store).look().jobs == [OpenJobSummary(job, JobStatus.VALIDATING, job.input.size // 4)]
+    assert OpenJobsIndex(harness.store).read().jobs == [OpenJobSummary(job, JobStatus.VALIDATING, job.input.size // 4)]
 
 
 def test_given_a_job_of_many_files_then_its_cached_order_does_not_grow_with_them(harness: ScalingHarness) -> None:
@@ -123,17 +123,17 @@ def test_given_a_job_of_many_files_then_its_cached_order_does_not_grow_with_them
     file = job.input.files[0]
     many = job.model_copy(update={"input": job.input.model_copy(update={"files": (file,) * 5})})
     harness.store.replace(f"{JOBS}{job.id}/{JOB}", many.to_json())
-    (found,) = OpenJobsIndex(harness.store).look().jobs
+    (found,) = OpenJobsIndex(harness.store).read().jobs
     assert (len(found.job.input.files), found.left) == (1, 5 * file.size // 4)
 
 
 def test_given_more_jobs_than_one_read_returns_then_it_reports_more(harness: ScalingHarness) -> None:
     harness.submit("one", "m")
     harness.submit("two", "m")
-    assert not OpenJobsIndex(harness.store).look().more
-    found = OpenJobsIndex(harness.store, max_jobs=1).look()
+    assert not OpenJobsIndex(harness.store).read().more
+    found = OpenJobsIndex(harness.store, max_jobs=1).read()
     assert (len(found.jobs), found.more) == (1, True)
-    assert len(OpenJobsIndex(harness.store, max_jobs=None).look().jobs) == 2
+    assert len(OpenJobsIndex(harness.store, max_jobs=None).read().jobs) == 2
 
 
 @pytest.fixture

@@ -246,7 +246,7 @@ def test_given_heartbeats_that_cant_be_sent_or_read_then_a_later_attempt_stands_
     one, two = bench.client("one"), bench.client("two", deaf=True)
     work = begun(bench, one)
     silent_for(bench, one, work, 11.0)
-    monkeypatch.setattr(bench.beats, "beat", away)
+    monkeypatch.setattr(bench.beats, "send_heartbeat", away)
     monkeypatch.setattr(bench.beats, "workers", away)
     one.send_heartbeat([work])
     assert one.find_revoked([work]) == RevokedShards(), "nobody else has begun it"

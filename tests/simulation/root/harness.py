@@ -233,7 +233,9 @@ class RootHarness:
     def announce(self, process: Process) -> None:
         """Tells topics of all jobs."""
         with self.ports(process) as ports:
-            settings = PublisherSettings(all_jobs=True, every=1.0, sweep_interval_seconds=40.0, rows_at_once=3)
+            settings = PublisherSettings(
+                all_jobs=True, poll_interval_seconds=1.0, sweep_interval_seconds=40.0, rows_at_once=3
+            )
             Publisher(ports.world, RootMessages(self.broker, process), settings).run(self.stop(process))
 
     def collect(self, process: Process) -> None:

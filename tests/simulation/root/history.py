@@ -70,7 +70,7 @@ class _History:
             machine.run()
             seconds = max(0.0, machine.now - machine.last_fault)
             if self.scenario.folder:
-                machine.note("the power is cut once more, when all is done")
+                machine.record("the power is cut once more, when all is done")
                 machine.kill_all(1.0)
                 self.cut_power()
                 machine.run()

@@ -57,7 +57,7 @@ class Inbox:
         there = [drop for drop in self._drops.values() if drop.at <= self._process.machine.now]
         return iter([self._entry(drop) for drop in there])
 
-    def look(self, name: str, version: str | None = None) -> FileVersion | None:
+    def find(self, name: str, version: str | None = None) -> FileVersion | None:
         self._process.point("drops.look", name)
         drop = self._drops.get(name)
         if drop is None or drop.at > self._process.machine.now:

@@ -190,20 +190,20 @@ class RootHeartbeats:
         self._broker = broker
         self._process = process
 
-    def beat(self, state: WorkerState) -> None:
+    def send_heartbeat(self, state: WorkerState) -> None:
         self._process.point("heartbeats.beat", f"{sorted(state.held)}", locked=True)
         self._broker.check("leave a heartbeat")
-        self._broker.beats.beat(state)
+        self._broker.beats.send_heartbeat(state)
 
     def leave(self, worker: str) -> None:
         self._process.point("heartbeats.leave", worker)
         self._broker.check("take leave")
         self._broker.beats.leave(worker)
 
-    def tell(self, worker: str, metrics: WorkerMetrics) -> None:
+    def report_metrics(self, worker: str, metrics: WorkerMetrics) -> None:
         self._process.point("heartbeats.tell", worker)
         self._broker.check("tell figures")
-        self._broker.beats.tell(worker, metrics)
+        self._broker.beats.report_metrics(worker, metrics)
 
     def metrics(self) -> dict[str, WorkerMetrics]:
         self._process.point("heartbeats.figures")

@@ -98,7 +98,7 @@ def test_given_a_planner_that_outlives_its_run_when_run_again_then_it_is_waited_
 ) -> None:
     with (
         pytest.raises(OutputLocked, match=rf"a run that was killed \(pid {orphan.parent} on .*still ending; wait a"),
-        RunLock(place / "out", patience=0.5),
+        RunLock(place / "out", retry_timeout_seconds=0.5),
     ):
         pytest.fail("the planner may still write")
 

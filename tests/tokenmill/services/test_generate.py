@@ -222,7 +222,7 @@ def first_tokens(harness: Harness, model: str, bodies: list[dict[str, Any]]) -> 
             lane,
             LaneRequest(f"direct-{number}", model, body, tier=Tier.STANDARD),
             SystemClock(),
-            CallSettings(look=0.02),
+            CallSettings(poll_interval_seconds=0.02),
         )
         assert isinstance(next(events), TokensEvent)
         seconds.append(time.monotonic() - began)

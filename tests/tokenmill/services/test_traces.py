@@ -202,9 +202,9 @@ def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_an
     for name, (_, one) in (("d", first := sent_for()), ("e", second := sent_for())):
         producer.send(f"{harness.prefix}.requests", line(name), headers=[("traceparent", one.encode())])
     producer.flush(30)
-    first = receiver.wait("kafka batch", lambda span: len(span.links) == 2 or span.trace in (first[0], second[0]))
-    if first.links:  # else the two came in two batches
-        assert {trace for trace, _ in first.links} == {first[0], second[0]}
+    linked = receiver.wait("kafka batch", lambda span: len(span.links) == 2 or span.trace in (first[0], second[0]))
+    if linked.links:  # else the two came in two batches
+        assert {trace for trace, _ in linked.links} == {first[0], second[0]}
     producer.close()
 
     # Celery: a job, and an answer.

@@ -122,16 +122,16 @@ def webhooks(root: Root, _backends: Backends) -> Part:
         async def send(self, *_: Any) -> None:
             raise AssertionError("there is nobody to notify")
 
-    return Notifier(root.world, [], Nobody(), NotifierSettings(every=0.01)).run  # type: ignore[arg-type]
+    return Notifier(root.world, [], Nobody(), NotifierSettings(poll_interval_seconds=0.01)).run  # type: ignore[arg-type]
 
 
 def lane_calls(root: Root, backends: Backends) -> Part:
     clock = root.world.clock
-    return LaneBridge(backends.lane, clock, CallSettings(look=0.01), HttpMetrics(clock)).run
+    return LaneBridge(backends.lane, clock, CallSettings(poll_interval_seconds=0.01), HttpMetrics(clock)).run
 
 
 def kafka(root: Root, _backends: Backends) -> Part:
-    options = {"bootstrap": ("127.0.0.1:1",)}
+    options = {"bootstrap_servers": ("127.0.0.1:1",)}
     return ingest_services(root, Settings(kafka=options))["kafka"]  # type: ignore[arg-type]
 
 

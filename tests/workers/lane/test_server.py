@@ -44,7 +44,7 @@ SPEC = ModelSpec(
     max_position=512, windows=(None,), eos_token_ids=(2,), num_parameters=0, dtype=torch.float32,
 )  # fmt: skip
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-CALL = CallSettings(patience=0.2, look=0.02)
+CALL = CallSettings(silence_timeout_seconds=0.2, poll_interval_seconds=0.02)
 CLOCK = SystemClock()
 
 

@@ -125,7 +125,7 @@ def test_requests_of_the_lane_count_with_their_tier(
             tier = Tier.INTERACTIVE if number < 3 else Tier.STANDARD
             body = {**kit.chat(f"hello {number}"), "max_tokens": 8}
             asked = LaneRequest(f"r{number}", model.pin().key, body, CHAT, tier)
-            events = list(answer(lane, asked, CLOCK, CallSettings(look=0.01)))
+            events = list(answer(lane, asked, CLOCK, CallSettings(poll_interval_seconds=0.01)))
             assert isinstance(events[-1], EndEvent)
             usages.append(events[-1].response["usage"])
         metrics = metrics_when(sink, lambda counts: sum(of.answered for of in counts.tiers.values()) == 5)

@@ -45,7 +45,7 @@ CONFIG = EngineConfig(
     schedule=ScheduleConfig(max_num_seqs=8),
 )
 CLOCK = SystemClock()
-CALL = CallSettings(patience=5.0, look=0.02)
+CALL = CallSettings(silence_timeout_seconds=5.0, poll_interval_seconds=0.02)
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def test_given_a_long_step_then_the_last_load_is_repeated_until_the_worker_count
     kit: Any, clock: Any, sink: Any, sender: HeartbeatSender
 ) -> None:
     # Given a loop that sent a heartbeat, and makes no turn since
-    sender.note_progress()
+    sender.record_progress()
     sender.send([kit.make_work([kit.chat()], shard=4)], LOAD)
     for _ in range(3 * int(STUCK_SECONDS)):
         clock.sleep(1.0)
@@ -49,7 +49,7 @@ def test_given_a_long_step_then_the_last_load_is_repeated_until_the_worker_count
     assert repeats == [[]] * int(STUCK_SECONDS / HEARTBEAT_SECONDS)
     assert sink.loads == [LOAD] * (1 + len(repeats))
     # When the loop makes a turn after all, then heartbeats are repeated again
-    sender.note_progress()
+    sender.record_progress()
     sender.repeat()
     assert len(sink.held) == 2 + len(repeats)
 
@@ -58,7 +58,7 @@ def test_given_a_loop_that_sends_its_own_then_none_is_repeated(clock: Any, sink:
     sender.repeat()
     assert sink.held == [], "there is none to repeat"
     for _ in range(60):
-        sender.note_progress()
+        sender.record_progress()
         if sender.is_due:
             sender.send([], LOAD)
         sender.repeat()

@@ -542,9 +542,9 @@ def test_given_a_shard_whose_record_cant_be_written_then_it_is_given_up_and_the_
             self._fail("checkpoint", work)
             super().checkpoint(work, new)
 
-        def note(self, work: Any, rows: Any) -> None:
+        def record(self, work: Any, rows: Any) -> None:
             self._fail("note", work)
-            super().note(work, rows)
+            super().record(work, rows)
 
     model, _ = host()
     died = ShardHistory(silent=2) if write == "note" else ShardHistory()

@@ -37,7 +37,7 @@ from workers.shards.worker import ShardWorker, WorkerSettings
 from workers.translation.requests import ModelLimits
 
 URL = "/v1/embeddings"
-CALL = CallSettings(patience=0.2, look=0.02)
+CALL = CallSettings(silence_timeout_seconds=0.2, poll_interval_seconds=0.02)
 CONFIG = EngineConfig(
     dtype="float32", threads=1, max_model_len=64, cache=CacheConfig(block_size=16, num_blocks=64),
     schedule=ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=64),

@@ -46,7 +46,7 @@ SPEC = ModelSpec(
     max_position=1024, windows=(None,), eos_token_ids=(2,), num_parameters=0, dtype=torch.float32,
 )  # fmt: skip
 CLOCK = SystemClock()
-CALL = CallSettings(patience=0.2, look=0.02)
+CALL = CallSettings(silence_timeout_seconds=0.2, poll_interval_seconds=0.02)
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 CALLED = '[TOOL_CALLS][{"name": "look\\_up", "arguments": {"a": 1}}]'
 """A call whose name is not JSON: markdown's escape."""

@@ -31,7 +31,7 @@ def refusal(folder: Path, owner: str) -> str:
     """The error of a run when the lock is held and its file names `owner`."""
     with RunLock(folder) as held:
         held.path.write_text(f"{owner}\n")
-        with pytest.raises(OutputLocked) as caught, RunLock(folder, patience=SOON):
+        with pytest.raises(OutputLocked) as caught, RunLock(folder, retry_timeout_seconds=SOON):
             pytest.fail("both got in")
     return str(caught.value)
 

@@ -63,11 +63,11 @@ def state(name: str, *shards: tuple[str, int]) -> WorkerState:
 def test_shards_are_held_as_long_as_their_worker_says_so() -> None:
     clock = SimulatedClock()
     beats = MemoryHeartbeats(clock, lifetime=10.0)
-    beats.beat(state("a", ("job", 1), ("job", 2)))
-    beats.beat(state("b", ("job", 3)))
+    beats.send_heartbeat(state("a", ("job", 1), ("job", 2)))
+    beats.send_heartbeat(state("b", ("job", 3)))
     assert held(beats) == {("job", 1), ("job", 2), ("job", 3)}
     clock.sleep(9.0)
-    beats.beat(state("a", ("job", 2)))
+    beats.send_heartbeat(state("a", ("job", 2)))
     clock.sleep(2.0)
     assert [worker.name for worker in beats.workers()] == ["a"]
     assert held(beats) == {("job", 2)}, "a let go of 1, and b is silent"

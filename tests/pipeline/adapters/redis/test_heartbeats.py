@@ -58,7 +58,7 @@ def keep_on(beats: RedisHeartbeats, seconds: float) -> None:
     """A live worker and a dispatcher that polls."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        beats.beat(W)
+        beats.send_heartbeat(W)
         time.sleep(0.1)
 
 
@@ -70,7 +70,7 @@ def test_a_server_that_was_emptied_counts_anew_and_the_next_beat_is_heard(
     redis_server.start_empty()
     assert beats.workers() == []
     assert beats.since() < 0.6
-    beats.beat(W)
+    beats.send_heartbeat(W)
     assert beats.workers() == [W]
 
 
@@ -91,12 +91,12 @@ def test_a_server_that_stood_still_fails_in_time_and_counts_anew(
 ) -> None:
     keep_on(beats, 0.8)
     redis_server.pause()
-    for ask in (lambda: beats.beat(W), beats.workers, beats.since, lambda: beats.leave("w")):
+    for ask in (lambda: beats.send_heartbeat(W), beats.workers, beats.since, lambda: beats.leave("w")):
         with pytest.raises(ServiceUnavailable, match="no answer in time"):
             ask()
     redis_server.resume()
     assert beats.since() < 0.5
-    beats.beat(W)
+    beats.send_heartbeat(W)
     assert beats.workers() == [W]
 
 
@@ -133,7 +133,7 @@ def test_a_url_of_something_else_is_refused_at_once() -> None:
 
 
 def test_what_is_no_heartbeat_is_passed_over(redis_server: RedisServer, beats: RedisHeartbeats, prefix: str) -> None:
-    beats.beat(W)
+    beats.send_heartbeat(W)
     raw = redis.Redis.from_url(redis_server.url)
     for name, body in {"a": b"\xff\xfe", "b": b'{"name": "", "run": "this"}', "c": b'{"held": [["j", -1]]}'}.items():
         raw.set(f"{prefix}:beats:worker:{name}", body, px=60_000)
@@ -146,8 +146,8 @@ def test_given_workers_of_a_newer_version_that_say_more_then_they_live_and_their
     redis_server: RedisServer, beats: RedisHeartbeats, prefix: str
 ) -> None:
     metrics = WorkerMetrics(model="m", computed=9)
-    beats.beat(W)
-    beats.tell(W.name, metrics)
+    beats.send_heartbeat(W)
+    beats.report_metrics(W.name, metrics)
     raw = redis.Redis.from_url(redis_server.url)
     for kind in ("worker", "figures"):
         key = f"{prefix}:beats:{kind}:{W.name}"
@@ -169,10 +169,10 @@ def test_what_are_no_figures_is_passed_over(redis_server: RedisServer, beats: Re
         b'{"model": "m", "seconds": NaN}',
     ]
     for number, body in enumerate(lies):
-        beats.beat(WorkerState(f"w{number}"))
+        beats.send_heartbeat(WorkerState(f"w{number}"))
         raw.set(f"{prefix}:beats:figures:w{number}", body, px=60_000)
-    beats.beat(W)
-    beats.tell("w", WorkerMetrics(model="m"))
+    beats.send_heartbeat(W)
+    beats.report_metrics("w", WorkerMetrics(model="m"))
     assert beats.metrics() == {"w": WorkerMetrics(model="m")}
     assert beats.unreadable == len(lies)
 
@@ -182,11 +182,11 @@ def test_nothing_is_left_of_workers_that_are_gone_for_long(
 ) -> None:
     beats = open_heartbeats(0.05)
     for number in range(20):
-        beats.beat(WorkerState(f"w{number}"))
-        beats.tell(f"w{number}", WorkerMetrics(model="m"))
+        beats.send_heartbeat(WorkerState(f"w{number}"))
+        beats.report_metrics(f"w{number}", WorkerMetrics(model="m"))
     raw = redis.Redis.from_url(redis_server.url)
     for _ in range(35):
-        beats.beat(WorkerState("lives"))
+        beats.send_heartbeat(WorkerState("lives"))
         time.sleep(0.02)
     beats.workers()
     assert raw.zcard(f"{prefix}:beats:workers") == 1

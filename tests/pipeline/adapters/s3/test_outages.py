@@ -82,9 +82,9 @@ def test_given_a_server_that_comes_and_goes_then_the_lines_are_limited() -> None
     outages = OutageLog(clock)
     with capture_logs() as logs:
         for _ in range(600):
-            outages.note_failure("read it", "s3://b/k", "busy")
+            outages.record_failure("read it", "s3://b/k", "busy")
             clock.sleep(0.5)
-            outages.note_success()
+            outages.record_success()
             clock.sleep(0.5)
     assert len([line for line in logs if line["log_level"] == "warning"]) <= 5 + 600 / MAX_REPEAT_SECONDS
     assert len(logs) <= 2 * (5 + 600 / MAX_REPEAT_SECONDS)
@@ -94,11 +94,11 @@ def test_given_one_operation_that_still_fails_when_another_succeeds_then_the_out
     outages = OutageLog(Clock())
     with capture_logs() as logs:
         outages.begin_retrying()
-        outages.note_failure("read it", "s3://b/k", "busy")
-        outages.note_success()
+        outages.record_failure("read it", "s3://b/k", "busy")
+        outages.record_success()
         assert [line["event"] for line in logs] == ["S3 fails, and is tried again"]
         outages.end_retrying()
-        outages.note_success()
+        outages.record_success()
     assert logs[-1]["event"] == "S3 answers again"
 
 
@@ -174,9 +174,9 @@ def test_given_clocks_that_agree_then_this_machines_time_stands_to_the_microseco
 def test_given_an_answer_that_took_long_or_has_no_date_then_it_says_nothing(tmp_path: Path) -> None:
     connection = S3Connection(settings_for_nobody())
     late = "Thu, 01 Jan 2026 00:00:00 GMT"
-    connection.time_offset.note_answer(late, request_timeout_seconds=30.0)
-    connection.time_offset.note_answer(None, request_timeout_seconds=0.1)
-    connection.time_offset.note_answer("no date", request_timeout_seconds=0.1)
+    connection.time_offset.record_answer(late, request_timeout_seconds=30.0)
+    connection.time_offset.record_answer(None, request_timeout_seconds=0.1)
+    connection.time_offset.record_answer("no date", request_timeout_seconds=0.1)
     assert connection.time_offset() == timedelta()
 
 

@@ -252,13 +252,13 @@ def test_output_files_are_written_by_another_gateway_after_a_crash(tmp_path: Pat
         store = harness.world.store
         assert [info.key for info in store.list("finalizing/")] == [f"finalizing/{batch.id}"]
         assert client.batches.list().data[0].status == "finalizing", "a listing writes nothing"
-        assert harness.finalizer.look() + harness.finalizer.look() == 1
+        assert harness.finalizer.poll() + harness.finalizer.poll() == 1
         assert not list(store.list("finalizing/"))
         before = {info.key: store.read(info.key) for info in store.list("files/")}
         # The outcome and its marker are lost: the same files come again.
         store.delete(f"batches/{batch.id}/outcome.json")
         store.create(f"finalizing/{batch.id}", b"")
-        assert harness.finalizer.look() == 1
+        assert harness.finalizer.poll() == 1
         assert {info.key: store.read(info.key) for info in store.list("files/")} == before
 
 

@@ -17,7 +17,7 @@ from tests.waiting import HANG_SECONDS
 def test_an_event_that_cant_be_handled_ends_only_its_own_request() -> None:
     clock = SystemClock()
     lane, stop = MemoryLane(clock), threading.Event()
-    bridge = LaneBridge(lane, clock, CallSettings(look=0.01), HttpMetrics(clock))
+    bridge = LaneBridge(lane, clock, CallSettings(poll_interval_seconds=0.01), HttpMetrics(clock))
     events: dict[str, list[LaneEvent]] = {"bad": [], "good": []}
 
     async def calls() -> None:

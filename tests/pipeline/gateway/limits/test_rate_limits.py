@@ -296,7 +296,7 @@ def test_the_default_limit_of_rows_grows_with_the_live_workers() -> None:
     beats = MemoryHeartbeats(clock, 60.0)
     assert TenantCapacity(clock, beats, 64).rows() == 64
     for name in "abc":
-        beats.beat(WorkerState(name))
+        beats.send_heartbeat(WorkerState(name))
     assert TenantCapacity(clock, beats, 64).rows() == 192
 
 
@@ -304,7 +304,7 @@ def test_the_default_limit_of_rows_is_unchanged_while_heartbeats_cant_be_read(mo
     clock = SimulatedClock()
     beats = MemoryHeartbeats(clock, 1_000.0)
     for name in "abc":
-        beats.beat(WorkerState(name))
+        beats.send_heartbeat(WorkerState(name))
     capacity = TenantCapacity(clock, beats, 64)
     assert capacity.rows() == 192
 

@@ -205,9 +205,9 @@ WORKER_METRICS = WorkerMetrics(
 def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         for name, metrics in (("w1", WORKER_METRICS), ("w2", WorkerMetrics(model="b", generated=7))):
-            harness.beats.beat(WorkerState(name))
-            harness.beats.tell(name, metrics)
-        harness.beats.beat(WorkerState("w3"))
+            harness.beats.send_heartbeat(WorkerState(name))
+            harness.beats.report_metrics(name, metrics)
+        harness.beats.send_heartbeat(WorkerState("w3"))
         found = scrape_gateway(harness)
         one = {"worker": "w1", "model": "a"}
         assert found.all("tokenmill_workers") == {("a",): 1, ("b",): 1, ("other",): 1}

@@ -131,7 +131,7 @@ def test_given_a_file_that_has_to_wait_when_it_is_looked_at_again_then_it_is_not
     source = harness.intake()
     harness.notice(source)
     assert source.take("a.jsonl") is IngestResult.WAITING, "no model is served yet"
-    drop = source.inbox.look("a.jsonl")
+    drop = source.inbox.find("a.jsonl")
     assert drop is not None
     first, second = (source.inbox.pin(drop, InputFormat.JSONL).input.files[0] for _ in range(2))
     assert first is second
@@ -215,7 +215,7 @@ def test_given_a_folder_that_becomes_a_link_while_a_file_in_it_is_taken_then_not
     inbox = served.intake().inbox
     list(inbox.entries())
     served.clock.sleep(SETTLE)
-    drop = inbox.look("bulk/a.jsonl")
+    drop = inbox.find("bulk/a.jsonl")
     assert drop is not None
     (served.incoming / "bulk").rename(tmp_path / "elsewhere")
     (served.incoming / "bulk").symlink_to(tmp_path / "elsewhere")

@@ -85,7 +85,7 @@ class BucketInboxHarness(InboxHarness):
         self.s3.delete_object(Bucket=self.bucket, Key=PREFIX + name)
 
     def has_file(self, name: str) -> bool:
-        return self.inbox().look(name) is not None
+        return self.inbox().find(name) is not None
 
 
 class NotifiedInboxHarness(BucketInboxHarness):
@@ -364,7 +364,7 @@ def test_given_a_versioned_bucket_when_a_file_is_deleted_before_its_event_comes_
     versioned.s3.delete_object(Bucket=versioned.bucket, Key=PREFIX + "a.jsonl")
     drain(versioned, versioned.events(versioned.intake()))
     assert versioned.jobs() == []
-    assert versioned.inbox().look("a.jsonl", "no-such-version") is None
+    assert versioned.inbox().find("a.jsonl", "no-such-version") is None
 
 
 def test_given_options_in_metadata_when_the_event_comes_then_the_job_has_them_and_the_tenant_is_the_places(

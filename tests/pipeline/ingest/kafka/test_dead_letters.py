@@ -68,7 +68,7 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
     topics = [f"{harness.name}.{name}" for name in ("results", "events", "deadletter")]
     later = Publisher(harness.world, harness.sender, PublisherSettings(*topics, unsent_interval_seconds=0.0))
     for _ in range(2):
-        later.look()
+        later.poll()
     assert (later.failures, owed(harness)) == (0, [])
     sent = told(harness, 3)
     assert sorted((key or b"", count) for (key, _, _), count in sent.items()) == [(b"", 1), (b"k1", 1), (b"k2", 1)]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,17 +300,16 @@ def test_given_a_jobs_folder_below_a_root_when_cancelled_then_it_is_the_roots_jo
 
 
 def test_given_an_output_folder_when_watched_then_its_run_is_reported_until_it_ends(
-    tokenmill: Cli, place: Path
+    tokenmill: Cli, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FolderStore(place / "out") as store:
         world, ledger = World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store)
         plan_by_hand(ledger, world, [], rejected=[0, 1])
         dispatcher = Dispatcher(world, MemoryQueue(), MemoryHeartbeats(world.clock, 10.0))
         dispatcher.add(ledger)
-        ending = threading.Timer(0.5, dispatcher.tick)
-        ending.start()
+        # The job ends between the first poll and the second.
+        monkeypatch.setattr("tokenmill.jobs.watch.time", SimpleNamespace(sleep=lambda _: dispatcher.tick()))
         watched = tokenmill("jobs", "watch", "out", "--every", "0.1")
-        ending.join()
     assert watched.code == 0, watched.err
     assert watched.err.splitlines()[0].startswith(f"{place / 'out'}: finalizing, 2 of 2 rows done, 2 failed")
     assert watched.err.splitlines()[-1] == f"{place / 'out'}/results: 0 of 2 rows succeeded, 2 failed"
