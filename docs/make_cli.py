@@ -37,6 +37,7 @@ RETRY… --merged` joins the jobs in input order: each line once, with its first
 
 **Jobs in a root.** `jobs list`, `show`, `watch`, `cancel`, `retry` and `export` also take the id of a job in a root
 ([looking at jobs](operations/looking-at-jobs.md)). There `jobs retry ID` takes neither `--output` nor engine options.
+With `--json` a job is OpenAI's batch object, the same for a folder, a root and a gateway (`--url`).
 
 **Settings** that are no options come from `TOKENMILL_` variables or from `tokenmill.toml` in the current folder
 (`TOKENMILL_CONFIG` names another file): [the list](operations/settings.md). `TOKENMILL_INSTRUCTION_SET` (`avx2`,

@@ -72,10 +72,7 @@ def run(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(family, marks=() if family in ("llama", "gemma3") else pytest.mark.exhaustive)
-        for family in FAMILIES
-    ],
+    [pytest.param(family, marks=() if family == "llama" else pytest.mark.exhaustive) for family in FAMILIES],
 )
 def test_every_cut_of_the_work_gives_the_same_tokens(
     family: str, tiny_model: TinyModel, prompts: list[list[int]], answers: Callable[[str], list[Answer]]

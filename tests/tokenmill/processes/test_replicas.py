@@ -74,6 +74,7 @@ def test_two_replicas_divide_a_job_and_write_the_table_of_one(
     assert (counts["total"], counts["succeeded"], counts["failed"]) == (ROWS + 1, ROWS, 1)
 
 
+@pytest.mark.exhaustive
 def test_a_model_shared_by_two_processes_writes_the_same_table(
     lines: Path, place: Path, model_folder: Path, tokenmill: Tokenmill, results: Any
 ) -> None:

@@ -79,6 +79,7 @@ def line(number: int) -> bytes:
     return json.dumps({"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions", "body": body}).encode()
 
 
+@pytest.mark.exhaustive
 def test_given_two_intakes_one_killed_and_one_stopped_when_files_arrive_then_each_is_one_job(
     s3_server: MotoServer, bucket: str, start: Callable[[], subprocess.Popen[bytes]]
 ) -> None:

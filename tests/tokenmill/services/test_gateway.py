@@ -97,6 +97,7 @@ def test_serve_answers_the_official_client_as_run_would(
     assert key not in said
 
 
+@pytest.mark.exhaustive
 def test_serve_embeds_for_the_official_client(processes: Processes, embedding_model: Path) -> None:
     served = processes.start(
         "-m", "tokenmill", "serve", "--data", "data", "--port", 0, "--model", f"tiny={embedding_model}", "--threads", 1

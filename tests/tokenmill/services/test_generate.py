@@ -119,6 +119,7 @@ def content(body: dict[str, Any]) -> str:
     return text
 
 
+@pytest.mark.exhaustive
 def test_concurrent_requests_are_answered_and_a_revoked_one_frees_its_slot(harness: Harness, chat: Any) -> None:
     worker, intake = harness.null_worker(rows=4, step_ms=5), harness.intake()
     harness.wait_for_model()

@@ -190,6 +190,7 @@ def make_house(tmp_path: Path, redis_server: RedisServer, model_folder: Path, py
 HANDED_BACK = "handed back by its worker"
 
 
+@pytest.mark.exhaustive
 def test_streams_survive_a_rolling_restart_of_gateways_and_a_worker(make_house: MakeHouse) -> None:
     with make_house(20, 60, 30, TOKENMILL_LANE__DRAIN_SECONDS="0.2") as harness:
         with harness.traffic.running():

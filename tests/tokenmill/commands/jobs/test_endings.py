@@ -211,6 +211,7 @@ def test_given_a_run_that_holds_the_job_and_then_dies_when_cancelled_then_it_is_
     assert done.manifest.counts.cancelled == 1
 
 
+@pytest.mark.exhaustive
 def test_given_a_deadline_when_it_passes_then_the_run_succeeds_and_reports_expired_rows(
     tokenmill: Cli,
     place: Path,
