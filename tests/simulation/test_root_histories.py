@@ -14,7 +14,7 @@ from tests.simulation.root.history import simulate_root
 from tests.simulation.root.scenario import RootScenario, draw_root
 
 KEPT = sorted((Path(__file__).parent / "kept" / "roots").glob("*.json"))
-SEEDS = 10
+SEEDS = 16
 MORE_SEEDS = 400
 
 
@@ -23,7 +23,7 @@ def run(seeds: range) -> Summary:
 
 
 @pytest.mark.slow
-def test_given_roots_where_all_can_fail_when_10_histories_are_over_then_no_promise_is_broken() -> None:
+def test_given_roots_where_all_can_fail_when_16_histories_are_over_then_no_promise_is_broken() -> None:
     summary = run(range(SEEDS))
     assert summary.broken == {}
     assert summary.counters["deaths"] > SEEDS
