@@ -350,7 +350,7 @@ class Dispatcher:
         if not open_job.is_complete:
             self._close(open_job, held, now)
         if not open_job.is_complete:
-            open_job.emit_changes(now)
+            open_job.report(now)
             return
         self._spend_limiter.record_end(open_job)
         self._conclude(open_job, open_job.end())

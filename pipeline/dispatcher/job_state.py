@@ -1,19 +1,20 @@
-"""The dispatcher's cached state of one open job: its plan, its committed parts, and events to emit.
+"""The dispatcher's cached state of one open job: its plan, its committed parts, and its closing.
 
 All of it is read from the ledger and can be read again. The cache saves reads; correctness doesn't depend on it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Set
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Final
 
+from pipeline.dispatcher.job_reporter import JobReporter
+from pipeline.dispatcher.job_spending import JobSpending
 from pipeline.jobs.closing import close_shard, find_closing, give_up_shard, status_while
-from pipeline.jobs.cost import JobCost, part_cost
 from pipeline.jobs.event_sink import EventSink
 from pipeline.jobs.manifest import PartTotals, build_manifest, failed_manifest
 from pipeline.ledger.active_index import clean_up
@@ -21,15 +22,10 @@ from pipeline.ledger.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.ports import ObjectNotFound, World, queue_name
 from pipeline.results.parts import PartEntry, read_part
 from pipeline.results.rejected_rows import commit_rejects
-from pipeline.results.shard_history import read_worked
-from schemas.jobs.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.jobs.job import Closing, Job
 from schemas.jobs.outcome import JobError, JobStatus, Manifest
 from schemas.jobs.plan import PlanSegment, ShardRef
 from schemas.jobs.progress import Progress
-
-ETA_PRECISION: Final = 0.02
-"""A forecast that moved by less than this fraction of the remaining time is not written again."""
 
 MAX_RESUME_ATTEMPTS: Final = 3
 """Attempts that could not resume a shard, after which its rows fail."""
@@ -82,8 +78,7 @@ class OpenJob:
         open_shards: planned shards without a part, in plan order.
         queued: the open shards that are on a queue.
         tokens_left: estimated tokens of the open shards, prompts and answers, by model (`ModelPin.key`).
-        spent: cost of its parts.  spent_by_day: the same by day of commit (UTC, `YYYY-MM-DD`).
-        logged_cost: cost of attempts at open shards, by shard, where it was read.
+        spending: the cost so far.
         eta: forecast end of the job; None: not known.
         closing: why the job is being closed; None: it isn't.
         attention: why the job was paused before, until it has run for a while; None: it wasn't.
@@ -110,35 +105,26 @@ class OpenJob:
         self.open_shards: dict[int, ShardRef] = {}
         self.queued: dict[int, QueuedShard] = {}
         self.tokens_left: Counter[str] = Counter()
-        self.spent = JobCost()
-        self.spent_by_day: defaultdict[str, float] = defaultdict(float)
-        self.logged_cost: dict[int, float] = {}
+        self.spending = JobSpending(ledger, settings.price_per_hour, taken_over=taken_over)
         self.eta: datetime | None = None
         self.closing: Closing | None = None
         self.attention: str | None = None
         self.unread_parts: deque[int] = deque()
         self.sweep_at = self.plan_read_at = 0.0
         self._world = world
-        self._events = events
         self._settings = settings
-        self._background = background
-        self._caching: Future[None] | None = None
+        self._reporter = JobReporter(
+            ledger, events, world.clock, background, settings.cache_interval_seconds, settings.eta_interval_seconds
+        )
         self._segments: list[PlanSegment] = []
         self._segment_of: dict[int, PlanSegment] = {}  # by open shard
         self._open_rejects: dict[int, PlanSegment] = {}  # segments whose rejected rows have no part yet
         self._parts: dict[int, PartEntry] = {}
         self._tally = PartTotals()
-        self._cost_of: defaultdict[str, float] = defaultdict(float)  # cost of parts, by model
-        self._tokens_of: Counter[str] = Counter()  # tokens planned for these parts, by model
-        self._has_logged_costs = not taken_over
         self._keys = {pin.name: pin.key for pin in job.models}
         self._planned_rows = self._planned_shards = 0
-        self._cached_at = float("-inf")
         self._next_closing = 0.0
         self._grace_ends = 0.0  # when shards are closed though workers hold them
-        self._emitted_status: JobStatus | None = None  # the status emitted last
-        self._has_unsent_events = self._is_cache_stale = True
-        self._cached_eta: datetime | None = None
         self._taken_over = taken_over
         self._first_listing: frozenset[int] | None = None  # parts of the first listing
 
@@ -186,7 +172,7 @@ class OpenJob:
             self._segments.append(segment)
             self._planned_rows += segment.total
             self._planned_shards += len(segment.shards)
-            self._has_unsent_events = True
+            self._reporter.mark_changed()
             self.open_shards.update((shard.number, shard) for shard in segment.shards)
             self._segment_of.update((shard.number, segment) for shard in segment.shards)
             for shard in segment.shards:
@@ -265,7 +251,7 @@ class OpenJob:
             if self.closing is None:
                 return []
             self._grace_ends = now + self._settings.grace_seconds
-            self._has_unsent_events = True
+            self._reporter.mark_changed()
         found = []
         for number, shard in list(self.open_shards.items()):
             if (self.job.id, number) in held and now < self._grace_ends:
@@ -313,29 +299,12 @@ class OpenJob:
 
     def cache_attention(self) -> None:
         """Write the reason for the pause into the cached progress."""
-        self._is_write_done(wait=True)
-        self.ledger.cache_progress(self.progress())
+        self._reporter.write(self.progress())
 
     def recover(self) -> None:
         """Clear the attention: the job has run for a while without a failure."""
-        self.attention, self._has_unsent_events = None, True
-
-    def cost_per_token(self, model: str) -> float | None:
-        """Cost of a planned token in the job's own parts of `model`; None: there are no such parts."""
-        tokens = self._tokens_of[model]
-        return self._cost_of[model] / tokens if tokens else None
-
-    def read_all_logged_costs(self) -> None:
-        """Read the cost of earlier attempts at open shards, under another dispatcher; only the first call reads."""
-        if not self._has_logged_costs:
-            self._has_logged_costs = True
-            self.read_logged_costs(self.ledger.troubled() & self.open_shards.keys())
-
-    def read_logged_costs(self, shards: Iterable[int]) -> None:
-        """Read the cost of attempts at these open shards so far."""
-        for number in shards:
-            costs = (one.cost(self._settings.price_per_hour) for one in read_worked(self.ledger, number).values())
-            self.logged_cost[number] = sum(cost for cost in costs if cost is not None)
+        self.attention = None
+        self._reporter.mark_changed()
 
     def progress(self) -> Progress:
         """The job's progress now."""
@@ -344,7 +313,7 @@ class OpenJob:
             status=self.status,
             counts=self._tally.counts(self._planned_rows if REJECTS in self._parts else None),
             usage=self._tally.usage(),
-            cost=self.spent.known if self.spent.seconds else None,
+            cost=self.spending.spent.known if self.spending.spent.seconds else None,
             shards_total=self._planned_shards,
             shards_done=self._planned_shards - len(self.open_shards),
             tokens_left=self.tokens_left.total() if self.is_planned else None,
@@ -355,38 +324,14 @@ class OpenJob:
         )
 
     def set_eta(self, eta: datetime | None) -> None:
-        """Set the forecast; the cached progress is written again if the difference matters to readers."""
-        self.eta, cached = eta, self._cached_eta
-        if eta is None or cached is None:
-            self._is_cache_stale |= eta is not cached
-        elif self._world.clock.monotonic() - self._cached_at >= self._settings.eta_interval_seconds:
-            ahead = (eta - self._world.clock.now()).total_seconds()
-            self._is_cache_stale |= abs((eta - cached).total_seconds()) > max(1.0, ETA_PRECISION * ahead)
+        """Set the forecast end."""
+        self.eta = eta
+        self._reporter.mark_eta(eta)
 
-    def emit_changes(self, now: float) -> None:
+    def report(self, now: float) -> None:
         """Emit events and write the cached progress, if the state has changed."""
-        if self._has_unsent_events:
-            progress = self.progress()
-            self._events.emit(_progress_event(progress, f"{progress.shards_done}"))
-            if self._emitted_status is not progress.status:
-                self._events.emit(_status_event(progress))
-            self._emitted_status = progress.status
-            self._has_unsent_events, self._is_cache_stale = False, True
-        if (
-            self._is_cache_stale
-            and now - self._cached_at >= self._settings.cache_interval_seconds
-            and self._is_write_done()
-        ):
-            self._is_cache_stale, self._cached_at, self._cached_eta = False, now, self.eta
-            self._caching = self._background.submit(self.ledger.cache_progress, self.progress())
-
-    def _is_write_done(self, *, wait: bool = False) -> bool:
-        """Whether the last write of progress has ended; raises the exception that it raised."""
-        if self._caching is None or not (wait or self._caching.done()):
-            return self._caching is None
-        caching, self._caching = self._caching, None
-        caching.result()
-        return True
+        if self._reporter.has_work(now):
+            self._reporter.report(self.progress(), now)
 
     def end(self) -> Manifest:
         """Write the outcome once all parts are committed; returns the outcome that counts, which is another
@@ -399,7 +344,6 @@ class OpenJob:
     def _conclude(self, manifest: Manifest) -> Manifest:
         if not self.ledger.create_manifest(manifest):
             manifest = self.ledger.manifest() or manifest
-        self._is_write_done(wait=True)  # else it could overwrite the final progress
         progress = self.progress().model_copy(
             update={
                 "eta": None,
@@ -409,22 +353,9 @@ class OpenJob:
                 "as_of": manifest.finished_at,
             }
         )
-        self.ledger.cache_progress(progress)
-        self._events.emit(_progress_event(progress, "end"))
-        self._events.emit(_status_event(progress))
+        self._reporter.report_end(progress)
         clean_up(self.ledger)
         return manifest
-
-    def _add_spent(self, entry: PartEntry, shard: ShardRef) -> None:
-        self.logged_cost.pop(entry.number, None)
-        spent, model = part_cost(entry.summary, self._settings.price_per_hour), self.key_of(shard)
-        self.spent.seconds += spent.seconds
-        self.spent.cost += spent.cost
-        self.spent.unpriced += spent.unpriced
-        self.spent_by_day[entry.summary.committed_at.astimezone(UTC).date().isoformat()] += spent.cost
-        if not spent.unpriced and spent.seconds:
-            self._cost_of[model] += spent.cost
-            self._tokens_of[model] += estimated_tokens(shard)
 
     def _add_part(self, entry: PartEntry) -> NewPart:
         number = entry.number
@@ -433,45 +364,15 @@ class OpenJob:
         shard = self.open_shards.pop(number, None)
         self._segment_of.pop(number, None)
         if shard is not None:
-            self.tokens_left[self.key_of(shard)] -= estimated_tokens(shard)
-            self._add_spent(entry, shard)
+            model, tokens = self.key_of(shard), estimated_tokens(shard)
+            self.tokens_left[model] -= tokens
+            self.spending.add_part(entry, model, tokens)
         self._open_rejects.pop(number, None)
         self.queued.pop(number, None)
-        self._has_unsent_events = True
-        self._events.emit(
-            ShardCommitted(
-                id=f"{self.job.id}/part/{number}",
-                job=self.job.id,
-                at=entry.summary.committed_at,
-                shard=number,
-                rows=entry.rows,
-                attempt=entry.summary.attempt,
-                usage=entry.summary.usage,
-            )
-        )
+        self._reporter.emit_part(self.job.id, entry)
         return entry, shard
 
 
 def estimated_tokens(shard: ShardRef) -> int:
     """Estimated tokens of the shard, prompts and answers."""
     return shard.prompt_tokens + shard.expected_tokens
-
-
-def _progress_event(progress: Progress, name: str) -> ProgressMade:
-    return ProgressMade(
-        id=f"{progress.job}/progress/{name}",
-        job=progress.job,
-        at=progress.as_of,
-        counts=progress.counts,
-        usage=progress.usage,
-    )
-
-
-def _status_event(progress: Progress) -> JobChanged:
-    return JobChanged(
-        id=f"{progress.job}/status/{progress.status.value}",
-        job=progress.job,
-        at=progress.as_of,
-        status=progress.status,
-        counts=progress.counts,
-    )
