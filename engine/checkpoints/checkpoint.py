@@ -190,8 +190,8 @@ def _extents(path: Path) -> dict[str, Extent]:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     found = {}
-    for name, told in header.items():
-        if name != "__metadata__" and told["dtype"] in _FLOATS:
-            begin, end = told["data_offsets"]
-            found[name] = Extent(path, 8 + length + begin, end - begin, _FLOATS[told["dtype"]])
+    for name, entry in header.items():
+        if name != "__metadata__" and entry["dtype"] in _FLOATS:
+            begin, end = entry["data_offsets"]
+            found[name] = Extent(path, 8 + length + begin, end - begin, _FLOATS[entry["dtype"]])
     return found

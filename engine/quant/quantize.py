@@ -164,8 +164,8 @@ def _refuse_factors(opened: OpenedModel) -> None:
     family = fused_family(opened.config)
     if opened.decoder is None or family is None:
         return
-    for ours, told in zip(opened.decoder.ropes, family(opened.config).ropes, strict=True):
-        if not torch.equal(ours.inverse_frequencies, told.inverse_frequencies):
+    for ours, expected in zip(opened.decoder.ropes, family(opened.config).ropes, strict=True):
+        if not torch.equal(ours.inverse_frequencies, expected.inverse_frequencies):
             raise UnsupportedModel(f"{opened.path} has rotary frequencies that no config.json can hold")
 
 

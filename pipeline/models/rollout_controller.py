@@ -42,7 +42,7 @@ class ReleaseMetrics:
 
 
 class RolloutController:
-    """A `Part`. One thread runs it; any thread may read `figures`."""
+    """A `Part`. One thread runs it; any thread may read `metrics`."""
 
     def __init__(self, world: World) -> None:
         self._world = world

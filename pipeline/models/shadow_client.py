@@ -123,7 +123,7 @@ class ShadowClient:
         self._world.errors.record("worker", error, job=work.job.id, shard=work.shard)
 
     def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad) -> None:
-        """Store the load for `figures`; no heartbeat is sent, since no other worker would take the copies."""
+        """Store the load for `metrics`; no heartbeat is sent, since no other worker would take the copies."""
         self._load = load
 
     def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:

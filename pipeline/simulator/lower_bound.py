@@ -1,18 +1,18 @@
-"""The least that any schedule pays which knows all beforehand: workers are whole, have a start each time, and are paid
-while they have nothing to do.
+"""A lower bound of what any schedule pays, with full knowledge of the trace: workers are whole, pay a cold start each
+time, and cost the same when idle.
 
-Two bounds, of which the higher counts. Neither asks for more than every schedule must do, so no schedule goes below.
+Two bounds are computed, and the larger one counts. Neither requires more than every schedule must do.
 
-*Step by step* (`_stepwise`). Time goes in steps, as often as the autoscaler looks. W(t), the work that is done, is at
-most what has come by then and at least what was due by then. Of all courses of the number of workers that keep it
-between these two curves the cheapest is found, by dynamic programming over (done, workers): a worker's step costs its
-length, and one more than a step ago a cold start. The curves forget which job is which: a schedule that they allow may
-work on a job of tomorrow while one of today waits, as long as the sum is right; and both are rounded to the oracle's
-favour, what comes to the beginning of its step, what is due to the end.
+*By steps* (`_bound_by_steps`). Time is divided into the autoscaler's intervals. The completed work W(t) is at most the
+work that has arrived by t and at least the work that was due by t. Dynamic programming over (completed work, workers)
+finds the cheapest course of the number of workers that keeps W between these two curves: a step of a worker costs its
+length, and each added worker a cold start. The curves don't distinguish jobs, so a schedule within them may compute a
+later job while an earlier one waits; and both are rounded in the oracle's favour: arrivals to the beginning of their
+step, deadlines to the end.
 
-*Stretch by stretch* (`_in_stretches`), which costs nothing to reckon, for fleets that are too large for that: each
-second of work once; and in each stretch of time that no job's window reaches across, for as many workers as the densest
-interval needs, a start, or being kept since the stretch before, whichever is less.
+*By busy periods* (`_bound_by_periods`), for fleets that are too large for the first. Each second of work is paid once.
+In each period that no job's window crosses, as many workers as the densest interval needs are started, or kept since
+the period before, whichever is cheaper.
 """
 
 from __future__ import annotations
@@ -25,66 +25,69 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_CELLS: Final = 3 * 10**8
-"""Steps x amounts of work x workers that are looked at; more would take longer than the simulation itself."""
+MAX_CELLS: Final = 3 * 10**8
+"""Steps x amounts of work x workers; more would take longer than the simulation itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class OracleJob:
-    """A job to the oracle. `work`: seconds of one worker; `due`: a moment, infinite where it has no deadline."""
+    """A job for the oracle. `work`: seconds of one worker; `due`: infinite without a deadline."""
 
     arrival: float
     work: float
     due: float = inf
 
 
-def least_cost(tasks: Sequence[OracleJob], most: int, cold_start_seconds: float, step: float) -> tuple[float, int]:
-    """Worker-seconds that all of them cost at least, each done until it is due; and the workers that are needed at
-    once, at least.
+def least_cost(
+    tasks: Sequence[OracleJob], max_workers: int, cold_start_seconds: float, step: float
+) -> tuple[float, int]:
+    """Lower bounds of the worker-seconds that meet all deadlines, and of the concurrent workers.
 
     Args:
-        most: workers.  step: seconds between two changes of their number.
+        step: seconds between two changes of the number of workers.
     """
     if not tasks:
         return 0.0, 0
-    low, peak = _in_stretches(tasks, cold_start_seconds)
-    return max(low, _stepwise(tasks, most, cold_start_seconds, step)), peak
+    low, peak = _bound_by_periods(tasks, cold_start_seconds)
+    return max(low, _bound_by_steps(tasks, max_workers, cold_start_seconds, step)), peak
 
 
-def _stepwise(tasks: Sequence[OracleJob], most: int, cold_start_seconds: float, step: float) -> float:
-    """0 where it would take too long, or where the steps are too coarse for the work."""
+def _bound_by_steps(tasks: Sequence[OracleJob], max_workers: int, cold_start_seconds: float, step: float) -> float:
+    """The bound by steps; 0 where it would take too long, or where the steps are too coarse for the work."""
     steps = ceil(max(task.due for task in tasks) / step) + 1
-    come, owed = _curves(tasks, steps, step)
-    if steps * (most + 1) * float(np.mean(come - owed + 1)) > MOST_CELLS:
+    arrived, owed = _curves(tasks, steps, step)
+    if steps * (max_workers + 1) * float(np.mean(arrived - owed + 1)) > MAX_CELLS:
         return 0.0
-    workers = np.arange(most + 1)
-    # cost[n, w]: of the cheapest course that has n workers now and owed[t - 1] + w units of work done
-    cost = np.full((most + 1, 1), inf)
+    workers = np.arange(max_workers + 1)
+    # cost[n, w]: of the cheapest course with n workers now and owed[t - 1] + w units of completed work
+    cost = np.full((max_workers + 1, 1), inf)
     cost[0, 0] = 0.0
     base = 0
     for at in range(steps):
-        cost = _changed(cost, workers, cold_start_seconds, may_start=(at + 1) * step > cold_start_seconds)
-        low, high = int(owed[at]), int(come[at])
-        moved = np.full((most + 1, high - low + 1), inf)
-        for n in range(most + 1):
+        cost = _change_workers(cost, workers, cold_start_seconds, may_start=(at + 1) * step > cold_start_seconds)
+        low, high = int(owed[at]), int(arrived[at])
+        moved = np.full((max_workers + 1, high - low + 1), inf)
+        for n in range(max_workers + 1):
             _advance(cost[n], base + n, moved[n], low, high)
         cost, base = moved + (workers * step)[:, None], low
-    least = float(np.min(cost))
-    return least if least < inf else 0.0
+    lowest = float(np.min(cost))
+    return lowest if lowest < inf else 0.0
 
 
 def _curves(tasks: Sequence[OracleJob], steps: int, step: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Work that has come and that is due, in steps of a worker: at the end of each step."""
-    come, due = np.zeros(steps + 1), np.zeros(steps + 1)
+    """Arrived and due work at the end of each step, in steps of a worker."""
+    arrived, due = np.zeros(steps + 1), np.zeros(steps + 1)
     for task in tasks:
-        come[min(steps, int(task.arrival / step))] += task.work / step
+        arrived[min(steps, int(task.arrival / step))] += task.work / step
         due[min(steps, ceil(task.due / step))] += task.work / step
     owed = np.floor(np.cumsum(due)[:steps] + 1e-6).astype(np.int64)
-    return np.maximum(np.ceil(np.cumsum(come)[:steps] - 1e-6).astype(np.int64), owed), owed
+    return np.maximum(np.ceil(np.cumsum(arrived)[:steps] - 1e-6).astype(np.int64), owed), owed
 
 
-def _changed(cost: NDArray[Any], workers: NDArray[Any], cold_start_seconds: float, *, may_start: bool) -> NDArray[Any]:
-    """With another number of workers: fewer at once and for nothing, more for a start of each."""
+def _change_workers(
+    cost: NDArray[Any], workers: NDArray[Any], cold_start_seconds: float, *, may_start: bool
+) -> NDArray[Any]:
+    """The cost after a change of the number of workers: removing them is free, each added one costs a cold start."""
     fewer = np.minimum.accumulate(cost[::-1], axis=0)[::-1]
     if not may_start:
         return fewer
@@ -93,7 +96,7 @@ def _changed(cost: NDArray[Any], workers: NDArray[Any], cold_start_seconds: floa
 
 
 def _advance(of_n: NDArray[Any], base: int, into: NDArray[Any], low: int, high: int) -> None:
-    """All of n workers work as far as there is anything to do: having done more is never worse."""
+    """Let all n workers compute while there is work: more completed work is never worse."""
     begin, end = max(0, low - base), min(len(of_n), high - base + 1)
     if begin < end:
         into[begin + base - low : end + base - low] = of_n[begin:end]
@@ -102,17 +105,17 @@ def _advance(of_n: NDArray[Any], base: int, into: NDArray[Any], low: int, high: 
         into[-1] = min(into[-1], float(np.min(beyond)))
 
 
-def _in_stretches(tasks: Sequence[OracleJob], cold_start_seconds: float) -> tuple[float, int]:
+def _bound_by_periods(tasks: Sequence[OracleJob], cold_start_seconds: float) -> tuple[float, int]:
     total, peak, ended = 0.0, 0, -inf
-    for stretch in _stretches(tasks):
-        begin, workers = min(task.arrival for task in stretch), _workers(stretch)
-        total += sum(task.work for task in stretch) + workers * min(cold_start_seconds, max(0.0, begin - ended))
-        peak, ended = max(peak, workers), max(task.due for task in stretch)
+    for period in _busy_periods(tasks):
+        begin, workers = min(task.arrival for task in period), _min_workers(period)
+        total += sum(task.work for task in period) + workers * min(cold_start_seconds, max(0.0, begin - ended))
+        peak, ended = max(peak, workers), max(task.due for task in period)
     return total, peak
 
 
-def _stretches(tasks: Sequence[OracleJob]) -> list[list[OracleJob]]:
-    """Tasks whose windows touch, together."""
+def _busy_periods(tasks: Sequence[OracleJob]) -> list[list[OracleJob]]:
+    """Groups of tasks whose windows overlap."""
     found: list[list[OracleJob]] = []
     end = -inf
     for task in sorted(tasks, key=lambda one: one.arrival):
@@ -123,16 +126,16 @@ def _stretches(tasks: Sequence[OracleJob]) -> list[list[OracleJob]]:
     return found
 
 
-def _workers(tasks: Sequence[OracleJob]) -> int:
-    """The most that work of one interval, come and due within it, needs at once over all of it."""
+def _min_workers(tasks: Sequence[OracleJob]) -> int:
+    """The workers that the densest interval needs: the work that arrives and is due within it, over its length."""
     arrivals = np.array([task.arrival for task in tasks])
     dues = np.array([task.due for task in tasks])
     works = np.array([task.work for task in tasks])
     by_due = np.argsort(dues, kind="stable")
     arrivals, dues, works = arrivals[by_due], dues[by_due], works[by_due]
-    most = 0.0
+    densest = 0.0
     for begin in np.unique(arrivals):
         within = np.cumsum(np.where(arrivals >= begin, works, 0.0))
         span = np.maximum(dues - begin, 1e-9)
-        most = max(most, float(np.max(np.where(arrivals >= begin, within / span, 0.0))))
-    return max(1, ceil(most - 1e-9))
+        densest = max(densest, float(np.max(np.where(arrivals >= begin, within / span, 0.0))))
+    return max(1, ceil(densest - 1e-9))

@@ -1,17 +1,16 @@
-"""What somebody could have done who knew everything beforehand: which deadlines, and for how much at least.
+"""The oracle: the deadlines that a scheduler with full knowledge could meet, and a lower bound of their cost.
 
-The oracle knows when jobs come and how long their answers turn out, and asks for its machines a cold start before it
-needs them, though not before the beginning. Like anybody it pays for starts and for workers that have nothing to do,
-has only whole workers, and changes their number when the autoscaler looks. To its favour its machines are never taken
-away, its work is divided at will, fills every batch and never waits for a dispatcher, and it may change its mind as
-often as it likes.
+The oracle knows arrivals and answer lengths in advance, and requests workers one cold start ahead, though not before
+the trace begins. It pays for cold starts and idle workers, has whole workers only, and changes their number at the
+autoscaler's interval. In its favour, workers are never interrupted, work divides at will, every batch is full, and
+dispatching takes no time.
 
-*Deadlines.* All machines together are one that is as fast as all of them; on it, earliest deadline first meets every
-deadline that can be met (Dertouzos 1974). Where it can't meet all, jobs are left out until it meets the others: of
-those that are in the way of the first that is late, the largest, as Moore (1968) has it for jobs that are there from
-the beginning. With arrivals this need not be the largest set.
+*Deadlines.* All workers together count as one that is as fast as all of them. On it, earliest deadline first meets
+every set of deadlines that can be met (Dertouzos 1974). Where not all can be met, jobs are removed until the others
+are: at the first late job, the largest of those that delayed it, as in Moore (1968) for jobs that all arrive at the
+beginning. With arrivals this need not be the largest feasible set.
 
-*Cost.* That of `least_cost`, which no schedule goes below.
+*Cost.* That of `least_cost`, a lower bound for every schedule.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from pipeline.simulator.lower_bound import OracleJob, least_cost
 
 @dataclass(frozen=True, slots=True)
 class OracleResult:
-    """What could have been done.
+    """The oracle's outcome.
 
     Attributes:
-        met: of the tasks, by their place, whether their deadline could be met; those without one count as met.
-        worker_seconds: that any schedule pays for at least.  peak: workers that it needs at once, at least.
+        met: for each task, whether its deadline could be met; tasks without one count as met.
+        worker_seconds, peak: lower bounds of any schedule's paid time and concurrent workers.
     """
 
     met: tuple[bool, ...]
@@ -40,56 +39,56 @@ class OracleResult:
 
 def best(
     tasks: Sequence[OracleJob],
-    most: int,
+    max_workers: int,
     cold_start_seconds: float,
     within: float,
     step: float = 30.0,
     ready: float = 0.0,
 ) -> OracleResult:
-    """Tasks whose deadlines can't be met cost nothing here.
+    """The outcome of the oracle. Tasks whose deadlines can't be met cost nothing.
 
     Args:
-        most: workers.  cold_start_seconds: seconds of each start.
-        within: seconds after its arrival that work without a deadline is to be done in; only the cost depends on it.
-        step: seconds between two changes of the number of workers.  ready: the moment at which the first can be there.
+        cold_start_seconds: of each start.
+        within: implied deadline of work without one, in seconds from its arrival; only the cost depends on it.
+        step: seconds between two changes of the number of workers.  ready: time at which the first worker can compute.
     """
-    met = _feasible(tasks, most, ready)
+    met = _feasible(tasks, max_workers, ready)
     paid = [task if task.due < inf else OracleJob(task.arrival, task.work, task.arrival + within)
-            for task, kept in zip(tasks, met, strict=True) if kept]  # fmt: skip
-    seconds, peak = least_cost(paid, most, cold_start_seconds, step)
+            for task, is_met in zip(tasks, met, strict=True) if is_met]  # fmt: skip
+    seconds, peak = least_cost(paid, max_workers, cold_start_seconds, step)
     return OracleResult(tuple(met), seconds, peak)
 
 
-def _feasible(tasks: Sequence[OracleJob], most: int, ready: float) -> list[bool]:
-    left_out: set[int] = set()
-    while (late := _first_late(tasks, most, ready, left_out)) is not None:
-        left_out.add(late)
-    return [place not in left_out for place in range(len(tasks))]
+def _feasible(tasks: Sequence[OracleJob], max_workers: int, ready: float) -> list[bool]:
+    removed: set[int] = set()
+    while (late := _first_late(tasks, max_workers, ready, removed)) is not None:
+        removed.add(late)
+    return [index not in removed for index in range(len(tasks))]
 
 
-def _first_late(tasks: Sequence[OracleJob], most: int, ready: float, left_out: set[int]) -> int | None:
-    """Play EDF; at the first deadline that is missed, the largest of what kept the machines busy without a break until
-    then, of those due no later. None: all are met."""
+def _first_late(tasks: Sequence[OracleJob], max_workers: int, ready: float, removed: set[int]) -> int | None:
+    """Run earliest deadline first. At the first missed deadline, the largest job of the busy period until then that is
+    due no later; None: all deadlines are met."""
     waiting: list[tuple[float, int]] = []
-    left = [task.work / most for task in tasks]
-    coming = sorted((task.arrival, place) for place, task in enumerate(tasks) if place not in left_out)
-    now, busy_with, following = ready, list[int](), 0
-    while following < len(coming) or waiting:
+    left = [task.work / max_workers for task in tasks]
+    arrivals = sorted((task.arrival, index) for index, task in enumerate(tasks) if index not in removed)
+    now, busy_period, following = ready, list[int](), 0
+    while following < len(arrivals) or waiting:
         if not waiting:
-            now, busy_with = max(now, coming[following][0]), []
-        while following < len(coming) and coming[following][0] <= now + 1e-9:
-            place = coming[following][1]
-            heapq.heappush(waiting, (tasks[place].due, place))
-            busy_with.append(place)
+            now, busy_period = max(now, arrivals[following][0]), []
+        while following < len(arrivals) and arrivals[following][0] <= now + 1e-9:
+            index = arrivals[following][1]
+            heapq.heappush(waiting, (tasks[index].due, index))
+            busy_period.append(index)
             following += 1
-        due, place = waiting[0]
-        until = now + left[place]
-        if following < len(coming) and coming[following][0] < until:
-            left[place] -= coming[following][0] - now
-            now = coming[following][0]
+        due, index = waiting[0]
+        until = now + left[index]
+        if following < len(arrivals) and arrivals[following][0] < until:
+            left[index] -= arrivals[following][0] - now
+            now = arrivals[following][0]
             continue
         heapq.heappop(waiting)
         now = until
         if now > due + 1e-6:
-            return max((other for other in busy_with if tasks[other].due <= due), key=lambda other: tasks[other].work)
+            return max((other for other in busy_period if tasks[other].due <= due), key=lambda other: tasks[other].work)
     return None

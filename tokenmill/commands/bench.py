@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def bench(
     model: Annotated[
         list[str], typer.Option("--model", "-m", metavar="MODEL", help="As in 'tokenmill run'. One only.")
-    ] = ["demo"],  # noqa: B006 - typer reads it, nobody writes
+    ] = ["demo"],  # noqa: B006 - typer only reads it
     dtype: Annotated[DType, typer.Option(help="As in 'tokenmill run'.")] = "auto",
     quantize: Annotated[Quantize, typer.Option(help="As in 'tokenmill run'.")] = "none",
     kv_dtype: Annotated[KvDType, typer.Option(help="As in 'tokenmill run'.")] = "auto",

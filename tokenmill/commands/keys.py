@@ -25,7 +25,7 @@ def create(
     tenant: Annotated[str, typer.Option(help="Whose files and jobs the key is for.")] = "default",
     scope: Annotated[
         list[str], typer.Option(help="files, batches, inference, metrics or admin (all of them). May be repeated.")
-    ] = ["files", "batches", "inference"],  # noqa: B006 - typer reads it, nobody writes
+    ] = ["files", "batches", "inference"],  # noqa: B006 - typer only reads it
     expires_in: Annotated[
         timedelta | None,
         typer.Option(parser=amount_of_time, metavar="TIME", help="Such as 90d. Default: it never expires."),

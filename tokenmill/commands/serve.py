@@ -63,7 +63,7 @@ Port = Annotated[int, typer.Option(min=0, max=65_535, help="0: any that is free.
 
 
 def serve(
-    model: Models = ["demo"],  # noqa: B006 - typer reads it, nobody writes
+    model: Models = ["demo"],  # noqa: B006 - typer only reads it
     data: Data = Path("tokenmill-data"),
     host: Host = "127.0.0.1",
     port: Port = 8000,

@@ -134,7 +134,7 @@ class _LedgerJobs(ABC):
         done, where = self._cancel()
         manifest = done.manifest
         if manifest is None:
-            lines = [f"{self.name}: cancelled, but {self._cancelling()}; 'tokenmill jobs watch' tells when"]
+            lines = [f"{self.name}: cancelled, but {self._cancelling()}; 'tokenmill jobs watch' shows when"]
             return CancelResult(self._batch(), lines)
         if manifest.status is not JobStatus.CANCELLED:
             when = "has ended already" if done.before else "ended before it could be cancelled"

@@ -100,7 +100,7 @@ def folder_part(root: Root, settings: Settings, settle: float) -> Part:
     """Ingests files from the folder's incoming/."""
     store = root.world.store
     if not isinstance(store, FolderStore):
-        raise UserError(f"{root.url}: only a folder can be watched; a bucket tells of drops through a queue")
+        raise UserError(f"{root.url}: only a folder can be watched; a bucket reports new files through a queue")
     (store.root / INCOMING).mkdir(exist_ok=True)
     inbox = FolderInbox(store, root.world.clock, settle=settle)
     source = FileIngestSource(inbox, open_intake(root, settings), root.world)
