@@ -157,6 +157,8 @@ def test_a_row_without_a_choice_fails_and_its_prefix_stays_cached(
         ({"logprobs": VOCAB + 1}, "logprobs is 258, but the vocabulary has 257"),
         ({"prompt_logprobs": 10**6}, "prompt_logprobs is 1000000"),
         ({"stop_token_ids": (3, 2**40)}, "stop_token_ids names token 1099511627776"),
+        ({"stop_token_ids": (VOCAB,)}, f"stop_token_ids names token {VOCAB}, but the vocabulary ends at"),
+        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias names token {VOCAB}, but the vocabulary ends at"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids names token -1"),
         ({"logit_bias": {4: 1e39}}, "logit_bias of token 4"),
         ({"frequency_penalty": 1e39}, "frequency_penalty"),

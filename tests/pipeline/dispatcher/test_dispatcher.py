@@ -15,13 +15,13 @@ from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.jobs.event_sink import JobEvent
 from pipeline.ledger.ledger import JobLedger, LedgerError, part_key
-from pipeline.ports import Clock, PipelineError
+from pipeline.ports import Clock, PipelineError, WorkerState
 from pipeline.worker_client.ports import ShardWork
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.events import JobChanged, ProgressMade, ShardCommitted
-from schemas.jobs.job import Tier
+from schemas.jobs.job import Closing, Tier
 from schemas.jobs.outcome import JobStatus, Usage
-from tests.pipeline.made_jobs import EXPOSED, all_rows, computed, order, plan_by_hand, report
+from tests.pipeline.made_jobs import EXPOSED, PIN, all_rows, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness, broken_store, commit_all, finish, taken
 from tests.pipeline.simulation import START, ChaoticQueue, SimulatedClock, simulated_world
 
@@ -359,6 +359,33 @@ def test_events_are_emitted_once_and_in_order(harness: PipelineHarness) -> None:
     progress = [event for event in heard if isinstance(event, ProgressMade)]
     assert [(event.counts.total, event.counts.pending) for event in progress] == [(4, 3), (4, 0)]
     assert len({event.id for event in heard}) == len(heard)
+
+
+def test_given_a_job_that_is_cancelled_while_a_worker_holds_a_shard_then_each_status_is_emitted(
+    harness: PipelineHarness,
+) -> None:
+    emitted: list[JobEvent] = []
+
+    class Listener:
+        def emit(self, event: JobEvent) -> None:
+            emitted.append(event)
+
+    harness.dispatcher = Dispatcher(harness.world, harness.queue, harness.heartbeats, Listener())
+    plan_by_hand(harness.ledger, harness.world, [[0, 1]], rejected=[])
+    harness.dispatcher.add(harness.ledger)
+    harness.dispatcher.tick()
+    held = frozenset({(harness.ledger.job().id, 1)})
+    harness.heartbeats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), held))
+    harness.ledger.create_closing(Closing(kind="cancel", at=harness.world.clock.now()))
+
+    for _ in range(30):  # until the worker's time to release the shard is over
+        if not harness.dispatcher.finished():
+            harness.dispatcher.tick()
+            harness.world.clock.sleep(1.0)
+
+    assert [event.status for event in emitted if isinstance(event, JobChanged)] == [
+        JobStatus.IN_PROGRESS, JobStatus.CANCELLING, JobStatus.CANCELLED,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("workers", "waiting"), [(0, 2), (8, 2), (12, 3), (40, 9)])

@@ -299,6 +299,7 @@ def test_given_workers_that_are_starting_then_they_are_not_requested_twice() -> 
 
 def test_given_machines_that_never_come_then_deadlines_are_planned_without_them() -> None:
     assert PendingStart(3, 0.0).ready_in(300.0, 100.0) == (3, 200.0)
+    assert PendingStart(3, 0.0).ready_in(300.0, 299.0) == (3, 1.0)
     assert PendingStart(3, 0.0).ready_in(300.0, 400.0) == (3, 0.0)
     assert PendingStart(3, 0.0).ready_in(300.0, 700.0) == (3, 300.0), "as late as one that is asked for now"
 
