@@ -145,11 +145,11 @@ def test_given_drafts_then_each_row_gets_what_it_would_have_drawn_without_them(n
         for place in range(4)
     ]  # fmt: skip
     # when drafts are right up to a place that differs from row to row, and of different lengths,
-    counts = (rows % 4).astype(np.int32)
+    counts, first_wrong = (rows % 4).astype(np.int32), rows // 4 % 4  # 3: all drafts are right
     drafts = np.full((64, 3), NO_DRAFT_ID, dtype=np.int32)
     for row in range(64):
         for place in range(counts[row]):
-            drafts[row, place] = (single[place][row] + (row % 3 == place)) % VOCAB
+            drafts[row, place] = (single[place][row] + (first_wrong[row] == place)) % VOCAB
     assign()
     first = np.cumsum(counts + 1) - (counts + 1)
     hidden = torch.from_numpy(np.concatenate([lines[: count + 1] for count in counts]))
@@ -158,7 +158,7 @@ def test_given_drafts_then_each_row_gets_what_it_would_have_drawn_without_them(n
         hidden, Drafted(rows, first.astype(np.int64), drafts, counts, at, outputs)
     )
     # then the right ones stay, and behind them comes what would have come.
-    expected = np.minimum(rows % 3, counts)
+    expected = np.minimum(first_wrong, counts)
     assert out.accepted.tolist() == expected.tolist()
     assert out.token_ids.tolist() == [single[place][row] for row, place in enumerate(expected)]
     assert not out.tainted
