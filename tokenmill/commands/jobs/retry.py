@@ -38,7 +38,8 @@ from tokenmill.config.cli_options import (
     Tier,
 )
 from tokenmill.errors import InputUnusable, ModelError, UserError
-from tokenmill.jobs.backend import RetryRequest, open_jobs
+from tokenmill.jobs.backend import RetryRequest
+from tokenmill.jobs.opening import open_jobs
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
