@@ -212,7 +212,7 @@ class Engine:
         if overlapped and not isinstance(self._runner, AheadRunner):
             if config.async_scheduling:
                 raise EngineError(
-                    "async_scheduling can't be had: this engine's runner does not accept steps ahead; leave it out"
+                    "async_scheduling is not available: this engine's runner does not accept steps ahead; leave it out"
                 )
             overlapped = False
         self._loop = StepLoop(
@@ -304,7 +304,7 @@ class Engine:
         """Load a model that several devices share, as `load`."""
         for wanted in ("async_scheduling", "cuda_graphs"):
             if getattr(config, wanted):
-                raise EngineError(f"{wanted} can't be had with tensor_parallel yet; leave it out")
+                raise EngineError(f"{wanted} is not available with tensor_parallel yet; leave it out")
         loaded = load_parallel(path, config, dtype, device, rank_group)
         # As on a CPU without native kernels: shared caches have the dtype of the model.
         _cache_dtype(config, config_kv_dtype(path), native=False, device=torch.device("cpu"))

@@ -254,4 +254,4 @@ def check_encoder_config(config: EngineConfig) -> None:
     if config.cache.memory_bytes is not None:
         raise UnsupportedModel("an encoder has no KV cache that memory could be set aside for; leave that out")
     if config.speculation.method in ("ngram", "draft", "eagle3"):
-        raise UnsupportedModel("an encoder generates nothing, so nothing can be guessed; leave speculate out")
+        raise UnsupportedModel("an encoder generates nothing, so nothing can be drafted; leave speculate out")

@@ -42,7 +42,7 @@ class HeadSpec:
         """Return the layers for a model of this depth; raises ValueError where it has too few."""
         layers = self.layers or (2, num_layers // 2, num_layers - 3)
         if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
-            raise ValueError(f"states before layers {list(layers)} can't be had from {num_layers} layers")
+            raise ValueError(f"states before layers {list(layers)} are not available from {num_layers} layers")
         return layers
 
 

@@ -47,7 +47,7 @@ def native_library(config: EngineConfig, dtype: torch.dtype, device: torch.devic
         return load_library(config.instruction_set, config.threads)
     except NativeUnavailable as error:
         if asked:
-            raise EngineError(f"{asked[0]} can't be had here: {error}") from error
+            raise EngineError(f"{asked[0]} is not available here: {error}") from error
         if device.type == "cpu":
             logger.warning("torch's operators serve, slower than the native kernels would", reason=str(error))
         return None

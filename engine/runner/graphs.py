@@ -197,7 +197,7 @@ def make_graphs(
         reason = f"attention {attention.name!r} reads its ranges on the host"
     if reason is not None:
         if config.cuda_graphs:
-            raise EngineError(f"cuda_graphs can't be had: {reason}; leave it out")
+            raise EngineError(f"cuda_graphs is not available: {reason}; leave it out")
         logger.info("steps are launched without graphs", reason=reason)
         return None
     schedule = config.schedule

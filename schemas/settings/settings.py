@@ -50,7 +50,9 @@ def check_speculate(given: str) -> str:
     method, _, path = given.partition(":")
     if given in ("off", "ngram", "auto") or (method in ("draft", "eagle3") and path):
         return given
-    raise ValueError(f"{given!r} is no way to guess tokens; give off, ngram, draft:MODEL, eagle3:HEAD or auto")
+    raise ValueError(
+        f"{given!r} is no method of speculative decoding; give off, ngram, draft:MODEL, eagle3:HEAD or auto"
+    )
 
 
 class InvalidSettingsError(ValueError):

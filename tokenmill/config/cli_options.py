@@ -53,7 +53,7 @@ def num_bytes(given: str) -> int:
 
 
 def speculate(given: str) -> str:
-    """How tokens are guessed."""
+    """The method of speculative decoding."""
     from schemas.settings.settings import check_speculate
 
     try:

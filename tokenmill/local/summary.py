@@ -28,7 +28,7 @@ def summary_table(manifest: Manifest, max_cost: float | None = None) -> Table:
     ]
     rows += [(f"  {name}", count(number)) for name, number in (("repeated", usage.repeated),) if number]
     if usage.drafted:
-        rows.append(("  guessed right", f"{count(usage.accepted)} of {count(usage.drafted)} guesses"))
+        rows.append(("  accepted", f"{count(usage.accepted)} of {count(usage.drafted)} draft tokens"))
     if manifest.tokens_per_second is not None:
         rows.append(("output tokens/s", count(manifest.tokens_per_second)))
     if manifest.total_tokens_per_second is not None:

@@ -81,7 +81,9 @@ def test_without_a_compiler_torchs_operators_serve_and_it_is_said_once(
 def test_what_needs_the_kernels_is_refused_without_a_compiler(
     option: str, value: str, cache: Path, no_compiler: None, tiny_model: Callable[[str], Path]
 ) -> None:
-    with pytest.raises(EngineError, match=rf"^{option} '{value}' can't be had here: no C\+\+ compiler is installed"):
+    with pytest.raises(
+        EngineError, match=rf"^{option} '{value}' is not available here: no C\+\+ compiler is installed"
+    ):
         Engine.load(tiny_model("llama"), EngineConfig(dtype="float32", threads=1, **{option: value}))
 
 
@@ -98,7 +100,7 @@ def test_options_that_need_the_kernels_are_refused_with_another_backend(option: 
 def test_a_dtype_that_the_kernels_lack_is_torchs(logged: list[dict[str, object]]) -> None:
     assert native_library(EngineConfig(), torch.float16, CPU) is None
     assert "not torch.float16" in str(logged[0]["reason"])
-    with pytest.raises(EngineError, match=r"attention 'native' can't be had here: .* not torch\.float16"):
+    with pytest.raises(EngineError, match=r"attention 'native' is not available here: .* not torch\.float16"):
         native_library(EngineConfig(attention="native"), torch.float16, CPU)
 
 
@@ -108,7 +110,7 @@ def test_a_compiler_failure_reports_its_first_error(cache: Path, monkeypatch: py
         build()
     assert list(cache.iterdir()) == []  # nothing half-built stays
     with pytest.raises(
-        EngineError, match=r"attention 'native' can't be had here: the compiler g\+\+ failed: .*missing"
+        EngineError, match=r"attention 'native' is not available here: the compiler g\+\+ failed: .*missing"
     ):
         native_library(EngineConfig(attention="native"), torch.float32, CPU)
 
@@ -206,7 +208,9 @@ def test_every_instruction_set_that_the_processor_lacks_is_refused_by_name(built
         else:
             with pytest.raises(NativeUnavailable, match=f"this processor has no {name}"):
                 load_library(name, 1)
-            with pytest.raises(EngineError, match=f"instruction_set '{name}' can't be had here: this processor has no"):
+            with pytest.raises(
+                EngineError, match=f"instruction_set '{name}' is not available here: this processor has no"
+            ):
                 native_library(EngineConfig(instruction_set=name), torch.float32, CPU)
     best = [name for name, flags_needed in needs.items() if flags_needed <= set(flags)][-1]
     assert load_library("auto", 1).name == best

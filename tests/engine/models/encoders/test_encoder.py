@@ -145,7 +145,7 @@ def test_the_description_before_the_weights_are_read(embedding_model: Path) -> N
         (EngineConfig(quantize="int8"), "quantize int8"),
         (EngineConfig(kv_dtype="int8"), "kv_dtype int8"),
         (EngineConfig(cache=CacheConfig(memory_bytes=1 << 20)), "no KV cache"),
-        (EngineConfig(speculation=SpeculationConfig("ngram")), "nothing can be guessed"),
+        (EngineConfig(speculation=SpeculationConfig("ngram")), "nothing can be drafted"),
     ],
 )
 def test_what_an_encoder_can_not_follow_is_refused(config: EngineConfig, named: str, embedding_model: Path) -> None:

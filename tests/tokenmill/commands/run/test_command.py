@@ -307,7 +307,10 @@ def test_given_an_output_in_use_when_run_then_it_is_never_taken_over(
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--threads", "0"), "--threads"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--kv-cache-memory", "much"), "'much' is no size"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--quantize", "int3"), "'int3' is not one of"),
-        (("run", "in.jsonl", "-m", "m", "-o", "out", "--speculate", "psychic"), "'psychic' is no way to guess"),
+        (
+            ("run", "in.jsonl", "-m", "m", "-o", "out", "--speculate", "psychic"),
+            "'psychic' is no method of speculative decoding",
+        ),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "soon"), "'soon' is no amount of time"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "0h"), "'0h' is no amount of time"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "9999999d"), "9999999d is more than 3650 days"),

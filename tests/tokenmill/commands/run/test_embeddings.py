@@ -70,7 +70,7 @@ def test_given_parquet_with_a_column_of_inputs_when_run_then_it_is_embedded(
     [
         (("--quantize", "int8"), "quantize int8 is not supported for encoders"),
         (("--kv-dtype", "int8"), "kv_dtype int8 means nothing to an encoder"),
-        (("--speculate", "ngram"), "nothing can be guessed"),
+        (("--speculate", "ngram"), "nothing can be drafted"),
     ],
 )
 def test_given_an_option_that_an_encoder_can_not_follow_when_run_then_nothing_is_begun(

@@ -106,7 +106,7 @@ def test_given_no_native_kernels_when_an_int8_cache_is_requested_then_it_is_refu
 ) -> None:
     ended = tokenmill(*run, "-o", place / "out", "--dtype", "float16", "--kv-dtype", "int8")
     assert ended.code == 1
-    assert "kv_dtype 'int8' can't be had here: the native kernels compute in bfloat16 and float32" in ended.error
+    assert "kv_dtype 'int8' is not available here: the native kernels compute in bfloat16 and float32" in ended.error
 
 
 def test_given_an_instruction_set_in_the_settings_when_run_then_it_serves_and_is_no_part_of_the_order(

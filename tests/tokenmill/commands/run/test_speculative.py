@@ -142,5 +142,7 @@ def test_the_options_are_those_of_the_engine() -> None:
     offered = {check_speculate(name).partition(":")[0] for name in ("off", "ngram", "auto", "draft:x", "eagle3:x")}
     assert offered == set(get_args(config.Speculate))
     for wrong in ("draft", "draft:", "eagle3:", "eagle3", "off:x", "", "on"):
-        with pytest.raises(ValueError, match="is no way to guess tokens; give off, ngram, draft:MODEL, eagle3:HEAD or"):
+        with pytest.raises(
+            ValueError, match="is no method of speculative decoding; give off, ngram, draft:MODEL, eagle3:HEAD or"
+        ):
             check_speculate(wrong)
