@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+
+from pydantic import BaseModel
+
+from pipeline.observability.metric_definitions import METRICS
+from schemas.settings.settings import Settings
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("tokenmill", "workers", "pipeline", "engine", "schemas")
@@ -19,6 +26,23 @@ BANNED = frozenset({
 ALLOWED = (("dead", "letter"), ("dead", "letters"))
 """Terms of the field that hold a banned word."""
 
+NOT_IN_CONTRACTS = BANNED | {
+    "callers",
+    "every",
+    "keep",
+    "least",
+    "most",
+    "pace",
+    "patience",
+    "place",
+    "places",
+    "unforeseen",
+}
+"""Further words that no setting, metric or label has."""
+
+STORED = {"TOKENMILL_RELEASES__LEAST_SHARDS", "TOKENMILL_RELEASES__MOST_SHARDS"}
+"""Settings whose names are keys of stored objects, which stay readable."""
+
 MAX_MODULES = 18
 """Of a folder, subfolders aside."""
 
@@ -28,13 +52,22 @@ def words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
 
 
-def banned_words(name: str) -> set[str]:
+def banned_words(name: str, banned: frozenset[str] = BANNED) -> set[str]:
     found = words(name)
     for first, second in ALLOWED:
         for at in range(len(found) - 1, 0, -1):
             if (found[at - 1], found[at]) == (first, second):
                 del found[at]
-    return BANNED.intersection(found)
+    return set(banned.intersection(found))
+
+
+def setting_names(of: type[BaseModel], path: tuple[str, ...] = ("TOKENMILL_",)) -> Iterator[str]:
+    for name, field in of.model_fields.items():
+        inner = field.annotation
+        if inspect.isclass(inner) and issubclass(inner, BaseModel):
+            yield from setting_names(inner, (*path, name))
+        else:
+            yield (path[0] + "__".join((*path[1:], name))).upper()
 
 
 def modules() -> list[Path]:
@@ -45,6 +78,17 @@ def definitions(path: Path) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFu
     tree = ast.parse(path.read_text(encoding="utf-8"))
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def test_settings_and_metrics_have_the_fields_words_too() -> None:
+    settings = set(setting_names(Settings))
+    metrics = {name for metric in METRICS for name in (metric.name, *metric.labels)}
+    assert "TOKENMILL_LANE__SLO__TTFT_SECONDS" in settings
+    assert "tokenmill_slo_weight" in metrics
+    assert settings >= STORED
+    assert {
+        name for name in (settings - STORED) | metrics if NOT_IN_CONTRACTS.intersection(words(name.lower()))
+    } == set()
 
 
 def test_names_are_the_fields_words() -> None:
