@@ -57,8 +57,8 @@ logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchSettings:
-    """Settings of the dispatcher; times in seconds. The others are described in `OpenJobSettings`.
+class DispatchSettings(OpenJobSettings):
+    """Settings of the dispatcher and of its open jobs; times in seconds.
 
     Attributes:
         backlog: shards that wait in a queue; few, so that order and priority can still change.
@@ -72,7 +72,6 @@ class DispatchSettings:
         closing_budget_seconds: time in each tick for making the parts of jobs that are being closed; as long as the
             rest of the last tick took, if that is more.
         tick_interval_seconds: interval between two ticks, in `run`.
-        price_per_hour: of workers that report no price.
         weights: of tenants, for fair sharing of computed tokens; others have 1.
         spending: spending limits of tenants.
         isolate: a job that can't be read, or whose objects contradict each other, is paused and retried later, and the
@@ -84,28 +83,11 @@ class DispatchSettings:
     retry_timeout_seconds: float = 30.0
     max_retry_timeout_seconds: float = 120.0
     settle: float = 0.0
-    sweep_interval_seconds: float = 30.0
-    cache_interval_seconds: float = 2.0
-    eta_interval_seconds: float = 10.0
-    closing_interval_seconds: float = 1.0
     closing_budget_seconds: float = 0.5
-    grace_seconds: float = 10.0
     tick_interval_seconds: float = 0.2
-    price_per_hour: float | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     spending: SpendSettings = field(default_factory=SpendSettings)
     isolate: bool = False
-
-    @property
-    def open_job_settings(self) -> OpenJobSettings:
-        return OpenJobSettings(
-            self.sweep_interval_seconds,
-            self.cache_interval_seconds,
-            self.eta_interval_seconds,
-            self.closing_interval_seconds,
-            self.grace_seconds,
-            self.price_per_hour,
-        )
 
 
 class Dispatcher:
@@ -177,7 +159,7 @@ class Dispatcher:
         elif job.id not in self._jobs:
             self._since = self._since or self._world.clock.now()
             open_job = self._jobs[job.id] = OpenJob(
-                ledger, job, self._world, self._events, self._settings.open_job_settings, self._background,
+                ledger, job, self._world, self._events, self._settings, self._background,
                 taken_over=job.created_at < self._since,
             )  # fmt: skip
             open_job.attention = self._stalled.reason(job.id)
