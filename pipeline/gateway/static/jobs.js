@@ -102,7 +102,9 @@ export class ProgressBar {
     else this.bar.removeAttribute("value");
     this.bar.className = counts.failed ? "some-failed" : "";
     const failed = counts.failed ? `, ${formatNumber(counts.failed)} without an answer` : "";
-    setText(this.text, counts.total ? `${formatNumber(counts.completed + counts.failed)} of ${formatNumber(counts.total)}${failed}` : isOpen(job) ? "being planned" : "rejected as a whole");
+    const withoutRows = isOpen(job) ? "being planned" : job.status === "failed" ? "rejected as a whole" : "ended before it was planned";
+    const done = formatNumber(counts.completed + counts.failed);
+    setText(this.text, counts.total ? `${done} of ${formatNumber(counts.total)}${failed}` : withoutRows);
   }
 }
 

@@ -8,7 +8,7 @@ import { poll } from "./poll.js";
 
 const INTERVAL_SECONDS = 3;
 const FORBIDDEN_INTERVAL_SECONDS = 60;
-const points = { tokens: [], backlog: [], waitingCallers: [], workerRequests: [], ttft: [], itl: [] };
+const points = { tokens: [], backlog: [], waitingRequests: [], workerRequests: [], ttft: [], itl: [] };
 const QUANTILE_NAMES = ["p50", "p95"];
 
 export const isBusy = (worker) => worker.shards > 0 || worker.waiting_tokens > 0 || (worker.metrics?.lane_open ?? 0) > 0;
@@ -20,8 +20,8 @@ export function createCharts(signal) {
   const itl = new Chart("Inter-token latency", "", formatLatency, points.itl, QUANTILE_NAMES);
   const backlog = new Chart("Backlog", "tokens", formatCompact, points.backlog);
   const workerRequests = new Chart("Requests at workers", "", formatCompact, points.workerRequests, ["running", "waiting"]);
-  const waitingCallers = new Chart("Waiting callers", "requests", formatCompact, points.waitingCallers);
-  const nodes = [throughput, ttft, itl, backlog, workerRequests, waitingCallers].map((chart) => chart.node);
+  const waitingRequests = new Chart("Waiting requests", "at this gateway", formatCompact, points.waitingRequests);
+  const nodes = [throughput, ttft, itl, backlog, workerRequests, waitingRequests].map((chart) => chart.node);
   const section = h("section", { className: "charts", "aria-label": "Installation" }, nodes);
   pollStatus(signal, section, (status) => {
     const workerMetrics = status.workers.filter((worker) => worker.metrics).map((worker) => worker.metrics);
@@ -33,7 +33,7 @@ export function createCharts(signal) {
     }
     backlog.addPoint([status.backlog.tokens]);
     workerRequests.addPoint(["running", "waiting"].map((name) => (workerMetrics.length ? workerMetrics.reduce((total, metrics) => total + sumTiers(metrics, name), 0) : null)));
-    waitingCallers.addPoint([status.lane?.waiting ?? null]);
+    waitingRequests.addPoint([status.lane?.waiting ?? null]);
   });
   return section;
 }
