@@ -42,7 +42,7 @@ def root(place: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=64))
         Intake(world).accept(JobDraft(pin_uri(str(source)), JobOptions(model="owner/m"), "default", "job"))
-    beats = RedisHeartbeats(RedisSettings(redis_server.url), lifetime=60.0)
+    beats = RedisHeartbeats(RedisSettings(redis_server.url), lifetime=HANG_SECONDS)
     beats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=TOKENS_PER_SECOND))
     beats.close()
     return place / "root"

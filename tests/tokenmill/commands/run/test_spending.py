@@ -67,7 +67,9 @@ def test_given_a_tiny_limit_when_a_job_would_fit_one_shard_then_a_small_shard_me
     manifest = tokenmill(*run, "-o", place / "out").json()
 
     assert (manifest["status"], manifest["ended_by"]) == ("cancelled", "spend")
-    assert 0 < manifest["counts"]["succeeded"] <= 40, "some 4,000 tokens, of more than a hundred a row"
+    # On a slow machine the first checkpoint shows a cost beyond the limit, before a row has ended.
+    assert manifest["counts"]["succeeded"] <= 40, "some 4,000 tokens, of more than a hundred a row"
+    assert manifest["busy_seconds"] > 0
     assert sum(rows(place / "out").values()) == given
 
 
