@@ -59,7 +59,7 @@ def test_given_speculation_when_run_then_answers_are_the_same_and_the_manifest_c
     assert sum(drafted) == usage["drafted"]
     places = next(value for name, value in engine.items() if name.startswith("accepted_by_place_"))
     assert all(0 <= float(share) <= 1 for share in places.split())
-    assert f"of {usage['drafted']} guesses" in " ".join(ended.err.split())
+    assert f"of {usage['drafted']} draft tokens" in " ".join(ended.err.split())
     plain = json.loads((place / "plain/manifest.json").read_text())
     assert (plain["usage"]["drafted"], plain["engine"]["speculate"]) == (0, "off")
 
