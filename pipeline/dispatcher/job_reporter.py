@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from datetime import datetime
 from typing import Final
@@ -75,19 +76,18 @@ class JobReporter:
             )
         )
 
-    def has_work(self, now: float) -> bool:
-        """Whether `report` has anything to do."""
-        return self._has_changes or (self._is_cache_stale and now - self._cached_at >= self._cache_interval_seconds)
-
-    def report(self, progress: Progress, now: float) -> None:
+    def report(self, read_progress: Callable[[], Progress], now: float) -> None:
         """Emit events if the job has changed, and write the cached progress if it is stale and due."""
         if self._has_changes:
+            progress = read_progress()
             self._events.emit(_progress_event(progress, f"{progress.shards_done}"))
             if self._emitted_status is not progress.status:
                 self._events.emit(_status_event(progress))
             self._emitted_status = progress.status
             self._has_changes, self._is_cache_stale = False, True
-        if self._is_cache_stale and now - self._cached_at >= self._cache_interval_seconds and self._is_write_done():
+        is_due = now - self._cached_at >= self._cache_interval_seconds
+        if self._is_cache_stale and is_due and self._is_write_done():
+            progress = read_progress()
             self._is_cache_stale, self._cached_at, self._cached_eta = False, now, progress.eta
             self._write = self._background.submit(self._ledger.cache_progress, progress)
 

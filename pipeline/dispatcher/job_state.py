@@ -330,8 +330,7 @@ class OpenJob:
 
     def report(self, now: float) -> None:
         """Emit events and write the cached progress, if the state has changed."""
-        if self._reporter.has_work(now):
-            self._reporter.report(self.progress(), now)
+        self._reporter.report(self.progress, now)
 
     def end(self) -> Manifest:
         """Write the outcome once all parts are committed; returns the outcome that counts, which is another
