@@ -9,6 +9,8 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from tests.syntax import parsed
+
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("tokenmill", "workers", "pipeline", "engine", "schemas")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -19,7 +21,7 @@ def imported() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for package in PACKAGES:
         for file in sorted((REPOSITORY / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_bytes())):
+            for node in ast.walk(parsed(file)):
                 if isinstance(node, ast.Import):
                     names = [alias.name for alias in node.names]
                 else:

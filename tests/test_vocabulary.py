@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from pipeline.observability.metric_definitions import METRICS
 from schemas.settings.settings import Settings
+from tests.syntax import parsed
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("tokenmill", "workers", "pipeline", "engine", "schemas")
@@ -66,9 +67,8 @@ def modules() -> list[Path]:
 
 
 def definitions(path: Path) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, kinds)]
 
 
 def test_settings_and_metrics_have_the_fields_words_too() -> None:
