@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import structlog
-from fastapi.responses import JSONResponse
+from starlette.responses import JSONResponse  # without FastAPI, whose import costs each command 0.2 s
 
 from pipeline.ledger.ledger import JobNotFound, ResultsRemoved
 from pipeline.ports import PipelineError, StoreError, StoreFull

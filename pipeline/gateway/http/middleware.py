@@ -13,12 +13,18 @@ from typing import Final
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.gateway.http.bodies import BodyBudget
 from pipeline.gateway.http.csrf import HostGuard, check_origin
-from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, route_not_found, unavailable
+from pipeline.gateway.http.errors import (
+    ApiError,
+    bad_request,
+    error_response,
+    internal_error,
+    route_not_found,
+    unavailable,
+)
 from pipeline.gateway.http.metrics import METHODS, HttpMetrics
 from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, read_traceparent, working_for
 
@@ -141,7 +147,7 @@ class RequestMiddleware:
             await send(message)
 
         async def answer(error: ApiError) -> None:
-            await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, send_on)
+            await error_response(error)(scope, receive, send_on)
 
         try:
             await self._check(scope)
