@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 from pipeline.counters import DeadLetterCounts, UnexpectedErrors
 from pipeline.dispatcher.metrics import JOB_BOUNDS, DispatchMetrics
-from pipeline.observability.histogram import LatencyRecorder
+from pipeline.observability.histogram import Histogram, LatencyRecorder
 from pipeline.observability.metric_definitions import OTHER
-from pipeline.observability.samples import Samples, Source, Times
+from pipeline.observability.samples import Samples, Source
 from pipeline.ports import Clock, Heartbeats
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import JobStatus
@@ -122,8 +122,8 @@ def dispatching(metrics: DispatchMetrics, clock: Clock) -> Source:
             samples.value("tokenmill_jobs_ended_total", count, tier, status)
         for tier in sorted({*JOB_TIERS, *metrics.job_durations}):
             took = metrics.job_durations.get(tier)
-            counts, seconds = ((), 0.0) if took is None else took.read()
-            samples.value("tokenmill_job_seconds", Times(counts, seconds, JOB_BOUNDS), tier)
+            empty = Histogram(bounds=JOB_BOUNDS)
+            samples.value("tokenmill_job_seconds", empty if took is None else took.read(), tier)
         for tier, cost in sorted(metrics.cost().items()):
             samples.value("tokenmill_cost_total", cost, tier)
 
@@ -162,8 +162,8 @@ def http(metrics: HttpMetrics) -> Source:
         samples.value("tokenmill_http_requests_in_progress", metrics.in_progress())
         for answer, count in _with_zeros(metrics.answers(), Tier, RESULTS):
             samples.value("tokenmill_answers_total", count, *answer)
-        _times(samples, "tokenmill_answer_first_token_seconds", metrics.first_tokens)
-        _times(samples, "tokenmill_answer_seconds", metrics.response_times)
+        _histograms(samples, "tokenmill_answer_first_token_seconds", metrics.first_tokens)
+        _histograms(samples, "tokenmill_answer_seconds", metrics.response_times)
         for state, count in sorted(metrics.callers().items()):
             samples.value("tokenmill_inference_requests", count, state)
 
@@ -215,11 +215,11 @@ def _with_zeros(
     return sorted((zeros | dict(counts)).items())
 
 
-def _times(samples: Samples, name: str, by_tier: Mapping[Tier, LatencyRecorder]) -> None:
-    for tier, buckets in by_tier.items():
-        counts, seconds = buckets.read()
-        if any(counts):
-            samples.value(name, Times(counts, seconds), tier.value)
+def _histograms(samples: Samples, name: str, by_tier: Mapping[Tier, LatencyRecorder]) -> None:
+    for tier, recorder in by_tier.items():
+        counted = recorder.read()
+        if any(counted.counts):
+            samples.value(name, counted, tier.value)
 
 
 def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
@@ -231,7 +231,7 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
 
     def histogram(name: str, times: HistogramSample, *labels: str) -> None:
         if times.counts:
-            samples.value(name, Times(times.counts, times.seconds), model, *labels, worker=worker)
+            samples.value(name, Histogram(times.counts, times.seconds), model, *labels, worker=worker)
 
     for tier, metrics in known.tiers.items():
         for status, count in (("succeeded", metrics.answered), ("failed", metrics.failed)):

@@ -13,8 +13,9 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from pipeline.observability.histogram import Histogram
 from pipeline.observability.metric_definitions import METRICS, Metric
-from pipeline.observability.samples import Samples, Source, Times
+from pipeline.observability.samples import Samples, Source
 from pipeline.ports import PipelineError
 
 logger = structlog.get_logger(__name__)
@@ -50,20 +51,20 @@ def _family(metric: Metric, samples: Samples) -> Family:
     labels, values = samples.labels[metric.name], samples.values[metric.name]
     if metric.kind == "histogram":
         histogram = HistogramMetricFamily(metric.name, metric.help, labels=labels)
-        for given, times in values.items():
-            assert isinstance(times, Times)
-            histogram.add_metric(given, _buckets(times), times.seconds)
+        for given, counted in values.items():
+            assert isinstance(counted, Histogram)
+            histogram.add_metric(given, _buckets(counted), counted.seconds)
         return histogram
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=labels)
     for given, value in values.items():
-        assert not isinstance(value, Times)
+        assert not isinstance(value, Histogram)
         family.add_metric(given, value)
     return family
 
 
-def _buckets(times: Times) -> list[tuple[str, float]]:
+def _buckets(counted: Histogram) -> list[tuple[str, float]]:
     """Each bucket's upper bound with the number of samples at or below it."""
-    ends = [*(str(float(bound)) for bound in times.bounds), "+Inf"]
-    counts = [*times.counts, *[0] * (len(ends) - len(times.counts))]
+    ends = [*(str(float(bound)) for bound in counted.bounds), "+Inf"]
+    counts = [*counted.counts, *[0] * (len(ends) - len(counted.counts))]
     return list(zip(ends, accumulate(counts), strict=True))

@@ -5,8 +5,24 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from schemas.workers.metrics import LATENCY_BOUNDS
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Durations counted by bucket.
+
+    Attributes:
+        counts: samples by bucket; trailing zeros may be omitted.
+        seconds: sum of all samples.
+        bounds: inclusive upper bounds of the buckets, seconds; the last bucket has none.
+    """
+
+    counts: Sequence[int] = ()
+    seconds: float = 0.0
+    bounds: Sequence[float] = LATENCY_BOUNDS
 
 
 class LatencyRecorder:
@@ -28,7 +44,7 @@ class LatencyRecorder:
             self._counts[bisect_left(self.bounds, seconds)] += 1
             self._seconds += seconds
 
-    def read(self) -> tuple[tuple[int, ...], float]:
-        """The count of each bucket, and the sum of all samples in seconds."""
+    def read(self) -> Histogram:
+        """What has been counted so far."""
         with self._lock:
-            return tuple(self._counts), self._seconds
+            return Histogram(tuple(self._counts), self._seconds, self.bounds)

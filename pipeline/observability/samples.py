@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
+from pipeline.observability.histogram import Histogram
 from pipeline.observability.metric_definitions import BY_NAME, WORKER
-from schemas.workers.metrics import LATENCY_BOUNDS
 
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """A histogram of durations, in seconds: counts per bucket (trailing zeros may be left out), the upper bounds of all
-    buckets but the last, and the sum."""
-
-    counts: Sequence[int]
-    seconds: float
-    bounds: Sequence[float] = LATENCY_BOUNDS
-
-
-Value = float | Times
+Value = float | Histogram
 
 
 class Samples:

@@ -11,8 +11,9 @@ import pytest
 
 from pipeline import metric_collectors
 from pipeline.observability.exposition import Metrics
+from pipeline.observability.histogram import Histogram
 from pipeline.observability.metric_definitions import METRICS
-from pipeline.observability.samples import Samples, Times
+from pipeline.observability.samples import Samples
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.workers.metrics import LATENCY_BOUNDS
 from tests.pipeline.observability.scrapes import OPENMETRICS, Scrape, parsed
@@ -23,7 +24,7 @@ PROMTOOL = shutil.which("promtool")
 def everything(samples: Samples) -> None:
     """A value for each name."""
     for number, metric in enumerate(METRICS):
-        value = Times((0, 2, 1), 0.5) if metric.kind == "histogram" else number + 0.5
+        value = Histogram((0, 2, 1), 0.5) if metric.kind == "histogram" else number + 0.5
         samples.value(metric.name, value, *(f"{label}-{number}" for label in metric.labels))
 
 
