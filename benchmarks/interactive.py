@@ -261,7 +261,7 @@ def main() -> int:
         cache=CacheConfig(memory_bytes=2 << 30), schedule=ScheduleConfig(args.rows, 2048), max_model_len=2048
     )
     base = with_overrides(base, parse_overrides(args.set))
-    promise = SloConfig(ttft=args.ttft, itl=args.itl, quantile=args.quantile)
+    promise = SloConfig(ttft_seconds=args.ttft, itl_seconds=args.itl, quantile=args.quantile)
     only = args.only.split(",")
     plans: list[tuple[str, SloConfig | None, bool, int]] = []
     if "idle" in only:

@@ -121,7 +121,7 @@ def overloaded(worker: WorkerModel, seed: int) -> Iterator[dict[str, Any]]:
     for less in ("as it is", "no cold starts", "no errors of estimates", "no bulk work", "one tenant"):
         match less:
             case "no cold starts":
-                settings = replace(settings, fixed=16)
+                settings = replace(settings, fixed_workers=16)
             case "no errors of estimates":
                 settings = replace(settings, answer_error=0.0)
             case "no bulk work":
@@ -131,7 +131,7 @@ def overloaded(worker: WorkerModel, seed: int) -> Iterator[dict[str, Any]]:
         outcome = simulate(trace, settings)
         found = report(trace, settings, outcome)
         told_late = met_as_they_come(
-            tasks_of(settings, outcome), 16, 0.0 if settings.fixed else worker.cold_start_seconds
+            tasks_of(settings, outcome), 16, 0.0 if settings.fixed_workers else worker.cold_start_seconds
         )
         yield {
             "less": less, "seed": seed, "deadlines": found.deadlines, "deadlines_met": found.deadlines_met,

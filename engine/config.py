@@ -43,8 +43,8 @@ class SloConfig:
     (`engine.scheduler.slo_control`).
 
     Attributes:
-        ttft: seconds from a request's arrival in the engine until its first token.
-        itl: seconds between two tokens of an answer.
+        ttft_seconds: seconds from a request's arrival in the engine until its first token.
+        itl_seconds: seconds between two tokens of an answer.
         quantile: share of the first tokens, and of the later ones, that should be in time.
         weight_ttft, weight_itl: of late samples.
         weight_utilisation: of work that is held back; at 0 the shares above are met exactly, beyond that fewer are.
@@ -54,8 +54,8 @@ class SloConfig:
             sets it by measured latencies.
     """
 
-    ttft: float = 1.0
-    itl: float = 0.1
+    ttft_seconds: float = 1.0
+    itl_seconds: float = 0.1
     quantile: float = 0.97
     weight_ttft: float = 1.0
     weight_itl: float = 1.0

@@ -284,7 +284,7 @@ class Messages(Protocol):
     """A message producer."""
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """The largest `Message.size` that the broker accepts."""
         ...
 

@@ -89,11 +89,11 @@ class NativeLibrary:
         )  # fmt: skip
 
     def plan(
-        self, cache: structs.CacheShape, heads: int, most_partials: int, groups: ctypes.Array[structs.GroupInput]
+        self, cache: structs.CacheShape, heads: int, max_partials: int, groups: ctypes.Array[structs.GroupInput]
     ) -> StepTasks:
         """Divide a step's attention into tasks."""
         handle = self._library.tm_plan(
-            ctypes.byref(cache), heads, self.threads, most_partials, len(groups), ctypes.byref(groups)
+            ctypes.byref(cache), heads, self.threads, max_partials, len(groups), ctypes.byref(groups)
         )
         return StepTasks(self._library, handle)
 

@@ -183,8 +183,8 @@ class SloController:
         config = self._config
         utilisation = self._utilisation / self._steps
         terms = SloTerms(
-            ttft=self._ttft.value / config.ttft if self._ttft.value > 0 else 0.0,
-            itl=self._itl.value / config.itl if self._itl.value > 0 else 0.0,
+            ttft=self._ttft.value / config.ttft_seconds if self._ttft.value > 0 else 0.0,
+            itl=self._itl.value / config.itl_seconds if self._itl.value > 0 else 0.0,
             utilisation=1 - utilisation,
             drops=self._drops / max(1, self._drops + self._first_tokens),
         )
@@ -236,7 +236,7 @@ class SloController:
             gaps = now - self._last[rows[begun]]
             for gap in gaps.tolist():
                 self._itl.record(gap)
-            late = int((gaps > self._config.itl).sum())
+            late = int((gaps > self._config.itl_seconds).sum())
             self._later += len(gaps)
             self._late += late
             self._streams.record(late=late > 0, used=contents.other_tokens, is_limited=contents.is_limited)
@@ -244,7 +244,7 @@ class SloController:
         self._last[rows] = now
 
     def _first(self, seconds: float, contents: StepContents) -> None:
-        late = seconds > self._config.ttft
+        late = seconds > self._config.ttft_seconds
         self._ttft.record(seconds)
         self._first_tokens += 1
         self._late_first += late

@@ -68,7 +68,8 @@ class DispatchSettings(OpenJobSettings):
             each retry.
         max_retry_timeout_seconds: upper bound of that time-out. It is shorter than a queue's message lifetime: else a
             shard that waits for its first worker is on no queue for most of the time, and occupies the backlog.
-        settle: heartbeats must have been stored without loss for this long before a missing one counts as a lost shard.
+        settle_seconds: heartbeats must have been stored without loss for this long before a missing one counts as a
+            lost shard.
         closing_budget_seconds: time in each tick for making the parts of jobs that are being closed; as long as the
             rest of the last tick took, if that is more.
         tick_interval_seconds: interval between two ticks, in `run`.
@@ -82,7 +83,7 @@ class DispatchSettings(OpenJobSettings):
     backlog_per_worker: float = 0.25
     retry_timeout_seconds: float = 30.0
     max_retry_timeout_seconds: float = 120.0
-    settle: float = 0.0
+    settle_seconds: float = 0.0
     closing_budget_seconds: float = 0.5
     tick_interval_seconds: float = 0.2
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -266,10 +267,12 @@ class Dispatcher:
             with self._isolated(open_job):
                 self._advance(open_job, poller, held, now)
         stored_seconds = self._heartbeats.since()
-        self._spend_limiter.refresh(self._jobs.values(), workers, held, trusted=stored_seconds >= self._settings.settle)
+        self._spend_limiter.refresh(
+            self._jobs.values(), workers, held, trusted=stored_seconds >= self._settings.settle_seconds
+        )
         self._put_missing(held, now, stored_seconds)
         self._spend_limiter.close_jobs()
-        if now >= self._next_forecast and self._heartbeats.since() >= self._settings.settle:
+        if now >= self._next_forecast and self._heartbeats.since() >= self._settings.settle_seconds:
             self._next_forecast = now + self._settings.cache_interval_seconds
             self._forecaster.refresh(self._jobs.values(), workers, self._world.clock.now())
         if now >= self._next_metrics:
@@ -381,7 +384,7 @@ class Dispatcher:
         `stored_seconds`: time since heartbeats were last lost. Queues may have been lost with them:
         shards that were queued before are queued again without waiting for their time-out.
         """
-        trusted = stored_seconds >= self._settings.settle
+        trusted = stored_seconds >= self._settings.settle_seconds
         for number, put in list(open_job.queued.items()):
             shard = open_job.open_shards[number]
             if (open_job.job.id, number) in held:

@@ -288,12 +288,12 @@ class Publisher:
             headers.append(("source", origin.location.encode()))
         headers += _trace_headers(job)
         message = Message(topic, _value(job.id, number, result), key, tuple(headers))
-        if message.size <= self._messages.most_bytes:
+        if message.size <= self._messages.max_bytes:
             return message
         where = {"uri": ledger.place(part_key(part)), "row": result["row"]}
         short = orjson.dumps(_facts(job.id, number, result) | {"response": None, "error": None, "result_in": where})
         message = Message(topic, short, key, tuple(headers))
-        if message.size <= self._messages.most_bytes:
+        if message.size <= self._messages.max_bytes:
             return message
         return Message(topic, orjson.dumps({"id": number, "job": job.id, "result_in": where}), None, tuple(headers))
 

@@ -165,7 +165,7 @@ def send_reference(
         cluster = ids.cluster_of(topic)
         producer = KafkaProducer(**settings.options())
         try:
-            sent = producer.send(topic, value).get(timeout=settings.delivery_timeout)
+            sent = producer.send(topic, value).get(timeout=settings.delivery_timeout_seconds)
         finally:
             producer.close(timeout=5.0)
     except KafkaError as error:

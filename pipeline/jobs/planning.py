@@ -190,7 +190,7 @@ def plan_job(
     job: Job,
     world: World,
     count_tokens: TokenCounter | None = None,
-    most_segments: int | None = None,
+    max_segments: int | None = None,
     open_input: Callable[[InputRef], PinnedInput] = open_pinned,
 ) -> PlanSummary | None:
     """Plan a job, or the rest of an interrupted plan. None: the plan is complete already, or the job has ended.
@@ -198,7 +198,7 @@ def plan_job(
     Args:
         job: as `submit` returned it: the ledger's job, with the input's current location.
         count_tokens: counts a text's tokens with the job's tokenizer, for the first segment; None: a rule of thumb.
-        most_segments: return when this many segments exist (`on_invalid` "job" plans the whole job regardless).
+        max_segments: return when this many segments exist (`on_invalid` "job" plans the whole job regardless).
         open_input: makes the pinned input readable; with settings of its own where S3 needs them.
 
     Raises:
@@ -213,7 +213,7 @@ def plan_job(
         return None
     span = world.traces.begin("plan", {"tokenmill.job.id": job.id}, parent=world.traces.of_job(job))
     with working_for(span):
-        return _plan(ledger, job, world, count_tokens, most_segments, open_input(job.input), span)
+        return _plan(ledger, job, world, count_tokens, max_segments, open_input(job.input), span)
 
 
 def _plan(
@@ -221,7 +221,7 @@ def _plan(
     job: Job,
     world: World,
     count_tokens: TokenCounter | None,
-    most_segments: int | None,
+    max_segments: int | None,
     watched: PinnedInput,
     span: Span,
 ) -> PlanSummary:
@@ -230,9 +230,7 @@ def _plan(
     sink = LedgerPlanSink(ledger, job, world, source.carried, watched.check)
     try:
         with _of_this_input(watched):
-            made = plan(
-                source, job, sink, world, attempt=sink.attempt, counter=count_tokens, most_segments=most_segments
-            )
+            made = plan(source, job, sink, world, attempt=sink.attempt, counter=count_tokens, max_segments=max_segments)
         span.end()
         return made
     except InvalidInput as error:

@@ -34,17 +34,17 @@ class CallSettings:
     Attributes:
         attempts: maximum number of attempts; one that a worker handed back doesn't count.
         silence_timeout_seconds: after this long without an event the client checks whether the request was lost.
-        give_up: after this long without a reachable lane the call fails.
+        unavailable_timeout_seconds: after this long without a reachable lane the call fails.
         poll_interval_seconds: how long one read waits.
-        each: pause between two reads, for each open call: events that arrive meanwhile come with the next read, and
-            reading takes time from passing events on.
+        pause_per_call_seconds: pause between two reads, for each open call: events that arrive meanwhile come with the
+            next read, and reading takes time from passing events on.
     """
 
     attempts: int = 3
     silence_timeout_seconds: float = 3.0
-    give_up: float = 30.0
+    unavailable_timeout_seconds: float = 30.0
     poll_interval_seconds: float = 0.5
-    each: float = 5e-5
+    pause_per_call_seconds: float = 5e-5
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class LaneCalls:
             yield from self._step(calls)
             self._answered_at = self._clock.monotonic()
         except ServiceUnavailable as error:
-            if self._clock.monotonic() - self._answered_at > self._settings.give_up:
+            if self._clock.monotonic() - self._answered_at > self._settings.unavailable_timeout_seconds:
                 yield from [self._fail(call, LANE_UNAVAILABLE, str(error), 503) for call in self._open(calls)]
                 return
             self._clock.sleep(self._settings.poll_interval_seconds)
@@ -162,7 +162,7 @@ class LaneCalls:
             self._clock.sleep(early)
         yield from self._read(self._open(calls), self._settings.poll_interval_seconds)
         now = self._clock.monotonic()
-        self._next_read = now + len(calls) * self._settings.each
+        self._next_read = now + len(calls) * self._settings.pause_per_call_seconds
         silent = [
             call
             for call in self._open(calls)

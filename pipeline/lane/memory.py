@@ -49,8 +49,8 @@ class MemoryLane:
 
     def send(self, request: LaneRequest) -> None:
         """Send the request to the workers of its model. Raises `LaneFull`."""
-        if len(request_json(request)) > self._settings.most_bytes:
-            raise PipelineError(f"request {request.id}: is larger than {self._settings.most_bytes} bytes; send less")
+        if len(request_json(request)) > self._settings.max_bytes:
+            raise PipelineError(f"request {request.id}: is larger than {self._settings.max_bytes} bytes; send less")
         with self._changed:
             now = self._forget_old()
             known = self._calls.get(request.id)
@@ -103,7 +103,7 @@ class MemoryLane:
             now = self._clock.monotonic()
             taken = self._choose(models, most, shares)
             for call in taken:
-                call.owner, call.alive_until = worker, now + self._settings.lifetime
+                call.owner, call.alive_until = worker, now + self._settings.worker_timeout_seconds
             return [call.request for call in taken]
 
     def emit(self, worker: str, events: Sequence[LaneEvent]) -> frozenset[str]:
@@ -124,7 +124,7 @@ class MemoryLane:
                 if call is None or call.ended or call.owner != worker:
                     unwanted.add(request)
                 else:
-                    call.alive_until = now + self._settings.lifetime
+                    call.alive_until = now + self._settings.worker_timeout_seconds
             return frozenset(unwanted)
 
     # -- inside, under the lock
@@ -140,9 +140,9 @@ class MemoryLane:
         now = self._clock.monotonic()
         if not call.events or position_of(call.events[-1]) < position_of(event):
             call.events.append(event)
-        call.answering, call.alive_until = True, now + self._settings.lifetime
+        call.answering, call.alive_until = True, now + self._settings.worker_timeout_seconds
         if closes_attempt(event):
-            call.ended, call.wanted_until = True, now + self._settings.retention
+            call.ended, call.wanted_until = True, now + self._settings.retention_seconds
         return True
 
     def _free(self, models: Sequence[str]) -> Iterator[_Call]:
@@ -203,7 +203,7 @@ class MemoryLane:
     def _wanted_for(self, request: LaneRequest) -> float:
         """Seconds for which the request is wanted."""
         if request.deadline is None:
-            return self._settings.longest
+            return self._settings.default_deadline_seconds
         return max(0.0, (request.deadline - self._clock.now()).total_seconds())
 
     def _forget_old(self) -> float:

@@ -30,25 +30,25 @@ class LaneSettings:
     """Bounds of a lane; seconds. The same for all processes that share it.
 
     Attributes:
-        lifetime: after this long without a call (`LaneWorker.hold`, `emit`) a worker loses its requests.
-        caller_lifetime: a caller that hasn't checked its request (`Lane.lost`) for so long is dead, and the request is
-            dropped if its answer hasn't begun. At least as long as a caller waits for a lane that it can't reach
-            (`CallSettings.give_up`).
-        longest: a request without a deadline is wanted for so long.
-        retention: events are stored for so long after the last one.
+        worker_timeout_seconds: after this long without a call (`LaneWorker.hold`, `emit`) a worker loses its requests.
+        client_timeout_seconds: a caller that hasn't checked its request (`Lane.lost`) for so long is dead, and the
+            request is dropped if its answer hasn't begun. At least as long as a caller waits for a lane that it can't
+            reach (`CallSettings.unavailable_timeout_seconds`).
+        default_deadline_seconds: a request without a deadline is wanted for so long.
+        retention_seconds: events are stored for so long after the last one.
         max_waiting: maximum number of a model's requests whose answer has not begun; only first attempts are refused
             beyond it. One tenant alone may have seven eighths of them.
         max_events: maximum number of a request's events that are stored for its reader.
-        most_bytes: maximum bytes of a request.
+        max_bytes: maximum bytes of a request.
     """
 
-    lifetime: float = 10.0
-    caller_lifetime: float = 30.0
-    longest: float = 3_600.0
-    retention: float = 300.0
+    worker_timeout_seconds: float = 10.0
+    client_timeout_seconds: float = 30.0
+    default_deadline_seconds: float = 3_600.0
+    retention_seconds: float = 300.0
     max_waiting: int = 10_000
     max_events: int = 16_384
-    most_bytes: int = 16 << 20
+    max_bytes: int = 16 << 20
 
     @property
     def max_waiting_per_tenant(self) -> int:
@@ -76,7 +76,7 @@ class Lane(Protocol):
     def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
         """The requests (ids) that no worker will answer: they neither wait, nor are held by a live worker, nor have an
         end. Read once more before treating a request as lost: its end may just have arrived. A caller checks every few
-        seconds until its answer begins: an unchecked request may be dropped (`LaneSettings.caller_lifetime`)."""
+        seconds until its answer begins: an unchecked request may be dropped (`LaneSettings.client_timeout_seconds`)."""
         ...
 
 

@@ -61,8 +61,8 @@ class RedisLane:
     def send(self, request: LaneRequest) -> None:
         """Send the request to the workers of its model. Raises `LaneFull`."""
         body = request_json(request)
-        if len(body) > self._settings.most_bytes:
-            raise PipelineError(f"request {request.id}: is larger than {self._settings.most_bytes} bytes; send less")
+        if len(body) > self._settings.max_bytes:
+            raise PipelineError(f"request {request.id}: is larger than {self._settings.max_bytes} bytes; send less")
         keys = keys_of(self._client, request)
         wanted, bounds = milliseconds(self._wanted_for(request)), self._settings
         with self._client.translate_errors("send a request"):
@@ -77,7 +77,7 @@ class RedisLane:
                     max(queue_ttl_milliseconds(bounds), 2 * wanted),
                     bounds.max_waiting,
                     bounds.max_waiting_per_tenant,
-                    milliseconds(bounds.caller_lifetime),
+                    milliseconds(bounds.client_timeout_seconds),
                     *self._prefixes(request.model),
                 ],
             )
@@ -92,7 +92,7 @@ class RedisLane:
         positions = {self._client.key("lane", "events", id_): f"{at[0]}-{at[1]}" for id_, at in after.items()}
         while positions:
             left = until - self._clock.monotonic()
-            block = milliseconds(min(left, self._redis.timeout / 2)) if left > 0 else None
+            block = milliseconds(min(left, self._redis.timeout_seconds / 2)) if left > 0 else None
             with self._client.translate_errors("read events"):
                 found = self._client.raw.xread(positions, count=MAX_EVENTS_PER_READ, block=block)
             events = [event for _, entries in found or () for entry in entries if (event := self._event(entry))]
@@ -112,7 +112,7 @@ class RedisLane:
 
     def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
         """The requests that no worker will answer. The check keeps waiting requests from being dropped."""
-        checked, lifetime = list(requests), milliseconds(self._settings.caller_lifetime)
+        checked, lifetime = list(requests), milliseconds(self._settings.client_timeout_seconds)
         with self._client.translate_errors("ask after requests"), self._client.raw.pipeline(transaction=False) as pipe:
             for request in checked:
                 keys = keys_of(self._client, request)
@@ -144,7 +144,7 @@ class RedisLane:
     def _wanted_for(self, request: LaneRequest) -> float:
         """Seconds for which the request is wanted."""
         if request.deadline is None:
-            return self._settings.longest
+            return self._settings.default_deadline_seconds
         return max(0.0, (request.deadline - self._clock.now()).total_seconds())
 
     def _event(self, entry: Any) -> LaneEvent | None:

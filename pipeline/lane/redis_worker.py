@@ -46,7 +46,7 @@ def keys_of(client: RedisClient, request: LaneRequest) -> LaneKeys:
 
 def queue_ttl_milliseconds(settings: LaneSettings) -> int:
     """Minimum TTL of queues after the last request, in ms."""
-    return milliseconds(settings.longest + settings.retention)
+    return milliseconds(settings.default_deadline_seconds + settings.retention_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class RedisLaneWorker:
                 if taken or left <= 0:
                     return [one.request for one in taken]
                 # Shorter than the server's time-out.
-                self._client.raw.xread(seen, count=1, block=milliseconds(min(left, self._redis.timeout / 2)))
+                self._client.raw.xread(seen, count=1, block=milliseconds(min(left, self._redis.timeout_seconds / 2)))
         return []
 
     def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
@@ -151,7 +151,10 @@ class RedisLaneWorker:
         waiting, turns, sent, callers = (self._client.key("lane", name, model) for name in names)
         prefixes = [self._client.key("lane", *name, "") for name in (("queue", model), ("wanted",), ("alive",))]
         held = [part for pair in shares.held.items() for part in pair]
-        lifetime, queue_ttl = milliseconds(self._settings.lifetime), queue_ttl_milliseconds(self._settings)
+        lifetime, queue_ttl = (
+            milliseconds(self._settings.worker_timeout_seconds),
+            queue_ttl_milliseconds(self._settings),
+        )
         found = self._take(
             keys=[waiting, turns, sent, callers],
             args=[self._name, most, min(shares.max_each, 2**31), lifetime, queue_ttl, *prefixes, *held],
@@ -207,7 +210,7 @@ class RedisLaneWorker:
 
     def _times(self) -> tuple[int, int]:
         """The lifetime and the TTL of events, in ms."""
-        return milliseconds(self._settings.lifetime), milliseconds(self._settings.retention)
+        return milliseconds(self._settings.worker_timeout_seconds), milliseconds(self._settings.retention_seconds)
 
     def _known(self, request: str) -> _Taken | None:
         with self._lock:

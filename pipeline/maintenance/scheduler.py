@@ -26,12 +26,12 @@ class RetentionSchedulerSettings:
 
     Attributes:
         interval_seconds: interval between two collections.
-        again: longest interval between two checks whether another process has collected, and the delay before the first
-            check: a process that has just started has other work.
+        check_interval_seconds: longest interval between two checks whether another process has collected, and the delay
+            before the first check: a process that has just started has other work.
     """
 
     interval_seconds: float = 86_400.0
-    again: float = 600.0
+    check_interval_seconds: float = 600.0
 
 
 class RetentionScheduler:
@@ -53,7 +53,7 @@ class RetentionScheduler:
         self._retention = retention
         self._settings = settings or RetentionSchedulerSettings()
         self._lease = lease
-        self._again = min(self._settings.interval_seconds, self._settings.again)
+        self._again = min(self._settings.interval_seconds, self._settings.check_interval_seconds)
         self._next = world.clock.monotonic() + self._again
 
     def run(self, stop: threading.Event) -> None:

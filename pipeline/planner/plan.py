@@ -42,7 +42,7 @@ def plan(
     *,
     attempt: str,
     counter: TokenCounter | None = None,
-    most_segments: int | None = None,
+    max_segments: int | None = None,
 ) -> PlanSummary:
     """Plan a job: the whole plan is in the sink when this returns.
 
@@ -51,14 +51,14 @@ def plan(
     Args:
         attempt: id of this planner's attempt, under which the sink stores shards.
         counter: counts tokens of a sample of the first segment's prompts; None: a rule of thumb.
-        most_segments: return when so many segments are committed. A job that invalid lines stop is planned as a whole.
+        max_segments: return when so many segments are committed. A job that invalid lines stop is planned as a whole.
     Raises:
         InputError: the input can't be read.
         InvalidInput: lines are invalid and the job's `on_invalid` is "job"; no segment was committed.
         PlanMismatch: a committed segment covers other lines than it would here.
     """
     with tempfile.TemporaryDirectory(prefix="plan-", dir=world.scratch) as folder:
-        return _PlannerRun(source, job, sink, world, attempt, TokenEstimator(counter), Path(folder)).run(most_segments)
+        return _PlannerRun(source, job, sink, world, attempt, TokenEstimator(counter), Path(folder)).run(max_segments)
 
 
 def limited(batches: Iterator[SourceBatch], limit: int | None) -> Iterator[SourceBatch]:
@@ -105,12 +105,12 @@ class _PlannerRun:
     def _strict(self) -> bool:
         return self._job.settings.on_invalid is OnInvalid.JOB
 
-    def run(self, most_segments: int | None) -> PlanSummary:
+    def run(self, max_segments: int | None) -> PlanSummary:
         segment = _OpenSegment(self, 0, 0)
         for batch in limited(self._source.batches(self._sizes), self._job.settings.limit):
             if (index := self._sizes.index(batch.first_row)) != segment.index:
                 self._close(segment, last=False)
-                if not self._strict and len(self._segments) == most_segments:
+                if not self._strict and len(self._segments) == max_segments:
                     return summarize(self._segments)
                 segment = _OpenSegment(self, index, batch.first_row)
             segment.end_row = batch.end_row

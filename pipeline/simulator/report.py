@@ -86,12 +86,12 @@ def report(
     hours = outcome.worker_seconds / HOUR
     waits = [job.begun - job.arrival for job in outcome.jobs if job.begun is not None]
     took = [job.ended - job.arrival for job in outcome.jobs if job.ended is not None]
-    live = [sample.live for sample in outcome.samples] or [settings.fixed or 0]
+    live = [sample.live for sample in outcome.samples] or [settings.fixed_workers or 0]
     begun = min((job.begun for job in outcome.jobs if job.begun is not None), default=0.0)
     return SimulationReport(
         trace=trace.name,
         worker=settings.worker.name,
-        gpus=settings.fixed or settings.scaling.max_workers,
+        gpus=settings.fixed_workers or settings.scaling.max_workers,
         hours=outcome.seconds / HOUR,
         requests=trace.requests,
         jobs=len(trace.jobs),
@@ -145,10 +145,15 @@ def oracle(settings: SimulationSettings, outcome: SimulationOutcome) -> OracleRe
         if any(job.order.tier is Tier.BULK for job in outcome.jobs)
         else limits.standard_target_seconds
     )
-    ready = 0.0 if settings.fixed else cold_start_seconds
+    ready = 0.0 if settings.fixed_workers else cold_start_seconds
     tasks = tasks_of(settings, outcome)
     return best(
-        tasks, settings.fixed or limits.max_workers, cold_start_seconds, slowest, settings.interval_seconds, ready
+        tasks,
+        settings.fixed_workers or limits.max_workers,
+        cold_start_seconds,
+        slowest,
+        settings.interval_seconds,
+        ready,
     )
 
 

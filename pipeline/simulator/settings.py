@@ -18,31 +18,32 @@ class SimulationSettings:
     Attributes:
         worker: throughput and cold start of a worker.
         scaling: the autoscaler's limits; `most` is the number of GPUs.
-        fixed: constant number of workers, without an autoscaler; None: the autoscaler decides.
+        fixed_workers: constant number of workers, without an autoscaler; None: the autoscaler decides.
         interval_seconds: interval between two decisions of the autoscaler.
         plan: how jobs are split.  dispatching: how shards are dispatched.
-        take_up, rows_planned: delay from a job's arrival until it is found, and rows per second of planning its first
-            segment; before that none of its shards is dispatched.
+        discovery_seconds, planned_rows_per_second: delay from a job's arrival until it is found, and rows per second of
+            planning its first segment; before that none of its shards is dispatched.
         answer_error: actual answers differ from the estimate by a factor exp(N(0, this)), drawn per job.
         cold_start_spread: cold starts take up to this share more or less.
-        unnoticed: share of the interruptions that come without notice; then a worker's last `unlogged` seconds are
-            computed again, and the loss of its shards is detected after `silence`.
+        unannounced_fraction: share of the interruptions that come without notice; then a worker's last
+            `unwritten_seconds` seconds are computed again, and the loss of its shards is detected after
+            `detection_seconds`.
         seed: seed of the random numbers.
     """
 
     worker: WorkerModel
     scaling: ScalingLimits
-    fixed: int | None = None
+    fixed_workers: int | None = None
     interval_seconds: float = 30.0
     plan: PlanSettings = field(default_factory=PlanSettings)
     dispatching: DispatchSettings = field(default_factory=DispatchSettings)
-    take_up: float = 1.0
-    rows_planned: float = 15_000.0
+    discovery_seconds: float = 1.0
+    planned_rows_per_second: float = 15_000.0
     answer_error: float = 0.2
     cold_start_spread: float = 0.1
-    unnoticed: float = 0.1
-    unlogged: float = 15.0
-    silence: float = 12.0
+    unannounced_fraction: float = 0.1
+    unwritten_seconds: float = 15.0
+    detection_seconds: float = 12.0
     seed: int = 0
 
 

@@ -63,8 +63,8 @@ class _Simulation:
             self._at(interruption.at, partial(self._interrupt, interruption))
 
     def run(self) -> SimulationOutcome:
-        if self._settings.fixed is not None:
-            for _ in range(self._settings.fixed):
+        if self._settings.fixed_workers is not None:
+            for _ in range(self._settings.fixed_workers):
                 self._launch(0.0)
         else:
             self._at(0.0, self._scale)
@@ -82,7 +82,7 @@ class _Simulation:
         if self._open or self._now < self._last_arrival:
             return False
         return (
-            self._settings.fixed is not None
+            self._settings.fixed_workers is not None
             or not (self._workers or self._booting)
             or (len(self._workers) + len(self._booting) <= self._limits.min_workers)
         )
@@ -110,7 +110,7 @@ class _Simulation:
         if due is not None:
             self._at(due, lambda: self._expire(job))
         first = min(traced.rows, plan.first_segment_rows)
-        job.ready = self._now + settings.take_up + first / settings.rows_planned
+        job.ready = self._now + settings.discovery_seconds + first / settings.planned_rows_per_second
         self._at(job.ready, self._want_tick)
 
     def _expire(self, job: SimJob) -> None:
@@ -291,8 +291,8 @@ class _Simulation:
         taken = round(len(self._workers) * interruption.interrupt)
         for name in self._rng.sample(sorted(self._workers), taken):
             self.outcome.interrupted += 1
-            if self._rng.random() < self._settings.unnoticed:
-                self._leave(self._workers[name], self._settings.unlogged, self._settings.silence)
+            if self._rng.random() < self._settings.unannounced_fraction:
+                self._leave(self._workers[name], self._settings.unwritten_seconds, self._settings.detection_seconds)
             else:
                 self._leave(self._workers[name], 0.0, 0.0)
 

@@ -140,11 +140,11 @@ class ServerProcess(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def log_end(self, most_bytes: int = 4_000) -> str:
+    def log_end(self, max_bytes: int = 4_000) -> str:
         """The end of its log."""
         if not self.log.exists():
             return ""
-        return self.log.read_bytes()[-most_bytes:].decode(errors="replace")
+        return self.log.read_bytes()[-max_bytes:].decode(errors="replace")
 
     def _await_readiness(self) -> None:
         deadline = time.monotonic() + HANG_SECONDS

@@ -115,7 +115,7 @@ class JobHarness:
             job = submit(self.order(), ports.ledger, ports.world, job_id=JOB, fresh=self.starting_anew).job
             self.starting_anew = False
             longer = (process.life + len(process.name)) % 3
-            plan_job(ports.ledger, job, ports.world, lambda text: len(text) << longer, most_segments=1)
+            plan_job(ports.ledger, job, ports.world, lambda text: len(text) << longer, max_segments=1)
             plan_job(ports.ledger, job, ports.world)
 
     def dispatch(self, process: Process) -> None:

@@ -103,7 +103,7 @@ def simulate(
     simulation = SimulationSettings(
         model,
         limits.model_copy(update={"max_workers": gpus, "min_workers": min(limits.min_workers, gpus)}),
-        fixed=gpus if fixed else None,
+        fixed_workers=gpus if fixed else None,
         interval_seconds=settings.autoscale.interval_seconds,
         plan=settings.plan,
         answer_error=answer_error,
@@ -122,7 +122,7 @@ def simulate(
 def _settings(simulation: SimulationSettings) -> dict[str, object]:
     return {
         "worker": simulation.worker.model_dump(),
-        "scaling": None if simulation.fixed else simulation.scaling.model_dump(),
+        "scaling": None if simulation.fixed_workers else simulation.scaling.model_dump(),
         "interval_seconds": simulation.interval_seconds,
         "plan": simulation.plan.model_dump(),
         "answer_error": simulation.answer_error,

@@ -96,7 +96,7 @@ def slo_config(settings: Settings) -> SloConfig | None:
     if not slo.throttle_batch:
         return None
     return SloConfig(
-        ttft=slo.ttft_seconds, itl=slo.itl_seconds, quantile=slo.quantile, weight_ttft=slo.weight_ttft,
+        ttft_seconds=slo.ttft_seconds, itl_seconds=slo.itl_seconds, quantile=slo.quantile, weight_ttft=slo.weight_ttft,
         weight_itl=slo.weight_itl, weight_utilisation=slo.weight_utilisation, weight_drops=slo.weight_drops,
         min_tokens=slo.min_batch_tokens,
     )  # fmt: skip

@@ -83,7 +83,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         if output.ledger.segment(0) is None:
             tracker.phase("planning")
             counter = token_counter(Path(pins[0].source), plan.chat_template)
-            plan_job(output.ledger, submitted.job, output.world, counter, most_segments=1, open_input=open_input)
+            plan_job(output.ledger, submitted.job, output.world, counter, max_segments=1, open_input=open_input)
         segments = list(output.ledger.segments())
         before, planner = 0, None
 

@@ -279,7 +279,7 @@ def _inference_settings(settings: Settings) -> InferenceSettings:
     from pipeline.gateway.inference.request_builder import InferenceSettings
 
     return InferenceSettings(
-        longest=settings.gateway.request_timeout_seconds,
+        max_timeout_seconds=settings.gateway.request_timeout_seconds,
         default_model=settings.default_model,
         caps={tier: settings.max_output_tokens.of(tier) for tier in Tier},
         default_max_tokens=settings.default_max_tokens,

@@ -82,7 +82,7 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
         requests=options.requests or {f"{prefix}.requests": "default"},
         jobs=options.jobs or {f"{prefix}.jobs": "default"},
         deadletter_topic=f"{prefix}.deadletter",
-        group=options.group_id,
+        group_id=options.group_id,
         epoch=options.epoch,
         start=options.start,
         batch_records=options.batch_records,
@@ -160,7 +160,7 @@ def _celery(root: Root, settings: Settings) -> Part:
         return lambda stop: CeleryIngestWorker(tasks, ingest, root.world).run(stop)
     lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock)
     limits = GenerateSettings(
-        longest=options.generate_timeout_seconds,
+        max_timeout_seconds=options.generate_timeout_seconds,
         max_waiting=options.max_concurrent_generates,
         default_model=settings.default_model,
         limits=settings.limits,

@@ -46,7 +46,7 @@ def dispatcher_part(
     `command`, `log_format`: of the planner processes."""
     limits = settings.spending
     dispatching = DispatchSettings(
-        settle=backends.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour,
+        settle_seconds=backends.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour,
         spending=SpendSettings(limits.of_each, limits.tenants, limits.wait),
     )  # fmt: skip
 

@@ -134,7 +134,7 @@ class LaneServer:
         self._serving = serving or LaneServing()
         self._max_requests = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)
         self._key = model.pin().key
-        self._hold_interval_seconds = (lane_settings or LaneSettings()).lifetime / 3
+        self._hold_interval_seconds = (lane_settings or LaneSettings()).worker_timeout_seconds / 3
         self._engine_epoch = clock.now() - timedelta(seconds=self._engine.clock())
         # Shared by the threads.
         self._changed = threading.Condition()

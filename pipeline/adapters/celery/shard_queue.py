@@ -41,20 +41,20 @@ class CeleryQueueSettings:
     Attributes:
         url: the broker's, in Celery's format; several, separated by ";", are tried in order.
         prefix: of the queues' names.
-        timeout: for an answer or a connection.
-        poll: between two polls while all queues are empty.
-        message_lifetime: an untaken message expires after this long: the dispatcher has decided anew. Longer than the
-            dispatcher's `max_retry_timeout_seconds`, so that a waiting shard always has a message.
-        queue_lifetime: an unused queue expires after this long, with its messages.
+        timeout_seconds: for an answer or a connection.
+        poll_interval_seconds: between two polls while all queues are empty.
+        message_lifetime_seconds: an untaken message expires after this long: the dispatcher has decided anew. Longer
+            than the dispatcher's `max_retry_timeout_seconds`, so that a waiting shard always has a message.
+        queue_lifetime_seconds: an unused queue expires after this long, with its messages.
         transport_options: for kombu's transport; they override the defaults.
     """
 
     url: str = field(repr=False)
     prefix: str = "tokenmill.shards"
-    timeout: float = 5.0
-    poll: float = 0.1
-    message_lifetime: float = 600.0
-    queue_lifetime: float = 3_600.0
+    timeout_seconds: float = 5.0
+    poll_interval_seconds: float = 0.1
+    message_lifetime_seconds: float = 600.0
+    queue_lifetime_seconds: float = 3_600.0
     transport_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -86,7 +86,7 @@ class CeleryQueue:
                 (task.job, task.shard, task.attempt),
                 queue=self._queue(queue),
                 producer=self._app.amqp.Producer(channel, auto_declare=False),
-                expires=self._settings.message_lifetime,
+                expires=self._settings.message_lifetime_seconds,
                 ignore_result=True,
                 retry=False,
             )
@@ -102,11 +102,11 @@ class CeleryQueue:
                     if (task := self._take(queue)) is not None:
                         return task
             except ServiceUnavailable:
-                if left <= self._settings.poll:
+                if left <= self._settings.poll_interval_seconds:
                     raise
             if left <= 0:
                 return None
-            self._clock.sleep(min(left, self._settings.poll))
+            self._clock.sleep(min(left, self._settings.poll_interval_seconds))
 
     def close(self) -> None:
         """Close the connections; a later call opens new ones."""
@@ -169,7 +169,7 @@ class CeleryQueue:
         if expires is None or datetime.fromisoformat(expires) >= self._clock.now():
             return False
         emptied = self._seen_empty.get(queue)
-        return emptied is None or self._clock.monotonic() - emptied > self._settings.message_lifetime
+        return emptied is None or self._clock.monotonic() - emptied > self._settings.message_lifetime_seconds
 
     def _drop(self, queue: str, why: str) -> None:
         self.dropped += 1
@@ -177,19 +177,21 @@ class CeleryQueue:
 
     def _queue(self, name: str) -> Any:
         """The queue on the default exchange, so that only the queue itself is left on the broker, until it expires."""
-        return Queue(f"{self._settings.prefix}.{name}", Exchange("", "direct"), expires=self._settings.queue_lifetime)
+        return Queue(
+            f"{self._settings.prefix}.{name}", Exchange("", "direct"), expires=self._settings.queue_lifetime_seconds
+        )
 
     def _connect(self) -> Any:
         connection = Connection(
             self._settings.url,
-            connect_timeout=self._settings.timeout,
+            connect_timeout=self._settings.timeout_seconds,
             ssl=security(self._settings.url),
-            transport_options=_options(self._settings.url, self._settings.timeout)
+            transport_options=_options(self._settings.url, self._settings.timeout_seconds)
             | dict(self._settings.transport_options),
         )
         others = len(connection.alt) - 1 if connection.alt else 0
         connection.ensure_connection(
-            max_retries=others, interval_start=0, interval_step=0, timeout=self._settings.timeout
+            max_retries=others, interval_start=0, interval_step=0, timeout=self._settings.timeout_seconds
         )
         return connection
 
@@ -202,7 +204,7 @@ class CeleryQueue:
             connection.disconnect()
             raise ServiceUnavailable(
                 f"{self._address}: can't {what}: {_reason(error)}; see that the broker runs and answers within "
-                f"{self._settings.timeout:g} s"
+                f"{self._settings.timeout_seconds:g} s"
             ) from error
 
 

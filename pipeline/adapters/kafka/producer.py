@@ -26,30 +26,30 @@ class ProducerSettings:
 
     Attributes:
         idempotence: the broker drops messages that the client itself sends twice.
-        max_block: how long one message may wait for metadata or memory.
-        delivery_timeout: how long one message may take, resends included.
-        linger: how long a message waits for others of its batch.
-        most_bytes: the largest message; the broker's own limit must not be lower.
+        max_block_seconds: how long one message may wait for metadata or memory.
+        delivery_timeout_seconds: how long one message may take, resends included.
+        linger_seconds: how long a message waits for others of its batch.
+        max_bytes: the largest message; the broker's own limit must not be lower.
     """
 
     connection: KafkaConnection
     idempotence: bool = True
-    max_block: float = 30.0
-    delivery_timeout: float = 120.0
-    linger: float = 0.005
+    max_block_seconds: float = 30.0
+    delivery_timeout_seconds: float = 120.0
+    linger_seconds: float = 0.005
     compression: Literal["gzip", "snappy", "lz4", "zstd"] | None = None
-    most_bytes: int = 1_000_000
+    max_bytes: int = 1_000_000
 
     def options(self) -> dict[str, Any]:
         """Arguments of kafka-python's producer."""
         return self.connection.options() | {
             "acks": "all",
             "enable_idempotence": self.idempotence,
-            "max_block_ms": int(self.max_block * 1000),
-            "delivery_timeout_ms": int(self.delivery_timeout * 1000),
-            "linger_ms": int(self.linger * 1000),
+            "max_block_ms": int(self.max_block_seconds * 1000),
+            "delivery_timeout_ms": int(self.delivery_timeout_seconds * 1000),
+            "linger_ms": int(self.linger_seconds * 1000),
             "compression_type": self.compression,
-            "max_request_size": self.most_bytes,
+            "max_request_size": self.max_bytes,
         }
 
 
@@ -62,8 +62,8 @@ class KafkaSender:
         self._producer: Any = None
 
     @property
-    def most_bytes(self) -> int:
-        return self._settings.most_bytes
+    def max_bytes(self) -> int:
+        return self._settings.max_bytes
 
     def send(self, messages: Sequence[Message]) -> None:
         """See `Messages.send`."""
@@ -76,7 +76,7 @@ class KafkaSender:
                 waiting.append(producer.send(message.topic, message.value, message.key, headers))
         except KafkaError as error:
             failed.append(error)
-        deadline = self._settings.delivery_timeout + _GRACE_SECONDS
+        deadline = self._settings.delivery_timeout_seconds + _GRACE_SECONDS
         for future in waiting:  # all of them: after a failure is reported, no message is in flight any more
             try:
                 future.get(timeout=deadline)

@@ -27,16 +27,17 @@ class RedisSettings:
     Attributes:
         url: redis://, rediss:// (TLS) or unix://, with user and password if there are any.
         prefix: of all keys, so that several installations can share a server.
-        connect_timeout: to reach the server.
-        timeout: of one answer. Shorter than a heartbeat's lifetime, or a slow server would make workers seem dead.
+        connect_timeout_seconds: to reach the server.
+        timeout_seconds: of one answer. Shorter than a heartbeat's lifetime, or a slow server would make workers seem
+            dead.
         max_connections: maximum number of connections, opened on demand. A reader that waits for events of the lane
             occupies one.
     """
 
     url: str = field(repr=False)
     prefix: str = "tokenmill"
-    connect_timeout: float = 2.0
-    timeout: float = 2.0
+    connect_timeout_seconds: float = 2.0
+    timeout_seconds: float = 2.0
     max_connections: int = 256
 
 
@@ -52,8 +53,8 @@ class RedisClient:
         try:
             self.raw: Any = redis.Redis.from_url(  # Any: its commands are typed for two kinds of client at once
                 settings.url,
-                socket_timeout=settings.timeout,
-                socket_connect_timeout=settings.connect_timeout,
+                socket_timeout=settings.timeout_seconds,
+                socket_connect_timeout=settings.connect_timeout_seconds,
                 socket_keepalive=True,
                 max_connections=settings.max_connections,
                 retry=Retry(NoBackoff(), 0),
@@ -84,7 +85,7 @@ class RedisClient:
         except redis.RedisError as error:
             raise ServiceUnavailable(
                 f"{redacted(self.settings.url)}: can't {what}: {_reason(error)}; see that the server runs and answers "
-                f"within {self.settings.timeout:g} s"
+                f"within {self.settings.timeout_seconds:g} s"
             ) from error
 
 

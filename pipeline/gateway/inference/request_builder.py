@@ -65,13 +65,13 @@ class InferenceSettings:
     """Bounds and defaults of interactive requests.
 
     Attributes:
-        longest: the bound and the default of a request's `timeout`, in seconds.
+        max_timeout_seconds: the bound and the default of a request's `timeout`, in seconds.
         max_resume_seconds: the bound of `resume`, in seconds.
         default_model: of bodies without a model.
         caps: the largest max_tokens of each tier.  default_max_tokens: of requests without one.
     """
 
-    longest: float = 600.0
+    max_timeout_seconds: float = 600.0
     max_resume_seconds: float = 60.0
     default_model: str | None = None
     caps: Mapping[Tier, int] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class InferenceRequestBuilder:
             raise bad_request("there is no stream of embeddings; remove stream", "stream")
         if stream and isinstance(checked, CompletionBody) and checked.echo:
             raise bad_request("echo is not supported in a stream; remove one of them", "echo", "unsupported_parameter")
-        seconds = self._settings.longest if extension.timeout is None else extension.timeout
+        seconds = self._settings.max_timeout_seconds if extension.timeout is None else extension.timeout
         entry = self._entry(checked.model)
         request = LaneRequest(
             id=f"http-{self._world.random.token(16).hex()}",
@@ -216,8 +216,9 @@ class InferenceRequestBuilder:
             found = Extension() if given is None else Extension.model_validate_json(orjson.dumps(given), strict=True)
         except ValidationError as error:
             raise bad_request(f"{EXTENSION}.{first_mistake(error)}", EXTENSION) from None
-        if found.timeout is not None and found.timeout > self._settings.longest:
-            message = f"{EXTENSION}.timeout is {found.timeout:g}, but at most {self._settings.longest:g} s are allowed"
+        if found.timeout is not None and found.timeout > self._settings.max_timeout_seconds:
+            longest = self._settings.max_timeout_seconds
+            message = f"{EXTENSION}.timeout is {found.timeout:g}, but at most {longest:g} s are allowed"
             raise bad_request(message, f"{EXTENSION}.timeout")
         if found.resume > self._settings.max_resume_seconds:
             message = f"{EXTENSION}.resume is {found.resume:g}, but at most {self._settings.max_resume_seconds:g} s are"

@@ -45,14 +45,14 @@ class NotifierSettings:
     Attributes:
         poll_interval_seconds: the polling interval.
         min_retry_seconds, max_retry_seconds: the bounds of the delay between two attempts of an event.
-        growth: the delay until the next attempt, as a share of the event's age.
+        retry_growth: the delay until the next attempt, as a share of the event's age.
         retry_timeout_seconds: events that are older than this are dropped.
     """
 
     poll_interval_seconds: float = 1.0
     min_retry_seconds: float = 5.0
     max_retry_seconds: float = 6 * 3_600.0
-    growth: float = 0.5
+    retry_growth: float = 0.5
     retry_timeout_seconds: float = 3 * 86_400.0
 
 
@@ -260,7 +260,7 @@ class Notifier:
             logger.error("webhook_given_up", **fields)
             return
         chance = int.from_bytes(self._world.random.token(4)) / 2**32
-        wait = min(settings.max_retry_seconds, max(settings.min_retry_seconds, settings.growth * age)) * (
+        wait = min(settings.max_retry_seconds, max(settings.min_retry_seconds, settings.retry_growth * age)) * (
             1 + _JITTER * (2 * chance - 1)
         )
         self._retry_at[key] = self._world.clock.monotonic() + wait

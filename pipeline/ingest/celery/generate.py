@@ -48,13 +48,13 @@ class GenerateSettings:
     """Limits of requests; times in seconds.
 
     Attributes:
-        longest: a request times out after this long, or earlier by its own timeout.
+        max_timeout_seconds: a request times out after this long, or earlier by its own timeout.
         max_waiting: maximum number of waiting requests in this process; a further task is retried later.
         default_model: model of bodies that name none.
         call: settings of each call over the lane.
     """
 
-    longest: float = 600.0
+    max_timeout_seconds: float = 600.0
     max_waiting: int = 1_000
     default_model: str | None = None
     limits: Limits = field(default_factory=Limits)
@@ -177,7 +177,7 @@ class GenerateCalls:
             plain = dump_body(checked)
         except ValueError:
             raise _refuse("body", "holds half a character (a lone surrogate); send text") from None
-        longest = self._settings.longest
+        longest = self._settings.max_timeout_seconds
         if timeout is not None and (
             isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= longest
         ):

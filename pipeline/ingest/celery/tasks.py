@@ -63,7 +63,7 @@ class TaskSettings:
     Attributes:
         uri_prefixes: tenant -> prefixes of the URIs that its jobs may name, "s3://bucket/in/" or "file:///data/"; none:
             no URI at all.
-        max_requests, most_bytes: limits of inline requests, as lines of JSON.
+        max_requests, max_bytes: limits of inline requests, as lines of JSON.
 
     Raises:
         BadAddress: a prefix doesn't end with a slash.
@@ -71,7 +71,7 @@ class TaskSettings:
 
     uri_prefixes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     max_requests: int = 10_000
-    most_bytes: int = 4 * 1024 * 1024
+    max_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
         for tenant, prefixes in self.uri_prefixes.items():
@@ -246,7 +246,7 @@ class CeleryTasks:
             raise TaskRefused("bad_uri: the uri holds half a character; give it as proper text") from None
 
     def _lines(self, requests: Sequence[Any]) -> bytes:
-        max_requests, max_bytes = self._settings.max_requests, self._settings.most_bytes
+        max_requests, max_bytes = self._settings.max_requests, self._settings.max_bytes
         hint = "put them into a file and submit its URI"
         if not requests:
             raise TaskRefused("invalid_request: the list of requests is empty; give at least one")

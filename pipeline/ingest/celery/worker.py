@@ -58,14 +58,15 @@ class CeleryIngestSettings:
         result_url: of the backend from which callers read results; None: the broker, if it is a Redis.
         queues: queue -> its tenant.
         threads: tasks of a queue that run at once.
-        timeout: for an answer of the broker or the backend.
-        visibility_timeout: the tasks of a dead worker are delivered again after this long. Longer than any task takes,
-            and than any wait between two attempts.
-        result_expires: how long a result is stored.
-        first_wait_seconds, longest_wait: before the first retry of a task that can't be done now, and the maximum wait.
-        tries: after so many attempts the caller gets the error.
-        pause: after the connection to the broker was lost, before the next attempt to connect.
-        held: maximum number of tasks in one worker that wait for their next attempt, or for room.
+        timeout_seconds: for an answer of the broker or the backend.
+        visibility_timeout_seconds: the tasks of a dead worker are delivered again after this long. Longer than any task
+            takes, and than any wait between two attempts.
+        result_expires_seconds: how long a result is stored.
+        first_retry_seconds, max_retry_seconds: before the first retry of a task that can't be done now, and the maximum
+            wait.
+        max_attempts: after so many attempts the caller gets the error.
+        reconnect_seconds: after the connection to the broker was lost, before the next attempt to connect.
+        max_held_tasks: maximum number of tasks in one worker that wait for their next attempt, or for room.
         prefetch: prefetched tasks of each thread. When all have arrived, a worker without Celery's event loop fetches
             more only after two seconds.
     """
@@ -74,14 +75,14 @@ class CeleryIngestSettings:
     result_url: str | None = field(default=None, repr=False)
     queues: Mapping[str, str] = field(default_factory=lambda: {"tokenmill": "default"})
     threads: int = 4
-    timeout: float = 5.0
-    visibility_timeout: float = 120.0
-    result_expires: float = 86_400.0
-    first_wait_seconds: float = 1.0
-    longest_wait: float = 30.0
-    tries: int = 30
-    pause: float = 1.0
-    held: int = 1_000
+    timeout_seconds: float = 5.0
+    visibility_timeout_seconds: float = 120.0
+    result_expires_seconds: float = 86_400.0
+    first_retry_seconds: float = 1.0
+    max_retry_seconds: float = 30.0
+    max_attempts: int = 30
+    reconnect_seconds: float = 1.0
+    max_held_tasks: int = 1_000
     prefetch: int = 32
 
 
@@ -107,7 +108,7 @@ def make_app(
 
     def wait(tries: int) -> float:
         """Seconds before the next attempt: they double each time, with jitter."""
-        longest = min(settings.longest_wait, settings.first_wait_seconds * 2.0 ** min(tries, 30))
+        longest = min(settings.max_retry_seconds, settings.first_retry_seconds * 2.0 ** min(tries, 30))
         return longest * (0.5 + int.from_bytes(random.token(2), "big") / (1 << 17))
 
     def traced(act: Callable[[Any], Any], task: Any) -> Any:
@@ -165,7 +166,7 @@ def make_app(
 
     for name, act in ((SUBMIT, submit), (STATUS, status), (CANCEL, cancel), (GENERATE, generate)):
         app.task(
-            with_retries(act), name=name, bind=True, shared=False, typing=False, max_retries=settings.tries - 1,
+            with_retries(act), name=name, bind=True, shared=False, typing=False, max_retries=settings.max_attempts - 1,
             throws=(TaskRefused, TryLater), acks_late=True,
         )  # fmt: skip
     app.finalize()
@@ -252,7 +253,7 @@ class CeleryIngestWorker:
             while thread.is_alive():
                 if stop.wait(_POLL_SECONDS):
                     worker.consumer.call_soon(_end, worker)
-                    thread.join(_END_SECONDS + 2 * self._settings.timeout)
+                    thread.join(_END_SECONDS + 2 * self._settings.timeout_seconds)
                     if thread.is_alive():  # it may be connecting to its broker; its tasks are delivered again
                         logger.warning("celery_worker_left", queue=queue, broker=broker)
                         break
@@ -260,8 +261,10 @@ class CeleryIngestWorker:
                     worker.consumer.call_soon(_restore, worker)
                 polls += 1
             if not stop.is_set():
-                logger.warning("celery_worker_ended", queue=queue, broker=broker, again_in=self._settings.pause)
-                stop.wait(self._settings.pause)
+                logger.warning(
+                    "celery_worker_ended", queue=queue, broker=broker, again_in=self._settings.reconnect_seconds
+                )
+                stop.wait(self._settings.reconnect_seconds)
 
     def _worker(self, queue: str, app: Celery) -> WorkController:
         def ready(_consumer: Any) -> None:
@@ -312,9 +315,11 @@ def _configuration(queue: str, settings: CeleryIngestSettings) -> dict[str, Any]
     if settings.result_url is None and scheme not in REDIS:
         broker = redacted(settings.broker_url)
         raise BadAddress(f"{broker}: keeps no results; give a result backend, such as redis://host:6379/1")
-    if settings.longest_wait >= settings.visibility_timeout:
-        raise BadAddress("longest_wait must be below visibility_timeout, or tasks that wait are delivered twice")
-    timeout, results = settings.timeout, settings.result_url or settings.broker_url
+    if settings.max_retry_seconds >= settings.visibility_timeout_seconds:
+        raise BadAddress(
+            "max_retry_seconds must be below visibility_timeout_seconds, or tasks that wait are delivered twice"
+        )
+    timeout, results = settings.timeout_seconds, settings.result_url or settings.broker_url
     return {
         "broker_url": settings.broker_url,
         "broker_read_url": settings.broker_url,
@@ -332,25 +337,25 @@ def _configuration(queue: str, settings: CeleryIngestSettings) -> dict[str, Any]
         "result_backend_base_sleep_between_retries_ms": 100,
         "result_backend_max_sleep_between_retries_ms": 1_000,
         "redis_backend_use_ssl": security(results),
-        "result_expires": settings.result_expires,
+        "result_expires": settings.result_expires_seconds,
         "redis_socket_timeout": timeout,
         "redis_socket_connect_timeout": timeout,
         "result_accept_content": ["json"],
         "task_acks_late": True,
         "task_default_queue": queue,
         "worker_prefetch_multiplier": settings.prefetch,
-        "worker_eta_task_limit": settings.held,
+        "worker_eta_task_limit": settings.max_held_tasks,
         "worker_cancel_long_running_tasks_on_connection_loss": False,
     }
 
 
 def _transport_options(scheme: str, queue: str, settings: CeleryIngestSettings) -> dict[str, Any]:
     if scheme in REDIS:
-        return socket_options(settings.timeout) | {
-            "visibility_timeout": settings.visibility_timeout,
+        return socket_options(settings.timeout_seconds) | {
+            "visibility_timeout": settings.visibility_timeout_seconds,
             "unacked_restore_throttle": 1,
             "unacked_key": f"{queue}.unacked",
             "unacked_index_key": f"{queue}.unacked_index",
             "unacked_mutex_key": f"{queue}.unacked_mutex",
         }
-    return {"visibility_timeout": settings.visibility_timeout} if scheme == "sqs" else {}
+    return {"visibility_timeout": settings.visibility_timeout_seconds} if scheme == "sqs" else {}

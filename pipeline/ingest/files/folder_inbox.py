@@ -84,13 +84,13 @@ class FolderInbox:
         seconds = min(max(status.st_mtime_ns / 1e9, _MIN_MTIME), _MAX_MTIME)
         return FileVersion(Entry(name, status.st_size, stamp), modified=datetime.fromtimestamp(seconds, UTC))
 
-    def read(self, name: str, most_bytes: int) -> bytes | None:
+    def read(self, name: str, max_bytes: int) -> bytes | None:
         """See `Inbox`. Raises `IntakeRefused` for anything but a regular file: senders must not make others read files
         that only this process may read, nor block it."""
         path = self._path(name)
         try:
             with open_regular_below(self._folder, path) as stream:
-                return stream.read(most_bytes)
+                return stream.read(max_bytes)
         except FileNotFoundError:
             return None
         except IrregularFile as error:

@@ -73,12 +73,12 @@ class BucketInbox:
             metadata=head.get("Metadata", {}),
         )
 
-    def read(self, name: str, most_bytes: int) -> bytes | None:
+    def read(self, name: str, max_bytes: int) -> bytes | None:
         """See `Inbox`."""
 
         def get() -> bytes:
             with self._client.get_object(Bucket=self.bucket, Key=self.prefix + name)["Body"] as body:
-                data: bytes = body.read(most_bytes)
+                data: bytes = body.read(max_bytes)
                 return data
 
         try:

@@ -108,8 +108,8 @@ class Inbox(Protocol):
         """The file's current version, or `version` if that can still be read; None when it is gone."""
         ...
 
-    def read(self, name: str, most_bytes: int) -> bytes | None:
-        """The first bytes of a small file, `most_bytes` at most; None when it doesn't exist. Raises `IntakeRefused` for
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """The first bytes of a small file, `max_bytes` at most; None when it doesn't exist. Raises `IntakeRefused` for
         anything but a file."""
         ...
 

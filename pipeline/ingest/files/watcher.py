@@ -38,11 +38,11 @@ class WatchSettings:
 
     Attributes:
         sweep_interval_seconds: between two sweeps. With events, sweeps only find files whose events were lost.
-        pause: after a failure, and while there is no room.
+        retry_seconds: after a failure, and while there is no room.
     """
 
     sweep_interval_seconds: float = 60.0
-    pause: float = 2.0
+    retry_seconds: float = 2.0
 
 
 class FileIngestWatcher:
@@ -86,7 +86,7 @@ class FileIngestWatcher:
             # With very many files, sweeps must not take up all the time.
             self._next_sweep = ended + max(self._settings.sweep_interval_seconds, _SWEEP_PAUSE_FACTOR * (ended - began))
         if not self._poll_events():
-            self._clock.sleep(min(self._settings.pause, max(0.0, self._next_sweep - self._clock.monotonic())))
+            self._clock.sleep(min(self._settings.retry_seconds, max(0.0, self._next_sweep - self._clock.monotonic())))
 
     def _poll_events(self) -> bool:
         """Poll for events, if there is a source of them; returns whether the poll waited."""

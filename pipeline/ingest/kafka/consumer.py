@@ -142,7 +142,7 @@ class KafkaIngest:
                     self._collect(partition, work, self._clock.monotonic())
             self._commit(float("inf"))
             try:
-                consumer.close(timeout_ms=int(self._settings.call_timeout * 1000))
+                consumer.close(timeout_ms=int(self._settings.call_timeout_seconds * 1000))
             except KafkaError as error:
                 logger.warning("kafka_close_failed", reason=repr(error))
             self._consumer = None
@@ -168,8 +168,8 @@ class KafkaIngest:
             found: Mapping[Any, list[Any]] = self._consumer.poll(timeout_ms=int(self._settings.poll_seconds * 1000))
         except (NoOffsetForPartitionError, OffsetOutOfRangeError) as error:
             raise KafkaIngestStopped(
-                f"kafka: no valid offset for group {self._settings.group} ({error!r}); records may be gone: set start "
-                "to earliest or latest to go on"
+                f"kafka: no valid offset for group {self._settings.group_id} ({error!r}); records may be gone: set "
+                "start to earliest or latest to go on"
             ) from error
         except KafkaError as error:
             logger.error("kafka_poll_failed", reason=repr(error))
@@ -212,7 +212,7 @@ class KafkaIngest:
         if offset is None:
             if self._settings.start == "stop":
                 raise KafkaIngestStopped(
-                    f"kafka: group {self._settings.group} has no offset for {tp.topic}/{tp.partition}; set start to "
+                    f"kafka: group {self._settings.group_id} has no offset for {tp.topic}/{tp.partition}; set start to "
                     "earliest or latest to begin"
                 )
             (consumer.seek_to_beginning if self._settings.start == "earliest" else consumer.seek_to_end)(tp)
@@ -296,7 +296,7 @@ class KafkaIngest:
 
     @property
     def _timeout_ms(self) -> int:
-        return int(self._settings.call_timeout * 1000)
+        return int(self._settings.call_timeout_seconds * 1000)
 
     def _commit(self, now: float) -> None:
         ready = {tp: part.durable for tp, part in self._partitions.items() if part.durable is not None}

@@ -64,7 +64,7 @@ class KafkaDeadLetters:
         self._world = world
         self._dead_letters = DeadLetters(world)
         self._messages = messages
-        self._builder = _MessageBuilder(world.store, topic, messages.most_bytes)
+        self._builder = _MessageBuilder(world.store, topic, messages.max_bytes)
         self._retry_timeout_seconds = retry_timeout_seconds
         self._failing_since: dict[str, float] = {}
 
@@ -135,7 +135,7 @@ class UnsentDeadLetters:
         self._store = world.store
         self._dead_letters = DeadLetters(world)
         self._messages = messages
-        self._builder = _MessageBuilder(world.store, topic, messages.most_bytes)
+        self._builder = _MessageBuilder(world.store, topic, messages.max_bytes)
 
     def send(self) -> int:
         """Send owed messages one by one; returns their number. A refused message stays owed, and so do the rest when
@@ -214,7 +214,7 @@ def replay(messages: Messages) -> Send:
     def send(letter: DeadLetter, original: bytes) -> str:
         topic = letter.place.rpartition("/")[2]
         message = Message(topic, original, letter.record_key(), tuple(letter.record_headers()))
-        if message.size > messages.most_bytes:
+        if message.size > messages.max_bytes:
             raise CannotReplay(
                 f"{letter.id}: its record has {letter.size} bytes, more than a message may have; send a reference"
             )

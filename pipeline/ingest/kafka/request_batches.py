@@ -63,7 +63,7 @@ class RequestBatches:
     def begin(self, partition_id: PartitionId, offset: int) -> int:
         """Start an assigned partition: finish the batches that other consumers stored from `offset` on; returns the
         offset to read from."""
-        window = ResendWindow(self._world, self._settings.resend_window, self._settings.resend_records)
+        window = ResendWindow(self._world, self._settings.resend_window_seconds, self._settings.resend_records)
         self._windows[partition_id.folder] = window
         batch = floor_batch(self._store, partition_id, offset)
         if batch is None:

@@ -30,13 +30,13 @@ class KafkaIngestSettings:
         max_value_bytes: a longer value becomes a dead letter.
         reply_topics: topics that a message's `reply_to` may name.
         uri_prefixes: tenant -> prefixes of the URIs that its jobs may name; each ends with "/".
-        resend_window, resend_records: how long, and over how many of a partition's records, a repeated request is
-            recognised as the producer's resend. 0 records: only within a batch.
+        resend_window_seconds, resend_records: how long, and over how many of a partition's records, a repeated request
+            is recognised as the producer's resend. 0 records: only within a batch.
         deadletter_retry_timeout_seconds: retry time-out of the dead-letter topic. After it only their objects in the
             store are written.
         first_retry_seconds, max_retry_seconds: first and maximum wait before a retry; it doubles in between.
         heartbeat_interval_seconds: interval of the group's heartbeats; at most a third of the session time-out.
-        max_poll_interval: the broker declares a member dead that hasn't polled for so long; the consumer polls
+        max_poll_interval_seconds: the broker declares a member dead that hasn't polled for so long; the consumer polls
             continuously.
         store_threads: number of partitions whose batches are stored concurrently.
     """
@@ -45,7 +45,7 @@ class KafkaIngestSettings:
     requests: Mapping[str, str] = field(default_factory=lambda: {"tokenmill.requests": "default"})
     jobs: Mapping[str, str] = field(default_factory=lambda: {"tokenmill.jobs": "default"})
     deadletter_topic: str = "tokenmill.deadletter"
-    group: str = "tokenmill-intake"
+    group_id: str = "tokenmill-intake"
     epoch: str | None = None
     start: Literal["earliest", "latest", "stop"] = "earliest"
     batch_records: int = 5_000
@@ -54,7 +54,7 @@ class KafkaIngestSettings:
     max_value_bytes: int = 10 << 20
     reply_topics: frozenset[str] = frozenset()
     uri_prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    resend_window: float = 300.0
+    resend_window_seconds: float = 300.0
     resend_records: int = 100_000
     deadletter_retry_timeout_seconds: float = 60.0
     poll_seconds: float = 0.2
@@ -62,8 +62,8 @@ class KafkaIngestSettings:
     max_retry_seconds: float = 30.0
     session_timeout_seconds: float = 45.0
     heartbeat_interval_seconds: float = 3.0
-    max_poll_interval: float = 300.0
-    call_timeout: float = 10.0
+    max_poll_interval_seconds: float = 300.0
+    call_timeout_seconds: float = 10.0
     store_threads: int = 4
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class KafkaIngestSettings:
         are read. A poll takes all fetched records: records that the client buffers for a partition that is then paused
         may never be returned (kafka-python 3.0), so fetches are kept small instead."""
         return self.connection.options() | {
-            "group_id": self.group,
+            "group_id": self.group_id,
             "enable_auto_commit": False,
             "auto_offset_reset": "none" if self.start == "stop" else self.start,
             "isolation_level": "read_committed",
@@ -103,5 +103,5 @@ class KafkaIngestSettings:
             "fetch_max_bytes": 16 * _FETCH_BYTES,
             "session_timeout_ms": int(self.session_timeout_seconds * 1000),
             "heartbeat_interval_ms": int(min(self.heartbeat_interval_seconds, self.session_timeout_seconds / 3) * 1000),
-            "max_poll_interval_ms": int(self.max_poll_interval * 1000),
+            "max_poll_interval_ms": int(self.max_poll_interval_seconds * 1000),
         }

@@ -132,7 +132,7 @@ def stream(machine: Machine, name: str, tokens: int, prompt: int = 8) -> None:
 class TestStreams:
     def test_the_objective_holds_for_the_wanted_share_of_tokens(self) -> None:
         # Given 64 bulk rows, with which a step takes 70 ms, and a promise of 40 ms between two tokens,
-        machine = filled(SloConfig(itl=0.040, weight_utilisation=0))
+        machine = filled(SloConfig(itl_seconds=0.040, weight_utilisation=0))
         # when somebody reads 600 tokens,
         stream(machine, "reader", 600)
         # then 95 % of them come in time,
@@ -147,32 +147,32 @@ class TestStreams:
         assert min(machine.gaps["reader"]) > 0.040
 
     def test_a_promise_that_holds_anyway_costs_bulk_work_nothing(self) -> None:
-        machine = filled(SloConfig(itl=0.2, ttft=5.0))
+        machine = filled(SloConfig(itl_seconds=0.2, ttft_seconds=5.0))
         stream(machine, "reader", 100)
         assert machine.bulk_tokens >= 64 * 99
         assert machine.stats.utilisation == 1.0
 
     def test_without_urgent_rows_bulk_work_has_the_whole_step_again(self) -> None:
-        machine = filled(SloConfig(itl=0.030))
+        machine = filled(SloConfig(itl_seconds=0.030))
         stream(machine, "reader", 100)
         machine.step()
         assert machine.plans[-1].num_tokens == 64
 
     def test_measured_times_are_stored_for_the_next_reader(self) -> None:
-        machine = filled(SloConfig(itl=0.030))
+        machine = filled(SloConfig(itl_seconds=0.030))
         stream(machine, "first", 200)
         stream(machine, "second", 50)
         assert np.quantile(machine.gaps["second"], 0.9) <= 0.030
 
     def test_an_unreachable_objective_leaves_bulk_work_its_minimum(self) -> None:
-        machine = filled(SloConfig(itl=0.001, min_tokens=3))
+        machine = filled(SloConfig(itl_seconds=0.001, min_tokens=3))
         stream(machine, "reader", 100)
         assert machine.bulk_tokens >= 3 * 99
         assert machine.stats.beside_streams == 3
 
     def test_the_oldest_bulk_rows_go_on_and_all_end(self) -> None:
         # Given a slo so tight that most bulk rows stand still while somebody reads,
-        machine = Machine(SloConfig(itl=0.020))
+        machine = Machine(SloConfig(itl_seconds=0.020))
         for i in range(20):
             machine.add(ask(f"bulk{i}", 8, 30, 2))
         stream(machine, "reader", 40)
@@ -197,7 +197,7 @@ class TestPrompts:
 
     def test_first_tokens_are_in_time_though_bulk_prompts_wait(self) -> None:
         # Given bulk prompts that would fill each step to the budget (0.5 s), and 0.2 s promised to a first token,
-        machine = Machine(SloConfig(ttft=0.2, itl=10.0, weight_utilisation=0))
+        machine = Machine(SloConfig(ttft_seconds=0.2, itl_seconds=10.0, weight_utilisation=0))
         for i in range(400):
             machine.add(ask(f"bulk{i}", 1_500, 1, 2))
         # when somebody asks again and again, each time at the beginning of a step,
@@ -208,7 +208,7 @@ class TestPrompts:
         assert machine.stats.late_first_tokens > 0
 
     def test_an_urgent_prompt_is_cut_so_that_other_readers_streams_hold(self) -> None:
-        machine = Machine(SloConfig(itl=0.150, ttft=10.0), budget=2048)
+        machine = Machine(SloConfig(itl_seconds=0.150, ttft_seconds=10.0), budget=2048)
         machine.add(ask("reader", 8, 300, 0))
         for _ in range(3):
             machine.step()
@@ -221,7 +221,7 @@ class TestPrompts:
 
     def test_a_reader_s_next_token_comes_before_another_s_chunk(self) -> None:
         # Given an older prompt with chunks of 1,000 tokens, and sixteen that answer beside it,
-        machine = Machine(SloConfig(itl=0.050, ttft=10.0), budget=2048, chunk=1000)
+        machine = Machine(SloConfig(itl_seconds=0.050, ttft_seconds=10.0), budget=2048, chunk=1000)
         machine.add(ask("long", 3_900, 2, 0))
         for i in range(16):
             machine.add(ask(f"reader{i}", 4, 100, 0))
@@ -248,7 +248,9 @@ class TestDrops:
 
 class TestReport:
     def test_the_objective_is_the_weighted_sum_of_its_terms(self) -> None:
-        config = SloConfig(itl=0.040, ttft=0.5, weight_ttft=2, weight_itl=3, weight_utilisation=5, weight_drops=7)
+        config = SloConfig(
+            itl_seconds=0.040, ttft_seconds=0.5, weight_ttft=2, weight_itl=3, weight_utilisation=5, weight_drops=7
+        )
         machine = filled(config)
         stream(machine, "reader", 200)
         stats = machine.stats
@@ -262,7 +264,7 @@ class TestReport:
         assert (stats.terms.utilisation, stats.terms.drops) == (pytest.approx(1 - stats.utilisation), 0)
 
     def test_the_share_of_other_classes_is_measured_with_streams(self) -> None:
-        machine = filled(SloConfig(itl=0.040, weight_utilisation=0.0))
+        machine = filled(SloConfig(itl_seconds=0.040, weight_utilisation=0.0))
         beside: list[tuple[int, int]] = []
 
         def watch() -> None:

@@ -65,7 +65,7 @@ class LaneContract:
 
     @pytest.fixture
     def lane(self, make_lane: MakeLane) -> OpenLane:
-        return make_lane(LaneSettings(lifetime=LIFETIME))
+        return make_lane(LaneSettings(worker_timeout_seconds=LIFETIME))
 
     @pytest.fixture
     def worker(self, lane: OpenLane) -> LaneWorker:
@@ -203,7 +203,7 @@ class LaneContract:
     ) -> None:
         """Each request that is taken is the oldest of its tenant, of which the worker held no more than of any other
         tenant that waited and was below its share."""
-        lane, rng = make_lane(LaneSettings(lifetime=600.0)), random.Random(seed)
+        lane, rng = make_lane(LaneSettings(worker_timeout_seconds=600.0)), random.Random(seed)
         workers = {name: lane.worker(name) for name in ("w1", "w2")}
         held: dict[str, Counter[str]] = {name: Counter() for name in workers}
         waiting: dict[str, list[LaneRequest]] = {}
@@ -231,7 +231,7 @@ class LaneContract:
                 held[name] = +here
 
     def test_one_tenant_can_not_take_all_the_room_to_wait(self, make_lane: MakeLane) -> None:
-        lane = make_lane(LaneSettings(lifetime=LIFETIME, max_waiting=16))
+        lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_waiting=16))
         for number in range(14):
             lane.send(request(f"a{number}", tenant="a"))
         with pytest.raises(LaneFull, match="14 requests of this tenant wait"):
@@ -365,7 +365,7 @@ class LaneContract:
     # -- bounds
 
     def test_more_than_may_wait_are_refused(self, make_lane: MakeLane) -> None:
-        lane = make_lane(LaneSettings(lifetime=LIFETIME, max_waiting=3))
+        lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_waiting=3))
         for number in range(3):
             lane.send(request(f"r{number}"))
         with pytest.raises(LaneFull):
@@ -377,7 +377,7 @@ class LaneContract:
         lane.send(request("r3"))
 
     def test_a_later_attempt_is_taken_however_many_wait(self, make_lane: MakeLane) -> None:
-        lane = make_lane(LaneSettings(lifetime=LIFETIME, max_waiting=1))
+        lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_waiting=1))
         worker = lane.worker("w1")
         lane.send(request("r0"))
         assert len(worker.take([MODEL], 1, 2.0)) == 1
@@ -390,7 +390,7 @@ class LaneContract:
             lane.send(request("r2"))
 
     def test_what_is_cancelled_behind_its_deadline_leaves_room(self, make_lane: MakeLane) -> None:
-        lane = make_lane(LaneSettings(lifetime=LIFETIME, max_waiting=2))
+        lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_waiting=2))
         deadline = datetime.now(UTC) + timedelta(seconds=0.3)
         late = [request(name, deadline=deadline) for name in ("r0", "r1")]
         for one in late:
@@ -409,7 +409,7 @@ class LaneContract:
             lane.send(request("r4"))
 
     def test_a_slow_reader_loses_only_itself(self, make_lane: MakeLane) -> None:
-        lane = make_lane(LaneSettings(lifetime=LIFETIME, max_events=8))
+        lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_events=8))
         worker = lane.worker("w1")
         lane.send(request("slow"))
         lane.send(request("fast"))

@@ -423,7 +423,7 @@ def test_given_a_plan_under_way_when_its_job_is_cancelled_then_planning_ends_and
 def test_given_a_segment_that_is_committed_just_when_planning_is_cancelled_then_each_row_gets_a_result(
     root: Root,
 ) -> None:
-    planner = Endless(root.world, lambda ledger: plan_job(ledger, ledger.job(), root.world, most_segments=1))
+    planner = Endless(root.world, lambda ledger: plan_job(ledger, ledger.job(), root.world, max_segments=1))
     root.submit("begun", lines(50))
     root.start_controller(planner=planner)
     assert planner.is_begun.wait(HANG_SECONDS)

@@ -178,7 +178,7 @@ def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_a
     tmp_path: Path,
 ) -> None:
     world = simulated_world(tmp_path)
-    harness = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(settle=6.0))
+    harness = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(settle_seconds=6.0))
     server = Forgetful(world.clock)
     harness.heartbeats = server  # type: ignore[assignment]  # of the same port
     harness.dispatcher = Dispatcher(world, harness.queue, server, settings=harness.settings)

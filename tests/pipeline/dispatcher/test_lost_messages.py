@@ -51,7 +51,7 @@ def test_given_no_worker_for_a_night_then_the_shards_that_wait_are_on_the_queue_
     """Messages run out meanwhile. What waits for a message fills the backlog, so no other shard would be there either,
     nor one of a job that comes in the morning."""
     world = simulated_world(tmp_path)
-    queue = ExpiringQueue(world.clock, CeleryQueueSettings("memory://").message_lifetime)
+    queue = ExpiringQueue(world.clock, CeleryQueueSettings("memory://").message_lifetime_seconds)
     harness = PipelineHarness(world, JobLedger(world.store), queue)
     plan_by_hand(harness.ledger, world, [[0], [1], [2]])
     harness.dispatcher.add(harness.ledger)

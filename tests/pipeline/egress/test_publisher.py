@@ -54,8 +54,8 @@ class Dying:
         self._left = sends
 
     @property
-    def most_bytes(self) -> int:
-        return self._messages.most_bytes
+    def max_bytes(self) -> int:
+        return self._messages.max_bytes
 
     def send(self, messages: Sequence[Message]) -> None:
         self._messages.send(messages)
@@ -72,8 +72,8 @@ class Counted:
         self.results: Counter[bytes] = Counter()
 
     @property
-    def most_bytes(self) -> int:
-        return self._messages.most_bytes
+    def max_bytes(self) -> int:
+        return self._messages.max_bytes
 
     def send(self, messages: Sequence[Message]) -> None:
         self._messages.send(messages)

@@ -240,7 +240,7 @@ def test_the_first_results_stand_long_before_the_last_line_is_read(world: World,
     ledger, job = accept(world, source)
     harness = PipelineHarness(world, ledger)
     harness.dispatcher.add(ledger)
-    assert plan_job(ledger, job, world, most_segments=1) is not None
+    assert plan_job(ledger, job, world, max_segments=1) is not None
     assert [segment.last for segment in ledger.segments()] == [False]
     client = harness.client("w")
     for _ in range(5):
@@ -262,7 +262,7 @@ def test_a_job_that_invalid_lines_stop_is_checked_whole_before_anything_counts(w
     source.write_text("\n".join(line(row) for row in range(25)))
     ledger, job = accept(world, source, on_invalid=OnInvalid.JOB)
     assert isinstance(world.store, MemoryStore)
-    summary = plan_job(ledger, job, world, most_segments=1)
+    summary = plan_job(ledger, job, world, max_segments=1)
     assert summary is not None
     assert summary.segments[-1].last
     log = world.store.log

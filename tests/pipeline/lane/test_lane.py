@@ -102,7 +102,12 @@ class BrokenLane:
 def test_a_lane_that_is_away_for_a_while_is_waited_for() -> None:
     clock = SimulatedClock()
     lane = MemoryLane(clock)
-    events = answer(BrokenLane(lane, failures=5), REQUEST, clock, CallSettings(give_up=30, poll_interval_seconds=0.5))
+    events = answer(
+        BrokenLane(lane, failures=5),
+        REQUEST,
+        clock,
+        CallSettings(unavailable_timeout_seconds=30, poll_interval_seconds=0.5),
+    )
     worker = lane.worker("w")
     lane.send(REQUEST)  # as an answer lost on its way back: the request had come through
     assert worker.take(["m"], 1, 0) == [REQUEST]
@@ -114,7 +119,10 @@ def test_a_lane_that_is_away_for_a_while_is_waited_for() -> None:
 def test_a_lane_that_stays_away_ends_the_call_with_an_error() -> None:
     clock = SimulatedClock()
     (last,) = answer(
-        BrokenLane(MemoryLane(clock), 10**9), REQUEST, clock, CallSettings(give_up=10, poll_interval_seconds=0.5)
+        BrokenLane(MemoryLane(clock), 10**9),
+        REQUEST,
+        clock,
+        CallSettings(unavailable_timeout_seconds=10, poll_interval_seconds=0.5),
     )
     assert isinstance(last, ErrorEvent)
     assert (last.code, last.message) == ("lane_unavailable", "redis://host: can't")
@@ -131,7 +139,7 @@ def test_a_full_lane_ends_the_call_at_once() -> None:
 
 def test_a_request_that_is_lost_too_often_ends_with_an_error_but_handing_back_costs_no_attempt() -> None:
     clock = SimulatedClock()
-    lane = MemoryLane(clock, LaneSettings(lifetime=1.0))
+    lane = MemoryLane(clock, LaneSettings(worker_timeout_seconds=1.0))
     calls = LaneCalls(
         LookingLane(lane, clock),
         clock,
@@ -160,7 +168,7 @@ def test_a_request_that_is_lost_too_often_ends_with_an_error_but_handing_back_co
 def test_between_two_reads_there_is_a_pause_for_each_call_and_what_comes_meanwhile_comes_together() -> None:
     clock = SimulatedClock()
     lane = MemoryLane(clock)
-    calls = LaneCalls(BrokenLane(lane, failures=0), clock, CallSettings(each=0.1))
+    calls = LaneCalls(BrokenLane(lane, failures=0), clock, CallSettings(pause_per_call_seconds=0.1))
     for number in range(3):
         calls.start(replace(REQUEST, id=f"r{number}"))
     assert list(calls.turn()) == []

@@ -24,8 +24,8 @@ from tests.servers.redis import RedisServer
 from tests.waiting import HANG_SECONDS
 
 OpenRedisLane = Callable[[LaneSettings], RedisLane]
-SHORT = LaneSettings(lifetime=LIFETIME)
-QUICK = CallSettings(silence_timeout_seconds=0.3, poll_interval_seconds=0.1, give_up=2.0)
+SHORT = LaneSettings(worker_timeout_seconds=LIFETIME)
+QUICK = CallSettings(silence_timeout_seconds=0.3, poll_interval_seconds=0.1, unavailable_timeout_seconds=2.0)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def prefix(unique_name: Callable[[], str]) -> str:
 
 @pytest.fixture
 def open_lane(redis_server: RedisServer, prefix: str) -> OpenRedisLane:
-    where = RedisSettings(redis_server.url, prefix=prefix, timeout=0.3, connect_timeout=0.3)
+    where = RedisSettings(redis_server.url, prefix=prefix, timeout_seconds=0.3, connect_timeout_seconds=0.3)
     return lambda settings: RedisLane(where, SystemClock(), settings)
 
 
@@ -131,7 +131,7 @@ def test_a_call_goes_on_when_the_server_is_restarted_empty_or_stands_still(
         lane,
         request(),
         SystemClock(),
-        CallSettings(silence_timeout_seconds=0.3, poll_interval_seconds=0.1, give_up=10.0),
+        CallSettings(silence_timeout_seconds=0.3, poll_interval_seconds=0.1, unavailable_timeout_seconds=10.0),
     )
     came = [next(events) for _ in range(3)]
     if fault == "emptied":
@@ -156,7 +156,9 @@ def test_a_call_that_no_worker_survives_ends_with_an_error(
 
 def test_a_call_without_a_server_ends_with_an_error_that_names_it(redis_server: RedisServer, lane: RedisLane) -> None:
     redis_server.kill()
-    (last,) = answer(lane, request(), SystemClock(), CallSettings(give_up=0.3, poll_interval_seconds=0.1))
+    (last,) = answer(
+        lane, request(), SystemClock(), CallSettings(unavailable_timeout_seconds=0.3, poll_interval_seconds=0.1)
+    )
     assert isinstance(last, ErrorEvent)
     assert (last.code, last.status) == ("lane_unavailable", 503)
     assert f"127.0.0.1:{redis_server.port}" in last.message
@@ -226,7 +228,7 @@ def test_what_is_no_request_or_event_is_counted_and_passed_over(lane: RedisLane,
 
 
 def test_every_key_runs_out(open_lane: OpenRedisLane, raw: Any, prefix: str) -> None:
-    lane = open_lane(LaneSettings(lifetime=0.3, longest=0.8, retention=0.3))
+    lane = open_lane(LaneSettings(worker_timeout_seconds=0.3, default_deadline_seconds=0.8, retention_seconds=0.3))
     worker = lane.worker("w")
     worker.take([MODEL], 1, 0)
     for name in ("r1", "r2", "r3"):

@@ -231,7 +231,7 @@ def test_given_a_worker_with_other_weights_under_the_name_when_a_job_is_open_the
 class Topic:
     """Takes messages; or doesn't, as often as it was told."""
 
-    most_bytes = 1_000_000
+    max_bytes = 1_000_000
 
     def __init__(self, failures: int) -> None:
         self.failures = failures

@@ -71,7 +71,7 @@ def test_planning_goes_on_where_an_interrupted_planner_stopped(tools: Any) -> No
 def test_planning_stops_after_as_many_segments_as_are_wanted(tools: Any) -> None:
     job = tools.job(plan={"segment_rows": 8})
     whole = tools.plan(data(tools, 50), job)
-    some = tools.plan(data(tools, 50), job, most_segments=2)
+    some = tools.plan(data(tools, 50), job, max_segments=2)
     assert some.sink.committed == whole.sink.committed[:2]
     rest = tools.plan(data(tools, 50), job, sink=tools.sink(standing=some.sink.standing))
     assert rest.summary == whole.summary

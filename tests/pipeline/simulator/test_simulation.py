@@ -97,7 +97,7 @@ def test_given_a_storm_then_what_was_taken_is_replaced_and_no_row_is_lost() -> N
     job = TracedJob(at=0, rows=800_000, deadline=20_000)
     storm = tuple(SpotInterruption(at=4_000 + 300 * number, interrupt=0.5) for number in range(4))
     calm, _ = played(Trace("calm", (job,)), settings())
-    outcome, found = played(Trace("storm", (job,), storm), settings(unnoticed=1.0))
+    outcome, found = played(Trace("storm", (job,), storm), settings(unannounced_fraction=1.0))
     assert outcome.interrupted >= 8
     assert outcome.starts >= calm.starts + 8
     assert all_rows(outcome)
@@ -116,7 +116,7 @@ def test_given_a_seed_then_the_report_is_the_same() -> None:
 
 def test_given_a_fixed_fleet_then_work_takes_what_it_takes() -> None:
     job = TracedJob(at=0, rows=200_000)
-    outcome, found = played(Trace("one", (job,)), settings(fixed=4, answer_error=0.0))
+    outcome, found = played(Trace("one", (job,)), settings(fixed_workers=4, answer_error=0.0))
     ideal = 200_000 / PER_WORKER / 4
     assert outcome.computed_until == pytest.approx(ideal, rel=0.05)
     assert outcome.computed_until >= ideal * 0.999
@@ -126,7 +126,7 @@ def test_given_a_fixed_fleet_then_work_takes_what_it_takes() -> None:
 
 def test_given_urgent_and_bulk_work_then_bulk_keeps_a_twentieth() -> None:
     jobs = (TracedJob(at=0, rows=400_000, tier=Tier.BULK), TracedJob(at=0, rows=400_000))
-    outcome, _ = played(Trace("two", jobs), settings(fixed=4, answer_error=0.0))
+    outcome, _ = played(Trace("two", jobs), settings(fixed_workers=4, answer_error=0.0))
     bulk, urgent = outcome.jobs
     assert urgent.ended is not None
     assert bulk.ended is not None
@@ -137,9 +137,9 @@ def test_given_urgent_and_bulk_work_then_bulk_keeps_a_twentieth() -> None:
 
 def test_given_tenants_then_they_share_and_a_deadline_at_risk_goes_first() -> None:
     other = TracedJob(at=0, rows=400_000, tenant="b")
-    calm, _ = played(Trace("even", (TracedJob(at=0, rows=100_000, tenant="a"), other)), settings(fixed=4))
+    calm, _ = played(Trace("even", (TracedJob(at=0, rows=100_000, tenant="a"), other)), settings(fixed_workers=4))
     late = TracedJob(at=0, rows=100_000, tenant="a", deadline=100_000 / PER_WORKER / 4 * 1.3)
-    pressed, found = played(Trace("pressed", (late, other)), settings(fixed=4, answer_error=0.0))
+    pressed, found = played(Trace("pressed", (late, other)), settings(fixed_workers=4, answer_error=0.0))
     assert calm.jobs[0].ended == pytest.approx(2 * 100_000 / PER_WORKER / 4, rel=0.3), "half of the machines"
     assert found.deadlines_met == 1
     assert pressed.jobs[0].ended < 0.75 * calm.jobs[0].ended  # type: ignore[operator]
@@ -156,7 +156,7 @@ def test_given_a_large_fleet_then_short_queues_would_leave_it_idle() -> None:
     # 400 workers whose shards take 3 s finish 27 in each turn of the dispatcher's loop.
     jobs = (TracedJob(at=0, rows=500_000),)
     plan = PlanSettings(shard_tokens=20_000)
-    long, _ = played(Trace("x", jobs), settings(400, fixed=400, plan=plan))
+    long, _ = played(Trace("x", jobs), settings(400, fixed_workers=400, plan=plan))
     short = DispatchSettings(backlog_per_worker=0.0)
-    idle, _ = played(Trace("x", jobs), settings(400, fixed=400, plan=plan, dispatching=short))
+    idle, _ = played(Trace("x", jobs), settings(400, fixed_workers=400, plan=plan, dispatching=short))
     assert idle.computed_until > 2 * long.computed_until

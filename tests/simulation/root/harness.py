@@ -160,7 +160,7 @@ class RootHarness:
                 inboxes = {tenant: Inbox(tenant, self.scenario.drops, process) for tenant in tenants}
                 doors = {tenant: FileIngestSource(inbox, intake, ports.world) for tenant, inbox in inboxes.items()}
                 events = Events(number, self.scenario.drops, doors, process, self.oracle.settled)
-                watch = WatchSettings(sweep_interval_seconds=20.0, pause=1.0)
+                watch = WatchSettings(sweep_interval_seconds=20.0, retry_seconds=1.0)
                 FileIngestWatcher(list(doors.values()), ports.world, watch, events).run(self.stop(process))
 
         return run
@@ -177,8 +177,8 @@ class RootHarness:
         """A dispatcher: plans and hands out what is open."""
         with self.ports(process, idle=IDLE_SECONDS) as ports:
             settings = DispatchSettings(
-                backlog=self.scenario.backlog, retry_timeout_seconds=20.0, settle=SETTLE, sweep_interval_seconds=6.0,
-                cache_interval_seconds=1.0, grace_seconds=8.0, isolate=True,
+                backlog=self.scenario.backlog, retry_timeout_seconds=20.0, settle_seconds=SETTLE,
+                sweep_interval_seconds=6.0, cache_interval_seconds=1.0, grace_seconds=8.0, isolate=True,
             )  # fmt: skip
             dispatcher = Dispatcher(ports.world, ports.queue, ports.heartbeats, settings=settings)
             process.threaded = self.scenario.threaded

@@ -69,7 +69,7 @@ class Inbox:
             metadata["deadline"] = f"{drop.deadline:.0f}s"
         return FileVersion(self._entry(drop), START + timedelta(seconds=drop.at), "v1", "e1", metadata)
 
-    def read(self, name: str, most_bytes: int) -> bytes | None:
+    def read(self, name: str, max_bytes: int) -> bytes | None:
         return None
 
     def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedFile:

@@ -250,7 +250,7 @@ class RootLease:
 class RootMessages:
     """`Messages` of one process: a topic keeps what it took, whether it said so or not."""
 
-    most_bytes = 1 << 20
+    max_bytes = 1 << 20
 
     def __init__(self, broker: Broker, process: Process) -> None:
         self._broker = broker

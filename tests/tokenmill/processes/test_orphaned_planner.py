@@ -56,7 +56,7 @@ def begin(output: Any, source: Path, *, fresh: bool = False) -> Any:
     pin = ModelPin(name="tiny", source="tiny", dtype="float32")
     order = JobOrder(input=pin_input(source), models=(pin,), settings=SETTINGS)
     job = submit(order, output.ledger, output.world, fresh=fresh).job
-    plan_job(output.ledger, job, output.world, most_segments=1)
+    plan_job(output.ledger, job, output.world, max_segments=1)
     return job
 
 

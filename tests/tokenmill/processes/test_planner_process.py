@@ -107,7 +107,7 @@ def begun_in(out: Path, source: Path) -> Iterator[tuple[Output, Job]]:
         pin = ModelPin(name="tiny", source="tiny", dtype="float32")
         order = JobOrder(input=pin_input(source), models=(pin,), settings=SETTINGS)
         job = submit(order, output.ledger, output.world).job
-        plan_job(output.ledger, job, output.world, most_segments=1)
+        plan_job(output.ledger, job, output.world, max_segments=1)
         yield output, job
 
 
@@ -219,7 +219,7 @@ def test_the_same_input_is_not_read_again_once_the_plan_is_whole(place: Path, mo
         job = submit(
             JobOrder(input=pin_input(source), models=(pin,), settings=SETTINGS), output.ledger, output.world
         ).job
-        plan_job(output.ledger, job, output.world, most_segments=1)
+        plan_job(output.ledger, job, output.world, max_segments=1)
         assert known_input(place / "out") is None, "it is read again anyway"
         plan_job(output.ledger, job, output.world)
     known = known_input(place / "out")

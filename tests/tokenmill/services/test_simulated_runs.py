@@ -62,7 +62,7 @@ def simulated() -> list[float]:
         SimulationSettings(
             WORKER,
             ScalingLimits(max_workers=2),
-            fixed=2,
+            fixed_workers=2,
             plan=PlanSettings(max_shard_rows=ROWS_IN_SHARD),
             answer_error=0.0,
         ),

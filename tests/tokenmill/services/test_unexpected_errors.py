@@ -57,7 +57,7 @@ class Unforeseen(Exception):
 class NoMessages:
     """Sends nothing: there is nothing to send."""
 
-    most_bytes = 1_000_000
+    max_bytes = 1_000_000
 
     def send(self, messages: Sequence[Message]) -> None:
         raise AssertionError("nothing has happened that could be sent")

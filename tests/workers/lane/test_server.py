@@ -137,7 +137,7 @@ class Worker:
         assert not self.thread.is_alive()
 
 
-LANE_SETTINGS = LaneSettings(lifetime=0.6)
+LANE_SETTINGS = LaneSettings(worker_timeout_seconds=0.6)
 
 
 @pytest.fixture
@@ -416,7 +416,7 @@ def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: 
     work(
         model,
         emit_interval_seconds=serving.emit_interval_seconds,
-        of_lane=LaneSettings(lifetime=300.0) if often else LANE_SETTINGS,
+        of_lane=LaneSettings(worker_timeout_seconds=300.0) if often else LANE_SETTINGS,
     )
     events = answer(lane, request(model, kit.chat(max_tokens=300, ignore_eos=True)), CLOCK, CALL)
     next(events)
@@ -441,7 +441,7 @@ def test_behind_its_deadline_a_request_ends_with_an_error(host: Any, kit: Any, l
 def test_a_stopped_worker_finishes_requests_within_its_grace_and_hands_back_the_rest(
     host: Any, kit: Any, work: Any
 ) -> None:
-    lane = MemoryLane(CLOCK, LaneSettings(lifetime=60.0))  # no worker counts as dead here
+    lane = MemoryLane(CLOCK, LaneSettings(worker_timeout_seconds=60.0))  # no worker counts as dead here
     (one, _), (other, _) = host(step_seconds=0.02), host(step_seconds=0.02)
     quick = request(one, kit.chat("quick", max_tokens=15, ignore_eos=True), "quick")
     long = request(one, kit.chat("long", max_tokens=100, ignore_eos=True), "long")

@@ -139,7 +139,7 @@ Ask = Callable[[str, dict[str, Any]], list[LaneEvent]]
 @contextmanager
 def served(kit: Any, model: LoadedModel) -> Iterator[Ask]:
     """One worker on a lane of its own, which must be alive in the end: gives the events of a body's answer."""
-    lane, stop = MemoryLane(CLOCK, LaneSettings(lifetime=0.6)), threading.Event()
+    lane, stop = MemoryLane(CLOCK, LaneSettings(worker_timeout_seconds=0.6)), threading.Event()
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -49,7 +49,12 @@ def open_queue(redis_server: RedisServer, prefix: str) -> Iterator[OpenQueue]:
     opened: list[CeleryQueue] = []
 
     def open_one(clock: SystemClock | None = None, **settings: Any) -> CeleryQueue:
-        of_test = {"url": redis_server.url, "prefix": prefix, "timeout": 0.5, "poll": 0.05} | settings
+        of_test = {
+            "url": redis_server.url,
+            "prefix": prefix,
+            "timeout_seconds": 0.5,
+            "poll_interval_seconds": 0.05,
+        } | settings
         opened.append(CeleryQueue(CeleryQueueSettings(**of_test), clock or SystemClock()))
         return opened[-1]
 
@@ -79,7 +84,7 @@ class TestCeleryQueueElsewhereContract(QueueContract):
 
     @pytest.fixture
     def make_queue(self, prefix: str) -> MakeQueue:
-        settings = CeleryQueueSettings("memory://", prefix=prefix, poll=0.05)
+        settings = CeleryQueueSettings("memory://", prefix=prefix, poll_interval_seconds=0.05)
         return lambda: CeleryQueue(settings, SystemClock())
 
 
@@ -145,7 +150,7 @@ def test_a_server_that_stands_still_fails_in_time_and_is_used_again_when_it_goes
 def test_the_password_is_not_told(redis_server: RedisServer) -> None:
     redis_server.kill()
     url = f"redis://me:s3cret@127.0.0.1:{redis_server.port}/0"
-    settings = CeleryQueueSettings(url, timeout=0.3)
+    settings = CeleryQueueSettings(url, timeout_seconds=0.3)
     assert "s3cret" not in repr(settings)
     with pytest.raises(ServiceUnavailable) as caught:
         CeleryQueue(settings, SystemClock()).put("q", TASK)
@@ -176,7 +181,7 @@ def test_a_shard_travels_as_a_celery_task_that_any_tool_can_read(queue: CeleryQu
 def test_a_queue_that_nobody_reads_goes_by_itself_and_leaves_nothing(
     open_queue: OpenQueue, raw: Any, prefix: str
 ) -> None:
-    queue = open_queue(queue_lifetime=0.5)
+    queue = open_queue(queue_lifetime_seconds=0.5)
     queue.put("q", TASK)
     assert raw.pttl(f"{prefix}.q") in range(1, 501)
     time.sleep(0.7)
@@ -188,9 +193,9 @@ def test_a_queue_that_nobody_reads_goes_by_itself_and_leaves_nothing(
 
 
 def test_a_message_that_nobody_took_in_its_time_is_dropped(open_queue: OpenQueue) -> None:
-    open_queue(message_lifetime=0.2).put("q", TASK)
+    open_queue(message_lifetime_seconds=0.2).put("q", TASK)
     time.sleep(0.4)
-    late = open_queue(message_lifetime=0.2)
+    late = open_queue(message_lifetime_seconds=0.2)
     assert late.take(["q"], 0.1) is None
     assert late.dropped == 1
 

@@ -116,7 +116,9 @@ def test_given_door_settings_that_can_not_be_when_they_are_made_then_they_are_re
 
 
 def test_given_the_producer_when_it_is_set_up_then_all_replicas_confirm_and_waiting_has_an_end() -> None:
-    options = ProducerSettings(SECURE["plaintext"], idempotence=False, max_block=3, delivery_timeout=60).options()
+    options = ProducerSettings(
+        SECURE["plaintext"], idempotence=False, max_block_seconds=3, delivery_timeout_seconds=60
+    ).options()
 
     assert options["acks"] == "all"
     assert options["enable_idempotence"] is False

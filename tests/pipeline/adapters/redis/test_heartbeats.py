@@ -30,7 +30,7 @@ def open_heartbeats(redis_server: RedisServer, prefix: str) -> Iterator[Callable
     opened: list[RedisHeartbeats] = []
 
     def open_one(lifetime: float) -> RedisHeartbeats:
-        settings = RedisSettings(redis_server.url, prefix=prefix, timeout=0.3, connect_timeout=0.3)
+        settings = RedisSettings(redis_server.url, prefix=prefix, timeout_seconds=0.3, connect_timeout_seconds=0.3)
         opened.append(RedisHeartbeats(settings, lifetime))
         return opened[-1]
 
@@ -115,7 +115,7 @@ def test_without_a_server_the_place_is_named_and_the_password_is_not(redis_serve
     settings = RedisSettings(url)
     assert "s3cr" not in repr(settings)
     with pytest.raises(ServiceUnavailable) as caught:
-        RedisHeartbeats(RedisSettings(url.replace("s3cr/et", "s3cret"), connect_timeout=0.5), 1.0).workers()
+        RedisHeartbeats(RedisSettings(url.replace("s3cr/et", "s3cret"), connect_timeout_seconds=0.5), 1.0).workers()
     assert f"redis://127.0.0.1:{redis_server.port}/0" in str(caught.value)
     assert "s3cr" not in str(caught.value)
 

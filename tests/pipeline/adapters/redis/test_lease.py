@@ -19,7 +19,7 @@ LIFETIME = 0.6
 
 @pytest.fixture
 def open_lease(redis_server: RedisServer, unique_name: Callable[[], str]) -> OpenLease:
-    settings = RedisSettings(redis_server.url, prefix=unique_name(), timeout=0.3, connect_timeout=0.3)
+    settings = RedisSettings(redis_server.url, prefix=unique_name(), timeout_seconds=0.3, connect_timeout_seconds=0.3)
     return lambda: RedisLease(settings, "dispatcher", LIFETIME, SystemClock(), SystemRandomness())
 
 

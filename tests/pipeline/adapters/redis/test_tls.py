@@ -89,7 +89,9 @@ def listener(certificate: Path) -> Iterator[Listener]:
 
 Ask = Callable[[str], object]
 ASKED: dict[str, Ask] = {
-    "queue": lambda url: CeleryQueue(CeleryQueueSettings(url, timeout=1.0), SystemClock()).put("q", ShardTask("j", 1)),
+    "queue": lambda url: CeleryQueue(CeleryQueueSettings(url, timeout_seconds=1.0), SystemClock()).put(
+        "q", ShardTask("j", 1)
+    ),
     "heartbeats": lambda url: RedisHeartbeats(RedisSettings(url), 1.0).workers(),
 }
 
@@ -125,7 +127,7 @@ def test_the_door_of_tasks_tells_such_a_server_nothing_either(
     tasks = CeleryTasks(world, Intake(world), pin_uri)
 
     def app(url: str) -> Celery:
-        return make_app(tasks, "q", "default", CeleryIngestSettings(url, timeout=1.0), SystemRandomness())
+        return make_app(tasks, "q", "default", CeleryIngestSettings(url, timeout_seconds=1.0), SystemRandomness())
 
     with pytest.raises((OperationalError, RedisError), match=r"(?i)certificate"):
         reach(app(place))

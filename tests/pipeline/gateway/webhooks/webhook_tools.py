@@ -13,7 +13,7 @@ from pipeline.ports import World
 KEY = bytes(range(32))
 SECRET = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="
 ALL = frozenset({"batch.completed", "batch.failed", "batch.expired", "batch.cancelled"})
-HASTY = NotifierSettings(poll_interval_seconds=0.02, min_retry_seconds=0.1, growth=0.1)
+HASTY = NotifierSettings(poll_interval_seconds=0.02, min_retry_seconds=0.1, retry_growth=0.1)
 
 
 def endpoint(url: str, tenant: str = "default", events: frozenset[str] = ALL) -> Endpoint:

@@ -41,7 +41,7 @@ class CeleryTasksHarness:
 
     def __init__(self, folder: Path, world: World, intake: IntakeSettings | None = None) -> None:
         self.folder, self.world = folder, world
-        settings = TaskSettings({"acme": [f"file://{folder}/in/"]}, max_requests=5, most_bytes=1_000)
+        settings = TaskSettings({"acme": [f"file://{folder}/in/"]}, max_requests=5, max_bytes=1_000)
         self.tasks = CeleryTasks(world, Intake(world, intake), pin, settings)
         (folder / "in").mkdir(exist_ok=True)
         self.source = folder / "in/rows.jsonl"

@@ -83,11 +83,11 @@ class CeleryHarness:
         # Redis may stall on a busy disk for longer than our patience with it: what the worker then leaves behind comes
         # again well before the test's own patience ends.
         of_test = {
-            "first_wait_seconds": 0.1,
-            "longest_wait": 0.3,
-            "pause": 0.1,
-            "timeout": 2.0,
-            "visibility_timeout": 5.0,
+            "first_retry_seconds": 0.1,
+            "max_retry_seconds": 0.3,
+            "reconnect_seconds": 0.1,
+            "timeout_seconds": 2.0,
+            "visibility_timeout_seconds": 5.0,
         }
         of_test |= settings
         chosen = CeleryIngestSettings(self.url, queues=queues or {self.queue: "default"}, **of_test)
@@ -210,7 +210,7 @@ def test_a_task_whose_worker_died_with_it_is_delivered_again_and_strangers_tasks
     stranger = f"{tag}-stranger"
     client.hset("unacked", stranger, dead)
     client.zadd("unacked_index", {stranger: time.time() - 60})
-    harness.ingest(visibility_timeout=1.0)
+    harness.ingest(visibility_timeout_seconds=1.0)
     assert sent.get(timeout=HANG_SECONDS) == harness.jobs()[0]
     time.sleep(0.3)
     assert client.hexists("unacked", stranger)
@@ -278,7 +278,7 @@ def test_the_queue_determines_the_tenant_and_nothing_in_a_message_does(harness: 
 
 def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(harness: CeleryHarness) -> None:
     full = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05)
-    harness.ingest(intake=full, tries=4)
+    harness.ingest(intake=full, max_attempts=4)
     first = harness.ask("submit", requests(5))
     waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "FAILURE")
@@ -286,7 +286,7 @@ def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(
         waiting.get(timeout=HANG_SECONDS)
     assert harness.jobs() == [first]
     patient = f"{harness.queue}-patient"
-    harness.ingest({patient: "default"}, intake=full, tries=1_000)
+    harness.ingest({patient: "default"}, intake=full, max_attempts=1_000)
     waiting = harness.call("submit", requests(6), queue=patient)
     eventually(lambda: waiting.state == "RETRY")
     harness.world.store.delete(f"active/{first}")
@@ -294,7 +294,7 @@ def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(
 
 
 def test_a_waiting_task_can_be_revoked(harness: CeleryHarness) -> None:
-    harness.ingest(intake=IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05), tries=1_000)
+    harness.ingest(intake=IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05), max_attempts=1_000)
     first = harness.ask("submit", requests(5))
     waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")
@@ -308,7 +308,7 @@ def test_a_waiting_task_can_be_revoked(harness: CeleryHarness) -> None:
 @pytest.mark.slow
 def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(harness: CeleryHarness) -> None:
     full = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05)
-    harness.ingest(intake=full, tries=1_000, visibility_timeout=1.0)
+    harness.ingest(intake=full, max_attempts=1_000, visibility_timeout_seconds=1.0)
     first = harness.ask("submit", requests(5))
     waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")
@@ -381,7 +381,7 @@ def test_ingest_survives_a_restart_of_its_broker(harness: CeleryHarness, redis_s
 
 
 def test_a_broker_that_hangs_is_given_up_and_found_again(harness: CeleryHarness, redis_server: RedisServer) -> None:
-    harness.ingest(timeout=0.5)
+    harness.ingest(timeout_seconds=0.5)
     harness.ask("submit", requests(1))
     redis_server.pause()
     time.sleep(1.5)
@@ -406,7 +406,7 @@ def test_a_result_backend_that_stalls_is_no_failure_of_the_task(harness: CeleryH
 def answered_over_stalls(harness: CeleryHarness, results: RedisServer) -> str:
     """The result that a caller gets who waits while the result backend stalls."""
     full = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05)
-    harness.ingest(intake=full, tries=1_000, timeout=0.4, longest_wait=0.1, result_url=results.url)
+    harness.ingest(intake=full, max_attempts=1_000, timeout_seconds=0.4, max_retry_seconds=0.1, result_url=results.url)
     first = harness.ask("submit", requests(5))
     waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")

@@ -219,7 +219,7 @@ def test_given_events_that_get_lost_when_the_watch_sweeps_then_nothing_is(harnes
     harness.sqs.purge_queue(QueueUrl=harness.queue_url)
     source = harness.intake()
     watch = FileIngestWatcher(
-        [source], harness.world, WatchSettings(sweep_interval_seconds=0.0, pause=0.0), harness.events(source)
+        [source], harness.world, WatchSettings(sweep_interval_seconds=0.0, retry_seconds=0.0), harness.events(source)
     )
     watch.step()
     assert len(harness.jobs()) == 1
@@ -230,7 +230,10 @@ def test_given_a_watch_that_runs_when_files_are_dropped_then_they_are_jobs_at_on
 ) -> None:
     source = harness.intake()
     watch = FileIngestWatcher(
-        [source], harness.world, WatchSettings(sweep_interval_seconds=3600.0, pause=0.05), harness.events(source)
+        [source],
+        harness.world,
+        WatchSettings(sweep_interval_seconds=3600.0, retry_seconds=0.05),
+        harness.events(source),
     )
     stop = threading.Event()
     thread = threading.Thread(target=watch.run, args=(stop,))

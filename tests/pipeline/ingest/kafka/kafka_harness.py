@@ -82,7 +82,7 @@ class KafkaHarness:
         pin = ModelPin(name=MODEL, source="/models/tiny", digest="sha256:1", dtype="float32")
         Catalog(self.store).publish(CatalogEntry(pin=pin, max_model_len=512))
         self.sender = KafkaSender(
-            ProducerSettings(self.connection, idempotence=False, max_block=5.0, delivery_timeout=10.0)
+            ProducerSettings(self.connection, idempotence=False, max_block_seconds=5.0, delivery_timeout_seconds=10.0)
         )
 
     @property
@@ -110,14 +110,14 @@ class KafkaHarness:
             requests={self.requests: "team"},
             jobs={},
             deadletter_topic=self.deadletter,
-            group=f"{self.name}-intake",
+            group_id=f"{self.name}-intake",
             batch_seconds=0.3,
             poll_seconds=0.05,
             session_timeout_seconds=2.0,  # what the broker needs; see tests.servers.kafka
             heartbeat_interval_seconds=0.2,
             first_retry_seconds=0.1,
             max_retry_seconds=0.5,
-            call_timeout=10.0,
+            call_timeout_seconds=10.0,
         )
         return replace(plain, **changes)
 

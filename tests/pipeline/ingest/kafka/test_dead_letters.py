@@ -57,9 +57,9 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
         ),  # more than a message may have
     ]
     harness.produce([*poison, ProducedRecord(request("a"))])
-    silent = harness.settings(deadletter_retry_timeout_seconds=0.1, group=f"{harness.name}-silent")
+    silent = harness.settings(deadletter_retry_timeout_seconds=0.1, group_id=f"{harness.name}-silent")
     with harness.running(nowhere.ingest(silent)):  # it reads from the real brokers, and sends to others
-        until(lambda: harness.committed(0, group=silent.group) == 4, "the partition goes on")
+        until(lambda: harness.committed(0, group=silent.group_id) == 4, "the partition goes on")
     assert len(owed(harness)) == 3
     with pytest.raises(NotConfirmed):
         UnsentDeadLetters(nowhere.world, nowhere.sender, harness.deadletter).send()

@@ -47,7 +47,9 @@ def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_
             requests={}, jobs={topic: "team"}, uri_prefixes={"team": (uri,)}, group=group + harness.name
         )
         with harness.running(harness.ingest(named)):
-            until(lambda name=named.group: harness.committed(0, group=name, topic=topic) == 6, "all offsets committed")
+            until(
+                lambda name=named.group_id: harness.committed(0, group=name, topic=topic) == 6, "all offsets committed"
+            )
         (inputs / "one.jsonl").write_bytes(
             request("later") + b"\n"
         )  # the job reads what it was accepted with, or fails

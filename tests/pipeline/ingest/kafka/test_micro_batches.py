@@ -30,7 +30,7 @@ PARTITION = PartitionId("c1", "requests", 0, "team")
 class Outbox:
     """Messages in memory; refuses them while `reason` is set."""
 
-    most_bytes = 10_000
+    max_bytes = 10_000
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -59,7 +59,9 @@ class Partition:
 
     def consumer(self) -> RequestBatches:
         """A new consumer without state."""
-        settings = KafkaIngestSettings(KafkaConnection(("nowhere:1",)), resend_window=60.0, max_value_bytes=50_000)
+        settings = KafkaIngestSettings(
+            KafkaConnection(("nowhere:1",)), resend_window_seconds=60.0, max_value_bytes=50_000
+        )
         dead_letters = KafkaDeadLetters(self.world, self.outbox, "dead", settings.deadletter_retry_timeout_seconds)
         return RequestBatches(self.world, Intake(self.world), dead_letters, settings)
 

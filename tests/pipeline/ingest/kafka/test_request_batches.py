@@ -84,9 +84,9 @@ def test_given_all_was_taken_when_another_group_reads_it_again_then_no_job_is_ne
         until(lambda: harness.committed(0) == 30, "first reading")
     before = [job.id for job in harness.jobs()]
 
-    other = harness.settings(group=f"{harness.name}-other", batch_records=7)
+    other = harness.settings(group_id=f"{harness.name}-other", batch_records=7)
     with harness.running(harness.ingest(other)):
-        until(lambda: harness.committed(0, group=other.group) == 30, "second reading")
+        until(lambda: harness.committed(0, group=other.group_id) == 30, "second reading")
 
     assert [job.id for job in harness.jobs()] == before
     assert len(harness.lines()) == 30
@@ -95,13 +95,13 @@ def test_given_all_was_taken_when_another_group_reads_it_again_then_no_job_is_ne
 def test_given_two_consumers_that_both_think_the_partition_theirs_when_they_read_at_once_then_each_row_is_once(
     harness: KafkaHarness,
 ) -> None:
-    one = harness.settings(group=f"{harness.name}-one", batch_records=10)
-    two = harness.settings(group=f"{harness.name}-two", batch_records=13)
+    one = harness.settings(group_id=f"{harness.name}-one", batch_records=10)
+    two = harness.settings(group_id=f"{harness.name}-two", batch_records=13)
     with harness.running(harness.ingest(one)), harness.running(harness.ingest(two)):
         for start in range(0, 60, 20):
             harness.produce([ProducedRecord(request(f"a{n}")) for n in range(start, start + 20)])
         for settings in (one, two):
-            until(lambda group=settings.group: harness.committed(0, group=group) == 60, "both are through")
+            until(lambda group=settings.group_id: harness.committed(0, group=group) == 60, "both are through")
 
     assert harness.lines() == sorted(f"a{n}" for n in range(60))
     ends = [(batch.first, batch.last) for batch in harness.batches()]
@@ -203,7 +203,9 @@ def test_given_storage_slower_than_the_poll_interval_when_records_come_then_the_
     )  # type: ignore[return-value,arg-type]
     harness.make_topics(harness.requests, harness.deadletter)
     harness.produce([ProducedRecord(request(f"a{n}")) for n in range(20)])
-    ingest = harness.ingest(harness.settings(batch_records=10, session_timeout_seconds=1.0, max_poll_interval=1.1))
+    ingest = harness.ingest(
+        harness.settings(batch_records=10, session_timeout_seconds=1.0, max_poll_interval_seconds=1.1)
+    )
 
     with harness.running(ingest):
         until(lambda: harness.committed(0) == 20, "all stored")
