@@ -27,7 +27,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.s3.store import S3Store
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.controller import JobController
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger.ledger import JOBS, JobLedger

@@ -34,7 +34,7 @@ from workload import load_prompts
 
 from engine import Engine, EngineConfig
 from engine.models.load import describe_model
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_job
 from pipeline.jobs.submit import JobOrder, submit

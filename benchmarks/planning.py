@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.jobs.planning import plan_job
 from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import JOBS, JobLedger

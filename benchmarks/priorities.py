@@ -36,7 +36,7 @@ import pyarrow.parquet as pq
 from benchmarks.throughput import machine
 from pipeline.ledger.ledger import RESULTS
 from pipeline.models.catalog import Catalog
-from schemas.jobs.tables import result_schema
+from schemas.jobs.arrow_schemas import result_schema
 from tests.cluster.cluster import BUCKET, Cluster, running_cluster
 from tests.waiting import wait_for
 

@@ -16,7 +16,7 @@ import structlog
 from pipeline.adapters.folder.durable import private_disk
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.store_clock import StoreClock
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ingest.intake import Intake, IntakeMetrics, IntakeSettings
 from pipeline.inputs.open import PinnedInput, open_pinned, pin_uri
 from pipeline.ledger.ledger import JOBS, JobLedger

@@ -36,7 +36,7 @@ class PreparedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedRow:
+class RejectedRow:
     """A row and its copies that never entered the engine; times are seconds of the engine's clock."""
 
     names: tuple[RowName, ...]
@@ -66,4 +66,4 @@ class Envelope:
     wall: Callable[[float], datetime]
 
 
-FinishedRow = ComputedRow | RefusedRow
+FinishedRow = ComputedRow | RejectedRow

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import KVLayout
-from engine.transfer import make_transfer
+from engine.device_transfer import make_transfer
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.checkpoint import DERIVED, WeightSource
-from engine.checkpoints.weight_formats import WeightFormatStats
+from engine.checkpoints.weight_format_stats import WeightFormatStats
 from engine.config import Quantize
 from engine.errors import CorruptWeights
 from engine.models.base import CausalModel

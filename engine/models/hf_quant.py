@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoints.checkpoint import WeightSource
-from engine.checkpoints.weight_formats import WeightFormatStats
+from engine.checkpoints.weight_format_stats import WeightFormatStats
 from engine.errors import UnsupportedModel
 from engine.models.decoder_builder import DecoderBuilder
 from engine.quant.base import Linear

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch, AttentionStep
+from engine.device_transfer import Download, make_transfer
 from engine.models.base import CausalModel, LayeredModel
 from engine.models.encoders.pooling import Pooler
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.runner.graphs import Graphs
 from engine.sampling.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs
 from engine.speculative.verify import NO_DRAFT_ID, Drafted, Line, Verifier
-from engine.transfer import Download, make_transfer
 
 LOGITS_ROWS = 128
 """Prompt positions whose logits are held at once when prompt log-probabilities are requested."""

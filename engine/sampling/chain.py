@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device_transfer import Transfer
 from engine.request import MaskFiller, TokenMask
 from engine.sampling.rows import NO_SLOT, RowParams
-from engine.transfer import Transfer
 
 LINES_AT_ONCE = 16
 """Masked lines that are written in one operation, so that they stay in a core's cache."""

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.transfer import Transfer
+from engine.device_transfer import Transfer
 
 
 class PenaltyTable:

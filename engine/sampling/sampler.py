@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device_transfer import make_transfer
 from engine.plan import NO_TOKEN
 from engine.request import Request
 from engine.sampling import chain
@@ -26,7 +27,6 @@ from engine.sampling.filters import Filters
 from engine.sampling.logprobs import RawDistribution, prompt_logprobs
 from engine.sampling.philox import uniforms
 from engine.sampling.rows import OFF, RowParams, check_params
-from engine.transfer import make_transfer
 
 __all__ = ["SampleOutput", "Sampler", "check_params", "prompt_logprobs"]
 

@@ -1,4 +1,4 @@
-"""The scheduler decides what each step computes, and when a sequence ends.
+"""The scheduler decides what each step computes, and when a sequence ends. `step_planner.py` has the code of the rules.
 
 Prefill and decode are one phase. Every sequence has known tokens and computed tokens. Each step advances the computed
 tokens towards the known ones, for as many sequences as one token budget allows (the rule is vLLM v1's):

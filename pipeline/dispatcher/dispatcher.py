@@ -36,7 +36,7 @@ from pipeline.dispatcher.job_state import (
 from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.dispatcher.ordering import backlog_for, dispatch_order, is_deadline_at_risk
 from pipeline.dispatcher.poller import StatePoller
-from pipeline.dispatcher.spend_limits import SpendLimiter, SpendSettings
+from pipeline.dispatcher.spend_limiter import SpendLimiter, SpendSettings
 from pipeline.dispatcher.stalled_jobs import StalledJobs
 from pipeline.jobs.event_sink import EventSink, NoEvents
 from pipeline.jobs.lost_shards import RowsUnknown

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
+from pipeline.dispatcher.job_cost import OpenJobCost
 from pipeline.dispatcher.job_reporter import JobReporter
-from pipeline.dispatcher.job_spending import JobSpending
 from pipeline.jobs.closing import close_shard, find_closing, give_up_shard, status_while
 from pipeline.jobs.event_sink import EventSink
 from pipeline.jobs.manifest import PartTotals, build_manifest, failed_manifest
@@ -21,7 +21,7 @@ from pipeline.ledger.active_index import clean_up
 from pipeline.ledger.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.ports import ObjectNotFound, World, queue_name
 from pipeline.results.parts import PartEntry, read_part
-from pipeline.results.rejected_rows import commit_rejects
+from pipeline.results.rejected_part import commit_rejects
 from schemas.jobs.job import Closing, Job
 from schemas.jobs.outcome import JobError, JobStatus, Manifest
 from schemas.jobs.plan import PlanSegment, ShardRef
@@ -78,7 +78,7 @@ class OpenJob:
         open_shards: planned shards without a part, in plan order.
         queued: the open shards that are on a queue.
         tokens_left: estimated tokens of the open shards, prompts and answers, by model (`ModelPin.key`).
-        spending: the cost so far.
+        cost: the cost so far.
         eta: forecast end of the job; None: not known.
         closing: why the job is being closed; None: it isn't.
         attention: why the job was paused before, until it has run for a while; None: it wasn't.
@@ -105,7 +105,7 @@ class OpenJob:
         self.open_shards: dict[int, ShardRef] = {}
         self.queued: dict[int, QueuedShard] = {}
         self.tokens_left: Counter[str] = Counter()
-        self.spending = JobSpending(ledger, settings.price_per_hour, taken_over=taken_over)
+        self.cost = OpenJobCost(ledger, settings.price_per_hour, taken_over=taken_over)
         self.eta: datetime | None = None
         self.closing: Closing | None = None
         self.attention: str | None = None
@@ -313,7 +313,7 @@ class OpenJob:
             status=self.status,
             counts=self._tally.counts(self._planned_rows if REJECTS in self._parts else None),
             usage=self._tally.usage(),
-            cost=self.spending.spent.known if self.spending.spent.seconds else None,
+            cost=self.cost.spent.known if self.cost.spent.seconds else None,
             shards_total=self._planned_shards,
             shards_done=self._planned_shards - len(self.open_shards),
             tokens_left=self.tokens_left.total() if self.is_planned else None,
@@ -365,7 +365,7 @@ class OpenJob:
         if shard is not None:
             model, tokens = self.key_of(shard), estimated_tokens(shard)
             self.tokens_left[model] -= tokens
-            self.spending.add_part(entry, model, tokens)
+            self.cost.add_part(entry, model, tokens)
         self._open_rejects.pop(number, None)
         self.queued.pop(number, None)
         self._reporter.emit_part(self.job.id, entry)

@@ -96,7 +96,7 @@ def end_shard(
     done = history.finished_rows
     requested = zip(*(table[name].to_pylist() for name in ("row", "custom_id", "model")), strict=True)
     unfinished = [
-        ResultRow.refused(row, custom_id, error, model=model, created_at=job.created_at, finished_at=now)
+        ResultRow.from_error(row, custom_id, error, model=model, created_at=job.created_at, finished_at=now)
         for row, custom_id, model in requested
         if row not in done
     ]

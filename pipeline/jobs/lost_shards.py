@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from pipeline.ledger.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.ports import ObjectNotFound, PipelineError
+from schemas.jobs.arrow_schemas import RESULT_FIELDS
 from schemas.jobs.plan import PlanSegment, ShardRef
-from schemas.jobs.tables import RESULT_FIELDS
 
 logger = structlog.get_logger(__name__)
 

@@ -36,13 +36,13 @@ from pipeline.planner import (
 )
 from pipeline.ports import PipelineError, StoreError, World
 from pipeline.results.parts import COMPRESSION, PartWriter, read_part
-from pipeline.results.rejected_rows import commit_rejects
+from pipeline.results.rejected_part import commit_rejects
 from pipeline.tracing import Span, trace_job, working_for
+from schemas.jobs.arrow_schemas import result_schema
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import Closing, Job
 from schemas.jobs.outcome import Counts, JobError, JobStatus, Manifest
 from schemas.jobs.plan import PlanSegment
-from schemas.jobs.tables import result_schema
 
 PLANNER = "planner"
 INPUT_UNREADABLE: Final = "input_unreadable"

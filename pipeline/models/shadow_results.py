@@ -22,9 +22,9 @@ from pipeline.ledger.ledger import JOBS, JobLedger, LedgerError, parse_stored, p
 from pipeline.models.evaluation import ShadowedShard
 from pipeline.models.registry import RELEASES
 from pipeline.ports import ObjectNotFound, ObjectStore
+from schemas.jobs.arrow_schemas import RESULT_FIELDS
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.results import RowStatus
-from schemas.jobs.tables import RESULT_FIELDS
 from schemas.releases import Release, ShadowHead
 
 FOOTER: Final = b"tokenmill.shadow"

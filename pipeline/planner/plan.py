@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-
 from pipeline.planner.ports import (
     InvalidInput,
     PlanMismatch,
@@ -21,7 +19,8 @@ from pipeline.planner.ports import (
     SourceBatch,
     TokenCounter,
 )
-from pipeline.planner.seen import SeenIds
+from pipeline.planner.rejected_lines import error_rows
+from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.segment import SegmentBuilder, SegmentTexts
 from pipeline.planner.sizes import SegmentSizes
 from pipeline.planner.tokens import TokenEstimator
@@ -30,8 +29,6 @@ from pipeline.ports import World
 from schemas.jobs.job import Job, OnInvalid
 from schemas.jobs.outcome import JobError
 from schemas.jobs.plan import PlanSegment, RejectsRef, ShardRef
-from schemas.jobs.results import ResultRow, results_table
-from schemas.jobs.tables import result_schema
 
 
 def plan(
@@ -119,7 +116,7 @@ class _PlannerRun:
                 self._validator.remember(batch)
                 continue
             checked = self._validator.check(batch)
-            self._refuse(checked)
+            self._reject(checked)
             segment.add(checked)
         self._close(segment, last=True)
         if self._errors:
@@ -128,7 +125,7 @@ class _PlannerRun:
             self._segments = [self._commit(segment) for segment in self._segments]
         return summarize(self._segments)
 
-    def _refuse(self, checked: CheckedBatch) -> None:
+    def _reject(self, checked: CheckedBatch) -> None:
         """Write the results of invalid lines, or collect the first of them for the error that stops the job."""
         if not checked.rejected:
             return
@@ -140,23 +137,9 @@ class _PlannerRun:
                 for error in (rejected.error for rejected in checked.rejected[:room])
             ]
             return
-        now = self._world.clock.now()
-        rows = results_table(
-            ResultRow.refused(
-                rejected.row,
-                rejected.custom_id,
-                rejected.error,
-                model=rejected.model,
-                created_at=self._job.created_at,
-                finished_at=now,
-            )
-            for rejected in checked.rejected
-        )
-        columns = list(rows.columns)
-        if checked.batch.carried is not None:
-            positions = pa.array([rejected.position for rejected in checked.rejected], pa.int64())
-            columns += checked.batch.carried.take(positions).columns
-        self._sink.write_rejected(pa.table(columns, schema=result_schema(self._source.carried)))
+        created_at, now = self._job.created_at, self._world.clock.now()
+        rows = error_rows(checked.rejected, checked.batch.carried, self._source.carried, created_at=created_at, at=now)
+        self._sink.write_rejected(rows)
 
     def _close(self, segment: _OpenSegment, *, last: bool) -> None:
         """Write a segment's shards and commit it; a strict job commits nothing before all of its lines are read."""

@@ -136,17 +136,23 @@ class PlanSink(Protocol):
         ...
 
     def write_shard(self, number: int, table: pa.Table) -> StoredShard:
-        """Store a shard under this planner's attempt; `table` has `schemas.tables.shard_schema(carried)`, with rows in
-        start order. It counts only once its segment is committed."""
+        """Store a shard under this planner's attempt. It counts only once its segment is committed.
+
+        Args:
+            table: `schemas.jobs.arrow_schemas.shard_schema(carried)`, with rows in start order.
+        """
         ...
 
     def write_rejected(self, table: pa.Table) -> None:
-        """Append rows that the open segment refuses; `table` has `schemas.tables.result_schema(carried)`, sorted by
-        row."""
+        """Append the error rows of lines that the open segment rejects.
+
+        Args:
+            table: `schemas.jobs.arrow_schemas.result_schema(carried)`, sorted by row.
+        """
         ...
 
     def store_rejects(self, number: int) -> StoredShard:
-        """Store the rows refused since the last call as the future part `number`. It counts only once its segment is
+        """Store the rows rejected since the last call as the future part `number`. It counts only once its segment is
         committed."""
         ...
 

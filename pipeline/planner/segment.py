@@ -24,7 +24,7 @@ from pipeline.planner.cut import ShardLimits, cut
 from pipeline.planner.order import NO_GROUP, PrefixChains, RunningOrder, arrange, find_leaders
 from pipeline.planner.validate import CheckedBatch, ValidRow
 from pipeline.ports import StoreError
-from schemas.jobs.tables import SHARD_FIELDS, shard_schema
+from schemas.jobs.arrow_schemas import SHARD_FIELDS, shard_schema
 from schemas.requests.limits import PlanSettings
 
 SPILLED = pa.schema([("custom_id", pa.string()), ("url", pa.string()), ("body", pa.string())])

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from pipeline.planner.ports import SourceBatch, SourceRow
 from pipeline.planner.prefix import PrefixChain, prefix_chain, prompt_bytes
-from pipeline.planner.seen import SeenIds
+from pipeline.planner.rejected_lines import RejectedLine
+from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.tokens import TokenEstimator
 from schemas.jobs.job import Job
 from schemas.requests.errors import RowError, RowErrorCode
@@ -69,23 +70,13 @@ class _Answer(NamedTuple):
     certain_tokens: int
 
 
-class RejectedRow(NamedTuple):
-    """A refused line, whose result is `error`."""
-
-    position: int
-    row: int
-    custom_id: str | None
-    model: str | None
-    error: RowError
-
-
 @dataclass(slots=True)
 class CheckedBatch:
     """One batch, split into valid and rejected lines; both in input order. `unselected`: number of lines left out."""
 
     batch: SourceBatch
     valid: list[ValidRow] = field(default_factory=list)
-    rejected: list[RejectedRow] = field(default_factory=list)
+    rejected: list[RejectedLine] = field(default_factory=list)
     unselected: int = 0
 
 
@@ -128,7 +119,7 @@ class Validator:
                 message = f"{batch.name}: {error.message}" if batch.name else error.message
                 located = RowError(error.code, message, param=error.param, line=source.line)
                 model = _inner(value, "body", "model")
-                checked.rejected.append(RejectedRow(position, source.row, _inner(value, "custom_id"), model, located))
+                checked.rejected.append(RejectedLine(position, source.row, _inner(value, "custom_id"), model, located))
         return checked
 
     def _is_selected(self, row: int) -> bool:

@@ -51,7 +51,7 @@ def commit_part(
     """Build part `number` of `job` from `rows` and commit it; False when another's part exists.
 
     Args:
-        shard: `schemas.tables.shard_schema(...)`.
+        shard: `schemas.jobs.arrow_schemas.shard_schema(...)`.
         rows: `FINISHED_SCHEMA`, exactly one for each row of the shard, those of `history.finished` included.
 
     Raises:

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from pipeline.ledger.ledger import JobLedger, LedgerError, parse_stored, part_key
 from pipeline.ledger.records import PartSummary
 from pipeline.ports import PipelineError, StoreError, failure_type
+from schemas.jobs.arrow_schemas import RESULT_FIELDS, SHARD_FIELDS
 from schemas.jobs.checkpoints import ROW_USAGE
 from schemas.jobs.outcome import Counts, Usage
 from schemas.jobs.results import RowStatus
-from schemas.jobs.tables import RESULT_FIELDS, SHARD_FIELDS
 
 FOOTER_KEY = "tokenmill"
 COMPRESSION = "zstd"

@@ -18,8 +18,8 @@ from pipeline.ledger.ledger import LedgerError, parse_stored
 from pipeline.ports import Heartbeats, ObjectNotFound, PipelineError, World
 from pipeline.scaling.backlog import BacklogMetrics, BacklogReader
 from pipeline.scaling.fleet import PendingStart
-from pipeline.scaling.observe import FirstTokens, observe, observe_root, pools_of
 from pipeline.scaling.policy import Decision, PolicyState, PoolObservation, decide
+from pipeline.scaling.pool_observer import FirstTokens, observe, observe_root, pools_of
 from schemas.settings.autoscaling import AutoscaleOptions, PoolMemory, StoredScaling
 
 SCALING_KEY: Final = "scaling/decided.json"

@@ -29,7 +29,8 @@ class ShardWork:
         shard: the shard's number, and its part's.
         attempt: 1, or more when the shard was started before; recorded in `ResultRow.attempt`.
         attempt_id: unique among all attempts ever made; part of the keys that this attempt writes.
-        table: `schemas.tables.shard_schema(...)`, one row a request, copies included, in the planner's order.
+        table: `schemas.jobs.arrow_schemas.shard_schema(...)`, one row a request, copies included, in the planner's
+            order.
         started_at: when it was taken; aware, UTC.
         history: state of earlier attempts. Its finished rows are done: the sink adds them to the part.
         as_tier: its tier for this worker, if that isn't the job's tier.

@@ -18,9 +18,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from schemas.jobs.arrow_schemas import RESULT_FIELDS
 from schemas.jobs.outcome import Usage, WorkerTime
 from schemas.jobs.results import ResultRow, results_table
-from schemas.jobs.tables import RESULT_FIELDS
 from schemas.stored import Count, StoredModel
 
 MAGIC = b"tmckpt01"

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import pyarrow as pa
 
-from schemas.jobs.tables import RESULT_FIELDS
+from schemas.jobs.arrow_schemas import RESULT_FIELDS
 from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode
 
 
@@ -33,7 +33,7 @@ STATUS_OF_ERROR: dict[RowErrorCode, RowStatus] = {
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """A row of `schemas.jobs.tables.RESULT_FIELDS`, in its order. Times are aware, UTC.
+    """A row of `schemas.jobs.arrow_schemas.RESULT_FIELDS`, in its order. Times are aware, UTC.
 
     Attributes:
         row: the line's index in the input, from 0.
@@ -62,7 +62,7 @@ class ResultRow:
     attempt: int | None = None
 
     @classmethod
-    def refused(
+    def from_error(
         cls,
         row: int,
         custom_id: str | None,

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from pipeline.adapters.s3.store import S3Store
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.jobs.retry import NothingToRetry, choose_rows
 from pipeline.jobs.submit import JobOrder, derived_job_id, submit
 from pipeline.ledger.ledger import JOBS, JobLedger

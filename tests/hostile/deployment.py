@@ -17,7 +17,7 @@ from typing import Final
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.s3.store import S3Store
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.gateway.http.api_keys import ApiKeys, Scope
 from pipeline.ports import ObjectStore, World
 from schemas.requests.limits import RateLimits

@@ -17,13 +17,13 @@ from pipeline.ledger.ledger import REJECTS, JobLedger, shard_key
 from pipeline.ledger.records import ShardReport
 from pipeline.ports import Heartbeats, World, queue_name
 from pipeline.worker_client.ports import ShardWork
+from schemas.jobs.arrow_schemas import result_schema, shard_schema
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 from schemas.jobs.job import Job, Tier
 from schemas.jobs.outcome import Counts, JobStatus, Manifest, Usage
 from schemas.jobs.plan import PlanSegment, RejectsRef, ShardRef
 from schemas.jobs.results import ResultRow, RowStatus, results_table
-from schemas.jobs.tables import result_schema, shard_schema
 from schemas.models import ModelPin
 from schemas.requests.errors import RowError, RowErrorCode
 
@@ -93,7 +93,7 @@ def plan_by_hand(
             )
         )  # fmt: skip
     error = RowError(RowErrorCode.INVALID_JSON, "not JSON")
-    sink.write_rejected(results_table(ResultRow.refused(row, None, error) for row in rejected).cast(result_schema()))
+    sink.write_rejected(results_table(ResultRow.from_error(row, None, error) for row in rejected).cast(result_schema()))
     stored = sink.store_rejects(REJECTS)
     rejects = RejectsRef(number=REJECTS, key=stored.key, sha256=stored.sha256, size=stored.size, rows=len(rejected))
     total = sum(map(len, shards)) + len(rejected)
@@ -112,7 +112,7 @@ def answers(work: ShardWork, *, mark: str = "") -> list[ResultRow]:
     for row, custom_id in zip(work.table["row"].to_pylist(), work.table["custom_id"].to_pylist(), strict=True):
         if row % 5 == 4:
             error = RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long")
-            rows.append(ResultRow.refused(row, custom_id, error, model=MODEL, attempt=work.attempt))
+            rows.append(ResultRow.from_error(row, custom_id, error, model=MODEL, attempt=work.attempt))
             continue
         rows.append(
             ResultRow(

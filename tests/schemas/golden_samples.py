@@ -34,6 +34,7 @@ from pipeline.ledger.records import (
     UnreadableRecord,
 )
 from pipeline.results.parts import FOOTER_KEY
+from schemas.jobs.arrow_schemas import SHARD_FIELDS, result_schema, shard_schema
 from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, LoggedLogprobs, decode, encode
 from schemas.jobs.events import JobChanged, ProgressMade, ReleaseEnded, ShardCommitted, read_event
 from schemas.jobs.inputs import FileStamp, InputFile, InputFormat, InputRef
@@ -42,7 +43,6 @@ from schemas.jobs.outcome import Counts, FileEntry, JobError, JobStatus, Manifes
 from schemas.jobs.plan import PlanSegment, RejectsRef, ShardRef
 from schemas.jobs.progress import Progress
 from schemas.jobs.results import ResultRow, RowStatus, results_table
-from schemas.jobs.tables import SHARD_FIELDS, result_schema, shard_schema
 from schemas.models import CatalogEntry, ModelPin
 from schemas.releases import (
     Bounds,
@@ -225,7 +225,7 @@ ROWS = [
         response='{"id": "x"}', model="tiny", prompt_tokens=5, cached_tokens=1, completion_tokens=7,
         embedding=[0.5, 1.0], created_at=NOON, started_at=NOON, finished_at=NOON, attempt=1,
     ),
-    ResultRow.refused(1, "b", RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long"), model="tiny", attempt=1),
+    ResultRow.from_error(1, "b", RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long"), model="tiny", attempt=1),
 ]  # fmt: skip
 SUMMARY = PartSummary(
     job="job-1", part=1, attempt=1, attempt_id="a", worker="w", counts=DONE, usage=USAGE, started_at=NOON,

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from schemas.jobs.arrow_schemas import result_schema
 from schemas.jobs.events import JobChanged, ProgressMade, ShardCommitted, read_event
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 from schemas.jobs.job import Closing, Job
 from schemas.jobs.outcome import Counts, FileEntry, JobStatus, Manifest, Usage
 from schemas.jobs.plan import PlanSegment, RejectsRef, ShardRef
 from schemas.jobs.results import ResultRow, RowStatus, results_table
-from schemas.jobs.tables import result_schema
 from schemas.models import ModelPin
 from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode
 
@@ -145,7 +145,7 @@ def test_events_survive_a_round_trip() -> None:
 
 @pytest.mark.parametrize("code", list(RowErrorCode))
 def test_a_refused_row_has_message_line_and_status(code: RowErrorCode) -> None:
-    row = ResultRow.refused(6, "id", RowError(code, "is wrong", line=7), created_at=NOW, finished_at=NOW)
+    row = ResultRow.from_error(6, "id", RowError(code, "is wrong", line=7), created_at=NOW, finished_at=NOW)
     expected = {
         RowErrorCode.BATCH_EXPIRED: RowStatus.EXPIRED,
         RowErrorCode.BATCH_CANCELLED: RowStatus.CANCELLED,
@@ -159,12 +159,12 @@ def test_a_refused_row_has_message_line_and_status(code: RowErrorCode) -> None:
 def test_planner_and_worker_name_a_line_alike(line: int | None, where: str) -> None:
     # Given row 6, whose line a worker doesn't know, a planner does, or which is line 2 of another file of the input
     error = RowError(RowErrorCode.INVALID_REQUEST, "is wrong", line=line)
-    assert ResultRow.refused(6, "id", error, created_at=NOW, finished_at=NOW).error_message == f"{where}: is wrong"
+    assert ResultRow.from_error(6, "id", error, created_at=NOW, finished_at=NOW).error_message == f"{where}: is wrong"
 
 
 def test_rows_become_a_table_of_the_fixed_schema() -> None:
     done = ResultRow("a", 0, RowStatus.SUCCEEDED, 200, text="hi", embedding=[0.5], started_at=NOW, attempt=1)
-    table = results_table([done, ResultRow.refused(1, None, RowError(RowErrorCode.INVALID_JSON, "no"))])
+    table = results_table([done, ResultRow.from_error(1, None, RowError(RowErrorCode.INVALID_JSON, "no"))])
     assert table.schema.equals(result_schema())
     first, second = table.to_pylist()
     assert (first["status"], first["embedding"], first["started_at"], first["error_code"]) == (

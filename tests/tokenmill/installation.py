@@ -15,7 +15,7 @@ import structlog
 
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.inputs.pinning import pin_input

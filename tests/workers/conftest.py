@@ -20,12 +20,12 @@ from transformers import PreTrainedTokenizerFast
 from pipeline.ledger.records import ShardReport
 from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.worker_client.ports import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
+from schemas.jobs.arrow_schemas import SHARD_FIELDS
 from schemas.jobs.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
 from schemas.jobs.inputs import InputFile, InputRef
 from schemas.jobs.job import Job, JobSettings, Tier
 from schemas.jobs.outcome import Usage
 from schemas.jobs.results import ResultRow
-from schemas.jobs.tables import SHARD_FIELDS
 from schemas.models import ModelPin
 from schemas.requests.requests import dump_body, parse_body
 from workers.text.tokenizer import Tokenizer

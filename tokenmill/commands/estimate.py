@@ -159,7 +159,7 @@ class _DryRuns:
         """Plan the job in a temporary folder."""
         from engine.models.load import describe_model, is_encoder
         from pipeline.adapters.folder.store import FolderStore
-        from pipeline.adapters.system import SystemClock, SystemRandomness
+        from pipeline.adapters.system_clock import SystemClock, SystemRandomness
         from pipeline.planner import ShardSample, measure, open_source
         from pipeline.ports import World
         from schemas.jobs.job import Job

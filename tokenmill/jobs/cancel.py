@@ -15,7 +15,7 @@ from pipeline.adapters.folder.locks import RunLock
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.inputs.pinning import pin_again
 from pipeline.jobs.planning import plan_job

@@ -74,7 +74,7 @@ def _send(given: str, target: str, options: Mapping[str, Any], settings: Setting
 
 def _to_folder(source: Path, target: str, options: Mapping[str, Any]) -> Submission:
     from pipeline.adapters.folder.store import FolderStore
-    from pipeline.adapters.system import SystemClock, SystemRandomness
+    from pipeline.adapters.system_clock import SystemClock, SystemRandomness
     from pipeline.ingest.client import copy_into_folder, make_unused_name
     from pipeline.ingest.files.folder_inbox import FolderInbox
     from pipeline.ingest.files.options import format_of
@@ -94,7 +94,7 @@ def _to_folder(source: Path, target: str, options: Mapping[str, Any]) -> Submiss
 
 def _to_bucket(source: Path, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
     from pipeline.adapters.s3.url import join_url, split_url
-    from pipeline.adapters.system import SystemRandomness
+    from pipeline.adapters.system_clock import SystemRandomness
     from pipeline.ingest.client import make_unused_name, upload_to_bucket
     from pipeline.ingest.files.folder_inbox import INCOMING
     from pipeline.ingest.files.options import format_of

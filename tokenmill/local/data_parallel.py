@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import ShardTask, WorkerState, World
 from pipeline.worker_client.shard_client import ShardClient

@@ -17,7 +17,7 @@ from engine.models.load import describe_model
 from engine.plan import CacheGroup
 from engine.runner.memory import available_bytes, layer_token_bytes, plan_cache
 from engine.scheduler.step_cost import cache_windows
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.planner import InputEstimate
 from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.job import Job

@@ -29,7 +29,7 @@ from typing import Any, Final, TextIO
 
 from pipeline.adapters.folder.locks import RunLock
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.jobs.planning import plan_job, plan_open_job
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import PipelineError, World

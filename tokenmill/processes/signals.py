@@ -1,9 +1,10 @@
 """Stop signals (SIGTERM, Ctrl-C) of long-running commands, from the start of the process to its end.
 
 While a command starts, a stop signal aborts the start by an exception, so that opened resources are closed. Once its
-parts run, the signal sets an event. Libraries may swallow or replace an exception that is raised while they are
-imported, so the signal is also recorded, and checked at the end of the start. Python swallows an exception in a
-finalizer or in the callback of a weak reference, and prints a traceback: `on_unraisable` handles these.
+parts run, the signal sets an event (what a worker then does: `workers/shards/worker.py`). Libraries may swallow or
+replace an exception that is raised while they are imported, so the signal is also recorded, and checked at the end of
+the start. Python swallows an exception in a finalizer or in the callback of a weak reference, and prints a traceback:
+`on_unraisable` handles these.
 
 Nothing that takes long is imported here: `python -m tokenmill` installs the handlers first.
 """

@@ -53,7 +53,7 @@ def redis_worker_backends(settings: Settings) -> Iterator[tuple[Heartbeats, Lane
     """The heartbeats of workers and the lane, on Redis. Raises `UserError` when none is named."""
     from pipeline.adapters.redis.connection import RedisSettings
     from pipeline.adapters.redis.heartbeats import RedisHeartbeats
-    from pipeline.adapters.system import SystemClock
+    from pipeline.adapters.system_clock import SystemClock
     from pipeline.lane.redis import RedisLane
 
     if settings.redis_url is None:
@@ -73,7 +73,7 @@ def redis_backends(settings: Settings) -> Iterator[Backends]:
     from pipeline.adapters.redis.connection import RedisSettings
     from pipeline.adapters.redis.heartbeats import RedisHeartbeats
     from pipeline.adapters.redis.lease import RedisLease
-    from pipeline.adapters.system import SystemClock, SystemRandomness
+    from pipeline.adapters.system_clock import SystemClock, SystemRandomness
     from pipeline.lane.redis import RedisLane
 
     if settings.redis_url is None:

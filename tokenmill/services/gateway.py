@@ -186,7 +186,7 @@ def shared_on_redis(root: Root, settings: Settings) -> Iterator[SharedBackends]:
     """The state that gateways share; empty without Redis: then each gateway does everything."""
     from pipeline.adapters.redis.connection import RedisClient, RedisSettings
     from pipeline.adapters.redis.lease import RedisLease
-    from pipeline.adapters.redis.rate_limits import RedisRunning, redis_windows
+    from pipeline.adapters.redis.rate_limit_counters import RedisRunning, redis_windows
     from pipeline.adapters.redis.response_cache import RedisAnswers
     from tokenmill.services.backends import LEASE_SECONDS
 

@@ -134,8 +134,8 @@ def kafka_connection(options: KafkaOptions) -> KafkaConnection:
 def _celery(root: Root, settings: Settings) -> Part:
     from pipeline.adapters.redis.connection import RedisSettings
     from pipeline.ingest.celery.generate import GenerateCalls, GenerateSettings
+    from pipeline.ingest.celery.ingest_worker import CeleryIngestSettings, CeleryIngestWorker
     from pipeline.ingest.celery.tasks import CeleryTasks, TaskSettings
-    from pipeline.ingest.celery.worker import CeleryIngestSettings, CeleryIngestWorker
     from pipeline.lane.redis import RedisLane
     from pipeline.models.catalog import Catalog
 

@@ -13,7 +13,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatcher.metrics import DispatchMetrics
-from pipeline.dispatcher.spend_limits import SpendSettings
+from pipeline.dispatcher.spend_limiter import SpendSettings
 from pipeline.ingest.files.folder_inbox import INCOMING, FolderInbox
 from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ingest.files.watcher import FileIngestWatcher, WatchSettings

@@ -26,14 +26,14 @@ class DryRunResult:
         steps: float64 [steps, 4], each step's tokens, logits, reads and pairs (`StepWork`).
         waiting: bool [steps], whether sequences waited for a row of the batch.
         progress: float64 [steps], prompt and answer tokens that are done after each step, cached ones included.
-        refused: requests that the worker would refuse.
+        rejected: requests that the worker would refuse.
         prompt_tokens, cached_tokens, generated_tokens: of all requests (`DryRun`).
     """
 
     steps: NDArray[np.float64]
     waiting: NDArray[np.bool_]
     progress: NDArray[np.float64]
-    refused: int
+    rejected: int
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
@@ -57,7 +57,7 @@ class ShardDryRun:
         self._lookahead = Lookahead(max_num_seqs, self._settings.watermark, timed=timed)
         self._shards: list[OpenShard] = []
         self._owners: dict[str, OpenShard] = {}
-        self._refused = 0
+        self._rejected = 0
 
     def run(self, works: Iterable[ShardWork]) -> DryRunResult:
         """Schedule all shards in this order. Each is prepared when the worker would open it."""
@@ -85,7 +85,7 @@ class ShardDryRun:
             steps=table[:, :4],
             waiting=table[:, 4] > 0,
             progress=np.array(progress, dtype=np.float64),
-            refused=self._refused,
+            rejected=self._rejected,
             prompt_tokens=self._dry_run.prompt_tokens,
             cached_tokens=self._dry_run.cached_tokens,
             generated_tokens=self._dry_run.generated_tokens,
@@ -96,7 +96,7 @@ class ShardDryRun:
         return has_room and self._lookahead.wants_shard(self._shards, self._dry_run.scheduler.num_waiting)
 
     def _open(self, shard: PreparedShard) -> None:
-        self._refused += len(shard.refused)
+        self._rejected += len(shard.rejected)
         opened = OpenShard.open(shard)
         if not opened.is_done:
             self._shards.append(opened)
@@ -114,6 +114,6 @@ class ShardDryRun:
             self._dry_run.add(row.request)
         except RequestRefused:
             shard.num_finished += 1
-            self._refused += 1
+            self._rejected += 1
         else:
             self._owners[row.request.request_id] = shard

@@ -13,7 +13,7 @@ from schemas.jobs.job import Tier
 from workers.model.loaded_model import LoadedModel
 from workers.observability.metrics import MetricsReader
 from workers.observability.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
-from workers.rows import RefusedRow
+from workers.rows import RejectedRow
 from workers.shards.heartbeats import HeartbeatSender
 from workers.shards.state import OpenShard, PreparedShard
 from workers.side_work import SideWork
@@ -49,8 +49,8 @@ class WorkerReporter:
 
     # -- Counting
 
-    def count_refused(self, tier: Tier, rows: Sequence[RefusedRow]) -> None:
-        """These rows of a shard of this tier are refused."""
+    def count_rejected(self, tier: Tier, rows: Sequence[RejectedRow]) -> None:
+        """These rows of a shard of this tier are rejected."""
         self._counts = self._counts.with_refused(sum(len(row.names) for row in rows))
         self._metrics.ended.record_refused(tier, len(rows))
 

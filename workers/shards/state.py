@@ -20,7 +20,7 @@ from schemas.requests.requests import BODIES, CHAT_URL, Body, EmbeddingBody, loa
 from workers.errors import ModelMismatchError
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
-from workers.rows import FinishedRow, PreparedRow, RefusedRow, RowName
+from workers.rows import FinishedRow, PreparedRow, RejectedRow, RowName
 from workers.shards.resume import resume
 from workers.text.tokenizer import TokenIds
 from workers.translation.embeddings import EmbeddingReader, Input
@@ -45,7 +45,7 @@ class PreparedShard:
 
     work: ShardWork
     waiting: tuple[PreparedRow, ...]
-    refused: tuple[RefusedRow, ...]
+    rejected: tuple[RejectedRow, ...]
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class OpenShard:
     Attributes:
         waiting: rows not yet given to the engine.
         finished: rows with an outcome that are not results yet.  num_finished: all rows with an outcome.
-        total: rows that are computed or refused here (copies not counted).
+        total: rows that are computed or rejected here (copies not counted).
         built_rows, built_usages: results, and the tokens that each cost.
         unlogged, generated: tokens sampled for the shard since the last snapshot, and before it.
         first_start, last_end: of its computed rows, on the engine's clock (seconds).
@@ -87,8 +87,8 @@ class OpenShard:
 
     @classmethod
     def open(cls, shard: PreparedShard) -> OpenShard:
-        total = len(shard.waiting) + len(shard.refused)
-        opened = cls(shard.work, deque(shard.waiting), list(shard.refused), total, len(shard.refused))
+        total = len(shard.waiting) + len(shard.rejected)
+        opened = cls(shard.work, deque(shard.waiting), list(shard.rejected), total, len(shard.rejected))
         for row in shard.waiting:
             params, hint = row.request.params, row.request.expected_tokens
             length = params.max_tokens if hint is None else hint
@@ -156,7 +156,7 @@ class ShardReader:
                 self._read(line, work, translator, embeddings)
         self._encode(lines, work, embeddings)
         waiting: list[PreparedRow] = []
-        refused: list[RefusedRow] = []
+        rejected: list[RejectedRow] = []
         now = self.model.engine.clock()
         for line in lines:
             row = self._prepared(line, work, translator, embeddings)
@@ -164,8 +164,8 @@ class ShardReader:
                 waiting.append(row)
             else:
                 assert line.error is not None
-                refused.append(RefusedRow(line.names, line.model, line.error, now, now))
-        return PreparedShard(work, tuple(waiting), tuple(refused))
+                rejected.append(RejectedRow(line.names, line.model, line.error, now, now))
+        return PreparedShard(work, tuple(waiting), tuple(rejected))
 
     def _rules(self, work: ShardWork) -> JobRules:
         settings = work.job.settings

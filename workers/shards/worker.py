@@ -36,7 +36,7 @@ from schemas.requests.errors import RowError, RowErrorCode
 from workers.model.loaded_model import LoadedModel
 from workers.observability.progress import WorkerObserver, WorkerProgress
 from workers.observability.tracing import ShardSpans, end_step
-from workers.rows import ComputedRow, PreparedRow, RefusedRow
+from workers.rows import ComputedRow, PreparedRow, RejectedRow
 from workers.settings import IDLE_SECONDS, WorkerSettings
 from workers.shards.cost_sharing import shares_of_step
 from workers.shards.heartbeats import HEARTBEAT_THREADS, HeartbeatSender, Timer, thread_timer
@@ -200,7 +200,7 @@ class ShardWorker:
         if shard is None:
             return
         work, rows = shard.work, len(shard.work.table)
-        self._reporter.count_refused(work.tier, shard.refused)
+        self._reporter.count_rejected(work.tier, shard.rejected)
         logger.info("shard taken", job=work.job.id, shard=work.shard, rows=rows, **self._spans.taken(work))
         if shard is not self._fetcher.prepared:
             self._open(shard)
@@ -334,9 +334,9 @@ class ShardWorker:
             too_long = isinstance(error, ContextLengthExceeded)
             code = RowErrorCode.CONTEXT_LENGTH_EXCEEDED if too_long else RowErrorCode.INVALID_REQUEST
             now = self._engine.clock()
-            refused = RefusedRow(row.names, row.body.model, RowError(code, str(error)), now, now)
-            self._checkpointer.finish(shard, refused)
-            self._reporter.count_refused(shard.work.tier, [refused])
+            rejected = RejectedRow(row.names, row.body.model, RowError(code, str(error)), now, now)
+            self._checkpointer.finish(shard, rejected)
+            self._reporter.count_rejected(shard.work.tier, [rejected])
         else:
             self._running[request.request_id] = (shard, row)
             shard.num_in_engine += 1

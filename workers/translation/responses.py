@@ -21,7 +21,7 @@ from engine.request import Choice, Completion, FinishReason
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.requests import ChatBody, CompletionBody, EmbeddingBody
-from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RefusedRow, RowName
+from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RejectedRow, RowName
 from workers.structured.constraints import shown_tokens
 from workers.structured.grammar import Grammar, too_complex
 from workers.structured.tool_calls import CallIds, split_answer
@@ -86,7 +86,7 @@ class ResponseBuilder:
         answered: list[ComputedRow] = []
         results: list[ResultRow] = []
         for row in rows:
-            if isinstance(row, RefusedRow):
+            if isinstance(row, RejectedRow):
                 results += _refused(row.names, row.model, row.error, row.started_at, row.finished_at, envelope)
             elif (error := failure_of(row.completion, row.withheld, row.prepared.request.mask)) is not None:
                 results += _failed(row, error, envelope)
@@ -273,7 +273,7 @@ def _refused(
 ) -> list[ResultRow]:
     started, finished = envelope.wall(started_at), envelope.wall(finished_at)
     return [
-        ResultRow.refused(
+        ResultRow.from_error(
             name.row,
             name.custom_id,
             error,

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from pipeline.adapters.s3.outage import OutageLog
 from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.store_clock import TimeOffset
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ports import Clock, Randomness, StoreError, StoreUnavailable
 
 try:

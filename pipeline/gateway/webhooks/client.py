@@ -1,4 +1,4 @@
-"""Delivery of a webhook event: a POST, signed as in the Standard Webhooks specification, that follows no redirects.
+"""Delivery of a webhook event: a signed POST (`pipeline.gateway.webhooks.signature`) that follows no redirects.
 
 The endpoint's host name is resolved once, and the connection goes to the address that was checked. So neither a name of
 a private network nor DNS rebinding gives access to the internal network (SSRF).
@@ -7,14 +7,10 @@ a private network nor DNS rebinding gives access to the internal network (SSRF).
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import hmac
 import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
@@ -63,17 +59,6 @@ class WebhookSender(Protocol):
     async def post(self, endpoint: Endpoint, headers: Mapping[str, str], payload: bytes) -> int:
         """Send an event; returns the HTTP status of the response. Raises `NotDelivered`."""
         ...
-
-
-def signature_headers(secret: bytes, event: str, at: datetime, payload: bytes) -> dict[str, str]:
-    """The headers by which the receiver verifies the origin and the age of the payload."""
-    timestamp = str(int(at.timestamp()))
-    digest = hmac.new(secret, b".".join((event.encode(), timestamp.encode(), payload)), hashlib.sha256).digest()
-    return {
-        "webhook-id": event,
-        "webhook-timestamp": timestamp,
-        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
-    }
 
 
 class Sender:

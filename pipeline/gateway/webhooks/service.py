@@ -19,7 +19,8 @@ import orjson
 import structlog
 
 from pipeline.gateway.batches.serialization import find_order, find_outcome
-from pipeline.gateway.webhooks.client import Endpoint, NotDelivered, WebhookSender, signature_headers
+from pipeline.gateway.webhooks.client import Endpoint, NotDelivered, WebhookSender
+from pipeline.gateway.webhooks.signature import signature_headers
 from pipeline.jobs.pending_webhooks import DUE, WANTED, DueWebhook, WebhookRequest
 from pipeline.ledger.active_index import ACTIVE
 from pipeline.ledger.ledger import JOBS, JobLedger, parse_stored

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.planner.estimates.sample import ShardSample
 from pipeline.planner.plan import limited
 from pipeline.planner.ports import RowSource, TokenCounter
-from pipeline.planner.seen import SeenIds
+from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.segment import SegmentBuilder, SegmentTexts
 from pipeline.planner.sizes import SegmentSizes
 from pipeline.planner.tokens import TemplateTokens, TokenEstimator

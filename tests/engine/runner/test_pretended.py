@@ -13,11 +13,11 @@ import torch
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig
 from engine.config import SpeculationConfig
+from engine.device_transfer import PinnedTransfer, make_transfer
 from engine.errors import EngineError, EngineLost
 from engine.quant.int8 import Int8Linear, Int8WeightLinear
 from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
 from engine.quant.weight import Activations, QWeight
-from engine.transfer import PinnedTransfer, make_transfer
 from tests.engine.quant.test_fp8_product import BY_ROWS
 from tests.engine.runner.pretended import DEVICE, Here, PretendedCuda, compiler, pretended_cuda
 from tests.engine.runner.test_async_loop import answers, check_idle, plain_work, prompt, workload

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.device_transfer import HostTransfer
 from engine.sampling.penalties import PenaltyTable
-from engine.transfer import HostTransfer
 
 VOCAB = 12
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=8)

@@ -18,7 +18,7 @@ import pytest
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.controller import InProcessPlanner, JobController, JobControllerSettings, JobPlanner
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.inputs.open import open_pinned

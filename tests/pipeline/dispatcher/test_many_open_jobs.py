@@ -13,7 +13,7 @@ import pytest
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.controller import MAX_OPEN_CHECKS, JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger.active_index import sweep

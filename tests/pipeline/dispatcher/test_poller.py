@@ -15,7 +15,7 @@ import pytest
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatcher.poller import MAX_DEFERRABLE_READS, MAX_PARTS_PER_POLL
 from pipeline.jobs.submit import submit

@@ -17,7 +17,7 @@ from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.redis.lease import RedisLease
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.dispatcher import Dispatcher
 from pipeline.egress.publisher import Publisher, PublisherSettings, result_id
 from pipeline.inputs.pinning import pin_input

@@ -77,7 +77,7 @@ def work(harness: PipelineHarness, failing: dict[int, RowErrorCode], shards: int
 
 def _outcome(row: ResultRow, failing: dict[int, RowErrorCode]) -> ResultRow:
     if row.row in failing:
-        return ResultRow.refused(row.row, row.custom_id, RowError(failing[row.row], "no"), model=MODEL)
+        return ResultRow.from_error(row.row, row.custom_id, RowError(failing[row.row], "no"), model=MODEL)
     if row.status is RowStatus.SUCCEEDED:
         return row
     return ResultRow(row.custom_id, row.row, RowStatus.SUCCEEDED, 200, text="x", response='{"id": "x"}', model=MODEL)

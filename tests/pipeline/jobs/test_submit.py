@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.inputs.pinning import pin_input, source_files
 from pipeline.jobs.submit import DifferentJob, SubmittedJob, clear, new_job_id, submit
 from pipeline.ledger.ledger import JobLedger, LedgerError

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from pipeline.adapters.redis.connection import RedisSettings
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.ports import START, LaneFull, LaneSettings
 from pipeline.lane.redis import RedisLane

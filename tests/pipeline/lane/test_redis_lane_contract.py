@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.adapters.redis.connection import RedisSettings
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.redis import RedisLane
 from tests.pipeline.contracts.lane_contract import LaneContract, MakeLane
 from tests.servers.redis import RedisServer

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pipeline.adapters.s3.client import S3Connection
 from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.s3.store import S3Store
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.jobs.submit import submit
 from pipeline.ledger.ledger import JobLedger
 from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep

@@ -14,7 +14,7 @@ from pipeline.models.registry import ModelRegistry
 from pipeline.models.rollout_controller import RolloutController
 from pipeline.models.shadow_client import ShadowClient
 from pipeline.ports import ShardTask, World, queue_name
-from pipeline.results.rejected_rows import commit_rejects
+from pipeline.results.rejected_part import commit_rejects
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Tier

@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.ports import World

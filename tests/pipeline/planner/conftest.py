@@ -17,13 +17,13 @@ import pyarrow as pa
 import pytest
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.planner import PlanSummary, RowSource, SourceFile, StoredShard, open_source, plan
 from pipeline.ports import ObjectStore, World
+from schemas.jobs.arrow_schemas import result_schema, shard_schema
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 from schemas.jobs.job import Job, JobSettings
 from schemas.jobs.plan import PlanSegment
-from schemas.jobs.tables import result_schema, shard_schema
 from schemas.models import ModelPin
 from schemas.requests.limits import Limits
 

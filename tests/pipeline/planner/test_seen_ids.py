@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.planner.seen import RUNS_TO_MERGE, SeenIds
+from pipeline.planner.seen_ids import RUNS_TO_MERGE, SeenIds
 
 batches = st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=12), max_size=40)
 

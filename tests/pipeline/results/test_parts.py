@@ -13,10 +13,10 @@ from pipeline.ledger.ledger import JobLedger, LedgerError, part_key
 from pipeline.ledger.records import PartSummary
 from pipeline.results.parts import PartWriter, RowsMismatch, part_schema, read_part, shard_results
 from pipeline.worker_client.ports import ShardWork
+from schemas.jobs.arrow_schemas import RESULT_FIELDS, result_schema
 from schemas.jobs.job import Job
 from schemas.jobs.outcome import Counts
 from schemas.jobs.results import ResultRow, RowStatus, results_table
-from schemas.jobs.tables import RESULT_FIELDS, result_schema
 from tests.pipeline.made_jobs import answers, order, shard_table
 from tests.pipeline.simulation import START, MemoryStore
 

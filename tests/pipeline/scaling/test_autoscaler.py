@@ -20,7 +20,7 @@ from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.scaling.autoscaler import SCALING_KEY, Autoscaler, PoolDecision
 from pipeline.scaling.backlog import BacklogMetrics, BacklogReader
 from pipeline.scaling.cloudwatch import CloudWatch
-from pipeline.scaling.observe import FirstTokens, observe, observe_root, pools_of
+from pipeline.scaling.pool_observer import FirstTokens, observe, observe_root, pools_of
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
 from schemas.settings.autoscaling import AutoscaleOptions, PoolOptions, ScalingLimits

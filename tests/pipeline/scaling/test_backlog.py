@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ingest.intake import Intake, JobDraft
 from pipeline.inputs.open import pin_uri
 from pipeline.ledger.ledger import JOB, JOBS

@@ -12,7 +12,7 @@ import pytest
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ledger.ledger import CLOSING, JobLedger, part_key, work_key
 from pipeline.ledger.records import AttemptRecord, ShardReport
 from pipeline.ports import ShardTask, StoreError, WorkerState, World

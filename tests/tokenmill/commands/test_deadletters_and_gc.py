@@ -12,7 +12,7 @@ from kafka import KafkaAdminClient, KafkaConsumer
 from kafka.admin import NewTopic
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemRandomness
+from pipeline.adapters.system_clock import SystemRandomness
 from pipeline.ingest.celery.tasks import CeleryTasks
 from pipeline.ingest.dead_letters import DeadLetters, DeadLetterSource
 from pipeline.ingest.files.folder_inbox import FolderInbox

@@ -15,7 +15,7 @@ import pytest
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.redis.heartbeats import RedisHeartbeats
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ingest.intake import Intake, JobDraft
 from pipeline.inputs.open import pin_uri
 from pipeline.models.catalog import Catalog

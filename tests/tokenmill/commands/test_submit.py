@@ -18,7 +18,7 @@ from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.s3.client import S3Connection
 from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.s3.store import S3Store
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ingest.files.folder_inbox import FolderInbox

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import PlanningCancelled, PlanningFailed, PlanOutcome

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.models.shadow_results import ShadowCopies
 from pipeline.ports import ShardTask, StoreUnavailable, World, queue_name
 from schemas.jobs.job import Tier

@@ -20,7 +20,7 @@ from celery.result import AsyncResult
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.redis.connection import RedisSettings
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ingest.intake import Intake, IntakeSettings, JobDraft
 from pipeline.inputs.open import pin_uri
 from pipeline.lane.client import CallSettings, answer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import answer
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest, TokensEvent
 from tests.waiting import HANG_SECONDS

@@ -24,7 +24,7 @@ from openai import AsyncOpenAI, DefaultHttpxClient, OpenAI
 from pydantic import BaseModel
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.gateway.http.api_keys import ApiKeys, Scope
 from pipeline.ports import World
 from schemas.requests.limits import RateLimits

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ingest.intake import Intake, IntakeSettings, JobDraft
 from pipeline.inputs.open import pin_uri
 from pipeline.models.canaries import Canaries

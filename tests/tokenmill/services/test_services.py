@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ingest.intake import Intake, IntakeSettings, JobDraft
 from pipeline.inputs.open import pin_uri
 from pipeline.models.catalog import Catalog

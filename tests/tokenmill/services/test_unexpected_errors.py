@@ -26,7 +26,7 @@ from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.gateway.webhooks.service import Notifier, NotifierSettings
 from pipeline.ingest.celery.generate import GenerateCalls
-from pipeline.ingest.celery.worker import CeleryIngestWorker
+from pipeline.ingest.celery.ingest_worker import CeleryIngestWorker
 from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ingest.kafka.consumer import KafkaIngest, KafkaIngestStopped
 from pipeline.lane.client import CallSettings, LaneCalls

@@ -15,7 +15,7 @@ from engine.engine import EngineStats
 from engine.scheduler.latency import BOUNDS, ClassStats, LatencyCounts
 from engine.scheduler.slo_control import SloStats, SloTerms
 from engine.speculative.stats import SourceCounts, SpeculationStats
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
 from schemas.jobs.job import Tier

@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
 from pipeline.worker_client.ports import BY_URGENCY

@@ -24,7 +24,7 @@ from engine.runner.null_runner import NullRunner
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.stats import SchedulerStats
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.planner import SourceFile, StoredShard, open_source, plan
 from pipeline.ports import World
 from pipeline.worker_client.ports import ShardWork

@@ -22,7 +22,7 @@ from engine.engine import Engine
 from engine.models.base import ModelSpec
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from engine.runner.null_runner import NullRunner
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.ports import StoreError
 from pipeline.results.shard_history import ShardHistory
 from pipeline.runtime.inline_executor import InlineExecutor

@@ -16,7 +16,7 @@ import openai.types.chat
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig, SpeculationConfig
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode
 from schemas.requests.requests import CHAT_URL, ChatBody, parse_body

@@ -22,7 +22,7 @@ from transformers import AutoModel
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings
 from pipeline.lane.client import answer as call
 from pipeline.lane.memory import MemoryLane

@@ -15,7 +15,7 @@ from engine.request import Choice, Completion, FinishReason, Request, SamplingPa
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.requests import ChatBody, CompletionBody, parse_body
-from workers.rows import ComputedRow, PreparedRow, RefusedRow, RowName
+from workers.rows import ComputedRow, PreparedRow, RejectedRow, RowName
 from workers.text.logprobs import TokenTexts, completion_logprobs
 from workers.text.tokenizer import Tokenizer
 from workers.translation.requests import StopWatchers
@@ -254,6 +254,8 @@ def test_a_completion_without_an_answer_is_a_failed_row(
 
 
 def test_a_refused_row_has_its_reason(byte_level: Tokenizer, kit: Any) -> None:
-    refused = RefusedRow((RowName(1, "a"),), "gpt-9", RowError(RowErrorCode.MODEL_NOT_FOUND, "no such model"), 0.0, 0.0)
+    refused = RejectedRow(
+        (RowName(1, "a"),), "gpt-9", RowError(RowErrorCode.MODEL_NOT_FOUND, "no such model"), 0.0, 0.0
+    )
     (row,) = ResponseBuilder(byte_level).results([refused], envelope(kit.NOON))
     assert (row.error_code, row.status_code, row.model, row.custom_id) == ("model_not_found", 404, "gpt-9", "a")

@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.models.base import ModelSpec
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from engine.runner.null_runner import NullRunner
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LaneSettings

@@ -17,7 +17,7 @@ import redis
 from celery import Celery, current_app
 
 from pipeline.adapters.celery.shard_queue import CeleryQueue, CeleryQueueSettings
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.ports import ShardTask
 from pipeline.runtime.availability import BadAddress, ServiceUnavailable
 from tests.pipeline.contracts.queue_contract import MakeQueue, QueueContract

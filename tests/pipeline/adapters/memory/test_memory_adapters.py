@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ports import ShardTask, WorkerState
 from tests.pipeline.contracts.store_contract import MakeStore, StoreContract
 from tests.pipeline.made_jobs import held

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LaneSettings
 from tests.pipeline.contracts.heartbeats_contract import LIFETIME, HeartbeatsContract, MakeHeartbeats

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.redis.lease import RedisLease
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.runtime.availability import ServiceUnavailable
 from tests.servers.redis import RedisServer
 

@@ -21,9 +21,9 @@ from redis.exceptions import RedisError
 from pipeline.adapters.celery.shard_queue import CeleryQueue, CeleryQueueSettings
 from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.redis.heartbeats import RedisHeartbeats
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
+from pipeline.ingest.celery.ingest_worker import CeleryIngestSettings, make_app
 from pipeline.ingest.celery.tasks import CeleryTasks
-from pipeline.ingest.celery.worker import CeleryIngestSettings, make_app
 from pipeline.ingest.intake import Intake
 from pipeline.inputs.open import pin_uri
 from pipeline.ports import ShardTask, World

@@ -14,7 +14,7 @@ from pipeline.adapters.s3.outage import MAX_REPEAT_SECONDS, OutageLog
 from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.store_clock import StoreClock
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.jobs.closing import find_closing
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import StoreError, StoreUnavailable, World

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.lane.client import CallSettings

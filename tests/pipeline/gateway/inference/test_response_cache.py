@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings
 from pipeline.adapters.redis.response_cache import RedisAnswers
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.response_cache import (
     MemoryResponseStore,

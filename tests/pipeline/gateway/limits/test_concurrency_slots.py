@@ -13,7 +13,7 @@ import orjson
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.responses import StreamSettings
 from pipeline.gateway.limits.concurrency import MemoryConcurrencySlots

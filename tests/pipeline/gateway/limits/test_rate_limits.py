@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings
-from pipeline.adapters.redis.rate_limits import RedisRunning, redis_windows
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.redis.rate_limit_counters import RedisRunning, redis_windows
+from pipeline.adapters.system_clock import SystemClock
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError

@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import SecretStr
 
-from pipeline.gateway.webhooks.client import NotDelivered, Sender, is_public, signature_headers
+from pipeline.gateway.webhooks.client import NotDelivered, Sender, is_public
+from pipeline.gateway.webhooks.signature import signature_headers
 from schemas.settings.gateway import webhook_key
 from tests.pipeline.gateway.webhooks.receiver import Receiver
 from tests.pipeline.gateway.webhooks.webhook_tools import endpoint

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ingest.celery.tasks import INTAKE, CeleryTasks, TaskRefused, TaskSettings, TryLater
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.inputs.pinning import pin_input

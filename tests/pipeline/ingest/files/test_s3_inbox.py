@@ -17,7 +17,7 @@ from pipeline.adapters.s3.client import S3Connection
 from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.sqs import SqsQueue, SqsSettings
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ingest.dead_letters import DeadLetters
 from pipeline.ingest.files.s3_events import BucketEvents, EventSettings
 from pipeline.ingest.files.s3_inbox import BucketInbox

@@ -19,7 +19,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, OffsetAndMetad
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.kafka.connection import KafkaConnection
 from pipeline.adapters.kafka.producer import KafkaSender, ProducerSettings
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ingest.dead_letters import DeadLetter, DeadLetters
 from pipeline.ingest.intake import Intake, IntakePort
 from pipeline.ingest.kafka.consumer import KafkaIngest

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.kafka.connection import KafkaConnection
-from pipeline.adapters.system import SystemRandomness
+from pipeline.adapters.system_clock import SystemRandomness
 from pipeline.ingest.intake import Intake
 from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
 from pipeline.ingest.kafka.micro_batches import PartitionId, batch_key, floor_batch, load_batch

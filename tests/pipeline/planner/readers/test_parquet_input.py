@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.planner import InputError, SourceFile, open_source
+from schemas.jobs.arrow_schemas import SHARD_FIELDS
 from schemas.jobs.inputs import InputFormat
-from schemas.jobs.tables import SHARD_FIELDS
 from schemas.requests.limits import Limits
 
 MESSAGES = [{"role": "user", "content": "hi"}]

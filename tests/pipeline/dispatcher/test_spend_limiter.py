@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatcher.spend_limits import SpendSettings
+from pipeline.dispatcher.spend_limiter import SpendSettings
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.maintenance.retention import RetentionSweep
 from pipeline.ports import World

@@ -19,12 +19,12 @@ from celery.result import AsyncResult
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
-from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ingest.celery.generate import GenerateCalls
+from pipeline.ingest.celery.ingest_worker import CeleryIngestSettings, CeleryIngestWorker, make_app
 from pipeline.ingest.celery.tasks import CeleryTasks, TaskSettings
-from pipeline.ingest.celery.worker import CeleryIngestSettings, CeleryIngestWorker, make_app
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.inputs.pinning import pin_input
 from pipeline.lane.memory import MemoryLane

@@ -126,7 +126,7 @@ class SpendLimiter:
             return True
         if not self._trusted:  # shards that workers hold already would not be counted
             return False
-        job.spending.read_all_logged_costs(job.open_shards.keys())
+        job.cost.read_all_logged_costs(job.open_shards.keys())
         return self._fits(job, job.key_of(shard), self._expected(job, shard))
 
     def allows_again(self, job: OpenJob, shard: ShardRef) -> bool:
@@ -134,7 +134,7 @@ class SpendLimiter:
         of attempts at it so far."""
         if not self._is_limited(job):
             return True
-        job.spending.read_logged_costs([shard.number])
+        job.cost.read_logged_costs([shard.number])
         return self._fits(job, job.key_of(shard), 0.0)
 
     def close_jobs(self) -> None:
@@ -174,13 +174,13 @@ class SpendLimiter:
         self._next_logged = now + LOGGED_COST_INTERVAL_SECONDS
         for job in self._jobs:
             if job.closing is None:
-                job.spending.read_logged_costs(self._held_of.get(job.job.id, set()) & job.open_shards.keys())
+                job.cost.read_logged_costs(self._held_of.get(job.job.id, set()) & job.open_shards.keys())
         return True
 
     def record_end(self, job: OpenJob) -> None:
         """Record the job's cost for its tenant in markers, before the job gets its outcome."""
         if job.ledger.in_root and self._settings.of(job.job.tenant):
-            self._ended.ended(job.job.tenant, job.job.id, job.spending.by_day)
+            self._ended.ended(job.job.tenant, job.job.id, job.cost.by_day)
 
     def _is_limited(self, job: OpenJob) -> bool:
         return job.job.max_cost is not None or (job.ledger.in_root and bool(self._settings.of(job.job.tenant)))
@@ -204,7 +204,7 @@ class SpendLimiter:
 
     def _limits(self, job: OpenJob) -> Iterator[_Limit]:
         if job.job.max_cost is not None:
-            yield self._limit("what the job may cost", job.job.max_cost, job.spending.spent.cost, [job])
+            yield self._limit("what the job may cost", job.job.max_cost, job.cost.spent.cost, [job])
         limits = self._settings.of(job.job.tenant)
         if not (limits and job.ledger.in_root):
             return
@@ -217,7 +217,7 @@ class SpendLimiter:
             if amount is not None:
                 spent = self._ended.of(job.job.tenant, today, beginning, {other.job.id for other in jobs})
                 spent += sum(
-                    cost for other in jobs for day, cost in other.spending.by_day.items() if day.startswith(beginning)
+                    cost for other in jobs for day, cost in other.cost.by_day.items() if day.startswith(beginning)
                 )
                 yield self._limit(f"what its tenant may spend in a {what}", amount, spent, jobs, of_tenant=True)
 
@@ -228,11 +228,11 @@ class SpendLimiter:
         for job in jobs:
             under_way = self._under_way(job)
             shards += len(under_way)
-            logged += sum(job.spending.logged_cost.values())
-            for number in under_way | job.spending.logged_cost.keys():
+            logged += sum(job.cost.logged_cost.values())
+            for number in under_way | job.cost.logged_cost.keys():
                 cost = self._expected(job, job.open_shards[number]) if number in under_way else None
-                expected += max(cost or 0.0, job.spending.logged_cost.get(number, 0.0))
-        unpriced = any(job.spending.spent.unpriced for job in jobs)
+                expected += max(cost or 0.0, job.cost.logged_cost.get(number, 0.0))
+        unpriced = any(job.cost.spent.unpriced for job in jobs)
         return _Limit(name, amount, spent, expected, logged, shards, of_tenant, unpriced)
 
     def _under_way(self, job: OpenJob) -> Set[int]:
@@ -242,7 +242,7 @@ class SpendLimiter:
     def _expected(self, job: OpenJob, shard: ShardRef) -> float | None:
         """Expected cost of the shard; None: not known yet."""
         model = job.key_of(shard)
-        rate = job.spending.cost_per_token(model)
+        rate = job.cost.cost_per_token(model)
         if rate is None:
             rate = self._rates.get(model)
         return None if rate is None else rate * estimated_tokens(shard)

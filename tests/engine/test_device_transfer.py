@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.transfer import HostTransfer, make_transfer, pack, unpack
+from engine.device_transfer import HostTransfer, make_transfer, pack, unpack
 
 ARRAYS = (
     np.arange(5, dtype=np.int64),

@@ -12,7 +12,7 @@ from pipeline.results.parts import PartEntry
 from pipeline.results.shard_history import read_worked
 
 
-class JobSpending:
+class OpenJobCost:
     """Adds up a job's cost.
 
     Args:
