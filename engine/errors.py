@@ -30,7 +30,7 @@ class ContextLengthExceeded(RequestRefused):
     """Raised when prompt + max_tokens do not fit the model's context or the whole KV cache.
 
     Attributes:
-        prompt_tokens: tokens of the prompt. max_tokens: tokens asked for. limit: tokens that fit.
+        prompt_tokens: tokens of the prompt. max_tokens: requested tokens. limit: tokens that fit.
     """
 
     def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:

@@ -265,7 +265,7 @@ class Completion:
         error: the failure, when any choice ended in `ERROR`.
         cached_tokens: prompt tokens taken from the prefix cache when the first choice was first admitted.
         generated_tokens: tokens sampled for all choices, end tokens included.
-        pooled: float32 [hidden], when pooling was asked for.
+        pooled: float32 [hidden], when pooling was requested.
         embeddings: float32 [prompts, size], of an `Embedder`.
         started_at, finished_at: on the engine's clock (seconds); admission and end.
         preemptions: how often a choice was preempted and recomputed.

@@ -28,17 +28,17 @@ def native_library(config: EngineConfig, dtype: torch.dtype, device: torch.devic
     """
     if config.kv_dtype == "fp8" and device.type == "cpu" and config.attention in ("auto", NATIVE):
         raise EngineError(NO_FP8_HERE)
-    asked = [
+    requested = [
         f"{name} {value!r}"
         for name, value in (("instruction_set", config.instruction_set), ("kv_dtype", config.kv_dtype))
         if value not in ("auto", "fp8")  # which is Triton's
     ]
     if config.attention not in ("auto", NATIVE):
-        if asked:
-            raise EngineError(f"{asked[0]} is of the native kernels, but attention is {config.attention!r}")
+        if requested:
+            raise EngineError(f"{requested[0]} is of the native kernels, but attention is {config.attention!r}")
         return None
     if config.attention == NATIVE:
-        asked.append(f"attention {NATIVE!r}")
+        requested.append(f"attention {NATIVE!r}")
     try:
         if device.type != "cpu":
             raise NativeUnavailable(f"the native kernels are for the CPU, not {device.type}")
@@ -46,8 +46,8 @@ def native_library(config: EngineConfig, dtype: torch.dtype, device: torch.devic
             raise NativeUnavailable(f"the native kernels compute in bfloat16 and float32, not {dtype}")
         return load_library(config.instruction_set, config.threads)
     except NativeUnavailable as error:
-        if asked:
-            raise EngineError(f"{asked[0]} is not available here: {error}") from error
+        if requested:
+            raise EngineError(f"{requested[0]} is not available here: {error}") from error
         if device.type == "cpu":
             logger.warning("torch's operators serve, slower than the native kernels would", reason=str(error))
         return None

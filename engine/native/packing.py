@@ -117,12 +117,12 @@ def pack_quantized(
         parts["scale"] = _panels(weight.scale.float(), rows, library.panel).reshape(-1)
         return _packed(library, struct, parts, bias)
     struct.group = k if weight.groups == 1 else weight.group
-    kept = _factors(struct.scales, weight.scale, rows, library.panel)
+    panels = _factors(struct.scales, weight.scale, rows, library.panel)
     if weight.low is not None:
-        kept += _factors(struct.lows, weight.low, rows, library.panel)
+        panels += _factors(struct.lows, weight.low, rows, library.panel)
     if weight.order is not None:
         parts["order"] = weight.order.to(torch.int32).contiguous()
-    return replace(_packed(library, struct, parts, bias, kept), looked_up=looked_up)
+    return replace(_packed(library, struct, parts, bias, panels), looked_up=looked_up)
 
 
 def _multiplies_int8(weight: QWeight) -> bool:
@@ -147,14 +147,14 @@ def _row_map(library: NativeLibrary, n: int, gated: bool) -> Tensor:
 def _factors(struct: FactorsStruct, factors: Factors, rows: Tensor, panel: int) -> list[Tensor]:
     """Fills the struct; returns what it points to."""
     if isinstance(factors, TwoLevel):
-        kept = [_panels(factors.codes, rows, panel), _panels(factors.step, rows, panel)]
+        panels = [_panels(factors.codes, rows, panel), _panels(factors.step, rows, panel)]
         struct.form, struct.per = _TWO_LEVEL[factors.codes.dtype], factors.per
-        struct.steps = kept[1].data_ptr()
+        struct.steps = panels[1].data_ptr()
     else:
-        kept = [_panels(factors, rows, panel)]
+        panels = [_panels(factors, rows, panel)]
         struct.form = _FORMS[factors.dtype]
-    struct.values = kept[0].data_ptr()
-    return kept
+    struct.values = panels[0].data_ptr()
+    return panels
 
 
 def _panels(factors: Tensor, rows: Tensor, panel: int) -> Tensor:
@@ -169,7 +169,7 @@ def _packed(
     struct: LinearStruct,
     parts: dict[str, Tensor | None],
     bias: Tensor | None,
-    kept: list[Tensor] | None = None,
+    panels: list[Tensor] | None = None,
 ) -> PackedWeight:
     if bias is not None:
         parts["bias"] = padded_bias = torch.zeros(_padded(struct.n, library.panel), dtype=torch.float32)
@@ -177,7 +177,7 @@ def _packed(
     stored = {name: tensor for name, tensor in parts.items() if tensor is not None}
     for name, tensor in stored.items():
         setattr(struct, name, tensor.data_ptr())
-    return PackedWeight(ElementKind(struct.kind), struct.n, struct.k, struct, (*stored.values(), *(kept or ())))
+    return PackedWeight(ElementKind(struct.kind), struct.n, struct.k, struct, (*stored.values(), *(panels or ())))
 
 
 def _padded(n: int, to: int) -> int:

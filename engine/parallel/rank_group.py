@@ -97,7 +97,7 @@ class RankGroupProcesses:
 
     def __init__(self, size: int, device: torch.device, threads: int | None = None, timeout: float = 120.0) -> None:
         if device.type == "cuda" and size > torch.cuda.device_count():
-            raise EngineError(f"{size} GPUs are asked for, but {torch.cuda.device_count()} are to be seen here")
+            raise EngineError(f"{size} GPUs are requested, but {torch.cuda.device_count()} are to be seen here")
         self.size = size
         self._timeout = timeout
         self._lost: str | None = None

@@ -113,7 +113,7 @@ class Sampler:
         if not len(rows):
             return SampleOutput(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_))
         special = self._params.special[rows]
-        asked = self._sample_request(logits, rows) if special.any() else None
+        sampled = self._sample_request(logits, rows) if special.any() else None
         tokens, alive, sound = self._take(logits, rows, positions, num_outputs)
         output = self.unpack(self.pack(tokens, alive, sound).cpu().numpy(), rows)
         if not special.any():
@@ -121,8 +121,8 @@ class Sampler:
         taken = special & ~output.failed
         self._params.record(rows[taken], output.token_ids[taken])
         self._fail_broken(output, rows)
-        if asked is not None:
-            self._add_logprobs(output, asked, tokens, rows)
+        if sampled is not None:
+            self._add_logprobs(output, sampled, tokens, rows)
         return output
 
     @torch.inference_mode()
@@ -248,12 +248,12 @@ class Sampler:
         return _SampleRequest(lines, RawDistribution.of(logits[self._transfer.up(lines)[0]], self._space()))
 
     def _add_logprobs(
-        self, output: SampleOutput, asked: _SampleRequest, tokens: Tensor, rows: NDArray[np.int32]
+        self, output: SampleOutput, sampled: _SampleRequest, tokens: Tensor, rows: NDArray[np.int32]
     ) -> None:
-        chosen = asked.raw.chosen(tokens[self._transfer.up(asked.lines)[0]].clamp(0, self._vocab_size - 1))
-        counts = self._params.logprobs[rows[asked.lines]]
-        ids, top = asked.raw.top(int(counts.max()))
-        for i, line in enumerate(asked.lines.tolist()):
+        chosen = sampled.raw.chosen(tokens[self._transfer.up(sampled.lines)[0]].clamp(0, self._vocab_size - 1))
+        counts = self._params.logprobs[rows[sampled.lines]]
+        ids, top = sampled.raw.top(int(counts.max()))
+        for i, line in enumerate(sampled.lines.tolist()):
             if not output.failed[line]:
                 output.logprobs[int(rows[line])] = (float(chosen[i]), ids[i, : counts[i]], top[i, : counts[i]])
 

@@ -164,8 +164,8 @@ class RetentionSweep:
         self._collect_batches(ledger)
 
     def _has_expired(self, job: Job, manifest: Manifest) -> bool:
-        kept = self._settings.outputs if job.output_expires_after is None else job.output_expires_after
-        return kept is not None and manifest.finished_at + kept <= self._now()
+        period = self._settings.outputs if job.output_expires_after is None else job.output_expires_after
+        return period is not None and manifest.finished_at + period <= self._now()
 
     def _collect_leftovers(self, ledger: JobLedger) -> None:
         """Remove leftovers of attempts, written after the outcome, and planner files that no segment names."""

@@ -79,7 +79,7 @@ class RetentionScheduler:
         try:
             return self._lease is None or self._lease.renew()
         except ServiceUnavailable as error:
-            logger.warning("the lease can't be asked for", reason=str(error))
+            logger.warning("the lease can't be requested", reason=str(error))
             return False
 
     def _collect(self, stop: threading.Event) -> bool:

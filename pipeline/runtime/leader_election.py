@@ -43,7 +43,7 @@ class LeaderElection:
             try:
                 leads = self._lease.renew()
             except ServiceUnavailable as error:
-                logger.warning("the lease can't be asked for", what=self._what, reason=str(error))
+                logger.warning("the lease can't be requested", what=self._what, reason=str(error))
                 leads = True
             if leads is not self._leads:
                 logger.info("leading" if leads else "another leads", what=self._what)

@@ -137,9 +137,9 @@ class Autoscaler:
             return None
 
 
-def _memory(kept: PoolMemory) -> PolicyState:
-    starting = tuple(PendingStart(count, since) for count, since in kept.starting)
-    return PolicyState(kept.desired, kept.live, starting, kept.changed, kept.lower_since, kept.lower)
+def _memory(stored: PoolMemory) -> PolicyState:
+    starting = tuple(PendingStart(count, since) for count, since in stored.starting)
+    return PolicyState(stored.desired, stored.live, starting, stored.changed, stored.lower_since, stored.lower)
 
 
 def _pool_memory(memory: PolicyState, first: FirstTokens) -> PoolMemory:

@@ -60,14 +60,14 @@ def awaited(
         if start.count > taken:
             left.append(PendingStart(start.count - taken, start.since))
     missing = max(0, desired - live)
-    kept: list[PendingStart] = []
+    pending: list[PendingStart] = []
     for start in left:
         if missing > 0:
-            kept.append(PendingStart(min(start.count, missing), start.since))
-            missing -= kept[-1].count
+            pending.append(PendingStart(min(start.count, missing), start.since))
+            missing -= pending[-1].count
     if missing > 0:
-        kept.append(PendingStart(missing, now))
-    return tuple(kept)
+        pending.append(PendingStart(missing, now))
+    return tuple(pending)
 
 
 def workers_for(fleet: Fleet, demands: Sequence[Demand], usable: Callable[[float], float], margin: float) -> int:

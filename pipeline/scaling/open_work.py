@@ -65,9 +65,9 @@ class OpenJobsIndex:
         wanted = None if self._max_jobs is None else self._max_jobs + 1
         found = list(islice(self._open(), wanted))
         more = self._max_jobs is not None and len(found) > self._max_jobs
-        kept = found[: self._max_jobs]
-        self._jobs = {ledger.prefix: one.job for ledger, one in kept}
-        return OpenJobs([one for _, one in kept], more)
+        newest = found[: self._max_jobs]
+        self._jobs = {ledger.prefix: one.job for ledger, one in newest}
+        return OpenJobs([one for _, one in newest], more)
 
     def _open(self) -> Iterator[tuple[JobLedger, OpenJobSummary]]:
         alone = self._store.info(JOB) is not None

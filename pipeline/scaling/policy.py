@@ -6,11 +6,11 @@ measure of waiting work and isn't used.
 The policy computes three numbers of workers. `hard`: the smallest number that completes all work before its deadlines,
 earliest first; starting workers contribute nothing during their cold start. `ahead`: the number that completes the work
 well before that, as long as each worker has enough work that its cold start is small in comparison: an hour of work
-costs the same on any number of machines, so only cold starts make speed expensive. `kept`: the number that has work
+costs the same on any number of machines, so only cold starts make speed expensive. `retained`: the number that has work
 now. While there are callers each of the three is at least one: a request on the lane starts a worker if there is none.
-The pool grows to the larger of `hard` and `ahead`, shrinks to the larger of `hard` and `kept`, and stays unchanged in
-between; this band is wide enough that the pool settles. Cooldowns, step limits and a bound on changes per hour always
-apply.
+The pool grows to the larger of `hard` and `ahead`, shrinks to the larger of `hard` and `retained`, and stays unchanged
+in between; this band is wide enough that the pool settles. Cooldowns, step limits and a bound on changes per hour
+always apply.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Decision:
 
     Attributes:
         desired: workers from now on.  before: workers desired until now.
-        hard, ahead, kept: see the module.
+        hard, ahead, retained: see the module.
         reason: a short text.  memory: the state for the next decision.
     """
 
@@ -85,7 +85,7 @@ class Decision:
     before: int
     hard: int
     ahead: int
-    kept: int
+    retained: int
     reason: str
     memory: PolicyState
 
@@ -107,10 +107,10 @@ def decide(limits: ScalingLimits, memory: PolicyState, observed: PoolObservation
     careful = workers_for(
         fleet, due, lambda left: _usable(limits, left), limits.work_factor * (1 + limits.growth_tolerance)
     )
-    kept = max(careful, ceil(observed.work / limits.scale_down_work_seconds))
+    retained = max(careful, ceil(observed.work / limits.scale_down_work_seconds))
     if observed.callers:
-        hard, ahead, kept = max(hard, 1), max(ahead, 1), max(kept, 1)
-    target, reason = _target(limits, observed, before, hard, ahead, kept)
+        hard, ahead, retained = max(hard, 1), max(ahead, 1), max(retained, 1)
+    target, reason = _target(limits, observed, before, hard, ahead, retained)
     if before == 0 and target and _may_gather(limits, observed, fleet, due, hard):
         target, reason = 0, "gathering work"
     target = min(max(target, limits.min_workers), limits.max_workers)
@@ -135,11 +135,11 @@ def decide(limits: ScalingLimits, memory: PolicyState, observed: PoolObservation
             changed=(*next_memory.changed, now),
             starting=awaited(starting, observed.live, observed.live, desired, now),
         )
-    return Decision(desired, before, hard, ahead, kept, reason, next_memory)
+    return Decision(desired, before, hard, ahead, retained, reason, next_memory)
 
 
 def _target(
-    limits: ScalingLimits, observed: PoolObservation, before: int, hard: int, ahead: int, kept: int
+    limits: ScalingLimits, observed: PoolObservation, before: int, hard: int, ahead: int, retained: int
 ) -> tuple[int, str]:
     """The number of workers before cooldowns and step limits, and the reason."""
     pressed = _pressed(limits, observed)
@@ -150,12 +150,12 @@ def _target(
         if not before and observed.callers and observed.work < limits.scale_up_work_seconds:
             return most, "callers wait"
         return most, "deadlines" if most == hard else pressed or "backlog"
-    if before > kept:
+    if before > retained:
         if pressed or (
             observed.callers and (observed.ttft_p95 or 0.0) > limits.ttft_settled_share * limits.ttft_target_seconds
         ):
             return before, pressed or "TTFT p95 is not well below its objective"
-        return kept, "nothing left" if not kept else "less work than workers"
+        return retained, "nothing left" if not retained else "less work than workers"
     return before, "enough"
 
 

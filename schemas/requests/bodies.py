@@ -237,14 +237,14 @@ class GenerationBody(BaseModel):
         names = [name for name in GUIDED if isinstance(fields, dict) and name in fields]
         if not names:
             return fields
-        kept = {name: value for name, value in fields.items() if name not in GUIDED}
+        others = {name: value for name, value in fields.items() if name not in GUIDED}
         given = {name: fields[name] for name in names if fields[name] is not None}
-        if given and (len(given) > 1 or kept.get("structured_outputs") is not None):
+        if given and (len(given) > 1 or others.get("structured_outputs") is not None):
             raise invalid("goes with no other of its kind; keep one", next(iter(given)))
         if given:
             ((name, value),) = given.items()
-            kept["structured_outputs"] = {name.removeprefix("guided_"): value}
-        return kept
+            others["structured_outputs"] = {name.removeprefix("guided_"): value}
+        return others
 
     @model_validator(mode="after")
     def _check_constraints(self) -> GenerationBody:

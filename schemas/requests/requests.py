@@ -135,14 +135,14 @@ def parse_line(obj: object, limits: Limits | None = None) -> RequestLine:
 def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) -> Body:
     """Validate the body for `url`; raises `RowError` that names the invalid field and the valid values."""
     limits = limits or Limits()
-    kept = _without_no_ops(body)
-    if url == CHAT_URL and isinstance(messages := kept.get("messages"), list):
-        kept["messages"] = [
+    fields = _without_no_ops(body)
+    if url == CHAT_URL and isinstance(messages := fields.get("messages"), list):
+        fields["messages"] = [
             _without_no_ops(message, f"messages[{index}].") if isinstance(message, dict) else message
             for index, message in enumerate(messages)
         ]
     try:
-        parsed = BODIES[url].model_validate(kept)
+        parsed = BODIES[url].model_validate(fields)
     except ValidationError as error:
         raise _row_error(error) from None
     if isinstance(parsed, GenerationBody):
@@ -173,15 +173,15 @@ def load_body(url: str, data: bytes | str) -> Body:
 
 def _without_no_ops(fields: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """A copy without unsupported parameters whose values mean their absence; refuses other values."""
-    kept: dict[str, Any] = {}
+    effective: dict[str, Any] = {}
     for name, value in fields.items():
         neutral = NO_CHANGE.get(name)
         if neutral is None:
-            kept[name] = value
+            effective[name] = value
         elif value is not None and not any(type(value) is type(same) and value == same for same in neutral):
             message = f"{where}{name} is not supported: {HINTS.get(name, 'remove it')}"
             raise RowError(RowErrorCode.UNSUPPORTED_PARAMETER, message, param=where + name)
-    return kept
+    return effective
 
 
 def _check_limits(body: GenerationBody, limits: Limits) -> None:

@@ -54,9 +54,9 @@ def collect(
     from tokenmill.root import open_root, retention_settings
 
     settings = read_settings()
-    kept = retention_settings(settings, output_expires_after, deadletters_expire_after, intake_expires_after)
+    periods = retention_settings(settings, output_expires_after, deadletters_expire_after, intake_expires_after)
     with open_root(root_url, settings) as root:
-        found = RetentionSweep(root.world, kept, dry_run=dry_run).run()
+        found = RetentionSweep(root.world, periods, dry_run=dry_run).run()
     if as_json:
         output.print_json(
             {

@@ -83,7 +83,7 @@ SwitchAfter = Annotated[
     float,
     typer.Option(
         min=0,
-        help="With several models: seconds after which one that has work makes room for another that is asked for. "
+        help="With several models: seconds after which one that has work makes room for another that is requested. "
         "One that has none does so at once.",
     ),
 ]

@@ -28,7 +28,7 @@ class JobList:
     """The newest jobs.
 
     Attributes:
-        batches: for JSON; empty unless they were asked for.
+        batches: for JSON; empty unless they were requested.
         columns, rows: for people; the three columns of numbers begin with the fourth.
         empty: the message where there is none.
     """

@@ -27,7 +27,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class ListedJob:
-    """A job in a list. `location`: its folder, or the root's URL. `batch`: the job as JSON, if it was asked for."""
+    """A job in a list. `location`: its folder, or the root's URL. `batch`: the job as JSON, if it was requested."""
 
     location: str
     summary: JobSummary

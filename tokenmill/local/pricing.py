@@ -29,7 +29,7 @@ def describe_instance(instance: InstanceOptions) -> InstanceOptions:
         kind, region, life = ask("instance-type", "placement/region", "instance-life-cycle")
     except OSError as error:
         raise UserError(
-            f"the instance's metadata service can't be asked what this machine is ({error}); unset "
+            f"the instance's metadata service can't be reached to find this machine's type ({error}); unset "
             "TOKENMILL_INSTANCE__USE_EC2_METADATA where it isn't Amazon's, and set TOKENMILL_INSTANCE__TYPE"
         ) from error
     found = {"type": kind, "region": region, "market": "spot" if life == "spot" else "on-demand"}

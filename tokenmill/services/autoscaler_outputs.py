@@ -31,7 +31,7 @@ def described(one: PoolDecision) -> dict[str, Any]:
         "oldest_wait_seconds": round(max((demand.waited for demand in seen.demands), default=0.0), 3),
         "for_deadlines": decision.hard,
         "ahead_of_need": decision.ahead,
-        "with_work": decision.kept,
+        "with_work": decision.retained,
         "ttft_p95_seconds": seen.ttft_p95,
         "callers": seen.callers,
         "callers_waiting": seen.callers_waiting,

@@ -27,7 +27,7 @@ def watch_for_notice(stop: threading.Event, poll_seconds: float = POLL_SECONDS) 
             (notice,) = ask(NOTICE)
         except OSError as error:
             if reachable:  # only once: the state may last for months
-                logger.warning("the metadata service can't be asked for a spot notice", reason=str(error))
+                logger.warning("the metadata service can't be reached for a spot notice", reason=str(error))
             reachable, notice = False, None
         else:
             reachable = True

@@ -118,16 +118,16 @@ class Batches:
         Raises:
             ApiError: the batch can't be created.
         """
-        asked = read_batch(body)
+        request = read_batch(body)
         job_id, found = self._id(tenant, "batch", body, key)
         if found:
             return self._batch(job_id)
-        file = self._files.get(tenant, asked.input_file_id, "input_file_id")
+        file = self._files.get(tenant, request.input_file_id, "input_file_id")
         if file.purpose != "batch":
             raise bad_request(f"file {file.id} holds results; upload requests with purpose=batch", "input_file_id")
         self._check_room(tenant)
         check()
-        self._make(tenant, job_id, asked, file)
+        self._make(tenant, job_id, request, file)
         return self._batch(job_id)
 
     def get(self, tenant: str, batch_id: str) -> Batch:
@@ -181,20 +181,20 @@ class Batches:
         """
         ledger, job = self._find(tenant, batch_id)
         try:
-            asked = RetryBody.model_validate_json(orjson.dumps(body), strict=True)
-            window = None if asked.completion_window is None else parse_amount(asked.completion_window)
+            request = RetryBody.model_validate_json(orjson.dumps(body), strict=True)
+            window = None if request.completion_window is None else parse_amount(request.completion_window)
         except ValidationError as error:
             raise bad_request(first_mistake(error)) from None
         except ValueError as error:
             raise bad_request(f"completion_window: {error}", "completion_window") from None
-        max_tokens = asked.max_output_tokens
+        max_tokens = request.max_output_tokens
         if max_tokens is not None and max_tokens > job.settings.max_output_tokens:
             raise bad_request(
                 f"max_output_tokens is {max_tokens}, but must be from 1 to {job.settings.max_output_tokens}",
                 "max_output_tokens",
             )
         try:
-            chosen = choose_rows(ledger, asked.only, include_invalid=asked.include_invalid)
+            chosen = choose_rows(ledger, request.only, include_invalid=request.include_invalid)
         except NothingToRetry as error:
             raise ApiError(409, "nothing_to_retry", str(error).partition(": ")[2] or str(error)) from None
         manifest = ledger.manifest()
@@ -206,10 +206,10 @@ class Batches:
             check()
             self._intake.expect(tenant, made)
             if first is not None:
-                window, now = asked.completion_window, self._world.clock.now()
+                window, now = request.completion_window, self._world.clock.now()
                 self._finalizer.expect(made, first.model_copy(update={"completion_window": window, "at": now}))
 
-        overrides = RetryOverrides(asked.tier, window, asked.max_output_tokens, asked.max_cost)
+        overrides = RetryOverrides(request.tier, window, request.max_output_tokens, request.max_cost)
         made = submit_retry(chosen, manifest, overrides, self._world, before)
         if made.created:
             self._intake.added(made.job)
@@ -237,17 +237,17 @@ class Batches:
             message = "too much is queued already; submit again when some of it is done"
             raise ApiError(429, "backlog_full", message, headers={"Retry-After": "60"})
 
-    def _make(self, tenant: str, job_id: str, asked: BatchRequest, file: StoredFile) -> None:
+    def _make(self, tenant: str, job_id: str, request: BatchRequest, file: StoredFile) -> None:
         self._files.add_reader(file, job_id)
         order = BatchOrder(
             tenant=tenant,
             input_file_id=file.id,
-            endpoint=asked.endpoint,
-            completion_window=asked.completion_window,
+            endpoint=request.endpoint,
+            completion_window=request.completion_window,
             at=self._world.clock.now(),
         )
         self._finalizer.expect(job_id, order)
-        draft = JobDraft(self._files.as_input(file), asked.options, tenant, job_id, url=asked.endpoint)
+        draft = JobDraft(self._files.as_input(file), request.options, tenant, job_id, url=request.endpoint)
         try:
             self._intake.accept(draft)
         except IntakeRefused as refused:

@@ -151,7 +151,7 @@ def test_given_a_pool_of_none_when_a_caller_waits_on_the_lane_then_a_worker_is_s
     harness.heartbeats.report_metrics("w1", metrics(waiting=1))
     autoscaler.decide_once()
     kept = target.all[1]["m"]
-    assert (kept.desired, kept.observed.callers_waiting, kept.decision.kept) == (1, 1, 1)
+    assert (kept.desired, kept.observed.callers_waiting, kept.decision.retained) == (1, 1, 1)
 
 
 def test_given_no_settings_then_each_model_is_a_pool_and_a_named_one_takes_its_models(harness: ScalingHarness) -> None:

@@ -149,7 +149,7 @@ def test_given_less_and_less_work_then_the_pool_shrinks_late_and_slowly() -> Non
     pool.settle(Demand(100 * HOUR, 4 * HOUR), seconds=60)
     assert pool.live >= 40
     held = pool.decide()
-    assert (held.desired, held.kept) == (pool.live, 0), "for a moment without work nobody is let go"
+    assert (held.desired, held.retained) == (pool.live, 0), "for a moment without work nobody is let go"
     pool.now += LIMITS.scale_down_after_seconds + LIMITS.scale_down_cooldown_seconds
     assert pool.decide().desired == 0
 

@@ -63,5 +63,5 @@ def test_given_a_service_that_never_answers_then_the_call_fails_with_a_message(
 ) -> None:
     monkeypatch.setattr(instance_metadata, "TIMEOUT", 0.2)
     metadata.silent.set()
-    with pytest.raises(UserError, match=r"can't be asked what this machine is .*TOKENMILL_INSTANCE__USE_EC2_METADATA"):
+    with pytest.raises(UserError, match=r"find this machine's type .*TOKENMILL_INSTANCE__USE_EC2_METADATA"):
         price_of_worker(asking())

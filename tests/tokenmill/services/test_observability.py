@@ -210,14 +210,14 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
     harness.start("intake", "-m", "tokenmill", "intake")
     assert harness.chat() == 503
     with Again(harness.chat):
-        incident("TokenmillNobodyDispatches", "TokenmillGatewayErrors", "TokenmillProcessDown")
+        incident("TokenmillNoDispatcher", "TokenmillGatewayErrors", "TokenmillProcessDown")
     harness.start("dispatcher", "-m", "tokenmill", "dispatcher", "--price-per-hour", "2.5")
     harness.start_worker(20)
     harness.start("autoscaler", "-m", "tokenmill", "autoscale", "--adapter", "http", "--interval", 1)
     engine = ("--dtype", "float32", "--threads", 1, "--speculate", "ngram")
     harness.start("other", "-m", "tokenmill", "worker", "--model", f"other={harness.model}", *engine)
     wait_for(lambda: harness.chat() == 200, "no worker answers")
-    harness.is_silent("TokenmillNobodyDispatches", "TokenmillGatewayErrors", "TokenmillProcessDown")
+    harness.is_silent("TokenmillNoDispatcher", "TokenmillGatewayErrors", "TokenmillProcessDown")
 
     # All is well: each panel has what it asks for, but for those that say when they are empty.
     harness.batch([row(f"w{number}", 40) for number in range(600)])
