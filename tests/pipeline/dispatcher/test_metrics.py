@@ -120,8 +120,8 @@ def test_cost_comes_from_manifests_and_duration_from_the_creation_time(tmp_path:
     assert manifest.cost is not None
     assert harness.metrics.cost() == {"bulk": pytest.approx(manifest.cost)}
     assert manifest.cost > 0
-    counts, seconds = harness.metrics.job_durations["bulk"].read()
-    assert (sum(counts), seconds) == (1, pytest.approx(world.clock.monotonic(), abs=2.0))
+    took = harness.metrics.job_durations["bulk"].read()
+    assert (sum(took.counts), took.seconds) == (1, pytest.approx(world.clock.monotonic(), abs=2.0))
 
 
 def test_a_model_name_that_only_a_user_gave_is_reported_as_other(harness: PipelineHarness) -> None:

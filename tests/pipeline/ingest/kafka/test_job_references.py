@@ -44,7 +44,7 @@ def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_
 
     for group in ("one", "two"):
         named = harness.settings(
-            requests={}, jobs={topic: "team"}, uri_prefixes={"team": (uri,)}, group=group + harness.name
+            requests={}, jobs={topic: "team"}, uri_prefixes={"team": (uri,)}, group_id=group + harness.name
         )
         with harness.running(harness.ingest(named)):
             until(
