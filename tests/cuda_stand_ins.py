@@ -1,8 +1,8 @@
 """Lets torch's build for CUDA compute on a CPU without CUDA: `python tests/cuda_stand_ins.py SITE-PACKAGES`.
 
-The package index has some versions of torch for Linux only with CUDA, whose libraries are gigabytes that a CPU needs
-nothing of. But torch's own libraries name them, and are not loaded without. So for each library that is missing a
-small one is compiled that has its name and symbols: no device is there, and every call says so. For tests on a CPU.
+The package index has some versions of torch for Linux only with CUDA, whose libraries are gigabytes that a CPU does
+not need. But torch's own libraries link to them, and can't be loaded without. So each missing library is replaced by a
+small compiled one with its name and symbols, whose calls return "no device". For tests on a CPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PARTS = "cudart|cublas|cublasLt|cudnn|cufft|cufile|cupti|curand|cusolver|cuspar
 _FOREIGN = re.compile(rf"lib({_PARTS})[._]")
 _UNVERSIONED = re.compile(r"nccl|curand|cusparseLt|cuFile|nvshmem|_Z\w*nvshmem")
 _ANY = "libcudart.so.13"
-"""Where symbols without a version go: any library of the process will do."""
+"""The library for symbols without a version; any library of the process will do."""
 
-_STATUS = ("int NAME(void)", "return 100;")  # cudaErrorNoDevice
-_QUIET = ("int NAME(void)", "return 0;")  # what registers kernels while torch is loaded
+_NO_DEVICE = ("int NAME(void)", "return 100;")  # cudaErrorNoDevice
+_SUCCESS = ("int NAME(void)", "return 0;")  # what registers kernels while torch is loaded
 _SPECIAL = {
     "cudaGetErrorString": ("const char *NAME(int e)", 'return "no CUDA here";'),
     "cudaGetErrorName": ("const char *NAME(int e)", 'return "cudaErrorNoDevice";'),
@@ -40,7 +40,7 @@ def output(*command: str) -> str:
 
 
 def missing(folder: Path) -> dict[str, Symbols]:
-    """Of each foreign library that the libraries in `folder` name: the symbols that they want of it."""
+    """The symbols that the libraries in `folder` need of each foreign library that they link to."""
     libraries = sorted(map(str, folder.glob("*.so*")))
     found: dict[str, Symbols] = {}
     files: dict[str, str] = {}
@@ -60,7 +60,7 @@ def missing(folder: Path) -> dict[str, Symbols]:
 
 
 def versions(library: str) -> list[tuple[str, str]]:
-    """File and version of all that a library wants by a version."""
+    """File and version of each versioned library that a library needs."""
     found, file = [], ""
     for line in output("readelf", "-W", "--version-info", library).splitlines():
         if match := re.search(r"File: (\S+)", line):
@@ -75,13 +75,13 @@ def compile_library(name: str, symbols: Symbols, folder: Path) -> None:
     lines, script = [], []
     for version, names in sorted(symbols.items()):
         for symbol in sorted(names):
-            head, body = _SPECIAL.get(symbol, _QUIET if symbol.startswith("__cuda") else _STATUS)
+            head, body = _SPECIAL.get(symbol, _SUCCESS if symbol.startswith("__cuda") else _NO_DEVICE)
             head = head.replace("NAME", f"f{len(lines)}")
             lines.append(f'{head} __asm__("{symbol}"); {head} {{ {body} }}')
         if version:
             script.append(f"{version} {{ global: {' '.join(f'{symbol};' for symbol in sorted(names))} }};")
-    with tempfile.TemporaryDirectory() as place:
-        source, versions_ = Path(place, "stand_in.c"), Path(place, "versions")
+    with tempfile.TemporaryDirectory() as build_folder:
+        source, versions_ = Path(build_folder, "stand_in.c"), Path(build_folder, "versions")
         source.write_text("\n".join(lines) + "\n", encoding="utf-8")
         versions_.write_text("\n".join(script) + "\n", encoding="utf-8")
         command = ["cc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{name}", "-o", str(folder / name), str(source)]

@@ -1,4 +1,4 @@
-"""The GPU benchmark's arithmetic by hand, its report, its carrying of wheels, and a dry run with all else hidden."""
+"""The GPU benchmark's arithmetic by hand, its report, its packing of wheels, and a dry run with all else hidden."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_given_two_stages_when_they_report_then_neither_loses_the_others_finding
     assert stages["serve"]["parts"]["cell"] == {"rate": "inf", "many": [1, 2]}
     assert not stages["serve"]["ended"], "it did not say so"
     assert report.measured_rates(tmp_path, dry=False) == Rates(2.0, 3.0, None)
-    assert report.measured_rates(tmp_path, dry=True) is None, "a dry run's rates are nobody's"
+    assert report.measured_rates(tmp_path, dry=True) is None, "a dry run has no measured rates"
 
 
 def test_given_a_stage_that_hangs_or_fails_when_it_runs_apart_then_the_file_says_so(
@@ -231,7 +231,7 @@ def carried(tmp_path: Path) -> Path:
         "vllm/_moe_C.abi3.so": noise,
         "vllm/utils/deep_gemm.py": b"",
         "vllm/third_party/deep_gemm/kernel.cuh": noise,
-        "vllm-0.26.0.data/purelib/vllm/beside.py": b"x = 1\n",
+        "vllm-0.26.0.data/purelib/vllm/extra.py": b"x = 1\n",
         "vllm-0.26.0.data/scripts/vllm": b"#!python",
     }
     wheel(wheels, "vllm", "0.26.0", files)
@@ -250,7 +250,7 @@ def test_given_wheels_when_they_are_packed_then_what_is_not_needed_stays_behind_
 
     found = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
     assert found == {
-        ".carried.json", "vllm/__init__.py", "vllm/_C_stable.abi3.so", "vllm/utils/deep_gemm.py", "vllm/beside.py",
+        ".carried.json", "vllm/__init__.py", "vllm/_C_stable.abi3.so", "vllm/utils/deep_gemm.py", "vllm/extra.py",
         "vllm/vllm_flash_attn.py",
         "vllm-0.26.0.dist-info/METADATA", "tiny.py", "tiny-1.0.dist-info/METADATA",
     }  # fmt: skip
@@ -285,9 +285,9 @@ def test_given_a_file_larger_than_a_part_when_packed_then_its_slices_make_it_who
     parts = carry.pack(wheels, tmp_path / "to", part_bytes=20_000, large=10_000, slice_bytes=15_000)
     site = tmp_path / "site"
 
-    for letter in reversed("abcdefgh"[: len(parts)]):
+    for part_name in reversed("abcdefgh"[: len(parts)]):
         assert not carry.whole(site)
-        carry.unpack(tmp_path / "to" / letter, site)
+        carry.unpack(tmp_path / "to" / part_name, site)
 
     assert len(parts) == 3
     assert carry.whole(site)
@@ -382,7 +382,7 @@ def failures(value: Any, at: str = "") -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_given_a_bare_machine_when_all_stages_run_dry_then_every_figure_is_there_and_fits_the_others(
+def test_given_a_bare_machine_when_all_stages_run_dry_then_every_metric_is_there_and_consistent(
     bare: dict[str, str], carried: Path, tmp_path: Path
 ) -> None:
     site, out = tmp_path / "site", tmp_path / "out"

@@ -1,4 +1,4 @@
-"""The growth figures on numbers made by hand, and decoding at a context on a tiny model."""
+"""The growth metrics on numbers made by hand, and decoding at a context on a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers compared: what a run must have given, ratios pair by pair, and the table."""
+"""Peers compared: the required lengths of answers, ratios pair by pair, and the table."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def test_output_without_a_result_is_no_result(stdout: str) -> None:
         last_json(stdout)
 
 
-def test_answers_as_long_as_asked_pass() -> None:
+def test_answers_of_the_requested_length_pass() -> None:
     check_lengths(["a", "b"], [3, 5], [3, 5])
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "message"),
     [
         ([3, 4], "first b: asked for 5, made 4"),
-        ([4, 4], "2 of 2 requests"),  # the same sum as asked, and wrong
+        ([4, 4], "2 of 2 requests"),  # the requested sum, but wrong lengths
         ([3], "1 answers for 2 requests"),
         ([3, 5, 1], "3 answers for 2 requests"),
     ],
 )
-def test_any_other_number_of_tokens_is_refused(made: list[int], told: str) -> None:
-    with pytest.raises(WrongCount, match=told):
+def test_any_other_number_of_tokens_is_refused(made: list[int], message: str) -> None:
+    with pytest.raises(WrongCount, match=message):
         check_lengths(["a", "b"], [3, 5], made)
 
 

@@ -55,8 +55,8 @@ def test_an_environment_is_its_own_installed_once_and_again_when_its_packages_ch
     first, second = project(tmp_path / "one", "1.0"), project(tmp_path / "two", "2.0")
 
     def version(python: Path) -> str:
-        asked = [str(python), "-c", "import speedy; print(speedy.version)"]
-        return subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        command = [str(python), "-c", "import speedy; print(speedy.version)"]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
     python = install(tmp_path / "envs", str(first))
     assert version(python) == "1.0"
@@ -127,18 +127,18 @@ def test_llamacpp_without_a_gguf_file_is_refused_with_what_to_do(tmp_path: Path)
 
 
 def test_a_form_is_made_once_from_the_form_before_it(tmp_path: Path) -> None:
-    """Given a tool that copies its source and says so, Q8_0 is made from bf16, that from the model, each one time."""
-    tool, told = tmp_path / "tool", tmp_path / "told"
-    tool.write_text(f'#!/bin/sh\necho "$5" >> {told}\n(cat "$3"; printf "%s" " $5") > "$4"\n', encoding="utf-8")
+    """Given a tool that copies its source and logs calls, Q8_0 is made from bf16, that from the model, each once."""
+    tool, calls = tmp_path / "tool", tmp_path / "calls"
+    tool.write_text(f'#!/bin/sh\necho "$5" >> {calls}\n(cat "$3"; printf "%s" " $5") > "$4"\n', encoding="utf-8")
     tool.chmod(0o755)
     model = tmp_path / "model.gguf"
     model.write_bytes(b"weights")
-    kept = Forms(model, tmp_path / "forms", lambda _: tool, 60)
+    model_forms = Forms(model, tmp_path / "forms", lambda _: tool, 60)
 
-    made = [kept.path(form) for form in (catalog.GGUF_Q8_0, catalog.GGUF_BF16, catalog.GGUF_Q8_0)]
+    made = [model_forms.path(form) for form in (catalog.GGUF_Q8_0, catalog.GGUF_BF16, catalog.GGUF_Q8_0)]
 
     assert [path.read_bytes() for path in made] == [b"weights BF16 Q8_0", b"weights BF16", b"weights BF16 Q8_0"]
-    assert told.read_text(encoding="utf-8").split() == ["BF16", "Q8_0"]
+    assert calls.read_text(encoding="utf-8").split() == ["BF16", "Q8_0"]
 
 
 @pytest.mark.slow

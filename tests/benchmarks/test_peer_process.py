@@ -38,8 +38,8 @@ def test_memory_is_that_of_the_whole_tree(tmp_path: Path) -> None:
     assert 300 * MB < done.peak_rss_bytes < 400 * MB
 
 
-def test_a_peak_between_two_looks_is_not_missed(tmp_path: Path) -> None:
-    """Given 300 MB held for a moment only, the kernel's high-water mark still tells of it."""
+def test_a_peak_between_two_polls_is_not_missed(tmp_path: Path) -> None:
+    """Given 300 MB held for a moment only, the kernel's high-water mark still shows it."""
     done = run("import time; held = b'x' * 300_000_000; del held; time.sleep(1)", tmp_path)
 
     assert done.peak_rss_bytes > 300 * MB
@@ -64,7 +64,7 @@ def test_the_time_limit_ends_the_whole_tree(tmp_path: Path) -> None:
     )
 
 
-def test_every_engine_gets_the_processors_it_is_told_and_no_others_settings(
+def test_every_engine_gets_its_configured_processors_and_no_settings_of_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -75,17 +75,17 @@ def test_every_engine_gets_the_processors_it_is_told_and_no_others_settings(
     assert done.stdout == f"{sorted(os.sched_getaffinity(0))[:1]} None set\n"
 
 
-def test_work_of_others_is_told_apart_from_the_engines_own(tmp_path: Path) -> None:
+def test_work_of_other_processes_is_separated_from_the_engines_own(tmp_path: Path) -> None:
     """Given an engine whose worker computes and is never waited for, others are charged with all but its work.
 
-    Whatever else runs on this machine: what was busy and isn't the others' is at least what the worker says it spent.
+    Whatever else runs on this machine: what was busy and isn't the others' is at least what the worker reports.
     """
-    told = tmp_path / "told"
+    report = tmp_path / "report"
     worker = f"""
 import time
 end = time.monotonic() + 1.5
 while time.monotonic() < end: pass
-open({str(told)!r}, "w").write(str(time.process_time()))
+open({str(report)!r}, "w").write(str(time.process_time()))
 time.sleep(1)
 """
     code = f"import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {worker!r}]); time.sleep(2.3)"
@@ -94,7 +94,7 @@ time.sleep(1)
     done = run(f"{code}; os._exit(0)", tmp_path)
 
     busy = process.busy_seconds() - before
-    spent = float(told.read_text())
+    spent = float(report.read_text())
     assert spent > 0
     assert busy - done.others * done.seconds > 0.8 * spent
     assert done.others * done.seconds >= busy - spent - 1  # and with nothing else: start-up takes part of a second

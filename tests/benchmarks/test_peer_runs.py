@@ -65,16 +65,16 @@ def test_each_run_of_a_peer_stands_right_behind_one_of_each_of_ours() -> None:
 
     rows = [(Row(name, "best", "", []), runner(name)) for name in ("vllm", "openvino")]
     ours = {name: runner(name) for name in ("bf16", "int8")}
-    kept: list[list[int]] = []
+    saved: list[list[int]] = []
 
-    done = compare(rows, ours, 2, lambda _: None, lambda sofar: kept.append([len(row.pairs) for row in sofar]))
+    done = compare(rows, ours, 2, lambda _: None, lambda sofar: saved.append([len(row.pairs) for row in sofar]))
 
     assert order == ["bf16", "int8", "vllm", "bf16", "int8", "openvino"] * 2
     assert [pair.ours["int8"].rate for pair in done[1].pairs] == [5, 11]
-    assert kept == [[1, 0], [1, 1], [2, 1], [2, 2]]
+    assert saved == [[1, 0], [1, 1], [2, 1], [2, 2]]
 
 
-def test_a_peer_that_fails_is_told_of_and_not_run_again_while_the_others_go_on() -> None:
+def test_a_peer_that_fails_is_reported_and_not_run_again_while_the_others_continue() -> None:
     counts = {"fails": 0, "works": 0}
 
     def fails() -> Measured:
@@ -198,7 +198,7 @@ def test_the_leader_of_a_shared_prefix_is_the_member_with_the_shortest_answer() 
         PeerPrompt("a", [*shared, 4], 20),
         PeerPrompt("b", [*other, 4], 1),  # alone with its prefix
         PeerPrompt("c", [*shared, 5], 10),
-        PeerPrompt("d", shared, 1),  # nothing behind the prefix: its last block would never be asked for
+        PeerPrompt("d", shared, 1),  # nothing behind the prefix: its last block would never be looked up
         PeerPrompt("e", [*shared, 6], 15),
     ]
 
@@ -215,6 +215,6 @@ def test_prefixes_inside_a_shared_prefix_have_leaders_of_their_own() -> None:
     assert leaders(prompts, 2) == [3, 4]
 
 
-def test_processors_are_told_as_ranges() -> None:
+def test_processors_are_formatted_as_ranges() -> None:
     assert processor_list([0, 1]) == "0-1"
     assert processor_list([5, 0, 2, 3]) == "0,2-3,5"

@@ -14,7 +14,7 @@ from perplexity import PROSE, PROSE_SHA256, compare, measure, windows
 from transformers import AutoModelForCausalLM
 
 
-def test_given_the_text_when_it_is_hashed_then_it_is_the_one_that_figures_are_of() -> None:
+def test_given_the_text_when_it_is_hashed_then_it_is_the_one_of_the_published_results() -> None:
     assert hashlib.sha256(PROSE.read_bytes()).hexdigest() == PROSE_SHA256
 
 

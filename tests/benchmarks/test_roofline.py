@@ -113,7 +113,7 @@ def test_given_steps_bound_by_either_when_a_run_is_summed_then_each_counts_by_it
     assert (found.bytes_moved, found.operations) == (244, {"bf16": 1100})
 
 
-def test_given_sizes_when_bandwidth_is_asked_then_no_larger_pass_was_faster() -> None:
+def test_given_sizes_when_bandwidth_is_requested_then_no_larger_pass_was_faster() -> None:
     assert PEAKS.bandwidth(50) == 40
     assert PEAKS.bandwidth(500) == 20, "a larger pass reached 20, so one of 500 bytes can too"
     assert PEAKS.bandwidth(1e6) == 20
@@ -122,7 +122,7 @@ def test_given_sizes_when_bandwidth_is_asked_then_no_larger_pass_was_faster() ->
         PEAKS.operations_per_second("fp8")
 
 
-def test_given_two_measurements_when_they_are_joined_then_the_higher_figures_stay() -> None:
+def test_given_two_measurements_when_they_are_joined_then_the_higher_rates_stay() -> None:
     other = MachinePeaks(
         1, 2e9, (Kernel("wide", "bf16", 90.0, 1.8), *PEAKS.kernels[1:]), (Read(100, 60.0), *PEAKS.reads[1:])
     )

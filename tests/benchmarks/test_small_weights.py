@@ -1,4 +1,4 @@
-"""The benchmarks of small weights measure what they say: every form, beside bf16, on weights of the size they claim."""
+"""The benchmarks of small weights measure every form, next to bf16, on weights of the size that they report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The third workload is what its description promises, and is served as it stands."""
+"""The third workload has the properties of its description, and can be served as it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rehearsal foresees is what an engine with a model then does: the same steps, hits and preemptions."""
+"""A dry run predicts what an engine with a model then does: the same steps, hits and preemptions."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def config(blocks: int | None = None, rows: int = 6, budget: int = 48) -> Engine
     return EngineConfig(dtype="float32", max_model_len=128, cache=cache, schedule=ScheduleConfig(rows, budget))
 
 
-def computed(engine: Engine, given: Iterable[Request]) -> list[tuple[float, ...]]:
-    """What each step of the engine had to do, seen where the model stands."""
+def computed_steps(engine: Engine, given: Iterable[Request]) -> list[tuple[float, ...]]:
+    """The work of each step of the engine, recorded at its runner."""
     found: list[tuple[float, ...]] = []
     state, windows = engine.scheduler.rows, cache_windows(engine.spec.windows)
     inner = engine._runner
     layers = [engine.spec.windows.count(window) / engine.spec.num_layers for window in windows]
 
-    class Watched:
+    class RecordingRunner:
         def execute(self, plan: StepPlan) -> StepOutput:
             one = plan.counts == 1
             parts = {n: getattr(plan, n)[one] for n in ("rows", "starts", "counts", "num_logits", "samples")}
@@ -53,7 +53,7 @@ def computed(engine: Engine, given: Iterable[Request]) -> list[tuple[float, ...]
             found.append((plan.num_tokens, int(plan.num_logits.sum()), reads, pairs))
             return inner.execute(plan)
 
-    engine._runner = Watched()
+    engine._runner = RecordingRunner()
     for request in given:
         engine.add(request)
     while engine.has_work:
@@ -61,14 +61,14 @@ def computed(engine: Engine, given: Iterable[Request]) -> list[tuple[float, ...]
     return found
 
 
-def rehearsed(engine: Engine, settings: EngineConfig, given: Iterable[Request]) -> tuple[DryRun, list[Any]]:
-    made = DryRun(settings, engine.spec, engine.scheduler._cache.groups)
+def run_dry(engine: Engine, settings: EngineConfig, given: Iterable[Request]) -> tuple[DryRun, list[Any]]:
+    dry_run = DryRun(settings, engine.spec, engine.scheduler._cache.groups)
     for request in given:
-        made.add(request)
+        dry_run.add(request)
     steps = []
-    while (done := made.step()) is not None:
+    while (done := dry_run.step()) is not None:
         steps.append(done[0][:4])
-    return made, steps
+    return dry_run, steps
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -79,18 +79,18 @@ def test_given_requests_then_each_step_of_a_dry_run_equals_the_engines(
     settings = config(blocks)
     engine = Engine.load(tiny_model(family), settings)
 
-    made, steps = rehearsed(engine, settings, requests(ignore_eos=True))
-    truth = computed(engine, requests(ignore_eos=True))
+    dry_run, steps = run_dry(engine, settings, requests(ignore_eos=True))
+    measured = computed_steps(engine, requests(ignore_eos=True))
 
-    assert len(steps) == len(truth)
-    np.testing.assert_allclose(steps, truth)
-    real, foreseen = engine.stats(), made.scheduler.stats
-    assert foreseen.prefix_hit_tokens == real.cached > 0
-    assert foreseen.computed_tokens == real.computed
-    assert foreseen.preemptions == real.preemptions
-    assert made.generated_tokens == real.generated == sum(r.params.max_tokens for r in requests())
-    assert made.prompt_tokens == sum(len(r.prompt_token_ids) for r in requests())
-    assert made.cached_tokens <= foreseen.prefix_hit_tokens
+    assert len(steps) == len(measured)
+    np.testing.assert_allclose(steps, measured)
+    real, predicted = engine.stats(), dry_run.scheduler.stats
+    assert predicted.prefix_hit_tokens == real.cached > 0
+    assert predicted.computed_tokens == real.computed
+    assert predicted.preemptions == real.preemptions
+    assert dry_run.generated_tokens == real.generated == sum(r.params.max_tokens for r in requests())
+    assert dry_run.prompt_tokens == sum(len(r.prompt_token_ids) for r in requests())
+    assert dry_run.cached_tokens <= predicted.prefix_hit_tokens
 
 
 def test_given_a_small_pool_then_a_dry_run_preempts_as_the_engine_does(tiny_model: TinyModel) -> None:
@@ -99,11 +99,11 @@ def test_given_a_small_pool_then_a_dry_run_preempts_as_the_engine_does(tiny_mode
     given = [replace(request, expected_tokens=1) for request in requests(ignore_eos=True)]
     engine = Engine.load(tiny_model("llama"), settings)
 
-    made, steps = rehearsed(engine, settings, given)
-    truth = computed(engine, given)
+    dry_run, steps = run_dry(engine, settings, given)
+    measured = computed_steps(engine, given)
 
-    assert made.scheduler.stats.preemptions == engine.stats().preemptions > 0
-    np.testing.assert_allclose(steps, truth)
+    assert dry_run.scheduler.stats.preemptions == engine.stats().preemptions > 0
+    np.testing.assert_allclose(steps, measured)
 
 
 def test_given_answers_that_may_end_then_a_dry_run_ends_them_as_expected(tiny_model: TinyModel) -> None:
@@ -112,8 +112,8 @@ def test_given_answers_that_may_end_then_a_dry_run_ends_them_as_expected(tiny_mo
     given = [replace(request, expected_tokens=2) for request in requests()]
     choices = [replace(r, params=replace(r.params, n=2, temperature=1.0), request_id=f"n{r.request_id}") for r in given]
 
-    made, _ = rehearsed(engine, settings, [*given, *choices])
+    dry_run, _ = run_dry(engine, settings, [*given, *choices])
 
-    assert made.generated_tokens == 2 * len(given) + 2 * 2 * len(choices)
-    assert not made.scheduler.has_work
-    made.scheduler.check_integrity()
+    assert dry_run.generated_tokens == 2 * len(given) + 2 * 2 * len(choices)
+    assert not dry_run.scheduler.has_work
+    dry_run.scheduler.check_integrity()

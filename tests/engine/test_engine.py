@@ -240,7 +240,7 @@ def test_cancelled_and_late_requests_end_once_with_their_reason() -> None:
     engine.step()
     assert engine.cancel("0")
     assert engine.cancel("3")
-    assert not engine.cancel("nobody")
+    assert not engine.cancel("unknown")
     now = 106.0
     done = [completion for _ in range(200) if engine.has_work for completion in engine.step()]
     reasons = {completion.request_id: completion.choices[0].finish_reason.value for completion in done}

@@ -132,7 +132,7 @@ def test_preempted_sequences_go_on_as_if_nothing_happened(
     prompts: list[list[int]],
     answers: Callable[[str], list[Answer]],
 ) -> None:
-    # Given a pool that holds little more than the longest sequence, and wrong guesses of every length
+    # Given a pool that holds little more than the longest sequence, and wrong length estimates of every size
     blocks = -(-(LONGEST + MAX_TOKENS) // 4) + 6
     engine = Engine.load(
         tiny_model(family),

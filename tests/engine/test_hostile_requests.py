@@ -1,4 +1,4 @@
-"""Requests that mean harm, or whose own code is broken: each costs itself, with a reason, and nobody else."""
+"""Hostile requests, and requests with broken masks: each fails alone, with a reason, and no other request does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load(path: Path, **changes: Any) -> Engine:
     return Engine.load(path, Setting(8, 64, 16, True, **changes).config(max_model_len=96))
 
 
-class EveryToken:
+class AllowAllMask:
     """A mask that allows all, until it meets its end.
 
     `fails_in` says where it raises once `after` tokens were taken.
@@ -66,7 +66,7 @@ class EveryToken:
         self._act("advance")
 
 
-class NoToken:
+class AllowNoneMask:
     """A mask that allows nothing."""
 
     def fill(self, bitmask: NDArray[np.int32]) -> None:
@@ -84,7 +84,7 @@ def test_a_mask_that_raises_costs_its_own_row(
     # Given requests side by side, when the mask of one raises, early or late
     plain = [Request(str(i), as_token_ids(prompt), PARAMS) for i, prompt in enumerate(prompts)]
     want = complete(load(llama), *plain)
-    broken = Request("bad", as_token_ids(prompts[0]), PARAMS, mask=lambda _: EveryToken(fails_in, after))
+    broken = Request("bad", as_token_ids(prompts[0]), PARAMS, mask=lambda _: AllowAllMask(fails_in, after))
     engine = Engine.load(llama, Setting(batch, 64, 16, True).config(max_model_len=96))
     done = complete(engine, *plain[:2], broken, *plain[2:])
     # then it alone ends in an error that says so, with the tokens from before, and its row serves others
@@ -102,7 +102,7 @@ def test_a_choice_whose_mask_can_not_follow_it_after_preemption_fails_alone(
     llama: Path, prompts: list[list[int]]
 ) -> None:
     # Given a pool so small that choices give way, and masks that can't be led through what they had taken
-    class OnlyFresh(EveryToken):
+    class FreshOnlyMask(AllowAllMask):
         def __init__(self) -> None:
             super().__init__("never", 0)
             self.filled = False
@@ -117,7 +117,7 @@ def test_a_choice_whose_mask_can_not_follow_it_after_preemption_fails_alone(
 
     params = SamplingParams(max_tokens=30, temperature=0.8, ignore_eos=True, n=2)
     requests = [
-        Request(str(i), as_token_ids(p), params, expected_tokens=1, mask=(lambda _: OnlyFresh()) if i % 2 else None)
+        Request(str(i), as_token_ids(p), params, expected_tokens=1, mask=(lambda _: FreshOnlyMask()) if i % 2 else None)
         for i, p in enumerate(prompts)
     ]
     engine = Engine.load(llama, Setting(16, 64, 4, True, num_blocks=30).config(max_model_len=96))
@@ -131,7 +131,7 @@ def test_a_choice_whose_mask_can_not_follow_it_after_preemption_fails_alone(
 @pytest.mark.parametrize(
     "rules",
     [
-        {"mask": lambda _: NoToken()},
+        {"mask": lambda _: AllowNoneMask()},
         {"params": SamplingParams(max_tokens=4, logit_bias=dict.fromkeys(range(VOCAB), float("-inf")))},
         {"params": SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=tuple(range(VOCAB)))},
     ],
@@ -212,7 +212,7 @@ def test_an_id_can_be_used_again_as_soon_as_it_is_cancelled(llama: Path, prompts
 SPEC = ModelSpec("null", 1, 1, 1, 8, 8, 1000, 4096, (None,), (2,), 0, torch.float32)
 
 
-class Interrupted(NullRunner):
+class InterruptedRunner(NullRunner):
     """Is interrupted, as by Ctrl-C, in its second step."""
 
     steps = 0
@@ -226,7 +226,7 @@ class Interrupted(NullRunner):
 
 def test_an_interrupt_passes_through_and_leaves_an_engine_that_works() -> None:
     config = EngineConfig(cache=CacheConfig(block_size=16), schedule=ScheduleConfig(max_num_seqs=4))
-    engine = Engine(config, SPEC, (CacheGroup((0,), None, 64),), 1000, lambda s: Interrupted(s.rows, 1000))
+    engine = Engine(config, SPEC, (CacheGroup((0,), None, 64),), 1000, lambda s: InterruptedRunner(s.rows, 1000))
     engine.add(Request("a", as_token_ids([5] * 20), PARAMS))
     engine.step()
     with pytest.raises(KeyboardInterrupt):

@@ -30,7 +30,7 @@ from engine.errors import UnsupportedModel
 from engine.speculative.base import Draft, DraftRequest
 from engine.speculative.draft_lengths import FixedLengths
 from tests.engine.native.test_native_engine import PRECISIONS
-from tests.engine.scheduler.test_resume import OddMask, PairWatcher, joined, told
+from tests.engine.scheduler.test_resume import OddMask, PairWatcher, joined, visible
 
 TinyModel = Callable[[str], Path]
 
@@ -89,7 +89,7 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
 
 
 def assert_same(ours: dict[str, Completion], theirs: dict[str, Completion]) -> None:
-    assert {name: told(c) for name, c in ours.items()} == {name: told(c) for name, c in theirs.items()}
+    assert {name: visible(c) for name, c in ours.items()} == {name: visible(c) for name, c in theirs.items()}
     for name, completion in theirs.items():
         for one, other in zip(ours[name].choices, completion.choices, strict=True):
             if other.logprobs is not None:
@@ -98,8 +98,8 @@ def assert_same(ours: dict[str, Completion], theirs: dict[str, Completion]) -> N
                 np.testing.assert_allclose(one.logprobs.top, other.logprobs.top, atol=1e-4)
 
 
-class Replay:
-    """Guesses what a run without speculation answered, with a wrong token here and there."""
+class ReplayProposer:
+    """Drafts the answers of a run without speculation, with a wrong token here and there."""
 
     def __init__(self, engine: Engine, answers: dict[str, Completion]) -> None:
         self._rows = engine.scheduler.rows
@@ -116,14 +116,14 @@ class Replay:
         done = int(self._rows.num_known[request.row]) - len(request.request.prompt_token_ids)
         ending = [] if choice.stop_token_id is None else [choice.stop_token_id]
         most = request.max_drafts
-        guess = as_token_ids([*choice.token_ids, *ending, *[7] * most])[done : done + most].copy()
-        guess[(np.arange(len(guess)) + done) % 6 == 5] += 1
-        return guess % 257
+        drafts = as_token_ids([*choice.token_ids, *ending, *[7] * most])[done : done + most].copy()
+        drafts[(np.arange(len(drafts)) + done) % 6 == 5] += 1
+        return drafts % 257
 
 
 def replaying(path: Path, answers: dict[str, Completion], longest: int = 8, **changes: Any) -> Engine:
     engine = load(path, "off", **changes)
-    engine.scheduler.speculate(Replay(engine, answers), FixedLengths(longest))
+    engine.scheduler.speculate(ReplayProposer(engine, answers), FixedLengths(longest))
     return engine
 
 
@@ -150,19 +150,19 @@ def test_given_any_kind_of_request_when_tokens_are_drafted_then_answers_are_thos
         FinishReason.LENGTH,
     }
     engine = replaying(path, plain, attention=attention)
-    guessed = run(engine, requests)
+    speculated = run(engine, requests)
 
-    assert_same(guessed, plain)
+    assert_same(speculated, plain)
     stats = engine.stats()
-    # Where guesses are right a step gives several tokens, and what was sampled behind an end is not counted.
+    # Where drafts are right a step gives several tokens, and what was sampled behind an end is not counted.
     assert stats.generated == sum(c.generated_tokens for c in plain.values())
     assert stats.generated > stats.speculation.accepted > 0.6 * stats.generated
     assert stats.speculation.drafted > stats.speculation.accepted
     drafted, accepted = stats.speculation.sources["replay"].drafted, stats.speculation.sources["replay"].accepted
     assert len(drafted) == len(accepted) == 8
     assert all(tokens >= stayed > 0 for tokens, stayed in zip(drafted[:5], accepted[:5], strict=True))
-    assert sum(c.drafted_tokens for c in guessed.values()) == stats.speculation.drafted
-    assert sum(c.accepted_tokens for c in guessed.values()) == stats.speculation.accepted
+    assert sum(c.drafted_tokens for c in speculated.values()) == stats.speculation.drafted
+    assert sum(c.accepted_tokens for c in speculated.values()) == stats.speculation.accepted
 
 
 @pytest.mark.slow
@@ -283,11 +283,11 @@ def test_given_native_kernels_when_tokens_are_drafted_then_answers_are_the_same_
     how = {"attention": "native", **PRECISIONS[precision]}
     plain = run(load(path, "off", **how), requests)
     engine = replaying(path, plain, **how)
-    guessed = run(engine, requests)
+    speculated = run(engine, requests)
 
     assert engine.stats().speculation.accepted > 100
 
-    assert_same(guessed, plain)
+    assert_same(speculated, plain)
 
 
 def with_draft(path: Path, draft: Path, **changes: Any) -> Engine:
@@ -307,9 +307,9 @@ def test_given_the_model_itself_as_its_draft_then_nearly_all_drafts_are_accepted
     assert_same(run(engine, requests), plain)
     stats = engine.stats().speculation
     assert stats.accepted > 200
-    # Guesses behind an answer's end are wrong by right; of all others every one is what the model says.
-    places = stats.sources["draft"]
-    assert places.accepted[0] > 0.97 * places.drafted[0]
+    # Drafts behind an answer's end are rejected; all others are what the model generates.
+    source = stats.sources["draft"]
+    assert source.accepted[0] > 0.97 * source.drafted[0]
 
 
 @pytest.mark.parametrize(

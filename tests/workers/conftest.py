@@ -167,8 +167,8 @@ class MemorySink:
 
     def commit(self, work: ShardWork, finished: FinishedRows, report: ShardReport) -> bool:
         rows = finished.rows
-        asked = set(work.table["row"].to_pylist()) - work.history.finished_rows
-        assert sorted(row.row for row in rows) == sorted(asked)
+        expected = set(work.table["row"].to_pylist()) - work.history.finished_rows
+        assert sorted(row.row for row in rows) == sorted(expected)
         self.reports[work.shard] = report
         self.usages[work.shard] = sum(finished.usages, Usage())
         if work.shard in self._lost:

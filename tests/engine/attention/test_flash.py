@@ -24,10 +24,10 @@ CUDA = torch.device("cuda")
 LAYOUT = KVLayout((CacheGroup((0,), None, 4),), 256, 2, 64, 4)
 
 
-def over_pages(
+def paged_reference(
     q: Tensor, keys: Tensor, values: Tensor, firsts: Tensor, lengths: Tensor, table: Tensor, scale: float, window: Any
 ) -> Tensor:
-    """What all of the libraries say they compute: rows of q at the end of their keys, window (left, right) around."""
+    """Attention as all of the libraries define it: rows of q at the end of their keys, window (left, right)."""
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (firsts, lengths, table))
     assert q.is_contiguous()
     assert keys.is_contiguous()
@@ -53,13 +53,13 @@ def flash_attn_with_kvcache(
     causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
     scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """FlashAttention 3's."""
+    """The function of FlashAttention 3."""
     assert causal
     assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-    return over_pages(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size)
+    return paged_reference(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size)
 
 
-def vllms(
+def vllm_varlen(
     q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, dropout_p=0.0,
     softmax_scale=None, causal=False, window_size=None, softcap=0.0, alibi_slopes=None, deterministic=False,
     return_attn_probs=False, block_table=None, return_softmax_lse=False, out=None, scheduler_metadata=None,
@@ -71,10 +71,10 @@ def vllms(
     assert cu_seqlens_k is None
     assert isinstance(window_size, list)
     assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(seqused_k.max()))
-    return over_pages(q, k, v, cu_seqlens_q, seqused_k, block_table, softmax_scale, window_size)
+    return paged_reference(q, k, v, cu_seqlens_q, seqused_k, block_table, softmax_scale, window_size)
 
 
-def flash2s(
+def flash2_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None,
@@ -84,19 +84,19 @@ def flash2s(
     assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
     lengths = cu_seqlens_k.diff()
     assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(lengths.max()))
-    return over_pages(q, k, v, cu_seqlens_q, lengths, block_table, softmax_scale, window_size)
+    return paged_reference(q, k, v, cu_seqlens_q, lengths, block_table, softmax_scale, window_size)
 
 
 def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
     enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
 ):  # fmt: skip
-    """torch's; causal is a window that ends at the query."""
+    """The function of torch; causal is a window that ends at the query."""
     assert enable_gqa
     assert key.shape[1] % 256 == 0
     assert torch.equal(cu_seq_k.diff(), seqused_k)
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(seqused_k.max()))
-    return over_pages(query, key, value, cu_seq_q, seqused_k, block_table, scale, window_size)
+    return paged_reference(query, key, value, cu_seq_q, seqused_k, block_table, scale, window_size)
 
 
 def module(**functions: Any) -> ModuleType:
@@ -107,8 +107,11 @@ def module(**functions: Any) -> ModuleType:
 
 STAND_INS = {
     "flash3": ("flash3", module(flash_attn_with_kvcache=flash_attn_with_kvcache)),
-    "flash3 of vLLM": ("flash3", module(flash_attn_varlen_func=vllms, fa_version_unsupported_reason=lambda _: None)),
-    "flash2": ("flash2", module(flash_attn_varlen_func=flash2s)),
+    "flash3 of vLLM": (
+        "flash3",
+        module(flash_attn_varlen_func=vllm_varlen, fa_version_unsupported_reason=lambda _: None),
+    ),
+    "flash2": ("flash2", module(flash_attn_varlen_func=flash2_varlen)),
     "torch-varlen": ("torch-varlen", module(varlen_attn=varlen_attn)),
 }
 
@@ -166,8 +169,8 @@ def test_what_a_library_can_not_do_is_said_with_the_fix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    told = LIBRARIES[name].refusal(replace(LAYOUT, **changes), dtype, CUDA)
-    assert (told is None) if reason is None else (told is not None and reason in told)
+    refusal = LIBRARIES[name].refusal(replace(LAYOUT, **changes), dtype, CUDA)
+    assert (refusal is None) if reason is None else (refusal is not None and reason in refusal)
 
 
 def test_a_library_selected_by_name_is_used_or_an_error_names_the_reason() -> None:
@@ -213,20 +216,21 @@ def test_the_best_installed_backend_is_chosen(
 
 def test_flash3_is_searched_in_its_packages_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, vllm = module(), module(is_fa_version_supported=lambda version: version == 3)
-    asked: list[str] = []
-    homes = {
+    downloads: list[str] = []
+    packages = {
         "flash_attn_interface": module(),
-        "kernels": module(get_kernel=lambda name: asked.append(name) or kernel),
+        "kernels": module(get_kernel=lambda name: downloads.append(name) or kernel),
         "vllm.vllm_flash_attn": vllm,
     }
-    monkeypatch.setattr("engine.attention.flash._imported", lambda name: (homes[name], name) if name in homes else None)
-    assert find_flash3(True) == (homes.pop("flash_attn_interface"), "flash_attn_interface")
+    imported = lambda name: (packages[name], name) if name in packages else None  # noqa: E731
+    monkeypatch.setattr("engine.attention.flash._imported", imported)
+    assert find_flash3(True) == (packages.pop("flash_attn_interface"), "flash_attn_interface")
     assert find_flash3(False) == (vllm, "vllm.vllm_flash_attn")
-    assert not asked, "nothing is downloaded unasked"
+    assert not downloads, "nothing is downloaded without permission"
     assert find_flash3(True) == (kernel, "kernels: kernels-community/flash-attn3")
-    homes["kernels"] = module(get_kernel=lambda name: {}[name])
+    packages["kernels"] = module(get_kernel=lambda name: {}[name])
     assert find_flash3(True) == (vllm, "vllm.vllm_flash_attn")
-    homes["vllm.vllm_flash_attn"] = module(is_fa_version_supported=lambda version: version == 2)
+    packages["vllm.vllm_flash_attn"] = module(is_fa_version_supported=lambda version: version == 2)
     assert find_flash3(False) is None
 
 

@@ -1,4 +1,4 @@
-"""What the native backend promises beyond the oracle: the same bits in any company, and an int8 cache that is close."""
+"""Guarantees of the native backend beyond the oracle: the same bits in any batch, and an int8 cache that is close."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_sharing_a_prefix_changes_no_bit(path: str, kv_kind: ElementKind | None)
 
 
 def shared_rows(attention: NativeAttention, batch: AttentionBatch) -> int:
-    """Sequences whose first tiles are taken in a task with others'."""
+    """The number of sequences whose first tiles are computed in a task with others'."""
     step = attention.prepare(batch)
     return int(step.tasks.shared_rows(0))
 

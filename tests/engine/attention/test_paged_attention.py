@@ -29,7 +29,7 @@ class Sequences:
         self.tables = [(rng.permutation(count * width) + 1).reshape(count, width).astype(np.int32) for _ in range(2)]
 
     def batch(self, members: list[int], counts: list[int]) -> AttentionBatch:
-        """The next `counts` tokens of these sequences; blocks behind the window are given back, as in the pool."""
+        """The next `counts` tokens of these sequences; blocks behind the window are released, as in the pool."""
         order = sorted(range(len(members)), key=lambda i: counts[i] != 1)
         rows, sizes = [members[i] for i in order], [counts[i] for i in order]
         starts = self.lengths[rows].astype(np.int32)

@@ -105,7 +105,7 @@ class TestPool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random lives of blocks against a plain model: who holds what, and in which order blocks are given away."""
+    """Random lives of blocks against a plain model: references to blocks, and the order in which they are allocated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class PoolMachine(RuleBasedStateMachine):
         order = self.clean[::-1] + self.spent[::-1] + self.untouched + self.cached
         blocks = self.pool.allocate(count)
         assert blocks == order[:count]
-        for shelf in (self.clean, self.spent, self.untouched, self.cached):
-            shelf[:] = [block for block in shelf if block not in blocks]
+        for group in (self.clean, self.spent, self.untouched, self.cached):
+            group[:] = [block for block in group if block not in blocks]
         for block in blocks:
             self.names.pop(block, None)
             self.shared.discard(block)
@@ -168,10 +168,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.forget(block)
 
     def forget(self, block: int) -> bool:
-        """Takes the block off the shelf that it is on, if it is on one."""
-        for shelf in (self.cached, self.spent):
-            if block in shelf:
-                shelf.remove(block)
+        """Remove the block from the group of free blocks that holds it; whether one did."""
+        for group in (self.cached, self.spent):
+            if block in group:
+                group.remove(block)
                 return True
         return False
 

@@ -22,8 +22,8 @@ def blocks(positions: int) -> int:
     return -(-positions // SIZE)
 
 
-def needed(running: list[Row], newcomer: Row) -> int:
-    """Free blocks with which nobody ever lacks one: rows hold the blocks of what they know, and give all back behind
+def blocks_needed(running: list[Row], newcomer: Row) -> int:
+    """The free blocks that suffice at every step: rows hold the blocks of their known tokens, and release all after
     their last step; the newcomer holds none yet."""
     wanted_at = []
     for step in range(max(steps for _, steps in [*running, newcomer]) + 1):
@@ -48,17 +48,17 @@ def test_one_more_fits_exactly_when_the_blocks_suffice_at_every_step(
     old = max(1, len(running) - admitted)
     known, steps = np.array(running[:old], dtype=np.int32).T
     demand, numbers = BlockDemand(tables, 64, 128), np.arange(old, dtype=np.int32)
-    outlook = BlockDemandForecast(demand, numbers, state.block_tables, known, known + steps, np.zeros_like(known))
+    forecast = BlockDemandForecast(demand, numbers, state.block_tables, known, known + steps, np.zeros_like(known))
     for number in range(old, len(running)):
-        outlook.add(*running[number], 0, number, 0)
+        forecast.add(*running[number], 0, number, 0)
     # when one more comes, then it needs what the simulation says, and not one block less.
-    need = needed(running, newcomer)
-    assert outlook.fits(*newcomer, newcomer[0], [0], [need])
-    assert not outlook.fits(*newcomer, newcomer[0], [0], [need - 1])
+    need = blocks_needed(running, newcomer)
+    assert forecast.fits(*newcomer, newcomer[0], [0], [need])
+    assert not forecast.fits(*newcomer, newcomer[0], [0], [need - 1])
 
 
 def test_answers_of_mixed_lengths_share_a_pool_that_their_sum_would_not_fit() -> None:
-    # Given a pool of 40 blocks, long answers (11 blocks at their end) and short ones (3 blocks), right guesses of all,
+    # Given a pool of 40 blocks, long answers (11 blocks at their end), short ones (3 blocks), exact length estimates,
     h = Harness(ScheduleConfig(16, 64), (CacheGroup((0,), None, 41),), SIZE, prefix_caching=False)
     lengths = [40 if number % 4 == 0 else 8 for number in range(24)]
     for number, length in enumerate(lengths):
@@ -66,7 +66,7 @@ def test_answers_of_mixed_lengths_share_a_pool_that_their_sum_would_not_fit() ->
         prompt = np.array([3, 4, number % 17 + 3, 5], dtype=np.int32)
         h.scheduler.add(Request(str(number), prompt, params, expected_tokens=length), 0.0)
     h.run()
-    # when they run, then nobody is put back, and more run at once than if all came to their ends together.
+    # when they run, then none is preempted, and more run at once than if all came to their ends together.
     assert h.scheduler.stats.preemptions == 0
     assert max(len(plan.rows) for plan in h.plans) > 8
     for end in h.finished.values():

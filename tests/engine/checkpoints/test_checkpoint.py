@@ -120,9 +120,9 @@ def test_a_missing_shard_is_named(sharded):
         load(sharded)
 
 
-@pytest.mark.parametrize("place", ["../outside.safetensors", "/etc/passwd", "deeper/file.safetensors", ".."])
-def test_an_index_that_points_outside_its_folder_is_refused(place, sharded):
-    reindex(sharded, lambda m: m.update({"model.norm.weight": place}))
+@pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "deeper/file.safetensors", ".."])
+def test_an_index_that_points_outside_its_folder_is_refused(file, sharded):
+    reindex(sharded, lambda m: m.update({"model.norm.weight": file}))
     with pytest.raises(CorruptWeights, match=r"outside its folder.*model\.norm\.weight"):
         load(sharded)
 

@@ -74,7 +74,7 @@ def _resident(key: str) -> int:
 def test_a_large_tensor_takes_no_memory_but_its_destination(tmp_path: Path) -> None:
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
-        pytest.skip("NOT TESTED HERE: the memory of loading; this system does not tell a process's peak")
+        pytest.skip("NOT TESTED HERE: the memory of loading; this system does not report a process's peak")
     save_file({"weight": torch.ones(24 << 20, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     source = SafetensorsCheckpoint(tmp_path)
     into = torch.zeros(24 << 20, dtype=torch.bfloat16).fill_(0)
@@ -82,7 +82,7 @@ def test_a_large_tensor_takes_no_memory_but_its_destination(tmp_path: Path) -> N
     before = _resident("VmRSS")
     source.read("weight", into)
     assert bool((into == 1).all())
-    assert _resident("VmHWM") - before < 40 << 20, "the 48 MiB of the file are not held beside their place"
+    assert _resident("VmHWM") - before < 40 << 20, "the 48 MiB of the file are not held next to their destination"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT TESTED HERE: reading to a GPU; there is none")

@@ -31,7 +31,7 @@ POISON, BROKEN = 399, 398
 SCORES = SamplingParams(max_tokens=0, temperature=0)
 
 
-class Sums:
+class SumModel:
     """A model whose vector is (sum of the ids, how many); a step with `POISON` fails, `BROKEN` gives no number."""
 
     spec = SPEC
@@ -47,7 +47,7 @@ class Sums:
         return np.array(rows, dtype=np.float32)
 
 
-class Clock:
+class FakeClock:
     now = 5.0
 
     def __call__(self) -> float:
@@ -56,7 +56,7 @@ class Clock:
 
 def make(tokens: int = 64, clock: Any = None) -> EncoderEngine:
     config = EngineConfig(schedule=ScheduleConfig(max_num_batched_tokens=tokens))
-    return EncoderEngine(config, Sums(), "mean", clock or Clock())
+    return EncoderEngine(config, SumModel(), "mean", clock or FakeClock())
 
 
 def ask(name: str, ids: Sequence[int], **more: Any) -> Request:
@@ -132,12 +132,12 @@ def test_no_more_texts_share_a_batch_than_may() -> None:
 def test_a_failed_step_fails_its_batch_and_no_other() -> None:
     engine = make(tokens=8)
     engine.add(ask("bad", [POISON, 1, 2, 3]))
-    engine.add(ask("beside", [1, 2, 3, 4]))
+    engine.add(ask("batch", [1, 2, 3, 4]))
     engine.add(ask("later", [1, 2]))
     with pytest.raises(EngineError, match="the device said no"):
         engine.step()
     ended = {done.request_id: done for done in engine.take_ended()}
-    assert {name: reason(done) for name, done in ended.items()} == dict.fromkeys(("bad", "beside"), FinishReason.ERROR)
+    assert {name: reason(done) for name, done in ended.items()} == dict.fromkeys(("bad", "batch"), FinishReason.ERROR)
     assert "RuntimeError: the device said no" in str(ended["bad"].error)
     assert finish(engine)["later"].pooled.tolist() == [3, 2]
 
@@ -154,7 +154,7 @@ def test_numbers_that_are_not_finite_fail_their_text_alone() -> None:
 
 
 def test_cancelled_and_late_requests_report_their_reason() -> None:
-    clock = Clock()
+    clock = FakeClock()
     engine = make(clock=clock)
     engine.add(ask("gone", [5]))
     engine.add(ask("late", [5], deadline=6.0))

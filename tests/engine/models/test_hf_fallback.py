@@ -106,12 +106,12 @@ def test_attention_that_can_not_be_replaced_is_refused_by_name(class_name, named
 def test_keys_that_a_model_repeats_itself_are_cached_as_it_makes_them(tiny_model, prompts):
     # Given JetMoE, whose attention gets as many key-value heads as queries, more than its config names
     model = AutoModelForCausalLM.from_pretrained(tiny_model("jetmoe"), dtype=torch.float32).eval()
-    asked = [ids.tolist() for ids in prompts]
-    want = [greedy_answer(model, prompt, 4, (2,)) for prompt in asked]
+    token_lists = [ids.tolist() for ids in prompts]
+    want = [greedy_answer(model, prompt, 4, (2,)) for prompt in token_lists]
     # When the paged cache holds them, then the answers are transformers'
     engine = Engine.load(tiny_model("jetmoe"), EngineConfig(dtype="float32", max_model_len=64, threads=1))
     assert engine.spec.num_kv_heads == 4
-    assert check_equal(want, engine_answers(engine, asked, 4)) == 0
+    assert check_equal(want, engine_answers(engine, token_lists, 4)) == 0
 
 
 @pytest.mark.parametrize("said", [2, 8])
@@ -127,7 +127,7 @@ def test_heads_that_the_config_does_not_declare_are_refused(said, tmp_path):
 
 
 def test_models_whose_config_or_code_raises_are_refused_in_one_line(tiny_models, tmp_path):
-    # Given a config that raises where it is asked for a value that differs by layer (Gemma 4's)
+    # Given a config that raises on access to a value that differs by layer (Gemma 4's)
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     sizes = {**tiny_models._SHAPE, **layers, "head_dim": 12, "global_head_dim": 24, "hidden_size_per_layer_input": 0}
     AutoModelForCausalLM.from_config(transformers.Gemma4TextConfig(**sizes)).save_pretrained(tmp_path / "gemma4")

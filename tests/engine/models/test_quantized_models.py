@@ -29,7 +29,7 @@ KINDS = {"int8": (Int8Linear, ElementKind.I8, 0.08), "int8-weight-only": (Int8We
 """quantize -> torch's linear, the kernels' kind, and how far the tiny models' logits may be off."""
 
 
-class Int8Everywhere:
+class Int8AlwaysFaster:
     """The table of a machine on which int8 is faster for every shape."""
 
     def int8_is_faster(self, n: int, k: int) -> bool:
@@ -39,7 +39,7 @@ class Int8Everywhere:
 def builder(of: str, quantize: str) -> DecoderBuilder:
     if of == "torch":
         return TorchBuilder(quantize)
-    return NativeBuilder(native_path("avx2", 1), quantize, Int8Everywhere())
+    return NativeBuilder(native_path("avx2", 1), quantize, Int8AlwaysFaster())
 
 
 def load(path: Any, made_by: DecoderBuilder | None = None, dtype: torch.dtype = torch.float32) -> Any:
@@ -66,7 +66,7 @@ def test_transformers_code_computes_with_quantized_layers(family: str, quantize:
     # Given a model that transformers' code computes, when it is loaded with its weights quantized
     plain = load(tiny_model(family))
     model = load(tiny_model(family), builder(of, quantize))
-    # Then every linear layer but the head is ours, of the kind asked for, and its weights take a quarter of float32
+    # Then every linear layer but the head is ours, of the requested kind, and its weights take a quarter of float32
     torchs, kind, most = KINDS[quantize]
     replaced = [module for module in model._base.modules() if isinstance(module, QuantizedModule)]
     before = [module for module in plain._base.modules() if type(module) in (nn.Linear, Conv1D)]
@@ -132,7 +132,7 @@ def test_a_model_whose_weights_would_stay_as_they_are_is_refused(family: str, qu
 
 
 def test_a_module_that_reads_its_weights_itself_is_refused(tiny_model: Any) -> None:
-    # Given a quantized model, and a module of it that looks at a layer's weight beside calling it
+    # Given a quantized model, and a module of it that reads a layer's weight as well as calling it
     model = load(tiny_model("phi"), TorchBuilder("int8"))
     reference = AutoModelForCausalLM.from_pretrained(tiny_model("phi"), dtype=torch.float32).eval()
     with pytest.raises(UnsupportedModel, match="logits are off by"):  # it is not the model that it was

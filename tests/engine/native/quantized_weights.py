@@ -11,8 +11,8 @@ from engine.quant.weight import Activations, Factors, Form, QWeight, TwoLevel
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """How a weight is made.
+class WeightKind:
+    """A form of codes with its kinds of factors.
 
     Attributes:
         form: of the codes.
@@ -24,38 +24,38 @@ class Made:
     low: torch.dtype | str | None = None
 
 
-MADE = {
-    "int4, scale": Made("int4", torch.float16),
-    "int4, scale and low (Q4_1)": Made("int4", torch.float16, torch.float16),
-    "int4, two levels (Q4_K)": Made("int4", "unsigned", "signed"),
-    "int4, bfloat16": Made("int4", torch.bfloat16, torch.float16),
-    "int4, float32": Made("int4", torch.float32, torch.float32),
-    "int8, scale (Q8_0)": Made("int8", torch.float16),
-    "int8, two levels (Q6_K)": Made("int8", "signed"),
-    "int8, two levels and low (Q5_K)": Made("int8", "unsigned", "unsigned"),
-    "int8, scale and low (Q5_1)": Made("int8", torch.float16, torch.float16),
-    "int8, float32": Made("int8", torch.float32, torch.bfloat16),
-    "fp8": Made("fp8", torch.float32),
-    "fp8, scale and low": Made("fp8", torch.bfloat16, torch.float32),
+WEIGHT_KINDS = {
+    "int4, scale": WeightKind("int4", torch.float16),
+    "int4, scale and low (Q4_1)": WeightKind("int4", torch.float16, torch.float16),
+    "int4, two levels (Q4_K)": WeightKind("int4", "unsigned", "signed"),
+    "int4, bfloat16": WeightKind("int4", torch.bfloat16, torch.float16),
+    "int4, float32": WeightKind("int4", torch.float32, torch.float32),
+    "int8, scale (Q8_0)": WeightKind("int8", torch.float16),
+    "int8, two levels (Q6_K)": WeightKind("int8", "signed"),
+    "int8, two levels and low (Q5_K)": WeightKind("int8", "unsigned", "unsigned"),
+    "int8, scale and low (Q5_1)": WeightKind("int8", torch.float16, torch.float16),
+    "int8, float32": WeightKind("int8", torch.float32, torch.bfloat16),
+    "fp8": WeightKind("fp8", torch.float32),
+    "fp8, scale and low": WeightKind("fp8", torch.bfloat16, torch.float32),
 }
-"""Name -> all that the kernels tell apart."""
+"""Name -> every kind that the kernels distinguish."""
 
 
-def random_weight(made: Made, n: int, k: int, group: int, *, seed: int = 0, ordered: bool = False) -> QWeight:
+def random_weight(kind: WeightKind, n: int, k: int, group: int, *, seed: int = 0, ordered: bool = False) -> QWeight:
     """W [n, k] with every code, also the largest and smallest."""
     random = torch.Generator().manual_seed(1000 * n + k + seed)
-    if made.form == "int4":
+    if kind.form == "int4":
         codes = torch.randint(0, 256, (n, -(-k // 2)), generator=random, dtype=torch.uint8)
-    elif made.form == "int8":
+    elif kind.form == "int8":
         codes = torch.randint(-128, 128, (n, k), generator=random, dtype=torch.int8)
     else:
         codes = torch.randint(0, 256, (n, k), generator=random, dtype=torch.uint8)
         codes = torch.where(codes & 127 == 127, codes - 1, codes).view(torch.float8_e4m3fn)  # 127 would be NaN
     groups = -(-k // group)
     order = torch.randperm(k, generator=random) if ordered else None
-    scale = _factors(made.scale, n, groups, random)
-    low = None if made.low is None else _factors(made.low, n, groups, random)
-    return QWeight(made.form, codes, n, k, group, scale, low, order=order)
+    scale = _factors(kind.scale, n, groups, random)
+    low = None if kind.low is None else _factors(kind.low, n, groups, random)
+    return QWeight(kind.form, codes, n, k, group, scale, low, order=order)
 
 
 def int8_rows(n: int, k: int, *, activations: Activations | None = None, seed: int = 0) -> QWeight:

@@ -31,7 +31,7 @@ PAGES, held = ctypes.CDLL(None, use_errno=True), []
 PAGES.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 def at_the_end(array, dtype):
-    "The same numbers right before a page that nobody may touch."
+    "The same numbers right before a page without access rights."
     room = -(-max(array.size * np.dtype(dtype).itemsize, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = mmap.mmap(-1, room + mmap.PAGESIZE)
     held.append(pages)

@@ -129,7 +129,7 @@ def test_what_was_built_is_taken_again_and_needs_no_compiler(
     first = build()
     assert [file.name for file in cache.iterdir()] == [first.name]
     made = first.stat().st_mtime_ns
-    # When it is asked for again, then it is that one, also where there is no compiler any more
+    # When it is requested again, then it is that one, also where there is no compiler any more
     assert build() == first
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")

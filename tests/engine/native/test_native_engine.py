@@ -1,4 +1,4 @@
-"""What an engine on the native kernels promises: a request's answer has the same bits in any company, at every
+"""Guarantees of an engine on the native kernels: a request's answer has the same bits in any batch, at every
 precision; its quantized forms are near the plain one; and what is chosen is what serves."""
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def load(path: Path, batch: int, chunk: int, **settings: Any) -> Engine:
     )
 
 
-class LogitsSeen:
-    """The bits of every row of logits that native decoders give while it is entered."""
+class LogitsRecorder:
+    """Records the bits of every row of logits that native decoders compute."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
@@ -95,13 +95,13 @@ def assert_same_answers(ours: list[Completion], theirs: list[Completion]) -> Non
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_company_changes_no_bit(
+def test_other_rows_of_the_batch_change_no_bit(
     family: str, instruction_set: str, precision: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native_path(instruction_set)  # or skip
     settings = {"instruction_set": instruction_set, **PRECISIONS[precision]}
     prompts = make_prompts(seed=3, count=14, vocab_size=257, shared=40, longest=90)
-    seen = LogitsSeen(monkeypatch)
+    seen = LogitsRecorder(monkeypatch)
     bits_alone = seen.watch()
     alone = answers(load(tiny_model(family), 1, 23, threads=1, **settings), prompts, at_once=1)
     bits_together = seen.watch()
@@ -126,10 +126,10 @@ def test_unread_positions_are_left_out_of_the_last_layer(
 
     monkeypatch.setattr(NativeLibrary, "forward", watched)
     prompts = make_prompts(seed=5, count=6, vocab_size=257, shared=40, longest=90)
-    # Given prompts in chunks, once beside a request that wants every position's logits, and once not,
+    # Given prompts in chunks, once in a batch with a request that wants every position's logits, and once not,
     whole = load(tiny_model(family), 8, 40, threads=2, **PRECISIONS[precision])
     whole.add(Request("all", as_token_ids(list(range(3, 200))), SamplingParams(max_tokens=40, prompt_logprobs=0)))
-    seen = LogitsSeen(monkeypatch)
+    seen = LogitsRecorder(monkeypatch)
     bits = seen.watch()
     everything = answers(whole, prompts, at_once=6)
     assert all(wanted == -1 for _, wanted in steps)

@@ -1,4 +1,4 @@
-"""Which products are faster in int8 is measured once on a machine, kept beside the kernels, and never guessed."""
+"""Which products are faster in int8 is measured once on a machine, and stored next to the kernels."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ def library() -> NativeLibrary:
     return native_path("avx2", 1)
 
 
-def kept(folder: Path) -> Path:
+def table_file(folder: Path) -> Path:
     (file,) = folder.iterdir()
     return file
 
 
 def test_a_shape_is_measured_once_and_read_again(library: NativeLibrary, tmp_path: Path) -> None:
-    # Given a shape that nobody has measured, when it is asked for
+    # Given a shape that was not measured yet, when it is requested
     table = ShapeTable(library, torch.float32, tmp_path)
     assert table.times == {}
     answer = table.int8_is_faster(64, 48)
-    # Then its times are kept, of each kind at each number of rows
-    times = json.loads(kept(tmp_path).read_text())["64x48"]
+    # Then its times are stored, of each kind at each number of rows
+    times = json.loads(table_file(tmp_path).read_text())["64x48"]
     assert set(times) == {"F32", "I8"}
     assert all(len(seconds) == len(ROWS) and min(seconds) > 0 for seconds in times.values())
-    # and whoever asks again is answered from them
-    before = kept(tmp_path).stat().st_mtime_ns
+    # and the next request is answered from them
+    before = table_file(tmp_path).stat().st_mtime_ns
     again = ShapeTable(library, torch.float32, tmp_path)
     assert again.times == {"64x48": times}
     assert again.int8_is_faster(64, 48) == answer == table.int8_is_faster(64, 48)
-    assert kept(tmp_path).stat().st_mtime_ns == before
-    # Another shape is measured beside it
+    assert table_file(tmp_path).stat().st_mtime_ns == before
+    # Another shape is added to the table
     again.int8_is_faster(32, 48)
-    assert set(json.loads(kept(tmp_path).read_text())) == {"64x48", "32x48"}
+    assert set(json.loads(table_file(tmp_path).read_text())) == {"64x48", "32x48"}
 
 
 @pytest.mark.parametrize(("int8", "plain", "faster"), [(FAST, SLOW, True), (SLOW, FAST, False)])
@@ -53,7 +53,7 @@ def test_what_was_measured_decides(
     int8: list[float], plain: list[float], faster: bool, library: NativeLibrary, tmp_path: Path
 ) -> None:
     ShapeTable(library, torch.float32, tmp_path).int8_is_faster(64, 48)
-    kept(tmp_path).write_text(json.dumps({"64x48": {"I8": int8, "F32": plain}}))
+    table_file(tmp_path).write_text(json.dumps({"64x48": {"I8": int8, "F32": plain}}))
     table = ShapeTable(library, torch.float32, tmp_path)
     assert table.int8_is_faster(64, 48) == faster
     # and with it, what a decoder's products are made of; the head keeps the model's dtype
@@ -82,11 +82,11 @@ def test_what_was_measured_decides(
 )
 def test_a_broken_table_is_measured_anew(broken: str, library: NativeLibrary, tmp_path: Path) -> None:
     ShapeTable(library, torch.float32, tmp_path).int8_is_faster(64, 48)
-    kept(tmp_path).write_text(broken)
+    table_file(tmp_path).write_text(broken)
     table = ShapeTable(library, torch.float32, tmp_path)
     assert table.times == {}
     table.int8_is_faster(64, 48)
-    assert set(json.loads(kept(tmp_path).read_text())["64x48"]) == {"F32", "I8"}
+    assert set(json.loads(table_file(tmp_path).read_text())["64x48"]) == {"F32", "I8"}
 
 
 def test_each_dtype_and_instruction_set_has_a_table_of_its_own(library: NativeLibrary, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint in its small form is the dequantized model to the bit, and takes the place that its file takes."""
+"""A checkpoint in its small form is the dequantized model to the bit, and takes as much memory as its file."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ FILES = {"Q4_0": "llama", "Q4_1": "llama-tied", "Q5_1": "qwen2", "Q8_0": "gemma3
 @pytest.fixture(scope="module")
 def checkpoint(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Name -> a tiny checkpoint of that format, made once."""
-    place = tmp_path_factory.mktemp("small")
+    root = tmp_path_factory.mktemp("small")
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:
         if name in FOLDERS:
-            plain = tiny_models.make_tiny_model("llama-bias", place / f"{name}-plain", vocab_size=264, **SIZES)
+            plain = tiny_models.make_tiny_model("llama-bias", root / f"{name}-plain", vocab_size=264, **SIZES)
             settings, pack = FOLDERS[name]
-            write(plain, place / name, settings, lambda module, w: None if module == "lm_head" else pack(w))
-            return place / name
+            write(plain, root / name, settings, lambda module, w: None if module == "lm_head" else pack(w))
+            return root / name
         changes = GEMMA_AS_GGUF if FILES[name] == "gemma3" else {}
         if FILES[name] == "qwen2":
             changes = {"use_sliding_window": False}
-        plain = tiny_models.make_tiny_model(FILES[name], place / f"{name}-plain", **SIZES, **changes)
-        return write_gguf(plain, place / f"{name}.gguf", kind=GGMLQuantizationType[name])
+        plain = tiny_models.make_tiny_model(FILES[name], root / f"{name}-plain", **SIZES, **changes)
+        return write_gguf(plain, root / f"{name}.gguf", kind=GGMLQuantizationType[name])
 
     def checkpoint(name: str) -> Path:
         if name not in made:
@@ -64,8 +64,8 @@ def checkpoint(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Ca
     return checkpoint
 
 
-class LogitsSeen:
-    """The logits that native decoders give while it is entered, in the order of the steps."""
+class LogitsRecorder:
+    """Records the logits that native decoders compute, in the order of the steps."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.steps: list[Tensor] = []
@@ -99,7 +99,7 @@ def run(path: Path, quantize: Any, prompts: list[list[int]], **settings: Any) ->
 
 
 def assert_same_logits(path: Path, prompts: list[list[int]], patch: pytest.MonkeyPatch, **settings: Any) -> None:
-    seen = LogitsSeen(patch)
+    seen = LogitsRecorder(patch)
     answers = run(path, "none", prompts, **settings)
     small, seen.steps = seen.steps, []
     assert answers == run(path, "dense", prompts, **settings)
@@ -143,7 +143,7 @@ def test_columns_in_an_order_of_their_own_give_nearly_the_same_logits(
     write(plain, tmp_path / "made", {**GPTQ, "desc_act": True}, pack)
     prompts = make_prompts(seed=4, count=7, vocab_size=257, shared=20, longest=60)
     for dtype in ("bfloat16", "float32"):
-        seen = LogitsSeen(monkeypatch)
+        seen = LogitsRecorder(monkeypatch)
         settings: dict[str, Any] = {"dtype": dtype, "threads": 2}
         run(tmp_path / "made", "none", prompts, **settings)
         small, seen.steps = seen.steps[0], []

@@ -14,7 +14,7 @@ from engine.native.packing import pack_quantized, runs_small
 from engine.native.structs import KIND_OF, ElementKind
 from engine.native.workspace import KernelWorkspace
 from engine.quant.weight import Activations, QWeight
-from tests.engine.native.quantized_weights import MADE, int8_rows, random_weight
+from tests.engine.native.quantized_weights import WEIGHT_KINDS, int8_rows, random_weight
 from tests.native_paths import PATHS, native_path
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -49,10 +49,10 @@ def product(linear: NativeLinear, x: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", WEIGHT_KINDS)
 def test_products_are_those_of_the_dequantized_weight(name: str, dtype: str, library: NativeLibrary) -> None:
     for n, k, group in SHAPES:
-        weight, bias = random_weight(MADE[name], n, k, group), torch.randn(n)
+        weight, bias = random_weight(WEIGHT_KINDS[name], n, k, group), torch.randn(n)
         x = rows_of(250, k, DTYPES[dtype])
         want = product(dense(library, weight, DTYPES[dtype], bias), x)
         assert want.isfinite().all()
@@ -64,7 +64,7 @@ def test_products_are_those_of_the_dequantized_weight(name: str, dtype: str, lib
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["int4, two levels (Q4_K)", "int8, float32", "fp8"])
 def test_every_number_of_rows_gives_the_same_bits(name: str, dtype: str, library: NativeLibrary) -> None:
-    weight = random_weight(MADE[name], 70, 90, 16)
+    weight = random_weight(WEIGHT_KINDS[name], 70, 90, 16)
     x = rows_of(130, 90, DTYPES[dtype])
     want, linear = product(dense(library, weight, DTYPES[dtype]), x), small(library, weight)
     space = KernelWorkspace.for_linear(library, 90, 130)
@@ -73,9 +73,9 @@ def test_every_number_of_rows_gives_the_same_bits(name: str, dtype: str, library
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", WEIGHT_KINDS)
 def test_threads_change_no_bit(name: str, library: NativeLibrary) -> None:
-    weight = random_weight(MADE[name], 257, 194, 16)
+    weight = random_weight(WEIGHT_KINDS[name], 257, 194, 16)
     for threads in (1, 3):
         other = NativeLibrary(library.path, library.name, threads, brgemm=bool(library._matrix))
         for rows in (1, 5, 130):
@@ -83,9 +83,9 @@ def test_threads_change_no_bit(name: str, library: NativeLibrary) -> None:
             assert torch.equal(product(small(library, weight), x), product(small(other, weight), x)), (threads, rows)
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", WEIGHT_KINDS)
 def test_the_argmax_is_that_of_the_dequantized_weight(name: str, library: NativeLibrary) -> None:
-    weight = random_weight(MADE[name], 263, 90, 32)
+    weight = random_weight(WEIGHT_KINDS[name], 263, 90, 32)
     for rows in (1, 4, 40):
         x = rows_of(rows, 90, torch.bfloat16)
         space = KernelWorkspace.for_linear(library, 90, rows)
@@ -95,9 +95,10 @@ def test_the_argmax_is_that_of_the_dequantized_weight(name: str, library: Native
 
 
 @pytest.mark.parametrize("inner", [32, 45, 100])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", WEIGHT_KINDS)
 def test_gate_and_up_are_interleaved_as_dense_ones_are(name: str, inner: int, library: NativeLibrary) -> None:
-    builder, weight, bias = NativeBuilder(library), random_weight(MADE[name], 2 * inner, 50, 16), torch.randn(2 * inner)
+    builder, weight = NativeBuilder(library), random_weight(WEIGHT_KINDS[name], 2 * inner, 50, 16)
+    bias = torch.randn(2 * inner)
     x = rows_of(9, 50, torch.bfloat16)
     got, want = builder.gated(weight, bias), builder.gated(weight.dequantize(torch.bfloat16), bias)
     assert got.out_features == want.out_features
@@ -106,7 +107,7 @@ def test_gate_and_up_are_interleaved_as_dense_ones_are(name: str, inner: int, li
 
 @pytest.mark.parametrize("name", ["int4, scale and low (Q4_1)", "int8, float32", "fp8"])
 def test_inputs_are_gathered_for_columns_in_an_order_of_their_own(name: str, library: NativeLibrary) -> None:
-    weight = random_weight(MADE[name], 70, 90, 16, ordered=True)
+    weight = random_weight(WEIGHT_KINDS[name], 70, 90, 16, ordered=True)
     assert weight.order is not None
     natural = weight.dequantize()
     stored = natural[:, weight.order]
@@ -143,22 +144,22 @@ def test_int8_rows_for_other_inputs_are_dequantized_bit_for_bit(dtype: str, libr
         assert torch.equal(product(linear, x), product(dense(library, weight, DTYPES[dtype]), x))
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", WEIGHT_KINDS)
 def test_they_take_the_memory_of_their_stored_form(name: str, library: NativeLibrary) -> None:
-    weight = random_weight(MADE[name], 640, 576, 32)
+    weight = random_weight(WEIGHT_KINDS[name], 640, 576, 32)
     assert weight.nbytes <= small(library, weight).num_bytes <= weight.nbytes + 64
 
 
 def test_what_the_kernels_cannot_follow_is_not_taken() -> None:
-    made = MADE["int4, scale"]
+    kind = WEIGHT_KINDS["int4, scale"]
     builder = NativeBuilder(native_path("avx2"))
-    assert runs_small(random_weight(made, 8, 45, 45))
-    assert builder.runs(random_weight(made, 8, 45, 16), "linear")
-    assert not builder.runs(random_weight(made, 8, 45, 15), "linear")  # a word's two columns in two groups
+    assert runs_small(random_weight(kind, 8, 45, 45))
+    assert builder.runs(random_weight(kind, 8, 45, 16), "linear")
+    assert not builder.runs(random_weight(kind, 8, 45, 15), "linear")  # a word's two columns in two groups
 
 
 def test_a_code_that_is_no_number_is_refused() -> None:
-    weight = random_weight(MADE["fp8"], 8, 16, 16)
+    weight = random_weight(WEIGHT_KINDS["fp8"], 8, 16, 16)
     weight.codes.view(torch.uint8)[3, 5] = 0xFF
     with pytest.raises(CorruptWeights, match="fp8 weight holds NaN"):
         pack_quantized(native_path("avx2"), weight)

@@ -30,8 +30,8 @@ def words(numbers: NDArray[np.int64], bits: int, order: tuple[int, ...] | None =
     out = np.zeros((len(numbers), numbers.shape[1] // each), dtype=np.uint32)
     for row in range(len(numbers)):
         for word in range(out.shape[1]):
-            for place, column in enumerate(order):
-                out[row, word] |= np.uint32(int(numbers[row, word * each + column]) << (bits * place))
+            for position, column in enumerate(order):
+                out[row, word] |= np.uint32(int(numbers[row, word * each + column]) << (bits * position))
     return torch.from_numpy(out.view(np.int32).copy())
 
 
@@ -75,7 +75,7 @@ def pack_gptq(
         groups = np.random.default_rng(len(weight)).permutation(groups)
     codes, scales, zeros, dense = quantized(weight, bits, size, symmetric, groups)
     if version == 1:
-        zeros = np.maximum(zeros, 1)  # a zero of zero has no place in this version
+        zeros = np.maximum(zeros, 1)  # this version can't store a zero of zero
         dense = torch.from_numpy(scales[:, groups].astype(np.float64) * (codes - zeros[:, groups])).float()
     return {
         "qweight": words(codes, bits).t().contiguous(),
@@ -133,10 +133,10 @@ def write(
         made |= {name: tensor} if found is None else {f"{module}.{part}": t for part, t in found[0].items()}
     edit(made)
     plain = out.with_name(out.name + "-dense")
-    for place, content in ((out, made), (plain, dense)):
-        shutil.copytree(folder, place, ignore=shutil.ignore_patterns("*.safetensors"))
+    for target, content in ((out, made), (plain, dense)):
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
         save_file(
-            {n: t.contiguous() for n, t in content.items()}, place / "model.safetensors", metadata={"format": "pt"}
+            {n: t.contiguous() for n, t in content.items()}, target / "model.safetensors", metadata={"format": "pt"}
         )
     file = out / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))

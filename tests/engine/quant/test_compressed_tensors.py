@@ -85,14 +85,14 @@ def test_weights_are_the_librarys_to_the_bit(case: str, folder: Path, tmp_path: 
     # Then each weight, dequantized to bfloat16, is what the library makes of it, and nothing is left over
     theirs = {name: tensor for name, tensor in model.state_dict().items() if name.endswith(("weight", "bias"))}
     assert set(source.names) == set(theirs)
-    kept = 0
+    num_quantized = 0
     for name, wanted in theirs.items():
         assert source.shape(name) == tuple(wanted.shape)
         ours = torch.empty_like(wanted)
         source.read(name, ours)
         assert torch.equal(ours, wanted), name
-        kept += source.quantized(name) is not None
-    assert kept == 3 * 7
+        num_quantized += source.quantized(name) is not None
+    assert num_quantized == 3 * 7
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,12 +102,12 @@ def test_answers_are_transformers_of_the_dequantized_model(case: str, folder: Pa
     prompts = make_prompts(seed=3, count=6, vocab_size=257, shared=10, longest=40)
     want = answers(inputs_quantized(model, False), prompts)
     # When it is loaded dense, then it answers the same tokens
-    with capture_logs() as said:
+    with capture_logs() as logs:
         engine = Engine.load(
             tmp_path / "made", Setting(7, 64, 16, True).config(quantize="dense", attention="reference")
         )
     assert check_equal(want, engine_answers(engine, prompts, 6)) < len(prompts)
-    assert not said  # it was asked for
+    assert not logs  # it was requested
 
 
 @pytest.mark.parametrize("case", ["w8a8", "w8a8-static"])
@@ -127,18 +127,18 @@ def test_inputs_are_quantized_as_the_checkpoint_asks(case: str, folder: Path, tm
     assert float((plain - wanted).norm() / wanted.norm()) > 0.03
 
 
-def test_what_no_kernel_runs_is_dequantized_and_said(folder: Path, tmp_path: Path) -> None:
+def test_a_form_without_a_kernel_is_dequantized_and_logged(folder: Path, tmp_path: Path) -> None:
     # Given a mixed checkpoint, when it is loaded on a device that has a kernel for W8A8 only
     compress(folder, tmp_path / "made", *CASES["mixed"])
-    with capture_logs() as said:
+    with capture_logs() as logs:
         load_model(tmp_path / "made", dtype=torch.float32, device=CPU)
-    # Then the log says what was kept, what was not, and what that costs
-    by_form = {entry["form"]: entry for entry in said}
-    kept = by_form["int8, a factor a row, int8 activations"]
-    assert (kept["log_level"], kept["weights"]) == ("info", 6)  # qkv and output of three layers
-    lost = by_form["int4, groups of 16"]
-    assert (lost["log_level"], lost["weights"], lost["dense_bytes"]) == ("warning", 8, 4 * 64 * 96 * 8)
-    assert lost["stored_bytes"] < lost["dense_bytes"] / 3
+    # Then the log names the retained forms, the dequantized ones, and their bytes
+    by_form = {entry["form"]: entry for entry in logs}
+    retained = by_form["int8, a factor a row, int8 activations"]
+    assert (retained["log_level"], retained["weights"]) == ("info", 6)  # qkv and output of three layers
+    dense = by_form["int4, groups of 16"]
+    assert (dense["log_level"], dense["weights"], dense["dense_bytes"]) == ("warning", 8, 4 * 64 * 96 * 8)
+    assert dense["stored_bytes"] < dense["dense_bytes"] / 3
     assert by_form["int8, a factor a row"]["weights"] == 1
 
 
@@ -176,13 +176,13 @@ def test_models_of_transformers_code(case: str, tiny_models: Any, tmp_path: Path
     want = answers(inputs_quantized(model, False), prompts)
     # Then dense it answers the same; and as it is, products of W8A8 run in int8
     for quantize in ("dense", "none"):
-        with capture_logs() as said:
+        with capture_logs() as logs:
             config = Setting(7, 64, 16, True).config(quantize=quantize, attention="reference")
             engine = Engine.load(tmp_path / "made", config)
         if quantize == "none":
             level, form = ("info", "int8") if case == "w8a8-static" else ("warning", "")
-            assert [entry["log_level"] for entry in said] == [level]
-            assert said[0]["form"].startswith(form)
+            assert [entry["log_level"] for entry in logs] == [level]
+            assert logs[0]["form"].startswith(form)
         if quantize == "dense" or case != "w8a8-static":
             assert check_equal(want, engine_answers(engine, prompts, 6)) < len(prompts)
     assert describe_model(tmp_path / "made").spec.num_parameters == describe_model(plain).spec.num_parameters
@@ -196,10 +196,10 @@ def test_a_scheme_for_the_cache_is_taken_or_said_to_be_ignored(folder: Path, tmp
         scheme = {"num_bits": 8, "type": kind, "strategy": "tensor", "dynamic": False, "symmetric": True}
         config["quantization_config"]["kv_cache_scheme"] = scheme
         file.write_text(json.dumps(config))
-        with capture_logs() as said:
+        with capture_logs() as logs:
             Engine.load(tmp_path / "made", Setting(7, 64, 16, True).config(attention=attention))
-        events = [entry["event"] for entry in said if "KV cache" in entry["event"]]
-        taken = kind == "int" and "torch's operators serve" not in str(said) and attention == "auto"
+        events = [entry["event"] for entry in logs if "KV cache" in entry["event"]]
+        taken = kind == "int" and "torch's operators serve" not in str(logs) and attention == "auto"
         assert events == [
             "the KV cache is int8, as in the model's config"
             if taken

@@ -114,17 +114,17 @@ def test_every_tensor_of_a_real_file_is_what_the_gguf_package_reads(name: str) -
     path = Path(os.environ.get("TOKENMILL_TEST_MODELS", ".")) / name
     if not path.is_file():
         pytest.skip(f"NOT TESTED HERE: a real file; TOKENMILL_TEST_MODELS names no folder with {name}")
-    ours, kept = GGUFFile(path), 0
+    ours, num_quantized = GGUFFile(path), 0
     for tensor in gguf.GGUFReader(path).tensors:
         weight = ours.quantized(tensor.name)
         if weight is None:
             assert tensor.tensor_type.name == "F32"
             continue
-        kept += 1
+        num_quantized += 1
         for first in {
             0,
             max(0, weight.n - SOME_ROWS),
         }:  # of embeddings the ends
             theirs = torch.from_numpy(dequantize(tensor.data[first : first + SOME_ROWS], tensor.tensor_type))
             assert torch.equal(weight.rows(first, first + len(theirs)).dequantize(), theirs)
-    assert kept > 100
+    assert num_quantized > 100

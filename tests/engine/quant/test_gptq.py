@@ -85,11 +85,11 @@ def test_a_product_quantizes_itself_to_what_it_sees_and_passes_on_what_it_then_c
     y = builder.linear(dense.clone(), torch.ones(96))(x)
     odd = builder.linear(weight(k=72), None)
     torch.testing.assert_close(odd(x[:, :72]), x[:, :72] @ weight(k=72).t())
-    made, kept = builder.done
-    assert made is not None
-    assert kept is None, "32 does not divide 72"
+    quantized, refused = builder.done
+    assert quantized is not None
+    assert refused is None, "32 does not divide 72"
     assert counts == [1, 2]
-    torch.testing.assert_close(y, x @ made.dequantize().t() + 1.0)
+    torch.testing.assert_close(y, x @ quantized.dequantize().t() + 1.0)
 
 
 def test_fused_products_are_split_again() -> None:

@@ -1,5 +1,5 @@
 """Weights handed to humming-kernels: the layout is compressed-tensors' own packing, and the layer's arguments are those
-of the library (0.1.19), whose place a stand-in takes that computes from what it was given."""
+of the library (0.1.19), which a stand-in replaces that computes with the given tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Layer(nn.Module):
             "zero_point": ((shape_n // 8, groups), torch.int32) if weight_config["has_zero_point"] else None,
             "bias": ((shape_n,), torch_dtype) if has_bias else None,
         }
-        self.shapes = {name: told for name, told in shapes.items() if told is not None}
+        self.shapes = {name: shape for name, shape in shapes.items() if shape is not None}
         self.ready = False
 
     def load_from_tensors(self, tensors: dict[str, Tensor], prefix: str = "") -> None:

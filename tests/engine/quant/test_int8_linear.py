@@ -93,7 +93,7 @@ def test_rows_and_weights_of_zeros_are_zero() -> None:
 
 
 def test_where_torchs_int8_product_is_cut_off_it_is_not_used() -> None:
-    """On processors without VNNI pairs of products are added in 16 bits; torch can be told to compute like one."""
+    """On processors without VNNI pairs of products are added in 16 bits; torch can be set to compute like one."""
     program = (
         "import torch; from engine.quant.int8 import Int8Linear\n"
         "x = torch.full((3, 64), 2.0)\n"
@@ -116,6 +116,6 @@ def test_a_library_that_wants_more_rows_gets_zeros(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "_int_mm", picky)
     generator = torch.Generator().manual_seed(rows)
     left, weight = (torch.randint(-8, 8, (n, 32), generator=generator, dtype=torch.int8) for n in (rows, 24))
-    # When rows are multiplied, then those that were asked for come back
+    # When rows are multiplied, then the requested ones come back
     product = int8_product(left, weight, min_rows=17)
     assert torch.equal(product.long(), left.long() @ weight.long().t())

@@ -75,8 +75,8 @@ CASES: dict[str, tuple[dict[str, Any], Pack]] = {
 
 @pytest.fixture(scope="module")
 def folder(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("packed") / "llama"
-    made: Path = tiny_models.make_tiny_model("llama-bias", place, vocab_size=264, hidden_size=64, intermediate_size=96)
+    root = tmp_path_factory.mktemp("packed") / "llama"
+    made: Path = tiny_models.make_tiny_model("llama-bias", root, vocab_size=264, hidden_size=64, intermediate_size=96)
     return made
 
 
@@ -89,16 +89,16 @@ def test_weights_and_answers_are_those_of_what_it_stands_for(case: str, folder: 
     source, dense = folder_weights(tmp_path / "made"), load_file(plain / "model.safetensors")
     # Then it has the same weights
     assert set(source.names) == set(dense)
-    kept = 0
+    num_quantized = 0
     for name, wanted in dense.items():
         assert source.shape(name) == tuple(wanted.shape)
         ours = torch.empty_like(wanted)
         source.read(name, ours)
         assert torch.equal(ours, wanted), name
         if (weight := source.quantized(name)) is not None:
-            kept += 1
+            num_quantized += 1
             assert weight.codes.is_contiguous()
-    assert kept == {"gptq-head": 22, "gptq-dynamic": 15}.get(case, 21)
+    assert num_quantized == {"gptq-head": 22, "gptq-dynamic": 15}.get(case, 21)
     # and answers as transformers does with them
     prompts = make_prompts(seed=3, count=6, vocab_size=257, shared=10, longest=40)
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
@@ -108,8 +108,8 @@ def test_weights_and_answers_are_those_of_what_it_stands_for(case: str, folder: 
         assert check_equal(want, engine_answers(engine, prompts, 6)) < len(prompts)
 
 
-class Keeping(TorchBuilder):
-    """Keeps every form, and computes with it by the kernel that dequantizes at each product."""
+class KeepFormBuilder(TorchBuilder):
+    """Retains every form, and computes with the kernel that dequantizes at each product."""
 
     def runs(self, weight: QWeight, use: Any) -> bool:
         return True
@@ -117,14 +117,14 @@ class Keeping(TorchBuilder):
 
 @pytest.mark.parametrize("case", CASES)
 def test_products_with_the_small_form_are_those_of_the_dense_one(case: str, folder: Path, tmp_path: Path) -> None:
-    # Given a checkpoint that is loaded so that all its forms are kept: q, k and v stacked, gate and up stacked
+    # Given a checkpoint that is loaded so that all its forms are retained: q, k and v stacked, gate and up stacked
     settings, pack = CASES[case]
     write(folder, tmp_path / "made", settings, pack)
-    kept = load_model(tmp_path / "made", dtype=torch.float32, device=CPU, builder=Keeping())
+    packed = load_model(tmp_path / "made", dtype=torch.float32, device=CPU, builder=KeepFormBuilder())
     dense = load_model(tmp_path / "made", dtype=torch.float32, device=CPU, builder=TorchBuilder("dense"))
     apart = "desc-act" in case or case == "gptq-8-asymmetric"  # each module has an order of its own
     small = 0
-    for ours, theirs in zip(kept._layers, dense._layers, strict=True):
+    for ours, theirs in zip(packed._layers, dense._layers, strict=True):
         for name in ("qkv", "output", "gate_up", "down"):
             linear, wanted = getattr(ours, name), getattr(theirs, name)
             x = torch.randn(5, linear.in_features)

@@ -101,7 +101,7 @@ def test_weights_on_sixteen_evenly_spaced_values_are_exact() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
-def test_scales_beyond_float16_are_kept_in_float32(size: float) -> None:
+def test_scales_beyond_float16_are_stored_in_float32(size: float) -> None:
     weight = made() * size
     found = round_to_nearest(weight, AT_LOAD["int4"])
     assert found.scale.dtype == (torch.float16 if size == 1 else torch.float32)

@@ -51,8 +51,8 @@ def prompt(at: int, length: int, shared: int = 0) -> np.ndarray:
     return as_token_ids([*range(5, 5 + shared), *rng.integers(3, 257, length).tolist()])
 
 
-class StopAt:
-    """Ends a choice at the first token that some number divides: a stop string, as the engine sees it."""
+class StopAtDivisible:
+    """Ends a choice at the first token that some number divides: a stop string, to the engine."""
 
     def __init__(self, divisor: int) -> None:
         self._divisor = divisor
@@ -88,11 +88,11 @@ PARAMS = [
 
 
 def plain_work() -> Iterator[Request]:
-    """Nothing of it must be seen before the next step is planned."""
+    """Requests of which the host needs no result before it plans the next step."""
     for i in range(15):
         yield Request(
             str(i), prompt(i, 3 + 5 * i % 23, shared=9 if i % 3 else 0), PARAMS[i % 5], priority=i % 2,
-            watcher=(lambda choice: StopAt(7)) if i % 4 == 1 else None, expected_tokens=1,
+            watcher=(lambda choice: StopAtDivisible(7)) if i % 4 == 1 else None, expected_tokens=1,
         )  # fmt: skip
 
 
@@ -101,12 +101,12 @@ def workload() -> Iterator[Request]:
         params = PARAMS[i % len(PARAMS)]
         yield Request(
             str(i), prompt(i, 3 + 5 * i % 23, shared=9 if i % 3 else 0), params, priority=i % 2,
-            watcher=(lambda choice: StopAt(7)) if i % 4 == 1 else None,
+            watcher=(lambda choice: StopAtDivisible(7)) if i % 4 == 1 else None,
             mask=(lambda choice: OddTokens()) if i == 9 else None,
         )  # fmt: skip
 
 
-class Near(float):
+class ApproximateFloat(float):
     """A log-probability, which differs in its last digits by the shape of the batch that it was computed in."""
 
     __hash__ = None  # type: ignore[assignment]
@@ -118,25 +118,25 @@ class Near(float):
         return not self == other
 
 
-def near(values: Any) -> list[Near] | None:
-    return None if values is None else [Near(value) for value in values]
+def approximate(values: Any) -> list[ApproximateFloat] | None:
+    return None if values is None else [ApproximateFloat(value) for value in values]
 
 
-def told(done: Any) -> list[Any]:
-    """All that a caller sees of a completion but its times and what depends on the order of steps."""
+def visible(done: Any) -> list[Any]:
+    """All that a caller gets of a completion but its times and what depends on the order of steps."""
     choices = [
         (
             choice.token_ids.tolist(), choice.finish_reason, choice.stop_token_id,
-            near(choice.logprobs and choice.logprobs.chosen),
+            approximate(choice.logprobs and choice.logprobs.chosen),
         )
         for choice in done.choices
     ]  # fmt: skip
     scores = None if done.prompt_logprobs is None else np.nan_to_num(done.prompt_logprobs.chosen)  # the first has none
-    return [done.request_id, choices, done.error, near(scores)]
+    return [done.request_id, choices, done.error, approximate(scores)]
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[Any]:
-    return sorted(told(done) for done in engine.run(requests))
+    return sorted(visible(done) for done in engine.run(requests))
 
 
 def check_idle(engine: Engine) -> None:
@@ -184,20 +184,20 @@ def test_a_row_that_the_host_must_see_makes_its_steps_wait(params: SamplingParam
 
 
 def test_the_device_never_waits_for_the_host(llama: Path) -> None:
-    """When a step's results are asked for, the next step has been submitted."""
+    """When a step's results are requested, the next step has been submitted."""
     engine, log = load(llama, True), list[str]()
     runner = engine._runner
     submit, result = runner.submit, runner.result  # type: ignore[attr-defined]
 
-    def submitted(plan: Any) -> SubmittedStep:
+    def recording_submit(plan: Any) -> SubmittedStep:
         log.append("submit")
         return submit(plan)  # type: ignore[no-any-return]
 
-    def resulted(step: SubmittedStep) -> Any:
+    def recording_result(step: SubmittedStep) -> Any:
         log.append("result")
         return result(step)
 
-    runner.submit, runner.result = submitted, resulted  # type: ignore[attr-defined]
+    runner.submit, runner.result = recording_submit, recording_result  # type: ignore[attr-defined]
     params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
     list(engine.run([Request("a", prompt(1, 6), params), Request("b", prompt(2, 9), params)]))
     assert log[:2] == ["submit", "submit"]
@@ -209,7 +209,7 @@ def test_cancelled_while_a_step_is_under_way(llama: Path) -> None:
     """Its row goes to another sequence at once, which the late results must not reach."""
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     want = dict(
-        told(done)[:2]
+        visible(done)[:2]
         for done in load(llama, False).run(Request(n, prompt(i, 8), params) for i, n in enumerate("abcd"))
     )
     engine = load(llama, True, rows=2)
@@ -225,7 +225,7 @@ def test_cancelled_while_a_step_is_under_way(llama: Path) -> None:
     got = {each.request_id: each for each in done}
     assert got["a"].choices[0].finish_reason is FinishReason.CANCELLED
     assert got["a"].choices[0].token_ids.tolist() == want["a"][0][0][: len(got["a"].choices[0].token_ids)]
-    assert [told(got[name])[1] for name in "bcd"] == [want[name] for name in "bcd"]
+    assert [visible(got[name])[1] for name in "bcd"] == [want[name] for name in "bcd"]
     check_idle(engine)
 
 
@@ -245,7 +245,7 @@ def test_all_are_cancelled_while_a_step_is_under_way(llama: Path) -> None:
 
 
 def test_a_pooled_prompt_that_is_cancelled_half_way_changes_no_other_request(llama: Path) -> None:
-    """Its row stays empty, and what the runner keeps of it must not touch the tokens that the others go on from."""
+    """Its row stays empty, and what the runner stores of it must not touch the tokens that the others go on from."""
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     requests = [Request(name, prompt(i, 5), params) for i, name in enumerate("ab")]
     want = answers(load(llama, False), requests)
@@ -259,7 +259,7 @@ def test_a_pooled_prompt_that_is_cancelled_half_way_changes_no_other_request(lla
     assert engine.cancel("pooled")
     while engine.has_work:
         done += engine.step()
-    assert sorted(told(each) for each in done if each.request_id != "pooled") == want
+    assert sorted(visible(each) for each in done if each.request_id != "pooled") == want
     assert engine.stats().steps_ahead > 10
     check_idle(engine)
 
@@ -287,7 +287,7 @@ def test_a_row_without_finite_logits_fails_alone(llama: Path) -> None:
     """It is in the next step by then, with a token that is none."""
     params = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.8, seed=3, ignore_eos=True)
     requests = [Request(str(i), prompt(i, 6), params) for i in range(3)]
-    told_by = []
+    answers_by_mode = []
     for ahead in (False, True):
         engine, calls = load(llama, ahead, attention="reference"), 0
         model = engine._runner._model  # type: ignore[attr-defined]
@@ -302,10 +302,10 @@ def test_a_row_without_finite_logits_fails_alone(llama: Path) -> None:
             return values
 
         model.logits = poisoned
-        told_by.append(answers(engine, requests))
+        answers_by_mode.append(answers(engine, requests))
         check_idle(engine)
-    assert told_by[0] == told_by[1]
-    assert [error for *_, error, _ in told_by[1]] == [None, "non-finite values at or before position 9", None]
+    assert answers_by_mode[0] == answers_by_mode[1]
+    assert [error for *_, error, _ in answers_by_mode[1]] == [None, "non-finite values at or before position 9", None]
 
 
 def test_steps_with_drafts_wait(llama: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_step_that_fails_takes_its_own_rows_alone(at: str, llama: Path) -> Non
     check_idle(engine)
 
 
-class Cramped:
+class LimitedMemoryRunner:
     """A runner on a device that has no room for more than so many tokens at once."""
 
     def __init__(self, inner: Any, room: int) -> None:
@@ -378,7 +378,7 @@ def test_a_step_without_room_costs_no_row(room: int, ahead: bool, llama: Path) -
     requests = list(workload())
     want = answers(load(llama, False), requests)
     engine = load(llama, ahead)
-    engine._runner = cramped = Cramped(engine._runner, room)
+    engine._runner = cramped = LimitedMemoryRunner(engine._runner, room)
     assert answers(engine, requests) == want
     check_idle(engine)
     stats = engine.stats()
@@ -389,7 +389,7 @@ def test_a_step_without_room_costs_no_row(room: int, ahead: bool, llama: Path) -
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_row_that_fits_no_step_fails_with_the_reason(ahead: bool, llama: Path) -> None:
     engine = load(llama, ahead)
-    engine._runner = Cramped(engine._runner, 0)
+    engine._runner = LimitedMemoryRunner(engine._runner, 0)
     engine.add(Request("a", prompt(1, 8), PARAMS[0]))
     errors, done = [], []
     while engine.has_work:
@@ -413,7 +413,7 @@ def test_any_work_at_all(data: st.DataObject, llama: Path) -> None:
         Request(
             str(i), prompt(data.draw(st.integers(0, 5)), data.draw(st.integers(1, 30)), data.draw(st.integers(0, 12))),
             PARAMS[data.draw(st.integers(0, len(PARAMS) - 1))], priority=data.draw(st.integers(0, 2)),
-            watcher=(lambda choice: StopAt(5)) if data.draw(st.booleans()) else None,
+            watcher=(lambda choice: StopAtDivisible(5)) if data.draw(st.booleans()) else None,
         )
         for i in range(count)
     ]  # fmt: skip
@@ -423,7 +423,7 @@ def test_any_work_at_all(data: st.DataObject, llama: Path) -> None:
         blocks=data.draw(st.integers(24, 60)),
     )  # fmt: skip
     room = data.draw(st.sampled_from([1000, 1000, 7]))
-    engine._runner = Cramped(engine._runner, room)
+    engine._runner = LimitedMemoryRunner(engine._runner, room)
     cancelled = {str(i) for i in range(count) if data.draw(st.integers(0, 5)) == 0}
     at = data.draw(st.integers(1, 20))
     for request in requests:
@@ -440,7 +440,7 @@ def test_any_work_at_all(data: st.DataObject, llama: Path) -> None:
     assert set(done) == set(want)
     for name, each in done.items():
         if steps < at or name not in cancelled:
-            assert told(each)[1:] == want[name]
+            assert visible(each)[1:] == want[name]
         else:
             for choice, due in zip(each.choices, want[name][0], strict=True):
                 assert choice.token_ids.tolist() == due[0][: len(choice.token_ids)]

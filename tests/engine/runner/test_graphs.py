@@ -31,8 +31,8 @@ from tests.engine.runner.test_async_loop import answers, plain_work, prompt, wor
 TinyModel = Callable[[str], Path]
 
 
-class Rerun:
-    """Records by keeping what is to be run."""
+class FakeRecorder:
+    """Records by storing the function, and replays it."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -64,8 +64,8 @@ class PoisonedPadding(ReferenceAttention):
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
-    made = Rerun()
+def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
+    made = FakeRecorder()
     monkeypatch.setattr("engine.runner.graphs.make_recorder", lambda device: made)
     monkeypatch.setitem(BACKENDS, "reference", PoisonedPadding)
     return made
@@ -88,7 +88,9 @@ def load(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_graph_gives_the_same_answers(family: str, ahead: bool, recorder: Rerun, tiny_model: TinyModel) -> None:
+def test_a_graph_gives_the_same_answers(
+    family: str, ahead: bool, recorder: FakeRecorder, tiny_model: TinyModel
+) -> None:
     """Decode steps, mixed ones, windows, preemption; scored and pooled prompts and larger steps run without."""
     path = tiny_model(family)
     for work, blocks in ((plain_work, 30), (workload, 90)):
@@ -100,7 +102,7 @@ def test_a_graph_gives_the_same_answers(family: str, ahead: bool, recorder: Reru
         assert blocks == 90 or stats.preemptions > 0
 
 
-def test_it_does_with_the_triton_kernels(recorder: Rerun, tiny_model: TinyModel) -> None:
+def test_it_does_with_the_triton_kernels(recorder: FakeRecorder, tiny_model: TinyModel) -> None:
     pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -112,7 +114,7 @@ def test_it_does_with_the_triton_kernels(recorder: Rerun, tiny_model: TinyModel)
     assert 3 < engine.stats().steps_recorded < engine.stats().steps
 
 
-def test_the_largest_is_recorded_first_and_all_at_the_start(recorder: Rerun, tiny_model: TinyModel) -> None:
+def test_the_largest_is_recorded_first_and_all_at_the_start(recorder: FakeRecorder, tiny_model: TinyModel) -> None:
     engine = load(tiny_model("llama"), True)
     assert recorder.sizes == [16, 5, 4, 2, 1]
     shapes = GraphBuckets(5, 24, 16).shapes
@@ -121,7 +123,7 @@ def test_the_largest_is_recorded_first_and_all_at_the_start(recorder: Rerun, tin
     assert len(recorder.sizes) == 5
 
 
-def test_scored_or_pooled_rows_use_no_graph(recorder: Rerun, tiny_model: TinyModel) -> None:
+def test_scored_or_pooled_rows_use_no_graph(recorder: FakeRecorder, tiny_model: TinyModel) -> None:
     engine = load(tiny_model("llama"), True)
     score = Request("score", prompt(1, 9), SamplingParams(max_tokens=0, prompt_logprobs=1))
     pool = Request("pool", prompt(1, 9), SamplingParams(max_tokens=0), pooling="mean")
@@ -134,7 +136,7 @@ def test_scored_or_pooled_rows_use_no_graph(recorder: Rerun, tiny_model: TinyMod
     assert engine.stats().steps_recorded == 4
 
 
-def test_a_device_without_graphs_raises_an_error(recorder: Rerun, tiny_model: TinyModel) -> None:
+def test_a_device_without_graphs_raises_an_error(recorder: FakeRecorder, tiny_model: TinyModel) -> None:
     path = tiny_model("llama")
     with pytest.raises(EngineError, match="attention 'paged-sdpa' has no fixed places for its ranges"):
         load(path, True, attention="paged-sdpa")
@@ -181,7 +183,7 @@ def test_a_forward_pass_that_can_not_be_recorded_names_its_size(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("no room")])
-def test_where_graphs_were_not_asked_for_an_engine_starts_without_them(
+def test_where_graphs_were_not_requested_an_engine_starts_without_them(
     error: RuntimeError, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on a CUDA device whose library or driver records less than we think."""

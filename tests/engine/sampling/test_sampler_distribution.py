@@ -66,8 +66,8 @@ def reference(logits: NDArray[np.float32], params: SamplingParams, prompt: list[
         order = order[:length]
     order = [token for token in order if weight[token] >= params.min_p * weight[order[0]] * (1 - 1e-6)]
     whole = math.fsum(weight[token] for token in order)
-    kept = set(order)
-    return [weight[token] / whole if token in kept else 0.0 for token in range(len(score))]
+    retained = set(order)
+    return [weight[token] / whole if token in retained else 0.0 for token in range(len(score))]
 
 
 def logits_of(vocab: int, seed: int = 0, spread: float = 2.0) -> NDArray[np.float32]:
@@ -197,7 +197,7 @@ def test_a_wrong_reference_is_rejected(name: str) -> None:
     ],
 )
 def test_exactly_the_retained_tokens_are_drawn_when_logits_tie(params: SamplingParams) -> None:
-    # bfloat16 models give many equal logits; the lower ids of a tie are kept first
+    # bfloat16 models give many equal logits; the lower ids of a tie are retained first
     logits = np.array([0, 1, 2, 1, 1, 0, 2, 1, 1, 0, 1], dtype=np.float32)
     counts = draw_counts(logits, params, calls=20)
     wanted = np.array(reference(logits, params, PROMPT.tolist(), OUTPUT.tolist()))

@@ -32,7 +32,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class EveryOther:
+class ParityMask:
     """A real mask with state: after an even token only odd ones may come, and the other way round."""
 
     def __init__(self, vocab: int) -> None:
@@ -48,7 +48,7 @@ class EveryOther:
         self.parity = 1 - self.parity
 
 
-class Only:
+class AllowMask:
     """Allows exactly these tokens."""
 
     def __init__(self, tokens: tuple[int, ...]) -> None:
@@ -104,7 +104,7 @@ def mixed_requests(count: int, vocab: int) -> list[Request]:
         SamplingParams(temperature=0, logprobs=0),
         SamplingParams(top_p=0.7, top_k=20, min_p=0.1, logprobs=5),
     ]
-    masks = [None, None, None, None, lambda _: EveryOther(vocab)]
+    masks = [None, None, None, None, lambda _: ParityMask(vocab)]
     requests = []
     for i in range(count):
         params = kinds[i % len(kinds)]
@@ -140,7 +140,7 @@ def test_a_row_gives_the_same_token_and_logprobs_alone_and_in_any_batch(vocab: i
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_rows_fail_alone(bad: float) -> None:
-    """Given NaN or +inf in one place, or -inf everywhere, those rows fail and the others do not change in any bit."""
+    """Given NaN or +inf at one token, or -inf everywhere, those rows fail and the others do not change in any bit."""
     requests = mixed_requests(64, 5003)
     logits = logits_of(64, 5003)
     sound = sample(sampler_of(requests, 5003), logits)
@@ -159,10 +159,10 @@ def test_non_finite_rows_fail_alone(bad: float) -> None:
     assert set(output.logprobs) == {row for row in sound.logprobs if row not in lines}
 
 
-@pytest.mark.parametrize("place", [0, 255, 256, 511, 512, 513])
-def test_a_single_nan_is_seen_wherever_it_stands(place: int) -> None:
+@pytest.mark.parametrize("token", [0, 255, 256, 511, 512, 513])
+def test_a_single_nan_is_seen_wherever_it_stands(token: int) -> None:
     logits = logits_of(2, 514)
-    logits[0, place] = math.nan
+    logits[0, token] = math.nan
     for params in (SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.5)):
         output = sample(sampler_of([Request("a", PROMPT, params)] * 2, 514), logits)
         assert output.failed.tolist() == [True, False]
@@ -178,7 +178,7 @@ def test_single_tokens_at_minus_infinity_are_never_drawn_and_fail_nothing() -> N
 def test_bad_logits_behind_a_mask_or_bias_still_fail_the_row() -> None:
     logits = logits_of(1, 100)
     logits[0, 50] = math.nan
-    banned = Request("a", PROMPT, SamplingParams(logit_bias={50: -math.inf}), mask=lambda _: Only((1, 2, 3)))
+    banned = Request("a", PROMPT, SamplingParams(logit_bias={50: -math.inf}), mask=lambda _: AllowMask((1, 2, 3)))
     output = sample(sampler_of([banned], 100), logits)
     assert output.failed.tolist() == [True]
     assert "not finite" in output.reasons[0]
@@ -186,9 +186,9 @@ def test_bad_logits_behind_a_mask_or_bias_still_fail_the_row() -> None:
 
 def test_a_row_that_is_left_without_tokens_fails_with_another_reason() -> None:
     requests = [
-        Request("a", PROMPT, mask=lambda _: Only(())),
-        Request("b", PROMPT, SamplingParams(min_tokens=3), mask=lambda _: Only((EOS,))),
-        Request("c", PROMPT, SamplingParams(temperature=0), mask=lambda _: Only((EOS,))),
+        Request("a", PROMPT, mask=lambda _: AllowMask(())),
+        Request("b", PROMPT, SamplingParams(min_tokens=3), mask=lambda _: AllowMask((EOS,))),
+        Request("c", PROMPT, SamplingParams(temperature=0), mask=lambda _: AllowMask((EOS,))),
     ]
     output = sample(sampler_of(requests, 100), logits_of(3, 100))
     assert output.failed.tolist() == [True, True, False]
@@ -259,7 +259,7 @@ def test_a_released_row_leaves_nothing_to_its_next_sequence() -> None:
     plain = Request("b", PROMPT, SamplingParams(seed=5))
     logits = logits_of(1, 120)
     fresh = sample(sampler_of([plain], 120), logits)
-    used = sampler_of([Request("a", PROMPT, heavy, mask=lambda _: Only((3,)))], 120)
+    used = sampler_of([Request("a", PROMPT, heavy, mask=lambda _: AllowMask((3,)))], 120)
     sample(used, logits)
     used.release(0)
     used.assign(0, plain, 0, PROMPT, len(PROMPT))
@@ -306,7 +306,8 @@ def test_end_tokens_are_held_back_until_min_tokens(ignore_eos: bool) -> None:
 def test_masks_reach_the_first_and_last_token(vocab: int) -> None:
     for allowed in ((0,), (vocab - 1,), (0, vocab - 1), (vocab // 2,)):
         requests = [
-            Request("a", PROMPT, SamplingParams(temperature=t), mask=lambda _, a=allowed: Only(a)) for t in (0.0, 9.0)
+            Request("a", PROMPT, SamplingParams(temperature=t), mask=lambda _, a=allowed: AllowMask(a))
+            for t in (0.0, 9.0)
         ]
         sampler = sampler_of(requests, vocab)
         drawn = {token for p in range(30) for token in sample(sampler, logits_of(2, vocab, p), position=p).token_ids}
@@ -386,8 +387,8 @@ def test_extreme_temperatures_neither_fail_nor_draw_banned_tokens(temperature: f
         assert drawn == {int(logits.argmax())} if temperature < 1 else len(drawn) > 1
 
 
-class Together:
-    """Fills `Shared` masks in one call; those of a broken token fail."""
+class BatchFiller:
+    """Fills `BatchMask` masks in one call; those of a broken token fail."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -403,10 +404,10 @@ class Together:
         return {at: ValueError("this one") for at, mask in enumerate(masks) if mask.token == 77}
 
 
-class Shared:
+class BatchMask:
     """Allows one token; filled with others of its kind."""
 
-    def __init__(self, token: int, filler: Together) -> None:
+    def __init__(self, token: int, filler: BatchFiller) -> None:
         self.token = token
         self.filler = filler
 
@@ -419,8 +420,15 @@ class Shared:
 
 def test_masks_with_one_filler_are_filled_in_one_call() -> None:
     """Given rows with masks of two fillers, a mask of its own and none, each gets what its mask allows."""
-    one, other = Together(), Together()
-    masks: list[Any] = [Shared(5, one), None, Shared(9, other), Only((3,)), Shared(70, one), Shared(77, one)]
+    one, other = BatchFiller(), BatchFiller()
+    masks: list[Any] = [
+        BatchMask(5, one),
+        None,
+        BatchMask(9, other),
+        AllowMask((3,)),
+        BatchMask(70, one),
+        BatchMask(77, one),
+    ]
     requests = [
         Request(str(i), PROMPT, SamplingParams(temperature=0), mask=None if m is None else lambda _, m=m: m)
         for i, m in enumerate(masks)
@@ -438,8 +446,8 @@ def test_masks_with_one_filler_are_filled_in_one_call() -> None:
 
 
 def test_a_filler_that_raises_fails_the_rows_that_it_filled() -> None:
-    one, other = Together(), Together()
-    masks = [Shared(66, one), Shared(5, one), Shared(7, other)]
+    one, other = BatchFiller(), BatchFiller()
+    masks = [BatchMask(66, one), BatchMask(5, one), BatchMask(7, other)]
     requests = [Request(str(i), PROMPT, mask=lambda _, m=m: m) for i, m in enumerate(masks)]
     sampler, rows = sampler_of(requests, 120), np.arange(3, dtype=np.int32)
     output = sampler.sample(logits_of(3, 120), rows, rows + 4, rows * 0)

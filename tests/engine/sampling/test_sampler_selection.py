@@ -9,14 +9,14 @@ import torch
 from engine.request import Request, SamplingParams, as_token_ids
 from engine.sampling.sampler import Sampler
 from engine.sampling.select import leading, order_keys
-from tests.engine.runner.queued import NothingIsAsked
+from tests.engine.runner.host_sync import ForbidHostSync
 
 VOCAB = 3000
 CPU = torch.device("cpu")
 
 
 def samplers(params: list[SamplingParams]) -> tuple[Sampler, Sampler]:
-    """One that asks the device in between, and one that never does."""
+    """One that synchronizes with the device in between, and one that never does."""
     pair = Sampler(len(params), VOCAB, (), CPU), Sampler(len(params), VOCAB, (), CPU)
     for sampler in pair:
         for row, each in enumerate(params):
@@ -49,13 +49,13 @@ def test_the_same_tokens_as_lists_and_sorts(kind: str) -> None:
         for top_p in (1.0, 1e-9, 0.5, 0.97)
         for min_p in (0.0, 0.1, 1e-7)
     ]  # fmt: skip
-    asking, silent = samplers(params)
+    synchronizing, asynchronous = samplers(params)
     rows = np.arange(len(params), dtype=np.int32)
     for position in range(3):
         at, outputs = np.full(len(rows), position, dtype=np.int32), np.zeros(len(rows), dtype=np.int32)
         values = logits(kind, len(rows), rng)
-        want = asking.sample(values.clone(), rows, at, outputs)
-        got = silent.unpack(silent.draw(values.clone(), rows, at, outputs).numpy(), rows)
+        want = synchronizing.sample(values.clone(), rows, at, outputs)
+        got = asynchronous.unpack(asynchronous.draw(values.clone(), rows, at, outputs).numpy(), rows)
         assert got.token_ids.tolist() == want.token_ids.tolist()
         assert got.failed.tolist() == want.failed.tolist()
 
@@ -73,10 +73,10 @@ def test_keys_are_ordered_as_the_values_are() -> None:
 def test_a_prefix_is_cut_inside_a_tie_by_index() -> None:
     keys = order_keys(torch.tensor([[2.0, 5.0, 2.0, 5.0, 2.0, 1.0]]))
     amounts = torch.tensor([[10, 30, 10, 30, 10, 5]])
-    kept = {
+    retained = {
         wanted: leading(keys, amounts, torch.tensor([[wanted]])).long().tolist()[0] for wanted in (0, 31, 61, 71, 999)
     }
-    assert kept == {
+    assert retained == {
         0: [0, 1, 0, 0, 0, 0],
         31: [0, 1, 0, 1, 0, 0],
         61: [1, 1, 0, 1, 0, 0],
@@ -87,15 +87,15 @@ def test_a_prefix_is_cut_inside_a_tie_by_index() -> None:
 
 def test_lines_that_are_not_finite_fail_alone() -> None:
     params = [SamplingParams(top_p=0.9, seed=i) for i in range(3)]
-    _, silent = samplers(params)
+    _, asynchronous = samplers(params)
     values = logits("normal", 3, np.random.default_rng(1))
     values[1, 5] = float("nan")
     rows = np.arange(3, dtype=np.int32)
-    packed = silent.draw(values, rows, rows, np.zeros(3, dtype=np.int32)).numpy()
-    assert silent.unpack(packed, rows).failed.tolist() == [False, True, False]
+    packed = asynchronous.draw(values, rows, rows, np.zeros(3, dtype=np.int32)).numpy()
+    assert asynchronous.unpack(packed, rows).failed.tolist() == [False, True, False]
 
 
-def test_nothing_is_asked_of_the_device() -> None:
+def test_the_host_never_waits_for_the_device() -> None:
     rng = np.random.default_rng(3)
     params = [
         SamplingParams(temperature=0.0),
@@ -104,12 +104,12 @@ def test_nothing_is_asked_of_the_device() -> None:
         SamplingParams(temperature=0.8, top_k=5, min_p=0.1, seed=4),
         SamplingParams(temperature=0.0, max_tokens=9, min_tokens=4, stop_token_ids=(7,), logit_bias={3: 1.0}),
     ]
-    _, silent = samplers(params * 3)
+    _, asynchronous = samplers(params * 3)
     rows = np.arange(len(params) * 3, dtype=np.int32)
     values = logits("normal", len(rows), rng)
 
-    with NothingIsAsked():
-        silent.draw(values.clone(), rows, rows, np.zeros(len(rows), dtype=np.int32))
-    asking, _ = samplers(params * 3)
-    with pytest.raises(AssertionError, match="the host waits for"), NothingIsAsked():
-        asking.draw(values, rows, rows, np.zeros(len(rows), dtype=np.int32))
+    with ForbidHostSync():
+        asynchronous.draw(values.clone(), rows, rows, np.zeros(len(rows), dtype=np.int32))
+    synchronizing, _ = samplers(params * 3)
+    with pytest.raises(AssertionError, match="the host waits for"), ForbidHostSync():
+        synchronizing.draw(values, rows, rows, np.zeros(len(rows), dtype=np.int32))

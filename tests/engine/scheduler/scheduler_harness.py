@@ -254,7 +254,7 @@ class Harness:
             assert array.dtype == np.int32
 
     def _check_row(self, plan: StepPlan, i: int) -> None:
-        """Positions go on where the row stopped (or after a hit); logits are asked for where they are due."""
+        """Positions go on where the row stopped (or after a hit); logits are requested where they are due."""
         row, start, count = int(plan.rows[i]), int(plan.starts[i]), int(plan.counts[i])
         request, choice = self._owner[row]
         rows, params = self.scheduler.rows, request.params
@@ -317,7 +317,7 @@ class NoisyProposer:
         self._harness = harness
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        return [Draft(np.array(self._draft_tokens(request), dtype=np.int32), "guess") for request in requests]
+        return [Draft(np.array(self._draft_tokens(request), dtype=np.int32), "noisy") for request in requests]
 
     def learn(self, request: Request, token_ids: NDArray[np.int32]) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Drafts in the schedule: they come last, they leave nothing behind, and nobody finds them."""
+"""Drafts in the schedule: they get the rest of the budget, and rejected ones leave nothing in the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def harness(blocks: int, max_drafts: int, *, block_size: int = 4, rows: int = 4,
 
 
 def requests(count: int, max_tokens: int = 24) -> list[Request]:
-    """Of four tokens and a number; their seeds are those with which the model never says the poisonous token."""
+    """Prompts of four tokens and a number; with their seeds the model never generates the poisonous token."""
     return [
         Request(
             f"r{i}",
@@ -43,7 +43,7 @@ def test_given_rejected_drafts_that_fill_blocks_then_no_block_is_published_under
     h = harness(1000, 9, block_size=block_size)
     run(h, requests(24))
     stats = h.scheduler.stats.speculation
-    # then guesses of both kinds have crossed borders of blocks, and answers are right.
+    # then accepted and rejected drafts have crossed borders of blocks, and answers are right.
     assert stats.accepted > 100
     assert stats.drafted - stats.accepted > 100
     # What was accepted is found again by the next one with the same beginning.
@@ -59,7 +59,7 @@ def test_given_a_small_budget_then_drafts_use_only_unused_tokens() -> None:
     drafted = [plan for plan in h.plans if plan.drafts is not None]
     assert drafted
     for plan in h.plans:
-        # Who could compute a token did: a row that drafts took none from another.
+        # Drafts take no token of the budget from another row.
         assert plan.num_tokens <= 6
         if plan.drafts is not None:
             assert (plan.counts - plan.drafts >= 1).all()
@@ -71,7 +71,7 @@ def test_given_a_full_pool_then_no_sequence_is_preempted_for_a_draft() -> None:
     # Given room for just what two sequences hold at their ends,
     made = requests(2, max_tokens=23)
     h = harness(14, 9, rows=2)
-    h.poison = False  # after which a row is put back, and counts as one that gave way
+    h.poison = False  # after which a row would be preempted, and counted
     run(h, made)
     assert h.scheduler.stats.speculation.accepted > 3
     assert h.scheduler.stats.preemptions == 0
@@ -87,13 +87,13 @@ def test_given_steps_planned_ahead_then_a_row_with_drafts_under_way_waits_for_wh
 def test_given_no_room_behind_the_last_token_then_nothing_is_drafted_there() -> None:
     h = harness(400, 9)
     run(h, requests(6, max_tokens=2))
-    # Of two tokens the first comes with the prompt, and behind the second there is none to guess.
+    # Of two tokens the first comes with the prompt, and behind the second there is none to draft.
     assert h.scheduler.stats.speculation.drafted == 0
 
 
 def test_given_rows_that_fail_at_an_accepted_draft_then_no_later_draft_of_theirs_reaches_other_rows() -> None:
-    """The model itself says the poisonous token here (its seed lets it), and a guess that says so is accepted: all that
-    was drafted behind it is as poisonous, in blocks that others get in the next step."""
+    """Here the model itself generates the poisonous token, so a draft of it is accepted: the drafts behind it are
+    poisonous as well, in blocks that other rows get in the next step."""
     failures = 0
     for first, second in np.ndindex(8, 21):
         h = harness(7, 9, block_size=2, rows=2, budget=16)

@@ -1,4 +1,4 @@
-"""How long requests wait, as the engine counts it, against what somebody who watches every step sees."""
+"""Latencies that the engine counts, against those of an observer that reads every choice after every step."""
 
 from __future__ import annotations
 
@@ -35,50 +35,50 @@ def test_a_bucket_includes_its_upper_end() -> None:
     histogram.add(1.5, times=3)
     counts = histogram.counts
     expected = Counter(bisect_left(BOUNDS, one) for one in [*samples, 0.05, 0.051, 1.5, 1.5, 1.5])
-    assert dict(enumerate(counts.counts)) == {place: expected[place] for place in range(len(BOUNDS) + 1)}
+    assert dict(enumerate(counts.counts)) == {bucket: expected[bucket] for bucket in range(len(BOUNDS) + 1)}
     assert (counts.counts[0], counts.counts[1], counts.counts[-2], counts.counts[-1]) == (2, 1, 2, 2)
     assert counts.seconds == pytest.approx(sum(samples) + 0.101 + 4.5)
 
 
 @dataclass
-class Watcher:
-    """Looks at every choice after every step.
+class LatencyObserver:
+    """Reads every choice after every step.
 
     Attributes:
-        firsts, gaps: by class.
+        firsts, gaps: seconds to the first and between tokens, by class.
     """
 
     harness: Harness
-    asked: dict[str, tuple[Request, float]] = field(default_factory=dict)
+    requests: dict[str, tuple[Request, float]] = field(default_factory=dict)
     firsts: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     gaps: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     seen: Counter[tuple[str, int]] = field(default_factory=Counter)
     last: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def look(self, now: float) -> None:
-        """After a step at this time."""
-        for name, (request, asked) in self.asked.items():
+    def observe(self, now: float) -> None:
+        """Call after each step."""
+        for name, (request, added_at) in self.requests.items():
             counts = {choice: len(tokens) for choice, tokens in self.harness.scheduler.sampled(name)}
             for choice in range(request.params.n):
                 if (end := self.harness.finished.get((name, choice))) is not None:
                     counts[choice] = end.generated_tokens
             for choice, tokens in counts.items():
                 if tokens > self.seen[name, choice]:
-                    self._grown((name, choice), request, asked, now)
+                    self._record((name, choice), request, added_at, now)
                     self.seen[name, choice] = tokens
 
-    def _grown(self, key: tuple[str, int], request: Request, asked: float, now: float) -> None:
+    def _record(self, key: tuple[str, int], request: Request, added_at: float, now: float) -> None:
         of_class = class_of(request.priority)
         if key in self.last:
             self.gaps[of_class].append(now - self.last[key])
         else:
-            self.firsts[of_class].append(now - asked)
+            self.firsts[of_class].append(now - added_at)
         self.last[key] = now
 
 
-def agrees(counted: LatencyCounts, samples: list[float]) -> None:
+def check_histogram(counted: LatencyCounts, samples: list[float]) -> None:
     expected = Counter(bisect_left(BOUNDS, sample) for sample in samples)
-    assert {place: count for place, count in enumerate(counted.counts) if count} == dict(expected)
+    assert {bucket: count for bucket, count in enumerate(counted.counts) if count} == dict(expected)
     assert counted.seconds == pytest.approx(sum(samples))
 
 
@@ -88,18 +88,18 @@ def test_every_wait_is_counted_once_under_any_history(
     harness: Harness, history: list[Event], times: list[float]
 ) -> None:
     """Preemptions, drafts, cancels, failures, several choices and classes, steps of any time."""
-    harness.depth = 1  # or the results of a step would come with the next one, and the watcher be late
-    watcher, step, now = Watcher(harness), 0, 0.0
+    harness.depth = 1  # or the results of a step would come with the next one, and the observer be late
+    observer, step, now = LatencyObserver(harness), 0, 0.0
 
-    def go_on() -> None:
+    def step_once() -> None:
         nonlocal step, now
         step, now = step + 1, now + times[step % len(times)]
         harness.step(now)
-        watcher.look(now)
+        observer.observe(now)
 
     for event in history:
         while step < event.step:
-            go_on()
+            step_once()
         if event.kind == "cancel":
             harness.scheduler.cancel(event.request.request_id)
             continue
@@ -107,30 +107,30 @@ def test_every_wait_is_counted_once_under_any_history(
             harness.scheduler.add(event.request, now)
         except ContextLengthExceeded:
             continue
-        watcher.asked[event.request.request_id] = event.request, now
+        observer.requests[event.request.request_id] = event.request, now
     while harness.scheduler.has_work:
-        go_on()
+        step_once()
         assert step < 5_000
 
     natural, some = Counter[int](), Counter[int]()
-    for name, (request, _) in watcher.asked.items():
+    for name, (request, _) in observer.requests.items():
         ends = [harness.finished[name, choice].finish_reason in NATURAL for choice in range(request.params.n)]
         natural[class_of(request.priority)] += all(ends)
         some[class_of(request.priority)] += any(ends)
     classes = harness.scheduler.classes
     assert len(classes) == CLASSES
     for number, counted in enumerate(classes):
-        agrees(counted.first_token, watcher.firsts[number])
-        agrees(counted.between_tokens, watcher.gaps[number])
+        check_histogram(counted.first_token, observer.firsts[number])
+        check_histogram(counted.between_tokens, observer.gaps[number])
         assert natural[number] <= sum(counted.whole.counts) <= some[number]
         assert (counted.running, counted.waiting) == (0, 0)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(harness=harnesses(), history=histories())
-def test_who_runs_and_who_waits_is_known_by_class(harness: Harness, history: list[Event]) -> None:
+def test_running_and_waiting_choices_are_counted_by_class(harness: Harness, history: list[Event]) -> None:
     harness.depth = 1
-    asked: list[Request] = []
+    requests: list[Request] = []
     for event in history:
         if event.kind != "add":
             continue
@@ -138,11 +138,11 @@ def test_who_runs_and_who_waits_is_known_by_class(harness: Harness, history: lis
             harness.scheduler.add(replace(event.request, deadline=None), 0.0)
         except ContextLengthExceeded:
             continue
-        asked.append(event.request)
+        requests.append(event.request)
         harness.step(0.0)
         open_now = [
             (class_of(request.priority), choice)
-            for request in asked
+            for request in requests
             for choice in range(request.params.n)
             if (request.request_id, choice) not in harness.finished
         ]

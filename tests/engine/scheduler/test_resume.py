@@ -29,7 +29,7 @@ KINDS = [
 
 
 class PairWatcher:
-    """Ends a choice once two of its tokens in a row add up to a multiple of 17: it needs to have seen them all."""
+    """Ends a choice once two of its tokens in a row add up to a multiple of 17: it depends on every token."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -85,8 +85,8 @@ def joined(known: tuple[PartialChoice, ...], new: tuple[PartialChoice, ...]) -> 
     return tuple(found.values())
 
 
-def interrupted(path: Path, requests: list[Request], steps: list[int]) -> tuple[dict[str, Completion], int]:
-    """Run, and drop the engine after each of these many steps; logs are kept in deltas, one every third step."""
+def run_with_interruptions(path: Path, requests: list[Request], steps: list[int]) -> tuple[dict[str, Completion], int]:
+    """Run, and drop the engine after each of these many steps; logs are stored as deltas, one every third step."""
     done: dict[str, Completion] = {}
     logs: dict[str, tuple[PartialChoice, ...]] = {}
     for limit in [*steps, 10_000]:
@@ -108,14 +108,14 @@ def interrupted(path: Path, requests: list[Request], steps: list[int]) -> tuple[
     return done, sum(len(partial.token_ids) for known in logs.values() for partial in known)
 
 
-def told(completion: Completion) -> list[Any]:
+def visible(completion: Completion) -> list[Any]:
     """All of a completion that a user sees and that is exact."""
     choices = []
     for choice in completion.choices:
-        told = [choice.token_ids.tolist(), choice.finish_reason, choice.stop_token_id]
+        fields = [choice.token_ids.tolist(), choice.finish_reason, choice.stop_token_id]
         if choice.logprobs is not None:
-            told += [len(choice.logprobs.chosen), choice.logprobs.top_ids.tolist()]
-        choices.append(told)
+            fields += [len(choice.logprobs.chosen), choice.logprobs.top_ids.tolist()]
+        choices.append(fields)
     return [choices, completion.generated_tokens, completion.prompt_tokens]
 
 
@@ -131,11 +131,11 @@ def test_given_interruptions_when_requests_go_on_then_answers_are_those_of_an_un
     }
 
     chance = random.Random(1)
-    done, logged = interrupted(path, requests, [chance.randrange(4, 30) for _ in range(5)])
+    done, logged = run_with_interruptions(path, requests, [chance.randrange(4, 30) for _ in range(5)])
 
     assert logged > 100
     assert sum(completion.resumed_tokens for completion in done.values()) > 50
-    assert {name: told(c) for name, c in done.items()} == {name: told(c) for name, c in whole.items()}
+    assert {name: visible(c) for name, c in done.items()} == {name: visible(c) for name, c in whole.items()}
     for name, completion in whole.items():
         for ours, theirs in zip(done[name].choices, completion.choices, strict=True):
             if ours.logprobs is not None and theirs.logprobs is not None:
@@ -178,7 +178,7 @@ def test_given_an_invalid_partial_choice_then_the_request_is_refused(
     assert not engine.has_work
 
 
-def test_given_no_logprobs_when_they_are_asked_for_then_resumption_is_refused(tiny_model: TinyModel) -> None:
+def test_given_no_logprobs_when_they_are_requested_then_resumption_is_refused(tiny_model: TinyModel) -> None:
     engine = load(tiny_model("llama"))
     partial = (PartialChoice(0, as_token_ids([5])),)
     with pytest.raises(RequestRefused, match="must go along 1 tokens, 2 each"):

@@ -1,4 +1,4 @@
-"""What the scheduler promises, one story each: sharing, priority, fairness, admission, endings."""
+"""The behaviour of the scheduler, one case each: sharing, priority, fairness, admission, endings."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class TestSharing:
 
 
 class TestWindows:
-    def test_blocks_behind_the_window_are_given_back_while_the_sequence_runs(self) -> None:
+    def test_blocks_behind_the_window_are_released_while_the_sequence_runs(self) -> None:
         # Given a window of 8 tokens and a pool that holds 5 blocks of 4, far less than the sequence of 60,
         h = harness(windows=(8,), blocks=(5,), chunk=8)
         h.scheduler.add(ask("long", 40, 20), 0.0)
@@ -253,7 +253,7 @@ class TestPriority:
         # when an interactive request comes,
         h.scheduler.add(ask("chat", 8, 3, priority=0), 0.0)
         plan = h.step()
-        # then it runs with the next step, in the place of the newest bulk request, which finishes later.
+        # then it runs with the next step, in place of the newest bulk request, which finishes later.
         assert plan is not None
         assert [new.request.request_id for new in plan.new_rows] == ["chat"]
         finish(h)
@@ -278,7 +278,7 @@ class TestPriority:
         h.scheduler.add(ask("standard", 36, 3, priority=1), 0.0)
         h.scheduler.add(ask("bulk", 4, 3, priority=2), 0.0)
         h.step()
-        # when another standard request comes that can't fit beside the first one,
+        # when another standard request comes that can't fit alongside the first one,
         h.scheduler.add(ask("late", 30, 2, priority=1), 0.0)
         h.step()
         # then bulk is left alone.
@@ -308,8 +308,8 @@ class TestFairness:
         first = list(dict.fromkeys(started))
         assert first == [f"r{i}" for i in range(len(sizes))]
 
-    def test_the_oldest_sequence_is_never_put_back(self) -> None:
-        # Given guesses that are all far too low, and a pool for one and a half sequences,
+    def test_the_oldest_sequence_is_never_preempted(self) -> None:
+        # Given length estimates that are all far too low, and a pool for one and a half sequences,
         h = harness(blocks=(16,), prefix_caching=False)
         for i in range(6):
             h.scheduler.add(ask(f"r{i}", 8, 36, expected_tokens=1), 0.0)
@@ -320,7 +320,7 @@ class TestFairness:
         assert [name for name, _ in h.finished] == [f"r{i}" for i in range(6)]
 
     def test_preemption_is_bounded_by_endings(self) -> None:
-        # Given 40 requests whose lengths are guessed ten times too short, in a small pool,
+        # Given 40 requests whose lengths are estimated ten times too short, in a small pool,
         h = harness(rows=16, blocks=(32,))
         for i in range(40):
             h.scheduler.add(ask(f"r{i}", 6, 30, expected_tokens=3), 0.0)
@@ -332,7 +332,7 @@ class TestFairness:
             for new in plan.new_rows if plan is not None else ():
                 assert ended_at.get(new.request.request_id, -1) < ended
                 ended_at[new.request.request_id] = ended
-        # and the waste stays small, though every guess was wrong.
+        # and the waste stays small, though every estimate was wrong.
         finish(h)
         stats = h.scheduler.stats
         assert stats.preemptions > 0
@@ -346,7 +346,7 @@ class TestFairness:
         assert h.scheduler.stats.preemptions == 0
         assert max(len(plan.rows) for plan in h.plans) >= 3
 
-    def test_a_sequence_put_back_waits_until_another_has_ended(self) -> None:
+    def test_a_preempted_sequence_waits_until_another_has_ended(self) -> None:
         h = harness(blocks=(16,), prefix_caching=False)
         for name in ("a", "b"):
             h.scheduler.add(ask(name, 8, 36, expected_tokens=1), 0.0)
@@ -572,7 +572,7 @@ class TestEndings:
         finish(h)
 
     def test_what_was_cancelled_before_anything_showed_it_finite_is_zeroed_too(self) -> None:
-        # Given a prompt with NaN that is cancelled in the middle, before any logits could tell,
+        # Given a prompt with NaN that is cancelled in the middle, before any logits could show it,
         h = harness(blocks=(8,), budget=8)
         h.scheduler.add(ask("bad", [POISON, *shared(26)]), 0.0)
         h.step()

@@ -1,4 +1,4 @@
-"""Pacing: what other classes may take beside rows of somebody who waits, on a machine whose steps take a known time."""
+"""SLO control: the tokens of other classes in steps with urgent rows, on a machine whose steps take a known time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def ask(name: str, prompt: int, max_tokens: int, priority: int, deadline: float 
 
 
 @dataclass
-class Machine:
-    """An engine whose steps take `BASE` and `PER_TOKEN` for each token, and what its readers see.
+class SimulatedMachine:
+    """An engine whose steps take `BASE` and `PER_TOKEN` for each token, and the times of its tokens.
 
     Attributes:
         gaps, firsts: of urgent requests: seconds between their tokens, and until their first.
@@ -84,16 +84,16 @@ class Machine:
         for completion in self.engine.step():
             self.ended[completion.request_id] = completion
             if self._readers.pop(completion.request_id, None) is not None:
-                self._seen(completion.request_id, len(completion.choices[0].token_ids))
+                self._record(completion.request_id, len(completion.choices[0].token_ids))
         for name, request in self._readers.items():
             for choice in self.engine.partial(request):
-                self._seen(name, len(choice.token_ids))
+                self._record(name, len(choice.token_ids))
 
     def run(self) -> None:
         while self.engine.has_work:
             self.step()
 
-    def _seen(self, name: str, tokens: int) -> None:
+    def _record(self, name: str, tokens: int) -> None:
         if tokens <= self._given.get(name, 0):
             return
         self._given[name] = tokens
@@ -111,9 +111,9 @@ class Machine:
         return stats
 
 
-def filled(slo: SloConfig | None, rows: int = 80) -> Machine:
-    """64 rows of bulk work are being answered."""
-    machine = Machine(slo, rows)
+def machine_with_bulk_work(slo: SloConfig | None, rows: int = 80) -> SimulatedMachine:
+    """A machine with 64 rows of bulk work."""
+    machine = SimulatedMachine(slo, rows)
     for i in range(64):
         machine.add(ask(f"bulk{i}", 8, 3_000, 2))
     for _ in range(3):
@@ -122,8 +122,8 @@ def filled(slo: SloConfig | None, rows: int = 80) -> Machine:
     return machine
 
 
-def stream(machine: Machine, name: str, tokens: int, prompt: int = 8) -> None:
-    """Somebody asks, and reads to the end."""
+def stream(machine: SimulatedMachine, name: str, tokens: int, prompt: int = 8) -> None:
+    """Add an urgent request, and step until it has ended."""
     machine.add(ask(name, prompt, tokens, 0))
     while name not in machine.ended:
         machine.step()
@@ -131,9 +131,9 @@ def stream(machine: Machine, name: str, tokens: int, prompt: int = 8) -> None:
 
 class TestStreams:
     def test_the_objective_holds_for_the_wanted_share_of_tokens(self) -> None:
-        # Given 64 bulk rows, with which a step takes 70 ms, and a promise of 40 ms between two tokens,
-        machine = filled(SloConfig(itl_seconds=0.040, weight_utilisation=0))
-        # when somebody reads 600 tokens,
+        # Given 64 bulk rows, with which a step takes 70 ms, and an objective of 40 ms between two tokens,
+        machine = machine_with_bulk_work(SloConfig(itl_seconds=0.040, weight_utilisation=0))
+        # when an urgent request generates 600 tokens,
         stream(machine, "reader", 600)
         # then 95 % of them come in time,
         gaps = np.array(machine.gaps["reader"])
@@ -141,38 +141,38 @@ class TestStreams:
         # and bulk work keeps most of what could be left to it: 34 tokens of a step, for 600 steps.
         assert machine.bulk_tokens > 0.75 * 34 * 600
 
-    def test_without_a_pace_every_token_is_late(self) -> None:
-        machine = filled(None)
+    def test_without_slo_control_every_token_is_late(self) -> None:
+        machine = machine_with_bulk_work(None)
         stream(machine, "reader", 100)
         assert min(machine.gaps["reader"]) > 0.040
 
-    def test_a_promise_that_holds_anyway_costs_bulk_work_nothing(self) -> None:
-        machine = filled(SloConfig(itl_seconds=0.2, ttft_seconds=5.0))
+    def test_an_objective_that_holds_anyway_costs_bulk_work_nothing(self) -> None:
+        machine = machine_with_bulk_work(SloConfig(itl_seconds=0.2, ttft_seconds=5.0))
         stream(machine, "reader", 100)
         assert machine.bulk_tokens >= 64 * 99
         assert machine.stats.utilisation == 1.0
 
     def test_without_urgent_rows_bulk_work_has_the_whole_step_again(self) -> None:
-        machine = filled(SloConfig(itl_seconds=0.030))
+        machine = machine_with_bulk_work(SloConfig(itl_seconds=0.030))
         stream(machine, "reader", 100)
         machine.step()
         assert machine.plans[-1].num_tokens == 64
 
     def test_measured_times_are_stored_for_the_next_reader(self) -> None:
-        machine = filled(SloConfig(itl_seconds=0.030))
+        machine = machine_with_bulk_work(SloConfig(itl_seconds=0.030))
         stream(machine, "first", 200)
         stream(machine, "second", 50)
         assert np.quantile(machine.gaps["second"], 0.9) <= 0.030
 
     def test_an_unreachable_objective_leaves_bulk_work_its_minimum(self) -> None:
-        machine = filled(SloConfig(itl_seconds=0.001, min_tokens=3))
+        machine = machine_with_bulk_work(SloConfig(itl_seconds=0.001, min_tokens=3))
         stream(machine, "reader", 100)
         assert machine.bulk_tokens >= 3 * 99
         assert machine.stats.beside_streams == 3
 
     def test_the_oldest_bulk_rows_go_on_and_all_end(self) -> None:
-        # Given a slo so tight that most bulk rows stand still while somebody reads,
-        machine = Machine(SloConfig(itl_seconds=0.020))
+        # Given an SLO so tight that most bulk rows stand still while an urgent request decodes,
+        machine = SimulatedMachine(SloConfig(itl_seconds=0.020))
         for i in range(20):
             machine.add(ask(f"bulk{i}", 8, 30, 2))
         stream(machine, "reader", 40)
@@ -186,29 +186,29 @@ class TestStreams:
 
 class TestPrompts:
     def test_a_request_gets_its_row_in_the_next_step_and_its_first_token_with_it(self) -> None:
-        machine = filled(SloConfig())
+        machine = machine_with_bulk_work(SloConfig())
         stream(machine, "reader", 2)
         assert machine.steps_until["reader"] == 1
 
     def test_without_a_free_row_a_bulk_row_gives_way_at_once(self) -> None:
-        machine = filled(SloConfig(), 64)
+        machine = machine_with_bulk_work(SloConfig(), 64)
         stream(machine, "reader", 2)
         assert machine.steps_until["reader"] == 1
 
     def test_first_tokens_are_in_time_though_bulk_prompts_wait(self) -> None:
-        # Given bulk prompts that would fill each step to the budget (0.5 s), and 0.2 s promised to a first token,
-        machine = Machine(SloConfig(ttft_seconds=0.2, itl_seconds=10.0, weight_utilisation=0))
+        # Given bulk prompts that would fill each step to the budget (0.5 s), and an objective of 0.2 s to first tokens,
+        machine = SimulatedMachine(SloConfig(ttft_seconds=0.2, itl_seconds=10.0, weight_utilisation=0))
         for i in range(400):
             machine.add(ask(f"bulk{i}", 1_500, 1, 2))
-        # when somebody asks again and again, each time at the beginning of a step,
+        # when urgent requests come one after the other, each at the beginning of a step,
         for i in range(200):
-            stream(machine, f"asker{i}", 1, prompt=50)
+            stream(machine, f"urgent{i}", 1, prompt=50)
         # then first tokens come in time.
         assert np.mean(np.array(list(machine.firsts.values())[20:]) <= 0.2) >= 0.95
         assert machine.stats.late_first_tokens > 0
 
     def test_an_urgent_prompt_is_cut_so_that_other_readers_streams_hold(self) -> None:
-        machine = Machine(SloConfig(itl_seconds=0.150, ttft_seconds=10.0), budget=2048)
+        machine = SimulatedMachine(SloConfig(itl_seconds=0.150, ttft_seconds=10.0), budget=2048)
         machine.add(ask("reader", 8, 300, 0))
         for _ in range(3):
             machine.step()
@@ -220,8 +220,8 @@ class TestPrompts:
         assert machine.stats.beside_streams >= MIN_CHUNK_TOKENS
 
     def test_a_reader_s_next_token_comes_before_another_s_chunk(self) -> None:
-        # Given an older prompt with chunks of 1,000 tokens, and sixteen that answer beside it,
-        machine = Machine(SloConfig(itl_seconds=0.050, ttft_seconds=10.0), budget=2048, chunk=1000)
+        # Given an older prompt with chunks of 1,000 tokens, and sixteen requests that decode in the same steps,
+        machine = SimulatedMachine(SloConfig(itl_seconds=0.050, ttft_seconds=10.0), budget=2048, chunk=1000)
         machine.add(ask("long", 3_900, 2, 0))
         for i in range(16):
             machine.add(ask(f"reader{i}", 4, 100, 0))
@@ -236,7 +236,7 @@ class TestPrompts:
 
 class TestDrops:
     def test_one_that_ran_into_its_deadline_counts_and_lowers_the_limit(self) -> None:
-        machine = filled(SloConfig())
+        machine = machine_with_bulk_work(SloConfig())
         before = machine.stats.beside_prompts
         machine.add(ask("late", 8, 100, 0, deadline=machine.now + 0.1))
         while "late" not in machine.ended:
@@ -251,7 +251,7 @@ class TestReport:
         config = SloConfig(
             itl_seconds=0.040, ttft_seconds=0.5, weight_ttft=2, weight_itl=3, weight_utilisation=5, weight_drops=7
         )
-        machine = filled(config)
+        machine = machine_with_bulk_work(config)
         stream(machine, "reader", 200)
         stats = machine.stats
         expected = 2 * stats.ttft / 0.5 + 3 * stats.itl / 0.040 + 5 * (1 - stats.utilisation)
@@ -264,21 +264,21 @@ class TestReport:
         assert (stats.terms.utilisation, stats.terms.drops) == (pytest.approx(1 - stats.utilisation), 0)
 
     def test_the_share_of_other_classes_is_measured_with_streams(self) -> None:
-        machine = filled(SloConfig(itl_seconds=0.040, weight_utilisation=0.0))
-        beside: list[tuple[int, int]] = []
+        machine = machine_with_bulk_work(SloConfig(itl_seconds=0.040, weight_utilisation=0.0))
+        mixed_steps: list[tuple[int, int]] = []
 
         def watch() -> None:
             before, steps = machine.bulk_tokens, len(machine.plans)
             machine.step()
             if len(machine.plans) > steps:
-                beside.append((machine.bulk_tokens - before, machine.plans[-1].num_tokens))
+                mixed_steps.append((machine.bulk_tokens - before, machine.plans[-1].num_tokens))
 
         machine.add(ask("reader", 8, 150, 0))
         while "reader" not in machine.ended:
             watch()
-        weights = [0.995**age for age in reversed(range(len(beside)))]
-        share = sum(w * bulk for w, (bulk, _) in zip(weights, beside, strict=True))
-        share /= sum(w * tokens for w, (_, tokens) in zip(weights, beside, strict=True))
+        weights = [0.995**age for age in reversed(range(len(mixed_steps)))]
+        share = sum(w * bulk for w, (bulk, _) in zip(weights, mixed_steps, strict=True))
+        share /= sum(w * tokens for w, (_, tokens) in zip(weights, mixed_steps, strict=True))
         assert machine.stats.others == pytest.approx(share, rel=1e-6)
         assert 0.5 < share < 1
 

@@ -1,4 +1,4 @@
-"""Who starts next once the end of the run can be seen, and what lengths are learnt on the way."""
+"""The order of waiting requests near the end of a run, the learnt lengths, and fairness between owners."""
 
 from __future__ import annotations
 
@@ -106,17 +106,17 @@ def test_hints_are_scaled_by_what_their_group_has_shown() -> None:
 
 
 def test_answers_that_are_not_due_cost_no_ordering() -> None:
-    # Given two rows, many short answers, and one at the end that is longer but short beside all of them,
+    # Given two rows, many short answers, and one at the end that is longer but short against all of them together,
     h = make(2)
     for number in range(1000):
         h.scheduler.add(ask(f"r{number}", 2, expected_tokens=2), 0.0)
     h.scheduler.add(ask("long", 40, expected_tokens=40), 0.0)
-    asked = 0
+    estimates = 0
     estimate = LengthEstimator.expect
 
     def counted(self: LengthEstimator, request: Request) -> int:
-        nonlocal asked
-        asked += 1
+        nonlocal estimates
+        estimates += 1
         return estimate(self, request)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -124,12 +124,12 @@ def test_answers_that_are_not_due_cost_no_ordering() -> None:
         h.scheduler.settle(more_to_come=False)
         h.run()
     # then the queue is looked through a few times only, and yet the long one starts before the end.
-    place = started(h).index("long")
-    assert 900 < place < 990
-    assert asked < 5 * 1001
+    position = started(h).index("long")
+    assert 900 < position < 990
+    assert estimates < 5 * 1001
 
 
-# -- owners beside each other
+# -- several owners
 
 
 def flood(h: Harness, owner: bytes, requests: int, n: int) -> None:
@@ -214,9 +214,9 @@ def test_one_owner_alone_gets_all_rows() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.integers(1, 3), st.integers(1, 6)), max_size=25))
-def test_an_owner_who_waits_has_as_many_rows_as_any_other_but_one(asked: list[tuple[bytes, int, int]]) -> None:
+def test_an_owner_who_waits_has_as_many_rows_as_any_other_but_one(requests: list[tuple[bytes, int, int]]) -> None:
     h = make(5)
-    for number, (owner, n, tokens) in enumerate(asked):
+    for number, (owner, n, tokens) in enumerate(requests):
         params = SamplingParams(max_tokens=tokens, n=n, ignore_eos=True, seed=1)
         prompt = np.array([3, 4, 5], dtype=np.int32)
         h.scheduler.add(Request(f"r{number}", prompt, params, priority=0, salt=owner), 0.0)

@@ -19,8 +19,8 @@ from engine.speculative.draft_lengths import (
 LONGEST = 8
 
 
-class Machine:
-    """Steps that take a fixed time for the weights and some for each position, beside the lengths under test.
+class SimulatedMachine:
+    """Steps that take a fixed time for the weights and some for each position, with the draft lengths under test.
 
     Args:
         fixed, each: seconds.
@@ -52,12 +52,12 @@ class Machine:
 
 
 def test_given_a_thin_batch_then_drafts_are_long() -> None:
-    machine = Machine(fixed=5.0e-3, each=0.1e-3)
+    machine = SimulatedMachine(fixed=5.0e-3, each=0.1e-3)
     assert np.mean(machine.run(1, 200)[20:]) > 5
 
 
-def test_given_full_batches_then_nothing_is_drafted_or_asked() -> None:
-    machine = Machine(fixed=5.0e-3, each=0.3e-3)
+def test_given_full_batches_then_nothing_is_drafted_and_no_proposer_is_called() -> None:
+    machine = SimulatedMachine(fixed=5.0e-3, each=0.3e-3)
     assert sum(machine.run(128, 200)) == 0
     # Also when the batch was thin before, and drafts paid there.
     assert sum(machine.run(2, 200)) > 0
@@ -65,7 +65,7 @@ def test_given_full_batches_then_nothing_is_drafted_or_asked() -> None:
 
 
 def test_given_a_job_that_drains_then_drafts_begin_when_the_batch_is_thin() -> None:
-    machine = Machine(fixed=5.0e-3, each=0.3e-3)
+    machine = SimulatedMachine(fixed=5.0e-3, each=0.3e-3)
     drafted = {rows: sum(machine.run(rows, 40)) for rows in (128, 96, 64, 32, 16, 8, 4, 2, 1)}
     assert [drafted[rows] for rows in (128, 96, 64)] == [0, 0, 0]
     assert all(drafted[rows] > 0 for rows in (8, 4, 2, 1))
@@ -73,7 +73,7 @@ def test_given_a_job_that_drains_then_drafts_begin_when_the_batch_is_thin() -> N
 
 
 def test_given_a_machine_that_computes_all_the_time_then_even_one_row_drafts_little() -> None:
-    machine = Machine(fixed=0.0, each=1e-3)
+    machine = SimulatedMachine(fixed=0.0, each=1e-3)
     machine.run(1, 100)
     assert sum(machine.run(1, 100)) < 40
 
@@ -129,17 +129,17 @@ def test_given_a_row_whose_drafts_were_bad_then_it_is_tried_again_after_a_while(
 
 
 def test_given_noise_about_the_price_where_drafts_stop_paying_then_they_are_not_switched_at_every_step() -> None:
-    machine = Machine(fixed=5.0e-3, each=0.15e-3)
+    machine = SimulatedMachine(fixed=5.0e-3, each=0.15e-3)
     machine.spread = 0.05
     machine.run(64, 30)
     on = [bool(drafted) for drafted in machine.run(24, 600)]
     switches = sum(one != other for one, other in pairwise(on))
-    # Beside looks at what a step takes without drafts, which come once in `PROBE_INTERVAL_STEPS` steps.
+    # Apart from probes of the time of a step without drafts, which come once in `PROBE_INTERVAL_STEPS` steps.
     assert switches <= 2 * (600 // PROBE_INTERVAL_STEPS) + 12
 
 
 def test_given_a_price_that_was_measured_wrong_when_few_decode_then_it_is_found_out() -> None:
-    machine = Machine(fixed=5.0e-3, each=0.1e-3)
+    machine = SimulatedMachine(fixed=5.0e-3, each=0.1e-3)
     machine.run(2, 20)
     true, machine.each = machine.each, 10e-3
     machine.run(2, 200)  # something else runs on the machine whenever there are drafts
@@ -148,12 +148,12 @@ def test_given_a_price_that_was_measured_wrong_when_few_decode_then_it_is_found_
     assert sum(machine.run(2, 40)) < 40
     machine.run(2, 64 * 30)
     assert np.mean(machine.run(2, 100)) > 3
-    full = Machine(fixed=5.0e-3, each=0.3e-3)
+    full = SimulatedMachine(fixed=5.0e-3, each=0.3e-3)
     assert sum(full.run(64, 500)) == 0
 
 
 def test_given_drafts_that_pay_then_now_and_then_a_step_goes_without_to_see_what_it_takes() -> None:
-    machine = Machine(fixed=5.0e-3, each=0.05e-3)
+    machine = SimulatedMachine(fixed=5.0e-3, each=0.05e-3)
     drafted = machine.run(1, 400, chance=1.0)
     assert 3 <= drafted[10:].count(0) <= 400 // PROBE_INTERVAL_STEPS + 1
 

@@ -46,18 +46,19 @@ def test_a_step_that_nothing_compares_with_is_left_out() -> None:
     assert (gain.tokens, gain.seconds) == (6.0, 0.010)
 
 
-class EveryOther:
-    """Guesses three tokens in every other step; two of them are right."""
+class EveryOtherStepProposer:
+    """Drafts three tokens in every other step; two of them are right."""
 
     def __init__(self, engine: Engine, answers: dict[str, list[int]]) -> None:
         self._rows = engine.scheduler.rows
         self._answers = answers
-        self.asked = 0
+        self.num_calls = 0
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        self.asked += 1
+        self.num_calls += 1
         return [
-            Draft(self._draft_tokens(request) if self.asked % 2 else as_token_ids([]), "oracle") for request in requests
+            Draft(self._draft_tokens(request) if self.num_calls % 2 else as_token_ids([]), "oracle")
+            for request in requests
         ]
 
     def learn(self, request: Request, token_ids: Any) -> None:
@@ -66,9 +67,9 @@ class EveryOther:
     def _draft_tokens(self, request: DraftRequest) -> Any:
         answer = self._answers[request.request.request_id]
         done = int(self._rows.num_known[request.row]) - len(request.request.prompt_token_ids)
-        guess = [*answer[done : done + 2], 0, 0, 0][:3]
-        guess[2] = (answer[done + 2] + 1) % 257 if done + 2 < len(answer) else 0
-        return as_token_ids(guess)[: request.max_drafts]
+        tokens = [*answer[done : done + 2], 0, 0, 0][:3]
+        tokens[2] = (answer[done + 2] + 1) % 257 if done + 2 < len(answer) else 0
+        return as_token_ids(tokens)[: request.max_drafts]
 
 
 BASE, PER_TOKEN = 0.008, 0.001
@@ -112,14 +113,14 @@ def requests(count: int) -> Sequence[Request]:
 def test_an_engine_reports_the_gain_of_its_drafts(timed: Any) -> None:
     answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed().run(requests(2))}
     engine = timed()
-    engine.scheduler.speculate(EveryOther(engine, answers), FixedLengths(3))
+    engine.scheduler.speculate(EveryOtherStepProposer(engine, answers), FixedLengths(3))
     plans: list[Any] = []
     schedule = engine.scheduler.schedule
     engine.scheduler.schedule = lambda now: plans.append(plan := schedule(now)) or plan  # type: ignore[method-assign]
     done = {one.request_id: one.choices[0].token_ids.tolist() for one in engine.run(requests(2))}
     assert done == answers
     stats = engine.stats().speculation
-    # Both rows decode in step until the end, so what is compared is every step with guesses, behind the first without.
+    # Both rows decode in step until the end, so what is compared is every step with drafts, behind the first without.
     plain = BASE + 2 * PER_TOKEN
     decoding = next(at for at, plan in enumerate(plans) if plan is not None and (plan.counts == 1).all())
     known = [plan for plan in plans[decoding:] if plan is not None and plan.drafts is not None]
@@ -139,8 +140,8 @@ def test_without_drafts_no_gain_is_reported(timed: Any) -> None:
     assert engine.stats().speculation.gained_per_second is None
 
 
-class AllWrong(EveryOther):
-    """Guesses tokens of which none is right."""
+class AllWrongProposer(EveryOtherStepProposer):
+    """Drafts tokens of which none is right."""
 
     def _draft_tokens(self, request: DraftRequest) -> Any:
         answer = self._answers[request.request.request_id]
@@ -158,13 +159,13 @@ def drafted_by_budget(engine: Engine, proposer: Any, count: int) -> Any:
 def test_given_a_small_job_then_nothing_is_drafted_that_could_not_pay_before_its_end(timed: Any) -> None:
     answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(16).run(requests(13))}
     engine = timed(16)
-    assert drafted_by_budget(engine, EveryOther(engine, answers), 13).drafted == 0
+    assert drafted_by_budget(engine, EveryOtherStepProposer(engine, answers), 13).drafted == 0
 
 
 def test_given_a_large_job_that_copies_then_drafts_begin_and_gain(timed: Any) -> None:
     answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(2).run(requests(40))}
     engine = timed(2)
-    stats = drafted_by_budget(engine, EveryOther(engine, answers), 40)
+    stats = drafted_by_budget(engine, EveryOtherStepProposer(engine, answers), 40)
     assert stats.accepted > 200
     assert stats.gained > 100
 
@@ -172,7 +173,7 @@ def test_given_a_large_job_that_copies_then_drafts_begin_and_gain(timed: Any) ->
 def test_given_a_large_job_whose_drafts_are_all_wrong_then_they_lose_no_more_than_their_share(timed: Any) -> None:
     answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(2).run(requests(40))}
     engine = timed(2)
-    stats = drafted_by_budget(engine, AllWrong(engine, answers), 40)
+    stats = drafted_by_budget(engine, AllWrongProposer(engine, answers), 40)
     generated = engine.stats().generated
     assert stats.drafted > 0
     # One step may pass the budget, by all that it drafted.

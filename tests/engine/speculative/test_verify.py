@@ -1,4 +1,4 @@
-"""Sampling with drafts: every token comes as often as the target's distribution says, whatever was guessed."""
+"""Sampling with drafts: every token comes as often as the target's distribution says, whatever was drafted."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def counts_of(params: SamplingParams, drafts: list[int], rule: Draws) -> list[ND
         accepted, tokens = rule(sampler, drafted, lines.clone())
         first = np.where(accepted > 0, drafts[0], tokens)
         second = np.where(accepted > 1, drafts[1], tokens)[accepted > 0]
-        for place, seen in enumerate((first, second)):
-            counts[place] += np.bincount(seen, minlength=VOCAB)
+        for position, seen in enumerate((first, second)):
+            counts[position] += np.bincount(seen, minlength=VOCAB)
     return counts
 
 
@@ -139,17 +139,17 @@ def test_given_drafts_then_each_row_gets_what_it_would_have_drawn_without_them(n
     assign()
     single = [
         sampler.sample(
-            torch.from_numpy(np.tile(lines[place], (64, 1))), rows,
-            np.full(64, 40 + place, dtype=np.int32), np.full(64, 5 + place, dtype=np.int32),
+            torch.from_numpy(np.tile(lines[position], (64, 1))), rows,
+            np.full(64, 40 + position, dtype=np.int32), np.full(64, 5 + position, dtype=np.int32),
         ).token_ids
-        for place in range(4)
+        for position in range(4)
     ]  # fmt: skip
-    # when drafts are right up to a place that differs from row to row, and of different lengths,
+    # when drafts are right up to a position that differs from row to row, and of different lengths,
     counts, first_wrong = (rows % 4).astype(np.int32), rows // 4 % 4  # 3: all drafts are right
     drafts = np.full((64, 3), NO_DRAFT_ID, dtype=np.int32)
     for row in range(64):
-        for place in range(counts[row]):
-            drafts[row, place] = (single[place][row] + (first_wrong[row] == place)) % VOCAB
+        for position in range(counts[row]):
+            drafts[row, position] = (single[position][row] + (first_wrong[row] == position)) % VOCAB
     assign()
     first = np.cumsum(counts + 1) - (counts + 1)
     hidden = torch.from_numpy(np.concatenate([lines[: count + 1] for count in counts]))
@@ -160,7 +160,7 @@ def test_given_drafts_then_each_row_gets_what_it_would_have_drawn_without_them(n
     # then the right ones stay, and behind them comes what would have come.
     expected = np.minimum(first_wrong, counts)
     assert out.accepted.tolist() == expected.tolist()
-    assert out.token_ids.tolist() == [single[place][row] for row, place in enumerate(expected)]
+    assert out.token_ids.tolist() == [single[position][row] for row, position in enumerate(expected)]
     assert not out.tainted
 
 

@@ -64,7 +64,7 @@ def compare(
     processors: int = 8,
 ) -> list[set[int]]:
     """Steps cut at random from growing sequences, layer by layer; the numbers of splits that were met, for decoding
-    sequences and for chunks. Blocks that nobody holds are NaN."""
+    sequences and for chunks. Blocks without an owner are NaN."""
     rng = np.random.default_rng(seed)
     made = torch.Generator().manual_seed(seed)
     num_heads, kv_heads = heads
@@ -272,19 +272,19 @@ def test_a_reserved_step_is_filled_again_and_again(
     oracle = make_backend("reference", layout, torch.float32, torch.device("cpu"))
     poison_all(fast)
     shape = GraphShape(24, 5, 4, mixed=True) if mixed else GraphShape(4, 4, 4, mixed=False)
-    place = fast.reserve(shape.tokens, shape.sequences, shape.decodes, shape.mixed, -(-90 // 4))
-    assert place.launches[0].splits > 1
+    reserved = fast.reserve(shape.tokens, shape.sequences, shape.decodes, shape.mixed, -(-90 // 4))
+    assert reserved.launches[0].splits > 1
     steps = [([0, 1], [1, 1]), ([2], [1]), ([0, 1, 2, 3], [1] * 4), ([3], [1])]
     if mixed:
         steps = [([0, 1, 2, 3], [1, 1, 2, 20]), ([1], [24]), ([2, 0, 1], [17, 3, 2])]
     for members, counts in steps:
         batch = sequences.batch(members, counts)
-        fast.refill(place, padded(batch, shape))
+        fast.refill(reserved, padded(batch, shape))
         theirs = oracle.prepare(batch)
         for layer in range(2):
             fused = torch.randn(sum(counts), 8, 16, generator=made)
             filled = torch.cat([fused, torch.full((shape.tokens - len(fused), 8, 16), float("nan"))])
-            got = fast.attend(layer, *filled.to(device).split([4, 2, 2], dim=1), 0.3, place)
+            got = fast.attend(layer, *filled.to(device).split([4, 2, 2], dim=1), 0.3, reserved)
             want = oracle.attend(layer, *fused.split([4, 2, 2], dim=1), 0.3, theirs)
             torch.testing.assert_close(got[: len(fused)].cpu(), want, atol=2e-5, rtol=2e-5)
 
@@ -293,7 +293,7 @@ def test_an_engine_with_it_gives_the_oracles_tokens(tiny_model: Callable[[str], 
     """Chunks, a prefix that is found again, and decoding rows of one model, through the whole engine."""
     cache = CacheConfig(num_blocks=64, block_size=4)
     schedule = ScheduleConfig(max_num_seqs=3, max_num_batched_tokens=16)
-    told = []
+    tokens_by_engine = []
     for attention in ("triton", "reference"):
         engine = Engine.load(
             tiny_model("gemma3"),
@@ -306,8 +306,8 @@ def test_an_engine_with_it_gives_the_oracles_tokens(tiny_model: Callable[[str], 
         prompts = [[*range(5, 20)], [*range(5, 17), 40, 41], [9]]
         requests = [Request(str(i), as_token_ids(ids), params) for i, ids in enumerate(prompts)]
         done = {each.request_id: each.choices[0].token_ids for each in engine.run(requests)}
-        told.append([list(done[str(i)]) for i in range(3)])
-    assert told[0] == told[1]
+        tokens_by_engine.append([list(done[str(i)]) for i in range(3)])
+    assert tokens_by_engine[0] == tokens_by_engine[1]
 
 
 class _ReferenceInFp8(ReferenceAttention):
@@ -326,7 +326,7 @@ def test_an_engine_with_an_fp8_cache_gives_the_tokens_of_one_that_rounds(
         dtype="float32", device=device.type, threads=1, attention="triton", kv_dtype="fp8",
         cache=CacheConfig(num_blocks=64, block_size=4), schedule=ScheduleConfig(3, 16),
     )  # fmt: skip
-    told = []
+    tokens_by_engine = []
     for ours in (True, False):
         if not ours:
             make = lambda name, layout, dtype, on, *_, fp8: _ReferenceInFp8(layout, dtype, on)  # noqa: E731
@@ -335,8 +335,8 @@ def test_an_engine_with_an_fp8_cache_gives_the_tokens_of_one_that_rounds(
         params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
         requests = [Request(str(i), as_token_ids([*range(5, 9 + 7 * i)]), params) for i in range(3)]
         done = {each.request_id: each.choices[0].token_ids.tolist() for each in engine.run(requests)}
-        told.append([done[str(i)] for i in range(3)])
-    assert told[0] == told[1]
+        tokens_by_engine.append([done[str(i)] for i in range(3)])
+    assert tokens_by_engine[0] == tokens_by_engine[1]
 
 
 @pytest.mark.parametrize("attention", ["auto", "native", "paged-sdpa"])

@@ -62,13 +62,13 @@ def test_groups_are_quantized_as_by_torch(dtype: torch.dtype, group: int, device
 
 
 def test_rounding_by_hand_is_torchs() -> None:
-    """All of float8, all midpoints between its numbers, and what lies just beside them."""
+    """All of float8, all midpoints between its numbers, and the nearest numbers to them."""
     if torch.cuda.is_available():
         pytest.skip("NOT TESTED HERE: a GPU rounds by itself")
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (numbers[1:] + numbers[:-1]) / 2
-    beside = [middles.nextafter(torch.full_like(middles, to)) for to in (0.0, 500.0)]
-    values = torch.cat([numbers, middles, *beside])
+    neighbours = [middles.nextafter(torch.full_like(middles, to)) for to in (0.0, 500.0)]
+    values = torch.cat([numbers, middles, *neighbours])
     values = torch.cat([values, -values, torch.tensor([448.0])])  # the largest makes the scale 1
     codes, scales = quantize_rows(values[None], 1.0, True)
     assert scales.tolist() == [[1.0]]

@@ -21,7 +21,7 @@ def request(name: str, tenant: str = "a", size: int = 1, attempt: int = 1) -> La
     return LaneRequest(name, "m", {"prompt": "x" * size}, tenant=tenant, attempt=attempt)
 
 
-class Preparation:
+class PreparationThreads:
     """Prepares on threads. A request whose name is in `held` stays in preparation until it is released."""
 
     def __init__(self, *held: str, threads: int = 2) -> None:
@@ -44,7 +44,7 @@ class Preparation:
             assert self.changed.wait_for(lambda: set(names) <= set(self.begun), HANG_SECONDS), self.begun
 
     @contextmanager
-    def running(self) -> Iterator[Preparation]:
+    def running(self) -> Iterator[PreparationThreads]:
         for thread in self.threads:
             thread.start()
         try:
@@ -59,7 +59,7 @@ class Preparation:
 
 
 def test_one_tenants_slow_requests_leave_a_thread_to_others() -> None:
-    with Preparation("slow 0", "slow 1").running() as made:
+    with PreparationThreads("slow 0", "slow 1").running() as made:
         # Given requests of one tenant that take for ever,
         for number in range(4):
             made.queue.put(request(f"slow {number}"))
@@ -74,7 +74,7 @@ def test_one_tenants_slow_requests_leave_a_thread_to_others() -> None:
 
 
 def test_large_requests_of_many_tenants_leave_a_thread_to_small_ones() -> None:
-    with Preparation("large a", "large b").running() as made:
+    with PreparationThreads("large a", "large b").running() as made:
         for tenant in "ab":
             made.queue.put(request(f"large {tenant}", tenant, LARGE_BYTES + 1))
         made.wait_for("large a")
@@ -87,7 +87,7 @@ def test_large_requests_of_many_tenants_leave_a_thread_to_small_ones() -> None:
 
 def prepared_in_order(*requests: LaneRequest) -> list[str]:
     """The order of preparation on one thread, when all of them wait."""
-    made = Preparation(threads=1)
+    made = PreparationThreads(threads=1)
     for one in requests:
         made.queue.put(one)
     with made.running():
@@ -116,7 +116,7 @@ def test_tenants_alternate_and_each_is_served_in_order(tenants: list[str]) -> No
 
 
 def test_a_discarded_request_is_not_prepared() -> None:
-    made = Preparation(threads=1)
+    made = PreparationThreads(threads=1)
     for name in ("r0", "r1", "r2"):
         made.queue.put(request(name))
     made.queue.put(request("big", size=LARGE_BYTES + 1))
@@ -128,7 +128,7 @@ def test_a_discarded_request_is_not_prepared() -> None:
 
 
 def test_closing_returns_waiting_requests_and_finishes_those_in_preparation() -> None:
-    with Preparation("first", threads=1).running() as made:
+    with PreparationThreads("first", threads=1).running() as made:
         made.queue.put(request("first"))
         made.wait_for("first")
         made.queue.put(request("second"))

@@ -87,7 +87,7 @@ def host(byte_level: Tokenizer) -> Any:
     return host
 
 
-class Endless:
+class EndlessSource:
     """A source with these shards that never finishes."""
 
     def __init__(self, shards: Sequence[ShardWork] = ()) -> None:
@@ -100,7 +100,7 @@ class Endless:
         return False
 
 
-class Worker:
+class LaneWorker:
     """A worker with a lane server on threads."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Worker:
                 with server.running(self.stop) as side_work:
                     ShardWorker(
                         model,
-                        Endless(shards),
+                        EndlessSource(shards),
                         self.sink,
                         CLOCK,
                         WorkerSettings(checkpoint_seconds=0.05),
@@ -146,9 +146,9 @@ def lane() -> MemoryLane:
 
 
 @pytest.fixture
-def work(kit: Any, lane: MemoryLane) -> Iterator[Callable[..., Worker]]:
+def work(kit: Any, lane: MemoryLane) -> Iterator[Callable[..., LaneWorker]]:
     """Starts a worker with this model: (model, name, shards)."""
-    workers: list[Worker] = []
+    workers: list[LaneWorker] = []
 
     def work(
         model: LoadedModel,
@@ -156,8 +156,8 @@ def work(kit: Any, lane: MemoryLane) -> Iterator[Callable[..., Worker]]:
         shards: Sequence[ShardWork] = (),
         on: MemoryLane | None = None,
         **serving: Any,
-    ) -> Worker:
-        workers.append(Worker(kit, model, on or lane, name, shards, **serving))
+    ) -> LaneWorker:
+        workers.append(LaneWorker(kit, model, on or lane, name, shards, **serving))
         return workers[-1]
 
     yield work
@@ -172,8 +172,8 @@ def request(model: LoadedModel, body: dict[str, Any], name: str = "r1", **more: 
     return LaneRequest(name, model.pin().key, body, **{"url": url, "tier": Tier.STANDARD, **more})
 
 
-def events_of(lane: MemoryLane, asked: LaneRequest) -> list[LaneEvent]:
-    return list(answer(lane, asked, CLOCK, CALL))
+def events_of(lane: MemoryLane, request: LaneRequest) -> list[LaneEvent]:
+    return list(answer(lane, request, CLOCK, CALL))
 
 
 def response(events: Sequence[LaneEvent]) -> dict[str, Any]:
@@ -224,10 +224,10 @@ def loaded(model_folder: Path) -> LoadedModel:
 def test_answers_are_those_of_the_same_rows_and_the_text_comes_in_pieces(
     loaded: LoadedModel, kit: Any, lane: MemoryLane, work: Any
 ) -> None:
-    asked = bodies(kit)
-    rows = as_rows(kit, loaded, asked)
+    requested = bodies(kit)
+    rows = as_rows(kit, loaded, requested)
     work(loaded)
-    for number, (body, row) in enumerate(zip(asked, rows, strict=True)):
+    for number, (body, row) in enumerate(zip(requested, rows, strict=True)):
         events = events_of(lane, request(loaded, body, f"r{number}"))
         assert alike(response(events)) == alike(row), body
         for choice in row["choices"]:
@@ -240,8 +240,8 @@ def test_answers_are_those_of_the_same_rows_and_the_text_comes_in_pieces(
         tokens = [event for event in events if isinstance(event, TokensEvent)]
         assert sum(len(event.tokens) for event in tokens) <= row["usage"]["completion_tokens"]
         if body.get("logprobs") is True:
-            told_logprobs = [entry for event in tokens if event.logprobs for entry in event.logprobs["content"]]
-            assert told_logprobs == row["choices"][0]["logprobs"]["content"]
+            streamed_logprobs = [entry for event in tokens if event.logprobs for entry in event.logprobs["content"]]
+            assert streamed_logprobs == row["choices"][0]["logprobs"]["content"]
 
 
 @pytest.mark.parametrize("number", range(7))
@@ -251,14 +251,14 @@ def test_an_attempt_resumes_after_the_tokens_of_another(
     work(loaded)
     body = bodies(kit)[number]
     first = events_of(lane, request(loaded, body, f"a{number}"))
-    told_tokens: dict[int, list[int]] = {}
+    streamed_tokens: dict[int, list[int]] = {}
     text: dict[int, str] = {}
     for event in first:
         if isinstance(event, TokensEvent):
-            told_tokens.setdefault(event.choice, []).extend(event.tokens)
-    # Given that the caller has some of the tokens of each choice, or all of them, when it asks another worker,
+            streamed_tokens.setdefault(event.choice, []).extend(event.tokens)
+    # Given that the caller has some of the tokens of each choice, or all of them, when it resumes on another worker,
     for part in (1, 2, 7, 10**6):
-        known = tuple(tuple(told_tokens.get(choice, ())[:part]) for choice in range(body.get("n", 1)))
+        known = tuple(tuple(streamed_tokens.get(choice, ())[:part]) for choice in range(body.get("n", 1)))
         again = events_of(lane, request(loaded, body, f"b{number}-{part}", attempt=2, tokens=known))
         # then it gets the others, and the same response.
         seeded = body.get("seed") is not None or body.get("temperature") == 0
@@ -266,7 +266,7 @@ def test_an_attempt_resumes_after_the_tokens_of_another(
             assert alike(response(again)) == alike(response(first))
         for choice in range(body.get("n", 1)):
             more = [t for e in again if isinstance(e, TokensEvent) and e.choice == choice for t in e.tokens]
-            assert [*known[choice], *more] == told_tokens.get(choice, [])
+            assert [*known[choice], *more] == streamed_tokens.get(choice, [])
             text[choice] = text_of(again, choice)
             assert text_of(first, choice).endswith(text[choice])
 
@@ -339,8 +339,8 @@ def test_a_flood_of_one_tenant_does_not_delay_another_tenants_chat(
     # when another one asks, then it is answered before any of these ends.
     for number in range(3):
         steps = runner.steps
-        asked = request(model, chat, f"r{number}", tenant="b", tier=Tier.INTERACTIVE)
-        assert isinstance(events_of(lane, asked)[-1], EndEvent)
+        chat_request = request(model, chat, f"r{number}", tenant="b", tier=Tier.INTERACTIVE)
+        assert isinstance(events_of(lane, chat_request)[-1], EndEvent)
         assert runner.steps - steps < 250
     for number in range(30):
         lane.cancel(request(model, {}, f"flood {number}", tenant="a"))
@@ -352,9 +352,9 @@ def test_a_request_that_is_slow_to_prepare_holds_up_its_own_tenant_only(
     model, _ = host()
     go_on, prepare = threading.Event(), LaneReader.prepare
 
-    def slow(self: LaneReader, asked: LaneRequest) -> Any:
-        assert asked.id != "slow" or go_on.wait(HANG_SECONDS)
-        return prepare(self, asked)
+    def slow(self: LaneReader, lane_request: LaneRequest) -> Any:
+        assert lane_request.id != "slow" or go_on.wait(HANG_SECONDS)
+        return prepare(self, lane_request)
 
     monkeypatch.setattr(LaneReader, "prepare", slow)
     work(model)
@@ -376,10 +376,10 @@ def test_unprepared_requests_are_handed_back_when_the_worker_ends(
     model, _ = host()
     begun, go_on, prepare = threading.Event(), threading.Event(), LaneReader.prepare
 
-    def slow(self: LaneReader, asked: LaneRequest) -> Any:
+    def slow(self: LaneReader, lane_request: LaneRequest) -> Any:
         begun.set()
         assert go_on.wait(HANG_SECONDS)
-        return prepare(self, asked)
+        return prepare(self, lane_request)
 
     monkeypatch.setattr(LaneReader, "prepare", slow)
     worker = work(model, grace_seconds=0.0)
@@ -395,22 +395,22 @@ def test_unprepared_requests_are_handed_back_when_the_worker_ends(
 def test_many_are_answered_at_once(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
     model, _ = host(max_num_seqs=4)
     work(model)
-    asked = [request(model, kit.chat(f"{n}", max_tokens=20, ignore_eos=True), f"r{n}") for n in range(50)]
-    alone = [alike(body) for body in as_rows(kit, host()[0], [one.body for one in asked])]
-    for one in asked:
+    requests = [request(model, kit.chat(f"{n}", max_tokens=20, ignore_eos=True), f"r{n}") for n in range(50)]
+    alone = [alike(body) for body in as_rows(kit, host()[0], [one.body for one in requests])]
+    for one in requests:
         lane.send(one)
     found = {}
     until = time.monotonic() + HANG_SECONDS
-    while len(found) < len(asked) and time.monotonic() < until:
-        for event in lane.read({one.id: START for one in asked if one.id not in found}, 0.1):
+    while len(found) < len(requests) and time.monotonic() < until:
+        for event in lane.read({one.id: START for one in requests if one.id not in found}, 0.1):
             if isinstance(event, EndEvent):
                 found[event.request] = alike(event.response)
-    assert [found[one.id] for one in asked] == alone
+    assert [found[one.id] for one in requests] == alone
 
 
 @pytest.mark.parametrize("serving", [LaneServing(emit_interval_seconds=0.01), LaneServing(emit_interval_seconds=60.0)])
 def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: Any, serving: LaneServing) -> None:
-    # Given a worker that emits often and seldom renews its holds, or the other way round, when a caller goes,
+    # Given a worker that emits often and seldom renews its holds, or the other way round, when a caller disconnects,
     model, runner = host(step_seconds=0.01)
     often = serving.emit_interval_seconds < 1
     work(
@@ -420,7 +420,7 @@ def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: 
     )
     events = answer(lane, request(model, kit.chat(max_tokens=300, ignore_eos=True)), CLOCK, CALL)
     next(events)
-    # then it learns that at once all the same.
+    # then the worker removes the request at once all the same.
     assert model.engine.num_running == 1
     events.close()  # type: ignore[attr-defined]
     wait_until(lambda: model.engine.num_running == 0)
@@ -447,7 +447,7 @@ def test_a_stopped_worker_finishes_requests_within_its_grace_and_hands_back_the_
     long = request(one, kit.chat("long", max_tokens=100, ignore_eos=True), "long")
     alone = [alike(body) for body in as_rows(kit, host()[0], [quick.body, long.body])]
     first = work(one, "w1", on=lane, grace_seconds=0.6)
-    begun = [answer(lane, asked, CLOCK, CALL) for asked in (quick, long)]
+    begun = [answer(lane, each, CLOCK, CALL) for each in (quick, long)]
     received = [[next(events)] for events in begun]
     work(other, "w2", on=lane)
     first.stop.set()
@@ -469,12 +469,12 @@ def test_a_stopped_worker_finishes_requests_within_its_grace_and_hands_back_the_
 def test_given_a_worker_that_falls_silent_another_answers(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
     model, _ = host()
     silent = lane.worker("silent")
-    asked = request(model, kit.chat("x", max_tokens=30, ignore_eos=True))
-    lane.send(asked)
-    assert silent.take([asked.model], 1, 1.0) == [asked]
-    silent.emit([TokensEvent(asked.id, 1, 0, tokens=(256,), text="?")])
+    lane_request = request(model, kit.chat("x", max_tokens=30, ignore_eos=True))
+    lane.send(lane_request)
+    assert silent.take([lane_request.model], 1, 1.0) == [lane_request]
+    silent.emit([TokensEvent(lane_request.id, 1, 0, tokens=(256,), text="?")])
     work(model)
-    events = events_of(lane, asked)
+    events = events_of(lane, lane_request)
     assert response(events)["usage"]["completion_tokens"] == 30
     assert {event.attempt for event in events} == {1, 2}
 
@@ -517,7 +517,7 @@ def test_given_an_engine_that_fails_with_everything_the_worker_ends_and_another_
     # Given no rows of shards, which would have shown it
     broken, runner = host()
     runner.fails = lambda prompts: True
-    worker = Worker(kit, broken, lane, "broken", ())
+    worker = LaneWorker(kit, broken, lane, "broken", ())
     events = answer(lane, request(broken, kit.chat("x", max_tokens=5, ignore_eos=True)), CLOCK, CALL)
     lane_events: list[LaneEvent] = []
     caller = threading.Thread(target=lambda: lane_events.extend(events))
@@ -550,10 +550,10 @@ def test_an_idle_worker_answers_at_once_and_burns_no_processor(
 
 def test_text_that_may_begin_a_stop_string_is_not_emitted(host: Any, kit: Any) -> None:
     model, _ = host()
-    asked = request(model, kit.completion("q", stop=["xyz!", "?"], max_tokens=50))
-    row = LaneReader(model).prepare(asked)
+    lane_request = request(model, kit.completion("q", stop=["xyz!", "?"], max_tokens=50))
+    row = LaneReader(model).prepare(lane_request)
     ids, last = (model.tokenizer.encode_batch([text], add_special_tokens=False)[0] for text in ("abcxyz", "!"))
-    lane_answer = LaneAnswer(asked, row, model.tokenizer)
+    lane_answer = LaneAnswer(lane_request, row, model.tokenizer)
     early = lane_answer.grow([PartialChoice(0, ids)])
     assert text_of(early) == "abc"
     assert row.request.watcher is not None
@@ -568,7 +568,7 @@ def test_text_that_may_begin_a_stop_string_is_not_emitted(host: Any, kit: Any) -
     late = lane_answer.end(row, completion, ResponseBuilder(model.tokenizer), envelope)
     assert text_of([*early, *late]) == "abc" == response(late)["choices"][0]["text"]
     # An attempt that resumes those tokens reconstructs that no more text was emitted.
-    again = replace(asked, attempt=2, tokens=(tuple(ids.tolist()),))
+    again = replace(lane_request, attempt=2, tokens=(tuple(ids.tolist()),))
     more = LaneAnswer(again, LaneReader(model).prepare(again), model.tokenizer).grow([PartialChoice(0, last)])
     assert text_of(more) == "x"
 
@@ -576,7 +576,7 @@ def test_text_that_may_begin_a_stop_string_is_not_emitted(host: Any, kit: Any) -
 def test_an_unexpected_exception_of_a_thread_ends_the_worker_and_its_requests_are_handed_back(
     host: Any, kit: Any, lane: MemoryLane
 ) -> None:
-    class Broken:
+    class BrokenLane:
         """A lane that raises an unexpected exception."""
 
         def __init__(self) -> None:
@@ -589,17 +589,17 @@ def test_an_unexpected_exception_of_a_thread_ends_the_worker_and_its_requests_ar
             raise ZeroDivisionError
 
     model, _ = host(step_seconds=0.01)
-    asked = request(model, kit.chat("x", max_tokens=300, ignore_eos=True))
-    lane.send(asked)
+    lane_request = request(model, kit.chat("x", max_tokens=300, ignore_eos=True))
+    lane.send(lane_request)
     server = LaneServer(
-        model, Broken(), CLOCK, serving=LaneServing(emit_interval_seconds=0.01), lane_settings=LANE_SETTINGS
+        model, BrokenLane(), CLOCK, serving=LaneServing(emit_interval_seconds=0.01), lane_settings=LANE_SETTINGS
     )
     with pytest.raises(ZeroDivisionError), server.running(threading.Event()) as side_work:
-        ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=side_work).run()
+        ShardWorker(model, EndlessSource(), kit.MemorySink(), CLOCK, beside=side_work).run()
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
     until = time.monotonic() + HANG_SECONDS
     while not condition():
-        assert time.monotonic() < until, "it did not come"
+        assert time.monotonic() < until, "the condition was not met in time"
         time.sleep(0.01)

@@ -16,11 +16,11 @@ from workers.model.quality import TokenScores, compare, read_windows, token_scor
 from workers.model.scoring import score
 
 
-class Letters:
-    """A tokenizer of one token a letter."""
+class CharacterTokenizer:
+    """A tokenizer with one token for each character."""
 
     def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
-        return [as_token_ids([ord(letter) for letter in text]) for text in texts]
+        return [as_token_ids([ord(character) for character in text]) for text in texts]
 
 
 def test_every_kind_of_line_is_text(tmp_path: Path) -> None:
@@ -35,17 +35,17 @@ def test_every_kind_of_line_is_text(tmp_path: Path) -> None:
     ]
     file = tmp_path / "texts.jsonl"
     file.write_text("\n\n".join(map(json.dumps, lines)))
-    found = read_windows(file, Letters(), 3, 99)  # type: ignore[arg-type]
+    found = read_windows(file, CharacterTokenizer(), 3, 99)  # type: ignore[arg-type]
     assert ["".join(map(chr, window)) for window in found] == ["abc", "de\n", "\nfg"]
-    assert len(read_windows(file, Letters(), 3, 2)) == 2  # type: ignore[arg-type]
+    assert len(read_windows(file, CharacterTokenizer(), 3, 2)) == 2  # type: ignore[arg-type]
     plain = tmp_path / "text.txt"
     plain.write_text("hello")
-    [window] = read_windows(plain, Letters(), 4, 9)  # type: ignore[arg-type]
+    [window] = read_windows(plain, CharacterTokenizer(), 4, 9)  # type: ignore[arg-type]
     assert "".join(map(chr, window)) == "hell"
 
 
 def test_each_window_begins_with_the_tokenizers_prefix(tmp_path: Path) -> None:
-    class Marking(Letters):
+    class PrefixingTokenizer(CharacterTokenizer):
         """Puts a ^ before each text."""
 
         def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
@@ -55,7 +55,7 @@ def test_each_window_begins_with_the_tokenizers_prefix(tmp_path: Path) -> None:
 
     plain = tmp_path / "text.txt"
     plain.write_text("hello you")
-    found = read_windows(plain, Marking(), 4, 9)  # type: ignore[arg-type]
+    found = read_windows(plain, PrefixingTokenizer(), 4, 9)  # type: ignore[arg-type]
     assert ["".join(map(chr, window)) for window in found] == ["^hel", "^lo ", "^you"]
 
 
@@ -75,7 +75,7 @@ def test_files_without_text_are_refused_in_one_line(name: str, content: Any, sai
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(WorkerError, match=said) as caught:
-        read_windows(tmp_path / name, Letters(), 3, 9)  # type: ignore[arg-type]
+        read_windows(tmp_path / name, CharacterTokenizer(), 3, 9)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 

@@ -124,20 +124,20 @@ def test_requests_of_the_lane_count_with_their_tier(
         for number in range(5):
             tier = Tier.INTERACTIVE if number < 3 else Tier.STANDARD
             body = {**kit.chat(f"hello {number}"), "max_tokens": 8}
-            asked = LaneRequest(f"r{number}", model.pin().key, body, CHAT, tier)
-            events = list(answer(lane, asked, CLOCK, CallSettings(poll_interval_seconds=0.01)))
+            request = LaneRequest(f"r{number}", model.pin().key, body, CHAT, tier)
+            events = list(answer(lane, request, CLOCK, CallSettings(poll_interval_seconds=0.01)))
             assert isinstance(events[-1], EndEvent)
             usages.append(events[-1].response["usage"])
         metrics = metrics_when(sink, lambda counts: sum(of.answered for of in counts.tiers.values()) == 5)
     finally:
         stop.set()
         worker.join()
-    for tier, asked_for in ((Tier.INTERACTIVE, usages[:3]), (Tier.STANDARD, usages[3:])):
+    for tier, expected in ((Tier.INTERACTIVE, usages[:3]), (Tier.STANDARD, usages[3:])):
         counts = metrics.tiers[tier]
-        assert (counts.answered, counts.failed) == (len(asked_for), 0)
-        assert counts.usage.prompt == sum(usage["prompt_tokens"] for usage in asked_for)
-        assert counts.usage.completion == sum(usage["completion_tokens"] for usage in asked_for)
-        assert samples(counts.ttft) == samples(counts.whole) == len(asked_for)
+        assert (counts.answered, counts.failed) == (len(expected), 0)
+        assert counts.usage.prompt == sum(usage["prompt_tokens"] for usage in expected)
+        assert counts.usage.completion == sum(usage["completion_tokens"] for usage in expected)
+        assert samples(counts.ttft) == samples(counts.whole) == len(expected)
     assert any(load.metrics.lane_open for load in sink.loads)
     assert metrics.lane_open == metrics.lane_waiting == 0
 

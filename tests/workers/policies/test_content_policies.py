@@ -166,16 +166,16 @@ def test_a_match_that_begins_in_an_earlier_attempts_tokens_is_found(byte_level: 
     assert gate.refused
 
 
-def test_keywords_and_sides(rules: Callable[[str], Rules]) -> None:
+def test_keywords_of_prompts_and_of_answers(rules: Callable[[str], Rules]) -> None:
     policy = rules(
         """
         [[rule]]
-        name = "asked"
+        name = "prompt-rule"
         apply = "prompt"
         keywords = ["Blue Heron", "a.b"]
 
         [[rule]]
-        name = "told"
+        name = "answer-rule"
         apply = "answer"
         keywords = ["class"]
         whole_words = true
@@ -183,14 +183,14 @@ def test_keywords_and_sides(rules: Callable[[str], Rules]) -> None:
         """
     )
 
-    def asked(*texts: str) -> str:
+    def rule_of_prompt(*texts: str) -> str:
         return policy.before(Prompt(ABOUT, texts)).rule
 
     def emitted(text: str) -> bool:
         return policy.after(Answer(ABOUT, text)).allowed
 
-    assert asked("fine", "the BLUE heron") == asked("A.B") == "asked"
-    assert asked("blue  heron, axb, class") == "" == asked("half a pair \ud800")
+    assert rule_of_prompt("fine", "the BLUE heron") == rule_of_prompt("A.B") == "prompt-rule"
+    assert rule_of_prompt("blue  heron, axb, class") == "" == rule_of_prompt("half a pair \ud800")
     assert not emitted("a class.")
     assert emitted("first-classy Class blue heron")
     assert policy.window == 5
@@ -199,7 +199,7 @@ def test_keywords_and_sides(rules: Callable[[str], Rules]) -> None:
 def test_a_policy_that_can_t_judge_pieces_holds_all_back_while_others_still_stop_it(tmp_path: Path) -> None:
     seen: list[Answer] = []
 
-    class Whole:
+    class WholeTextPolicy:
         fingerprint = "1"
         window = None
 
@@ -210,7 +210,7 @@ def test_a_policy_that_can_t_judge_pieces_holds_all_back_while_others_still_stop
             seen.append(answer)
             return ALLOWED
 
-    judge = guard(Whole(), of_regexes(tmp_path, ["ab"]))
+    judge = guard(WholeTextPolicy(), of_regexes(tmp_path, ["ab"]))
     growing = GrowingAnswer(judge)
     growing.push("x" * 100)
     assert (growing.cleared, seen) == (0, [])
@@ -220,7 +220,7 @@ def test_a_policy_that_can_t_judge_pieces_holds_all_back_while_others_still_stop
     assert growing.refused
 
 
-class Breaks:
+class RaisingPolicy:
     """A policy that fails, and whose error quotes the text."""
 
     fingerprint = "1"
@@ -242,7 +242,7 @@ class Breaks:
     "how", [lambda text: int(text), lambda text: None, lambda text: True, lambda text: {}[text], lambda text: 1 / 0]
 )
 def test_a_text_that_can_t_be_judged_is_refused_and_not_logged(how: Callable[[str], Any]) -> None:
-    judge = guard(Breaks(how))
+    judge = guard(RaisingPolicy(how))
     with capture_logs() as logs:
         for call in (lambda: judge.check_prompt([SECRET]), lambda: judge.refuses(SECRET)):
             with pytest.raises(RowError, match="content policy 'p0' could not judge the") as failed:
@@ -322,7 +322,7 @@ def test_names_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     for chosen, what in (
         (["rules"], "needs a file; name it, as in rules:policy.toml"),
         ([f"rules:{tmp_path}/none.toml"], "none.toml: can't be read: No such file"),
-        (["nobody"], "content policy 'nobody' is not installed (known: rules)"),
+        (["unknown"], "content policy 'unknown' is not installed (known: rules)"),
     ):
         with pytest.raises((PolicyError, RulesError)) as wrong:
             load_policies(chosen)
@@ -354,8 +354,8 @@ def test_a_regex_that_hangs_others_takes_no_longer_than_its_text(
 
 def test_a_regex_at_the_limit_takes_time_in_proportion_to_the_text(rules: Callable[[str], Rules]) -> None:
     judge = guard(rules("[[rule]]\nname = 'r'\nregexes = ['a[ab]{500}c']\n"))
-    dead_letters = random.Random(0).choices("ab", k=60_000)
-    assert not judge.refuses("".join(dead_letters))
+    characters = random.Random(0).choices("ab", k=60_000)
+    assert not judge.refuses("".join(characters))
 
 
 def test_the_example_in_the_docs_works(rules: Callable[[str], Rules]) -> None:

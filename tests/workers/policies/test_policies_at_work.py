@@ -68,8 +68,8 @@ def birds(tmp_path: Path) -> Policies:
     return Policies((("rules", Rules(path)),))
 
 
-class Breaks:
-    """Judges by raising where it meets the word."""
+class RaisingPolicy:
+    """A policy that raises where it finds the word."""
 
     fingerprint = "1"
     window: int | None = len(WORD)
@@ -85,8 +85,8 @@ class Breaks:
         return ALLOWED
 
 
-class LateBreaks(Breaks):
-    """The same, at the end only."""
+class RaisingAtEndPolicy(RaisingPolicy):
+    """The same, at the end of the answer only."""
 
     window = None
 
@@ -118,16 +118,16 @@ def test_a_refused_prompt_fails_its_row_before_anything_is_computed(
     spelt = model.tokenizer.encode_batch([f"of a {WORD}"], add_special_tokens=False)[0].tolist()
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"for": "a Falcon"}'}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": f"the {WORD}s"}]
-    asked = {"role": "user", "content": "and?"}
+    question = {"role": "user", "content": "and?"}
     bodies: list[Any] = [
         kit.chat(f"Where is the {WORD}?"),
         0,
         kit.completion(f"The {WORD.title()}"),
         kit.completion(spelt),
         kit.chat("", messages=[{"role": "user", "content": parts}]),
-        kit.chat("", messages=[{"role": "system", "content": f"No {WORD}."}, asked]),
-        kit.chat("", messages=[asked, {"role": "assistant", "content": None, "tool_calls": [call]}, asked]),
-        kit.chat("", messages=[{**asked, "name": WORD}]),  # which the template doesn't show
+        kit.chat("", messages=[{"role": "system", "content": f"No {WORD}."}, question]),
+        kit.chat("", messages=[question, {"role": "assistant", "content": None, "tool_calls": [call]}, question]),
+        kit.chat("", messages=[{**question, "name": WORD}]),  # which the template doesn't show
         kit.chat("x", tools=[{"type": "function", "function": {"name": "look", "description": f"for a {WORD}"}}]),
     ]
     before = model.engine.stats()
@@ -220,9 +220,9 @@ def test_the_text_of_a_tool_call_is_judged(model: LoadedModel, birds: Policies, 
     assert json.loads(call.function.arguments) == {"t": FINE}
 
 
-@pytest.mark.parametrize("policy", [Breaks(), LateBreaks()])
+@pytest.mark.parametrize("policy", [RaisingPolicy(), RaisingAtEndPolicy()])
 def test_a_policy_that_raises_fails_the_row_and_the_worker_continues(
-    model: LoadedModel, kit: Any, policy: Breaks
+    model: LoadedModel, kit: Any, policy: RaisingPolicy
 ) -> None:
     with capture_logs() as logs:
         bodies = [kit.chat(f"a {WORD}"), forced(kit, FORBIDDEN), forced(kit, FINE)]
@@ -249,8 +249,8 @@ def test_texts_to_embed_are_judged(embedding_model: Path, birds: Policies, kit: 
     assert codes == [None, refused, refused]
 
 
-class Endless:
-    """No shards, and never the last."""
+class EndlessSource:
+    """A source without shards that never finishes."""
 
     def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> None:
         return None
@@ -271,7 +271,7 @@ def served(kit: Any, model: LoadedModel, policies: Policies) -> Iterator[Ask]:
 
     def run() -> None:
         with server.running(stop) as side_work:
-            ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=side_work).run(stop)
+            ShardWorker(model, EndlessSource(), kit.MemorySink(), CLOCK, beside=side_work).run(stop)
 
     def ask(body: dict[str, Any], **more: Any) -> list[LaneEvent]:
         url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
@@ -417,7 +417,7 @@ def test_a_refused_request_and_one_that_can_t_be_judged_end_with_errors(
     assert isinstance(refused, ErrorEvent)
     assert (refused.code, refused.status) == ("content_filter", 400)
     assert model.engine.stats().steps == steps
-    for policy in (Breaks(), LateBreaks()):
+    for policy in (RaisingPolicy(), RaisingAtEndPolicy()):
         with served(kit, model, Policies((("mine", policy),))) as ask:
             for body in (kit.chat(f"a {WORD}"), forced(kit, FORBIDDEN)):
                 *emitted, last = ask(body)

@@ -1,4 +1,4 @@
-"""One shard is kept prepared while there is enough to do: it counts as held, and is given back like the others."""
+"""One shard is prepared ahead while the worker has enough to do: it counts as held, and is released like the others."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SPEC = ModelSpec(
 ONE = WorkerSettings(max_open_shards=1)
 
 
-class WatchedRunner(NullRunner):
-    """Tells of each step."""
+class ObservedRunner(NullRunner):
+    """The null runner, which calls `on_step` before each step."""
 
     on_step: Callable[[], None]
 
@@ -48,8 +48,8 @@ def host(byte_level: Tokenizer) -> Callable[[Any, Callable[[], None]], LoadedMod
     def host(clock: Any, on_step: Callable[[], None]) -> LoadedModel:
         config = EngineConfig(cache=CacheConfig(block_size=16), schedule=ScheduleConfig(max_num_seqs=8))
 
-        def make_runner(scheduler: Any) -> WatchedRunner:
-            runner = WatchedRunner(scheduler.rows, SPEC.vocab_size)
+        def make_runner(scheduler: Any) -> ObservedRunner:
+            runner = ObservedRunner(scheduler.rows, SPEC.vocab_size)
             runner.on_step = on_step
             return runner
 
@@ -79,12 +79,12 @@ def test_given_enough_to_do_then_exactly_one_shard_is_prepared_and_held(host: An
     assert sorted(sink.parts) == [1, 2, 3, 4]
     assert set(seen[2:]) == {(0, 2), (1, 3), (2, 4), (3, 4)}, "one is worked on, one waits"
     beats = [held for held in sink.held if held]
-    assert [1, 2] in beats, "what waits is shown as held, so that nobody else gets it"
+    assert [1, 2] in beats, "the waiting shard is reported as held, so that no other worker gets it"
     assert all(len(held) <= 2 for held in beats)
 
 
 @pytest.mark.parametrize("how", ["stopped", "closed"])
-def test_given_a_worker_that_must_stop_then_the_prepared_shard_is_given_back_too(host: Any, kit: Any, how: str) -> None:
+def test_given_a_worker_that_must_stop_then_the_prepared_shard_is_released_too(host: Any, kit: Any, how: str) -> None:
     clock, stop, steps = kit.FakeClock(), threading.Event(), 0
     source, sink = kit.ListSource(long_shards(kit, 2)), kit.MemorySink()
 
@@ -102,7 +102,7 @@ def test_given_a_worker_that_must_stop_then_the_prepared_shard_is_given_back_too
     ShardWorker(model, source, sink, clock, ONE, helper=kit.InlineExecutor()).run(stop)
     assert sink.parts == {}
     assert sorted(sink.released) == [1, 2]
-    assert steps < 12 + HEARTBEAT_SECONDS / 0.5, "nothing was begun after the worker had learnt of it"
+    assert steps < 12 + HEARTBEAT_SECONDS / 0.5, "nothing was begun after the heartbeat that revoked it"
     assert not model.engine.has_work
 
 
@@ -128,14 +128,14 @@ def test_given_a_job_that_closes_then_another_jobs_prepared_shard_is_opened_in_o
 
 
 def test_given_a_part_that_cant_be_written_then_the_end_of_its_attempt_is_recorded(host: Any, kit: Any) -> None:
-    class Full(kit.MemorySink):  # type: ignore[misc]
+    class FullDiskSink(kit.MemorySink):  # type: ignore[misc]
         def commit(self, work: ShardWork, *args: Any) -> bool:
             raise StoreError("the disk is full")
 
         def checkpoint(self, *args: Any) -> None:
             raise StoreError("the disk is full")
 
-    clock, sink = kit.FakeClock(), Full()
+    clock, sink = kit.FakeClock(), FullDiskSink()
     source = kit.ListSource([kit.make_work([kit.chat(max_tokens=3)])])
     with pytest.raises(StoreError, match="full"):
         ShardWorker(host(clock, lambda: None), source, sink, clock, ONE, helper=kit.InlineExecutor()).run()

@@ -1,6 +1,6 @@
 """Workers that die, again and again: the next one goes on where the log stands, and the results are those of a run that
-nothing interrupted. The engine, the ledger and the log's bytes are the real ones; a death is an exception that nobody
-catches."""
+nothing interrupted. The engine, the ledger and the log's bytes are the real ones; a death is an exception that the
+worker does not catch."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-class Killed(BaseException):
-    """The process is gone."""
+class ProcessKilled(BaseException):
+    """The death of the process."""
 
 
-class Dies:
+class KillingObserver:
     """A worker's observer that kills it after some iterations."""
 
     def __init__(self, iterations: float) -> None:
@@ -59,18 +59,18 @@ class Dies:
     def progress(self, progress: WorkerProgress) -> None:
         self._left -= 1
         if self._left <= 0 and not progress.stopped:
-            raise Killed
+            raise ProcessKilled
 
 
-class Ticking:
-    """A shard source whose dispatcher polls at the world before each take."""
+class DispatchingSource:
+    """A shard source whose dispatcher polls before each take."""
 
     def __init__(self, harness: PipelineHarness, name: str) -> None:
-        self._house = harness
+        self._harness = harness
         self._client = harness.client(name)
 
     def take(self, timeout: float, tiers: Sequence[Tier] = ()) -> ShardWork | None:
-        self._house.dispatcher.tick()
+        self._harness.dispatcher.tick()
         return self._client.take(0)
 
     def __getattr__(self, name: str) -> Any:
@@ -115,15 +115,15 @@ def begin(tmp_path: Path, source: Path, name: str) -> World:
 
 
 def work_on(world: World, model: LoadedModel, iterations: float, kit: Any, **settings: Any) -> Manifest | None:
-    """One life of a worker: until the job ends, or it dies after so many iterations."""
+    """Run one worker until the job ends, or until it dies after so many iterations."""
     harness = PipelineHarness(world, JobLedger(world.store))
     harness.dispatcher.add(harness.ledger)
-    source = Ticking(harness, "w")
+    source = DispatchingSource(harness, "w")
     how = WorkerSettings(report_interval_seconds=0, **{"checkpoint_seconds": 0, "max_open_shards": 2} | settings)
-    worker = ShardWorker(model, source, source, world.clock, how, Dies(iterations), kit.InlineExecutor())  # type: ignore[arg-type]
+    worker = ShardWorker(model, source, source, world.clock, how, KillingObserver(iterations), kit.InlineExecutor())  # type: ignore[arg-type]
     try:
         worker.run()
-    except Killed:
+    except ProcessKilled:
         return None
     for _ in range(3):
         world.clock.sleep(LIFETIME + 1)
@@ -132,7 +132,7 @@ def work_on(world: World, model: LoadedModel, iterations: float, kit: Any, **set
 
 
 def rows_of(world: World) -> list[dict[str, Any]]:
-    """What users see, without what may differ: times, attempts, what was cached."""
+    """The results without the fields that may differ: times, attempts, cached tokens."""
     found = []
     for _, info in JobLedger(world.store).parts():
         for row in pq.read_table(pa.BufferReader(world.store.read(info.key))).to_pylist():
@@ -223,7 +223,7 @@ def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts
     whole = work_on(unbroken, load(), float("inf"), kit)
     assert whole is not None
 
-    class Stops:
+    class StopAfter:
         """Set after this many polls by the worker."""
 
         def __init__(self, polls: int) -> None:
@@ -236,10 +236,11 @@ def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts
     for polls in (6, 9, 12):
         harness = PipelineHarness(broken, JobLedger(broken.store))
         harness.dispatcher.add(harness.ledger)
-        source: Any = Ticking(harness, "w")
+        source: Any = DispatchingSource(harness, "w")
         model = load()
         how = WorkerSettings(checkpoint_seconds=1e9, max_open_shards=2)
-        progress = ShardWorker(model, source, source, broken.clock, how, helper=kit.InlineExecutor()).run(Stops(polls))  # type: ignore[arg-type]
+        worker = ShardWorker(model, source, source, broken.clock, how, helper=kit.InlineExecutor())
+        progress = worker.run(StopAfter(polls))  # type: ignore[arg-type]
         assert progress.stopped
         assert not model.engine.has_work
     manifest = work_on(broken, load(), float("inf"), kit)
@@ -254,7 +255,7 @@ def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts
 def test_given_a_row_that_kills_its_worker_when_tried_again_then_it_alone_fails(
     tokens: int, tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
-    # Given steps of 50 ms, a log each second, and a row that ends the process at its so-manieth token
+    # Given steps of 50 ms, a log each second, and a row that ends the process at its `tokens`th token
     world = begin(tmp_path, requests, "world")
     poison, lives = 19, 0
     manifest = None
@@ -272,23 +273,23 @@ def test_given_a_row_that_kills_its_worker_when_tried_again_then_it_alone_fails(
 
 
 def poisoned(model: LoadedModel, poison: int, tokens: int, world: World) -> LoadedModel:
-    """The process dies at the so-manieth token of the row."""
+    """The process dies at the `tokens`th token of the row."""
     add, step, since = model.engine.add, model.engine.step, list[int]()
 
-    def watched(request: Any) -> None:
+    def recording_add(request: Any) -> None:
         if request.request_id.endswith(f"/{poison}"):
             since.append(sum(len(choice.token_ids) for choice in request.partial))
         add(request)
 
-    def deadly() -> Any:
+    def dying_step() -> Any:
         world.clock.sleep(0.05)
         if since:
             since[0] += 1
             if since[0] >= tokens:
-                raise Killed
+                raise ProcessKilled
         return step()
 
-    return replace(model, engine=Wrapped(model.engine, watched, deadly))  # type: ignore[arg-type]
+    return replace(model, engine=WrappedEngine(model.engine, recording_add, dying_step))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -317,14 +318,14 @@ def killed_after(model: LoadedModel, seconds: float, world: World) -> LoadedMode
     """The process dies so long after its first step; a step takes 0.3 s."""
     step, since = model.engine.step, list[float]()
 
-    def deadly() -> Any:
+    def dying_step() -> Any:
         since.append(world.clock.monotonic())
         world.clock.sleep(0.3)
         if world.clock.monotonic() - since[0] >= seconds:
-            raise Killed
+            raise ProcessKilled
         return step()
 
-    return replace(model, engine=Wrapped(model.engine, model.engine.add, deadly))  # type: ignore[arg-type]
+    return replace(model, engine=WrappedEngine(model.engine, model.engine.add, dying_step))  # type: ignore[arg-type]
 
 
 def test_given_kills_while_a_shard_waits_then_its_rows_are_not_suspects(
@@ -352,7 +353,7 @@ def test_given_a_run_that_ends_with_an_error_when_it_is_resumed_then_no_row_is_a
     work_on(unbroken, load(), float("inf"), kit)
     for good in (0, 3, 6):
         model = load()
-        broken = Wrapped(model.engine, model.engine.add, failing(model.engine, good, world))
+        broken = WrappedEngine(model.engine, model.engine.add, failing(model.engine, good, world))
         with pytest.raises(BrokenEngineError):
             work_on(world, replace(model, engine=broken), float("inf"), kit, checkpoint_seconds=0)  # type: ignore[arg-type]
     history = read_history(JobLedger(world.store), 1)
@@ -382,7 +383,7 @@ def failing(engine: Any, good: int, world: World) -> Callable[[], Any]:
     return step
 
 
-class Wrapped:
+class WrappedEngine:
     """An engine with another `add` and `step`."""
 
     def __init__(self, engine: Any, add: Any, step: Any) -> None:

@@ -1,4 +1,4 @@
-"""A store that is away for a while, or a disk that is full: the worker keeps what it has, waits, and loses nothing."""
+"""A store that is unavailable for a while, or a full disk: the worker waits, and loses no rows."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from workers.shards.store_outage import READ_FAILURE_SECONDS, OutageTolerantClie
 from workers.shards.worker import ShardWorker
 
 
-class Away(StoreUnavailable):
-    """The store is away."""
+class StoreAway(StoreUnavailable):
+    """An outage of the store."""
 
 
 @pytest.fixture
@@ -44,10 +44,10 @@ def model(model_folder: Path) -> LoadedModel:
     return LoadedModel.load(model_folder, name="tiny", config=config)
 
 
-def failing(kit: Any, calls: int) -> Any:
-    """A sink and source whose store is away for the first calls of each kind."""
+def failing_client(kit: Any, calls: int) -> Any:
+    """A sink and source whose store is unavailable for the first calls of each kind."""
 
-    class Sink(kit.MemorySink):  # type: ignore[misc,name-defined]
+    class FailingClient(kit.MemorySink):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.left: dict[str, int] = dict.fromkeys(("begin", "checkpoint", "commit", "take", "find_revoked"), calls)
@@ -60,7 +60,7 @@ def failing(kit: Any, calls: int) -> Any:
         def fail(self, what: str) -> None:
             if self.left[what]:
                 self.left[what] -= 1
-                raise Away(f"{what}: away")
+                raise StoreAway(f"{what}: away")
 
         def begin(self, *args: Any) -> None:
             self.fail("begin")
@@ -86,13 +86,13 @@ def failing(kit: Any, calls: int) -> Any:
             self.fail("find_revoked")
             return super().find_revoked(*args)
 
-    return Sink()
+    return FailingClient()
 
 
 def test_given_a_store_that_is_away_for_a_while_then_the_worker_waits_and_all_rows_are_committed(
     model: LoadedModel, kit: Any
 ) -> None:
-    sink, clock = failing(kit, 3), kit.FakeClock()
+    sink, clock = failing_client(kit, 3), kit.FakeClock()
     tolerant = OutageTolerantClient(sink, clock, threading.Event())
     settings = WorkerSettings(checkpoint_seconds=0.0)
     with capture_logs() as logs:
@@ -109,16 +109,16 @@ def test_given_a_store_that_is_away_for_a_while_then_the_worker_waits_and_all_ro
 def test_given_an_outage_when_heartbeats_are_sent_then_they_have_its_reason(kit: Any) -> None:
     # Given a write that waits for the store, on another thread
     clock, stop, tries = kit.FakeClock(), threading.Event(), threading.Semaphore(0)
-    goes_on = threading.Event()
+    has_room = threading.Event()
 
-    class Full(kit.MemorySink):  # type: ignore[misc,name-defined]
+    class FullDiskSink(kit.MemorySink):  # type: ignore[misc,name-defined]
         def begin(self, *args: Any) -> None:
-            if not goes_on.is_set():
+            if not has_room.is_set():
                 tries.release()
-                raise Away("no room")
+                raise StoreAway("no room")
             super().begin(*args)
 
-    sink = Full()
+    sink = FullDiskSink()
     tolerant = OutageTolerantClient(sink, clock, stop)
     work = kit.make_work([kit.chat()])
     load = WorkerLoad(metrics=WorkerMetrics(model="tiny"))
@@ -132,7 +132,7 @@ def test_given_an_outage_when_heartbeats_are_sent_then_they_have_its_reason(kit:
         tolerant.find_revoked([work])
         tolerant.send_heartbeat([work], load)
     finally:
-        goes_on.set()
+        has_room.set()
         writer.join()
     tolerant.send_heartbeat([work], load)
     tolerant.send_heartbeat([work], WorkerLoad())
@@ -140,7 +140,7 @@ def test_given_an_outage_when_heartbeats_are_sent_then_they_have_its_reason(kit:
 
 
 def test_given_a_failed_read_when_no_other_read_follows_then_the_outage_expires(kit: Any) -> None:
-    sink, clock = failing(kit, 1), kit.FakeClock()
+    sink, clock = failing_client(kit, 1), kit.FakeClock()
     tolerant = OutageTolerantClient(sink, clock, threading.Event())
     assert tolerant.take(0) is None
     assert tolerant.outage == "take: away"
@@ -156,11 +156,11 @@ def test_given_an_outage_without_end_then_no_shard_is_begun_and_a_stop_ends_the_
     model: LoadedModel, kit: Any
 ) -> None:
     stop, clock = threading.Event(), kit.FakeClock()
-    sink = failing(kit, 10**9)
+    sink = failing_client(kit, 10**9)
     sink.left["take"] = 0
     tries = 0
 
-    class Stopping(kit.FakeClock):  # type: ignore[misc,name-defined]
+    class StoppingClock(kit.FakeClock):  # type: ignore[misc,name-defined]
         def sleep(self, seconds: float) -> None:
             nonlocal tries
             tries += 1
@@ -168,13 +168,13 @@ def test_given_an_outage_without_end_then_no_shard_is_begun_and_a_stop_ends_the_
             if tries > 50:
                 stop.set()
 
-    tolerant = OutageTolerantClient(sink, Stopping(), stop)
-    with pytest.raises(Away, match="away"):
+    tolerant = OutageTolerantClient(sink, StoppingClock(), stop)
+    with pytest.raises(StoreAway, match="away"):
         ShardWorker(model, tolerant, tolerant, clock, helper=kit.InlineExecutor()).run(stop)
     assert model.engine.stats().generated == 0, "no row is computed without a begin record"
 
 
-class LostConfirmations(MemoryStore):
+class LostConfirmationsStore(MemoryStore):
     """A store that makes each write and then raises `StoreUnavailable`."""
 
     lost = 0
@@ -183,13 +183,13 @@ class LostConfirmations(MemoryStore):
         done = super().create(key, data)
         if self.lost:
             self.lost -= 1
-            raise Away("the answer was lost")
+            raise StoreAway("the answer was lost")
         return done
 
 
 def test_given_lost_confirmations_when_writes_are_repeated_then_each_finds_itself(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    store = LostConfirmations()
+    store = LostConfirmationsStore()
     world = World(store, world.clock, world.random, world.scratch)
     ledger, queue = JobLedger(store), MemoryQueue()
     job = plan_by_hand(ledger, world, [[0, 1, 2]])
@@ -217,7 +217,7 @@ def test_given_lost_confirmations_when_writes_are_repeated_then_each_finds_itsel
 
 
 def test_given_a_full_disk_then_the_error_may_pass(tmp_path: Path) -> None:
-    class Full(type(LOCAL_DISK)):  # type: ignore[misc]
+    class FullDisk(type(LOCAL_DISK)):  # type: ignore[misc]
         full = False
 
         def write_new(self, *args: Any, **more: Any) -> Any:
@@ -225,7 +225,7 @@ def test_given_a_full_disk_then_the_error_may_pass(tmp_path: Path) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write_new(*args, **more)
 
-    disk = Full()
+    disk = FullDisk()
     with FolderStore(tmp_path / "root", disk=disk) as store:
         disk.full = True
         with pytest.raises(StoreUnavailable, match="No space left on device; free some space"):

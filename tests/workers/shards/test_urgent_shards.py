@@ -45,7 +45,7 @@ def host(byte_level: Tokenizer, kit: Any) -> Any:
     return host
 
 
-class Tiers:
+class TieredSource:
     """A source with a queue for each tier; `later`: number of polls -> the shard that arrives then."""
 
     def __init__(self, shards: list[ShardWork], later: dict[int, ShardWork]) -> None:
@@ -79,7 +79,7 @@ def shard(kit: Any, number: int, tier: Tier, rows: int = 40, tokens: int = 60) -
     return work
 
 
-def run(kit: Any, model: Any, source: Tiers) -> Any:
+def run(kit: Any, model: Any, source: TieredSource) -> Any:
     sink = kit.MemorySink()
     settings = WorkerSettings(poll_interval_seconds=0.0)
     ShardWorker(model, source, sink, kit.FakeClock(), settings, None, kit.InlineExecutor()).run()
@@ -90,7 +90,7 @@ def test_an_urgent_shard_is_opened_before_full_bulk_ones_and_its_rows_start_firs
     # Given a machine that is full of bulk work, with more than it may open, when an urgent shard comes,
     model = host(max_num_seqs=4)
     bulk = [shard(kit, number, Tier.BULK) for number in range(1, 8)]
-    source = Tiers(bulk, {12: shard(kit, 9, Tier.STANDARD, rows=4, tokens=5)})
+    source = TieredSource(bulk, {12: shard(kit, 9, Tier.STANDARD, rows=4, tokens=5)})
     sink = run(kit, model, source)
     # then it is the next that is taken, and done, before any other bulk shard,
     order = list(sink.parts)
@@ -104,7 +104,7 @@ def test_an_urgent_shard_is_opened_before_full_bulk_ones_and_its_rows_start_firs
 def test_a_bulk_shard_of_the_floor_is_as_urgent_as_standard_ones(host: Any, kit: Any) -> None:
     model = host(max_num_seqs=4)
     floor = replace(shard(kit, 1, Tier.BULK, rows=4, tokens=5), as_tier=Tier.STANDARD)
-    source = Tiers([floor, shard(kit, 2, Tier.STANDARD, rows=60, tokens=30)], {})
+    source = TieredSource([floor, shard(kit, 2, Tier.STANDARD, rows=60, tokens=30)], {})
     sink = run(kit, model, source)
     assert list(sink.parts) == [1, 2]
 
@@ -113,7 +113,7 @@ def test_standard_shards_are_not_fetched_beyond_max_open_shards(host: Any, kit: 
     model = host(max_num_seqs=2)
     shards = [shard(kit, number, Tier.STANDARD, rows=20, tokens=10) for number in range(1, 9)]
 
-    class Counting(Tiers):
+    class CountingSource(TieredSource):
         most = 0
 
         def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
@@ -121,7 +121,7 @@ def test_standard_shards_are_not_fetched_beyond_max_open_shards(host: Any, kit: 
             self.most = max(self.most, len(self.taken) - len(sink.parts))
             return taken
 
-    source, sink = Counting(shards, {}), kit.MemorySink()
+    source, sink = CountingSource(shards, {}), kit.MemorySink()
     ShardWorker(model, source, sink, kit.FakeClock(), WorkerSettings(), None, kit.InlineExecutor()).run()
     assert len(sink.parts) == 8
     assert source.most <= WorkerSettings().max_open_shards + 2

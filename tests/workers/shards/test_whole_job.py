@@ -47,8 +47,8 @@ Ask = tuple[list[int], int]
 """Prompt, and tokens that the answer will have."""
 
 
-class CostedRunner(NullRunner):
-    """Notes for each step its running rows, its tokens, and the seconds that it would take."""
+class CostModelRunner(NullRunner):
+    """Records for each step its running rows, its tokens, and the seconds that it would take."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler.rows, VOCABULARY, first_token=10)
@@ -62,8 +62,8 @@ class CostedRunner(NullRunner):
         return super().execute(plan)
 
 
-class ShardsInMemory:
-    """A `PlanSink` that keeps the shards."""
+class MemoryPlanSink:
+    """A `PlanSink` that stores the shards."""
 
     def __init__(self) -> None:
         self.tables: dict[int, pa.Table] = {}
@@ -86,8 +86,8 @@ class ShardsInMemory:
 
 
 @dataclass
-class Run:
-    """What came of a job. `cached`: prompt tokens that were not computed."""
+class JobRun:
+    """The measurements of a job. `cached`: prompt tokens that were not computed."""
 
     steps: list[tuple[int, int, float]]
     cached: int
@@ -106,8 +106,8 @@ class Run:
 
 
 @pytest.fixture
-def run(byte_level: Tokenizer, kit: Any, tmp_path: Path) -> Callable[..., Run]:
-    def run(asks: list[Ask], blocks: int = 16_000, rows: int = ROWS) -> Run:
+def run(byte_level: Tokenizer, kit: Any, tmp_path: Path) -> Callable[..., JobRun]:
+    def run(asks: list[Ask], blocks: int = 16_000, rows: int = ROWS) -> JobRun:
         job = kit.make_job()
         lines = []
         for number, (prompt, length) in enumerate(asks):
@@ -115,15 +115,15 @@ def run(byte_level: Tokenizer, kit: Any, tmp_path: Path) -> Callable[..., Run]:
             lines.append(
                 json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
             )
-        data, sink = "\n".join(lines).encode(), ShardsInMemory()
+        data, sink = "\n".join(lines).encode(), MemoryPlanSink()
         source = open_source([SourceFile("in.jsonl", lambda: io.BytesIO(data))], InputFormat.JSONL, Limits())
         world = World(FolderStore(tmp_path / "store"), SystemClock(), SystemRandomness(), tmp_path)
         plan(source, job, sink, world, attempt="planner")
 
-        runners: list[CostedRunner] = []
+        runners: list[CostModelRunner] = []
 
-        def make_runner(scheduler: Scheduler) -> CostedRunner:
-            runners.append(CostedRunner(scheduler))
+        def make_runner(scheduler: Scheduler) -> CostModelRunner:
+            runners.append(CostModelRunner(scheduler))
             return runners[0]
 
         config = EngineConfig(cache=CacheConfig(block_size=BLOCK), schedule=ScheduleConfig(rows, 2048))
@@ -140,7 +140,7 @@ def run(byte_level: Tokenizer, kit: Any, tmp_path: Path) -> Callable[..., Run]:
         assert sorted(results.rows) == list(range(len(asks)))
         assert {row.status for row in results.rows.values()} == {"succeeded"}
         cached = sum(row.cached_tokens or 0 for row in results.rows.values())
-        return Run(runners[0].steps, cached, engine.scheduler.stats)
+        return JobRun(runners[0].steps, cached, engine.scheduler.stats)
 
     return run
 
@@ -167,15 +167,15 @@ def mixed_job(seed: int, groups: int = 6, loners: float = 0.25, most: int = 1000
 
 
 @pytest.mark.parametrize("loners", [0.25, 0.0])
-def test_each_shared_block_is_computed_once_and_the_tail_is_short(run: Callable[..., Run], loners: float) -> None:
+def test_each_shared_block_is_computed_once_and_the_tail_is_short(run: Callable[..., JobRun], loners: float) -> None:
     asks = mixed_job(1, loners=loners)
     done = run(asks)
     assert done.cached == best_hits([prompt for prompt, _ in asks], BLOCK)
-    assert done.tail_share < 0.03  # 0.08 is what is asked for
+    assert done.tail_share < 0.03  # 0.08 is required
     assert done.mean_rows > 0.95 * ROWS
 
 
-def test_in_a_pool_for_half_of_them_little_is_lost(run: Callable[..., Run]) -> None:
+def test_in_a_pool_for_half_of_them_little_is_lost(run: Callable[..., JobRun]) -> None:
     asks = mixed_job(2, groups=20, loners=0.0)
     done = run(asks, blocks=2500)
     assert done.cached >= 0.999 * best_hits([prompt for prompt, _ in asks], BLOCK)
@@ -184,7 +184,7 @@ def test_in_a_pool_for_half_of_them_little_is_lost(run: Callable[..., Run]) -> N
     assert done.tail_share < 0.03
 
 
-def test_the_longest_answer_is_the_last_to_end_only_by_its_own_length(run: Callable[..., Run]) -> None:
+def test_the_longest_answer_is_the_last_to_end_only_by_its_own_length(run: Callable[..., JobRun]) -> None:
     """Given a job with less work than its longest answer takes alone, in several shards, then all that is long starts
     at once, wherever it stands, and the job ends with it."""
     draw = np.random.default_rng(3)
@@ -197,6 +197,6 @@ def test_the_longest_answer_is_the_last_to_end_only_by_its_own_length(run: Calla
     assert len(done.steps) <= 1000 + 20
 
 
-def test_the_order_is_a_function_of_the_plan(run: Callable[..., Run]) -> None:
+def test_the_order_is_a_function_of_the_plan(run: Callable[..., JobRun]) -> None:
     asks = mixed_job(4)
     assert run(asks, blocks=3000).steps == run(asks, blocks=3000).steps

@@ -225,12 +225,12 @@ def test_memory_is_bounded_by_the_open_shards(host: Any, run_worker: Any, kit: A
     ]
     seen: list[int] = []
 
-    class Watcher:
+    class ProgressObserver:
         def progress(self, progress: WorkerProgress) -> None:
             seen.append(progress.shards_open)
 
     settings = WorkerSettings(max_open_shards=3, report_interval_seconds=0.0)
-    progress, _ = run_worker(model, shards, settings=settings, observer=Watcher())
+    progress, _ = run_worker(model, shards, settings=settings, observer=ProgressObserver())
     assert max(seen) == 3
     assert progress.rows == 38
 
@@ -349,7 +349,7 @@ def test_given_a_stop_just_after_a_failed_step_when_shards_are_released_then_all
         if steps == 15:
             raise RuntimeError("the device said no")
 
-    class Stops:
+    class StopAfter:
         left = polls
 
         def is_set(self) -> bool:
@@ -358,7 +358,7 @@ def test_given_a_stop_just_after_a_failed_step_when_shards_are_released_then_all
 
     model, _ = host(on_step=fails_once)
     shard = kit.make_work([kit.completion(f"row {row}", max_tokens=50) for row in range(6)])
-    _, sink = run_worker(model, [shard], settings=WorkerSettings(checkpoint_seconds=1e9), stop=Stops())
+    _, sink = run_worker(model, [shard], settings=WorkerSettings(checkpoint_seconds=1e9), stop=StopAfter())
     logged = sum(len(choice.token_ids) for point in sink.checkpoints[1] for choice in point.running)
     assert logged == model.engine.stats().generated >= 6 * 13
     assert sink.checkpoints[1][-1].head.generated == logged
@@ -496,7 +496,7 @@ class UnexpectedFailure(Exception):
 def test_given_a_shard_whose_part_cant_be_made_then_it_is_given_up_and_the_others_are_committed(
     host: Any, run_worker: Any, kit: Any
 ) -> None:
-    class Picky(kit.MemorySink):  # type: ignore[misc]
+    class FailingSink(kit.MemorySink):  # type: ignore[misc]
         def commit(self, work: Any, *args: Any) -> bool:
             if work.shard == 1:
                 raise UnexpectedFailure("planted")
@@ -504,7 +504,7 @@ def test_given_a_shard_whose_part_cant_be_made_then_it_is_given_up_and_the_other
 
     model, _ = host()
     shards = [kit.make_work([kit.chat(max_tokens=2)], shard=n, first_row=n) for n in (1, 2)]
-    _, sink = run_worker(model, shards, sink=Picky())
+    _, sink = run_worker(model, shards, sink=FailingSink())
     assert (list(sink.parts), list(sink.given_up)) == ([2], [1])
 
 
@@ -529,7 +529,7 @@ def test_given_a_shard_that_cant_be_prepared_then_it_is_given_up_and_the_others_
 def test_given_a_shard_whose_record_cant_be_written_then_it_is_given_up_and_the_others_are_committed(
     write: str, host: Any, run_worker: Any, kit: Any
 ) -> None:
-    class Picky(kit.MemorySink):  # type: ignore[misc]
+    class FailingSink(kit.MemorySink):  # type: ignore[misc]
         def _fail(self, kind: str, work: Any) -> None:
             if (kind, work.shard) == (write, 1):
                 raise UnexpectedFailure("planted")
@@ -552,7 +552,7 @@ def test_given_a_shard_whose_record_cant_be_written_then_it_is_given_up_and_the_
         replace(kit.make_work([kit.chat(max_tokens=9)] * 3, shard=n, first_row=10 * n), history=died) for n in (1, 2)
     ]
     settings = WorkerSettings(checkpoint_seconds=0.0)
-    _, sink = run_worker(model, shards, sink=Picky(), settings=settings)
+    _, sink = run_worker(model, shards, sink=FailingSink(), settings=settings)
     assert list(sink.parts) == [2]
     assert (list(sink.given_up), sink.released) == ([1], [])
     assert isinstance(sink.given_up[1], UnexpectedFailure)
@@ -573,7 +573,7 @@ def test_given_a_slow_write_to_the_store_then_heartbeats_are_still_sent(blocked:
     clock, beats = kit.FakeClock(), threading.Condition()
     stop = threading.Event()
 
-    class Slow(kit.MemorySink):  # type: ignore[misc,name-defined]
+    class SlowSink(kit.MemorySink):  # type: ignore[misc,name-defined]
         def send_heartbeat(self, *args: Any) -> None:
             super().send_heartbeat(*args)
             with beats:
@@ -615,7 +615,7 @@ def test_given_a_slow_write_to_the_store_then_heartbeats_are_still_sent(blocked:
         if blocked == "release" and len(sink.held) > 3:
             stop.set()
 
-    sink = Slow()
+    sink = SlowSink()
     model, _ = host(clock=clock, on_step=on_step)
     shards = [kit.make_work([kit.chat(max_tokens=100)], shard=n, first_row=n) for n in (1, 2)]
     shards[0] = kit.make_work([kit.chat(max_tokens=2)], shard=1) if blocked in ("commit", "give_up") else shards[0]
@@ -628,13 +628,13 @@ def test_given_a_part_that_cant_be_made_when_the_worker_is_stopped_then_its_shar
 ) -> None:
     stop = threading.Event()
 
-    class Picky(kit.MemorySink):  # type: ignore[misc]
+    class FailingSink(kit.MemorySink):  # type: ignore[misc]
         def commit(self, *args: Any) -> bool:
             stop.set()
             raise UnexpectedFailure("planted")
 
     model, _ = host()
-    sink = Picky()
+    sink = FailingSink()
     work = kit.make_work([kit.chat(max_tokens=2)])
     ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=InlineExecutor()).run(stop)
     assert (list(sink.given_up), sink.released) == ([1], [])
@@ -689,7 +689,7 @@ def test_answers_are_the_same_with_and_without_threads(host: Any, run_worker: An
 
 
 def test_a_slow_preparation_delays_no_checkpoint(host: Any, kit: Any) -> None:
-    # Given a second shard that can't be had before something of the first is logged, and the heart has beaten
+    # Given a second shard that can't be had before something of the first is logged, and a heartbeat was sent
     logged = threading.Event()
 
     class Sink(kit.MemorySink):  # type: ignore[misc]
@@ -697,7 +697,7 @@ def test_a_slow_preparation_delays_no_checkpoint(host: Any, kit: Any) -> None:
             super().checkpoint(*args)
             logged.set()
 
-    class Slow(kit.ListSource):  # type: ignore[misc]
+    class SlowSource(kit.ListSource):  # type: ignore[misc]
         def take(self, timeout: float, tiers: Sequence[Tier] = ()) -> ShardWork | None:
             if self.taken:
                 assert logged.wait(HANG_SECONDS), "the log waits for the shard"
@@ -707,7 +707,7 @@ def test_a_slow_preparation_delays_no_checkpoint(host: Any, kit: Any) -> None:
     model, _ = host(clock=SystemClock(), on_step=lambda: time.sleep(0.001))
     shards = [kit.make_work([kit.chat(max_tokens=200)], shard=n, first_row=n) for n in (1, 2)]
     sink = Sink()
-    ShardWorker(model, Slow(shards), sink, SystemClock(), WorkerSettings(checkpoint_seconds=0.02)).run()
+    ShardWorker(model, SlowSource(shards), sink, SystemClock(), WorkerSettings(checkpoint_seconds=0.02)).run()
     assert sorted(sink.parts) == [1, 2]
 
 

@@ -1,4 +1,4 @@
-"""Answers that must have a form, from models of random weights: each that ends is what was asked for."""
+"""Answers that must have a form, from models of random weights: each that ends has the requested form."""
 
 from __future__ import annotations
 

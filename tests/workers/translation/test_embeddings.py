@@ -1,4 +1,4 @@
-"""Rows that ask for embeddings, from the body to the result: beside others, in shards and on the lane, on the real
+"""Rows that ask for embeddings, from the body to the result: among others, in shards and on the lane, on the real
 engine."""
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ def test_the_digest_includes_the_pooling_settings(tiny_encoders: Any, tmp_path: 
 # -- faults
 
 
-class Poisoned:
-    """A model around a model, whose steps fail when a text is `poison`, or always."""
+class PoisonedModel:
+    """A wrapper of a model, whose steps fail when a text is `poison`, or always."""
 
     def __init__(self, model: Any, poison: int | None) -> None:
         self.spec = model.spec
@@ -294,7 +294,7 @@ class Poisoned:
 
 def test_a_poison_row_fails_alone(embedding_model: Path, answer: Any) -> None:
     model = LoadedModel.load(embedding_model, name="tiny", config=CONFIG)
-    poisoned = Poisoned(model.engine.engine._model, 399)
+    poisoned = PoisonedModel(model.engine.engine._model, 399)
     model.engine.engine._model = poisoned
     bodies: list[Any] = [{"input": [5 + at]} for at in range(20)]
     bodies[7] = {"input": [[5], [399], [6]]}
@@ -306,7 +306,7 @@ def test_a_poison_row_fails_alone(embedding_model: Path, answer: Any) -> None:
 
 def test_an_engine_that_always_fails_is_broken(embedding_model: Path, answer: Any) -> None:
     model = LoadedModel.load(embedding_model, name="tiny", config=CONFIG)
-    model.engine.engine._model = Poisoned(model.engine.engine._model, None)
+    model.engine.engine._model = PoisonedModel(model.engine.engine._model, None)
     with pytest.raises(BrokenEngineError, match="the device said no"):
         answer(model, {"input": "x"}, {"input": "y"})
 
@@ -318,7 +318,7 @@ def test_requests_on_the_lane_get_the_same_vectors(embeds: LoadedModel, answer: 
     lane = MemoryLane(SystemClock())
     stop = threading.Event()
 
-    class Endless:
+    class EndlessSource:
         def take(self, timeout: float, tiers: Any = ()) -> None:
             return None
 
@@ -326,19 +326,19 @@ def test_requests_on_the_lane_get_the_same_vectors(embeds: LoadedModel, answer: 
             return stop.is_set()
 
     server = LaneServer(embeds, lane.worker("w"), SystemClock())
-    worker = ShardWorker(embeds, Endless(), kit.MemorySink(), SystemClock(), beside=server)
+    worker = ShardWorker(embeds, EndlessSource(), kit.MemorySink(), SystemClock(), beside=server)
     bodies = {
         "one": {"input": TEXTS[0]}, "many": {"input": TEXTS}, "long": {"input": "x " * 30},
         "other": {"messages": [{"role": "user", "content": "x"}]},
     }  # fmt: skip
-    asks = {
+    requests = {
         name: LaneRequest(id=name, model=embeds.pin().key, url=URL, body={"model": "tiny", **body})
         for name, body in bodies.items()
     }
     with server.running(stop):
         thread = threading.Thread(target=worker.run, args=(stop,))
         thread.start()
-        ends = {name: list(call(lane, asked, SystemClock(), CALL))[-1] for name, asked in asks.items()}
+        ends = {name: list(call(lane, request, SystemClock(), CALL))[-1] for name, request in requests.items()}
         stop.set()
         thread.join(HANG_SECONDS)
     rows = answer(embeds, {"input": TEXTS[0]}, {"input": TEXTS})

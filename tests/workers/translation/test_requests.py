@@ -40,7 +40,7 @@ def test_defaults_are_openais(make: Any, kit: Any) -> None:
     assert make(kit.chat(), prompt_tokens=50).params.max_tokens == 14
 
 
-def test_everything_asked_for_arrives(make: Any, kit: Any) -> None:
+def test_all_request_options_arrive(make: Any, kit: Any) -> None:
     body = kit.chat(
         max_completion_tokens=5, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, n=3, seed=-4, min_tokens=2,
         frequency_penalty=0.1, presence_penalty=0.2, repetition_penalty=1.3, logit_bias={"17": -100},

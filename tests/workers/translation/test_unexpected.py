@@ -52,7 +52,7 @@ CALLED = '[TOOL_CALLS][{"name": "look\\_up", "arguments": {"a": 1}}]'
 """A call whose name is not JSON: markdown's escape."""
 
 
-class Writer:
+class ScriptedRunner:
     """A runner whose model answers prompts that hold `word` with these tokens, and others as the null runner does."""
 
     def __init__(self, rows: RowState, tokenizer: Tokenizer, word: str, tokens: Sequence[int]) -> None:
@@ -94,14 +94,14 @@ def tokens_of(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
 
 
 @pytest.fixture
-def host(tokenizer: Tokenizer) -> Callable[..., tuple[LoadedModel, Writer]]:
+def host(tokenizer: Tokenizer) -> Callable[..., tuple[LoadedModel, ScriptedRunner]]:
     """Makes a model that answers "badly" with this text."""
 
-    def host(text: str = CALLED, *, special: bool = False) -> tuple[LoadedModel, Writer]:
-        made: list[Writer] = []
+    def host(text: str = CALLED, *, special: bool = False) -> tuple[LoadedModel, ScriptedRunner]:
+        made: list[ScriptedRunner] = []
 
-        def runner(scheduler: Any) -> Writer:
-            made.append(Writer(scheduler.rows, tokenizer, "badly", tokens_of(tokenizer, text, special=special)))
+        def runner(scheduler: Any) -> ScriptedRunner:
+            made.append(ScriptedRunner(scheduler.rows, tokenizer, "badly", tokens_of(tokenizer, text, special=special)))
             return made[0]
 
         config = EngineConfig(cache=CacheConfig(block_size=16), schedule=ScheduleConfig(max_num_seqs=8))
@@ -123,8 +123,8 @@ def other(kit: Any) -> dict[str, Any]:
     return made
 
 
-class Endless:
-    """No shards, and never the last."""
+class EndlessSource:
+    """A source without shards that never finishes."""
 
     def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
         return None
@@ -148,7 +148,7 @@ def served(kit: Any, model: LoadedModel) -> Iterator[Ask]:
         )
         try:
             with server.running(stop) as side_work:
-                ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=side_work).run(stop)
+                ShardWorker(model, EndlessSource(), kit.MemorySink(), CLOCK, beside=side_work).run(stop)
         except BaseException as error:  # noqa: BLE001 - checked by the test
             errors.append(error)
 
@@ -205,8 +205,8 @@ def test_given_a_call_whose_name_is_not_json_then_the_caller_gets_it_as_content_
     assert json.loads(rows[1].response)["choices"][0]["message"] == choice["message"]
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, when: Callable[..., bool]) -> None:
-    """A mistake of ours: the function raises `KeyError` with what it was given, when that is so."""
+def plant_failure(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, when: Callable[..., bool]) -> None:
+    """Make the function raise `KeyError` with its arguments where `when` is true of them."""
     real = getattr(where, name)
 
     def fails(*arguments: Any, **more: Any) -> Any:
@@ -222,7 +222,7 @@ def test_given_tokens_that_cant_be_emitted_then_the_request_ends_with_an_error_a
 ) -> None:
     model, writer = host("[TOOL_" + "x" * 250)
     writer.step = lambda: time.sleep(0.01)
-    planted(monkeypatch, ToolCallReader, "push", lambda _, text: "x" in text)
+    plant_failure(monkeypatch, ToolCallReader, "push", lambda _, text: "x" in text)
     with capture_logs() as logs, served(kit, model) as ask:
         events = ask("r1", badly(kit))
         assert isinstance(events[-1], ErrorEvent), events[-1]
@@ -250,7 +250,7 @@ def test_given_a_row_with_an_unexpected_exception_then_it_fails_and_the_job_cont
     host: Any, kit: Any, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, when: Any, what: str
 ) -> None:
     model, _ = host()
-    planted(monkeypatch, where, name, when)
+    plant_failure(monkeypatch, where, name, when)
     with capture_logs() as logs:
         rows = committed(kit, model, [other(kit), badly(kit), other(kit)])
     assert [rows[row].status for row in range(3)] == [RowStatus.SUCCEEDED, RowStatus.FAILED, RowStatus.SUCCEEDED]
@@ -265,7 +265,7 @@ def test_given_a_request_with_an_unexpected_exception_then_it_ends_with_an_error
     host: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = host()
-    planted(monkeypatch, translate, "grammar_of", lambda body, _: "badly" in str(body))
+    plant_failure(monkeypatch, translate, "grammar_of", lambda body, _: "badly" in str(body))
     with capture_logs(), served(kit, model) as ask:
         (event,) = ask("r1", badly(kit))
         assert isinstance(event, ErrorEvent)

@@ -147,7 +147,7 @@ def test_the_head_is_torchs(folder: Path) -> None:
     want = torch.nn.functional.normalize(want, dim=1)
     head = EmbeddingHead(settings)
     np.testing.assert_allclose(head.apply(pooled), want.numpy(), atol=1e-6)
-    # Bit for bit the same, whoever is beside it
+    # Bit for bit the same, alone and in a batch
     np.testing.assert_array_equal(head.apply(pooled[2:3]), head.apply(pooled)[2:3])
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads for tests: random checkpoints, and the head as its paper tells it, written down once more.
+"""EAGLE-3 heads for tests: random checkpoints, and a reference of the head after its paper.
 
 The reference has no cache and no batch: it computes a whole text with full attention, in float32, each time anew.
 """
@@ -20,7 +20,7 @@ HEADS, KV_HEADS, HEAD_DIM, INNER, THETA, EPS = 4, 2, 12, 96, 10_000.0, 1e-6
 
 
 def head_config(target: Any, *, draft_vocab: int, layers: list[int] | None, **changes: Any) -> dict[str, Any]:
-    """As published heads have it."""
+    """A config as published heads have it."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -44,7 +44,7 @@ def head_config(target: Any, *, draft_vocab: int, layers: list[int] | None, **ch
 
 
 def random_weights(config: dict[str, Any], seed: int = 0, layer: str = "midlayer") -> dict[str, Tensor]:
-    """Drawn wide, so that every input matters."""
+    """Weights of a wide distribution, so that every input matters."""
     chance = torch.Generator().manual_seed(seed)
     hidden, vocab, draft = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
     shapes = {
@@ -80,7 +80,7 @@ def save_head(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) 
 
 
 class Target:
-    """The model by transformers, in float32."""
+    """The target model in transformers, in float32."""
 
     def __init__(self, path: Path, layers: Iterable[int]) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -104,7 +104,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
 
 
-def turned(x: Tensor) -> Tensor:
+def rotated(x: Tensor) -> Tensor:
     """Rotary embedding of [tokens, heads, dim], positions from 0."""
     half = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None] * THETA ** (-torch.arange(half) / half)
@@ -115,7 +115,7 @@ def turned(x: Tensor) -> Tensor:
 def layer_output(
     weights: dict[str, Tensor], joined: Tensor, next_tokens: Tensor, *, layer: str = "midlayer", first: bool = False
 ) -> Tensor:
-    """The head's layer over a text: joined [n, hidden] and the token behind each place -> [n, hidden], before the norm.
+    """The head's layer over a text: joined [n, hidden], the token behind each position -> [n, hidden], before the norm.
 
     Args:
         first: the residual is the normed input (norm_before_residual).
@@ -127,8 +127,8 @@ def layer_output(
     n = len(joined)
     normed = norm(joined, w("hidden_norm"))
     both = torch.cat((norm(weights["embed_tokens.weight"][next_tokens], w("input_layernorm")), normed), dim=-1)
-    q = turned((both @ w("self_attn.q_proj").T).view(n, HEADS, HEAD_DIM))
-    k = turned((both @ w("self_attn.k_proj").T).view(n, KV_HEADS, HEAD_DIM)).repeat_interleave(HEADS // KV_HEADS, 1)
+    q = rotated((both @ w("self_attn.q_proj").T).view(n, HEADS, HEAD_DIM))
+    k = rotated((both @ w("self_attn.k_proj").T).view(n, KV_HEADS, HEAD_DIM)).repeat_interleave(HEADS // KV_HEADS, 1)
     v = (both @ w("self_attn.v_proj").T).view(n, KV_HEADS, HEAD_DIM).repeat_interleave(HEADS // KV_HEADS, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
     scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
@@ -151,12 +151,12 @@ def chain(
     choose: Callable[[Tensor, int], int],
     **kind: Any,
 ) -> list[int]:
-    """What the head guesses behind `tokens`, of which all but the last have states.
+    """The drafts of the head behind `tokens`, of which all but the last have states.
 
     Args:
-        choose: (logits [vocab], -inf where the head knows no token; position) -> token.  kind: as `layer_output`.
+        choose: (logits [vocab], -inf where the head has no token; position) -> token.  kind: as `layer_output`.
     """
-    joined, known, guesses = states @ weights["fc.weight"].T, list(tokens), []
+    joined, known, drafts = states @ weights["fc.weight"].T, list(tokens), []
     for _ in range(length):
         output = layer_output(weights, joined, torch.tensor(known[1:]), **kind)
         logits = torch.full((len(weights["t2d"]),), -torch.inf)
@@ -164,19 +164,19 @@ def chain(
             logits[own + int(weights["d2t"][own])] = value
         token = choose(logits, len(known))
         known.append(token)
-        guesses.append(token)
+        drafts.append(token)
         joined = torch.cat((joined, output[-1:]))
-    return guesses
+    return drafts
 
 
 def train(
     weights: dict[str, Tensor], target: Target, texts: list[list[int]], *, steps: int, lead: int, rate: float = 3e-3
 ) -> float:
-    """Teach the head what comes next in these texts of one length, by their own states and by its outputs in place of
-    them (as in the paper's training-time test, one step of it). Returns the last loss.
+    """Train the head to predict the next tokens of these texts of one length, from their own states and from its
+    outputs in place of them (as in the paper's training-time test, one step of it). Returns the last loss.
 
     Args:
-        lead: tokens of each text that nobody has to guess.
+        lead: tokens of each text that are not predicted.
     """
     learned = [w.requires_grad_() for name, w in weights.items() if name not in ("d2t", "t2d", "embed_tokens.weight")]
     optimizer = torch.optim.Adam(learned, lr=rate)
@@ -187,7 +187,7 @@ def train(
         loss = torch.zeros(())
         for pick in torch.randint(len(texts), (4,), generator=chance).tolist():
             text = torch.tensor(texts[pick])
-            # Position p, with the token at p + 1, tells of p + 2; then its output serves as the state of p + 1.
+            # Position p, with the token at p + 1, predicts p + 2; then its output serves as the state of p + 1.
             joined = states[pick][:-2] @ weights["fc.weight"].T
             output = layer_output(weights, joined, text[1:-1])
             loss = loss + F.cross_entropy(logits_of(weights, output)[lead:], text[2 + lead :])

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head guesses what its paper says, from the states that it was trained for, and changes no answer."""
+"""An EAGLE-3 head drafts as in its paper, from the states that it was trained on, and changes no answer."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def with_head(path: Path, head: Path, longest: int = 4, **changes: Any) -> Engin
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
-    """What was known of a row when it was guessed at, and the guesses."""
+class RecordedDraft:
+    """A row's known tokens when it was drafted for, and the drafts."""
 
     request: Request
     tokens: list[int]
-    guesses: list[int]
+    drafts: list[int]
 
 
-class Spy:
-    """Writes down what a proposer guesses."""
+class RecordingProposer:
+    """Records the drafts of a proposer."""
 
     def __init__(self, engine: Engine, proposer: Proposer) -> None:
-        self.seen: list[Guess] = []
+        self.drafts: list[RecordedDraft] = []
         self._rows = engine.scheduler.rows
         self._proposer = proposer
 
@@ -66,21 +66,21 @@ class Spy:
         drafts = self._proposer.propose(requests)
         for request, draft in zip(requests, drafts, strict=True):
             known = self._rows.token_ids[request.row, : self._rows.num_known[request.row]].tolist()
-            self.seen.append(Guess(request.request, known, draft.tokens.tolist()))
+            self.drafts.append(RecordedDraft(request.request, known, draft.tokens.tolist()))
         return drafts
 
     def learn(self, request: Request, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         self._proposer.learn(request, token_ids)
 
 
-def spied(engine: Engine, longest: int) -> Spy:
+def record_drafts(engine: Engine, longest: int) -> RecordingProposer:
     reader = engine._runner._reader  # type: ignore[attr-defined]
-    spy = Spy(engine, reader)
-    engine.scheduler.speculate(spy, FixedLengths(longest))
-    return spy
+    recorder = RecordingProposer(engine, reader)
+    engine.scheduler.speculate(recorder, FixedLengths(longest))
+    return recorder
 
 
-def drawing(request: Request, vocab_size: int) -> Callable[[Tensor, int], int]:
+def sampling_like(request: Request, vocab_size: int) -> Callable[[Tensor, int], int]:
     """A request's draw from logits at a position: what the model would draw there if the logits were its own."""
     sampler = Sampler(1, vocab_size, (), torch.device("cpu"))
     prompt = request.prompt_token_ids
@@ -117,10 +117,10 @@ def test_given_a_random_head_when_it_drafts_then_its_drafts_are_those_of_the_pap
         config["transformer_layer_config"] = {name: value for name, value in flat.items() if name not in own}
     weights = heads.random_weights(flat, layer=layer)
     head = heads.save_head(tmp_path / "head", config, weights)
-    # Given rows of unequal lengths, prompts in chunks of 16 tokens, and urgent requests that take others' places,
+    # Given rows of unequal lengths, prompts in chunks of 16 tokens, and urgent requests that preempt others,
     small: dict[str, Any] = {**SMALL, "cache": CacheConfig(block_size=8, num_blocks=26, prefix_caching=False)}
     engine = with_head(path, head, longest=4, attention=attention, **small)
-    spy = spied(engine, 4)
+    recorder = record_drafts(engine, 4)
     requests = [
         Request(
             str(i),
@@ -136,16 +136,16 @@ def test_given_a_random_head_when_it_drafts_then_its_drafts_are_those_of_the_pap
     run(engine, [replace(urgent, priority=0) for urgent in requests[5:]])
 
     assert engine.stats().preemptions > 0 or family == "gemma3"
-    guessed = [guess for guess in spy.seen if guess.guesses]
-    assert len(guessed) > 100
-    assert {len(guess.guesses) for guess in guessed} >= {2, 4}
+    nonempty = [recorded for recorded in recorder.drafts if recorded.drafts]
+    assert len(nonempty) > 100
+    assert {len(recorded.drafts) for recorded in nonempty} >= {2, 4}
     target = heads.Target(path, layers)
-    for guess in guessed[::7]:
-        states = target.states(guess.tokens[:-1])
-        draw = drawing(guess.request, len(weights["t2d"]))
-        expected = heads.chain(weights, states, guess.tokens, len(guess.guesses), draw, layer=layer, first=first)
-        assert guess.guesses == expected
-    assert len({tuple(guess.guesses) for guess in guessed}) > 30  # not always the same
+    for recorded in nonempty[::7]:
+        states = target.states(recorded.tokens[:-1])
+        draw = sampling_like(recorded.request, len(weights["t2d"]))
+        expected = heads.chain(weights, states, recorded.tokens, len(recorded.drafts), draw, layer=layer, first=first)
+        assert recorded.drafts == expected
+    assert len({tuple(recorded.drafts) for recorded in nonempty}) > 30  # not always the same
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_given_any_kind_of_request_and_few_blocks_when_a_head_drafts_then_answer
     assert stats.speculation.sources["eagle3"].num_drafted == stats.speculation.drafted > 100
 
 
-class Taught:
-    """A model, a head that was taught its answers, and the answers."""
+class TrainedHead:
+    """A model, a head that was trained on its answers, and the answers."""
 
     def __init__(self, folder: Path, tiny_models: ModuleType) -> None:
         self.path: Path = tiny_models.make_tiny_model("llama", folder / "model", seed=3, vocab_size=64)
@@ -197,23 +197,25 @@ class Taught:
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory: pytest.TempPathFactory, tiny_models: ModuleType) -> Taught:
-    return Taught(tmp_path_factory.mktemp("taught"), tiny_models)
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_models: ModuleType) -> TrainedHead:
+    return TrainedHead(tmp_path_factory.mktemp("trained"), tiny_models)
 
 
-def shares(engine: Engine) -> list[float]:
-    """Of the guesses at each place, how many stayed."""
+def acceptance_rates(engine: Engine) -> list[float]:
+    """The share of accepted drafts at each draft position."""
     counts = engine.stats().speculation.sources["eagle3"]
-    return [stayed / drafted for stayed, drafted in zip(counts.accepted, counts.drafted, strict=True)]
+    return [accepted / drafted for accepted, drafted in zip(counts.accepted, counts.drafted, strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
-def test_given_a_trained_head_when_it_drafts_then_most_drafts_are_accepted(taught: Taught, attention: str) -> None:
-    plain, engine = load(taught.path, "off"), with_head(taught.path, taught.head, longest=2, attention=attention)
-    run(plain, taught.requests)
-    assert_same(run(engine, taught.requests), taught.answers)
-    first, second = shares(engine)
+def test_given_a_trained_head_when_it_drafts_then_most_drafts_are_accepted(
+    trained: TrainedHead, attention: str
+) -> None:
+    plain, engine = load(trained.path, "off"), with_head(trained.path, trained.head, longest=2, attention=attention)
+    run(plain, trained.requests)
+    assert_same(run(engine, trained.requests), trained.answers)
+    first, second = acceptance_rates(engine)
     assert first > 0.9
     assert second > 0.5
     assert engine.stats().steps < 0.6 * plain.stats().steps
@@ -221,88 +223,94 @@ def test_given_a_trained_head_when_it_drafts_then_most_drafts_are_accepted(taugh
 
 @pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
 def test_given_a_head_that_reads_other_states_than_in_training_then_few_drafts_are_accepted(
-    taught: Taught, attention: str, tmp_path: Path
+    trained: TrainedHead, attention: str, tmp_path: Path
 ) -> None:
     # Given the same weights that read one layer further up,
-    config = {**taught.config, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    engine = with_head(taught.path, heads.save_head(tmp_path / "up", config, taught.weights), attention=attention)
-    assert_same(run(engine, taught.requests), taught.answers)
-    assert shares(engine)[0] < 0.6
-    # or weights that nobody taught,
-    random = with_head(taught.path, random_head(tmp_path / "random", taught.path, draft_vocab=64), attention=attention)
-    assert_same(run(random, taught.requests), taught.answers)
-    assert shares(random)[0] < 0.1
+    config = {**trained.config, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    engine = with_head(trained.path, heads.save_head(tmp_path / "up", config, trained.weights), attention=attention)
+    assert_same(run(engine, trained.requests), trained.answers)
+    assert acceptance_rates(engine)[0] < 0.6
+    # or weights that were not trained,
+    random = with_head(
+        trained.path, random_head(tmp_path / "random", trained.path, draft_vocab=64), attention=attention
+    )
+    assert_same(run(random, trained.requests), trained.answers)
+    assert acceptance_rates(random)[0] < 0.1
 
 
-def test_given_prompts_in_the_prefix_cache_when_a_head_drafts_then_its_keys_are_cached_too(taught: Taught) -> None:
-    engine = with_head(taught.path, taught.head, longest=1, cache=CacheConfig(block_size=4, num_blocks=400))
-    spy = spied(engine, 1)
-    run(engine, taught.requests)
-    first, before = {tuple(guess.tokens): guess.guesses for guess in spy.seen}, engine.stats()
-    spy.seen.clear()
-    run(engine, [replace(request, request_id=f"again {request.request_id}") for request in taught.requests])
+def test_given_prompts_in_the_prefix_cache_when_a_head_drafts_then_its_keys_are_cached_too(
+    trained: TrainedHead,
+) -> None:
+    engine = with_head(trained.path, trained.head, longest=1, cache=CacheConfig(block_size=4, num_blocks=400))
+    recorder = record_drafts(engine, 1)
+    run(engine, trained.requests)
+    first, before = {tuple(recorded.tokens): recorded.drafts for recorded in recorder.drafts}, engine.stats()
+    recorder.drafts.clear()
+    run(engine, [replace(request, request_id=f"again {request.request_id}") for request in trained.requests])
     after = engine.stats()
 
-    assert after.cached - before.cached >= 8 * len(taught.requests)
+    assert after.cached - before.cached >= 8 * len(trained.requests)
     drafted = after.speculation.drafted - before.speculation.drafted
     assert after.speculation.accepted - before.speculation.accepted > 0.9 * drafted > 100
-    # What the prompts' last blocks leave over is computed from its own states: the guesses are the same.
-    again = {tuple(guess.tokens): guess.guesses for guess in spy.seen}
+    # What the prompts' last blocks leave over is computed from its own states: the drafts are the same.
+    again = {tuple(recorded.tokens): recorded.drafts for recorded in recorder.drafts}
     assert {text: again[text] for text in first if text in again} == {
         text: first[text] for text in first if text in again
     }
     assert len(first.keys() & again.keys()) > 100
 
 
-def test_given_texts_longer_than_a_heads_context_then_it_stops_drafting_there(taught: Taught, tmp_path: Path) -> None:
-    head = heads.save_head(tmp_path, {**taught.config, "max_position_embeddings": 24}, taught.weights)
-    engine = with_head(taught.path, head, longest=2, schedule=ScheduleConfig(8, 32))
-    spy = spied(engine, 2)
+def test_given_texts_longer_than_a_heads_context_then_it_stops_drafting_there(
+    trained: TrainedHead, tmp_path: Path
+) -> None:
+    head = heads.save_head(tmp_path, {**trained.config, "max_position_embeddings": 24}, trained.weights)
+    engine = with_head(trained.path, head, longest=2, schedule=ScheduleConfig(8, 32))
+    recorder = record_drafts(engine, 2)
     long = [*range(3, 43)]
     beyond = Request("beyond", as_token_ids(long), SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))
-    answers = run(engine, [*taught.requests, beyond])
-    assert_same({name: answers[name] for name in taught.answers}, taught.answers)
-    # The last guess that it makes comes from its last position, 23, and is of token 25.
-    assert max(len(guess.tokens) + len(guess.guesses) for guess in spy.seen if guess.guesses) == 26
-    assert max(len(guess.tokens) for guess in spy.seen) > 39
+    answers = run(engine, [*trained.requests, beyond])
+    assert_same({name: answers[name] for name in trained.answers}, trained.answers)
+    # The last draft that it makes comes from its last position, 23, and is of token 25.
+    assert max(len(recorded.tokens) + len(recorded.drafts) for recorded in recorder.drafts if recorded.drafts) == 26
+    assert max(len(recorded.tokens) for recorded in recorder.drafts) > 39
 
 
-def test_layers_may_be_named_by_what_goes_in_or_by_what_comes_out(taught: Taught, tmp_path: Path) -> None:
-    config = {name: value for name, value in taught.config.items() if name != "eagle_aux_hidden_state_layer_ids"}
+def test_layers_may_be_named_by_what_goes_in_or_by_what_comes_out(trained: TrainedHead, tmp_path: Path) -> None:
+    config = {name: value for name, value in trained.config.items() if name != "eagle_aux_hidden_state_layer_ids"}
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1], "use_aux_hidden_state": True}
-    engine = with_head(taught.path, heads.save_head(tmp_path, config, taught.weights), longest=1)
-    run(engine, taught.requests)
-    assert shares(engine)[0] > 0.9
+    engine = with_head(trained.path, heads.save_head(tmp_path, config, trained.weights), longest=1)
+    run(engine, trained.requests)
+    assert acceptance_rates(engine)[0] > 0.9
     assert describe_head(tmp_path).layers == (0, 1, 2)
     # Given a head that says nothing, they are those of the reference.
     del config["eagle_config"]
-    heads.save_head(tmp_path, config, taught.weights)
+    heads.save_head(tmp_path, config, trained.weights)
     assert describe_head(tmp_path).layers_of(32) == (2, 16, 29)
 
 
-def test_given_a_head_without_an_embedding_then_it_reads_the_model_s(taught: Taught, tmp_path: Path) -> None:
-    own = taught.weights["embed_tokens.weight"]
-    weights = {name: tensor for name, tensor in taught.weights.items() if name != "embed_tokens.weight"}
-    model = heads.Target(taught.path, LAYERS).model.get_input_embeddings().weight
+def test_given_a_head_without_an_embedding_then_it_reads_the_model_s(trained: TrainedHead, tmp_path: Path) -> None:
+    own = trained.weights["embed_tokens.weight"]
+    weights = {name: tensor for name, tensor in trained.weights.items() if name != "embed_tokens.weight"}
+    model = heads.Target(trained.path, LAYERS).model.get_input_embeddings().weight
     full = {**weights, "embed_tokens.weight": model.detach().clone()}
     assert not torch.equal(own, model)
     answers = []
     for name, held in (("without", weights), ("with", full)):
-        engine = with_head(taught.path, heads.save_head(tmp_path / name, taught.config, held))
-        spy = spied(engine, 4)
-        run(engine, taught.requests)
-        answers.append([guess.guesses for guess in spy.seen])
+        engine = with_head(trained.path, heads.save_head(tmp_path / name, trained.config, held))
+        recorder = record_drafts(engine, 4)
+        run(engine, trained.requests)
+        answers.append([recorded.drafts for recorded in recorder.drafts])
     assert answers[0] == answers[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
 def test_given_a_head_that_overflows_when_it_drafts_then_only_its_drafts_are_lost(
-    taught: Taught, attention: str, tmp_path: Path
+    trained: TrainedHead, attention: str, tmp_path: Path
 ) -> None:
     for name in ("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight", "fc.weight", "lm_head.weight"):
-        weights = {**taught.weights, name: torch.full_like(taught.weights[name], torch.nan)}
-        engine = with_head(taught.path, heads.save_head(tmp_path / name, taught.config, weights), attention=attention)
-        assert_same(run(engine, taught.requests), taught.answers)
+        weights = {**trained.weights, name: torch.full_like(trained.weights[name], torch.nan)}
+        engine = with_head(trained.path, heads.save_head(tmp_path / name, trained.config, weights), attention=attention)
+        assert_same(run(engine, trained.requests), trained.answers)
         drafts = engine.stats().speculation.drafted
         assert (drafts > 0) == ("attn" in name)

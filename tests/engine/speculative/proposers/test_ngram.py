@@ -54,7 +54,7 @@ def test_given_few_agreeing_tokens_then_few_are_drafted() -> None:
 def test_given_a_copy_that_differs_in_one_token_then_it_is_followed_behind_it() -> None:
     rows, source = Rows(), list(range(10, 60))
     assert rows.draft([*source, 5, *source[:20]], most=4)[0] == source[20:24]
-    # The text took another token than the one that was guessed: the copy may go on behind it.
+    # The text took another token than the one that was drafted: the copy may go on behind it.
     assert rows.draft([*source, 5, *source[:20], 99], most=4)[0] == source[21:22]
     assert rows.draft([*source, 5, *source[:20], 99, *source[21:23]], most=4)[0] == source[23:25]
 
@@ -91,8 +91,8 @@ def test_given_an_answer_that_ends_then_the_next_one_is_no_part_of_it() -> None:
     siblings.add(as_token_ids(range(500, 540)), b"b")
     found = siblings.find(as_token_ids(range(330, 338)), b"a")
     assert found is not None
-    agreed, text, place, end = found
-    assert (agreed, text[place:end].tolist()) == (8, [338, 339])
+    agreed, text, position, end = found
+    assert (agreed, text[position:end].tolist()) == (8, [338, 339])
     assert siblings.find(as_token_ids(range(332, 340)), b"a") is None
 
 
@@ -121,10 +121,10 @@ def test_given_a_text_read_in_pieces_then_it_is_indexed_as_if_read_at_once(chunk
         pieces.extend(text, end)
     right = 0
     for end in range(10, 700):
-        places = [last_before(text, text[end - size : end]) for size in (5, 3, 2)]
+        positions = [last_before(text, text[end - size : end]) for size in (5, 3, 2)]
         for index in (whole, pieces):
-            # N-grams share entries now and then, and a shared one names the place of another.
-            right += sum(place in index.positions(text[:end]) for place in places)
+            # N-grams share entries now and then, and a shared one names the position of another.
+            right += sum(position in index.positions(text[:end]) for position in positions)
     assert right > 0.9 * 2 * 3 * 690
 
 

@@ -1,4 +1,4 @@
-"""A watch over what would make the host wait for a device."""
+"""Refuses operations that would make the host wait for a device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ASKING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
+_SYNCHRONIZING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
 
 
-class NothingIsAsked(TorchDispatchMode):
+class ForbidHostSync(TorchDispatchMode):
     """Refuses operations whose result, or its shape, depends on values that the host would have to see."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        assert name not in _ASKING, f"the host waits for {name}"
+        assert name not in _SYNCHRONIZING, f"the host waits for {name}"
         indices = args[1] if name.startswith("index") and isinstance(args[1], list | tuple) else ()
         for index in indices:
             masks = isinstance(index, Tensor) and index.dtype == torch.bool
-            assert not masks, f"{name} by a mask: the host must ask how many there are"
+            assert not masks, f"{name} by a mask: the host must wait for their number"
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""The engine's ways on a CUDA device, walked on one that is pretended: the same answers, and nothing waits for it."""
+"""The engine's code for CUDA on a fake device: the same answers, and the host does not wait."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from engine.quant.int8 import Int8Linear, Int8WeightLinear
 from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
 from engine.quant.weight import Activations, QWeight
 from tests.engine.quant.test_fp8_product import BY_ROWS
-from tests.engine.runner.pretended import DEVICE, Here, PretendedCuda, compiler, pretended_cuda
+from tests.engine.runner.fake_cuda import DEVICE, DeviceTensor, FakeCuda, compiler, fake_cuda
 from tests.engine.runner.test_async_loop import answers, check_idle, plain_work, prompt, workload
 
-pytest.importorskip("triton", reason="NOT TESTED HERE: a pretended CUDA device; triton is not installed")
+pytest.importorskip("triton", reason="NOT TESTED HERE: a fake CUDA device; triton is not installed")
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one"),
-    pytest.mark.skipif(compiler() is None, reason="NOT TESTED HERE: a pretended CUDA device; there is no C++ compiler"),
+    pytest.mark.skipif(compiler() is None, reason="NOT TESTED HERE: a fake CUDA device; there is no C++ compiler"),
 ]
 
 TinyModel = Callable[[str], Path]
@@ -42,8 +42,8 @@ def load(path: Path, device: str, **changes: Any) -> Engine:
     )  # fmt: skip
 
 
-def test_the_pretended_device_refuses_the_same_calls_as_a_device() -> None:
-    with pretended_cuda() as device:
+def test_the_fake_device_refuses_the_same_calls_as_a_device() -> None:
+    with fake_cuda() as device:
         there = torch.arange(6.0, device=DEVICE).view(2, 3)
         with pytest.raises(AssertionError, match="add: tensors of the host and of the device together"):
             there + torch.ones(2, 3)
@@ -60,11 +60,11 @@ def test_the_pretended_device_refuses_the_same_calls_as_a_device() -> None:
             there.cpu()
 
 
-def test_what_comes_down_is_there_when_it_was_waited_for_and_not_before() -> None:
-    with pretended_cuda() as device:
+def test_a_copy_to_the_host_is_complete_once_it_was_waited_for_and_not_before() -> None:
+    with fake_cuda() as device:
         transfer = make_transfer(DEVICE)
         (there,) = transfer.up(np.arange(4, dtype=np.int64))
-        assert isinstance(there, Here)
+        assert isinstance(there, DeviceTensor)
         down: Any = transfer.down(there * 3)
         there.zero_()
         assert down.values.tolist() != [0, 3, 6, 9]
@@ -77,7 +77,7 @@ def test_graphs_and_steps_ahead_give_the_same_answers_and_wait_for_nothing(tiny_
     """By Triton's kernels: decoding and mixed steps, stops of all kinds, several choices, seeds and filters."""
     path, work = tiny_model("llama"), list(islice(plain_work(), 8))
     want = answers(load(path, "cpu"), work)
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         engine = load(path, "cuda")
         assert engine.attention_name == "triton"
         device.waits.clear()
@@ -90,15 +90,15 @@ def test_graphs_and_steps_ahead_give_the_same_answers_and_wait_for_nothing(tiny_
 
 
 @pytest.mark.parametrize(
-    ("family", "guesses"),
+    ("family", "speculation"),
     [("llama", "ngram"), ("gemma3", "off"), pytest.param("qwen3", "off", marks=pytest.mark.exhaustive)],
 )
-def test_whatever_is_asked_for_gives_the_same_answers(family: str, guesses: Any, tiny_model: TinyModel) -> None:
+def test_all_request_options_give_the_same_answers(family: str, speculation: Any, tiny_model: TinyModel) -> None:
     """Masks, penalties, log-probabilities, scored prompts; each family by torch's operators."""
     path, work = tiny_model(family), list(workload())
     want = answers(load(path, "cpu", attention="paged-sdpa"), work)
-    with pretended_cuda():
-        engine = load(path, "cuda", attention="paged-sdpa", speculation=SpeculationConfig(guesses))
+    with fake_cuda():
+        engine = load(path, "cuda", attention="paged-sdpa", speculation=SpeculationConfig(speculation))
         assert answers(engine, work) == want
         check_idle(engine)
 
@@ -110,7 +110,7 @@ def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
         for mode in ("mean", "last", "cls", "max", "weightedmean", "mean_sqrt_len")
     ]
     want = {done.request_id: done.pooled for done in load(path, "cpu", attention="reference").run(requests)}
-    with pretended_cuda():
+    with fake_cuda():
         for done in load(path, "cuda", attention="paged-sdpa").run(requests):
             np.testing.assert_allclose(done.pooled, want[done.request_id], atol=1e-5)  # type: ignore[arg-type]
 
@@ -126,11 +126,11 @@ def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
 )
 def test_quantized_weights_are_multiplied_where_they_lie(quantize: str, tiny_model: TinyModel) -> None:
     path, work = tiny_model("llama"), list(islice(plain_work(), 2))
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         engine = load(path, "cuda", attention="paged-sdpa", quantize=quantize)
         device.waits.clear()
         assert [error for *_, error, _ in answers(engine, work)] == [None, None]
-        assert set(device.waits) <= {"_to_copy"}, "torch's attention brings its ranges; nothing is asked"
+        assert set(device.waits) <= {"_to_copy"}, "torch's attention copies its ranges; nothing else waits"
 
 
 @pytest.mark.parametrize("scale", [None, 0.03])
@@ -141,24 +141,24 @@ def test_int8_weights_with_int8_inputs_are_multiplied_as_they_are(scale: float |
     factors, x = torch.rand(24, 1, generator=made), torch.randn(3, 32, generator=made)
     weight = QWeight("int8", codes, 24, 32, 32, factors, activations=Activations("int8", scale))
     want = Int8Linear.of(codes, factors[:, 0], input_scale=scale)(x)
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         there = weight.to(DEVICE)
         kernel = fast_kernel(there, torch.bfloat16)
         assert kernel is not None
         assert kernel.name == "int8"
         device.waits.clear()
         device.recording = True
-        got = kernel.prepare(there, None)(Here(x))
+        got = kernel.prepare(there, None)(DeviceTensor(x))
         device.recording = False
         torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
         assert fast_kernel(there.rows(0, 20), torch.bfloat16) is None
-    with pretended_cuda((7, 0)):
+    with fake_cuda((7, 0)):
         assert fast_kernel(weight.to(DEVICE), torch.bfloat16) is None
 
 
 def test_int8_weights_alone_go_through_the_small_product() -> None:
     weight = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
-    with pretended_cuda():
+    with fake_cuda():
         linear = int8_weight_only(weight.to(DEVICE))
         assert isinstance(linear, QuantizedLinear)
         assert linear.kernel.name == "triton"
@@ -171,7 +171,7 @@ def test_int8_weights_alone_go_through_the_small_product() -> None:
 @pytest.mark.exhaustive
 def test_the_cache_is_stored_in_fp8(tiny_model: TinyModel) -> None:
     path, work = tiny_model("llama"), list(islice(plain_work(), 2))
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         engine = load(path, "cuda", kv_dtype="fp8")
         device.waits.clear()
         assert [error for *_, error, _ in answers(engine, work)] == [None, None]
@@ -180,7 +180,7 @@ def test_the_cache_is_stored_in_fp8(tiny_model: TinyModel) -> None:
 
 
 def test_memory_is_measured_before_the_cache_is_made(tiny_model: TinyModel) -> None:
-    with pretended_cuda():
+    with fake_cuda():
         engine = Engine.load(
             tiny_model("llama"),
             EngineConfig(
@@ -191,32 +191,32 @@ def test_memory_is_measured_before_the_cache_is_made(tiny_model: TinyModel) -> N
         assert engine.stats().total_blocks == 10
 
 
-@pytest.mark.parametrize("gone", [True, False])
+@pytest.mark.parametrize("is_device_lost", [True, False])
 def test_a_step_that_breaks_the_device_ends_the_engine_and_any_other_one_does_not(
-    gone: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+    is_device_lost: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an illegal address every call of the process fails: no row is to blame, and none would get through."""
-    words = "CUDA error: an illegal memory access was encountered"
-    with pretended_cuda():
+    message = "CUDA error: an illegal memory access was encountered"
+    with fake_cuda():
         engine = load(tiny_model("llama"), "cuda", attention="paged-sdpa")
 
         def fails(*arguments: Any) -> Any:
-            raise RuntimeError(words)
+            raise RuntimeError(message)
 
         for request in islice(plain_work(), 2):
             engine.add(request)
         engine._runner.submit = fails  # type: ignore[attr-defined]
-        if gone:
+        if is_device_lost:
             monkeypatch.setattr(torch.cuda, "synchronize", fails)
-        with pytest.raises(EngineError, match=words) as raised:
+        with pytest.raises(EngineError, match=message) as raised:
             engine.step()
-        assert (raised.type is EngineLost) == gone
+        assert (raised.type is EngineLost) == is_device_lost
         monkeypatch.undo()
 
 
-def test_a_wrong_turn_is_seen(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that was left on the host, anywhere in a step, fails it."""
-    with pretended_cuda():
+def test_a_tensor_left_on_the_host_fails_the_step(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in a step it is used."""
+    with fake_cuda():
         engine = load(tiny_model("llama"), "cuda", attention="paged-sdpa")
         monkeypatch.setattr(PinnedTransfer, "up", lambda self, *arrays: tuple(map(torch.from_numpy, arrays)))
         with pytest.raises(Exception, match="tensors of the host and of the device together"):
@@ -224,8 +224,8 @@ def test_a_wrong_turn_is_seen(tiny_model: TinyModel, monkeypatch: pytest.MonkeyP
 
 
 def test_the_device_is_gone_afterwards() -> None:
-    with pretended_cuda() as device:
-        assert isinstance(device, PretendedCuda)
+    with fake_cuda() as device:
+        assert isinstance(device, FakeCuda)
         assert torch.cuda.is_available()
     assert not torch.cuda.is_available()
     assert type(torch.ones(2) + 1) is torch.Tensor

@@ -1,5 +1,5 @@
-"""Known futures: what will be read stays, what has lost its last reader goes first, and no shared block is computed
-twice."""
+"""Eviction with known readers: blocks that will be read stay, those without readers go first, and no shared block is
+computed twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(name: str, prompt: list[int], max_tokens: int = 4, **more: object) -> Re
 
 
 def tokens(start: int, count: int) -> list[int]:
-    """Tokens that no other `start` gives."""
+    """Tokens that differ for each `start`."""
     return [(start * 7 + i * (start % 5 + 1)) % 17 + 3 for i in range(count)]
 
 
@@ -48,21 +48,21 @@ def cached_tokens(h: Harness, name: str) -> int:
     return h.finished[name, 0].cached_tokens
 
 
-def touched(h: Harness) -> int:
-    """Blocks that were ever given to anyone."""
+def blocks_ever_used(h: Harness) -> int:
+    """The number of blocks that were ever allocated."""
     return h.scheduler._cache.pools[0]._untouched - 1
 
 
 class TestMemoryTouched:
-    @pytest.mark.parametrize(("readers_known", "most"), [(True, 2 * 6), (False, 8 * 5 + 2)])
+    @pytest.mark.parametrize(("readers_known", "expected"), [(True, 2 * 6), (False, 8 * 5 + 2)])
     def test_a_planned_job_uses_the_memory_of_finished_rows_again_before_any_other(
-        self, readers_known: bool, most: int
+        self, readers_known: bool, expected: int
     ) -> None:
         h = harness(rows=2, blocks=200)
         for i in range(8):
             h.scheduler.add(ask(f"r{i}", tokens(i, 20), readers_known=readers_known), 0.0)
         finish(h)
-        assert touched(h) == most
+        assert blocks_ever_used(h) == expected
 
     def test_what_was_shared_stays_though_its_readers_are_gone(self) -> None:
         # A later part of the job, planned by itself, may begin in the same way.
@@ -91,7 +91,7 @@ class TestEviction:
         h, prompt = harness(rows=1, blocks=14), tokens(1, 16)
         h.scheduler.add(ask("first", prompt), 0.0)
         h.run()
-        # when two others that need 7 blocks each come before its next reader, who waits behind them,
+        # when two others that need 7 blocks each come before its next reader, which waits behind them,
         h.scheduler.add(ask("other", tokens(2, 24)), 0.0)
         h.scheduler.add(ask("another", tokens(3, 24)), 0.0)
         h.scheduler.add(ask("reader", [*prompt, 3, 4]), 0.0)
@@ -125,7 +125,7 @@ class TestEviction:
         finish(h)
         assert (cached_tokens(h, "reader"), cached_tokens(h, "too late")) == (16, 0)
 
-    def test_a_reader_that_is_cancelled_is_waited_for_no_longer(self) -> None:
+    def test_a_cancelled_reader_is_no_longer_expected(self) -> None:
         h, prompt = harness(rows=1), tokens(1, 16)
         h.scheduler.add(ask("first", prompt), 0.0)
         h.run()
@@ -137,11 +137,11 @@ class TestEviction:
         h.scheduler.cancel("reader")
         assert pool.num_awaited == 4, "three are still to come"
         h.scheduler.cancel("running")
-        assert pool.num_awaited == 0, "nothing is left to do: nobody is waited for"
+        assert pool.num_awaited == 0, "no work is left: no reader is expected"
 
 
-class JudgingPool(BlockPool):
-    """Knows, without counting, what those who wait will read, and judges each eviction by it."""
+class EvictionCheckingPool(BlockPool):
+    """Checks each eviction against the prefixes that waiting sequences will read, computed anew without counters."""
 
     scheduler: Scheduler
 
@@ -167,7 +167,7 @@ class JudgingPool(BlockPool):
             if clean:
                 self.wrong.append(f"block {block} was evicted while {clean} were clean")
             if before[block] in wanted and not all(prefix in wanted for prefix in before.values()):
-                self.wrong.append(f"block {block} will be read, and another would not have been missed")
+                self.wrong.append(f"block {block} will be read, and another will not")
         return block
 
     def _prefix(self, block: int) -> bytes:
@@ -195,7 +195,7 @@ def test_nothing_that_will_be_read_is_evicted_while_there_is_something_else(
 ) -> None:
     h = harness(rows=rows, blocks=blocks, budget=data.draw(st.sampled_from([5, 16, 64])))
     cache = h.scheduler._cache
-    cache.pools[0] = pool = JudgingPool(0, blocks + 1, cache.index)
+    cache.pools[0] = pool = EvictionCheckingPool(0, blocks + 1, cache.index)
     pool.scheduler = h.scheduler
     for number, prompt in enumerate(made):
         h.scheduler.add(ask(str(number), prompt, data.draw(st.integers(1, 12))), 0.0)
@@ -235,7 +235,7 @@ def test_each_shared_prefix_is_computed_once_when_the_pool_is_large_enough(
         for _ in range(data.draw(st.sampled_from([0, 0, 1, 3]))):
             h.step()
     finish(h)
-    # then each block of them was computed once, whoever came first.
+    # then each block of them was computed once, in whatever order they came.
     assert set(computed_positions(h).values()) <= {BLOCK}
 
 
