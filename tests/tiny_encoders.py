@@ -43,7 +43,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {**_SHAPE, "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 2}),
     "mistral": ("MistralConfig", {**_SHAPE, "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 2}),
 }
-"""The same, of decoders that are saved without a head."""
+"""Family -> its transformers config class and shape, for decoders saved without a head."""
 
 SPECIALS = ["<pad>", "<s>", "<end>", "<turn>"]
 CORPUS = ["The quick brown fox jumps over the lazy dog. 0123456789", "query: passage: what is a river? A stream."] * 4
@@ -145,7 +145,7 @@ def _class(activation: str) -> str:
 
 
 def pooled(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    """One text's hidden states [positions, hidden] pooled, in float64: the definition, written down once more."""
+    """One text's hidden states [positions, hidden] pooled, in float64: by definition."""
     hidden = hidden.double()
     count = len(hidden)
     weights = torch.arange(1, count + 1).double()[:, None]

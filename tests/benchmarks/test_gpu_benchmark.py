@@ -29,11 +29,11 @@ ROOT = Path(__file__).parent.parent.parent
 RATES = Rates(bandwidth=4.3e12, bf16=790e12, fp8=1450e12)
 LLAMA = Shape(32, 4096, 14336, 32, 8, 128, 128256)
 
-FOUND_THERE = ("torch", "numpy", "transformers", "triton", "tokenizers", "safetensors")
-"""What a machine with a GPU is taken to have; whatever these require is there, too, but for what is said next."""
+GPU_MACHINE_PACKAGES = ("torch", "numpy", "transformers", "triton", "tokenizers", "safetensors")
+"""Packages that a machine with a GPU is assumed to have, with their requirements except `NEWER`."""
 
 NEWER = {"pydantic", "pydantic_core"}
-"""What only newer versions of those require."""
+"""Packages that only newer versions of those require."""
 
 
 def test_given_a_model_when_its_sizes_are_taken_then_they_are_those_counted_by_hand() -> None:
@@ -70,7 +70,7 @@ def test_given_one_request_at_a_time_when_it_is_bounded_then_reading_the_weights
 def test_given_many_requests_when_they_are_bounded_then_it_is_about_the_published_estimate(
     isl: int, osl: int, form: Form, wanted: float
 ) -> None:
-    """Of a bound for one H200 that was worked out apart, without the prompts' attention and with one rate for all."""
+    """An estimate for one H200 that was computed separately, without the prompts' attention and with one rate."""
     found = bound(LLAMA, form, RATES, [(isl, osl)] * 1000, batch=None)
 
     assert not found.weights_bound
@@ -309,7 +309,7 @@ def test_given_exact_requirements_when_pins_are_read_then_those_of_extras_are_no
 
 def hidden_packages() -> set[str]:
     """Modules that are installed here, but are not to be expected on a machine with a GPU."""
-    there, open_ = set(), list(FOUND_THERE)
+    there, open_ = set(), list(GPU_MACHINE_PACKAGES)
     while open_:
         name = open_.pop().lower().replace("_", "-")
         if name in there:
@@ -360,7 +360,7 @@ def run_bare(env: dict[str, str], *arguments: str) -> subprocess.CompletedProces
 
 
 def numbers(value: Any) -> Iterator[float]:
-    """All of them, however deep."""
+    """All numbers in a value, at any depth."""
     if isinstance(value, dict):
         for each in value.values():
             yield from numbers(each)
@@ -372,7 +372,7 @@ def numbers(value: Any) -> Iterator[float]:
 
 
 def failures(value: Any, at: str = "") -> list[str]:
-    """Where something has an error, or a check that failed."""
+    """The paths of all parts with an error or a failed check."""
     if isinstance(value, list):
         return [each for item in value for each in failures(item, at)]
     if not isinstance(value, dict):

@@ -16,7 +16,7 @@ from benchmarks.peers.forms import Forms, identity
 
 
 def quiet(_: str) -> None:
-    """Nothing is said."""
+    """A `say` callback that discards the message."""
 
 
 def project(folder: Path, version: str) -> Path:

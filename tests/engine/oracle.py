@@ -1,4 +1,4 @@
-"""What transformers answers, one prompt at a time, and how an engine's answers are held against it."""
+"""The answers of transformers, one prompt at a time, and the comparison of an engine's answers with them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Setting:
 
 
 def all_settings() -> list[Setting]:
-    """All 54 combinations."""
+    """All 54 combinations of the settings."""
     return [Setting(*values) for values in product(BATCH_SIZES, CHUNK_SIZES, BLOCK_SIZES, PREFIX_CACHING)]
 
 

@@ -1,4 +1,4 @@
-"""What travels to a device in one buffer arrives as it was."""
+"""Arrays that are copied to a device in one buffer arrive unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_arrays_of_all_kinds_share_a_buffer() -> None:
         assert there.numpy().dtype == array.dtype
 
 
-def test_nothing_travels_where_the_host_computes() -> None:
+def test_nothing_is_copied_where_the_host_computes() -> None:
     transfer = make_transfer(torch.device("cpu"))
     assert isinstance(transfer, HostTransfer)
     (there,) = transfer.up(ARRAYS[0])

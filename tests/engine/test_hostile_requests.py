@@ -101,7 +101,7 @@ def test_a_mask_that_raises_costs_its_own_row(
 def test_a_choice_whose_mask_can_not_follow_it_after_preemption_fails_alone(
     llama: Path, prompts: list[list[int]]
 ) -> None:
-    # Given a pool so small that choices give way, and masks that can't be led through what they had taken
+    # Given a pool so small that choices are preempted, and masks that can't replay their tokens
     class FreshOnlyMask(AllowAllMask):
         def __init__(self) -> None:
             super().__init__("never", 0)

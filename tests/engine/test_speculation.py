@@ -132,7 +132,7 @@ SMALL: dict[str, Any] = {
     "schedule": ScheduleConfig(max_num_seqs=5, max_num_batched_tokens=16),
     "max_model_len": 128,
 }
-"""So few blocks that sequences give way, and chunks of 16 tokens."""
+"""So few blocks that sequences are preempted, and chunks of 16 tokens."""
 
 
 @pytest.mark.slow

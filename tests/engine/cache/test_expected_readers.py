@@ -23,7 +23,7 @@ from tests.engine.scheduler.scheduler_harness import Harness
 BLOCK = 4
 
 
-def ask(name: str, prompt: list[int], max_tokens: int = 4, **more: object) -> Request:
+def make_request(name: str, prompt: list[int], max_tokens: int = 4, **more: object) -> Request:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
     return Request(name, np.array(prompt, dtype=np.int32), params, **more)
 
@@ -60,7 +60,7 @@ class TestMemoryTouched:
     ) -> None:
         h = harness(rows=2, blocks=200)
         for i in range(8):
-            h.scheduler.add(ask(f"r{i}", tokens(i, 20), readers_known=readers_known), 0.0)
+            h.scheduler.add(make_request(f"r{i}", tokens(i, 20), readers_known=readers_known), 0.0)
         finish(h)
         assert blocks_ever_used(h) == expected
 
@@ -68,19 +68,19 @@ class TestMemoryTouched:
         # A later part of the job, planned by itself, may begin in the same way.
         h, prompt = harness(rows=2, blocks=200), tokens(1, 16)
         for name in "ab":
-            h.scheduler.add(ask(name, [*prompt, 3, 4, ord(name) % 17], readers_known=True), 0.0)
+            h.scheduler.add(make_request(name, [*prompt, 3, 4, ord(name) % 17], readers_known=True), 0.0)
         h.run()
         for i in range(8):
-            h.scheduler.add(ask(f"other{i}", tokens(i + 3, 24), readers_known=True), 0.0)
+            h.scheduler.add(make_request(f"other{i}", tokens(i + 3, 24), readers_known=True), 0.0)
         h.run()
-        h.scheduler.add(ask("c", [*prompt, 3, 4, 5], readers_known=True), 0.0)
+        h.scheduler.add(make_request("c", [*prompt, 3, 4, 5], readers_known=True), 0.0)
         finish(h)
         assert cached_tokens(h, "c") == 16
 
     def test_a_preempted_row_finds_what_it_had(self) -> None:
         h = harness(rows=2, blocks=12)
         for i in range(2):
-            h.scheduler.add(ask(f"r{i}", tokens(i, 16), 16, readers_known=True, expected_tokens=1), 0.0)
+            h.scheduler.add(make_request(f"r{i}", tokens(i, 16), 16, readers_known=True, expected_tokens=1), 0.0)
         finish(h)
         assert sum(end.preemptions for end in h.finished.values()) > 0
 
@@ -89,12 +89,12 @@ class TestEviction:
     def test_what_a_waiting_sequence_will_read_outlives_what_was_freed_after_it(self) -> None:
         # Given one row, a pool of 14 blocks, and a shared prompt of 4 blocks that was computed first,
         h, prompt = harness(rows=1, blocks=14), tokens(1, 16)
-        h.scheduler.add(ask("first", prompt), 0.0)
+        h.scheduler.add(make_request("first", prompt), 0.0)
         h.run()
         # when two others that need 7 blocks each come before its next reader, which waits behind them,
-        h.scheduler.add(ask("other", tokens(2, 24)), 0.0)
-        h.scheduler.add(ask("another", tokens(3, 24)), 0.0)
-        h.scheduler.add(ask("reader", [*prompt, 3, 4]), 0.0)
+        h.scheduler.add(make_request("other", tokens(2, 24)), 0.0)
+        h.scheduler.add(make_request("another", tokens(3, 24)), 0.0)
+        h.scheduler.add(make_request("reader", [*prompt, 3, 4]), 0.0)
         finish(h)
         # then the prompt is still there, though it was freed before all others.
         assert cached_tokens(h, "reader") == 16
@@ -102,12 +102,12 @@ class TestEviction:
     def test_the_plans_count_of_readers_keeps_a_prefix_for_those_that_have_not_arrived(self) -> None:
         h, prompt = harness(rows=1, blocks=14), tokens(1, 16)
         for left in (2, 1):  # two are here, and one more will come
-            h.scheduler.add(ask(f"here {left}", [*prompt, left, 5], prefix_group=9, prefix_readers=left), 0.0)
-        h.scheduler.add(ask("other", tokens(2, 24)), 0.0)
-        h.scheduler.add(ask("another", tokens(3, 24)), 0.0)
+            h.scheduler.add(make_request(f"here {left}", [*prompt, left, 5], prefix_group=9, prefix_readers=left), 0.0)
+        h.scheduler.add(make_request("other", tokens(2, 24)), 0.0)
+        h.scheduler.add(make_request("another", tokens(3, 24)), 0.0)
         while len(h.finished) < 3:
             h.step()
-        h.scheduler.add(ask("late", [*prompt, 7, 8], prefix_group=9), 0.0)
+        h.scheduler.add(make_request("late", [*prompt, 7, 8], prefix_group=9), 0.0)
         finish(h)
         assert cached_tokens(h, "late") == 16
 
@@ -115,23 +115,23 @@ class TestEviction:
         # Given two prompts of 4 blocks in the cache, the one with a reader to come freed first,
         h, wanted, done = harness(rows=1, blocks=12), tokens(1, 16), tokens(2, 16)
         for name, prompt in (("wanted", wanted), ("done", done)):
-            h.scheduler.add(ask(name, prompt), 0.0)
+            h.scheduler.add(make_request(name, prompt), 0.0)
         h.run()
-        h.scheduler.add(ask("big", tokens(3, 28)), 0.0)  # takes all but 4 blocks
-        h.scheduler.add(ask("reader", [*wanted, 3]), 0.0)
+        h.scheduler.add(make_request("big", tokens(3, 28)), 0.0)  # takes all but 4 blocks
+        h.scheduler.add(make_request("reader", [*wanted, 3]), 0.0)
         while len(h.finished) < 3:
             h.step()
-        h.scheduler.add(ask("too late", [*done, 3]), 0.0)
+        h.scheduler.add(make_request("too late", [*done, 3]), 0.0)
         finish(h)
         assert (cached_tokens(h, "reader"), cached_tokens(h, "too late")) == (16, 0)
 
     def test_a_cancelled_reader_is_no_longer_expected(self) -> None:
         h, prompt = harness(rows=1), tokens(1, 16)
-        h.scheduler.add(ask("first", prompt), 0.0)
+        h.scheduler.add(make_request("first", prompt), 0.0)
         h.run()
-        h.scheduler.add(ask("running", tokens(2, 8), 20), 0.0)
+        h.scheduler.add(make_request("running", tokens(2, 8), 20), 0.0)
         h.step()
-        h.scheduler.add(ask("reader", [*prompt, 3], prefix_group=1, prefix_readers=3), 0.0)
+        h.scheduler.add(make_request("reader", [*prompt, 3], prefix_group=1, prefix_readers=3), 0.0)
         [pool] = h.scheduler._cache.pools
         assert pool.num_awaited == 4
         h.scheduler.cancel("reader")
@@ -198,7 +198,7 @@ def test_nothing_that_will_be_read_is_evicted_while_there_is_something_else(
     cache.pools[0] = pool = EvictionCheckingPool(0, blocks + 1, cache.index)
     pool.scheduler = h.scheduler
     for number, prompt in enumerate(made):
-        h.scheduler.add(ask(str(number), prompt, data.draw(st.integers(1, 12))), 0.0)
+        h.scheduler.add(make_request(str(number), prompt, data.draw(st.integers(1, 12))), 0.0)
         for _ in range(data.draw(st.integers(0, 4))):
             h.step()
         if data.draw(st.integers(0, 7)) == 0:
@@ -230,7 +230,7 @@ def test_each_shared_prefix_is_computed_once_when_the_pool_is_large_enough(
     budget, chunk = data.draw(st.sampled_from([1, 3, 7, 16, 64])), data.draw(st.sampled_from([None, None, 2, 6, 8]))
     h = harness(rows=rows, budget=budget, chunk=chunk, blocks=600, depth=data.draw(st.integers(1, 2)))
     for number, prompt in enumerate(made):
-        request = ask(str(number), prompt, data.draw(st.integers(1, 6)))
+        request = make_request(str(number), prompt, data.draw(st.integers(1, 6)))
         h.scheduler.add(replace(request, params=replace(request.params, n=data.draw(st.sampled_from([1, 1, 2])))), 0.0)
         for _ in range(data.draw(st.sampled_from([0, 0, 1, 3]))):
             h.step()
@@ -243,7 +243,7 @@ def test_each_shared_prefix_is_computed_once_when_the_pool_is_large_enough(
 def test_two_simultaneous_requests_that_share_a_prompt_compute_it_once(chunk: int | None) -> None:
     h = harness(budget=21, chunk=chunk)
     for name in "abc":
-        h.scheduler.add(ask(name, [*tokens(1, 40), ord(name) % 9 + 3]), 0.0)
+        h.scheduler.add(make_request(name, [*tokens(1, 40), ord(name) % 9 + 3]), 0.0)
     finish(h)
     assert set(computed_positions(h).values()) == {BLOCK}
     assert NO_BLOCK not in {int(block) for block, _ in h.scheduler._cache.pools[0].named()}

@@ -79,7 +79,7 @@ def test_a_config_that_asks_for_more_than_there_is_takes_no_memory_for_it(whole)
 
 
 def test_a_tensor_that_nothing_reads_is_named(whole):
-    # A bias that the config does not speak of would change the result if it were read.
+    # A bias that the config does not declare would change the result if it were read.
     rewrite(whole, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}))
     with pytest.raises(CorruptWeights, match=r"layers\.0\.self_attn\.q_proj\.bias"):
         load(whole)

@@ -59,7 +59,7 @@ def make(tokens: int = 64, clock: Any = None) -> EncoderEngine:
     return EncoderEngine(config, SumModel(), "mean", clock or FakeClock())
 
 
-def ask(name: str, ids: Sequence[int], **more: Any) -> Request:
+def make_request(name: str, ids: Sequence[int], **more: Any) -> Request:
     return Request(name, as_token_ids(ids), SCORES, pooling="mean", **more)
 
 
@@ -112,7 +112,7 @@ def test_batches_hold_the_oldest_of_the_first_class_and_fit(
 def test_texts_of_one_length_share_a_batch() -> None:
     engine = make(tokens=40)
     for at, length in enumerate([10, 3, 10, 3, 10, 3, 10]):
-        engine.add(ask(str(at), range(3, 3 + length)))
+        engine.add(make_request(str(at), range(3, 3 + length)))
     finish(engine)
     assert engine._model.batches == [[10, 10, 10, 10], [3, 3, 3]]
 
@@ -121,7 +121,7 @@ def test_no_more_texts_share_a_batch_than_may() -> None:
     engine = make(tokens=400)
     engine.config = replace(engine.config, schedule=replace(engine.config.schedule, max_num_seqs=3))
     for at in range(7):
-        engine.add(ask(str(at), [5]))
+        engine.add(make_request(str(at), [5]))
     finish(engine)
     assert [len(batch) for batch in engine._model.batches] == [3, 3, 1]
 
@@ -131,9 +131,9 @@ def test_no_more_texts_share_a_batch_than_may() -> None:
 
 def test_a_failed_step_fails_its_batch_and_no_other() -> None:
     engine = make(tokens=8)
-    engine.add(ask("bad", [POISON, 1, 2, 3]))
-    engine.add(ask("batch", [1, 2, 3, 4]))
-    engine.add(ask("later", [1, 2]))
+    engine.add(make_request("bad", [POISON, 1, 2, 3]))
+    engine.add(make_request("batch", [1, 2, 3, 4]))
+    engine.add(make_request("later", [1, 2]))
     with pytest.raises(EngineError, match="the device said no"):
         engine.step()
     ended = {done.request_id: done for done in engine.take_ended()}
@@ -144,8 +144,8 @@ def test_a_failed_step_fails_its_batch_and_no_other() -> None:
 
 def test_numbers_that_are_not_finite_fail_their_text_alone() -> None:
     engine = make()
-    engine.add(ask("bad", [BROKEN]))
-    engine.add(ask("good", [5]))
+    engine.add(make_request("bad", [BROKEN]))
+    engine.add(make_request("good", [5]))
     done = finish(engine)
     assert (reason(done["bad"]), done["bad"].error) == (
         FinishReason.ERROR, "the model gave numbers that are not finite",
@@ -156,9 +156,9 @@ def test_numbers_that_are_not_finite_fail_their_text_alone() -> None:
 def test_cancelled_and_late_requests_report_their_reason() -> None:
     clock = FakeClock()
     engine = make(clock=clock)
-    engine.add(ask("gone", [5]))
-    engine.add(ask("late", [5], deadline=6.0))
-    engine.add(ask("in time", [5], deadline=60.0))
+    engine.add(make_request("gone", [5]))
+    engine.add(make_request("late", [5], deadline=6.0))
+    engine.add(make_request("in time", [5], deadline=60.0))
     assert engine.cancel("gone")
     assert not engine.cancel("gone")
     clock.now = 7.0
@@ -173,19 +173,19 @@ def test_cancelled_and_late_requests_report_their_reason() -> None:
     ("request_", "named", "kind"),
     [
         (Request("a", as_token_ids([5]), SamplingParams()), "an encoder generates nothing", RequestRefused),
-        (replace(ask("a", [5]), pooling="last"), "it pools its hidden states .mean", RequestRefused),
-        (ask("a", []), "at least one token", RequestRefused),
-        (ask("a", [400]), "leaves the vocabulary of 400", RequestRefused),
-        (ask("a", [-1]), "leaves the vocabulary", RequestRefused),
-        (ask("a", [5] * 65), "65 tokens", ContextLengthExceeded),
-        (ask("a", [5], more_prompts=(as_token_ids([5]),)), "give several to an Embedder", RequestRefused),
-        (ask("a", [5], pooling_skip=1), "must leave in one", RequestRefused),
-        (ask("taken", [5]), "already running", RequestRefused),
+        (replace(make_request("a", [5]), pooling="last"), "it pools its hidden states .mean", RequestRefused),
+        (make_request("a", []), "at least one token", RequestRefused),
+        (make_request("a", [400]), "leaves the vocabulary of 400", RequestRefused),
+        (make_request("a", [-1]), "leaves the vocabulary", RequestRefused),
+        (make_request("a", [5] * 65), "65 tokens", ContextLengthExceeded),
+        (make_request("a", [5], more_prompts=(as_token_ids([5]),)), "give several to an Embedder", RequestRefused),
+        (make_request("a", [5], pooling_skip=1), "must leave in one", RequestRefused),
+        (make_request("taken", [5]), "already running", RequestRefused),
     ],
 )
 def test_what_can_not_be_computed_is_refused(request_: Request, named: str, kind: type[Exception]) -> None:
     engine = make()
-    engine.add(ask("taken", [5]))
+    engine.add(make_request("taken", [5]))
     with pytest.raises(kind, match=named):
         engine.add(request_)
     assert list(finish(engine)) == ["taken"]
@@ -201,7 +201,7 @@ def embedder() -> Embedder:
 
 def several(name: str, *texts: Sequence[int], **more: Any) -> Request:
     first, *rest = map(as_token_ids, texts)
-    return replace(ask(name, first.tolist(), **more), more_prompts=tuple(rest))
+    return replace(make_request(name, first.tolist(), **more), more_prompts=tuple(rest))
 
 
 def test_a_request_ends_with_its_last_text(embedder: Embedder) -> None:

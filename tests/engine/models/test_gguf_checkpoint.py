@@ -116,7 +116,7 @@ GEMMA_AS_GGUF = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
-"""What a GGUF file can say of Gemma 3: every sixth layer is global, the scale follows from head_dim."""
+"""The settings of Gemma 3 that a GGUF file can hold: every sixth layer is global, the scale follows from head_dim."""
 
 
 @pytest.mark.parametrize(

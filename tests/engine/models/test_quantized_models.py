@@ -47,14 +47,14 @@ def load(path: Any, made_by: DecoderBuilder | None = None, dtype: torch.dtype = 
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Of one prompt of 24 tokens."""
+    """The logits of one prompt of 24 tokens."""
     attend = DenseAttend(model.spec.windows)
     attend.ranges = [(0, 24)]
     ids = (torch.arange(24) * 7919 + 3) % model.spec.vocab_size
     return model.logits(model.forward(ids, torch.arange(24), attend, None))
 
 
-def off_by(ours: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_error(ours: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((ours - wanted).norm() / wanted.norm())
 
 
@@ -82,7 +82,7 @@ def test_transformers_code_computes_with_quantized_layers(family: str, quantize:
         assert sum(m.linear.num_bytes for m in replaced) < 0.35 * sum(m.weight.nbytes for m in before)
     assert type(model._head) is nn.Linear
     # and the answers are near
-    assert 0 < off_by(logits(model), logits(plain)) < most
+    assert 0 < relative_error(logits(model), logits(plain)) < most
 
 
 @pytest.mark.parametrize("family", LINEAR)
@@ -101,13 +101,13 @@ def test_int8_weights_alone_compute_the_model_whose_weights_are_rounded_so(famil
     # Then ours has its logits, whichever operators serve
     for of in ("torch", "native"):
         ours = logits(load(tiny_model(family), builder(of, "int8-weight-only")))
-        assert off_by(ours, wanted) < 1e-3  # a weight halfway between two numbers may be rounded to either
+        assert relative_error(ours, wanted) < 1e-3  # a weight halfway between two numbers may be rounded to either
 
 
 @pytest.mark.parametrize("family", LINEAR)
 def test_both_ways_to_quantize_rows_agree(family: str, tiny_model: Any) -> None:
     ours = [logits(load(tiny_model(family), builder(of, "int8"))) for of in ("torch", "native")]
-    assert off_by(*ours) < 0.01  # a sum's last bit may round to another whole number
+    assert relative_error(*ours) < 0.01  # a sum's last bit may round to another whole number
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -121,7 +121,7 @@ def test_the_fused_decoder_of_torchs_operators_is_quantized(
     for layer in model._layers:
         assert all(isinstance(part, torchs) for part in (layer.qkv, layer.output, layer.gate_up, layer.down))
     assert not isinstance(model._head, torchs)
-    assert 0 < off_by(logits(model), logits(plain)) < most + (0.04 if dtype == torch.bfloat16 else 0)
+    assert 0 < relative_error(logits(model), logits(plain)) < most + (0.04 if dtype == torch.bfloat16 else 0)
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -149,7 +149,7 @@ def test_weights_that_two_modules_share_stay_as_they_are(tmp_path: Any, tiny_mod
     assert model._head.weight is model._base.embed_tokens.weight
     plain = load(folder)
     assert torch.equal(model._head.weight, plain._head.weight)
-    assert off_by(logits(model), logits(plain)) < 0.08
+    assert relative_error(logits(model), logits(plain)) < 0.08
 
 
 def test_layers_that_share_a_weight_and_the_head_stay_wherever_they_are(tiny_model: Any) -> None:

@@ -1,6 +1,6 @@
-"""What the kernels are given ends where memory does: who reads one number too many ends the process.
+"""The arrays for the kernels end right before a protected page: a read past the end kills the process.
 
-`make test-memory` lets AddressSanitizer watch all that they read and write.
+`make test-memory` checks all reads and writes with AddressSanitizer.
 """
 
 from __future__ import annotations

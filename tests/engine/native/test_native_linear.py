@@ -32,7 +32,7 @@ SHAPES = ((1, 2), (16, 16), (17, 48), (33, 49), (33, 50), (70, 194), (100, 577),
 ROWS = (1, 3, 16, 33, 121, 250)
 
 
-def made(n: int, k: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def random_inputs(n: int, k: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Weight [n, k], bias [n] and rows [rows, k]."""
     random = torch.Generator().manual_seed(1000 * n + k + rows)
     x = torch.randn(rows, k, generator=random).to(dtype)
@@ -53,7 +53,7 @@ def argmax(linear: NativeLinear, x: Tensor) -> tuple[Tensor, Tensor]:
     return linear.argmax(x, KernelWorkspace.for_linear(linear.library, linear.in_features, len(x)))
 
 
-def off_by(y: Tensor, wanted: Tensor) -> float:
+def relative_error(y: Tensor, wanted: Tensor) -> float:
     return float((y.double() - wanted).norm() / wanted.norm())
 
 
@@ -69,21 +69,23 @@ def test_products_are_those_of_the_weights(name: str, shape: tuple[int, int], li
     kind, dtype, most = KINDS[name]
     for rows in ROWS:
         for with_bias in (True, False):
-            weight, bias, x = made(*shape, rows, dtype)
+            weight, bias, x = random_inputs(*shape, rows, dtype)
             linear = NativeLinear.dense(library, kind, weight, bias if with_bias else None)
             y = product(linear, x)
             assert (y.shape, y.dtype) == ((rows, shape[0]), torch.float32)
             # Few quantized elements can be further off than many.
             allowed = most if most < 1e-4 else most * (1 + 40 / math.prod((*shape, rows)))
-            assert off_by(y, exact(x, weight, bias if with_bias else None, kind)) < allowed, (rows, with_bias)
+            assert relative_error(y, exact(x, weight, bias if with_bias else None, kind)) < allowed, (rows, with_bias)
             assert torch.equal(linear(x), y.to(dtype))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_weight_that_is_packed_in_several_pieces_is_whole(name: str, library: NativeLibrary) -> None:
     kind, dtype, most = KINDS[name]
-    weight, bias, x = made(9001, 20, 2, dtype)
-    assert off_by(product(NativeLinear.dense(library, kind, weight, bias), x), exact(x, weight, bias, kind)) < most
+    weight, bias, x = random_inputs(9001, 20, 2, dtype)
+    assert (
+        relative_error(product(NativeLinear.dense(library, kind, weight, bias), x), exact(x, weight, bias, kind)) < most
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +95,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     name: str, shape: tuple[int, int], library: NativeLibrary
 ) -> None:
     kind, dtype, _ = KINDS[name]
-    weight, bias, x = made(*shape, 250, dtype)
+    weight, bias, x = random_inputs(*shape, 250, dtype)
     linear = NativeLinear.dense(library, kind, weight, bias)
     together = product(linear, x)
     for first, last in ((0, 1), (7, 8), (119, 121), (100, 230), (249, 250)):
@@ -107,7 +109,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 def test_threads_change_no_bit(name: str, threads: int, library: NativeLibrary) -> None:
     kind, dtype, _ = KINDS[name]
     other = NativeLibrary(library.path, library.name, threads, brgemm=bool(library._matrix))
-    weight, bias, x = made(257, 194, 130, dtype)
+    weight, bias, x = random_inputs(257, 194, 130, dtype)
     ours, theirs = (NativeLinear.dense(each, kind, weight, bias) for each in (library, other))
     assert torch.equal(product(ours, x), product(theirs, x))
     assert torch.equal(argmax(ours, x)[0], argmax(theirs, x)[0])
@@ -120,7 +122,7 @@ def test_the_argmax_is_that_of_the_products(name: str, shape: tuple[int, int], l
     kind, dtype, _ = KINDS[name]
     for rows in ROWS:
         for shift in (0.0, -50.0):  # below zero, where the padding's zeros would win
-            weight, bias, x = made(*shape, rows, dtype)
+            weight, bias, x = random_inputs(*shape, rows, dtype)
             linear = NativeLinear.dense(library, kind, weight, bias + shift)
             best, finite = argmax(linear, x)
             assert torch.equal(best, product(linear, x).argmax(dim=1)), (rows, shift)
@@ -130,7 +132,7 @@ def test_the_argmax_is_that_of_the_products(name: str, shape: tuple[int, int], l
 @pytest.mark.parametrize("name", KINDS)
 def test_of_equal_products_the_lowest_column_wins(name: str, library: NativeLibrary) -> None:
     kind, dtype, _ = KINDS[name]
-    weight, _, x = made(200, 48, 125, dtype)
+    weight, _, x = random_inputs(200, 48, 125, dtype)
     for same in ((3, 4), (15, 16), (31, 170), (40, 99, 199)):
         largest = weight.clone()
         largest[list(same)] = 30 * x[0].float()  # the first row's product is by far the largest here, several times
@@ -145,7 +147,7 @@ def test_of_equal_products_the_lowest_column_wins(name: str, library: NativeLibr
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_non_finite_rows_are_reported_and_change_no_other(name: str, broken: float, library: NativeLibrary) -> None:
     kind, dtype, _ = KINDS[name]
-    weight, bias, x = made(70, 50, 124, dtype)
+    weight, bias, x = random_inputs(70, 50, 124, dtype)
     linear = NativeLinear.dense(library, kind, weight, bias)
     sound, before = product(linear, x), argmax(linear, x)[0]
     for row, column in ((1, 0), (60, 49), (121, 17)):
@@ -164,7 +166,7 @@ def test_non_finite_rows_are_reported_and_change_no_other(name: str, broken: flo
 @pytest.mark.parametrize("column", [0, 15, 16, 69])
 def test_a_column_of_minus_infinity_is_allowed_and_other_infinities_are_not(path: str, column: int) -> None:
     library = native_path(path)
-    weight, bias, x = made(70, 48, 5, torch.float32)
+    weight, bias, x = random_inputs(70, 48, 5, torch.float32)
     for value, allowed in ((-math.inf, True), (math.inf, False), (math.nan, False)):
         bias[column] = value
         linear = NativeLinear.dense(library, ElementKind.F32, weight, bias)
@@ -188,7 +190,7 @@ def test_no_rows_are_no_work(path: str, name: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_quantized_weights_take_the_expected_memory(path: str) -> None:
     library = native_path(path)
-    weight, _, _ = made(640, 576, 1, torch.float32)
+    weight, _, _ = random_inputs(640, 576, 1, torch.float32)
     sizes = {kind: NativeLinear.dense(library, kind, weight).num_bytes for kind, _, _ in KINDS.values()}
     assert sizes[ElementKind.BF16] == pytest.approx(weight.nbytes / 2, rel=0.01)
     for kind in (ElementKind.I8, ElementKind.W8):
@@ -197,7 +199,7 @@ def test_quantized_weights_take_the_expected_memory(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_that_do_not_lie_side_by_side_are_read_as_they_are(path: str) -> None:
-    weight, _, x = made(33, 48, 12, torch.float32)
+    weight, _, x = random_inputs(33, 48, 12, torch.float32)
     linear = NativeLinear.dense(native_path(path), ElementKind.F32, weight)
     assert torch.equal(linear(x[::3]), linear(x)[::3])
     assert torch.equal(linear(x.t().contiguous().t()), linear(x))

@@ -33,7 +33,7 @@ def small(library: NativeLibrary, weight: QWeight, bias: Tensor | None = None) -
 
 
 def dense(library: NativeLibrary, weight: QWeight, dtype: torch.dtype, bias: Tensor | None = None) -> NativeLinear:
-    """As a checkpoint dequantized to `dtype` is computed."""
+    """The linear of the weight dequantized to `dtype`."""
     return NativeLinear.dense(library, KIND_OF[dtype], weight.dequantize(dtype), bias)
 
 

@@ -1,4 +1,4 @@
-"""What each rank reads: together all of it, and nothing rounded on the way."""
+"""The weights that each rank reads: joined, they are the whole tensor, bit for bit."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_every_family_answers_as_one_process_does(
     assert stats.preemptions > 0 or family == "llama-dynamic"  # whose prefixes are shared less
     assert stats.cached > 0
     assert stats.free_blocks == stats.total_blocks
-    assert len({tuple(tokens) for tokens in wanted}) > len(prompts) // 2, "the model must look at its prompts"
+    assert len({tuple(tokens) for tokens in wanted}) > len(prompts) // 2, "answers must depend on the prompts"
 
 
 def test_choices_log_probabilities_and_scored_prompts_are_the_same(
@@ -318,7 +318,7 @@ def test_the_memory_limit_is_the_total_of_all_ranks(
 def test_all_ranks_compute_the_largest_step_collectively(
     rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
-    """As on GPUs before the cache is made; they are in step afterwards."""
+    """As on GPUs before the cache is made; the ranks are synchronized afterwards."""
     path = tiny_model("llama-tied")
     engine = shared(path, rank_group)
     own = engine._runner._inner._model._model  # type: ignore[attr-defined]
@@ -338,7 +338,7 @@ def test_on_gpus_the_cache_takes_what_the_fullest_rank_has_left() -> None:
 
 
 def test_a_step_in_which_a_rank_dies_gives_no_tokens(tiny_model: Callable[[str], Path]) -> None:
-    """On GPUs the others learn of a death from their host alone: what waited for the dead is let go, and goes on."""
+    """On GPUs only the host reports a dead rank: the pending collectives of the others are aborted, and they go on."""
     rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=30)
     engine = shared(tiny_model("llama"), rank_group)
     engine.add(Request("a", as_token_ids([3, 4, 5]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
@@ -373,7 +373,7 @@ def test_a_rank_that_hangs_ends_the_engine_when_its_time_is_over(tiny_model: Cal
 def test_a_killed_rank_ends_the_engine_within_seconds_with_an_error(
     rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
-    """The last one: nothing can be computed by this pair any more."""
+    """The last test of this file: this pair of ranks can't compute afterwards."""
     engine = shared(tiny_model("llama"), rank_group, CUT)
     (pid,) = rank_group.pids
     for number, prompt in enumerate(prompts):

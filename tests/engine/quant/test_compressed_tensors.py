@@ -63,7 +63,7 @@ def answers(model: Any, prompts: list[list[int]]) -> Any:
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Of one prompt."""
+    """The logits of one prompt."""
     attend = DenseAttend(model.spec.windows)
     attend.ranges = [(0, len(ids))]
     found: torch.Tensor = model.logits(model.forward(ids, torch.arange(len(ids)), attend, None))

@@ -12,7 +12,7 @@ from engine.quant.weight import QWeight
 
 
 def inputs(tokens: int = 2000, k: int = 128, seed: int = 1) -> Tensor:
-    """Channels that hang together and are not of one size, as a model's do."""
+    """Channels that are correlated and not of one size, as a model's do."""
     make = torch.Generator().manual_seed(seed)
     mix = torch.randn(k // 4, k, generator=make)
     spread = torch.exp(torch.randn(k, generator=make))
@@ -24,7 +24,7 @@ def weight(n: int = 96, k: int = 128) -> Tensor:
 
 
 def error(x: Tensor, dense: Tensor, q: QWeight) -> float:
-    """Of the product, relative to it."""
+    """The relative error of the product."""
     return float((x @ (q.dequantize() - dense).t()).norm() / (x @ dense.t()).norm())
 
 

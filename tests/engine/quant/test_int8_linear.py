@@ -18,7 +18,7 @@ ROWS = (1, 2, 17, 130)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def made(n: int, k: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_inputs(n: int, k: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(n * k + rows)
     return (
         torch.randn(n, k, generator=generator),
@@ -27,7 +27,7 @@ def made(n: int, k: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def off_by(y: Tensor, wanted: Tensor) -> float:
+def relative_error(y: Tensor, wanted: Tensor) -> float:
     return float((y.double() - wanted).norm() / wanted.norm())
 
 
@@ -39,7 +39,7 @@ def test_the_product_of_quantized_rows_and_weights_is_that_of_what_they_stand_fo
     shape: tuple[int, int], rows: int, dtype: torch.dtype, exact: bool
 ) -> None:
     # Given rows and weights, and what int8 makes of each
-    weight, bias, x = made(*shape, rows)
+    weight, bias, x = random_inputs(*shape, rows)
     x = x.to(dtype)
     (whole, scale), (weights, per_column) = quantize_rows(x), quantize_rows(weight)
     wanted = F.linear(whole.double() * scale, weights.double() * per_column, bias.double())
@@ -48,24 +48,24 @@ def test_the_product_of_quantized_rows_and_weights_is_that_of_what_they_stand_fo
         pytest.skip("torch's int8 product is not exact on this processor")
     y = Int8Linear(weight, bias, exact=exact)(x)
     assert (y.dtype, y.shape, y.is_contiguous()) == (dtype, (rows, shape[0]), True)
-    assert off_by(y, wanted) < {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    assert relative_error(y, wanted) < {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_both_kinds_are_near_the_product_and_take_less_memory(dtype: torch.dtype) -> None:
-    weight, bias, x = made(96, 576, 40)
+    weight, bias, x = random_inputs(96, 576, 40)
     x = x.to(dtype)
     wanted = F.linear(x.double(), weight.double(), bias.double())
     both, weights_only = Int8Linear(weight, bias), Int8WeightLinear(weight, bias)
     for linear, most in ((both, 0.012), (weights_only, 0.009)):
-        assert 0.002 < off_by(linear(x), wanted) < most  # it is quantized, and close
+        assert 0.002 < relative_error(linear(x), wanted) < most  # it is quantized, and close
         assert (linear.in_features, linear.out_features) == (576, 96)
         assert linear.num_bytes < 0.51 * weight.to(torch.bfloat16).nbytes
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(rows: int) -> None:
-    weight, bias, x = made(96, 576, rows)
+    weight, bias, x = random_inputs(96, 576, rows)
     linear = Int8Linear(weight, bias)
     if not linear._exact:
         pytest.skip("torch's int8 product is not exact on this processor")
@@ -76,7 +76,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(rows: int) -> None:
 
 @pytest.mark.parametrize("made_of", [Int8Linear, Int8WeightLinear])
 def test_a_row_that_is_not_finite_spoils_itself_only(made_of: type[Int8Linear] | type[Int8WeightLinear]) -> None:
-    weight, bias, x = made(33, 48, 5)
+    weight, bias, x = random_inputs(33, 48, 5)
     sound = made_of(weight, bias)(x)
     x[1, 7], x[3, 0] = float("nan"), float("inf")
     y = made_of(weight, bias)(x)

@@ -149,25 +149,25 @@ def test_biases_of_zeros_that_packers_add_are_passed_over(folder: Path, tiny_mod
     load_model(tmp_path / "made", dtype=torch.float32, device=CPU)
 
     # but one that is not zero would change the answers
-    def spoil(tensors: dict[str, Tensor]) -> None:
+    def damage(tensors: dict[str, Tensor]) -> None:
         add(tensors)
         tensors["model.layers.1.mlp.up_proj.bias"][3] = 1
 
-    write(plain, tmp_path / "spoilt", settings, pack, spoil)
+    write(plain, tmp_path / "damaged", settings, pack, damage)
     with pytest.raises(Exception, match=r"model\.layers\.1\.mlp\.up_proj\.bias, which this architecture has no use"):
-        load_model(tmp_path / "spoilt", dtype=torch.float32, device=CPU)
+        load_model(tmp_path / "damaged", dtype=torch.float32, device=CPU)
 
 
 def test_stacked_inputs_share_the_largest_calibrated_scale() -> None:
     # Given q, k and v in fp8 or int8, each calibrated apart, when they become one product, then its inputs are cut off
     # where the widest of them is
-    def made(form: Any, scale: float | None) -> QWeight:
+    def uniform_weight(form: Any, scale: float | None) -> QWeight:
         codes = torch.ones(2, 4).to(torch.float8_e4m3fn if form == "fp8" else torch.int8)
         return QWeight(form, codes, 2, 4, 4, torch.ones(2, 1), activations=Activations(form, scale))
 
     for form in ("int8", "fp8"):
-        whole = stack([made(form, 0.5), made(form, 2.0), made(form, 1.0)])
+        whole = stack([uniform_weight(form, 0.5), uniform_weight(form, 2.0), uniform_weight(form, 1.0)])
         assert whole is not None
         assert whole.activations == Activations(form, 2.0)
-        assert stack([made(form, 0.5), made(form, None)]) is None
-    assert stack([made("int8", 0.5), made("fp8", 0.5)]) is None
+        assert stack([uniform_weight(form, 0.5), uniform_weight(form, None)]) is None
+    assert stack([uniform_weight("int8", 0.5), uniform_weight("fp8", 0.5)]) is None

@@ -45,7 +45,7 @@ def write(folder: Path, out: Path, scheme: Scheme, by: Any = None, ready: Any = 
 
 
 def logits(folder: Path, ids: Tensor) -> Tensor:
-    """Of one prompt, by a dense decoder at float32."""
+    """The logits of one prompt, by a dense decoder at float32."""
     model = load_model(folder, dtype=torch.float32, device=CPU)
     attend = DenseAttend(model.spec.windows)
     attend.ranges = [(0, len(ids))]

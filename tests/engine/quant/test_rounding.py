@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.quant.rtn import AT_LOAD, Rounding, round_to_nearest
 
 
-def made(n: int = 24, k: int = 128, seed: int = 5) -> Tensor:
+def random_weight(n: int = 24, k: int = 128, seed: int = 5) -> Tensor:
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.05
     weight[3] = 0  # a row of zeros
     weight[4] = weight[4].abs() + 0.01  # all of one sign
@@ -38,7 +38,7 @@ def test_it_is_the_librarys(name: str) -> None:
     library: Any = pytest.importorskip("compressed_tensors.quantization", reason=reason)
     forward: Any = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
     helpers: Any = pytest.importorskip("compressed_tensors.quantization.utils")
-    rounding, weight = ROUNDINGS[name], made()
+    rounding, weight = ROUNDINGS[name], random_weight()
     arguments = library.QuantizationArgs(
         num_bits=4 if rounding.form == "int4" else 8,
         type="float" if rounding.form == "fp8" else "int",
@@ -57,7 +57,7 @@ def test_it_is_the_librarys(name: str) -> None:
 @pytest.mark.parametrize("name", [*ROUNDINGS, "int4-between"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_off_by_more_than_half_a_step(name: str, dtype: torch.dtype) -> None:
-    rounding, weight = ROUNDINGS.get(name, BETWEEN), made().to(dtype)
+    rounding, weight = ROUNDINGS.get(name, BETWEEN), random_weight().to(dtype)
     found = round_to_nearest(weight, rounding)
     assert (found.form, found.n, found.k) == (rounding.form, 24, 128)
     off = (found.dequantize() - weight.float()).abs()
@@ -70,14 +70,14 @@ def test_nothing_is_off_by_more_than_half_a_step(name: str, dtype: torch.dtype) 
 
 
 def test_rows_are_rounded_alike_however_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = round_to_nearest(made(), AT_LOAD["int4"])
+    whole = round_to_nearest(random_weight(), AT_LOAD["int4"])
     monkeypatch.setattr("engine.quant.rtn._ELEMENTS_AT_ONCE", 700)
-    assert round_to_nearest(made(), AT_LOAD["int4"]).equals(whole)
+    assert round_to_nearest(random_weight(), AT_LOAD["int4"]).equals(whole)
 
 
 def test_codes_are_chosen_for_the_scale_that_is_stored() -> None:
     # Given scales of bfloat16, then no code has a neighbour that is nearer
-    weight = made()
+    weight = random_weight()
     found = round_to_nearest(weight, Rounding("int8", 32, scale_dtype=torch.bfloat16))
     assert found.scale.dtype == torch.bfloat16
     scale = found.scale.float().repeat_interleave(32, 1)
@@ -102,7 +102,7 @@ def test_weights_on_sixteen_evenly_spaced_values_are_exact() -> None:
 
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
 def test_scales_beyond_float16_are_stored_in_float32(size: float) -> None:
-    weight = made() * size
+    weight = random_weight() * size
     found = round_to_nearest(weight, AT_LOAD["int4"])
     assert found.scale.dtype == (torch.float16 if size == 1 else torch.float32)
     step = found.scale.float().repeat_interleave(32, 1)
@@ -110,7 +110,7 @@ def test_scales_beyond_float16_are_stored_in_float32(size: float) -> None:
 
 
 def test_columns_that_fill_no_group() -> None:
-    weight = made(8, 80)
+    weight = random_weight(8, 80)
     found = round_to_nearest(weight, Rounding("int4", 32))
     assert (found.k, found.groups, found.group) == (80, 3, 32)
     assert torch.equal(found.dequantize()[:, :64], round_to_nearest(weight[:, :64], Rounding("int4", 32)).dequantize())
@@ -118,7 +118,7 @@ def test_columns_that_fill_no_group() -> None:
 
 
 def test_infinity_and_nan_stay_visible() -> None:
-    weight = made()
+    weight = random_weight()
     weight[0, 0], weight[1, 1] = torch.inf, torch.nan
     for rounding in (*ROUNDINGS.values(), BETWEEN):
         broken = round_to_nearest(weight, rounding).dequantize()

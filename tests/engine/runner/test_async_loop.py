@@ -265,7 +265,7 @@ def test_a_pooled_prompt_that_is_cancelled_half_way_changes_no_other_request(lla
 
 
 def test_no_block_is_published_under_an_unknown_token(llama: Path) -> None:
-    """Blocks that fill up with a promised token are found later, and by the right name; those of answers, too."""
+    """Blocks filled by a token that is still being computed are published later, under the right digest."""
     engine = load(llama, True)
     params = SamplingParams(max_tokens=21, temperature=0.0, ignore_eos=True)
     (want,) = load(llama, False).run([Request("a", prompt(1, 7), params)])
@@ -284,7 +284,7 @@ def test_no_block_is_published_under_an_unknown_token(llama: Path) -> None:
 
 
 def test_a_row_without_finite_logits_fails_alone(llama: Path) -> None:
-    """It is in the next step by then, with a token that is none."""
+    """The next step, submitted by then, computes the row with an invalid token."""
     params = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.8, seed=3, ignore_eos=True)
     requests = [Request(str(i), prompt(i, 6), params) for i in range(3)]
     answers_by_mode = []

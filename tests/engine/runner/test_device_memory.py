@@ -1,4 +1,4 @@
-"""What the cache may take of a device, and how steps shrink and grow again."""
+"""The memory that the cache takes on a device, and steps that shrink and grow again after an allocation failure."""
 
 from __future__ import annotations
 

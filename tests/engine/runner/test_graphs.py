@@ -186,7 +186,7 @@ def test_a_forward_pass_that_can_not_be_recorded_names_its_size(
 def test_where_graphs_were_not_requested_an_engine_starts_without_them(
     error: RuntimeError, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As on a CUDA device whose library or driver records less than we think."""
+    """As on a CUDA device whose library or driver can't record graphs."""
 
     def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         raise error

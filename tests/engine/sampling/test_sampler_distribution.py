@@ -95,7 +95,7 @@ def draw_counts(logits: NDArray[np.float32], params: SamplingParams, calls: int)
 
 
 def p_value(counts: NDArray[np.int64], probabilities: list[float]) -> float:
-    """Of the chi-square test; tokens expected fewer than five times share a bin."""
+    """The p-value of the chi-square test; tokens expected fewer than five times share a bin."""
     expected = np.array(probabilities) * counts.sum()
     rare = expected < 5
     observed = np.append(counts[~rare], counts[rare].sum()).astype(np.float64)

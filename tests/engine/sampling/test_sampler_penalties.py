@@ -19,7 +19,7 @@ tokens = st.lists(st.integers(0, VOCAB - 1), max_size=8)
 def penalised(
     line: list[float], prompt: list[int], output: list[int], factors: tuple[float, float, float]
 ) -> list[float]:
-    """One line, from the definitions."""
+    """The penalised logits of one row, from the definitions."""
     repetition, frequency, presence = factors
     counts = Counter(output)
     for token in {*prompt, *output}:

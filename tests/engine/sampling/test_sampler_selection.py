@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def samplers(params: list[SamplingParams]) -> tuple[Sampler, Sampler]:
-    """One that synchronizes with the device in between, and one that never does."""
+    """Two samplers: one that synchronizes with the device in between, and one that never does."""
     pair = Sampler(len(params), VOCAB, (), CPU), Sampler(len(params), VOCAB, (), CPU)
     for sampler in pair:
         for row, each in enumerate(params):

@@ -71,7 +71,7 @@ def load(path: Path) -> Engine:
 
 
 def joined(known: tuple[PartialChoice, ...], new: tuple[PartialChoice, ...]) -> tuple[PartialChoice, ...]:
-    """What is known of a request, with what came behind it."""
+    """The known tokens of a request, joined with the new ones."""
     found = {partial.index: partial for partial in known}
     for more in new:
         old = found.get(more.index)
@@ -109,7 +109,7 @@ def run_with_interruptions(path: Path, requests: list[Request], steps: list[int]
 
 
 def visible(completion: Completion) -> list[Any]:
-    """All of a completion that a user sees and that is exact."""
+    """The fields of a completion that a user sees and that are exact."""
     choices = []
     for choice in completion.choices:
         fields = [choice.token_ids.tolist(), choice.finish_reason, choice.stop_token_id]

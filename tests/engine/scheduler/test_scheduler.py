@@ -39,7 +39,9 @@ def harness(
     )
 
 
-def ask(name: str, prompt: list[int] | int, max_tokens: int = 4, *, ignore_eos: bool = True, **more: object) -> Request:
+def make_request(
+    name: str, prompt: list[int] | int, max_tokens: int = 4, *, ignore_eos: bool = True, **more: object
+) -> Request:
     """A request; an int prompt means so many distinct tokens of the request's own."""
     if isinstance(prompt, int):
         start = sum(name.encode())
@@ -66,7 +68,7 @@ class TestSharing:
         # Given 64 requests with 32 leading tokens in common,
         h = harness(rows=64, budget=2048, blocks=(512,) * len(windows), windows=windows)
         for i in range(64):
-            h.scheduler.add(ask(f"r{i}", [*shared(32), 3 + i % 7, 3 + i // 7]), 0.0)
+            h.scheduler.add(make_request(f"r{i}", [*shared(32), 3 + i % 7, 3 + i // 7]), 0.0)
         # when all are admitted in one step,
         plan = h.step()
         # then the first computes the prefix and the others only their own two tokens.
@@ -78,7 +80,7 @@ class TestSharing:
 
     def test_choices_of_one_request_share_its_prompt(self) -> None:
         h = harness()
-        h.scheduler.add(ask("r", 18, n=4), 0.0)
+        h.scheduler.add(make_request("r", 18, n=4), 0.0)
         plan = h.step()
         assert plan is not None
         assert sorted(plan.counts.tolist()) == [2, 2, 2, 18]
@@ -87,18 +89,20 @@ class TestSharing:
     def test_each_choice_s_answer_can_be_hit_by_a_prompt_that_goes_on_from_it(self) -> None:
         # Given two choices that ran one after the other, with answers of 12 tokens to a prompt of 8,
         h = harness(rows=1)
-        h.scheduler.add(ask("r", 8, 13, n=2), 0.0)
+        h.scheduler.add(make_request("r", 8, 13, n=2), 0.0)
         h.run()
         for choice in range(2):
             # when a prompt goes on from either, then it hits prompt and answer.
             answer = h.finished["r", choice].token_ids.tolist()
-            h.scheduler.add(ask(f"next{choice}", [*ask("r", 8).prompt_token_ids.tolist(), *answer, 3], 1), 0.0)
+            h.scheduler.add(
+                make_request(f"next{choice}", [*make_request("r", 8).prompt_token_ids.tolist(), *answer, 3], 1), 0.0
+            )
             finish(h)
             assert h.finished[f"next{choice}", 0].cached_tokens == 20
 
     def test_without_the_cache_every_choice_computes_the_prompt(self) -> None:
         h = harness(prefix_caching=False)
-        h.scheduler.add(ask("r", 12, n=3), 0.0)
+        h.scheduler.add(make_request("r", 12, n=3), 0.0)
         plan = h.step()
         assert plan is not None
         assert plan.counts.tolist() == [12, 12, 12]
@@ -106,9 +110,9 @@ class TestSharing:
 
     def test_a_prompt_that_is_cached_whole_still_computes_its_last_token(self) -> None:
         h = harness()
-        h.scheduler.add(ask("first", shared(16)), 0.0)
+        h.scheduler.add(make_request("first", shared(16)), 0.0)
         h.run()
-        h.scheduler.add(ask("second", shared(16)), 0.0)
+        h.scheduler.add(make_request("second", shared(16)), 0.0)
         plan = h.step()
         assert plan is not None
         assert (plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist()) == ([12], [4], [True])
@@ -117,12 +121,12 @@ class TestSharing:
     def test_the_tail_of_a_finished_sequence_is_evicted_before_its_prefix(self) -> None:
         # Given a pool of eight blocks, six of them cached by a sequence that has ended,
         h = harness(blocks=(8,))
-        h.scheduler.add(ask("first", shared(25), 1), 0.0)
+        h.scheduler.add(make_request("first", shared(25), 1), 0.0)
         h.run()
         # when another one takes five, then the first three of the old ones are left,
-        h.scheduler.add(ask("other", [3] * 20, 1), 0.0)
+        h.scheduler.add(make_request("other", [3] * 20, 1), 0.0)
         h.run()
-        h.scheduler.add(ask("again", shared(25), 1), 0.0)
+        h.scheduler.add(make_request("again", shared(25), 1), 0.0)
         finish(h)
         # and the same prompt hits them.
         assert h.finished["again", 0].cached_tokens == 12
@@ -131,7 +135,7 @@ class TestSharing:
         # Given four equal prompts of 48 tokens, and chunks of 8,
         h = harness(budget=32, chunk=8)
         for i in range(4):
-            h.scheduler.add(ask(f"r{i}", [*shared(48), 3 + i]), 0.0)
+            h.scheduler.add(make_request(f"r{i}", [*shared(48), 3 + i]), 0.0)
         finish(h)
         # then the 48 tokens were computed about once by all of them together, not once each:
         # the rows leapfrog, each one jumping over what the others have published.
@@ -141,9 +145,9 @@ class TestSharing:
     @pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"pooling": "mean", "max_tokens": 0}])
     def test_requests_that_need_every_prompt_position_do_not_read_the_cache(self, more: dict) -> None:
         h = harness()
-        h.scheduler.add(ask("first", shared(16)), 0.0)
+        h.scheduler.add(make_request("first", shared(16)), 0.0)
         h.run()
-        h.scheduler.add(ask("second", shared(16), **more), 0.0)
+        h.scheduler.add(make_request("second", shared(16), **more), 0.0)
         plan = h.step()
         assert plan is not None
         assert (plan.starts.tolist(), plan.counts.tolist()) == ([0], [16])
@@ -154,9 +158,9 @@ class TestSharing:
     def test_nor_do_they_while_they_run(self, more: dict) -> None:
         # Given a request that needs every position, in chunks behind another one with the same prompt,
         h = harness(chunk=8)
-        h.scheduler.add(ask("plain", shared(40)), 0.0)
-        h.scheduler.add(ask("whole", shared(40), **more), 0.0)
-        h.scheduler.add(ask("third", shared(40)), 0.0)
+        h.scheduler.add(make_request("plain", shared(40)), 0.0)
+        h.scheduler.add(make_request("whole", shared(40), **more), 0.0)
+        h.scheduler.add(make_request("third", shared(40)), 0.0)
         # then the others leapfrog and it computes its forty tokens itself.
         finish(h)
         assert h.computed["whole", 0] >= 40
@@ -165,7 +169,7 @@ class TestSharing:
     def test_owners_with_different_salt_share_nothing(self) -> None:
         h = harness()
         for salt in (b"", b"one", b"two"):
-            h.scheduler.add(ask(f"r{salt!r}", shared(16), salt=salt), 0.0)
+            h.scheduler.add(make_request(f"r{salt!r}", shared(16), salt=salt), 0.0)
         plan = h.step()
         assert plan is not None
         assert plan.counts.tolist() == [16, 16, 16]
@@ -174,7 +178,7 @@ class TestSharing:
     def test_prompts_beyond_the_original_rope_length_share_only_with_prompts_as_long(self) -> None:
         h = harness(rope_original_max=16, budget=256)
         for name, length in (("a", 20), ("b", 24), ("c", 24), ("d", 12), ("e", 16)):
-            h.scheduler.add(ask(name, shared(length)), 0.0)
+            h.scheduler.add(make_request(name, shared(length)), 0.0)
         plan = h.step()
         assert plan is not None
         counts = dict(zip([new.request.request_id for new in plan.new_rows], [0] * 5, strict=True))
@@ -188,7 +192,7 @@ class TestSharing:
         # Given a digest under which nearly all prefixes collide, when many different prompts run,
         h = harness(digest=digest, blocks=(40,))
         for i in range(12):
-            h.scheduler.add(ask(f"r{i}", [3 + i % 3, *shared(10), 3 + i % 5, *shared(8)]), 0.0)
+            h.scheduler.add(make_request(f"r{i}", [3 + i % 3, *shared(10), 3 + i % 5, *shared(8)]), 0.0)
         # then every key read is the reader's own (the harness compares them all) and every answer is right.
         finish(h)
         assert sorted(h.finished) == sorted((f"r{i}", 0) for i in range(12))
@@ -196,9 +200,9 @@ class TestSharing:
     def test_the_same_tokens_after_another_prefix_are_no_hit_even_with_equal_digests(self) -> None:
         # Given a digest that ignores the parent: the second block of both prompts has the same name,
         h = harness(digest=lambda parent, tokens: tokens[:16])
-        h.scheduler.add(ask("a", [5, 5, 5, 5, *shared(8)]), 0.0)
+        h.scheduler.add(make_request("a", [5, 5, 5, 5, *shared(8)]), 0.0)
         h.run()
-        h.scheduler.add(ask("b", [6, 6, 6, 6, *shared(8)]), 0.0)
+        h.scheduler.add(make_request("b", [6, 6, 6, 6, *shared(8)]), 0.0)
         plan = h.step()
         # then the second request computes all of it.
         assert plan is not None
@@ -210,7 +214,7 @@ class TestWindows:
     def test_blocks_behind_the_window_are_released_while_the_sequence_runs(self) -> None:
         # Given a window of 8 tokens and a pool that holds 5 blocks of 4, far less than the sequence of 60,
         h = harness(windows=(8,), blocks=(5,), chunk=8)
-        h.scheduler.add(ask("long", 40, 20), 0.0)
+        h.scheduler.add(make_request("long", 40, 20), 0.0)
         held = []
         while h.scheduler.has_work:
             h.step()
@@ -222,23 +226,23 @@ class TestWindows:
 
     def test_a_prompt_hits_at_its_end_though_its_early_window_blocks_are_gone(self) -> None:
         h = harness(windows=(None, 8), blocks=(60, 6), chunk=8)
-        h.scheduler.add(ask("first", shared(40), 1), 0.0)
+        h.scheduler.add(make_request("first", shared(40), 1), 0.0)
         h.run()
         # Given the window pool has room for six blocks only, the early ones are evicted;
-        h.scheduler.add(ask("same", shared(40), 1), 0.0)
+        h.scheduler.add(make_request("same", shared(40), 1), 0.0)
         h.run()
         # when the same prompt comes again, it hits up to its last block;
         assert h.finished["same", 0].cached_tokens == 36
         # and when a prompt comes that shares only the first part, it hits nothing: its window is not there.
-        h.scheduler.add(ask("part", [*shared(16), 3, 3, 3], 1), 0.0)
+        h.scheduler.add(make_request("part", [*shared(16), 3, 3, 3], 1), 0.0)
         finish(h)
         assert h.finished["part", 0].cached_tokens == 0
 
     def test_all_groups_must_agree_on_a_hit(self) -> None:
         h = harness(windows=(None, 5, 9), blocks=(60, 60, 60))
-        h.scheduler.add(ask("first", shared(30), 1), 0.0)
+        h.scheduler.add(make_request("first", shared(30), 1), 0.0)
         h.run()
-        h.scheduler.add(ask("second", [*shared(21), 3, 3], 1), 0.0)
+        h.scheduler.add(make_request("second", [*shared(21), 3, 3], 1), 0.0)
         finish(h)
         assert h.finished["second", 0].cached_tokens == 20
 
@@ -248,10 +252,10 @@ class TestPriority:
         # Given all rows taken by bulk requests,
         h = harness(rows=2)
         for i in range(4):
-            h.scheduler.add(ask(f"bulk{i}", 8, 12, priority=2), 0.0)
+            h.scheduler.add(make_request(f"bulk{i}", 8, 12, priority=2), 0.0)
         h.step()
         # when an interactive request comes,
-        h.scheduler.add(ask("chat", 8, 3, priority=0), 0.0)
+        h.scheduler.add(make_request("chat", 8, 3, priority=0), 0.0)
         plan = h.step()
         # then it runs with the next step, in place of the newest bulk request, which finishes later.
         assert plan is not None
@@ -264,9 +268,9 @@ class TestPriority:
     def test_a_higher_class_takes_the_blocks_of_lower_ones_newest_first(self) -> None:
         h = harness(blocks=(12,), prefix_caching=False)
         for i in range(3):
-            h.scheduler.add(ask(f"bulk{i}", 14, 2, priority=2), 0.0)
+            h.scheduler.add(make_request(f"bulk{i}", 14, 2, priority=2), 0.0)
         h.step()
-        h.scheduler.add(ask("chat", 14, 2, priority=1), 0.0)
+        h.scheduler.add(make_request("chat", 14, 2, priority=1), 0.0)
         h.step()
         assert h.scheduler.stats.preemptions == 1
         finish(h)
@@ -275,11 +279,11 @@ class TestPriority:
     def test_lower_classes_keep_their_rows_when_giving_them_up_would_not_help(self) -> None:
         # Given a standard request that holds nearly everything, and a small bulk one,
         h = harness(blocks=(12,), prefix_caching=False)
-        h.scheduler.add(ask("standard", 36, 3, priority=1), 0.0)
-        h.scheduler.add(ask("bulk", 4, 3, priority=2), 0.0)
+        h.scheduler.add(make_request("standard", 36, 3, priority=1), 0.0)
+        h.scheduler.add(make_request("bulk", 4, 3, priority=2), 0.0)
         h.step()
         # when another standard request comes that can't fit alongside the first one,
-        h.scheduler.add(ask("late", 30, 2, priority=1), 0.0)
+        h.scheduler.add(make_request("late", 30, 2, priority=1), 0.0)
         h.step()
         # then bulk is left alone.
         assert h.scheduler.stats.preemptions == 0
@@ -287,9 +291,9 @@ class TestPriority:
 
     def test_the_budget_goes_to_the_highest_class_first(self) -> None:
         h = harness(budget=8)
-        h.scheduler.add(ask("bulk", 32, priority=2), 0.0)
+        h.scheduler.add(make_request("bulk", 32, priority=2), 0.0)
         h.step()
-        h.scheduler.add(ask("chat", 12, 2, priority=0), 0.0)
+        h.scheduler.add(make_request("chat", 12, 2, priority=0), 0.0)
         plan = h.step()
         assert plan is not None
         assert [new.request.request_id for new in plan.new_rows] == ["chat"]
@@ -302,7 +306,7 @@ class TestFairness:
         h = harness(rows=2, blocks=(10,))
         sizes = [30, 4, 20, 4, 30, 4, 4, 4]
         for i, size in enumerate(sizes):
-            h.scheduler.add(ask(f"r{i}", size, 3), 0.0)
+            h.scheduler.add(make_request(f"r{i}", size, 3), 0.0)
         finish(h)
         started = [new.request.request_id for plan in h.plans for new in plan.new_rows]
         first = list(dict.fromkeys(started))
@@ -312,7 +316,7 @@ class TestFairness:
         # Given length estimates that are all far too low, and a pool for one and a half sequences,
         h = harness(blocks=(16,), prefix_caching=False)
         for i in range(6):
-            h.scheduler.add(ask(f"r{i}", 8, 36, expected_tokens=1), 0.0)
+            h.scheduler.add(make_request(f"r{i}", 8, 36, expected_tokens=1), 0.0)
         finish(h)
         # then others are preempted, the first one never, and all end in order.
         assert h.scheduler.stats.preemptions > 0
@@ -323,7 +327,7 @@ class TestFairness:
         # Given 40 requests whose lengths are estimated ten times too short, in a small pool,
         h = harness(rows=16, blocks=(32,))
         for i in range(40):
-            h.scheduler.add(ask(f"r{i}", 6, 30, expected_tokens=3), 0.0)
+            h.scheduler.add(make_request(f"r{i}", 6, 30, expected_tokens=3), 0.0)
         # when they run, a sequence takes a row again only after another has ended since it last did,
         ended_at: dict[str, int] = {}
         while h.scheduler.has_work:
@@ -341,7 +345,7 @@ class TestFairness:
     def test_accepted_drafts_lead_to_no_preemption(self) -> None:
         h = harness(rows=16, blocks=(32,))
         for i in range(40):
-            h.scheduler.add(ask(f"r{i}", 6, 30 - i % 11, expected_tokens=30 - i % 11), 0.0)
+            h.scheduler.add(make_request(f"r{i}", 6, 30 - i % 11, expected_tokens=30 - i % 11), 0.0)
         finish(h)
         assert h.scheduler.stats.preemptions == 0
         assert max(len(plan.rows) for plan in h.plans) >= 3
@@ -349,7 +353,7 @@ class TestFairness:
     def test_a_preempted_sequence_waits_until_another_has_ended(self) -> None:
         h = harness(blocks=(16,), prefix_caching=False)
         for name in ("a", "b"):
-            h.scheduler.add(ask(name, 8, 36, expected_tokens=1), 0.0)
+            h.scheduler.add(make_request(name, 8, 36, expected_tokens=1), 0.0)
         while not h.scheduler.stats.preemptions:
             h.step()
         while ("a", 0) not in h.finished:
@@ -364,7 +368,7 @@ class TestAdmission:
         # Given requests that may take 40 tokens but are expected to take 8: four blocks each with their prompt,
         h = harness(rows=16, budget=512, blocks=(32,), prefix_caching=False)
         for i in range(16):
-            h.scheduler.add(ask(f"r{i}", 8, 40, expected_tokens=8), 0.0)
+            h.scheduler.add(make_request(f"r{i}", 8, 40, expected_tokens=8), 0.0)
         h.step()
         # then eight run at once, where the longest possible would have allowed two.
         assert h.scheduler.num_running == 8
@@ -373,34 +377,34 @@ class TestAdmission:
     def test_answers_seen_set_the_expectation_for_those_to_come(self) -> None:
         # Given a group whose answers turn out short (two tokens, then the end token),
         h = harness(rows=16, budget=512, blocks=(32,), prefix_caching=False)
-        h.scheduler.add(ask("seen", 8, 1, prefix_group=7), 0.0)
+        h.scheduler.add(make_request("seen", 8, 1, prefix_group=7), 0.0)
         for i in range(60):
-            h.scheduler.add(ask(f"short{i}", 8, 2, prefix_group=7), 0.0)
+            h.scheduler.add(make_request(f"short{i}", 8, 2, prefix_group=7), 0.0)
         h.run()
         # when requests of the group come that allow 40 tokens and bring no hint,
         for i in range(16):
-            h.scheduler.add(ask(f"r{i}", 8, 40, prefix_group=7), 0.0)
+            h.scheduler.add(make_request(f"r{i}", 8, 40, prefix_group=7), 0.0)
         h.step()
         # then more run at once than before anything was learnt (three, by max_tokens).
         assert h.scheduler.num_running >= 5
 
     def test_hints_are_scaled_by_how_earlier_ones_turned_out(self) -> None:
-        # Given answers that all came out four times as long as their hints said,
+        # Given answers that all came out four times as long as their hints,
         h = harness(rows=16, budget=512, blocks=(32,), prefix_caching=False)
         for i in range(100):
-            h.scheduler.add(ask(f"seen{i}", 8, 24, expected_tokens=6), 0.0)
+            h.scheduler.add(make_request(f"seen{i}", 8, 24, expected_tokens=6), 0.0)
         h.run()
         # when more come with the same hint, which would admit eight at once,
         for i in range(16):
-            h.scheduler.add(ask(f"r{i}", 8, 24, expected_tokens=6), 0.0)
+            h.scheduler.add(make_request(f"r{i}", 8, 24, expected_tokens=6), 0.0)
         h.step()
         # then it is taken for about 24 tokens, and four are admitted.
         assert h.scheduler.num_running == 4
 
     def test_the_tail_of_the_budget_is_cut_on_a_block_border(self) -> None:
         h = harness(budget=30)
-        h.scheduler.add(ask("a", 10), 0.0)
-        h.scheduler.add(ask("b", 40), 0.0)
+        h.scheduler.add(make_request("a", 10), 0.0)
+        h.scheduler.add(make_request("b", 40), 0.0)
         plan = h.step()
         assert plan is not None
         assert plan.counts.tolist() == [10, 20]
@@ -408,16 +412,17 @@ class TestAdmission:
 
     def test_prompt_chunks_and_decodes_share_a_step(self) -> None:
         h = harness(budget=16)
-        h.scheduler.add(ask("a", 6, 20), 0.0)
+        h.scheduler.add(make_request("a", 6, 20), 0.0)
         h.step()
-        h.scheduler.add(ask("b", 40, 2), 0.0)
+        h.scheduler.add(make_request("b", 40, 2), 0.0)
         plan = h.step()
         assert plan is not None
         assert (plan.num_decodes, plan.counts.tolist()) == (1, [1, 12])
         finish(h)
 
     @pytest.mark.parametrize(
-        ("request_", "limit"), [(ask("long", 50, 15), 64), (ask("pool", 30, 12), 41), (ask("score", 42, 0), 40)]
+        ("request_", "limit"),
+        [(make_request("long", 50, 15), 64), (make_request("pool", 30, 12), 41), (make_request("score", 42, 0), 40)],
     )
     def test_what_never_fits_is_refused_at_once(self, request_: Request, limit: int) -> None:
         h = harness(blocks=(10,)) if limit < 64 else harness()
@@ -428,17 +433,17 @@ class TestAdmission:
 
     def test_what_just_fits_runs(self) -> None:
         h = harness(blocks=(10,))
-        h.scheduler.add(ask("pool", 30, 11), 0.0)
+        h.scheduler.add(make_request("pool", 30, 11), 0.0)
         finish(h)
         assert len(h.finished["pool", 0].token_ids) == 11
 
     def test_nonsense_is_refused_with_a_reason(self) -> None:
         h = harness()
-        h.scheduler.add(ask("r", 4), 0.0)
+        h.scheduler.add(make_request("r", 4), 0.0)
         for bad, reason in (
-            (ask("r", 4), "already running"),
-            (ask("empty", []), "at least one token"),
-            (ask("pooled", 4, 2, pooling="last"), "max_tokens 0"),
+            (make_request("r", 4), "already running"),
+            (make_request("empty", []), "at least one token"),
+            (make_request("pooled", 4, 2, pooling="last"), "max_tokens 0"),
             (Request("wide", np.zeros(3, dtype=np.int64)), "int32"),
         ):
             with pytest.raises(RequestRefused, match=reason):
@@ -449,7 +454,7 @@ class TestAdmission:
 class TestEndings:
     def test_an_end_token_ends_the_answer_and_is_not_part_of_it(self) -> None:
         h = harness()
-        h.scheduler.add(ask("r", 5, 40, stop_token_ids=tuple(range(2, 9))), 0.0)
+        h.scheduler.add(make_request("r", 5, 40, stop_token_ids=tuple(range(2, 9))), 0.0)
         finish(h)
         end = h.finished["r", 0]
         assert end.finish_reason is FinishReason.STOP
@@ -459,13 +464,13 @@ class TestEndings:
 
     def test_more_stop_tokens_than_a_table_row_holds_still_stop(self) -> None:
         h = harness()
-        h.scheduler.add(ask("r", 5, 40, stop_token_ids=tuple(range(1, 23))), 0.0)
+        h.scheduler.add(make_request("r", 5, 40, stop_token_ids=tuple(range(1, 23))), 0.0)
         finish(h)
         assert len(h.finished["r", 0].token_ids) == 0
 
     def test_nothing_ends_an_answer_before_min_tokens(self) -> None:
         h = harness()
-        h.scheduler.add(ask("r", 5, 40, stop_token_ids=tuple(range(1, 23)), min_tokens=7), 0.0)
+        h.scheduler.add(make_request("r", 5, 40, stop_token_ids=tuple(range(1, 23)), min_tokens=7), 0.0)
         finish(h)
         assert len(h.finished["r", 0].token_ids) == 7
 
@@ -474,7 +479,7 @@ class TestEndings:
         for ignore in (False, True):
             h = harness()
             for i in range(8):
-                h.scheduler.add(ask(f"r{i}", 5, 50, ignore_eos=ignore), 0.0)
+                h.scheduler.add(make_request(f"r{i}", 5, 50, ignore_eos=ignore), 0.0)
             finish(h)
             ends[ignore] = [end.stop_token_id for end in h.finished.values()]
         assert EOS[0] in ends[False]
@@ -486,9 +491,9 @@ class TestEndings:
                 raise KeyError(token_id)
 
         h = harness()
-        h.scheduler.add(ask("broken", 5, 9, watcher=lambda _: Broken()), 0.0)
-        h.scheduler.add(ask("fine", 6, 9), 0.0)
-        h.scheduler.add(ask("unmade", 7, 9, watcher=lambda _: 1 / 0), 0.0)
+        h.scheduler.add(make_request("broken", 5, 9, watcher=lambda _: Broken()), 0.0)
+        h.scheduler.add(make_request("fine", 6, 9), 0.0)
+        h.scheduler.add(make_request("unmade", 7, 9, watcher=lambda _: 1 / 0), 0.0)
         while h.scheduler.has_work:
             plan = h.scheduler.schedule(0.0)
             assert plan is not None
@@ -502,10 +507,10 @@ class TestEndings:
         # Given one request that runs, one that was preempted, and one that waits,
         h = harness(blocks=(16,), prefix_caching=False)
         for name in ("a", "b"):
-            h.scheduler.add(ask(name, 8, 36, expected_tokens=1), 0.0)
+            h.scheduler.add(make_request(name, 8, 36, expected_tokens=1), 0.0)
         while not h.scheduler.stats.preemptions:
             h.step()
-        h.scheduler.add(ask("c", 8, n=2), 0.0)
+        h.scheduler.add(make_request("c", 8, n=2), 0.0)
         # when all are cancelled,
         assert all(h.scheduler.cancel(name) for name in "abc")
         # then each choice has ended once, with the tokens it had, and the pool is whole.
@@ -518,7 +523,7 @@ class TestEndings:
 
     def test_one_choice_can_be_cancelled_and_its_siblings_go_on(self) -> None:
         h = harness(rows=2)
-        h.scheduler.add(ask("a", 8, 6, n=3), 0.0)
+        h.scheduler.add(make_request("a", 8, 6, n=3), 0.0)
         h.step()
         # One that runs and one that waits,
         assert h.scheduler.cancel("a", 0)
@@ -535,9 +540,9 @@ class TestEndings:
 
     def test_a_deadline_ends_running_and_waiting_requests(self) -> None:
         h = harness(rows=1)
-        h.scheduler.add(ask("runs", 8, 50, deadline=3.0), 0.0)
-        h.scheduler.add(ask("waits", 8, 4, deadline=2.0), 0.0)
-        h.scheduler.add(ask("later", 8, 4, deadline=99.0), 0.0)
+        h.scheduler.add(make_request("runs", 8, 50, deadline=3.0), 0.0)
+        h.scheduler.add(make_request("waits", 8, 4, deadline=2.0), 0.0)
+        h.scheduler.add(make_request("later", 8, 4, deadline=99.0), 0.0)
         for now in (0.0, 1.0, 2.0, 3.0):
             h.step(now)
         reasons = {name: end.finish_reason for (name, _), end in h.finished.items()}
@@ -547,24 +552,24 @@ class TestEndings:
 
     def test_an_id_can_be_used_again_and_an_old_deadline_does_not_hurt_it(self) -> None:
         h = harness()
-        h.scheduler.add(ask("r", 4, 1, deadline=5.0), 0.0)
+        h.scheduler.add(make_request("r", 4, 1, deadline=5.0), 0.0)
         h.run()
         h.finished.clear()
         h._scripts.clear()
-        h.scheduler.add(ask("r", 4, 3), 1.0)
+        h.scheduler.add(make_request("r", 4, 3), 1.0)
         h.run(now=9.0)
         assert h.finished["r", 0].finish_reason is FinishReason.LENGTH
 
     def test_a_failed_row_takes_its_prefix_out_of_the_cache_and_its_blocks_are_zeroed(self) -> None:
         # Given a prompt that leads to NaN in its fifth block,
         h = harness(blocks=(8,))
-        h.scheduler.add(ask("bad", [*shared(18), POISON, 3]), 0.0)
+        h.scheduler.add(make_request("bad", [*shared(18), POISON, 3]), 0.0)
         h.run()
         assert h.finished["bad", 0].finish_reason is FinishReason.ERROR
         assert "non-finite" in (h.finished["bad", 0].error or "")
         assert h.scheduler.stats.cached_blocks == (0,)
         # when a healthy one starts the same way, it computes all of it, in zeroed blocks.
-        h.scheduler.add(ask("good", [*shared(18), 5, 3]), 0.0)
+        h.scheduler.add(make_request("good", [*shared(18), 5, 3]), 0.0)
         plan = h.step()
         assert plan is not None
         assert plan.starts.tolist() == [0]
@@ -574,21 +579,21 @@ class TestEndings:
     def test_what_was_cancelled_before_anything_showed_it_finite_is_zeroed_too(self) -> None:
         # Given a prompt with NaN that is cancelled in the middle, before any logits could show it,
         h = harness(blocks=(8,), budget=8)
-        h.scheduler.add(ask("bad", [POISON, *shared(26)]), 0.0)
+        h.scheduler.add(make_request("bad", [POISON, *shared(26)]), 0.0)
         h.step()
         h.scheduler.cancel("bad")
         # when another takes all blocks (the harness fails it on any NaN in a block it reads), it is not hurt.
-        h.scheduler.add(ask("good", 28, 4), 0.0)
+        h.scheduler.add(make_request("good", 28, 4), 0.0)
         h.run()
         assert h.finished["good", 0].finish_reason is FinishReason.LENGTH
 
     def test_a_step_that_could_not_be_computed_ends_its_sequences_and_empties_the_cache(self) -> None:
         h = harness(rows=2, budget=16)
-        h.scheduler.add(ask("before", shared(12), 1), 0.0)
+        h.scheduler.add(make_request("before", shared(12), 1), 0.0)
         h.run()
         assert h.scheduler.stats.cached_blocks == (3,)
         for name in ("a", "b", "c"):
-            h.scheduler.add(ask(name, [*shared(8), 3], 3), 0.0)
+            h.scheduler.add(make_request(name, [*shared(8), 3], 3), 0.0)
         plan = h.scheduler.schedule(0.0)
         assert plan is not None
         h.scheduler.fail(plan, "no memory", 1.0)
@@ -603,7 +608,7 @@ class TestEndings:
 
     def test_score_only_requests_end_with_their_prompt_and_sample_nothing(self) -> None:
         h = harness(budget=8)
-        h.scheduler.add(ask("score", 20, 0, prompt_logprobs=2), 0.0)
+        h.scheduler.add(make_request("score", 20, 0, prompt_logprobs=2), 0.0)
         finish(h)
         assert [(plan.num_logits.tolist(), plan.samples.any()) for plan in h.plans] == [
             ([8], False),
@@ -615,7 +620,7 @@ class TestEndings:
 
     def test_a_missing_token_is_not_taken_for_an_answer(self) -> None:
         h = harness()
-        h.scheduler.add(ask("r", 4), 0.0)
+        h.scheduler.add(make_request("r", 4), 0.0)
         plan = h.scheduler.schedule(0.0)
         assert plan is not None
         with pytest.raises(EngineError, match="gave no token"):

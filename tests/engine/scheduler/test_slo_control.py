@@ -22,7 +22,7 @@ BASE, PER_TOKEN = 0.005, 0.001
 SPEC = ModelSpec("none", 1, 1, 1, 8, 8, 1_000, 4_000, (None,), (2,), 0, torch.float32)
 
 
-def ask(name: str, prompt: int, max_tokens: int, priority: int, deadline: float | None = None) -> Request:
+def make_request(name: str, prompt: int, max_tokens: int, priority: int, deadline: float | None = None) -> Request:
     start = sum(name.encode())
     tokens = np.array([(start + i * i) % 997 + 3 for i in range(prompt)], dtype=np.int32)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
@@ -115,7 +115,7 @@ def machine_with_bulk_work(slo: SloConfig | None, rows: int = 80) -> SimulatedMa
     """A machine with 64 rows of bulk work."""
     machine = SimulatedMachine(slo, rows)
     for i in range(64):
-        machine.add(ask(f"bulk{i}", 8, 3_000, 2))
+        machine.add(make_request(f"bulk{i}", 8, 3_000, 2))
     for _ in range(3):
         machine.step()
     machine.bulk_tokens = 0
@@ -124,7 +124,7 @@ def machine_with_bulk_work(slo: SloConfig | None, rows: int = 80) -> SimulatedMa
 
 def stream(machine: SimulatedMachine, name: str, tokens: int, prompt: int = 8) -> None:
     """Add an urgent request, and step until it has ended."""
-    machine.add(ask(name, prompt, tokens, 0))
+    machine.add(make_request(name, prompt, tokens, 0))
     while name not in machine.ended:
         machine.step()
 
@@ -174,7 +174,7 @@ class TestStreams:
         # Given an SLO so tight that most bulk rows stand still while an urgent request decodes,
         machine = SimulatedMachine(SloConfig(itl_seconds=0.020))
         for i in range(20):
-            machine.add(ask(f"bulk{i}", 8, 30, 2))
+            machine.add(make_request(f"bulk{i}", 8, 30, 2))
         stream(machine, "reader", 40)
         ended_meanwhile = [name for name in machine.ended if name.startswith("bulk")]
         # when the reader has left,
@@ -199,7 +199,7 @@ class TestPrompts:
         # Given bulk prompts that would fill each step to the budget (0.5 s), and an objective of 0.2 s to first tokens,
         machine = SimulatedMachine(SloConfig(ttft_seconds=0.2, itl_seconds=10.0, weight_utilisation=0))
         for i in range(400):
-            machine.add(ask(f"bulk{i}", 1_500, 1, 2))
+            machine.add(make_request(f"bulk{i}", 1_500, 1, 2))
         # when urgent requests come one after the other, each at the beginning of a step,
         for i in range(200):
             stream(machine, f"urgent{i}", 1, prompt=50)
@@ -209,11 +209,11 @@ class TestPrompts:
 
     def test_an_urgent_prompt_is_cut_so_that_other_readers_streams_hold(self) -> None:
         machine = SimulatedMachine(SloConfig(itl_seconds=0.150, ttft_seconds=10.0), budget=2048)
-        machine.add(ask("reader", 8, 300, 0))
+        machine.add(make_request("reader", 8, 300, 0))
         for _ in range(3):
             machine.step()
         for i in range(4):
-            machine.add(ask(f"long{i}", 1_500, 2, 0))
+            machine.add(make_request(f"long{i}", 1_500, 2, 0))
         machine.run()
         # The first chunk is as long as the budget lets it; then it is known what that costs.
         assert sum(gap > 0.160 for gap in machine.gaps["reader"]) <= 6
@@ -222,9 +222,9 @@ class TestPrompts:
     def test_a_reader_s_next_token_comes_before_another_s_chunk(self) -> None:
         # Given an older prompt with chunks of 1,000 tokens, and sixteen requests that decode in the same steps,
         machine = SimulatedMachine(SloConfig(itl_seconds=0.050, ttft_seconds=10.0), budget=2048, chunk=1000)
-        machine.add(ask("long", 3_900, 2, 0))
+        machine.add(make_request("long", 3_900, 2, 0))
         for i in range(16):
-            machine.add(ask(f"reader{i}", 4, 100, 0))
+            machine.add(make_request(f"reader{i}", 4, 100, 0))
         machine.step()
         # when its chunks are cut because their tokens come late,
         while "long" not in machine.firsts:
@@ -238,7 +238,7 @@ class TestDrops:
     def test_one_that_ran_into_its_deadline_counts_and_lowers_the_limit(self) -> None:
         machine = machine_with_bulk_work(SloConfig())
         before = machine.stats.beside_prompts
-        machine.add(ask("late", 8, 100, 0, deadline=machine.now + 0.1))
+        machine.add(make_request("late", 8, 100, 0, deadline=machine.now + 0.1))
         while "late" not in machine.ended:
             machine.step()
         assert machine.ended["late"].choices[0].finish_reason is FinishReason.TIMEOUT
@@ -273,7 +273,7 @@ class TestReport:
             if len(machine.plans) > steps:
                 mixed_steps.append((machine.bulk_tokens - before, machine.plans[-1].num_tokens))
 
-        machine.add(ask("reader", 8, 150, 0))
+        machine.add(make_request("reader", 8, 150, 0))
         while "reader" not in machine.ended:
             watch()
         weights = [0.995**age for age in reversed(range(len(mixed_steps)))]

@@ -39,7 +39,7 @@ def test_the_order_leaves_arrival_only_for_what_lasts_to_the_end(expected: list[
     assert chosen[:early] == list(range(early)), "until then the order is arrival"
 
 
-def ask(name: str, max_tokens: int, **more: object) -> Request:
+def make_request(name: str, max_tokens: int, **more: object) -> Request:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
     return Request(name, np.array([3, 4, 5], dtype=np.int32), params, **more)
 
@@ -58,8 +58,8 @@ def test_only_when_nothing_more_comes_a_long_answer_is_taken_forward() -> None:
     for more_to_come in (True, False):
         h = make(2)
         for name in "abcdef":
-            h.scheduler.add(ask(name, 4, expected_tokens=4), 0.0)
-        h.scheduler.add(ask("long", 30, expected_tokens=30), 0.0)
+            h.scheduler.add(make_request(name, 4, expected_tokens=4), 0.0)
+        h.scheduler.add(make_request("long", 30, expected_tokens=30), 0.0)
         h.scheduler.settle(more_to_come=more_to_come)
         h.run()
         orders[more_to_come] = started(h)
@@ -70,8 +70,8 @@ def test_only_when_nothing_more_comes_a_long_answer_is_taken_forward() -> None:
 
 def test_highest_classes_go_first_however_long_others_last() -> None:
     h = make(1)
-    h.scheduler.add(ask("long", 30, expected_tokens=30, priority=2), 0.0)
-    h.scheduler.add(ask("short", 2, expected_tokens=2, priority=1), 0.0)
+    h.scheduler.add(make_request("long", 30, expected_tokens=30, priority=2), 0.0)
+    h.scheduler.add(make_request("short", 2, expected_tokens=2, priority=1), 0.0)
     h.scheduler.settle(more_to_come=False)
     h.run()
     assert started(h) == ["short", "long"]
@@ -81,13 +81,13 @@ def test_what_finished_rows_of_a_group_show_decides_who_is_due() -> None:
     # Given two groups with the same hints, of which the one that comes later has shown to be four times as long,
     h = make(2)
     for number in range(12):
-        h.scheduler.add(ask(f"seen {number}", 4, expected_tokens=4, prefix_group=1), 0.0)
-        h.scheduler.add(ask(f"Seen {number}", 16, expected_tokens=4, prefix_group=2), 0.0)
+        h.scheduler.add(make_request(f"seen {number}", 4, expected_tokens=4, prefix_group=1), 0.0)
+        h.scheduler.add(make_request(f"Seen {number}", 16, expected_tokens=4, prefix_group=2), 0.0)
     h.run()
     h.plans.clear()
     for number in range(2):
-        h.scheduler.add(ask(f"short {number}", 20, expected_tokens=4, prefix_group=1), 0.0)
-    h.scheduler.add(ask("long", 20, expected_tokens=4, prefix_group=2), 0.0)
+        h.scheduler.add(make_request(f"short {number}", 20, expected_tokens=4, prefix_group=1), 0.0)
+    h.scheduler.add(make_request("long", 20, expected_tokens=4, prefix_group=2), 0.0)
     h.scheduler.settle(more_to_come=False)
     h.run()
     # then its answer starts first.
@@ -97,20 +97,20 @@ def test_what_finished_rows_of_a_group_show_decides_who_is_due() -> None:
 def test_hints_are_scaled_by_what_their_group_has_shown() -> None:
     lengths = LengthEstimator()
     for _ in range(50):
-        lengths.observe(ask("a", 100, expected_tokens=50, prefix_group=1), 10)
-        lengths.observe(ask("b", 100, expected_tokens=50, prefix_group=2), 90)
-    assert 8 <= lengths.expect(ask("x", 100, expected_tokens=50, prefix_group=1)) <= 16
-    assert 84 <= lengths.expect(ask("y", 100, expected_tokens=50, prefix_group=2)) <= 92
-    assert 40 <= lengths.expect(ask("z", 100, expected_tokens=50)) <= 60
-    assert lengths.expect(ask("none", 0, expected_tokens=50)) == 0
+        lengths.observe(make_request("a", 100, expected_tokens=50, prefix_group=1), 10)
+        lengths.observe(make_request("b", 100, expected_tokens=50, prefix_group=2), 90)
+    assert 8 <= lengths.expect(make_request("x", 100, expected_tokens=50, prefix_group=1)) <= 16
+    assert 84 <= lengths.expect(make_request("y", 100, expected_tokens=50, prefix_group=2)) <= 92
+    assert 40 <= lengths.expect(make_request("z", 100, expected_tokens=50)) <= 60
+    assert lengths.expect(make_request("none", 0, expected_tokens=50)) == 0
 
 
 def test_answers_that_are_not_due_cost_no_ordering() -> None:
     # Given two rows, many short answers, and one at the end that is longer but short against all of them together,
     h = make(2)
     for number in range(1000):
-        h.scheduler.add(ask(f"r{number}", 2, expected_tokens=2), 0.0)
-    h.scheduler.add(ask("long", 40, expected_tokens=40), 0.0)
+        h.scheduler.add(make_request(f"r{number}", 2, expected_tokens=2), 0.0)
+    h.scheduler.add(make_request("long", 40, expected_tokens=40), 0.0)
     estimates = 0
     estimate = LengthEstimator.expect
 
@@ -155,42 +155,42 @@ def test_a_caller_behind_another_owners_flood_gets_a_row_at_once() -> None:
     flood(h, b"a", requests=20, n=8)
     h.step()
     assert rows_by_owner(h) == {b"a": 4}
-    # when another owner asks, then the newest row gives way in the same step,
-    h.scheduler.add(ask("one", 2, priority=0, salt=b"b"), 0.0)
+    # when a request of another owner comes, then the newest row is preempted in the same step,
+    h.scheduler.add(make_request("one", 2, priority=0, salt=b"b"), 0.0)
     h.step()
     assert started(h)[-1] == "one"
     assert rows_by_owner(h) == {b"a": 3, b"b": 1}
-    # and from then on one row is left for it: nothing has to give way again.
+    # and from then on one row is left for it: no row is preempted again.
     while h.scheduler.sampled("one"):
         h.step()
-    gave_way = h.scheduler.stats.preemptions
+    preemptions = h.scheduler.stats.preemptions
     for _ in range(30):
         h.step()
         assert rows_by_owner(h)[b"a"] <= 3
-    h.scheduler.add(ask("two", 2, priority=0, salt=b"b"), 0.0)
+    h.scheduler.add(make_request("two", 2, priority=0, salt=b"b"), 0.0)
     h.step()
     assert started(h)[-1] == "two"
-    assert h.scheduler.stats.preemptions == gave_way
+    assert h.scheduler.stats.preemptions == preemptions
 
 
 @pytest.mark.parametrize("tokens", [20, 31])
 def test_a_caller_behind_another_owners_flood_gets_blocks_at_once(tokens: int) -> None:
     # Given rows enough, and one owner's answers, which become longer than what all blocks hold,
     h = Harness(ScheduleConfig(16, 64), (CacheGroup((0,), None, 65),), 4)
-    h.scheduler.add(ask("before", 1, priority=0, salt=b"b"), 0.0)
+    h.scheduler.add(make_request("before", 1, priority=0, salt=b"b"), 0.0)
     h.run()
     params = SamplingParams(max_tokens=60, n=8, ignore_eos=True, seed=1)
     h.scheduler.add(Request("flood", np.array([3, 4, 5], dtype=np.int32), params, priority=0, salt=b"a"), 0.0)
     for _ in range(tokens):
         h.step()
-    # when another owner asks, again and again, then it starts with the next step, and nothing of it gives way.
+    # when requests of another owner come, then each starts with the next step, and none is preempted.
     for number in range(5):
-        h.scheduler.add(ask(f"asks {number}", 6, priority=0, salt=b"b"), 0.0)
+        h.scheduler.add(make_request(f"other {number}", 6, priority=0, salt=b"b"), 0.0)
         h.step()
-        assert started(h)[-1] == f"asks {number}"
-        while h.scheduler.sampled(f"asks {number}"):
+        assert started(h)[-1] == f"other {number}"
+        while h.scheduler.sampled(f"other {number}"):
             h.step()
-        assert h.finished[f"asks {number}", 0].preemptions == 0
+        assert h.finished[f"other {number}", 0].preemptions == 0
     assert rows_by_owner(h)[b"a"] >= 1
     h.run()
     h.check_empty()
@@ -200,7 +200,7 @@ def test_owners_with_equally_many_rows_take_nothing_from_each_other() -> None:
     h = make(4)
     flood(h, b"a", requests=20, n=8)
     for number in range(20):
-        h.scheduler.add(ask(f"b{number}", 20, priority=0, salt=b"b"), 0.0)
+        h.scheduler.add(make_request(f"b{number}", 20, priority=0, salt=b"b"), 0.0)
     h.run()
     assert h.scheduler.stats.preemptions == 0
     h.check_empty()

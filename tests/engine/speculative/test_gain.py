@@ -1,4 +1,4 @@
-"""What speculation gains, against arithmetic by hand, and in an engine whose steps take a known time."""
+"""The gain of speculation, against arithmetic by hand, and in an engine whose steps take a known time."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def weight(form: str, n: int, k: int, group: int | None, *, symmetric: bool = Tr
 
 
 def two_levels(n: int, k: int) -> QWeight:
-    """As Q4_K keeps it: eight groups of 32 share a step of the scales, and one of the lowest values."""
+    """A weight as Q4_K stores it: eight groups of 32 share a step of the scales, and one of the lowest values."""
     made = torch.Generator().manual_seed(3)
     groups, wide = -(-k // 32), -(-k // 256)
 

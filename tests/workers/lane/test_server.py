@@ -336,7 +336,7 @@ def test_a_flood_of_one_tenant_does_not_delay_another_tenants_chat(
         body = kit.chat("long", max_tokens=300, ignore_eos=True, n=8)
         lane.send(request(model, body, f"flood {number}", tenant="a", tier=Tier.INTERACTIVE))
     wait_until(lambda: model.engine.num_running == 3)
-    # when another one asks, then it is answered before any of these ends.
+    # when another tenant sends requests, then each is answered before any of these ends.
     for number in range(3):
         steps = runner.steps
         chat_request = request(model, chat, f"r{number}", tenant="b", tier=Tier.INTERACTIVE)

@@ -1,4 +1,4 @@
-"""What quantizing costs is measured on windows of text, token by token."""
+"""The quality loss of quantization, measured on windows of text, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content policies in a worker, in rows of shards and on the lane; answers are forced to be a text."""
+"""Content policies in a worker, in rows of shards and on the lane; answers are forced_chat to be a text."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class RaisingAtEndPolicy(RaisingPolicy):
     window = None
 
 
-def forced(kit: Any, *texts: str, prompt: str = "Tell me.", **more: Any) -> dict[str, Any]:
+def forced_chat(kit: Any, *texts: str, prompt: str = "Tell me.", **more: Any) -> dict[str, Any]:
     """A chat whose answer is one of these texts."""
     body = {"structured_outputs": {"choice": list(texts)}, "temperature": 0, "max_tokens": 800, **more}
     made: dict[str, Any] = kit.chat(prompt, **body)
@@ -99,7 +99,7 @@ def forced(kit: Any, *texts: str, prompt: str = "Tell me.", **more: Any) -> dict
 
 
 def rows_of(kit: Any, model: LoadedModel, bodies: Sequence[Any], policies: Policies, **settings: Any) -> Any:
-    """The sink of a shard of these."""
+    """The sink of a shard of these bodies."""
     sink = kit.MemorySink()
     how = WorkerSettings(policies=policies, **settings)
     source = kit.ListSource([kit.make_work(bodies)])
@@ -108,7 +108,7 @@ def rows_of(kit: Any, model: LoadedModel, bodies: Sequence[Any], policies: Polic
 
 
 def message_of(row: Any) -> Any:
-    """Of the first choice, checked with the official client's own model."""
+    """The message of the first choice, checked with the official client's own model."""
     return openai.types.chat.ChatCompletion.model_validate_json(row.response).choices[0].message
 
 
@@ -167,9 +167,9 @@ def test_a_refused_answer_is_withheld_and_its_row_has_succeeded(model: LoadedMod
         kit,
         model,
         [
-            forced(kit, FORBIDDEN, logprobs=True),
+            forced_chat(kit, FORBIDDEN, logprobs=True),
             0,
-            forced(kit, FINE),
+            forced_chat(kit, FINE),
             kit.completion("Once", structured_outputs={"choice": [FORBIDDEN]}, echo=True, logprobs=1, max_tokens=800),
             kit.chat("long", max_tokens=600, ignore_eos=True),  # the others are logged before it ends
         ],
@@ -191,7 +191,7 @@ def test_a_refused_answer_is_withheld_and_its_row_has_succeeded(model: LoadedMod
 
 
 def test_of_several_choices_those_are_withheld_that_are_refused(model: LoadedModel, birds: Policies, kit: Any) -> None:
-    body = forced(kit, f"the {WORD}", "the heron", n=8, temperature=2, seed=3)
+    body = forced_chat(kit, f"the {WORD}", "the heron", n=8, temperature=2, seed=3)
     response = json.loads(rows_of(kit, model, [body], NO_POLICIES).rows[0].response)
     said = [choice["message"]["content"] for choice in response["choices"]]
     assert set(said) == {f"the {WORD}", "the heron"}
@@ -225,7 +225,7 @@ def test_a_policy_that_raises_fails_the_row_and_the_worker_continues(
     model: LoadedModel, kit: Any, policy: RaisingPolicy
 ) -> None:
     with capture_logs() as logs:
-        bodies = [kit.chat(f"a {WORD}"), forced(kit, FORBIDDEN), forced(kit, FINE)]
+        bodies = [kit.chat(f"a {WORD}"), forced_chat(kit, FORBIDDEN), forced_chat(kit, FINE)]
         sink = rows_of(kit, model, bodies, Policies((("mine", policy),)))
     for row, what in ((0, "prompt"), (1, "answer")):
         failed = sink.rows[row]
@@ -259,11 +259,11 @@ class EndlessSource:
         return False
 
 
-Ask = Callable[..., list[LaneEvent]]
+SendRequest = Callable[..., list[LaneEvent]]
 
 
 @contextmanager
-def served(kit: Any, model: LoadedModel, policies: Policies) -> Iterator[Ask]:
+def serving_worker(kit: Any, model: LoadedModel, policies: Policies) -> Iterator[SendRequest]:
     """A worker on a lane of its own: gives the events of a body's answer."""
     lane, stop = MemoryLane(CLOCK), threading.Event()
     serving = LaneServing(emit_interval_seconds=0.0, emit_interval_seconds_each=0.0)
@@ -273,7 +273,7 @@ def served(kit: Any, model: LoadedModel, policies: Policies) -> Iterator[Ask]:
         with server.running(stop) as side_work:
             ShardWorker(model, EndlessSource(), kit.MemorySink(), CLOCK, beside=side_work).run(stop)
 
-    def ask(body: dict[str, Any], **more: Any) -> list[LaneEvent]:
+    def send(body: dict[str, Any], **more: Any) -> list[LaneEvent]:
         url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         request = LaneRequest(f"r{time.monotonic_ns()}", model.pin().key, body, url=url, **more)
         return list(answer(lane, request, CLOCK, CALL))
@@ -281,7 +281,7 @@ def served(kit: Any, model: LoadedModel, policies: Policies) -> Iterator[Ask]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield ask
+        yield send
     finally:
         stop.set()
         thread.join(HANG_SECONDS)
@@ -307,12 +307,12 @@ def check_cut(text: str) -> None:
 def test_a_stream_ends_before_the_word_and_nothing_more_is_computed(
     model: LoadedModel, birds: Policies, kit: Any
 ) -> None:
-    with served(kit, model, NO_POLICIES) as ask:
-        plain = end_of(ask(forced(kit, FORBIDDEN)))
+    with serving_worker(kit, model, NO_POLICIES) as send:
+        plain = end_of(send(forced_chat(kit, FORBIDDEN)))
         assert plain.policies is None
     blocks = model.engine.stats().free_blocks
-    with served(kit, model, birds) as ask, capture_logs() as logs:
-        events = ask(forced(kit, FORBIDDEN, logprobs=True, top_logprobs=2))
+    with serving_worker(kit, model, birds) as send, capture_logs() as logs:
+        events = send(forced_chat(kit, FORBIDDEN, logprobs=True, top_logprobs=2))
         end = end_of(events)
         stats = model.engine.stats()
         assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, blocks)
@@ -339,13 +339,13 @@ def test_allowed_text_is_emitted_as_without_policies(
     model: LoadedModel, birds: Policies, kit: Any, stop: str | None
 ) -> None:
     # A stop string may hold the word: it is cut off, so it is never emitted.
-    body = forced(kit, FINE if stop is None else FORBIDDEN.replace(WORD, "heron") if stop == "lake" else FORBIDDEN)
+    body = forced_chat(kit, FINE if stop is None else FORBIDDEN.replace(WORD, "heron") if stop == "lake" else FORBIDDEN)
     body |= {"logprobs": True, "n": 2} | ({} if stop is None else {"stop": [stop]})
     del body["structured_outputs"]["choice"][1:]
     emitted = []
     for policies in (NO_POLICIES, birds):
-        with served(kit, model, policies) as ask:
-            events = ask(body)
+        with serving_worker(kit, model, policies) as send:
+            events = send(body)
         lines = [event.logprobs["content"] for event in events if isinstance(event, TokensEvent) and event.logprobs]
         emitted.append((end_of(events).response["choices"], text_of(events), text_of(events, 1), len(lines) > 0))
     assert emitted[0] == emitted[1]
@@ -353,17 +353,17 @@ def test_allowed_text_is_emitted_as_without_policies(
 
 
 def test_a_refused_choice_ends_and_the_others_continue(model: LoadedModel, birds: Policies, kit: Any) -> None:
-    with served(kit, model, NO_POLICIES) as ask:
+    with serving_worker(kit, model, NO_POLICIES) as send:
         for seed in range(1, 20):
-            body = forced(kit, FORBIDDEN, FINE, n=6, temperature=2, seed=seed)
-            whole = end_of(ask(body)).response
+            body = forced_chat(kit, FORBIDDEN, FINE, n=6, temperature=2, seed=seed)
+            whole = end_of(send(body)).response
             said = [choice["message"]["content"] for choice in whole["choices"]]
             if set(said) == {FORBIDDEN, FINE}:
                 break
         else:
             pytest.fail("no seed gives both")
-    with served(kit, model, birds) as ask:
-        events = ask(body)
+    with serving_worker(kit, model, birds) as send:
+        events = send(body)
     judged = end_of(events).response
     for text, choice in zip(said, judged["choices"], strict=True):
         if text == FORBIDDEN:
@@ -377,8 +377,8 @@ def test_a_refused_choice_ends_and_the_others_continue(model: LoadedModel, birds
 
 
 def test_a_call_is_emitted_up_to_the_refused_word(model: LoadedModel, birds: Policies, kit: Any) -> None:
-    with served(kit, model, birds) as ask:
-        events = ask(tool_call(kit, FORBIDDEN))
+    with serving_worker(kit, model, birds) as send:
+        events = send(tool_call(kit, FORBIDDEN))
     (choice,) = end_of(events).response["choices"]
     assert (choice["finish_reason"], choice["message"].get("tool_calls")) == ("content_filter", None)
     deltas = [call for event in events if isinstance(event, TokensEvent) for call in event.tool_calls or []]
@@ -391,15 +391,15 @@ def test_a_resumed_attempt_emits_the_rest_and_finds_a_word_that_had_begun(
     model: LoadedModel, birds: Policies, kit: Any, first: str
 ) -> None:
     for text in (FORBIDDEN, FINE):
-        with served(kit, model, birds if first == "with" else NO_POLICIES) as ask:
-            begun = [event for event in ask(forced(kit, text)) if isinstance(event, TokensEvent)]
+        with serving_worker(kit, model, birds if first == "with" else NO_POLICIES) as send:
+            begun = [event for event in send(forced_chat(kit, text)) if isinstance(event, TokensEvent)]
         tokens: tuple[int, ...] = tuple(token for event in begun for token in event.tokens)
         if first == "without":  # the first attempt emitted the beginning of the word
             count = next(n for n in range(len(tokens)) if len(model.tokenizer.decode(tokens[:n])) > len(LEAD) + 2)
             tokens = tokens[:count]
         emitted = model.tokenizer.decode(tokens)
-        with served(kit, model, birds) as ask:
-            more = ask(forced(kit, text), attempt=2, tokens=(tokens,))
+        with serving_worker(kit, model, birds) as send:
+            more = send(forced_chat(kit, text), attempt=2, tokens=(tokens,))
         if text == FINE:
             assert emitted + text_of(more) == FINE
             assert end_of(more).response["choices"][0]["message"]["content"] == FINE
@@ -412,18 +412,18 @@ def test_a_refused_request_and_one_that_can_t_be_judged_end_with_errors(
     model: LoadedModel, birds: Policies, kit: Any
 ) -> None:
     steps = model.engine.stats().steps
-    with served(kit, model, birds) as ask:
-        (refused,) = ask(kit.chat(f"a {WORD}"))
+    with serving_worker(kit, model, birds) as send:
+        (refused,) = send(kit.chat(f"a {WORD}"))
     assert isinstance(refused, ErrorEvent)
     assert (refused.code, refused.status) == ("content_filter", 400)
     assert model.engine.stats().steps == steps
     for policy in (RaisingPolicy(), RaisingAtEndPolicy()):
-        with served(kit, model, Policies((("mine", policy),))) as ask:
-            for body in (kit.chat(f"a {WORD}"), forced(kit, FORBIDDEN)):
-                *emitted, last = ask(body)
+        with serving_worker(kit, model, Policies((("mine", policy),))) as send:
+            for body in (kit.chat(f"a {WORD}"), forced_chat(kit, FORBIDDEN)):
+                *emitted, last = send(body)
                 assert isinstance(last, ErrorEvent)
                 assert (last.code, last.status) == ("engine_error", 500)
                 assert last.message.startswith("content policy 'mine' could not judge the ")
                 assert WORD not in text_of(emitted)
                 assert not (emitted and policy.window is None), "emitted before it could be judged"
-            assert text_of(ask(forced(kit, FINE))) == FINE
+            assert text_of(send(forced_chat(kit, FINE))) == FINE

@@ -43,7 +43,7 @@ def test_given_a_long_step_then_the_last_load_is_repeated_until_the_worker_count
     for _ in range(3 * int(STUCK_SECONDS)):
         clock.sleep(1.0)
         sender.repeat()
-    # Then each repeat has the last load, and names no shard: some may have been let go of since
+    # Then each repeat has the last load, and names no shard: some may have been released since
     repeats = sink.held[1:]
     assert sink.held[0] == [4]
     assert repeats == [[]] * int(STUCK_SECONDS / HEARTBEAT_SECONDS)

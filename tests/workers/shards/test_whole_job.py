@@ -43,7 +43,7 @@ SPEC = ModelSpec(
 )  # fmt: skip
 STEP_SECONDS, TOKEN_SECONDS, CONTEXT_SECONDS = 0.02, 1.7e-4, 1e-6  # about those of 135 M parameters on two cores
 
-Ask = tuple[list[int], int]
+RequestSize = tuple[list[int], int]
 """Prompt, and tokens that the answer will have."""
 
 
@@ -107,10 +107,10 @@ class JobRun:
 
 @pytest.fixture
 def run(byte_level: Tokenizer, kit: Any, tmp_path: Path) -> Callable[..., JobRun]:
-    def run(asks: list[Ask], blocks: int = 16_000, rows: int = ROWS) -> JobRun:
+    def run(requests: list[RequestSize], blocks: int = 16_000, rows: int = ROWS) -> JobRun:
         job = kit.make_job()
         lines = []
-        for number, (prompt, length) in enumerate(asks):
+        for number, (prompt, length) in enumerate(requests):
             body = kit.completion(prompt, max_tokens=length, temperature=0, ignore_eos=True)
             lines.append(
                 json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
@@ -137,7 +137,7 @@ def run(byte_level: Tokenizer, kit: Any, tmp_path: Path) -> Callable[..., JobRun
         ]
         results = kit.MemorySink()
         ShardWorker(model, kit.ListSource(works), results, clock, helper=kit.InlineExecutor()).run()
-        assert sorted(results.rows) == list(range(len(asks)))
+        assert sorted(results.rows) == list(range(len(requests)))
         assert {row.status for row in results.rows.values()} == {"succeeded"}
         cached = sum(row.cached_tokens or 0 for row in results.rows.values())
         return JobRun(runners[0].steps, cached, engine.scheduler.stats)
@@ -145,7 +145,7 @@ def run(byte_level: Tokenizer, kit: Any, tmp_path: Path) -> Callable[..., JobRun
     return run
 
 
-def mixed_job(seed: int, groups: int = 6, loners: float = 0.25, most: int = 1000) -> list[Ask]:
+def mixed_job(seed: int, groups: int = 6, loners: float = 0.25, most: int = 1000) -> list[RequestSize]:
     """500 requests: prompts of 20 to 3,000 tokens, most of them in groups with a system prompt and, inside, shared
     examples; answers of 1 to `most` tokens; shuffled."""
     draw = np.random.default_rng(seed)
@@ -155,30 +155,30 @@ def mixed_job(seed: int, groups: int = 6, loners: float = 0.25, most: int = 1000
         return draw.integers(10, VOCABULARY, count).tolist()  # type: ignore[no-any-return]
 
     shared = [(text(80, 700), [text(200, 1600) for _ in range(int(draw.integers(0, 4)))]) for _ in range(groups)]
-    asks = []
+    requests = []
     for _ in range(500):
         system, examples = shared[int(draw.integers(groups))]
         prompt = text(20, 3000)
         if draw.random() >= loners:
             example = examples[int(draw.integers(len(examples)))] if examples and draw.random() < 0.7 else []
             prompt = [*system, *example, *text(20, 700)]
-        asks.append((prompt[:3000], int(draw.integers(1, most + 1))))
-    return asks
+        requests.append((prompt[:3000], int(draw.integers(1, most + 1))))
+    return requests
 
 
 @pytest.mark.parametrize("loners", [0.25, 0.0])
 def test_each_shared_block_is_computed_once_and_the_tail_is_short(run: Callable[..., JobRun], loners: float) -> None:
-    asks = mixed_job(1, loners=loners)
-    done = run(asks)
-    assert done.cached == best_hits([prompt for prompt, _ in asks], BLOCK)
+    requests = mixed_job(1, loners=loners)
+    done = run(requests)
+    assert done.cached == best_hits([prompt for prompt, _ in requests], BLOCK)
     assert done.tail_share < 0.03  # 0.08 is required
     assert done.mean_rows > 0.95 * ROWS
 
 
 def test_in_a_pool_for_half_of_them_little_is_lost(run: Callable[..., JobRun]) -> None:
-    asks = mixed_job(2, groups=20, loners=0.0)
-    done = run(asks, blocks=2500)
-    assert done.cached >= 0.999 * best_hits([prompt for prompt, _ in asks], BLOCK)
+    requests = mixed_job(2, groups=20, loners=0.0)
+    done = run(requests, blocks=2500)
+    assert done.cached >= 0.999 * best_hits([prompt for prompt, _ in requests], BLOCK)
     assert done.stats.recomputed_tokens < 0.01 * done.stats.computed_tokens
     assert done.mean_rows > 90  # 71 when each was counted with all blocks that it would ever have
     assert done.tail_share < 0.03
@@ -188,15 +188,15 @@ def test_the_longest_answer_is_the_last_to_end_only_by_its_own_length(run: Calla
     """Given a job with less work than its longest answer takes alone, in several shards, then all that is long starts
     at once, wherever it stands, and the job ends with it."""
     draw = np.random.default_rng(3)
-    asks = [(prompt, int(min(1000, 1 + draw.exponential(60)))) for prompt, _ in mixed_job(3, groups=3, loners=0.0)]
-    longest = {tuple(prompt[:20]): number for number, (prompt, _) in enumerate(asks)}
+    requests = [(prompt, int(min(1000, 1 + draw.exponential(60)))) for prompt, _ in mixed_job(3, groups=3, loners=0.0)]
+    longest = {tuple(prompt[:20]): number for number, (prompt, _) in enumerate(requests)}
     for number in longest.values():
-        asks[number] = (asks[number][0], 1000)
-    assert sum(length for _, length in asks) < 1000 * 40
-    done = run(asks, rows=48)
+        requests[number] = (requests[number][0], 1000)
+    assert sum(length for _, length in requests) < 1000 * 40
+    done = run(requests, rows=48)
     assert len(done.steps) <= 1000 + 20
 
 
 def test_the_order_is_a_function_of_the_plan(run: Callable[..., JobRun]) -> None:
-    asks = mixed_job(4)
-    assert run(asks, blocks=3000).steps == run(asks, blocks=3000).steps
+    requests = mixed_job(4)
+    assert run(requests, blocks=3000).steps == run(requests, blocks=3000).steps

@@ -219,7 +219,7 @@ def test_a_tools_schema_that_can_not_be_enforced_is_named_unless_it_is_not_stric
     assert free.status is RowStatus.SUCCEEDED
 
 
-def forced(choice: Any) -> list[tuple[str, dict[str, Any]]]:
+def forced_calls(choice: Any) -> list[tuple[str, dict[str, Any]]]:
     """The calls of a choice, each with arguments that follow its schema."""
     made = []
     for call in choice.message.tool_calls or []:
@@ -251,7 +251,7 @@ def test_calls_that_must_come_do_in_each_familys_way(
         ended += 1
         assert choice.finish_reason == row.finish_reason == "tool_calls"
         assert choice.message.content is None
-        made = forced(choice)
+        made = forced_calls(choice)
         assert len(made) >= 1
         if n % 2 or n % 3 == 0 or family == "LLAMA":
             assert len(made) == 1
@@ -284,7 +284,7 @@ def test_calls_may_come_and_then_follow_their_schemas(
     assert any(choice.message.content for choice in called) == (family != "LLAMA")
     assert any(len(choice.message.tool_calls) > 1 for choice in called) == (family != "LLAMA")
     for choice in called:
-        assert forced(choice)
+        assert forced_calls(choice)
     assert all(len(choice.message.tool_calls or []) <= 1 for choice in texts[:16:4])
     assert any(choice.message.content and not choice.message.tool_calls for choice in texts)
     for choice in texts:
@@ -355,7 +355,9 @@ def test_unknown_tool_formats_are_refused(long_folder: Path, answer: Any, kit: A
     assert "in a form that is not known here" in row.error_message
 
 
-def streamed(model: LoadedModel, body: dict[str, Any], every: int, tokens: Any = (), attempt: int = 1) -> list[Any]:
+def stream_events(
+    model: LoadedModel, body: dict[str, Any], every: int, tokens: Any = (), attempt: int = 1
+) -> list[Any]:
     """The events of an answer that is emitted every few tokens, resumed after `tokens`."""
     request = LaneRequest("r1", "tiny", body, tokens=tokens, attempt=attempt)
     row = LaneReader(model).prepare(request)
@@ -377,7 +379,7 @@ def streamed(model: LoadedModel, body: dict[str, Any], every: int, tokens: Any =
     return events
 
 
-def gathered(events: Sequence[Any], choice: int) -> tuple[str, list[dict[str, Any]]]:
+def assemble_answer(events: Sequence[Any], choice: int) -> tuple[str, list[dict[str, Any]]]:
     """Content and calls, assembled as by OpenAI's client."""
     text, calls = "", []
     for event in events:
@@ -397,14 +399,14 @@ def gathered(events: Sequence[Any], choice: int) -> tuple[str, list[dict[str, An
 def test_a_stream_emits_the_calls_of_the_response(marked_folder: Path, kit: Any, family: str, every: int) -> None:
     model = load(marked_folder, getattr(tool_templates, family))
     body = kit.chat("x", seed=5, tool_choice="required", n=2, **ONE)
-    events = streamed(model, body, every)
+    events = stream_events(model, body, every)
     assert isinstance(events[-1], EndEvent)
     for choice in openai.types.chat.ChatCompletion.model_validate(events[-1].response).choices:
-        text, calls = gathered(events, choice.index)
+        text, calls = assemble_answer(events, choice.index)
         assert calls == [call.model_dump() for call in choice.message.tool_calls or []]
         assert text == (choice.message.content or "")
     # and an attempt that resumes after some of the tokens emits the rest, under the same ids
-    whole = gathered(events, 0)[1]
+    whole = assemble_answer(events, 0)[1]
     known = [t for event in events[:-1] if event.choice == 0 for t in event.tokens][: 30 if every == 1 else 12]
-    more = streamed(model, body, every, (tuple(known),), 2)
+    more = stream_events(model, body, every, (tuple(known),), 2)
     assert more[-1].response["choices"][0]["message"]["tool_calls"] == whole

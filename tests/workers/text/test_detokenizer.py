@@ -76,7 +76,7 @@ def kits(byte_level: Tokenizer, sentencepiece: Tokenizer, kit: Any) -> dict[str,
 
 
 def bytes_of_answer(tokenizer: Tokenizer, prompt: TokenIds, ids: list[int]) -> bytes:
-    """What the answer's tokens stand for, read from the vocabulary's spellings."""
+    """The bytes of the answer's tokens, read from the vocabulary's spellings."""
     alphabet = {char: byte for byte, char in bytes_to_unicode().items()}
 
     def of(token_id: int) -> bytes:

@@ -58,7 +58,7 @@ def answer(kit: Any) -> Callable[..., dict[int, Any]]:
         job = kit.make_job(**settings)
         sink = kit.MemorySink()
         work: ShardWork = kit.make_work(
-            [ask if isinstance(ask, int) else {"model": "tiny", **ask} for ask in bodies], job=job
+            [body if isinstance(body, int) else {"model": "tiny", **body} for body in bodies], job=job
         )
         ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=kit.InlineExecutor()).run()
         rows: dict[int, Any] = sink.rows
@@ -68,7 +68,7 @@ def answer(kit: Any) -> Callable[..., dict[int, Any]]:
 
 
 def vector_of(folder: Path, model: LoadedModel, text: str, *, unit: bool = True) -> Any:
-    """What the definition gives: the tokenizer's ids, the mean of the last hidden states, length 1."""
+    """The vector by definition: the tokenizer's ids, the mean of the last hidden states, length 1."""
     (ids,) = model.tokenizer.encode_batch([text], add_special_tokens=True)
     reference = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():

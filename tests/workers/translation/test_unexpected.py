@@ -1,4 +1,4 @@
-"""What a model or a caller writes, however odd, costs one request at most: on the lane and in a batch."""
+"""Unexpected outputs of a model or bodies of a caller fail one request at most: on the lane and in a batch."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ class EndlessSource:
         return False
 
 
-Ask = Callable[[str, dict[str, Any]], list[LaneEvent]]
+SendRequest = Callable[[str, dict[str, Any]], list[LaneEvent]]
 
 
 @contextmanager
-def served(kit: Any, model: LoadedModel) -> Iterator[Ask]:
+def serving_worker(kit: Any, model: LoadedModel) -> Iterator[SendRequest]:
     """One worker on a lane of its own, which must be alive in the end: gives the events of a body's answer."""
     lane, stop = MemoryLane(CLOCK, LaneSettings(worker_timeout_seconds=0.6)), threading.Event()
     errors: list[BaseException] = []
@@ -152,14 +152,14 @@ def served(kit: Any, model: LoadedModel) -> Iterator[Ask]:
         except BaseException as error:  # noqa: BLE001 - checked by the test
             errors.append(error)
 
-    def ask(name: str, body: dict[str, Any]) -> list[LaneEvent]:
+    def send(name: str, body: dict[str, Any]) -> list[LaneEvent]:
         deadline = CLOCK.now() + timedelta(seconds=10)
         return list(answer(lane, LaneRequest(name, model.pin().key, body, deadline=deadline), CLOCK, CALL))
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield ask
+        yield send
     finally:
         stop.set()
         thread.join(HANG_SECONDS)
@@ -168,8 +168,8 @@ def served(kit: Any, model: LoadedModel) -> Iterator[Ask]:
     assert not model.engine.has_work
 
 
-def committed(kit: Any, model: LoadedModel, bodies: Sequence[Any]) -> dict[int, Any]:
-    """The rows of a shard of these bodies, once it is committed."""
+def committed_rows(kit: Any, model: LoadedModel, bodies: Sequence[Any]) -> dict[int, Any]:
+    """The rows of a shard of these bodies, once it is committed_rows."""
     sink = kit.MemorySink()
     ShardWorker(model, kit.ListSource([kit.make_work(bodies)]), sink, CLOCK, helper=kit.InlineExecutor()).run()
     return sink.parts[1] and sink.rows
@@ -191,15 +191,15 @@ def test_given_a_call_whose_name_is_not_json_then_the_caller_gets_it_as_content_
     host: Any, kit: Any, text: str, special: bool
 ) -> None:
     model, _ = host(text, special=special)
-    with served(kit, model) as ask:
-        events = ask("r1", badly(kit))
+    with serving_worker(kit, model) as send:
+        events = send("r1", badly(kit))
         assert isinstance(events[-1], EndEvent), events[-1]
         (choice,) = events[-1].response["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
         assert "tool_calls" not in choice["message"]
         assert "".join(event.text for event in events if isinstance(event, TokensEvent)) == text
-        assert isinstance(ask("r2", other(kit))[-1], EndEvent)
-    rows = committed(kit, model, [other(kit), badly(kit), other(kit)])
+        assert isinstance(send("r2", other(kit))[-1], EndEvent)
+    rows = committed_rows(kit, model, [other(kit), badly(kit), other(kit)])
     assert [rows[row].status for row in range(3)] == [RowStatus.SUCCEEDED] * 3
     assert rows[1].text == text
     assert json.loads(rows[1].response)["choices"][0]["message"] == choice["message"]
@@ -223,12 +223,12 @@ def test_given_tokens_that_cant_be_emitted_then_the_request_ends_with_an_error_a
     model, writer = host("[TOOL_" + "x" * 250)
     writer.step = lambda: time.sleep(0.01)
     plant_failure(monkeypatch, ToolCallReader, "push", lambda _, text: "x" in text)
-    with capture_logs() as logs, served(kit, model) as ask:
-        events = ask("r1", badly(kit))
+    with capture_logs() as logs, serving_worker(kit, model) as send:
+        events = send("r1", badly(kit))
         assert isinstance(events[-1], ErrorEvent), events[-1]
         assert (events[-1].code, events[-1].status) == ("engine_error", 500)
         assert "KeyError" in events[-1].message
-        assert isinstance(ask("r2", other(kit))[-1], EndEvent)
+        assert isinstance(send("r2", other(kit))[-1], EndEvent)
         assert writer.written < 200, "it was computed to its end"
     (line,) = [line for line in logs if line["event"] == "tokens could not be emitted"]
     assert (line["request"], line["error"], line["log_level"]) == ("r1", "KeyError", "error")
@@ -252,7 +252,7 @@ def test_given_a_row_with_an_unexpected_exception_then_it_fails_and_the_job_cont
     model, _ = host()
     plant_failure(monkeypatch, where, name, when)
     with capture_logs() as logs:
-        rows = committed(kit, model, [other(kit), badly(kit), other(kit)])
+        rows = committed_rows(kit, model, [other(kit), badly(kit), other(kit)])
     assert [rows[row].status for row in range(3)] == [RowStatus.SUCCEEDED, RowStatus.FAILED, RowStatus.SUCCEEDED]
     assert (rows[1].error_code, rows[1].status_code) == (RowErrorCode.ENGINE_ERROR, 500)
     assert "KeyError" in rows[1].error_message
@@ -266,8 +266,8 @@ def test_given_a_request_with_an_unexpected_exception_then_it_ends_with_an_error
 ) -> None:
     model, _ = host()
     plant_failure(monkeypatch, translate, "grammar_of", lambda body, _: "badly" in str(body))
-    with capture_logs(), served(kit, model) as ask:
-        (event,) = ask("r1", badly(kit))
+    with capture_logs(), serving_worker(kit, model) as send:
+        (event,) = send("r1", badly(kit))
         assert isinstance(event, ErrorEvent)
         assert (event.code, event.status) == ("engine_error", 500)
-        assert isinstance(ask("r2", other(kit))[-1], EndEvent)
+        assert isinstance(send("r2", other(kit))[-1], EndEvent)

@@ -1,4 +1,4 @@
-"""What folders say of how they make vectors: old and new spellings, and folders that lie."""
+"""The embedding settings of model folders: old and new spellings, and folders with wrong settings."""
 
 from __future__ import annotations
 

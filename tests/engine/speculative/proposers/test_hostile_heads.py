@@ -23,7 +23,9 @@ Weights = dict[str, Tensor]
 HIDDEN, VOCAB, DRAFT = 48, 257, 100
 
 
-def made(folder: Path, target: Path, weights: Callable[[Weights], object] = lambda _: None, **changes: Any) -> Path:
+def save_changed_head(
+    folder: Path, target: Path, weights: Callable[[Weights], object] = lambda _: None, **changes: Any
+) -> Path:
     """A head for `target`, with its config and its weights changed."""
     shape = heads.head_config(AutoConfig.from_pretrained(target), draft_vocab=DRAFT, layers=[0, 1, 2])
     tensors = heads.random_weights(shape)
@@ -69,7 +71,7 @@ def test_given_a_config_that_can_t_be_used_then_it_is_refused(
 ) -> None:
     path = tiny_model("llama")
     with pytest.raises(UnsupportedModel, match=why) as refused:
-        with_head(path, made(tmp_path, path, **changes))
+        with_head(path, save_changed_head(tmp_path, path, **changes))
     assert "\n" not in str(refused.value)
     assert str(tmp_path) in str(refused.value)
 
@@ -107,7 +109,7 @@ def test_given_weights_that_contradict_the_config_then_they_are_refused(
 ) -> None:
     path = tiny_model("llama")
     with pytest.raises(CorruptWeights, match=why) as refused:
-        with_head(path, made(tmp_path, path, change))
+        with_head(path, save_changed_head(tmp_path, path, change))
     assert "\n" not in str(refused.value)
     assert str(tmp_path) in str(refused.value)
 
@@ -116,7 +118,7 @@ def test_given_files_that_are_no_head_then_they_are_refused(tiny_model: TinyMode
     path = tiny_model("llama")
     with pytest.raises(ModelNotFound, match=r"no EAGLE-3 head at .*nowhere"):
         with_head(path, tmp_path / "nowhere")
-    head = made(tmp_path / "head", path)
+    head = save_changed_head(tmp_path / "head", path)
     (head / "model.safetensors").rename(head / "pytorch_model.bin")
     with pytest.raises(UnsupportedModel, match=r"pytorch_model.bin is pickled, which can run code"):
         with_head(path, head)
@@ -132,9 +134,9 @@ def test_given_files_that_are_no_head_then_they_are_refused(tiny_model: TinyMode
 
 def test_given_a_model_that_no_head_can_read_then_that_is_said(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="transformers' code for PhiForCausalLM does not return here"):
-        with_head(tiny_model("phi"), made(tmp_path / "phi", tiny_model("llama")))
+        with_head(tiny_model("phi"), save_changed_head(tmp_path / "phi", tiny_model("llama")))
     with pytest.raises(UnsupportedModel, match="all layers of the model have sliding windows"):
-        with_head(tiny_model("mistral"), made(tmp_path / "mistral", tiny_model("llama")))
+        with_head(tiny_model("mistral"), save_changed_head(tmp_path / "mistral", tiny_model("llama")))
     with pytest.raises(EngineError, match="needs one; name its folder"):
         load(tiny_model("llama"), "eagle3")
 
