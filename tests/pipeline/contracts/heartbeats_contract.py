@@ -1,5 +1,5 @@
-"""What all heartbeats must do while their server runs. An adapter's test module subclasses `HeartbeatsContract` and
-gives a `make_heartbeats` fixture: a function lifetime -> one more view of the same, at first silent, place; and
+"""The contract of heartbeats while their server runs. An adapter's test module subclasses `HeartbeatsContract` and
+gives a `make_heartbeats` fixture: a function lifetime -> one more view of the same, initially empty, server; and
 `pass_time`, which lets seconds go by on the clock that counts there."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WHOLE = WorkerState(
     passed_over=frozenset({("job-a", 7)}),
 )
 
-TOLD = WorkerMetrics(
+METRICS = WorkerMetrics(
     model='a "model" of\nany name',
     seconds=12.5,
     tiers={
@@ -56,21 +56,23 @@ class HeartbeatsContract:
     def beats(self, make_heartbeats: MakeHeartbeats) -> Heartbeats:
         return make_heartbeats(LIFETIME)
 
-    def test_nobody_lives_at_first(self, beats: Heartbeats) -> None:
+    def test_no_worker_is_alive_at_first(self, beats: Heartbeats) -> None:
         assert beats.workers() == []
 
-    def test_a_state_comes_back_as_it_was_told(self, make_heartbeats: MakeHeartbeats) -> None:
+    def test_a_state_comes_back_as_it_was_sent(self, make_heartbeats: MakeHeartbeats) -> None:
         make_heartbeats(LIFETIME).send_heartbeat(WHOLE)
         assert make_heartbeats(LIFETIME).workers() == [WHOLE]
 
-    def test_the_last_word_of_each_counts_and_they_come_by_name(self, beats: Heartbeats) -> None:
+    def test_the_latest_state_of_each_worker_counts_and_they_are_sorted_by_name(self, beats: Heartbeats) -> None:
         for name in ("w10", "w2", "b"):
             beats.send_heartbeat(WorkerState(name, held=frozenset({("job-a", 1)})))
         beats.send_heartbeat(WorkerState("w10", waiting_tokens=5))
         assert [state.name for state in beats.workers()] == ["b", "w10", "w2"]
         assert beats.workers()[1] == WorkerState("w10", waiting_tokens=5)
 
-    def test_the_silent_die_and_the_others_live(self, beats: Heartbeats, pass_time: Callable[[float], None]) -> None:
+    def test_workers_without_heartbeats_expire_and_the_others_live(
+        self, beats: Heartbeats, pass_time: Callable[[float], None]
+    ) -> None:
         beats.send_heartbeat(WorkerState("dies"))
         for _ in range(4):
             beats.send_heartbeat(WorkerState("lives"))
@@ -79,7 +81,7 @@ class HeartbeatsContract:
         pass_time(LIFETIME * 1.2)
         assert beats.workers() == []
 
-    def test_who_leaves_is_gone_at_once_and_may_come_back(self, beats: Heartbeats) -> None:
+    def test_a_worker_that_leaves_is_gone_at_once_and_may_come_back(self, beats: Heartbeats) -> None:
         beats.send_heartbeat(WorkerState("w"))
         beats.leave("w")
         beats.leave("never came")
@@ -87,7 +89,7 @@ class HeartbeatsContract:
         beats.send_heartbeat(WorkerState("w"))
         assert beats.workers() == [WorkerState("w")]
 
-    def test_it_is_counted_since_when_beats_are_kept(
+    def test_since_counts_from_the_first_stored_heartbeat(
         self, make_heartbeats: MakeHeartbeats, pass_time: Callable[[float], None]
     ) -> None:
         one = make_heartbeats(LIFETIME)
@@ -99,27 +101,27 @@ class HeartbeatsContract:
         assert before < LIFETIME * 0.3
         assert LIFETIME * 1.4 < one.since() < LIFETIME * 3
 
-    def test_figures_come_back_as_they_were_told_and_change_no_state(self, make_heartbeats: MakeHeartbeats) -> None:
+    def test_metrics_come_back_as_they_were_reported_and_change_no_state(self, make_heartbeats: MakeHeartbeats) -> None:
         one, other = make_heartbeats(LIFETIME), make_heartbeats(LIFETIME)
         one.send_heartbeat(WHOLE)
         one.send_heartbeat(WorkerState("silent about itself"))
         one.report_metrics(WHOLE.name, WorkerMetrics(model="before"))
-        one.report_metrics(WHOLE.name, TOLD)
-        assert other.metrics() == {WHOLE.name: TOLD}
+        one.report_metrics(WHOLE.name, METRICS)
+        assert other.metrics() == {WHOLE.name: METRICS}
         assert other.workers() == [WHOLE, WorkerState("silent about itself")]
 
-    def test_figures_go_with_their_worker(
+    def test_metrics_are_removed_with_their_worker(
         self, make_heartbeats: MakeHeartbeats, pass_time: Callable[[float], None]
     ) -> None:
         beats = make_heartbeats(LIFETIME)
         for name in ("leaves", "dies"):
             beats.send_heartbeat(WorkerState(name))
-            beats.report_metrics(name, TOLD)
+            beats.report_metrics(name, METRICS)
         beats.leave("leaves")
-        assert beats.metrics() == {"dies": TOLD}
+        assert beats.metrics() == {"dies": METRICS}
         pass_time(LIFETIME * 1.2)
         assert beats.metrics() == {}
 
-    def test_figures_without_a_heartbeat_are_nobodys(self, beats: Heartbeats) -> None:
-        beats.report_metrics("never beat", TOLD)
+    def test_metrics_without_a_heartbeat_are_ignored(self, beats: Heartbeats) -> None:
+        beats.report_metrics("never beat", METRICS)
         assert beats.metrics() == {}

@@ -127,7 +127,7 @@ class FileIngestContract:
         harness.end(job)
         for info in list(harness.world.store.list(TAKEN)):
             harness.world.store.delete(info.key)
-        assert harness.take_all() == [job], "the job's papers make a repeated event harmless, not the marker"
+        assert harness.take_all() == [job], "the job's records make a repeated event harmless, not the marker"
 
     def test_given_files_when_two_intakes_notice_them_at_the_same_time_then_each_is_one_job(
         self, harness: InboxHarness
@@ -141,7 +141,7 @@ class FileIngestContract:
             start.wait()
             try:
                 harness.notice(source)
-            except BaseException as error:  # noqa: BLE001 - told below
+            except BaseException as error:  # noqa: BLE001 - asserted below
                 failed.append(error)
 
         threads = [threading.Thread(target=run, args=(source,)) for source in sources]
@@ -198,13 +198,13 @@ class FileIngestContract:
         dead_letters = DeadLetters(harness.world)
         (found,) = dead_letters.dead_letters()
         dead_letters.replay(found.dead_letter.id)
-        assert harness.take_all() == [], "it was refused again, which is another letter"
+        assert harness.take_all() == [], "it was refused again, which is another dead letter"
         assert [one.replays for one in dead_letters.dead_letters()].count(0) == 1
         assert len(harness.dead_letters()) == 2
         harness.serve("late")
         for info in list(harness.world.store.list(TAKEN)):
             harness.world.store.delete(info.key)
-        assert harness.take_all() == [], "nobody asked for another try; a lost marker is no reason"
+        assert harness.take_all() == [], "a lost marker does not replay a dead letter"
         (latest,) = (one.dead_letter for one in dead_letters.dead_letters() if not one.replays)
         dead_letters.replay(latest.id)
         (job,) = harness.take_all()
@@ -256,7 +256,7 @@ class FileIngestContract:
 
 
 class RefusalContract:
-    """What can never be a job, at any source of dropped files."""
+    """Files that can never be a job, at any file ingest source."""
 
     @pytest.mark.parametrize(
         ("name", "sidecar", "code"),
@@ -281,18 +281,18 @@ class RefusalContract:
         harness.put("good.jsonl", LINE)
         for _ in range(3):
             assert len(harness.take_all()) == 1
-            ((reason, place),) = harness.dead_letters()
+            ((reason, location),) = harness.dead_letters()
             assert reason == code
-            assert place.endswith(f"incoming/{name}")
+            assert location.endswith(f"incoming/{name}")
 
 
-class _Failing(PipelineError):
+class _StoreBusy(PipelineError):
     pass
 
 
 def _fails_once() -> object:
     def before(nth: int) -> None:
         if nth == 4:
-            raise _Failing("the store is busy")
+            raise _StoreBusy("the store is busy")
 
     return before

@@ -1,4 +1,4 @@
-"""What every lane must do while its server runs. An adapter's test module subclasses `LaneContract` and gives a
+"""The contract of lanes while their server runs. An adapter's test module subclasses `LaneContract` and gives a
 `make_lane` fixture: a function settings -> the caller's side of a lane, on which `worker(name)` gives a worker's side;
 each call is one more view of the same, initially empty, lane. Times are real, and short."""
 
@@ -56,7 +56,7 @@ def end(name: str, sequence: int, attempt: int = 1) -> EndEvent:
     return EndEvent(name, attempt, sequence, {"id": name, "usage": {"completion_tokens": 2}})
 
 
-def told(lane: Lane, name: str, after: Position = START, timeout: float = 2.0) -> list[LaneEvent]:
+def read_events(lane: Lane, name: str, after: Position = START, timeout: float = 2.0) -> list[LaneEvent]:
     return lane.read({name: after}, timeout)
 
 
@@ -88,20 +88,20 @@ class LaneContract:
         worker.take([MODEL], 1, 2.0)
         events = [*(tokens("r1", n) for n in range(5)), end("r1", 5)]
         assert worker.emit(events[:2]) == frozenset()
-        assert told(lane, "r1") == events[:2]
+        assert read_events(lane, "r1") == events[:2]
         assert worker.emit(events[2:]) == frozenset()
-        assert told(lane, "r1") == events
-        assert told(lane, "r1", Position(1, 3)) == events[4:]
-        assert told(lane, "r1", Position(1, 5), timeout=0) == []
+        assert read_events(lane, "r1") == events
+        assert read_events(lane, "r1", Position(1, 3)) == events[4:]
+        assert read_events(lane, "r1", Position(1, 5), timeout=0) == []
 
-    def test_who_waits_for_events_or_requests_is_woken(self, make_lane: MakeLane, lane: OpenLane) -> None:
+    def test_a_reader_that_waits_for_events_or_requests_is_woken(self, make_lane: MakeLane, lane: OpenLane) -> None:
         worker = lane.worker("w1")
         threading.Timer(0.2, lane.send, [request()]).start()
         assert [one.id for one in worker.take([MODEL], 1, 20.0)] == ["r1"]
         threading.Timer(0.2, worker.emit, [[tokens("r1", 0)]]).start()
-        assert told(lane, "r1", timeout=20.0) == [tokens("r1", 0)]
+        assert read_events(lane, "r1", timeout=20.0) == [tokens("r1", 0)]
 
-    def test_requests_wait_until_a_worker_begins_to_answer_them_or_nobody_wants_them(
+    def test_requests_wait_until_a_worker_begins_to_answer_them_or_they_are_cancelled(
         self, lane: OpenLane, worker: LaneWorker
     ) -> None:
         assert lane.waiting([MODEL, "other"]) == {MODEL: 0, "other": 0}
@@ -145,12 +145,12 @@ class LaneContract:
         lane.send(request())
         assert worker.take([MODEL], 9, 0.1) == []
 
-    def test_an_event_told_twice_is_there_once(self, lane: OpenLane, worker: LaneWorker) -> None:
+    def test_an_event_emitted_twice_is_there_once(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
         worker.take([MODEL], 1, 2.0)
         for _ in range(2):
             assert worker.emit([tokens("r1", 0), tokens("r1", 1)]) == frozenset()
-        assert told(lane, "r1") == [tokens("r1", 0), tokens("r1", 1)]
+        assert read_events(lane, "r1") == [tokens("r1", 0), tokens("r1", 1)]
 
     # -- several tenants
 
@@ -189,7 +189,7 @@ class LaneContract:
         for tenant in "ab":
             assert [name for name in taken if name[0] == tenant] == [f"{tenant}{number}" for number in range(8)]
 
-    def test_a_request_that_comes_back_from_a_dead_worker_keeps_its_place(self, lane: OpenLane) -> None:
+    def test_a_request_that_comes_back_from_a_dead_worker_keeps_its_position(self, lane: OpenLane) -> None:
         dies, lives = lane.worker("dies"), lane.worker("lives")
         for number in range(3):
             lane.send(request(f"a{number}", tenant="a"))
@@ -240,7 +240,7 @@ class LaneContract:
 
     # -- cancelling, deadlines
 
-    def test_a_cancel_reaches_the_worker_with_the_next_thing_it_tells(self, lane: OpenLane, worker: LaneWorker) -> None:
+    def test_a_cancel_reaches_the_worker_with_its_next_call(self, lane: OpenLane, worker: LaneWorker) -> None:
         for name in ("r1", "r2", "r3"):
             lane.send(request(name))
         worker.take([MODEL], 3, 2.0)
@@ -251,13 +251,13 @@ class LaneContract:
         assert worker.hold(["r2", "r3"]) == {"r2"}
         lane.cancel(request("never sent"))
 
-    def test_a_cancelled_request_is_handed_to_nobody(self, lane: OpenLane, worker: LaneWorker) -> None:
+    def test_a_cancelled_request_is_handed_to_no_worker(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request("r1"))
         lane.send(request("r2"))
         lane.cancel(request("r1"))
         assert [one.id for one in worker.take([MODEL], 9, 2.0)] == ["r2"]
 
-    def test_behind_its_deadline_nobody_wants_a_request(self, lane: OpenLane, worker: LaneWorker) -> None:
+    def test_after_its_deadline_a_request_is_no_longer_wanted(self, lane: OpenLane, worker: LaneWorker) -> None:
         soon = datetime.now(UTC) + timedelta(seconds=0.4)
         lane.send(request("r1", deadline=soon))
         lane.send(request("r2", deadline=soon))
@@ -279,7 +279,7 @@ class LaneContract:
         assert dies.hold(["r1"]) == {"r1"}
         assert dies.emit([tokens("r1", 0)]) == {"r1"}, "it was stopped, and goes on"
         assert lives.emit([TokensEvent("r1", 1, 0, text="mine")]) == frozenset()
-        assert told(lane, "r1") == [TokensEvent("r1", 1, 0, text="mine")]
+        assert read_events(lane, "r1") == [TokensEvent("r1", 1, 0, text="mine")]
 
     def test_a_stopped_worker_adds_nothing_to_anothers_answer(self, lane: OpenLane) -> None:
         stopped, lives = lane.worker("stopped"), lane.worker("lives")
@@ -293,7 +293,7 @@ class LaneContract:
         assert stopped.emit([tokens("r2", 0), tokens("r2", 1)]) == {"r2"}, "the other has begun"
         assert lives.emit([end("r1", 1), end("r2", 1)]) == frozenset()
         for name in ("r1", "r2"):
-            assert told(lane, name) == [tokens(name, 0), end(name, 1)]
+            assert read_events(lane, name) == [tokens(name, 0), end(name, 1)]
 
     def test_what_a_worker_holds_stays_its_own(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
@@ -310,7 +310,7 @@ class LaneContract:
         lane.send(stream.request)
         dies.take([MODEL], 1, 2.0)
         dies.emit([tokens("r1", 0), tokens("r1", 1)])
-        assert [stream.accept(event) for event in told(lane, "r1")] == [tokens("r1", 0), tokens("r1", 1)]
+        assert [stream.accept(event) for event in read_events(lane, "r1")] == [tokens("r1", 0), tokens("r1", 1)]
         assert lane.lost([request()]) == frozenset()
         time.sleep(LIFETIME * 1.3)
         assert lane.lost([request(), request("other")]) == {"r1", "other"}
@@ -320,7 +320,7 @@ class LaneContract:
         assert lives.emit([tokens("r1", 0, attempt=2)]) == frozenset()
         assert dies.emit([tokens("r1", 2)]) == {"r1"}, "it was only stopped"
         lives.emit([end("r1", 1, attempt=2)])
-        accepted = [stream.accept(event) for event in told(lane, "r1", stream.position)]
+        accepted = [stream.accept(event) for event in read_events(lane, "r1", stream.position)]
         assert accepted == [tokens("r1", 0, attempt=2), end("r1", 1, attempt=2)]
         assert stream.ended
 
@@ -330,7 +330,7 @@ class LaneContract:
         worker.emit([ErrorEvent("r1", 1, 0, "engine_error", "no", 500)])
         time.sleep(LIFETIME * 1.3)
         assert lane.lost([request()]) == frozenset()
-        assert told(lane, "r1") == [ErrorEvent("r1", 1, 0, "engine_error", "no", 500)]
+        assert read_events(lane, "r1") == [ErrorEvent("r1", 1, 0, "engine_error", "no", 500)]
         assert worker.hold(["r1"]) == {"r1"}
 
     def test_a_worker_that_has_both_attempts_keeps_the_later_one(self, lane: OpenLane, worker: LaneWorker) -> None:
@@ -340,7 +340,7 @@ class LaneContract:
         lane.send(request(attempt=2))
         assert worker.take([MODEL], 1, 2.0) == [request(attempt=2)]
         assert worker.emit([tokens("r1", 1), tokens("r1", 0, attempt=2)]) == frozenset()
-        assert told(lane, "r1") == [tokens("r1", 0), tokens("r1", 0, attempt=2)]
+        assert read_events(lane, "r1") == [tokens("r1", 0), tokens("r1", 0, attempt=2)]
 
     def test_what_a_worker_hands_back_is_sent_again_and_goes_on_elsewhere(self, lane: OpenLane) -> None:
         ends, goes_on = lane.worker("ends"), lane.worker("goes-on")
@@ -352,7 +352,7 @@ class LaneContract:
         assert lane.lost([request("r1"), request("r2")]) == frozenset(), "its callers know already"
         assert ends.hold(["r1", "r2"]) == {"r1", "r2"}
         for stream, events in ((begun, 2), (untouched, 1)):
-            accepted = [stream.accept(event) for event in told(lane, stream.request.id)]
+            accepted = [stream.accept(event) for event in read_events(lane, stream.request.id)]
             assert len(accepted) == events
             assert isinstance(accepted[-1], HandBackEvent)
             assert not stream.ended
@@ -360,7 +360,7 @@ class LaneContract:
         again = sorted(goes_on.take([MODEL], 2, 2.0), key=lambda one: one.id)
         assert [(one.attempt, one.tokens) for one in again] == [(2, ((0, 7),)), (2, ())]
         assert goes_on.emit([end("r1", 0, attempt=2), end("r2", 0, attempt=2)]) == frozenset()
-        assert [begun.accept(event) for event in told(lane, "r1", begun.position)] == [end("r1", 0, attempt=2)]
+        assert [begun.accept(event) for event in read_events(lane, "r1", begun.position)] == [end("r1", 0, attempt=2)]
 
     # -- bounds
 
@@ -417,9 +417,9 @@ class LaneContract:
         fast, slow = LaneStream(request("fast")), LaneStream(request("slow"))
         for number in range(20):
             assert worker.emit([tokens("slow", number), tokens("fast", number)]) == frozenset()
-            accept_all(fast, told(lane, "fast", fast.position))
+            accept_all(fast, read_events(lane, "fast", fast.position))
         assert position_of(tokens("fast", 19)) == fast.position
-        found = told(lane, "slow")
+        found = read_events(lane, "slow")
         assert len(found) == 8
         last = slow.accept(found[0])
         assert isinstance(last, ErrorEvent)
@@ -432,7 +432,7 @@ def accept_all(stream: LaneStream, events: Sequence[LaneEvent]) -> None:
 
 
 def taken_within(worker: LaneWorker, seconds: float) -> list[LaneRequest]:
-    """What it takes, asking again and again as workers do."""
+    """The requests that it takes, polling as workers do."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if taken := worker.take([MODEL], 1, 0.1):

@@ -1,4 +1,4 @@
-"""What every shard queue must do while its server runs. An adapter's test module subclasses `QueueContract` and gives a
+"""The contract of shard queues while their server runs. An adapter's test module subclasses `QueueContract` and gives a
 `make_queue` fixture: a function without arguments that opens one more queue on the same, initially empty, server."""
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class QueueContract:
             queue.put("q", task)
         assert [queue.take(["q"], HANG_SECONDS) for _ in tasks] == tasks
 
-    def test_an_empty_queue_is_waited_for_as_long_as_told_and_no_longer(self, queue: ShardQueue) -> None:
+    def test_take_waits_for_an_empty_queue_until_the_timeout(self, queue: ShardQueue) -> None:
         queue.take(["q"], 0)  # whatever has to be opened is open
         for timeout in (0.0, 0.3):
             began = time.monotonic()
             assert queue.take(["q"], timeout) is None
             assert time.monotonic() - began >= timeout * 0.9
 
-    def test_who_waits_gets_what_comes_meanwhile(self, make_queue: MakeQueue) -> None:
+    def test_a_waiting_worker_gets_a_task_that_is_put_meanwhile(self, make_queue: MakeQueue) -> None:
         threading.Timer(0.2, make_queue().put, ["q", ShardTask("job-a", 7)]).start()
         assert make_queue().take(["q"], HANG_SECONDS) == ShardTask("job-a", 7)
 
-    def test_queues_are_looked_at_in_the_order_asked_for(self, queue: ShardQueue) -> None:
+    def test_queues_are_polled_in_the_requested_order(self, queue: ShardQueue) -> None:
         queue.put("bulk", ShardTask("job-a", 1))
         queue.put("bulk", ShardTask("job-a", 2))
         queue.put("urgent", ShardTask("job-a", 3))
@@ -47,17 +47,17 @@ class QueueContract:
         assert [queue.take(["urgent", "bulk"], 0) for _ in range(2)] == [ShardTask("job-a", 3), ShardTask("job-a", 1)]
         assert queue.take(["bulk", "urgent"], 0) == ShardTask("job-a", 2)
 
-    def test_of_several_takers_each_task_goes_to_one(self, make_queue: MakeQueue) -> None:
-        putter, takers = make_queue(), [make_queue() for _ in range(3)]
+    def test_of_several_workers_each_task_goes_to_one(self, make_queue: MakeQueue) -> None:
+        putter, workers = make_queue(), [make_queue() for _ in range(3)]
         for number in range(60):
             putter.put("q", ShardTask("job-a", number))
-        taken: list[list[int]] = [[] for _ in takers]
+        taken: list[list[int]] = [[] for _ in workers]
 
         def drain(me: int) -> None:
-            while (task := takers[me].take(["q"], 0.3)) is not None:
+            while (task := workers[me].take(["q"], 0.3)) is not None:
                 taken[me].append(task.shard)
 
-        threads = [threading.Thread(target=drain, args=(me,)) for me in range(len(takers))]
+        threads = [threading.Thread(target=drain, args=(me,)) for me in range(len(workers))]
         for thread in threads:
             thread.start()
         for thread in threads:

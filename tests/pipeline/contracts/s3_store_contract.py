@@ -1,4 +1,4 @@
-"""What a store in S3 must do beyond every store's contract: where network, pages and uploads in parts can break it."""
+"""The further contract of stores in S3, where network, pages and multipart uploads can break them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class S3StoreContract(SharedStoreContract):
     def large(self, tmp_path: Path) -> Path:
         """A file of three parts, the last of them short."""
         path = tmp_path / "large"
-        path.write_bytes(b"".join(bytes([letter]) * (5 * MEGABYTE) for letter in b"ab") + b"the end")
+        path.write_bytes(b"".join(bytes([byte]) * (5 * MEGABYTE) for byte in b"ab") + b"the end")
         return path
 
     def test_of_64_writers_that_race_for_a_key_one_wins(self, make_store: MakeS3Store) -> None:

@@ -1,5 +1,5 @@
-"""What every object store must do. An adapter's test module subclasses `StoreContract` and gives a `make_store`
-fixture: a function without arguments that opens one more store on the same, at first empty, place. A store that several
+"""The contract of object stores. An adapter's test module subclasses `StoreContract` and gives a `make_store`
+fixture: a function without arguments that opens one more store on the same, initially empty, root. A store that several
 processes can share subclasses `SharedStoreContract`."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StoreContract:
         assert store.create("key", b"second, and longer") is False
         assert store.read("key") == b"first"
 
-    def test_another_store_on_the_same_place_sees_the_same(self, make_store: MakeStore) -> None:
+    def test_another_store_on_the_same_root_sees_the_same(self, make_store: MakeStore) -> None:
         one, two = make_store(), make_store()
         assert one.create("key", b"one") is True
         assert two.read("key") == b"one"
@@ -170,7 +170,7 @@ class StoreContract:
 
 
 class SharedStoreContract(StoreContract):
-    """What a store must also do that several processes share."""
+    """The further contract of a store that several processes share."""
 
     def test_of_two_processes_that_race_for_a_key_one_wins(self, make_store: MakeStore) -> None:
         context = multiprocessing.get_context("fork")
@@ -185,7 +185,7 @@ class SharedStoreContract(StoreContract):
             results = [outcomes.get() for _ in racers]
             for racer in racers:
                 racer.join()
-            winners = [letter for letter, won in results if won]
+            winners = [byte for byte, won in results if won]
             assert len(winners) == 1
             store = make_store()
             assert store.read("race") == winners[0] * MEGABYTE

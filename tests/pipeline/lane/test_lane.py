@@ -141,7 +141,7 @@ def test_a_request_that_is_lost_too_often_ends_with_an_error_but_handing_back_co
     clock = SimulatedClock()
     lane = MemoryLane(clock, LaneSettings(worker_timeout_seconds=1.0))
     calls = LaneCalls(
-        LookingLane(lane, clock),
+        PollingLane(lane, clock),
         clock,
         CallSettings(attempts=2, silence_timeout_seconds=1.0, poll_interval_seconds=0.5),
     )
@@ -174,15 +174,15 @@ def test_between_two_reads_there_is_a_pause_for_each_call_and_what_comes_meanwhi
     assert list(calls.turn()) == []
     worker = lane.worker("w")
     assert len(worker.take(["m"], 3, 0)) == 3
-    told = [TokensEvent(f"r{number}", 1, sequence, 0, (1,)) for sequence in range(2) for number in range(3)]
-    worker.emit(told)
-    assert sorted(calls.turn(), key=told.index) == told
+    emitted = [TokensEvent(f"r{number}", 1, sequence, 0, (1,)) for sequence in range(2) for number in range(3)]
+    worker.emit(emitted)
+    assert sorted(calls.turn(), key=emitted.index) == emitted
     assert clock.monotonic() == pytest.approx(0.3)
     assert list(calls.turn()) == []
     assert clock.monotonic() == pytest.approx(0.6)
 
 
-class LookingLane(BrokenLane):
+class PollingLane(BrokenLane):
     """A lane in memory with slow reads."""
 
     def __init__(self, lane: MemoryLane, clock: SimulatedClock) -> None:

@@ -1,4 +1,4 @@
-"""The lane on a real Redis: calls that survive faults, strangers, and what is left behind."""
+"""The lane on a real Redis: calls survive faults and other programs' data, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.lane.redis import RedisLane
 from pipeline.lane.redis_worker import RedisLaneWorker
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
-from tests.pipeline.contracts.lane_contract import LIFETIME, MODEL, end, request, tokens, told
+from tests.pipeline.contracts.lane_contract import LIFETIME, MODEL, end, read_events, request, tokens
 from tests.servers.redis import RedisServer
 from tests.waiting import HANG_SECONDS
 
@@ -164,7 +164,7 @@ def test_a_call_without_a_server_ends_with_an_error_that_names_it(redis_server: 
     assert f"127.0.0.1:{redis_server.port}" in last.message
 
 
-def test_a_call_that_nobody_takes_ends_at_its_deadline(lane: RedisLane) -> None:
+def test_a_call_that_no_worker_takes_ends_at_its_deadline(lane: RedisLane) -> None:
     clock = SystemClock()
     began = time.monotonic()
     (last,) = answer(lane, request(deadline=in_seconds(clock, 0.5)), clock, QUICK)
@@ -193,7 +193,7 @@ def test_a_server_that_stands_still_fails_every_call_in_time(redis_server: Redis
     lane.send(request())
     worker.take([MODEL], 1, 2.0)
     redis_server.pause()
-    for ask in (
+    for call in (
         lambda: lane.send(request("r2")),
         lambda: lane.read({"r1": START}, 0.1),
         lambda: lane.cancel(request()),
@@ -203,10 +203,10 @@ def test_a_server_that_stands_still_fails_every_call_in_time(redis_server: Redis
         lambda: worker.hold(["r1"]),
     ):
         with pytest.raises(ServiceUnavailable):
-            ask()
+            call()
 
 
-# -- strangers, and what is left
+# -- other programs' data, and what is left
 
 
 def test_what_is_no_request_or_event_is_counted_and_passed_over(lane: RedisLane, raw: Any, prefix: str) -> None:
@@ -223,7 +223,7 @@ def test_what_is_no_request_or_event_is_counted_and_passed_over(lane: RedisLane,
     assert not raw.exists(*(f"{prefix}:lane:wanted:{name}" for name in strange))
     raw.xadd(f"{prefix}:lane:events:r1", {"event": b'{"kind": "exec"}'}, id="1-0")
     worker.emit([tokens("r1", 1)])
-    assert told(lane, "r1") == [tokens("r1", 1)]
+    assert read_events(lane, "r1") == [tokens("r1", 1)]
     assert lane.unreadable == 1
 
 
@@ -282,7 +282,7 @@ def test_given_callers_that_died_then_their_requests_leave_the_count_and_others_
     assert lane.waiting([MODEL]) == {MODEL: 0}, "the count alone drops them too"
 
 
-def test_given_a_caller_that_asks_after_its_request_or_has_an_answer_then_it_is_not_dropped(
+def test_given_a_caller_that_polls_or_has_an_answer_then_its_request_is_not_dropped(
     lane: RedisLane, raw: Any, prefix: str
 ) -> None:
     worker = lane.worker("w")

@@ -1,4 +1,4 @@
-"""The lane on a real Redis keeps the contract."""
+"""The lane on a real Redis fulfils the contract."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The shard queues through Celery: the contract on Redis and on a broker of another kind, a real server's faults, and
-messages from strangers."""
+messages of other programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OpenQueue = Callable[..., CeleryQueue]
 
 
 class ShiftedClock(SystemClock):
-    """The system's, but its wall time is wrong."""
+    """A system clock with a wrong wall time."""
 
     def __init__(self, shift: timedelta) -> None:
         self._shift = shift
@@ -80,7 +80,7 @@ class TestCeleryQueueOnRedisContract(QueueContract):
 
 
 class TestCeleryQueueElsewhereContract(QueueContract):
-    """A broker of another kind, in memory: what the adapter does for Redis's sake must not be needed."""
+    """Another broker, in memory: the adapter must not depend on what it does for Redis."""
 
     @pytest.fixture
     def make_queue(self, prefix: str) -> MakeQueue:
@@ -107,14 +107,14 @@ def test_a_taker_that_waits_while_the_server_goes_and_comes_gets_what_is_put_the
     redis_server: RedisServer, queue: CeleryQueue, open_queue: OpenQueue
 ) -> None:
     got: list[ShardTask | None] = []
-    taker = threading.Thread(target=lambda: got.append(queue.take(["q"], HANG_SECONDS)))
-    taker.start()
+    worker = threading.Thread(target=lambda: got.append(queue.take(["q"], HANG_SECONDS)))
+    worker.start()
     time.sleep(0.3)
     redis_server.kill()
     time.sleep(0.5)
     redis_server.start()
     open_queue().put("q", TASK)
-    taker.join(HANG_SECONDS)
+    worker.join(HANG_SECONDS)
     assert got == [TASK]
 
 
@@ -147,7 +147,7 @@ def test_a_server_that_stands_still_fails_in_time_and_is_used_again_when_it_goes
     assert task == ShardTask("job-a", 9)
 
 
-def test_the_password_is_not_told(redis_server: RedisServer) -> None:
+def test_errors_do_not_show_the_password(redis_server: RedisServer) -> None:
     redis_server.kill()
     url = f"redis://me:s3cret@127.0.0.1:{redis_server.port}/0"
     settings = CeleryQueueSettings(url, timeout_seconds=0.3)
@@ -178,9 +178,7 @@ def test_a_shard_travels_as_a_celery_task_that_any_tool_can_read(queue: CeleryQu
     assert message["headers"]["expires"] is not None
 
 
-def test_a_queue_that_nobody_reads_goes_by_itself_and_leaves_nothing(
-    open_queue: OpenQueue, raw: Any, prefix: str
-) -> None:
+def test_a_queue_without_a_reader_expires_and_leaves_nothing(open_queue: OpenQueue, raw: Any, prefix: str) -> None:
     queue = open_queue(queue_lifetime_seconds=0.5)
     queue.put("q", TASK)
     assert raw.pttl(f"{prefix}.q") in range(1, 501)
@@ -192,7 +190,7 @@ def test_a_queue_that_nobody_reads_goes_by_itself_and_leaves_nothing(
 # -- old messages
 
 
-def test_a_message_that_nobody_took_in_its_time_is_dropped(open_queue: OpenQueue) -> None:
+def test_an_expired_message_is_dropped(open_queue: OpenQueue) -> None:
     open_queue(message_lifetime_seconds=0.2).put("q", TASK)
     time.sleep(0.4)
     late = open_queue(message_lifetime_seconds=0.2)
@@ -201,7 +199,7 @@ def test_a_message_that_nobody_took_in_its_time_is_dropped(open_queue: OpenQueue
 
 
 def test_a_clock_that_is_ahead_does_not_starve_a_worker(open_queue: OpenQueue) -> None:
-    """It is sure of its queue: empty a moment ago, so what is there now is fresh, whatever the message says."""
+    """The queue was empty a moment ago, so a message that is there now is fresh, whatever its expiry says."""
     ahead = open_queue(ShiftedClock(timedelta(days=1)))
     assert ahead.take(["q"], 0) is None
     queue = open_queue()
@@ -210,11 +208,11 @@ def test_a_clock_that_is_ahead_does_not_starve_a_worker(open_queue: OpenQueue) -
     assert ahead.dropped == 0
 
 
-# -- strangers
+# -- messages of other programs
 
 
 def envelope(body: bytes = b"[]", **changes: Any) -> bytes:
-    """What kombu puts into Redis's list, with something of it changed."""
+    """A message as kombu puts it into Redis's list, with changed fields."""
     message = {
         "body": base64.b64encode(body).decode(),
         "content-encoding": "utf-8",
@@ -231,7 +229,7 @@ def envelope(body: bytes = b"[]", **changes: Any) -> bytes:
 
 PICKLED = b"cos\nsystem\n(S'touch /tmp/tokenmill-was-here'\ntR."
 GOOD = b'[["job-a", 1, 1], {}, {}]'
-STRANGERS = {
+FOREIGN_MESSAGES = {
     "garbage": b"\xff\xfe\x00",
     "not JSON": b"hello",
     "a number": b"7",
@@ -256,29 +254,31 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
+@pytest.mark.parametrize("foreign", FOREIGN_MESSAGES)
 def test_a_strangers_message_is_counted_and_dropped_and_ours_behind_it_is_taken(
-    queue: CeleryQueue, raw: Any, prefix: str, stranger: str
+    queue: CeleryQueue, raw: Any, prefix: str, foreign: str
 ) -> None:
     queue.put("q", TASK)
     key = f"{prefix}.q"
-    raw.rpush(key, STRANGERS[stranger])  # at the end where takers take
+    raw.rpush(key, FOREIGN_MESSAGES[foreign])  # at the end where workers take
     assert queue.take(["q"], HANG_SECONDS) == TASK
     assert queue.dropped == 1
     assert raw.llen(key) == 0
     assert not Path("/tmp/tokenmill-was-here").exists()
 
 
-def test_many_strangers_do_not_keep_a_taker_beyond_its_time(queue: CeleryQueue, raw: Any, prefix: str) -> None:
+def test_many_foreign_messages_do_not_hold_a_worker_beyond_its_timeout(
+    queue: CeleryQueue, raw: Any, prefix: str
+) -> None:
     queue.put("q", TASK)
     key = f"{prefix}.q"
     for _ in range(40):
         raw.rpush(key, *[envelope(b"[]")] * 100)
     queue.take(["q"], 0.2)
-    assert 100 <= queue.dropped < 4_000, "it looked at its time in between"
+    assert 100 <= queue.dropped < 4_000, "it checked its timeout in between"
 
 
-def test_a_queue_of_another_kind_is_told_of_and_the_others_still_work(
+def test_a_key_of_another_redis_type_is_reported_and_other_queues_still_work(
     queue: CeleryQueue, raw: Any, prefix: str
 ) -> None:
     queue.put("q", TASK)

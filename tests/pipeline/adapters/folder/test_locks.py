@@ -15,7 +15,7 @@ import pytest
 from pipeline.adapters.folder.locks import PF_EXITING, RunLock, has_ended
 from pipeline.ports import OutputLocked
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED HERE: what Linux tells of processes")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED HERE: Linux's files about processes")
 
 SOON = 0.1
 
@@ -42,7 +42,7 @@ def test_given_a_lock_then_its_file_says_where_the_owners_id_means_something(tmp
     assert words == [str(os.getpid()), socket.gethostname(), os.readlink("/proc/self/ns/pid")]
 
 
-def test_given_an_id_that_nobody_has_then_the_run_was_killed_if_it_is_of_the_same_host_and_pid_namespace(
+def test_given_the_id_of_no_process_then_the_run_was_killed_if_it_is_of_the_same_host_and_pid_namespace(
     tmp_path: Path,
 ) -> None:
     pid, host, here = dead_pid(), socket.gethostname(), os.readlink("/proc/self/ns/pid")

@@ -86,7 +86,7 @@ def test_a_file_on_another_file_system_is_copied(tmp_path: Path) -> None:
     assert not source.exists()
 
 
-def test_objects_have_the_mode_that_the_umask_asks_for(tmp_path: Path) -> None:
+def test_objects_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         FolderStore(tmp_path).create("key", b"1")
@@ -104,7 +104,7 @@ def test_foreign_things_in_the_folder_are_not_objects(tmp_path: Path) -> None:
     assert [found.key for found in store.list("")] == ["a/b"]
 
 
-def test_a_folder_in_an_objects_place_is_an_error_not_a_lost_race(tmp_path: Path) -> None:
+def test_a_folder_at_an_objects_path_is_an_error_not_a_lost_race(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     (tmp_path / "key").mkdir()
     with pytest.raises(StoreError, match="isn't an object"):
@@ -128,7 +128,7 @@ def test_a_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:
         FolderStore(tmp_path / "file")
 
 
-def open_as_nobody(folder: Path, answer: Any) -> None:
+def open_without_permission(folder: Path, answer: Any) -> None:
     if os.geteuid() == 0:  # permissions don't bind root
         os.setgid(65534)
         os.setuid(65534)
@@ -148,7 +148,7 @@ def test_an_unwritable_folder_is_refused_with_a_reason(below: str) -> None:
         Path(parent).chmod(0o755)
         context = multiprocessing.get_context("fork")
         answer = context.SimpleQueue()
-        process = context.Process(target=open_as_nobody, args=(folder / below, answer))
+        process = context.Process(target=open_without_permission, args=(folder / below, answer))
         process.start()
         message = answer.get()
         process.join()

@@ -90,7 +90,7 @@ def test_given_settings_that_contradict_each_other_when_they_are_made_then_they_
     assert "geheim" not in str(refused.value)
 
 
-def test_given_the_door_when_its_consumer_is_set_up_then_it_alone_commits_and_reads_what_was_committed() -> None:
+def test_given_kafka_ingest_when_its_consumer_is_set_up_then_it_alone_commits_and_reads_what_was_committed() -> None:
     options = KafkaIngestSettings(SECURE["plaintext"], start="stop", session_timeout_seconds=3.0).consumer_options()
 
     assert options["enable_auto_commit"] is False
@@ -110,7 +110,7 @@ def test_given_the_door_when_its_consumer_is_set_up_then_it_alone_commits_and_re
         {"uri_prefixes": {"a": ("/data/",)}},
     ],
 )
-def test_given_door_settings_that_can_not_be_when_they_are_made_then_they_are_refused(given: dict[str, Any]) -> None:
+def test_given_invalid_ingest_settings_when_they_are_made_then_they_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(KafkaSettingsError):
         KafkaIngestSettings(SECURE["plaintext"], **given)
 

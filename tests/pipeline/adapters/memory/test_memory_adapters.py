@@ -1,4 +1,4 @@
-"""What lives in one process: the queue, the heartbeats, and the store that the simulated histories rest on."""
+"""Adapters for one process: the queue, the heartbeats, and the store of the simulated histories."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pipeline.simulation import MemoryStore, SimulatedClock
 
 
 class TestMemoryStoreContract(StoreContract):
-    """The simulated store keeps the same contract as the real ones, or the histories would prove nothing."""
+    """The simulated store fulfils the contract of the real ones, or the histories would prove nothing."""
 
     @pytest.fixture
     def make_store(self) -> MakeStore:
@@ -25,7 +25,7 @@ class TestMemoryStoreContract(StoreContract):
         return lambda: store
 
 
-def test_the_queue_hands_out_in_order_and_waits_only_as_long_as_told() -> None:
+def test_the_queue_hands_out_in_order_and_waits_until_the_timeout() -> None:
     queue = MemoryQueue()
     assert queue.take(["q"], 0) is None
     started = time.monotonic()
@@ -40,13 +40,13 @@ def test_the_queue_hands_out_in_order_and_waits_only_as_long_as_told() -> None:
     ]
 
 
-def test_the_queue_wakes_who_waits() -> None:
+def test_the_queue_wakes_a_waiting_worker() -> None:
     queue = MemoryQueue()
     threading.Timer(0.05, queue.put, ["q", ShardTask("job", 7)]).start()
     assert queue.take(["q"], 240.0) == ShardTask("job", 7)
 
 
-def test_queues_are_looked_at_in_the_order_asked_for() -> None:
+def test_queues_are_polled_in_the_requested_order() -> None:
     queue = MemoryQueue()
     queue.put("bulk", ShardTask("job", 1))
     queue.put("bulk", ShardTask("job", 2))

@@ -1,4 +1,4 @@
-"""What lives in one process keeps the contracts of its deployed counterparts: queue, heartbeats, lane."""
+"""The adapters in memory fulfil the contracts of their deployed counterparts: queue, heartbeats, lane."""
 
 from __future__ import annotations
 

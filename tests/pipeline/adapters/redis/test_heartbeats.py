@@ -54,18 +54,18 @@ class TestRedisHeartbeatsContract(HeartbeatsContract):
         return time.sleep
 
 
-def keep_on(beats: RedisHeartbeats, seconds: float) -> None:
-    """A live worker and a dispatcher that polls."""
+def send_for(beats: RedisHeartbeats, seconds: float) -> None:
+    """Send heartbeats for so many seconds."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         beats.send_heartbeat(W)
         time.sleep(0.1)
 
 
-def test_a_server_that_was_emptied_counts_anew_and_the_next_beat_is_heard(
+def test_a_server_that_was_emptied_counts_anew_and_the_next_beat_is_received(
     redis_server: RedisServer, beats: RedisHeartbeats
 ) -> None:
-    keep_on(beats, 0.8)
+    send_for(beats, 0.8)
     assert beats.since() >= 0.7
     redis_server.start_empty()
     assert beats.workers() == []
@@ -74,26 +74,26 @@ def test_a_server_that_was_emptied_counts_anew_and_the_next_beat_is_heard(
     assert beats.workers() == [W]
 
 
-def test_a_server_that_was_away_and_kept_its_data_counts_anew_too(
+def test_a_server_that_was_down_and_still_has_its_data_counts_anew_too(
     redis_server: RedisServer, beats: RedisHeartbeats
 ) -> None:
-    """What ran out while it was down says nothing of the workers."""
-    keep_on(beats, 0.8)
+    """Heartbeats that expired while the server was down don't mean that their workers died."""
+    send_for(beats, 0.8)
     redis_server.kill()
     time.sleep(LIFETIME)
     redis_server.start()
     assert beats.workers() == [], "the beats ran out meanwhile"
-    assert beats.since() < 0.6, "so nobody may be taken for dead yet"
+    assert beats.since() < 0.6, "so no worker may be taken for dead yet"
 
 
 def test_a_server_that_stood_still_fails_in_time_and_counts_anew(
     redis_server: RedisServer, beats: RedisHeartbeats
 ) -> None:
-    keep_on(beats, 0.8)
+    send_for(beats, 0.8)
     redis_server.pause()
-    for ask in (lambda: beats.send_heartbeat(W), beats.workers, beats.since, lambda: beats.leave("w")):
+    for call in (lambda: beats.send_heartbeat(W), beats.workers, beats.since, lambda: beats.leave("w")):
         with pytest.raises(ServiceUnavailable, match="no answer in time"):
-            ask()
+            call()
     redis_server.resume()
     assert beats.since() < 0.5
     beats.send_heartbeat(W)
@@ -101,7 +101,7 @@ def test_a_server_that_stood_still_fails_in_time_and_counts_anew(
 
 
 def test_a_short_pause_changes_nothing(redis_server: RedisServer, beats: RedisHeartbeats) -> None:
-    keep_on(beats, 0.8)
+    send_for(beats, 0.8)
     redis_server.pause()
     time.sleep(0.2)
     redis_server.resume()
@@ -109,7 +109,7 @@ def test_a_short_pause_changes_nothing(redis_server: RedisServer, beats: RedisHe
     assert beats.since() >= 0.9
 
 
-def test_without_a_server_the_place_is_named_and_the_password_is_not(redis_server: RedisServer) -> None:
+def test_without_a_server_its_address_is_named_and_the_password_is_not(redis_server: RedisServer) -> None:
     redis_server.kill()
     url = f"redis://worker:s3cr/et@127.0.0.1:{redis_server.port}/0"
     settings = RedisSettings(url)
@@ -120,8 +120,8 @@ def test_without_a_server_the_place_is_named_and_the_password_is_not(redis_serve
     assert "s3cr" not in str(caught.value)
 
 
-def test_a_wrong_password_is_told_of_without_the_password(redis_server: RedisServer) -> None:
-    url = f"redis://nobody:s3cret@127.0.0.1:{redis_server.port}/0"
+def test_a_wrong_password_is_reported_without_the_password(redis_server: RedisServer) -> None:
+    url = f"redis://unknown:s3cret@127.0.0.1:{redis_server.port}/0"
     with pytest.raises(ServiceUnavailable, match="refused") as caught:
         RedisHeartbeats(RedisSettings(url), 1.0).workers()
     assert "s3cret" not in str(caught.value)
@@ -142,7 +142,7 @@ def test_what_is_no_heartbeat_is_passed_over(redis_server: RedisServer, beats: R
     assert beats.unreadable == 3
 
 
-def test_given_workers_of_a_newer_version_that_say_more_then_they_live_and_their_figures_are_seen(
+def test_given_workers_of_a_newer_version_with_more_fields_then_they_live_and_their_metrics_are_read(
     redis_server: RedisServer, beats: RedisHeartbeats, prefix: str
 ) -> None:
     metrics = WorkerMetrics(model="m", computed=9)
@@ -158,9 +158,11 @@ def test_given_workers_of_a_newer_version_that_say_more_then_they_live_and_their
     assert beats.unreadable == 0
 
 
-def test_what_are_no_figures_is_passed_over(redis_server: RedisServer, beats: RedisHeartbeats, prefix: str) -> None:
+def test_invalid_metrics_are_ignored_and_counted(
+    redis_server: RedisServer, beats: RedisHeartbeats, prefix: str
+) -> None:
     raw = redis.Redis.from_url(redis_server.url)
-    lies = [
+    invalid = [
         b"\xff",
         b"{}",
         b'{"model": 1, "run": 1}',
@@ -168,13 +170,13 @@ def test_what_are_no_figures_is_passed_over(redis_server: RedisServer, beats: Re
         b'{"model": "m", "steps": {"counts": [' + b"1," * 99 + b"1]}}",
         b'{"model": "m", "seconds": NaN}',
     ]
-    for number, body in enumerate(lies):
+    for number, body in enumerate(invalid):
         beats.send_heartbeat(WorkerState(f"w{number}"))
         raw.set(f"{prefix}:beats:figures:w{number}", body, px=60_000)
     beats.send_heartbeat(W)
     beats.report_metrics("w", WorkerMetrics(model="m"))
     assert beats.metrics() == {"w": WorkerMetrics(model="m")}
-    assert beats.unreadable == len(lies)
+    assert beats.unreadable == len(invalid)
 
 
 def test_nothing_is_left_of_workers_that_are_gone_for_long(

@@ -23,7 +23,7 @@ def open_lease(redis_server: RedisServer, unique_name: Callable[[], str]) -> Ope
     return lambda: RedisLease(settings, "dispatcher", LIFETIME, SystemClock(), SystemRandomness())
 
 
-def test_of_two_one_holds_it_and_keeps_it_as_long_as_it_renews(open_lease: OpenLease) -> None:
+def test_one_of_two_holds_the_lease_as_long_as_it_renews(open_lease: OpenLease) -> None:
     one, two = open_lease(), open_lease()
     assert (one.held(), one.renew(), two.renew()) == (False, True, False)
     for _ in range(6):
@@ -34,7 +34,7 @@ def test_of_two_one_holds_it_and_keeps_it_as_long_as_it_renews(open_lease: OpenL
     assert not two.held()
 
 
-def test_one_that_is_silent_loses_it_and_knows_without_asking(open_lease: OpenLease) -> None:
+def test_a_silent_holder_loses_the_lease_and_knows_without_a_request(open_lease: OpenLease) -> None:
     one, two = open_lease(), open_lease()
     assert one.renew()
     time.sleep(LIFETIME + 0.1)
@@ -43,7 +43,7 @@ def test_one_that_is_silent_loses_it_and_knows_without_asking(open_lease: OpenLe
     assert not one.renew()
 
 
-def test_one_that_gives_it_back_lets_the_next_have_it_at_once(open_lease: OpenLease) -> None:
+def test_a_released_lease_is_free_at_once(open_lease: OpenLease) -> None:
     one, two = open_lease(), open_lease()
     one.renew()
     one.release()
@@ -54,7 +54,9 @@ def test_one_that_gives_it_back_lets_the_next_have_it_at_once(open_lease: OpenLe
     assert two.renew()
 
 
-def test_where_the_server_forgot_the_first_to_ask_has_it(redis_server: RedisServer, open_lease: OpenLease) -> None:
+def test_on_a_server_without_its_data_the_first_to_renew_has_the_lease(
+    redis_server: RedisServer, open_lease: OpenLease
+) -> None:
     one, two = open_lease(), open_lease()
     one.renew()
     redis_server.start_empty()
@@ -63,7 +65,7 @@ def test_where_the_server_forgot_the_first_to_ask_has_it(redis_server: RedisServ
     assert not one.held()
 
 
-def test_without_a_server_it_runs_out(redis_server: RedisServer, open_lease: OpenLease) -> None:
+def test_without_a_server_the_lease_expires(redis_server: RedisServer, open_lease: OpenLease) -> None:
     one = open_lease()
     assert one.renew()
     redis_server.pause()

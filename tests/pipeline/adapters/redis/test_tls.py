@@ -74,7 +74,7 @@ class Answer(BaseRequestHandler):
             with server.context.wrap_socket(self.request, server_side=True) as connection:
                 while data := connection.recv(4096):
                     server.received += data
-                    connection.sendall(b"-ERR heard\r\n")
+                    connection.sendall(b"-ERR received\r\n")
         except OSError:
             return  # the client doesn't trust it, which is the point
 
@@ -87,8 +87,8 @@ def listener(certificate: Path) -> Iterator[Listener]:
         server.shutdown()
 
 
-Ask = Callable[[str], object]
-ASKED: dict[str, Ask] = {
+Send = Callable[[str], object]
+CLIENTS: dict[str, Send] = {
     "queue": lambda url: CeleryQueue(CeleryQueueSettings(url, timeout_seconds=1.0), SystemClock()).put(
         "q", ShardTask("j", 1)
     ),
@@ -96,17 +96,19 @@ ASKED: dict[str, Ask] = {
 }
 
 
-@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
-def test_a_server_that_nobody_vouches_for_hears_nothing(listener: Listener, ask: Ask) -> None:
+@pytest.mark.parametrize("send", CLIENTS.values(), ids=CLIENTS)
+def test_a_server_with_an_untrusted_certificate_receives_nothing(listener: Listener, send: Send) -> None:
     with pytest.raises(ServiceUnavailable, match=r"(?i)certificate"):
-        ask(f"rediss://me:s3cret@localhost:{listener.server_address[1]}/0")
+        send(f"rediss://me:s3cret@localhost:{listener.server_address[1]}/0")
     assert listener.received == b""
 
 
-@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
-def test_one_that_is_vouched_for_is_talked_to(listener: Listener, certificate: Path, ask: Ask) -> None:
+@pytest.mark.parametrize("send", CLIENTS.values(), ids=CLIENTS)
+def test_a_server_with_a_trusted_certificate_receives_a_login(
+    listener: Listener, certificate: Path, send: Send
+) -> None:
     with pytest.raises(ServiceUnavailable):  # it is no Redis
-        ask(f"rediss://me:s3cret@localhost:{listener.server_address[1]}/0?ssl_ca_certs={certificate}")
+        send(f"rediss://me:s3cret@localhost:{listener.server_address[1]}/0?ssl_ca_certs={certificate}")
     assert b"AUTH" in listener.received
 
 
@@ -120,18 +122,18 @@ def reach_backend(app: Celery) -> None:
 
 
 @pytest.mark.parametrize("reach", [reach_broker, reach_backend])
-def test_the_door_of_tasks_tells_such_a_server_nothing_either(
+def test_celery_ingest_sends_an_untrusted_server_nothing_either(
     listener: Listener, certificate: Path, world: World, reach: Callable[[Celery], None]
 ) -> None:
-    place = f"rediss://me:s3cret@localhost:{listener.server_address[1]}/0"
+    broker_url = f"rediss://me:s3cret@localhost:{listener.server_address[1]}/0"
     tasks = CeleryTasks(world, Intake(world), pin_uri)
 
     def app(url: str) -> Celery:
         return make_app(tasks, "q", "default", CeleryIngestSettings(url, timeout_seconds=1.0), SystemRandomness())
 
     with pytest.raises((OperationalError, RedisError), match=r"(?i)certificate"):
-        reach(app(place))
+        reach(app(broker_url))
     assert listener.received == b""
     with pytest.raises((OperationalError, RedisError)):  # it is no Redis
-        reach(app(f"{place}?ssl_ca_certs={certificate}"))
+        reach(app(f"{broker_url}?ssl_ca_certs={certificate}"))
     assert b"AUTH" in listener.received

@@ -1,4 +1,4 @@
-"""What S3 can refuse, in one line: what, where, what to do, and never a secret."""
+"""Refusals of S3 in one line: what, where, what to do, and never a secret."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_bucket_that_is_not_there(s3_server: MotoServer, tmp_path: Path) -> No
         assert message.endswith(" it: there is no such bucket; create it or correct the URL")
 
 
-def test_credentials_that_nobody_gave(
+def test_missing_credentials(
     s3_server: MotoServer, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
@@ -57,7 +57,7 @@ def test_credentials_that_the_server_does_not_know(
 ) -> None:
     server = durable_s3_server
     bucket = server.make_bucket(unique_name())
-    message = refusal(lambda: open_s3(server, bucket, "", tmp_path, access_key="nobody", secret_key=SECRET))
+    message = refusal(lambda: open_s3(server, bucket, "", tmp_path, access_key="unknown", secret_key=SECRET))
     assert message.endswith("the server does not know the access key; correct the credentials")
     message = refusal(lambda: open_s3(server, bucket, "", tmp_path, secret_key=SECRET))
     assert message.endswith("the secret key does not fit the access key; correct the credentials")

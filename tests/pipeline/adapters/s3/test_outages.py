@@ -28,7 +28,7 @@ HOUR = timedelta(hours=1)
 
 
 class Clock(SystemClock):
-    """Sleeps take no time, but pass; `ahead` of the right time; `on_sleep` is called in each sleep."""
+    """Sleeps return at once and advance the clock; `ahead`: of the right time; `on_sleep`: called in each sleep."""
 
     def __init__(self, ahead: timedelta = timedelta(), on_sleep: Callable[[float], None] = lambda _: None) -> None:
         self.ahead = ahead
@@ -111,7 +111,7 @@ def test_given_a_refusal_for_some_seconds_where_the_store_has_worked_then_it_is_
     assert opened.create("key", b"data") is True
 
 
-def test_given_a_refusal_that_stays_or_of_another_place_then_it_is_final(
+def test_given_a_refusal_that_stays_or_of_another_bucket_then_it_is_final(
     proxy: FaultyHttp, store: Callable[[Clock], S3Store], s3_server: MotoServer, tmp_path: Path
 ) -> None:
     clock = Clock()
@@ -124,7 +124,7 @@ def test_given_a_refusal_that_stays_or_of_another_place_then_it_is_final(
     slept = clock.slept
     with pytest.raises(StoreError, match=r"access is denied; allow"):
         S3Store("elsewhere", "", opened._connection)
-    assert clock.slept == slept, "a place that never worked is most likely a wrong one"
+    assert clock.slept == slept, "a bucket that never worked most likely has a wrong name"
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_given_clocks_that_agree_then_this_machines_time_stands_to_the_microseco
 
 
 def test_given_an_answer_that_took_long_or_has_no_date_then_it_says_nothing(tmp_path: Path) -> None:
-    connection = S3Connection(settings_for_nobody())
+    connection = S3Connection(settings_without_a_server())
     late = "Thu, 01 Jan 2026 00:00:00 GMT"
     connection.time_offset.record_answer(late, request_timeout_seconds=30.0)
     connection.time_offset.record_answer(None, request_timeout_seconds=0.1)
@@ -180,5 +180,5 @@ def test_given_an_answer_that_took_long_or_has_no_date_then_it_says_nothing(tmp_
     assert connection.time_offset() == timedelta()
 
 
-def settings_for_nobody() -> S3Settings:
+def settings_without_a_server() -> S3Settings:
     return S3Settings(endpoint="http://127.0.0.1:9", access_key="a", secret_key="b")

@@ -69,7 +69,7 @@ def test_any_way_of_seeking_and_reading_gives_the_same_as_a_file(
             stream.seek(-1)
 
 
-def test_given_a_server_that_answers_with_other_bytes_than_were_asked_for_then_they_are_not_taken(
+def test_given_a_server_that_answers_with_other_bytes_than_requested_then_they_are_not_taken(
     proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path
 ) -> None:
     store = open_s3(s3_server, bucket, "", tmp_path, endpoint=proxy.endpoint, read_bytes=100, retry_timeout_seconds=0.1)
@@ -141,7 +141,7 @@ def test_given_a_conflict_of_writers_then_the_write_is_repeated_until_an_object_
     )
     assert store.create("large", path) is (found is None)
     assert conflict.hits == 1
-    # What S3 asks for after a conflict is all of the upload again.
+    # After a conflict S3 requires the whole upload again.
     assert proxy.count("POST", "large?uploads") == (2 if found is None else 1)
     assert unfinished(s3_server, store) == []
 
@@ -208,7 +208,7 @@ def test_uploads_whose_writers_died_are_thrown_away_when_they_are_old(
 
 
 @pytest.mark.parametrize(("encryption", "key"), [("AES256", None), ("aws:kms", "alias/jobs")])
-def test_every_write_asks_for_the_encryption_that_is_set(
+def test_every_write_requests_the_configured_encryption(
     proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path, encryption: str, key: str | None
 ) -> None:
     store = open_s3(
