@@ -1,4 +1,4 @@
-"""What topics are told of jobs: on a real broker, from committed parts, at least once and the same each time."""
+"""Messages about jobs on topics of a real broker: from committed parts, at least once and identical each time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def harness(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path:
     harness.close()
 
 
-class Dying:
+class DyingMessages:
     """Sends some messages for real, and then no more: as a process that is killed between a send and its marker."""
 
     def __init__(self, messages: Messages, sends: int) -> None:
@@ -64,8 +64,8 @@ class Dying:
             raise KeyboardInterrupt
 
 
-class Counted:
-    """Sends for real, and keeps count of the results."""
+class CountingMessages:
+    """Sends for real, and counts the results."""
 
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
@@ -125,7 +125,7 @@ def said(harness: KafkaHarness) -> list[ProducedRecord]:
     return [*good, ProducedRecord(request("keyless"), None), ProducedRecord(b'{"custom_id": "broken"}', b"key-9")]
 
 
-def told(harness: KafkaHarness, topic: str, count: int) -> list[tuple[bytes | None, bytes, dict[str, bytes]]]:
+def consume(harness: KafkaHarness, topic: str, count: int) -> list[tuple[bytes | None, bytes, dict[str, bytes]]]:
     return [
         (found.key, found.value, dict(found.headers)) for found in harness.consume(f"{harness.name}.{topic}", count)
     ]
@@ -136,12 +136,12 @@ def test_given_a_kafka_job_when_it_is_done_then_each_result_is_sent_with_its_rec
 ) -> None:
     (ledger,) = take_in(harness, said(harness))
     compute(harness.world, ledger)
-    announcer = Publisher(harness.world, harness.sender, settings(harness))
+    publisher = Publisher(harness.world, harness.sender, settings(harness))
 
-    assert announcer.poll() == 1
-    assert announcer.poll() == 0, "all is announced"
+    assert publisher.poll() == 1
+    assert publisher.poll() == 0, "all is announced"
 
-    results = told(harness, "results", 10)
+    results = consume(harness, "results", 10)
     assert len(results) == 10
     values = {
         value["custom_id"]: (key, value, headers) for key, raw, headers in results for value in [orjson.loads(raw)]
@@ -153,9 +153,9 @@ def test_given_a_kafka_job_when_it_is_done_then_each_result_is_sent_with_its_rec
     _, value, headers = values["a3"]
     assert headers["result_id"].decode() == value["id"] == result_id(ledger.name, value["row"])
     assert headers["source"].decode() == f"{harness.requests}/0/3"
-    replies = told(harness, "mine", 4)
+    replies = consume(harness, "mine", 4)
     assert sorted(orjson.loads(raw)["custom_id"] for _, raw, _ in replies) == [f"a{n}" for n in range(4)]
-    events = [read_event(raw) for _, raw, _ in told(harness, "events", 4)]
+    events = [read_event(raw) for _, raw, _ in consume(harness, "events", 4)]
     assert [event.id.split("/")[1] for event in events] == ["accepted", "part-00000", "part-00001", "ended"]
     assert events[-1].model_dump()["status"] == JobStatus.COMPLETED
     assert not list(harness.store.list("intake/origins/")), "the origin has served"
@@ -163,20 +163,20 @@ def test_given_a_kafka_job_when_it_is_done_then_each_result_is_sent_with_its_rec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sends", [0, 1, 2, 3, 4, 6, 8])
-def test_given_an_announcer_that_dies_between_a_send_and_its_marker_when_another_goes_on_then_repeats_are_identical(
+def test_given_a_publisher_that_dies_between_a_send_and_its_marker_when_another_goes_on_then_repeats_are_identical(
     harness: KafkaHarness, sends: int
 ) -> None:
     (ledger,) = take_in(harness, said(harness))
     compute(harness.world, ledger)
     with pytest.raises(KeyboardInterrupt):
-        Publisher(harness.world, Dying(harness.sender, sends), settings(harness)).poll()
+        Publisher(harness.world, DyingMessages(harness.sender, sends), settings(harness)).poll()
 
     assert Publisher(harness.world, harness.sender, settings(harness)).poll() == 1
 
     for topic, name, different in (("results", "result_id", 10), ("mine", "result_id", 4), ("events", "event_id", 4)):
-        found = told(harness, topic, different)
+        found = consume(harness, topic, different)
         ids = Counter(headers[name] for _, _, headers in found)
-        assert len(ids) == different, "something was never told"
+        assert len(ids) == different, "something was never sent"
         assert len({(key, value, headers[name]) for key, value, headers in found}) == different, "a repeat is different"
 
 
@@ -185,15 +185,15 @@ def test_given_a_job_that_runs_when_parts_are_committed_then_they_are_announced_
 ) -> None:
     (ledger,) = take_in(harness, said(harness))
     plan_job(ledger, ledger.job(), harness.world)
-    announcer = Publisher(harness.world, harness.sender, settings(harness))
+    publisher = Publisher(harness.world, harness.sender, settings(harness))
 
-    assert announcer.poll() == 0
-    early = told(harness, "results", 1)
+    assert publisher.poll() == 0
+    early = consume(harness, "results", 1)
     compute(harness.world, ledger)
-    announcer.poll()
+    publisher.poll()
 
     assert [orjson.loads(raw)["custom_id"] for _, raw, _ in early] == ["broken"]
-    assert len(told(harness, "results", 10)) == 10
+    assert len(consume(harness, "results", 10)) == 10
 
 
 class SetClock(SystemClock):
@@ -206,13 +206,13 @@ class SetClock(SystemClock):
         return self.at
 
 
-class Watched(Publisher):
-    """Counts its looks at jobs."""
+class CountingPublisher(Publisher):
+    """Counts its polls of jobs."""
 
-    looks = 0
+    job_polls = 0
 
     def announce(self, ledger: JobLedger) -> bool:
-        self.looks += 1
+        self.job_polls += 1
         return super().announce(ledger)
 
 
@@ -221,15 +221,15 @@ def test_given_an_idle_job_when_something_happens_then_it_is_announced_a_tenth_o
 ) -> None:
     (ledger,) = take_in(harness, said(harness))
     clock = SetClock()
-    announcer = Watched(replace(harness.world, clock=clock), harness.sender, settings(harness))
+    publisher = CountingPublisher(replace(harness.world, clock=clock), harness.sender, settings(harness))
     for second in range(600):
         clock.at = float(second)
-        assert announcer.poll() == 0
-    assert 30 < announcer.looks < 80
+        assert publisher.poll() == 0
+    assert 30 < publisher.job_polls < 80
     compute(harness.world, ledger)
     clock.at = 660.0
 
-    assert announcer.poll() == 1
+    assert publisher.poll() == 1
 
 
 def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the_results_location(
@@ -240,7 +240,7 @@ def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the
 
     Publisher(harness.world, harness.sender, settings(harness)).poll()
 
-    ((key, raw, headers),) = told(harness, "results", 1)
+    ((key, raw, headers),) = consume(harness, "results", 1)
     value = orjson.loads(raw)
     assert (key, value["custom_id"], value["response"]) == (b"k", "a", None)
     assert value["result_in"]["uri"].endswith(".parquet")
@@ -253,13 +253,13 @@ def test_given_brokers_that_do_not_answer_when_results_are_sent_then_it_fails_an
     (ledger,) = take_in(harness, [ProducedRecord(request("a"), b"k")])
     compute(harness.world, ledger)
     away = KafkaHarness("127.0.0.1:1", harness.name, harness.folder, connect_timeout=0.5)
-    announcer = Publisher(harness.world, away.sender, settings(harness))
+    publisher = Publisher(harness.world, away.sender, settings(harness))
 
-    assert announcer.poll() == 0
-    assert announcer.failures == 1
+    assert publisher.poll() == 0
+    assert publisher.failures == 1
     assert not list(harness.store.list("announced/"))
     with pytest.raises(NotConfirmed, match="not confirmed"):
-        announcer.announce(ledger)
+        publisher.announce(ledger)
     assert Publisher(harness.world, harness.sender, settings(harness)).poll() == 1
 
 
@@ -277,12 +277,12 @@ def test_given_a_job_of_another_ingest_source_with_all_jobs_then_it_and_its_canc
     assert not list(harness.store.list("announced/"))
     every.poll()
 
-    events = [read_event(raw) for _, raw, _ in told(harness, "events", 2)]
+    events = [read_event(raw) for _, raw, _ in consume(harness, "events", 2)]
     assert [event.id for event in events] == ["job-one/accepted", "job-one/cancelling"]
-    assert events[1].at == job.created_at, "it says when it happened, not when it was told"
+    assert events[1].at == job.created_at, "it says when it happened, not when it was sent"
 
 
-def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_other_goes_on_and_nothing_is_sent_twice(
+def test_given_two_publishers_that_contend_for_a_lease_when_one_ends_then_the_other_goes_on_and_nothing_is_sent_twice(
     harness: KafkaHarness, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     source = tmp_path / "in.jsonl"
@@ -290,14 +290,14 @@ def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_ot
     clock, random = SystemClock(), SystemRandomness()
     redis = RedisSettings(redis_server.url, prefix=harness.name)
     leases = [RedisLease(redis, "announcer", 6.0, clock, random) for _ in range(2)]
-    counted, stops = [Counted(harness.sender) for _ in leases], [threading.Event() for _ in leases]
+    counted, stops = [CountingMessages(harness.sender) for _ in leases], [threading.Event() for _ in leases]
     every = settings(harness, all_jobs=True, poll_interval_seconds=0.02)
-    announcers = [
+    publishers = [
         Publisher(harness.world, messages, every, lease) for messages, lease in zip(counted, leases, strict=True)
     ]
 
-    def told_of(name: str) -> int:
-        """Results of a new job, when all of it was announced."""
+    def publish_job(name: str) -> int:
+        """End a new job and wait until it is published; returns its number of results."""
         ledger = JobLedger(harness.store, f"jobs/{name}/")
         submit(order(input=pin_input(source)), ledger, harness.world, job_id=name)
         compute(harness.world, ledger)
@@ -307,17 +307,17 @@ def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_ot
         return manifest.counts.total
 
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(announcer.run, stop) for announcer, stop in zip(announcers, stops, strict=True)]
+        running = [pool.submit(publisher.run, stop) for publisher, stop in zip(publishers, stops, strict=True)]
         try:
-            first = told_of("job-one")
-            (teller,) = [at for at, messages in enumerate(counted) if messages.results]
-            stops[teller].set()
-            running[teller].result()
-            second = told_of("job-two")
+            first = publish_job("job-one")
+            (active,) = [at for at, messages in enumerate(counted) if messages.results]
+            stops[active].set()
+            running[active].result()
+            second = publish_job("job-two")
         finally:
             for stop in stops:
                 stop.set()
-    sent = counted[teller].results, counted[1 - teller].results
+    sent = counted[active].results, counted[1 - active].results
     assert [found.total() for found in sent] == [len(found) for found in sent] == [first, second]
     for lease in leases:
         lease.close()

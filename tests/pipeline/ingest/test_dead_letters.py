@@ -35,7 +35,7 @@ def test_given_a_record_when_it_is_written_and_found_then_nothing_of_it_is_lost(
     assert dead_letters.original(found.dead_letter) == b"\x00\xffpoison"
 
 
-def test_given_the_same_source_again_when_it_is_written_then_it_is_the_same_letter(world: World) -> None:
+def test_given_the_same_source_again_when_it_is_written_then_it_is_the_same_dead_letter(world: World) -> None:
     dead_letters = DeadLetters(world)
     first = dead_letters.record(source(), "a", "b", b"c")
     world.clock.sleep(5.0)
@@ -44,7 +44,7 @@ def test_given_the_same_source_again_when_it_is_written_then_it_is_the_same_lett
     assert [found.dead_letter.position for found in dead_letters.dead_letters()] == ["0-8", "0-7"], "the newest first"
 
 
-def test_given_a_death_at_any_call_when_a_letter_is_written_then_it_is_whole_or_unseen(world: World) -> None:
+def test_given_a_death_at_any_call_when_a_dead_letter_is_written_then_it_is_whole_or_unseen(world: World) -> None:
     for nth in range(1, 10):
         fresh = simulated_world(world.scratch)
         watched = WatchedStore(fresh.store, dies_at(nth))
@@ -61,17 +61,17 @@ def test_given_a_death_at_any_call_when_a_letter_is_written_then_it_is_whole_or_
     raise AssertionError("it never ends")
 
 
-def test_given_a_letter_when_it_is_replayed_then_its_original_is_sent_once_and_it_is_marked(world: World) -> None:
+def test_given_a_dead_letter_when_it_is_replayed_then_its_original_is_sent_once_and_it_is_marked(world: World) -> None:
     dead_letters, sent = DeadLetters(world), list[tuple[DeadLetter, bytes]]()
 
-    def send(letter: DeadLetter, original: bytes) -> str:
-        sent.append((letter, original))
+    def send(dead_letter: DeadLetter, original: bytes) -> str:
+        sent.append((dead_letter, original))
         return "it is 0-9 now"
 
     made = dead_letters.record(source(), "a", "b", b"c", [("h", b"v")], key=b"k")
     assert dead_letters.replay(made, send) == "it is 0-9 now"
-    ((letter, original),) = sent
-    assert (original, letter.record_headers(), letter.record_key()) == (b"c", [("h", b"v")], b"k")
+    ((dead_letter, original),) = sent
+    assert (original, dead_letter.record_headers(), dead_letter.record_key()) == (b"c", [("h", b"v")], b"k")
     with pytest.raises(CannotReplay, match="replayed before; --again"):
         dead_letters.replay(made, send)
     dead_letters.replay(made, send, again=True)
@@ -80,11 +80,11 @@ def test_given_a_letter_when_it_is_replayed_then_its_original_is_sent_once_and_i
     assert dead_letters.replays(made)[0].outcome == "it is 0-9 now"
 
 
-def test_given_a_send_that_fails_when_a_letter_is_replayed_then_it_is_not_marked(world: World) -> None:
+def test_given_a_send_that_fails_when_a_dead_letter_is_replayed_then_it_is_not_marked(world: World) -> None:
     dead_letters = DeadLetters(world)
     made = dead_letters.record(source(), "a", "b", b"c")
 
-    def fails(_letter: DeadLetter, _original: bytes) -> str:
+    def fails(_dead_letter: DeadLetter, _original: bytes) -> str:
         raise PipelineError("the broker is gone")
 
     with pytest.raises(PipelineError, match="gone"):
@@ -104,7 +104,7 @@ def test_given_what_cannot_be_replayed_then_the_reason_says_what_to_do(world: Wo
         dead_letters.find("dl-nothing")
 
 
-def test_given_a_letter_with_a_marker_when_it_is_replayed_then_the_marker_goes_last(world: World) -> None:
+def test_given_a_dead_letter_with_a_marker_when_it_is_replayed_then_the_marker_is_deleted_last(world: World) -> None:
     dead_letters = DeadLetters(world)
     world.store.create("taken/x", b"")
     made = dead_letters.record(source(), "a", "b", marker="taken/x")
@@ -117,4 +117,4 @@ def test_given_a_letter_with_a_marker_when_it_is_replayed_then_the_marker_goes_l
     again = dead_letters.open_source(source())
     assert again is not None
     assert dead_letters.record(again, "a", "b") != made
-    assert dead_letters.open_source(source()) is None, "refused again, and nobody asked for a third try"
+    assert dead_letters.open_source(source()) is None, "refused again, and no replay was requested"

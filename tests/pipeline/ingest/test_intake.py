@@ -52,7 +52,7 @@ def test_the_same_event_is_one_job_though_settings_and_catalog_have_changed(worl
     assert [ledger.name for ledger in open_jobs(world.store)] == ["job-a"]
 
 
-def test_two_doors_at_once_make_one_job(tmp_path: Path, world: World) -> None:
+def test_concurrent_intakes_make_one_job(tmp_path: Path, world: World) -> None:
     made, start = [], threading.Barrier(8)
 
     def accept() -> None:
@@ -68,7 +68,7 @@ def test_two_doors_at_once_make_one_job(tmp_path: Path, world: World) -> None:
     assert len({submitted.job.id for submitted in made}) == 1
 
 
-def test_a_job_whose_door_died_before_it_was_marked_is_marked_by_the_next_event(world: World) -> None:
+def test_a_job_whose_intake_died_before_it_was_marked_is_marked_by_the_next_event(world: World) -> None:
     Intake(world).accept(draft())
     world.store.delete("active/job-a")
     assert list(open_jobs(world.store)) == []
@@ -127,7 +127,7 @@ def _sized(size: int) -> Any:
     return (order().input.files[0].model_copy(update={"size": size}),)
 
 
-def test_derived_ids_sort_by_time_like_new_ones_and_tell_events_apart() -> None:
+def test_derived_ids_sort_by_time_like_new_ones_and_differ_between_events() -> None:
     at = datetime(2026, 5, 1, tzinfo=UTC)
     later = at + timedelta(milliseconds=1)
     ids = {derived_job_id(at, *names) for names in (("a", "b"), ("ab",), ("a", "", "b"), ("b", "a"))}
@@ -150,7 +150,7 @@ def test_derived_ids_sort_by_time_like_new_ones_and_tell_events_apart() -> None:
         ({"metadata": {"k": "x" * 513}}, "512"),
     ],
 )
-def test_options_that_make_no_sense_are_told_of(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused_with_a_message(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         JobOptions(**wrong)
 
@@ -159,13 +159,13 @@ def test_a_model_that_is_published_while_it_is_looked_for_is_found(tmp_path: Pat
     """Its first worker may publish it between the read of the name and the read of all names."""
     world = simulated_world(tmp_path)
 
-    class LateStore(MemoryStore):
+    class LatePublishingStore(MemoryStore):
         def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
             if prefix == CATALOG:
                 Catalog(late).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
             return super().list(prefix, after)
 
-    late = LateStore()
+    late = LatePublishingStore()
     submitted = Intake(replace(world, store=late)).accept(draft(model=PIN.name))
     assert submitted.job.models == (PIN,)
 

@@ -74,7 +74,7 @@ def accept(world: World, source: Path, on_invalid: OnInvalid = OnInvalid.ROW) ->
 
 
 def prompts(ledger: JobLedger) -> list[str]:
-    """What the plan would have computed, in the order of the input."""
+    """The prompts of all planned rows, in input order."""
     rows = [
         row
         for segment in ledger.segments()
@@ -129,7 +129,7 @@ def test_given_invalid_lines_that_came_into_a_strict_jobs_input_meanwhile_then_t
     ledger, job = accept(world, source, OnInvalid.JOB)
 
     def count_tokens(text: str) -> int:
-        """Asked for the first lines, when the last ones are not read yet."""
+        """Called for the first lines, before the last ones are read."""
         rewrite(source, lines("old", broken=10))
         return len(text)
 

@@ -47,7 +47,7 @@ def test_other_schemes_are_refused_without_what_they_may_hide(uri: str) -> None:
     assert ("presigned" in str(caught.value)) == ("?" in uri)
 
 
-def test_files_of_two_places_are_no_input() -> None:
+def test_files_of_two_kinds_of_storage_are_no_input() -> None:
     files = (InputFile(uri="/a.jsonl", size=1), InputFile(uri="s3://bucket/b.jsonl", size=1, etag='"1"'))
     with pytest.raises(InputError, match="mixes files of S3 and of this machine"):
         open_pinned(InputRef(uri="x", format=InputFormat.JSONL, files=files))

@@ -36,7 +36,7 @@ def hash_of(pinned: InputRef) -> str | None:
     return file.sha256
 
 
-def test_a_file_that_nobody_touched_is_not_hashed_again(source: Path) -> None:
+def test_an_unchanged_file_is_not_hashed_again(source: Path) -> None:
     known = marked(pin_input(source))
     assert pin_input(source, known) == known
 
@@ -50,7 +50,7 @@ def test_a_touched_file_is_hashed_again_and_is_the_same_input(source: Path, worl
     assert (again.job.id, again.created) == (job.id, False)
 
 
-@pytest.mark.parametrize("times", ["new", "kept"])
+@pytest.mark.parametrize("times", ["new", "restored"])
 def test_a_file_changed_in_place_to_the_same_size_is_noticed_even_when_its_time_is_set_back(
     source: Path, world: World, times: str
 ) -> None:
@@ -58,7 +58,7 @@ def test_a_file_changed_in_place_to_the_same_size_is_noticed_even_when_its_time_
     job = submit(order(input=first), JobLedger(world.store), world).job
     before = source.stat()
     source.write_bytes(b"two\n")
-    if times == "kept":
+    if times == "restored":
         os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
     changed = pin_input(source, job.input)
     assert hash_of(changed) != hash_of(first)

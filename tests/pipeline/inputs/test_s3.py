@@ -75,7 +75,7 @@ def parquet(word: str) -> bytes:
 
 
 def prompts(ledger: JobLedger) -> list[str]:
-    """What the plan would have computed, in the order of the input."""
+    """The prompts of all planned rows, in input order."""
     rows = [
         row
         for segment in ledger.segments()
@@ -146,21 +146,21 @@ def test_given_an_object_that_is_replaced_while_its_job_is_planned_then_the_two_
 def test_given_an_object_that_changed_after_it_was_pinned_when_it_is_looked_at_then_one_line_says_so(
     server: S3Server, bucket: str, s3: S3Connection, versioned: bool, change: str
 ) -> None:
-    client, place = server.client(), {"Bucket": bucket, "Key": "in.jsonl"}
-    client.put_object(**place, Body=b"one\n")
+    client, location = server.client(), {"Bucket": bucket, "Key": "in.jsonl"}
+    client.put_object(**location, Body=b"one\n")
     watched = PinnedS3Input(pin_s3_input(f"s3://{bucket}/in.jsonl", s3), s3)
     (file,) = watched.files()
     watched.check()
     if change == "replaced":
-        client.put_object(**place, Body=b"two\n")
+        client.put_object(**location, Body=b"two\n")
     else:
-        client.delete_object(**place)
+        client.delete_object(**location)
 
-    if versioned:  # the old version is there as long as nobody deletes it by its name
+    if versioned:  # the old version is there until it is deleted by its version's id
         watched.check()
         assert file.open().read() == b"one\n"
         for version in client.list_object_versions(Bucket=bucket)["Versions"]:
-            client.delete_object(**place, VersionId=version["VersionId"])
+            client.delete_object(**location, VersionId=version["VersionId"])
     gone = versioned or change == "deleted"
     for look in (watched.check, lambda: file.open().read()):
         with pytest.raises(InputError, match="gone since the job was accepted" if gone else "was replaced") as caught:
@@ -168,7 +168,7 @@ def test_given_an_object_that_changed_after_it_was_pinned_when_it_is_looked_at_t
         assert "\n" not in str(caught.value)
 
 
-def test_what_a_door_stored_itself_may_be_pinned_by_its_hash(
+def test_an_object_stored_by_ingest_may_be_pinned_by_its_hash(
     server: S3Server, bucket: str, s3: S3Connection, versioned: bool
 ) -> None:
     data = b'{"a": 1}\n' * 200_000

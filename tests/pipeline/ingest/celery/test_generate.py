@@ -1,4 +1,4 @@
-"""`tokenmill.generate` without Celery: many wait at once, and each hears of its end."""
+"""`tokenmill.generate` without Celery: many tasks wait at once, and each gets its own end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BODY = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}]}
 CLOCK = SystemClock()
 
 
-class Told:
+class WaitingTask:
     """A waiting task, as Celery ingest has it."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Told:
         if self.failures:
             self.failures -= 1
             raise ConnectionError("the backend is away")
-        assert self.body is None, "told once"
+        assert self.body is None, "answered once"
         self.body = body
 
     def cancelled(self) -> None:
@@ -62,12 +62,14 @@ class GenerateHarness:
         self.thread = threading.Thread(target=self.calls.run, args=(self.stop,))
         self.thread.start()
 
-    def ask(self, task_id: str, body: Any = BODY, *args: Any, waiter: Told | None = None, **kwargs: Any) -> Told:
-        told = waiter or Told()
-        at_once = self.calls.start("default", task_id, (body, *args), kwargs, told)
+    def start(
+        self, task_id: str, body: Any = BODY, *args: Any, waiter: WaitingTask | None = None, **kwargs: Any
+    ) -> WaitingTask:
+        task = waiter or WaitingTask()
+        at_once = self.calls.start("default", task_id, (body, *args), kwargs, task)
         if at_once is not None:
-            told.done(at_once)
-        return told
+            task.done(at_once)
+        return task
 
     def taken(self, most: int = 1) -> list[LaneRequest]:
         return self.worker.take([PIN.key], most, 2.0)
@@ -100,26 +102,26 @@ def eventually(there: Callable[[], Any]) -> None:
 
 def test_a_thousand_wait_at_once_and_each_gets_its_own_answer(make_harness: Any) -> None:
     harness = make_harness()
-    waiting = [harness.ask(f"t{n}", {**BODY, "seed": n}) for n in range(1_000)]
+    waiting = [harness.start(f"t{n}", {**BODY, "seed": n}) for n in range(1_000)]
     taken = [one for _ in range(10) for one in harness.taken(100)]
     assert len({one.id for one in taken}) == 1_000
     assert {(one.tier, one.tenant, one.url) for one in taken} == {(Tier.STANDARD, "default", "/v1/chat/completions")}
     harness.worker.emit([EndEvent(one.id, 1, 0, {"seed": one.body["seed"]}) for one in reversed(taken)])
-    eventually(lambda: all(told.body is not None for told in waiting))
-    assert [told.body for told in waiting] == [{"seed": n} for n in range(1_000)]
+    eventually(lambda: all(task.body is not None for task in waiting))
+    assert [task.body for task in waiting] == [{"seed": n} for n in range(1_000)]
 
 
 def test_beyond_its_limit_a_task_is_to_be_tried_later(make_harness: Any) -> None:
     harness = make_harness(max_waiting=2)
-    harness.ask("t1")
-    harness.ask("t2")
-    harness.ask("t1")  # delivered again: it waits already
+    harness.start("t1")
+    harness.start("t2")
+    harness.start("t1")  # delivered again: it waits already
     with pytest.raises(TryLater, match="no_room: 2 requests wait already"):
-        harness.ask("t3")
+        harness.start("t3")
     assert len(harness.taken(9)) == 2
     full = make_harness(lane_settings=LaneSettings(max_waiting=0))
     with pytest.raises(TryLater, match="no_room"):
-        full.ask("t1")
+        full.start("t1")
 
 
 @pytest.mark.parametrize(
@@ -148,65 +150,65 @@ def test_beyond_its_limit_a_task_is_to_be_tried_later(make_harness: Any) -> None
         ((BODY,), {"colour": 1}, "invalid_request", "colour is no argument"),
     ],
 )
-def test_what_is_wrong_is_told_at_once_in_openais_shape(
+def test_an_invalid_request_is_answered_at_once_in_openais_shape(
     make_harness: Any, args: Any, kwargs: Any, code: str, message: str
 ) -> None:
-    told = make_harness().calls.start("default", "t", args, kwargs, Told())
-    assert told["error"]["code"] == code
-    assert told["error"]["message"].startswith(message)
-    assert told["error"]["type"] == "invalid_request_error"
-    assert set(told["error"]) == {"message", "type", "param", "code"}
+    answer = make_harness().calls.start("default", "t", args, kwargs, WaitingTask())
+    assert answer["error"]["code"] == code
+    assert answer["error"]["message"].startswith(message)
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
 def test_an_error_of_the_worker_comes_in_the_same_shape(make_harness: Any) -> None:
     harness = make_harness(default_model="tiny")
-    told = harness.ask("t", {"prompt": "x"})
+    task = harness.start("t", {"prompt": "x"})
     (one,) = harness.taken()
     assert (one.url, one.body["model"]) == ("/v1/completions", "tiny")
     harness.worker.emit([ErrorEvent(one.id, 1, 0, "context_length_exceeded", "too long", 400, "prompt")])
-    eventually(lambda: told.body is not None)
+    eventually(lambda: task.body is not None)
     error = {"message": "too long", "type": "invalid_request_error", "param": "prompt"}
-    assert told.body == {"error": {**error, "code": "context_length_exceeded"}}
+    assert task.body == {"error": {**error, "code": "context_length_exceeded"}}
 
 
 def test_a_revoked_task_is_cancelled_on_the_lane(make_harness: Any) -> None:
     harness = make_harness()
-    told = harness.ask("t")
+    task = harness.start("t")
     (one,) = harness.taken()
-    told.is_revoked = True
-    eventually(lambda: told.was_cancelled)
+    task.is_revoked = True
+    eventually(lambda: task.was_cancelled)
     assert harness.worker.hold([one.id]) == {one.id}
-    assert told.body is None
+    assert task.body is None
 
 
-def test_nobody_answers_in_time(make_harness: Any) -> None:
-    told = make_harness().ask("t", timeout=0.3)
-    eventually(lambda: told.body is not None)
-    assert told.body is not None
-    assert told.body["error"]["code"] == "request_timeout"
+def test_without_an_answer_in_time_the_task_ends_with_a_timeout_error(make_harness: Any) -> None:
+    task = make_harness().start("t", timeout=0.3)
+    eventually(lambda: task.body is not None)
+    assert task.body is not None
+    assert task.body["error"]["code"] == "request_timeout"
 
 
-def test_an_answer_that_cant_be_stored_is_kept_until_it_can(make_harness: Any) -> None:
+def test_an_answer_that_cant_be_stored_is_retried_until_it_can(make_harness: Any) -> None:
     harness = make_harness()
-    told = Told()
-    told.failures = 3
-    harness.ask("t", waiter=told)
+    task = WaitingTask()
+    task.failures = 3
+    harness.start("t", waiter=task)
     (one,) = harness.taken()
     harness.worker.emit([EndEvent(one.id, 1, 0, {"id": "x"})])
-    eventually(lambda: told.body is not None)
-    assert told.body == {"id": "x"}
+    eventually(lambda: task.body is not None)
+    assert task.body == {"id": "x"}
 
 
-def test_at_the_end_those_who_wait_are_sent_to_another_door_and_find_the_same_answer(make_harness: Any) -> None:
+def test_at_the_end_waiting_tasks_are_sent_to_another_ingest_worker_and_find_the_same_answer(make_harness: Any) -> None:
     harness = make_harness()
-    told = harness.ask("t")
+    task = harness.start("t")
     (one,) = harness.taken()
     harness.end()
-    assert told.was_sent_again
+    assert task.was_sent_again
     assert harness.worker.hold([one.id]) == frozenset(), "it is still wanted"
     harness.worker.emit([EndEvent(one.id, 1, 0, {"id": "x"})])
     other = GenerateCalls(harness.lane, harness.calls._catalog, CLOCK)
-    stop, again = threading.Event(), Told()
+    stop, again = threading.Event(), WaitingTask()
     assert other.start("default", "t", (BODY,), {}, again) is None
     thread = threading.Thread(target=other.run, args=(stop,))
     thread.start()
@@ -214,7 +216,7 @@ def test_at_the_end_those_who_wait_are_sent_to_another_door_and_find_the_same_an
     stop.set()
     thread.join(HANG_SECONDS)
     assert again.body == {"id": "x"}
-    # The same id with another question, or of another tenant, is another request.
-    names = {other._request(*asked, {}).id for asked in (("a", "t", (BODY,)), ("b", "t", (BODY,)))}
+    # The same id with another prompt, or of another tenant, is another request.
+    names = {other._request(*arguments, {}).id for arguments in (("a", "t", (BODY,)), ("b", "t", (BODY,)))}
     names |= {other._request("a", "t", ({**BODY, "seed": 1},), {}).id, one.id}
     assert len(names) == 4

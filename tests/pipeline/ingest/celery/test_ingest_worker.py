@@ -80,8 +80,8 @@ class CeleryHarness:
             lambda uri: pin_input(Path(uri)),
             TaskSettings({"default": [f"file://{self.folder}/"]}),
         )
-        # Redis may stall on a busy disk for longer than our patience with it: what the worker then leaves behind comes
-        # again well before the test's own patience ends.
+        # Redis may stall on a busy disk for longer than the worker's time-outs: the tasks that the worker then leaves
+        # behind are delivered again well before the test's own time-out.
         of_test = {
             "first_retry_seconds": 0.1,
             "max_retry_seconds": 0.3,
@@ -100,7 +100,7 @@ class CeleryHarness:
     def call(self, name: str, *args: Any, task_id: str | None = None, queue: str = "", **options: Any) -> AsyncResult:
         return self.caller.send_task(f"tokenmill.{name}", args, options, queue=queue or self.queue, task_id=task_id)
 
-    def ask(self, name: str, *args: Any, **options: Any) -> Any:
+    def run_task(self, name: str, *args: Any, **options: Any) -> Any:
         return self.call(name, *args, **options).get(timeout=HANG_SECONDS)
 
     def jobs(self) -> list[str]:
@@ -154,10 +154,10 @@ def test_a_file_and_inline_requests_go_the_whole_way_to_an_outcome(harness: Cele
     source.write_text("".join(json.dumps(line) + "\n" for line in requests(200)))
     world, queue = harness.world, MemoryQueue()
     beats = MemoryHeartbeats(world.clock, 10.0)
-    foreman = JobController(
+    controller = JobController(
         world, Dispatcher(world, queue, beats, settings=DispatchSettings()), settings=JobControllerSettings(0.01, 0.05)
     )
-    harness.start(foreman.run)
+    harness.start(controller.run)
 
     def work(stop: threading.Event) -> None:
         def ledger(name: str) -> JobLedger:
@@ -171,18 +171,18 @@ def test_a_file_and_inline_requests_go_the_whole_way_to_an_outcome(harness: Cele
                 client.commit(shard, computed(shard), report(shard))
 
     harness.start(work)
-    by_uri = harness.ask("submit", f"file://{source}", model="tiny", metadata={"from": "file"})
-    inline = harness.ask("submit", requests(10), tier="bulk")
+    by_uri = harness.run_task("submit", f"file://{source}", model="tiny", metadata={"from": "file"})
+    inline = harness.run_task("submit", requests(10), tier="bulk")
     for job_id, total in (by_uri, 200), (inline, 10):
-        eventually(lambda job_id=job_id: harness.ask("status", job_id)["status"] == "completed")
-        told = harness.ask("status", job_id)
+        eventually(lambda job_id=job_id: harness.run_task("status", job_id)["status"] == "completed")
+        batch = harness.run_task("status", job_id)
         failed = total // 5  # as this worker answers
-        assert told["request_counts"] == {"total": total, "completed": total - failed, "failed": failed}
-        assert told["usage"]["output_tokens"] > 0
-        assert told["completed_at"] >= told["created_at"]
-        assert len(list(Path(told["tokenmill"]["results"]).glob("part-*.parquet"))) >= 2
-    assert harness.ask("status", by_uri)["metadata"] == {"from": "file"}
-    assert harness.ask("status", inline)["tokenmill"]["tier"] == "bulk"
+        assert batch["request_counts"] == {"total": total, "completed": total - failed, "failed": failed}
+        assert batch["usage"]["output_tokens"] > 0
+        assert batch["completed_at"] >= batch["created_at"]
+        assert len(list(Path(batch["tokenmill"]["results"]).glob("part-*.parquet"))) >= 2
+    assert harness.run_task("status", by_uri)["metadata"] == {"from": "file"}
+    assert harness.run_task("status", inline)["tokenmill"]["tier"] == "bulk"
 
 
 def test_the_same_task_delivered_thrice_and_at_two_workers_at_once_is_one_job(harness: CeleryHarness) -> None:
@@ -194,10 +194,10 @@ def test_the_same_task_delivered_thrice_and_at_two_workers_at_once_is_one_job(ha
     client = redis.Redis.from_url(harness.url)
     eventually(lambda: client.llen(harness.queue) == 0 and client.hlen(f"{harness.queue}.unacked") == 0)
     assert harness.jobs() == [first]
-    assert harness.ask("submit", requests(3)) != first
+    assert harness.run_task("submit", requests(3)) != first
 
 
-def test_a_task_whose_worker_died_with_it_is_delivered_again_and_strangers_tasks_are_let_be(
+def test_a_task_whose_worker_died_is_delivered_again_and_other_programs_tasks_stay(
     harness: CeleryHarness,
 ) -> None:
     client = redis.Redis.from_url(harness.url)
@@ -207,15 +207,15 @@ def test_a_task_whose_worker_died_with_it_is_delivered_again_and_strangers_tasks
     dead = json.dumps([taken, "", harness.queue])
     client.hset(f"{harness.queue}.unacked", tag, dead)  # as a worker leaves it that is killed
     client.zadd(f"{harness.queue}.unacked_index", {tag: time.time() - 60})
-    stranger = f"{tag}-stranger"
-    client.hset("unacked", stranger, dead)
-    client.zadd("unacked_index", {stranger: time.time() - 60})
+    foreign = f"{tag}-foreign"
+    client.hset("unacked", foreign, dead)
+    client.zadd("unacked_index", {foreign: time.time() - 60})
     harness.ingest(visibility_timeout_seconds=1.0)
     assert sent.get(timeout=HANG_SECONDS) == harness.jobs()[0]
     time.sleep(0.3)
-    assert client.hexists("unacked", stranger)
-    client.hdel("unacked", stranger)
-    client.zrem("unacked_index", stranger)
+    assert client.hexists("unacked", foreign)
+    client.hdel("unacked", foreign)
+    client.zrem("unacked_index", foreign)
 
 
 @pytest.mark.parametrize(
@@ -234,23 +234,23 @@ def test_a_task_whose_worker_died_with_it_is_delivered_again_and_strangers_tasks
         ("generate", [{}], {}, "TaskRefused", "unavailable: no Redis is named here for the lane"),
     ],
 )
-def test_the_caller_is_told_what_is_wrong_in_a_line_of_json(
+def test_the_caller_gets_the_error_in_a_line_of_json(
     shared_harness: CeleryHarness, name: str, args: list[Any], options: dict[str, Any], kind: str, message: str
 ) -> None:
     sent = shared_harness.call(name, *args, **options)
-    told = sent.get(timeout=WAIT, propagate=False)
+    error = sent.get(timeout=WAIT, propagate=False)
     stored = json.loads(redis.Redis.from_url(shared_harness.url).get(f"celery-task-meta-{sent.id}"))
     assert stored["status"] == "FAILURE"
     assert stored["result"]["exc_type"] == kind
     (line,) = stored["result"]["exc_message"]
     assert line.startswith(message)
     assert "\n" not in line
-    assert line in str(told)
+    assert line in str(error)
 
 
 @pytest.fixture(scope="module")
 def shared_harness(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[CeleryHarness]:
-    """For questions that change nothing."""
+    """For requests that change nothing."""
     folder = tmp_path_factory.mktemp("celery")
     with FolderStore(folder / "root") as store:
         harness = CeleryHarness(folder, store, redis_server.url, folder.name)
@@ -263,14 +263,14 @@ def shared_harness(tmp_path_factory: pytest.TempPathFactory, redis_server: Redis
 def test_the_queue_determines_the_tenant_and_nothing_in_a_message_does(harness: CeleryHarness) -> None:
     other = f"{harness.queue}-other"
     harness.ingest({harness.queue: "default", other: "acme"})
-    ours, theirs = harness.ask("submit", requests(1)), harness.ask("submit", requests(1), queue=other)
+    ours, theirs = harness.run_task("submit", requests(1)), harness.run_task("submit", requests(1), queue=other)
     tenants = {job: JobLedger(harness.world.store, f"jobs/{job}/").job().tenant for job in harness.jobs()}
     assert tenants == {ours: "default", theirs: "acme"}
     with pytest.raises(Exception, match="job_not_found"):
-        harness.ask("cancel", ours, queue=other)
+        harness.run_task("cancel", ours, queue=other)
     client = redis.Redis.from_url(harness.url)
-    sent = harness.caller.send_task("tokenmill.submit", [requests(2)], queue=f"{harness.queue}-nobody")
-    forged = json.loads(client.lpop(f"{harness.queue}-nobody"))
+    sent = harness.caller.send_task("tokenmill.submit", [requests(2)], queue=f"{harness.queue}-unread")
+    forged = json.loads(client.lpop(f"{harness.queue}-unread"))
     forged["properties"]["delivery_info"] = {"exchange": "", "routing_key": harness.queue, "priority": 0}
     client.lpush(other, json.dumps(forged))
     assert JobLedger(harness.world.store, f"jobs/{sent.get(timeout=HANG_SECONDS)}/").job().tenant == "acme"
@@ -279,15 +279,15 @@ def test_the_queue_determines_the_tenant_and_nothing_in_a_message_does(harness: 
 def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(harness: CeleryHarness) -> None:
     full = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05)
     harness.ingest(intake=full, max_attempts=4)
-    first = harness.ask("submit", requests(5))
+    first = harness.run_task("submit", requests(5))
     waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "FAILURE")
     with pytest.raises(Exception, match="no_room: too much is queued already; submit again when some of it is done"):
         waiting.get(timeout=HANG_SECONDS)
     assert harness.jobs() == [first]
-    patient = f"{harness.queue}-patient"
-    harness.ingest({patient: "default"}, intake=full, max_attempts=1_000)
-    waiting = harness.call("submit", requests(6), queue=patient)
+    retrying = f"{harness.queue}-retrying"
+    harness.ingest({retrying: "default"}, intake=full, max_attempts=1_000)
+    waiting = harness.call("submit", requests(6), queue=retrying)
     eventually(lambda: waiting.state == "RETRY")
     harness.world.store.delete(f"active/{first}")
     assert waiting.get(timeout=HANG_SECONDS) != first
@@ -295,7 +295,7 @@ def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(
 
 def test_a_waiting_task_can_be_revoked(harness: CeleryHarness) -> None:
     harness.ingest(intake=IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05), max_attempts=1_000)
-    first = harness.ask("submit", requests(5))
+    first = harness.run_task("submit", requests(5))
     waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")
     waiting.revoke()
@@ -309,7 +309,7 @@ def test_a_waiting_task_can_be_revoked(harness: CeleryHarness) -> None:
 def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(harness: CeleryHarness) -> None:
     full = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05)
     harness.ingest(intake=full, max_attempts=1_000, visibility_timeout_seconds=1.0)
-    first = harness.ask("submit", requests(5))
+    first = harness.run_task("submit", requests(5))
     waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")
     client = redis.Redis.from_url(harness.url)
@@ -360,8 +360,8 @@ def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_i
 
 def test_a_job_is_cancelled_by_its_id(harness: CeleryHarness) -> None:
     harness.ingest()
-    job_id = harness.ask("submit", requests(5))
-    assert harness.ask("cancel", job_id)["status"] == "cancelling"
+    job_id = harness.run_task("submit", requests(5))
+    assert harness.run_task("cancel", job_id)["status"] == "cancelling"
     closing = JobLedger(harness.world.store, f"jobs/{job_id}/").closing()
     assert closing is not None
     assert closing.kind == "cancel"
@@ -369,24 +369,24 @@ def test_a_job_is_cancelled_by_its_id(harness: CeleryHarness) -> None:
 
 def test_ingest_survives_a_restart_of_its_broker(harness: CeleryHarness, redis_server: RedisServer) -> None:
     harness.ingest()
-    first = harness.ask("submit", requests(1))
+    first = harness.run_task("submit", requests(1))
     for end in (redis_server.kill, redis_server.start_empty):
         end()
         if end == redis_server.kill:
             time.sleep(0.5)
             redis_server.start()
-        later = harness.ask("submit", requests(2))
-        assert harness.ask("status", first)["id"] == first
+        later = harness.run_task("submit", requests(2))
+        assert harness.run_task("status", first)["id"] == first
         assert later in harness.jobs()
 
 
 def test_a_broker_that_hangs_is_given_up_and_found_again(harness: CeleryHarness, redis_server: RedisServer) -> None:
     harness.ingest(timeout_seconds=0.5)
-    harness.ask("submit", requests(1))
+    harness.run_task("submit", requests(1))
     redis_server.pause()
     time.sleep(1.5)
     redis_server.resume()
-    assert len({*harness.jobs(), harness.ask("submit", requests(2))}) == 2
+    assert len({*harness.jobs(), harness.run_task("submit", requests(2))}) == 2
 
 
 def test_a_result_backend_that_stalls_is_no_failure_of_the_task(harness: CeleryHarness, tmp_path: Path) -> None:
@@ -404,21 +404,21 @@ def test_a_result_backend_that_stalls_is_no_failure_of_the_task(harness: CeleryH
 
 
 def answered_over_stalls(harness: CeleryHarness, results: RedisServer) -> str:
-    """The result that a caller gets who waits while the result backend stalls."""
+    """The result that a waiting caller gets while the result backend stalls."""
     full = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05)
     harness.ingest(intake=full, max_attempts=1_000, timeout_seconds=0.4, max_retry_seconds=0.1, result_url=results.url)
-    first = harness.ask("submit", requests(5))
+    first = harness.run_task("submit", requests(5))
     waiting = harness.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(lambda: AsyncResult(waiting.id, app=harness.caller).get(timeout=HANG_SECONDS))
-        for _ in range(4):  # too long to store that it waits, too short to keep from storing that it failed
+        result = pool.submit(lambda: AsyncResult(waiting.id, app=harness.caller).get(timeout=HANG_SECONDS))
+        for _ in range(4):  # too long to store the retry, too short to prevent that the failure is stored
             results.pause()
             time.sleep(0.6)
             results.resume()
             time.sleep(0.1)
         harness.world.store.delete(f"active/{first}")
-        job: str = told.result(HANG_SECONDS)
+        job: str = result.result(HANG_SECONDS)
     return job
 
 
@@ -436,7 +436,7 @@ def test_a_pickle_is_never_read_and_the_processs_own_celery_is_let_be(harness: C
     its_broker = before.conf.broker_url
     harness.ingest()
     sent = harness.caller.send_task("tokenmill.submit", [requests(1)], queue=harness.queue, serializer="pickle")
-    assert harness.ask("submit", requests(1)) in harness.jobs()
+    assert harness.run_task("submit", requests(1)) in harness.jobs()
     assert len(harness.jobs()) == 1
     assert sent.state == "PENDING"
     assert current_app._get_current_object() is before

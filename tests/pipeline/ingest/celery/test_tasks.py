@@ -144,9 +144,9 @@ def test_deliveries_at_once_are_one_job_even_while_the_file_changes(tmp_path: Pa
                 start.wait()
                 if index == 0:
                     harnesses[0].source.write_text(json.dumps(LINE) * (round_ + 2))
-                asked = [LINE] if round_ % 2 else str(harnesses[0].source)
+                source = [LINE] if round_ % 2 else str(harnesses[0].source)
                 with suppress(TaskRefused):  # the file changed under the first who read it
-                    made.append(harnesses[index].submit(asked, task=f"task-{round_}"))
+                    made.append(harnesses[index].submit(source, task=f"task-{round_}"))
 
             threads = [threading.Thread(target=deliver, args=(index,)) for index in range(len(harnesses))]
             for thread in threads:
@@ -272,18 +272,18 @@ def test_without_room_or_a_model_the_task_is_for_later_and_then_done(tmp_path: P
 
 def test_a_job_is_returned_as_a_batch_object_and_cancelled(harness: CeleryTasksHarness) -> None:
     job_id = harness.submit([LINE], deadline="1h", output_expires_after="2d", metadata={"k": "v"})
-    told = harness.tasks.status("acme", [], {"id": job_id})
-    assert json.loads(json.dumps(told)) == told
+    batch = harness.tasks.status("acme", [], {"id": job_id})
+    assert json.loads(json.dumps(batch)) == batch
     created = int(harness.job(job_id).created_at.timestamp())
-    assert (told["object"], told["status"], told["created_at"]) == ("batch", "validating", created)
-    assert told["expires_at"] == created + 3_600
-    assert told["metadata"] == {"k": "v"}
-    assert told["tokenmill"]["results"] == harness.world.store.locate(f"jobs/{job_id}/results/")
-    assert told["tokenmill"]["results_expire_at"] is None, "it counts from the end"
-    told = harness.tasks.cancel("acme", [job_id], {})
-    assert told["status"] == "cancelling"
-    assert told["cancelling_at"] is not None
-    assert harness.tasks.cancel("acme", [job_id], {}) == told
+    assert (batch["object"], batch["status"], batch["created_at"]) == ("batch", "validating", created)
+    assert batch["expires_at"] == created + 3_600
+    assert batch["metadata"] == {"k": "v"}
+    assert batch["tokenmill"]["results"] == harness.world.store.locate(f"jobs/{job_id}/results/")
+    assert batch["tokenmill"]["results_expire_at"] is None, "it counts from the end"
+    batch = harness.tasks.cancel("acme", [job_id], {})
+    assert batch["status"] == "cancelling"
+    assert batch["cancelling_at"] is not None
+    assert harness.tasks.cancel("acme", [job_id], {}) == batch
     now = harness.world.clock.now()
     counts = Counts(total=6, succeeded=3, failed=1, cancelled=2)
     end_job(JobLedger(harness.world.store, f"jobs/{job_id}/"), now, counts=counts)

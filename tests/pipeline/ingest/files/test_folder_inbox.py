@@ -56,12 +56,12 @@ class FolderInboxHarness(InboxHarness):
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[FolderInboxHarness]:
-    place = FolderInboxHarness(tmp_path / "root")
-    yield place
-    place.store.close()
+    harness = FolderInboxHarness(tmp_path / "root")
+    yield harness
+    harness.store.close()
 
 
-class TestFolderDoorContract(FileIngestContract, RefusalContract):
+class TestFolderInboxContract(FileIngestContract, RefusalContract):
     pass
 
 
@@ -140,7 +140,7 @@ def test_given_a_file_that_has_to_wait_when_it_is_looked_at_again_then_it_is_not
 def test_given_a_file_that_cannot_be_taken_now_when_swept_then_the_others_do_not_wait_for_it(
     served: FolderInboxHarness,
 ) -> None:
-    class Failing(Intake):
+    class FailingIntake(Intake):
         def accept(self, draft: JobDraft) -> SubmittedJob:
             if draft.input.uri.endswith("a.jsonl"):
                 raise StoreError("the disk is full")
@@ -148,7 +148,7 @@ def test_given_a_file_that_cannot_be_taken_now_when_swept_then_the_others_do_not
 
     for name in ("a.jsonl", "b.jsonl"):
         served.put(name, LINE)
-    source = served.source(Failing(served.world), served.world)
+    source = served.source(FailingIntake(served.world), served.world)
     served.notice(source)
     assert [job.input.uri[-7:] for job in served.jobs()] == ["b.jsonl"]
     assert served.dead_letters() == []

@@ -1,4 +1,4 @@
-"""What a dropped file may say of its job: each way by itself, together, and against each other."""
+"""Options of a dropped file's job, by each source alone, together, and in conflict."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_given_the_same_said_twice_then_it_counts_once() -> None:
     assert found == JobOptions(tier=Tier.BULK, seed=1)
 
 
-def test_given_options_that_need_each_other_in_two_places_then_both_count() -> None:
+def test_given_options_that_need_each_other_in_two_sources_then_both_count() -> None:
     found = options_of("a.jsonl", {"tokenmill-refuse-late": "true"}, [("x", b'{"deadline": "6h"}')], place=URI)
     assert found == JobOptions(refuse_late=True, deadline=timedelta(hours=6))
 

@@ -1,4 +1,4 @@
-"""What buckets tell queues, in all the forms that it comes in."""
+"""Events of buckets on queues, in all their formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def body(*records: dict[str, Any]) -> str:
     return json.dumps({"Records": records})
 
 
-def test_given_s3s_own_form_then_keys_are_decoded_and_versions_kept() -> None:
+def test_given_s3s_own_format_then_keys_are_decoded_and_versions_read() -> None:
     events = read_events(
         body(
             s3_record("incoming/some+prompts%2B1+%C3%A9.jsonl", versionId="v1", sequencer="0055AED6DCD90281E5"),

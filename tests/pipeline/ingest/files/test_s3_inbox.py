@@ -56,7 +56,7 @@ def clients(s3_server: MotoServer) -> Clients:
 
 
 class BucketInboxHarness(InboxHarness):
-    """A bucket with a tenant's drop place, and a root that by default lies in it too."""
+    """A bucket with a tenant's inbox, and by default with the root."""
 
     def __init__(self, clients: Clients, bucket: str, root: Path | None = None) -> None:
         self.clients = clients
@@ -89,7 +89,7 @@ class BucketInboxHarness(InboxHarness):
 
 
 class NotifiedInboxHarness(BucketInboxHarness):
-    """The same, and the bucket tells a queue of uploads."""
+    """The same, and the bucket sends an event of each upload to a queue."""
 
     def __init__(self, clients: Clients, bucket: str, root: Path | None = None) -> None:
         super().__init__(clients, bucket, root)
@@ -123,30 +123,30 @@ class NotifiedInboxHarness(BucketInboxHarness):
         return BucketEvents(self.queue(visibility), [(inbox, source)], self.world, settings)
 
     def left(self) -> int:
-        """Messages on the queue, seen by nobody or in somebody's hands."""
+        """Messages on the queue, whether received or not."""
         names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
         found = self.sqs.get_queue_attributes(QueueUrl=self.queue_url, AttributeNames=names)["Attributes"]
         return sum(int(found[name]) for name in names)
 
-    def tell(self, key: str, bucket: str | None = None, **more: str) -> None:
+    def send_event(self, key: str, bucket: str | None = None, **more: str) -> None:
         """An event, perhaps once more, late and out of order."""
         described = {"bucket": {"name": bucket or self.bucket}, "object": {"key": key} | more}
-        self.say(Records=[{"eventSource": "aws:s3", "eventName": "ObjectCreated:Put", "s3": described}])
+        self.send_document(Records=[{"eventSource": "aws:s3", "eventName": "ObjectCreated:Put", "s3": described}])
 
-    def say(self, **document: Any) -> None:
+    def send_document(self, **document: Any) -> None:
         self.sqs.send_message(QueueUrl=self.queue_url, MessageBody=json.dumps(document))
 
 
-class EventDrops(NotifiedInboxHarness):
-    """Where each event comes twice and only events are listened to, one sweep for what had to wait."""
+class EventsInboxHarness(NotifiedInboxHarness):
+    """Each event comes twice, and files are found only by their events."""
 
     def put(self, name: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:
         super().put(name, data, metadata)
-        self.tell(PREFIX + name)
+        self.send_event(PREFIX + name)
 
     def take_all(self, settings: IntakeSettings | None = None) -> list[Any]:
         for name in [entry.name for entry in self.inbox().entries()]:
-            self.tell(PREFIX + name)
+            self.send_event(PREFIX + name)
         return super().take_all(settings)
 
     def notice(self, source: FileIngestSource) -> None:
@@ -174,7 +174,7 @@ class TestBucketEventsContract(FileIngestContract):
 
     @pytest.fixture
     def harness(self, clients: Clients, bucket: str, tmp_path: Path) -> BucketInboxHarness:
-        return EventDrops(clients, bucket, tmp_path / "root")
+        return EventsInboxHarness(clients, bucket, tmp_path / "root")
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_given_uploads_at_once_and_in_parts_when_events_come_then_each_is_one_jo
     drain(harness, events)
     assert len(harness.jobs()) == 1, "what is half uploaded can't be seen"
     harness.s3.complete_multipart_upload(**part, MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": tag}]})
-    assert harness.left() >= 1, "this server tells twice of an upload in parts"
+    assert harness.left() >= 1, "this server sends two events of an upload in parts"
     drain(harness, events)
     assert sorted(job.input.size for job in harness.jobs()) == [len(LINE), 2 * len(LINE)]
     assert {job.tenant for job in harness.jobs()} == {"team-a"}
@@ -225,7 +225,7 @@ def test_given_events_that_get_lost_when_the_watch_sweeps_then_nothing_is(harnes
     assert len(harness.jobs()) == 1
 
 
-def test_given_a_watch_that_runs_when_files_are_dropped_then_they_are_jobs_at_once_and_it_stops_when_told(
+def test_given_a_watch_that_runs_when_files_are_dropped_then_they_are_jobs_at_once_and_it_can_be_stopped(
     harness: NotifiedInboxHarness,
 ) -> None:
     source = harness.intake()
@@ -251,24 +251,24 @@ def test_given_a_watch_that_runs_when_files_are_dropped_then_they_are_jobs_at_on
     assert len(harness.jobs()) == 3
 
 
-def test_given_what_is_not_for_this_door_when_events_come_then_it_is_passed_over_left_or_a_dead_letter(
+def test_given_events_of_other_inboxes_when_they_come_then_they_are_ignored_left_or_a_dead_letter(
     harness: NotifiedInboxHarness,
 ) -> None:
     source = harness.intake()
     events = harness.events(source)
     harness.s3.put_object(Bucket=harness.bucket, Key="elsewhere/a.jsonl", Body=LINE)
-    harness.tell("elsewhere/a.jsonl")
-    harness.say(Service="Amazon S3", Event="s3:TestEvent", Bucket=harness.bucket)
+    harness.send_event("elsewhere/a.jsonl")
+    harness.send_document(Service="Amazon S3", Event="s3:TestEvent", Bucket=harness.bucket)
     harness.sqs.send_message(QueueUrl=harness.queue_url, MessageBody="this is not an event")
     drain(harness, events)
-    ((code, place),) = harness.dead_letters()
-    assert (code, place) == ("invalid_event", harness.queue_url)
+    ((code, location),) = harness.dead_letters()
+    assert (code, location) == ("invalid_event", harness.queue_url)
     (found,) = DeadLetters(harness.world).dead_letters()
     assert DeadLetters(harness.world).original(found.dead_letter) == b"this is not an event"
 
-    harness.tell(PREFIX + "a.jsonl", bucket="another-bucket")
+    harness.send_event(PREFIX + "a.jsonl", bucket="another-bucket")
     events.poll()
-    assert harness.left() == 1, "it may be somebody else's"
+    assert harness.left() == 1, "it may be for another consumer"
     assert harness.jobs() == []
     assert len(harness.dead_letters()) == 1
 
@@ -287,7 +287,7 @@ def test_given_a_refused_message_when_it_is_replayed_then_it_is_on_the_queue_aga
     assert len(harness.dead_letters()) == 2, "refused again: a message of its own"
 
 
-def test_given_a_tenant_without_room_when_events_come_then_the_queue_is_not_even_asked(
+def test_given_a_tenant_without_room_when_events_come_then_the_queue_is_not_polled(
     harness: NotifiedInboxHarness,
 ) -> None:
     settings = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.0)
@@ -301,7 +301,7 @@ def test_given_a_tenant_without_room_when_events_come_then_the_queue_is_not_even
     (job,) = harness.jobs()
     harness.end(job)
     (message,) = harness.queue().receive()
-    assert message.receives == 1, "a message that was looked at in vain comes nearer to the queue's own dead letters"
+    assert message.receives == 1, "each receive in vain brings a message nearer to the queue's own dead-letter queue"
     harness.queue().postpone(message, 0)
     drain(harness, events)
     assert len(harness.jobs()) == 2
@@ -350,13 +350,13 @@ def test_given_a_versioned_bucket_when_a_file_is_replaced_before_its_event_comes
 ) -> None:
     for _ in range(2):
         versioned.put("a.jsonl", LINE)
-    kept = versioned.s3.list_object_versions(Bucket=versioned.bucket, Prefix=PREFIX)["Versions"]
-    for version in kept:
-        versioned.tell(PREFIX + "a.jsonl", versionId=version["VersionId"])  # as S3 does, and this server doesn't
+    listed = versioned.s3.list_object_versions(Bucket=versioned.bucket, Prefix=PREFIX)["Versions"]
+    for version in listed:
+        versioned.send_event(PREFIX + "a.jsonl", versionId=version["VersionId"])  # as S3 does, and this server doesn't
     drain(versioned, versioned.events(versioned.intake()))
     jobs = versioned.jobs()
     assert len(jobs) == 2, "the same bytes at the same second, but put twice"
-    assert {job.input.files[0].version for job in jobs} == {version["VersionId"] for version in kept}
+    assert {job.input.files[0].version for job in jobs} == {version["VersionId"] for version in listed}
     assert len(versioned.take_all()) == 2
 
 
@@ -370,7 +370,7 @@ def test_given_a_versioned_bucket_when_a_file_is_deleted_before_its_event_comes_
     assert versioned.inbox().find("a.jsonl", "no-such-version") is None
 
 
-def test_given_options_in_metadata_when_the_event_comes_then_the_job_has_them_and_the_tenant_is_the_places(
+def test_given_options_in_metadata_when_the_event_comes_then_the_job_has_them_and_the_tenant_is_the_inboxs(
     harness: NotifiedInboxHarness,
 ) -> None:
     harness.put("a.jsonl", LINE, {"tokenmill-tier": "bulk", "seed": "5", "tenant": "somebody-else"})
@@ -413,7 +413,7 @@ def test_given_an_announced_sidecar_that_never_comes_when_the_wait_is_over_then_
     assert job.tier == "bulk"
 
 
-def test_given_two_places_in_one_bucket_when_files_come_then_the_place_says_whose_they_are(
+def test_given_two_inboxes_in_one_bucket_when_files_come_then_the_prefix_determines_the_tenant(
     harness: NotifiedInboxHarness,
 ) -> None:
     inboxes = [BucketInbox(harness.connection, harness.bucket, prefix, tenant) for prefix, tenant in
@@ -421,7 +421,7 @@ def test_given_two_places_in_one_bucket_when_files_come_then_the_place_says_whos
     sources = [(inbox, FileIngestSource(inbox, Intake(harness.world), harness.world)) for inbox in inboxes]
     for key in ("incoming/a.jsonl", "x/incoming/a.jsonl", "x/a.jsonl"):
         harness.s3.put_object(Bucket=harness.bucket, Key=key, Body=LINE)
-        harness.tell(key)
+        harness.send_event(key)
     drain(harness, BucketEvents(harness.queue(), sources, harness.world, SOON))
     assert sorted(job.tenant for job in harness.jobs()) == ["all", "x"]
 

@@ -1,8 +1,8 @@
-"""A ingest in a process of its own that kills itself at a given moment, or runs until it is killed: run as
+"""Kafka ingest in a process of its own that kills itself at a given moment, or runs until it is killed: run as
 `python -m tests.pipeline.ingest.kafka.kafka_child '{"bootstrap": …, "name": …, "folder": …, "moment": …}'`.
 
 Moments: "before" the batch is created, its lines written; "batch": it is created, no job yet; "job": its first job is
-accepted; "stored": all is, and the ingest hasn't heard of it; "committed": the offset is; "never".
+accepted; "stored": all is, and the ingest doesn't know it yet; "committed": the offset is; "never".
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DyingIntake:
 
 
 class DyingHandler:
-    """Dies when all is stored, and the ingest hasn't heard of it."""
+    """Dies when all is stored, before the ingest knows it."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -84,7 +84,7 @@ class DyingHandler:
         return end
 
 
-class DyingDoor(KafkaIngest):
+class DyingIngest(KafkaIngest):
     """Dies when it has committed an offset."""
 
     def _commit(self, now: float) -> None:
@@ -108,7 +108,7 @@ def main() -> None:
     handlers = harness.handlers(settings, intake)
     if moment == "stored":
         handlers = {topic: DyingHandler(handler) for topic, handler in handlers.items()}
-    kind = DyingDoor if moment == "committed" else KafkaIngest
+    kind = DyingIngest if moment == "committed" else KafkaIngest
     kind(settings, handlers, intake.room_for, harness.world.clock).run(threading.Event())
 
 

@@ -38,7 +38,7 @@ from schemas.models import CatalogEntry, ModelPin
 from tests.waiting import HANG_SECONDS
 
 MODEL = "tiny"
-PATIENCE = HANG_SECONDS
+TIMEOUT_SECONDS = HANG_SECONDS
 REPOSITORY = Path(__file__).parents[4]
 Header = tuple[str, bytes]
 
@@ -147,7 +147,7 @@ class KafkaHarness:
             yield ingest
         finally:
             stop.set()
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT_SECONDS)
             assert not thread.is_alive()
         if raised:
             raise raised[0]
@@ -244,7 +244,7 @@ def pin_local(uri: str) -> InputRef:
     return pin_input(Path(uri))
 
 
-def until(met: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+def until(met: Callable[[], bool], what: str, seconds: float = TIMEOUT_SECONDS) -> None:
     """Wait until a condition is true."""
     end = time.monotonic() + seconds
     while not met():

@@ -37,12 +37,14 @@ def nowhere(harness: KafkaHarness) -> Iterator[KafkaHarness]:
     nowhere.close()
 
 
-def owed(harness: KafkaHarness) -> list[str]:
+def unsent(harness: KafkaHarness) -> list[str]:
     return [info.key for info in harness.store.list(OWED)]
 
 
-def told(harness: KafkaHarness, count: int) -> Counter[tuple[bytes | None, bytes, tuple[tuple[str, bytes], ...]]]:
-    """The messages on the dead-letter topic, and how often each occurs; at least so many messages."""
+def consume_dead_letters(
+    harness: KafkaHarness, count: int
+) -> Counter[tuple[bytes | None, bytes, tuple[tuple[str, bytes], ...]]]:
+    """Read at least `count` messages of the dead-letter topic; returns how often each occurs."""
     return Counter((one.key, one.value, tuple(one.headers)) for one in harness.consume(harness.deadletter, count))
 
 
@@ -60,17 +62,17 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
     silent = harness.settings(deadletter_retry_timeout_seconds=0.1, group_id=f"{harness.name}-silent")
     with harness.running(nowhere.ingest(silent)):  # it reads from the real brokers, and sends to others
         until(lambda: harness.committed(0, group=silent.group_id) == 4, "the partition goes on")
-    assert len(owed(harness)) == 3
+    assert len(unsent(harness)) == 3
     with pytest.raises(NotConfirmed):
         UnsentDeadLetters(nowhere.world, nowhere.sender, harness.deadletter).send()
-    assert len(owed(harness)) == 3, "still silent"
+    assert len(unsent(harness)) == 3, "still silent"
 
     topics = [f"{harness.name}.{name}" for name in ("results", "events", "deadletter")]
     later = Publisher(harness.world, harness.sender, PublisherSettings(*topics, unsent_interval_seconds=0.0))
     for _ in range(2):
         later.poll()
-    assert (later.failures, owed(harness)) == (0, [])
-    sent = told(harness, 3)
+    assert (later.failures, unsent(harness)) == (0, [])
+    sent = consume_dead_letters(harness, 3)
     assert sorted((key or b"", count) for (key, _, _), count in sent.items()) == [(b"", 1), (b"k1", 1), (b"k2", 1)]
     assert harness.lines() == ["a"]
 
@@ -78,19 +80,19 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
     with fresh.running(fresh.ingest()):  # for another root the same records are read while the topic answers
         until(lambda: fresh.committed(0) == 4, "read again")
     fresh.close()
-    again = told(harness, 6)
+    again = consume_dead_letters(harness, 6)
     assert again.total() == 6
     whole = [one for one in sent if "tokenmill-deadletter-original-in" not in dict(one[2])]
     assert [again[one] for one in whole] == [2, 2], "they are not the same"
 
 
-def test_given_letters_that_are_owed_when_the_announcer_dies_anywhere_then_each_is_sent_and_none_is_owed(
+def test_given_unsent_dead_letters_when_the_publisher_dies_anywhere_then_each_is_sent_and_none_is_left(
     harness: KafkaHarness, nowhere: KafkaHarness
 ) -> None:
     dead_letters = KafkaDeadLetters(nowhere.world, nowhere.sender, harness.deadletter, retry_timeout_seconds=0.0)
     partition_id = PartitionId("c", harness.requests, 0, "team")
     dead_letters.write(partition_id, [Refused(Record(n, 1_000, b"k", b"x%d" % n), "bad", "no good") for n in range(3)])
-    removed = harness.dead_letters()[-1]  # before anybody was told of it
+    removed = harness.dead_letters()[-1]  # before its message was sent
     value = DeadLetters(harness.world).original(removed)
     for info in list_dead_letter_objects(harness.store, removed.id):
         harness.store.delete(info.key)
@@ -104,5 +106,5 @@ def test_given_letters_that_are_owed_when_the_announcer_dies_anywhere_then_each_
         except Killed:
             deaths += 1
     assert deaths > 5
-    assert owed(harness) == []
-    assert {told_of for _, told_of, _ in told(harness, 2)} == {b"x0", b"x1", b"x2"} - {value}
+    assert unsent(harness) == []
+    assert {value_sent for _, value_sent, _ in consume_dead_letters(harness, 2)} == {b"x0", b"x1", b"x2"} - {value}

@@ -56,6 +56,6 @@ def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_
 
     (job,) = harness.jobs()
     assert (job.tenant, job.tier, job.metadata) == ("team", Tier.BULK, {"who": "me", "job": "nightly"})
-    dead_letters = sorted(letter.reason_code for letter in harness.dead_letters())
+    dead_letters = sorted(one.reason_code for one in harness.dead_letters())
     assert dead_letters == ["forbidden_uri", "input_error", "invalid_request", "invalid_request", "model_not_found"]
-    assert len(harness.consume(harness.deadletter, 10)) == 10, "each reading told of them"
+    assert len(harness.consume(harness.deadletter, 10)) == 10, "each read sent their messages"

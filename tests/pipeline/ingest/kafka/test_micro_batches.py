@@ -27,7 +27,7 @@ from tests.pipeline.simulation import SimulatedClock
 PARTITION = PartitionId("c1", "requests", 0, "team")
 
 
-class Outbox:
+class MemoryMessages:
     """Messages in memory; refuses them while `reason` is set."""
 
     max_bytes = 10_000
@@ -48,7 +48,7 @@ class Partition:
     def __init__(self, folder: Path, *, served: bool = True) -> None:
         self.store = FolderStore(folder)
         self.clock = SimulatedClock()
-        self.outbox = Outbox()
+        self.outbox = MemoryMessages()
         self.world = World(self.store, self.clock, SystemRandomness(), self.store.scratch)
         if served:
             self.serve()

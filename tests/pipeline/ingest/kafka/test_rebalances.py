@@ -17,7 +17,14 @@ from pipeline.ingest.kafka.consumer import KafkaIngest
 from pipeline.ingest.kafka.partition import PartitionTask
 from pipeline.jobs.submit import SubmittedJob
 from pipeline.ports import World
-from tests.pipeline.ingest.kafka.kafka_harness import PATIENCE, KafkaHarness, ProducedRecord, child, request, until
+from tests.pipeline.ingest.kafka.kafka_harness import (
+    TIMEOUT_SECONDS,
+    KafkaHarness,
+    ProducedRecord,
+    child,
+    request,
+    until,
+)
 from tests.servers.kafka import KafkaBroker
 
 PARTITIONS = 4
@@ -37,7 +44,7 @@ class Stream:
     """Records that are produced on all partitions until the test has seen enough."""
 
     def __init__(self, harness: KafkaHarness, every: float) -> None:
-        self._house = harness
+        self._harness = harness
         self._every = every
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -62,7 +69,7 @@ class Stream:
                     ProducedRecord(request(f"p{number}-{self.sent[number] + n}"), b"k", (), number) for n in range(5)
                 ]
                 self.sent[number] += 5
-            self._house.produce(said)
+            self._harness.produce(said)
 
 
 def check_offsets(harness: KafkaHarness) -> None:
@@ -81,14 +88,14 @@ def check_offsets(harness: KafkaHarness) -> None:
 
 def held(ingest: KafkaIngest) -> set[int]:
     """The partitions that are assigned to a consumer."""
-    return {place.partition for place in [*ingest._partitions, *ingest._unstarted]}
+    return {one.partition for one in [*ingest._partitions, *ingest._unstarted]}
 
 
 def rebalance(harness: KafkaHarness, times: int, every: float, seed: int) -> Stream:
     """One steady member; others join, leave in order or are killed, in turn.
 
     Each turn waits until the group has formed, with and without the other. A member that leaves while it forms is more
-    than the tests' broker can take (see `tests.servers.kafka`): afterwards nobody in the group is given anything.
+    than the tests' broker can take (see `tests.servers.kafka`): afterwards no member of the group has a partition.
     """
     chance = random.Random(seed)
     steady = harness.ingest()
@@ -135,15 +142,15 @@ def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_onc
     check_taken(harness, rebalance(harness, times=3, every=0.3, seed=1))
 
 
-class Held(Intake):
-    """Takes nothing in before it is let."""
+class BlockedIntake(Intake):
+    """Accepts no job before `is_open` is set."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.let = threading.Event()
+        self.is_open = threading.Event()
 
     def accept(self, draft: JobDraft) -> SubmittedJob:
-        assert self.let.wait(PATIENCE)
+        assert self.is_open.wait(TIMEOUT_SECONDS)
         return super().accept(draft)
 
 
@@ -151,7 +158,7 @@ def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then
     harness: KafkaHarness,
 ) -> None:
     settings = harness.settings()
-    intake, stop = Held(harness.world), threading.Event()
+    intake, stop = BlockedIntake(harness.world), threading.Event()
     ingest = harness.ingest(settings, intake)
 
     def follow() -> None:
@@ -170,11 +177,11 @@ def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then
     )
     with harness.stepping(ingest) as step_until:
         step_until(lambda: len(working()) == PARTITIONS, "all partitions are being stored")
-        intake.let.set()
+        intake.is_open.set()
         thread.start()
-        until(lambda: all(work.future.done() for work in working()), "all are stored, and the ingest hasn't looked")
+        until(lambda: all(work.future.done() for work in working()), "all are stored, and the ingest hasn't polled")
         assert not any(harness.committed(number) for number in range(PARTITIONS))
-        time.sleep(settings.session_timeout_seconds)  # by now the client has heard that it is to join again
+        time.sleep(settings.session_timeout_seconds)  # by now the client is to join again
         ingest.step()
         until(lambda: [harness.committed(number) for number in range(PARTITIONS)] == [5] * PARTITIONS, "committed", 2.0)
         stop.set()

@@ -98,15 +98,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderStore]:
 
 
 @given(RECORDS)
-def test_given_any_records_when_they_are_sorted_then_each_is_in_one_place_and_says_the_same(found: Found) -> None:
+def test_given_any_records_when_they_are_sorted_then_each_is_in_one_group_and_says_the_same(found: Found) -> None:
     records = numbered(found)
 
     done = sort_records(records, RULES)
 
-    kept = [one for group in done.groups.values() for one in group]
-    everywhere = [one.record.offset for one in kept] + [one.record.offset for one in done.refused] + done.resent
+    accepted = [one for group in done.groups.values() for one in group]
+    everywhere = [one.record.offset for one in accepted] + [one.record.offset for one in done.refused] + done.resent
     assert sorted(everywhere) == [record.offset for record in records]
-    for one in kept:
+    for one in accepted:
         assert b"\n" not in one.line
         assert orjson.loads(one.line) == orjson.loads(one.record.value or b"")
     for group in done.groups.values():
@@ -114,12 +114,12 @@ def test_given_any_records_when_they_are_sorted_then_each_is_in_one_place_and_sa
         assert offsets == sorted(offsets)
     wanted = {(key.job, orjson.loads(one.line)["custom_id"], orjson.loads(one.line)["body"]["prompt"])
               for key, group in done.groups.items() for one in group}  # fmt: skip
-    assert len(wanted) == len(kept), "two records of one job label, custom_id and body are both kept"
+    assert len(wanted) == len(accepted), "two records of one job label, custom_id and body are both accepted"
 
 
 @given(RECORDS)
 @settings(max_examples=40, deadline=None)
-def test_given_a_stored_batch_when_anybody_derives_its_jobs_then_they_are_the_same_and_hold_each_line(
+def test_given_a_stored_batch_when_its_jobs_are_derived_again_then_they_are_the_same_and_hold_each_line(
     store: FolderStore, found: Found
 ) -> None:
     records = numbered(found)
@@ -132,10 +132,12 @@ def test_given_a_stored_batch_when_anybody_derives_its_jobs_then_they_are_the_sa
 
     assert mine == theirs
     assert len({draft.job_id for draft in mine}) == len(batch.groups)
-    kept = [one for group in sort_records(records, RULES).groups.values() for one in group]
-    assert sum(len(Path(draft.input.uri).read_bytes().splitlines()) for draft in mine) == len(kept)
+    accepted = [one for group in sort_records(records, RULES).groups.values() for one in group]
+    assert sum(len(Path(draft.input.uri).read_bytes().splitlines()) for draft in mine) == len(accepted)
     back = [record for group in batch.groups for record in original_records(store, group)]
-    assert sorted(back, key=lambda one: one.offset) == sorted((one.record for one in kept), key=lambda one: one.offset)
+    assert sorted(back, key=lambda one: one.offset) == sorted(
+        (one.record for one in accepted), key=lambda one: one.offset
+    )
 
 
 def test_given_headers_when_jobs_are_derived_then_they_carry_them_and_the_tenant_is_the_topics(
@@ -157,7 +159,7 @@ def test_given_headers_when_jobs_are_derived_then_they_carry_them_and_the_tenant
     assert draft.options.metadata == {"job": "nightly"}
 
 
-def test_given_other_places_when_their_jobs_are_derived_then_no_id_comes_twice(store: FolderStore) -> None:
+def test_given_batches_of_other_origins_when_their_jobs_are_derived_then_no_id_comes_twice(store: FolderStore) -> None:
     batch = stored(store, numbered([(b'{"custom_id": "a"}', [], 1), (b'{"custom_id": "b"}', [("tier", b"bulk")], 1)]))
     others = [
         batch,
@@ -172,7 +174,7 @@ def test_given_other_places_when_their_jobs_are_derived_then_no_id_comes_twice(s
     assert len(set(ids)) == len(ids) == 10
 
 
-def test_given_seen_requests_when_they_come_again_in_any_order_then_none_is_kept_twice() -> None:
+def test_given_seen_requests_when_they_come_again_in_any_order_then_none_is_accepted_twice() -> None:
     values = [orjson.dumps({"custom_id": f"c{number}", "body": {"prompt": "x"}}) for number in range(20)]
     first = sort_records([Record(n, 0, None, value) for n, value in enumerate(values)], RULES)
     seen = {one.digest for one in first.groups[GroupKey()]}

@@ -30,7 +30,7 @@ def harness(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path:
     harness.close()
 
 
-class Gate:
+class GatedIntake:
     """The real intake, behind a gate that a test opens and closes: how much room there is."""
 
     def __init__(self, intake: Intake) -> None:
@@ -127,7 +127,7 @@ def test_given_poison_when_it_comes_between_good_records_then_it_is_a_dead_lette
         until(lambda: harness.committed(0) == len(poison) + 2, "all offsets committed")
 
     assert harness.lines() == ["a", "b"]
-    dead_letters = {letter.record_key(): letter for letter in harness.dead_letters()}
+    dead_letters = {one.record_key(): one for one in harness.dead_letters()}
     assert dead_letters.keys() == {said.key for said in poison.values()}
     assert dead_letters[b"k1"].record_headers() == [("trace", b"\x00\xff")]
     assert dead_letters[b"k8"].reason_code == "model_not_found"
@@ -152,7 +152,7 @@ def test_given_the_dead_letters_topic_does_not_answer_when_poison_comes_then_the
     with harness.running(harness.ingest(settings)):
         until(lambda: harness.committed(0) == 2, "the partition goes on")
 
-    assert [letter.record_key() for letter in harness.dead_letters()] == [b"k1"]
+    assert [one.record_key() for one in harness.dead_letters()] == [b"k1"]
     assert harness.lines() == ["a"]
 
 
@@ -181,7 +181,7 @@ def test_given_a_producer_that_sends_again_when_it_does_in_a_batch_later_and_to_
 def test_given_no_room_for_the_tenant_when_records_come_then_the_partition_waits_without_leaving_the_group(
     harness: KafkaHarness,
 ) -> None:
-    gate = Gate(Intake(harness.world))
+    gate = GatedIntake(Intake(harness.world))
     ingest = harness.ingest(intake=gate)
     with harness.running(ingest):
         until(lambda: ingest.counts.rebalances == 1 and ingest.counts.pauses >= 2, "paused")
@@ -215,7 +215,7 @@ def test_given_storage_slower_than_the_poll_interval_when_records_come_then_the_
     harness.close()
 
 
-def test_given_a_log_that_was_cut_when_the_client_goes_back_then_the_door_begins_again_and_doubles_nothing(
+def test_given_a_log_that_was_cut_when_the_client_goes_back_then_ingest_begins_again_and_doubles_nothing(
     harness: KafkaHarness,
 ) -> None:
     harness.produce([ProducedRecord(request(f"a{n}")) for n in range(9)])
