@@ -1,5 +1,5 @@
-"""Asks a gateway whatever its OpenAPI document allows, and what it doesn't, by schemathesis: nothing may break, and
-every answer must be as documented.
+"""Sends a gateway requests that its OpenAPI document allows, and others, by schemathesis: nothing may break, and every
+answer must be as documented.
 
     python -m tests.pipeline.gateway.fuzzing --examples 200 --seed 7
 """
@@ -40,8 +40,8 @@ def names(harness: HttpHarness, key: str) -> dict[str, str]:
         time.sleep(0.02)
     with harness.http(key) as http:
         hello = {"model": PIN.name, "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
-        asked = {**hello, "stream": True, "tokenmill": {"resume": 60}}
-        stream = http.post("/v1/chat/completions", json=asked).headers["x-stream-id"]
+        resumable = {**hello, "stream": True, "tokenmill": {"resume": 60}}
+        stream = http.post("/v1/chat/completions", json=resumable).headers["x-stream-id"]
     return {"FILE": file.id, "BATCH": batch.id, "STREAM": stream, "MODEL": PIN.name}
 
 
@@ -49,8 +49,8 @@ def names(harness: HttpHarness, key: str) -> dict[str, str]:
 def fuzzed_harness(folder: Path) -> Iterator[HttpHarness]:
     """A gateway with short responses, for fast tests."""
     most = dict.fromkeys(Tier, 64)
-    asking = InferenceSettings(caps=most, default_max_tokens=5)
-    with run_http_harness(folder, settings=GatewayOptions(max_upload_bytes=1 << 20), asking=asking) as harness:
+    inference = InferenceSettings(caps=most, default_max_tokens=5)
+    with run_http_harness(folder, settings=GatewayOptions(max_upload_bytes=1 << 20), inference=inference) as harness:
         yield harness
 
 

@@ -113,7 +113,7 @@ def run_http_harness(
     finalize: bool = True,
     settings: GatewayOptions | None = None,
     intake: IntakeSettings | None = None,
-    asking: InferenceSettings | None = None,
+    inference: InferenceSettings | None = None,
     streams: StreamSettings | None = None,
     header_seconds: float = 20.0,
     max_connections: int = 4_000,
@@ -173,7 +173,7 @@ def run_http_harness(
         )
         answers = InferenceResponses(
             InferenceRequestBuilder(
-                world, asking, parts.rates, ResponseCache(clock, MemoryResponseStore(clock), cache)
+                world, inference, parts.rates, ResponseCache(clock, MemoryResponseStore(clock), cache)
             ),
             bridge,
             clock,

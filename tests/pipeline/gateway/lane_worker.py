@@ -31,35 +31,35 @@ class LaneWorker:
 
     Attributes:
         pause: seconds between two tokens of a request.
-        asked: all requests that came, by id.  unwanted: when which was dropped, because nobody wants it.
+        requests: all that were received, by id.  unwanted: when each request was dropped that is no longer wanted.
         hold: take nothing while it is set.
-        policies: the fingerprint of the content policies that it says it asked.
+        policies: the fingerprint of the content policies that it reports.
     """
 
     lane: OpenLane
     pause: float = 0.0
     text: str | None = None
-    asked: dict[str, LaneRequest] = field(default_factory=dict)
+    requests: dict[str, LaneRequest] = field(default_factory=dict)
     unwanted: dict[str, float] = field(default_factory=dict)
     hold: threading.Event = field(default_factory=threading.Event)
     policies: str | None = None
-    looks: int = 0
+    polls: int = 0
 
     def stop_taking(self) -> None:
         """Leave new requests waiting."""
         self.hold.set()
-        before = self.looks
-        while self.looks < before + 2:  # a look that was under way may still take something
+        before = self.polls
+        while self.polls < before + 2:  # a poll that was under way may still take a request
             time.sleep(0.001)
 
     def run(self, stop: threading.Event) -> None:
         side = self.lane.worker("w")
         running: dict[str, _Running] = {}
         while not stop.is_set():
-            self.looks += 1
+            self.polls += 1
             if not self.hold.is_set():
                 for request in side.take([PIN.key], 2_000, 0.0 if running else 0.01):
-                    self.asked[request.id] = request
+                    self.requests[request.id] = request
                     running[request.id] = _Running(request)
             events: list[LaneEvent] = []
             for name, one in list(running.items()):
@@ -80,9 +80,9 @@ class LaneWorker:
         if request.url == EMBEDDINGS_URL:
             return [EndEvent(request.id, request.attempt, self._next(one), _vectors(body))]
         chat = "messages" in body
-        asked = body["messages"][-1].get("content") if chat else body.get("prompt", "")
-        if asked == "refuse" or (asked == "break" and one.said == 2):
-            refused = asked == "refuse"
+        prompt = body["messages"][-1].get("content") if chat else body.get("prompt", "")
+        if prompt == "refuse" or (prompt == "break" and one.said == 2):
+            refused = prompt == "refuse"
             code, status = ("context_length_exceeded", 400) if refused else ("engine_error", 500)
             return [ErrorEvent(request.id, request.attempt, self._next(one), code, "it broke", status)]
         most, choices = body.get("max_tokens") or body.get("max_completion_tokens") or 5, body.get("n", 1)

@@ -18,6 +18,6 @@ def test_no_fuzzed_request_gets_an_undocumented_response(tmp_path: Path, keys: b
     with fuzzed_harness(tmp_path) as harness:
         found = fuzz(harness, 3 if keys else 1, SEED, "--phases", PHASES if keys else "fuzzing", keys=keys)
     assert found.returncode == 0, found.stdout + found.stderr
-    asked = {(method, path) for method, path, _ in harness.witness.seen}
-    assert asked == {(method, path) for method, path, _ in harness.witness.documented()}
+    requested = {(method, path) for method, path, _ in harness.witness.seen}
+    assert requested == {(method, path) for method, path, _ in harness.witness.documented()}
     assert {200, 400, 404} <= {status for _, _, status in harness.witness.seen}

@@ -52,7 +52,7 @@ class OperationClient:
         """The operations with this documented status."""
         return [(method, path) for method, path, one in sorted(self.harness.witness.documented()) if one == status]
 
-    def ask_all(self, status: int, key: str | None = None, content: bytes | None = None, **headers: str) -> None:
+    def call_all(self, status: int, key: str | None = None, content: bytes | None = None, **headers: str) -> None:
         with self.harness.http(self.key if key is None else key) as http:
             for method, path in self.operations(status):
                 http.request(method, path.format(**UNKNOWN), headers=headers, content=content)
@@ -136,12 +136,12 @@ def _good(operations_client: OperationClient) -> None:
 
 
 def _refused_by_every_route(operations_client: OperationClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    operations_client.ask_all(401, "wrong")
-    operations_client.ask_all(403, Origin="http://evil.example")
+    operations_client.call_all(401, "wrong")
+    operations_client.call_all(403, Origin="http://evil.example")
     _, narrow = operations_client.harness.keys.create("acme", ALL, limits=RateLimits(requests_per_minute=1))
-    operations_client.ask_all(429, narrow)
-    operations_client.ask_all(429, narrow)
-    operations_client.ask_all(415, content=b"x", **{"Content-Type": "text/plain"})
+    operations_client.call_all(429, narrow)
+    operations_client.call_all(429, narrow)
+    operations_client.call_all(415, content=b"x", **{"Content-Type": "text/plain"})
     for method, path in operations_client.operations(400):
         operations_client.say(method, path, "Transfer-Encoding: chunked\r\nContent-Length: 5\r\n")
     for method, path in operations_client.operations(413):
@@ -161,17 +161,17 @@ def _refused_by_every_route(operations_client: OperationClient, monkeypatch: pyt
             assert http.request(method, path.format(**UNKNOWN), **more).status_code == 404, path
     with monkeypatch.context() as crowded:
         crowded.setattr(operations_client.harness.app, "_max_requests", 0)
-        operations_client.ask_all(503)
+        operations_client.call_all(503)
     with monkeypatch.context() as broken:
         broken.setattr(Authority, "caller", lambda *_: 1 / 0)
-        operations_client.ask_all(500)
+        operations_client.call_all(500)
     with monkeypatch.context() as full:
 
         def fail(*_: object) -> None:
             raise StoreFull("no room")
 
         full.setattr(Authority, "caller", fail)
-        operations_client.ask_all(507)
+        operations_client.call_all(507)
 
 
 def _conflicts(operations_client: OperationClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +184,8 @@ def _conflicts(operations_client: OperationClient, monkeypatch: pytest.MonkeyPat
     with harness.http(operations_client.key) as http:
         form: Any = {"files": {"file": ("a.jsonl", lines(2))}, "data": {"purpose": "batch"}}
         assert http.post("/v1/files", headers=once, **form).status_code == 409
-        asked = {**wanted, "completion_window": "1h"}
-        assert http.post("/v1/batches", headers=once, json=asked).status_code == 409
+        changed = {**wanted, "completion_window": "1h"}
+        assert http.post("/v1/batches", headers=once, json=changed).status_code == 409
         assert http.post(f"/v1/batches/{batch.id}/cancel").status_code == 409
         assert http.post(f"/v1/batches/{batch.id}/retry").status_code == 409
         harness.ledger(batch.id).create_tombstone(Tombstone(job=batch.id, at=harness.clock.now()))
@@ -210,10 +210,10 @@ def _while_it_stops(operations_client: OperationClient) -> None:
     reading = threading.Thread(target=lambda: list(operations_client.client.chat.completions.create(
         **HELLO, max_tokens=60, stream=True)))  # fmt: skip
     reading.start()
-    wait_for(lambda: harness.worker.asked, "it did not begin")
+    wait_for(lambda: harness.worker.requests, "it did not begin")
     harness.stop.set()
     with harness.http() as http:
         wait_for(lambda: http.get("/readyz").status_code == 503, "it goes on")
-    operations_client.ask_all(503)
+    operations_client.call_all(503)
     harness.worker.pause = 0.0
     reading.join()

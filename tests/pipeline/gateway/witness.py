@@ -15,10 +15,10 @@ _MOST_BYTES = 4 << 20
 
 
 class Witness:
-    """Knows a document.
+    """Compares responses with an OpenAPI document.
 
     Attributes:
-        untrue: what was answered, and was not documented, in words.
+        untrue: descriptions of the responses that are not documented.
         seen: operations and statuses that were answered: (method, path of the document, status).
     """
 
@@ -137,7 +137,7 @@ class Watched:
         try:
             await self._app(scope, receive, send_on)
         finally:
-            for message in [one for one in begun if one["status"] != 499]:  # nobody hears that
+            for message in [one for one in begun if one["status"] != 499]:  # the client is gone
                 headers = {name.decode().lower(): value.decode("latin-1") for name, value in message["headers"]}
                 whole = bytes(body) if ended else None
                 self._witness.look(scope["method"], scope["path"], message["status"], headers, whole)

@@ -271,7 +271,7 @@ def test_one_message_is_answered(harness: HttpHarness, tokenmill: Any) -> None:
         "chat", "hello", "--url", harness.url, "--max-tokens", 4, "--system", "be brief", "--temperature", 0
     )
     assert (told.code, told.out) == (0, words(4) + "\n")
-    (asked,) = harness.worker.asked.values()
+    (asked,) = harness.worker.requests.values()
     assert [one["role"] for one in asked.body["messages"]] == ["system", "user"]
     assert (asked.body["model"], asked.body["temperature"]) == (PIN.name, 0)
     failed = tokenmill("chat", "break", "--url", harness.url)
@@ -281,7 +281,7 @@ def test_one_message_is_answered(harness: HttpHarness, tokenmill: Any) -> None:
 def test_a_talk_goes_along_and_ends_with_its_input(harness: HttpHarness) -> None:
     out, err = chatting(harness, "--max-tokens", "2").communicate("one\n\ntwo\n", timeout=HANG_SECONDS)
     assert out.splitlines() == [words(2), words(2)], err
-    asked = [one.body["messages"] for one in harness.worker.asked.values()]
+    asked = [one.body["messages"] for one in harness.worker.requests.values()]
     assert [one["content"] for one in asked[1]] == ["one", words(2), "two"]
 
 
@@ -306,4 +306,4 @@ def test_an_interrupt_cancels_the_answer_and_not_the_talk(harness: HttpHarness) 
     assert talk.returncode == 0, err
     assert "cancelled" in err
     assert out.rstrip().endswith("0.999")
-    assert [one["content"] for one in list(harness.worker.asked.values())[-1].body["messages"]] == ["two"]
+    assert [one["content"] for one in list(harness.worker.requests.values())[-1].body["messages"]] == ["two"]

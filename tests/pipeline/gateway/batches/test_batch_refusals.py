@@ -74,28 +74,28 @@ def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
 def test_tenants_see_only_their_own_objects(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         (_, mine), (_, other) = (harness.keys.create(tenant, tuple(Scope)) for tenant in ("a/../b", "../a"))
-        client, stranger = harness.client(mine), harness.client(other)
+        client, other_client = harness.client(mine), harness.client(other)
         batch = begin(client, lines(2))
         wait(client, batch.id)
         for attempt in (
-            lambda: stranger.batches.retrieve(batch.id),
-            lambda: stranger.batches.cancel(batch.id),
-            lambda: stranger.files.retrieve(str(batch.input_file_id)),
-            lambda: stranger.files.content(str(batch.input_file_id)),
-            lambda: stranger.files.delete(str(batch.input_file_id)),
-            lambda: stranger.batches.create(
+            lambda: other_client.batches.retrieve(batch.id),
+            lambda: other_client.batches.cancel(batch.id),
+            lambda: other_client.files.retrieve(str(batch.input_file_id)),
+            lambda: other_client.files.content(str(batch.input_file_id)),
+            lambda: other_client.files.delete(str(batch.input_file_id)),
+            lambda: other_client.batches.create(
                 input_file_id=str(batch.input_file_id), endpoint=CHAT, completion_window="24h"
             ),
         ):
             with pytest.raises(openai.NotFoundError) as theirs:
                 attempt()
             with pytest.raises(openai.NotFoundError) as missing:
-                stranger.batches.retrieve("job-none") if "batch" in theirs.value.message else stranger.files.retrieve(
-                    "file-" + "0" * 25
-                )
+                other_client.batches.retrieve(
+                    "job-none"
+                ) if "batch" in theirs.value.message else other_client.files.retrieve("file-" + "0" * 25)
             assert theirs.value.code == missing.value.code
-        assert stranger.batches.list().data == []
-        assert stranger.files.list().data == []
+        assert other_client.batches.list().data == []
+        assert other_client.files.list().data == []
         assert len(client.files.list().data) == 2
 
 
@@ -141,7 +141,7 @@ def test_a_batch_that_ends_during_a_retry_request_is_retried_or_refused(
     real, asker, looks = JobLedger.manifest, threading.get_ident(), [0]
 
     def manifest(ledger: JobLedger) -> Manifest | None:
-        """It ends behind the first look."""
+        """The job ends after the first read."""
         looks[0] += threading.get_ident() == asker
         return None if threading.get_ident() == asker and looks[0] == 1 else real(ledger)
 

@@ -36,8 +36,8 @@ def wait(client: OpenAI, batch_id: str, *statuses: str) -> Batch:
 
 def begin(client: OpenAI, content: bytes, **more: Any) -> Batch:
     file = client.files.create(file=("requests.jsonl", content), purpose="batch")
-    asked: dict[str, Any] = {"endpoint": CHAT, "completion_window": "24h", **more}
-    return client.batches.create(input_file_id=file.id, **asked)
+    fields: dict[str, Any] = {"endpoint": CHAT, "completion_window": "24h", **more}
+    return client.batches.create(input_file_id=file.id, **fields)
 
 
 def test_the_whole_life_of_a_batch(tmp_path: Path) -> None:
@@ -208,13 +208,13 @@ def test_a_repeated_idempotent_request_gives_the_same_object(tmp_path: Path) -> 
         assert client.files.create(**upload, extra_headers=key) == file
         with pytest.raises(openai.ConflictError, match="came with another request"):
             client.files.create(file=("a.jsonl", lines(3)), purpose="batch", extra_headers=key)
-        asked: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        fields: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
         made: list[str] = []
         barrier = threading.Barrier(4)
 
         def create() -> None:
             barrier.wait()
-            made.append(harness.client().batches.create(**asked, extra_headers=key).id)
+            made.append(harness.client().batches.create(**fields, extra_headers=key).id)
 
         threads = [threading.Thread(target=create) for _ in range(4)]
         for thread in threads:
@@ -223,8 +223,8 @@ def test_a_repeated_idempotent_request_gives_the_same_object(tmp_path: Path) -> 
             thread.join()
         assert (len(made), len(set(made))) == (4, 1)
         with pytest.raises(openai.ConflictError):
-            client.batches.create(**{**asked, "completion_window": "1h"}, extra_headers=key)
-        assert client.batches.create(**asked).id != made[0]
+            client.batches.create(**{**fields, "completion_window": "1h"}, extra_headers=key)
+        assert client.batches.create(**fields).id != made[0]
 
 
 def test_jobs_of_other_ingest_sources_are_listed_as_batches(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from pipeline.ports import World
 from tests.pipeline.simulation import MemoryStore, SimulatedClock
 
 
-class Interrupted(MemoryStore):
-    """Lets something happen before one of its creations."""
+class InterruptedStore(MemoryStore):
+    """A store that calls a function before one of its creations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Interrupted(MemoryStore):
 
 
 @pytest.fixture
-def store() -> Interrupted:
-    return Interrupted()
+def store() -> InterruptedStore:
+    return InterruptedStore()
 
 
 @pytest.fixture
-def files(world: World, store: Interrupted) -> Files:
+def files(world: World, store: InterruptedStore) -> Files:
     return Files(replace(world, store=store), ThreadPoolExecutor(1))
 
 
@@ -56,7 +56,7 @@ def stored(world: World, files: Files, tmp_path: Path) -> StoredFile:
 
 
 def test_a_job_created_between_two_reader_checks_prevents_the_deletion_of_its_file(
-    files: Files, store: Interrupted, stored: StoredFile
+    files: Files, store: InterruptedStore, stored: StoredFile
 ) -> None:
     store.before["/deleted"] = lambda: files.add_reader(stored, "job-1")
     with pytest.raises(ApiError, match="job-1 reads file"):
@@ -66,7 +66,7 @@ def test_a_job_created_between_two_reader_checks_prevents_the_deletion_of_its_fi
 
 
 def test_a_job_is_not_created_when_its_file_is_deleted_before_its_reader_record(
-    files: Files, store: Interrupted, stored: StoredFile
+    files: Files, store: InterruptedStore, stored: StoredFile
 ) -> None:
     store.before["/readers/"] = lambda: files.delete("a", stored.id)
     with pytest.raises(ApiError) as refused:
@@ -76,7 +76,7 @@ def test_a_job_is_not_created_when_its_file_is_deleted_before_its_reader_record(
 
 
 def test_an_interrupted_removal_is_invisible_and_reader_records_without_a_job_expire(
-    files: Files, store: Interrupted, stored: StoredFile, world: World
+    files: Files, store: InterruptedStore, stored: StoredFile, world: World
 ) -> None:
     files.add_reader(stored, "job-1")
     with pytest.raises(ApiError):

@@ -34,16 +34,16 @@ def test_a_full_disk_refuses_writes_serves_reads_and_chats_and_loses_nothing(tmp
         client = harness.client()
         form: Any = {"files": {"file": ("a.jsonl", lines(5))}, "data": {"purpose": "batch"}}
         file = http.post("/v1/files", **form).json()["id"]
-        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
-        ended = http.post("/v1/batches", json=asked).json()["id"]
+        order = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        ended = http.post("/v1/batches", json=order).json()["id"]
         wait_for(lambda: harness.ledger(ended).manifest(), "it does not end")
         # When the disk is full, then all that would be stored is refused, as OpenAI's clients read it
         disk.full = True
         once = {"Idempotency-Key": "again"}
         for answer in (
             http.post("/v1/files", **form),
-            http.post("/v1/batches", json=asked),
-            http.post("/v1/batches", json=asked, headers=once),
+            http.post("/v1/batches", json=order),
+            http.post("/v1/batches", json=order, headers=once),
             http.post(f"/v1/batches/{ended}/retry", json={"include_invalid": True}),
             http.delete(f"/v1/files/{file}"),
         ):
@@ -63,7 +63,7 @@ def test_a_full_disk_refuses_writes_serves_reads_and_chats_and_loses_nothing(tmp
         # When there is room again, then the same requests succeed.
         disk.full = False
         assert http.get(f"/v1/batches/{ended}").json()["status"] == "completed"
-        again = http.post("/v1/batches", json=asked, headers=once)
+        again = http.post("/v1/batches", json=order, headers=once)
         assert again.status_code == 200
         wait_for(lambda: harness.ledger(again.json()["id"]).manifest(), "it does not end")
         assert http.delete(f"/v1/files/{http.post('/v1/files', **form).json()['id']}").status_code == 200
@@ -74,8 +74,8 @@ def test_an_open_batch_on_a_full_disk_is_cancelled_once_space_is_free(tmp_path: 
     with run_http_harness(tmp_path, disk=disk, permits=0) as harness, harness.http() as http:
         form: Any = {"files": {"file": ("a.jsonl", lines(5))}, "data": {"purpose": "batch"}}
         file = http.post("/v1/files", **form).json()["id"]
-        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
-        batch = http.post("/v1/batches", json=asked).json()["id"]
+        order = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        batch = http.post("/v1/batches", json=order).json()["id"]
         wait_for(lambda: harness.beats.workers() and harness.beats.workers()[0].held, "no worker takes it")
         disk.full = True
         assert http.post(f"/v1/batches/{batch}/cancel").status_code == 507

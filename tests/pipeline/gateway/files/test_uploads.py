@@ -226,7 +226,7 @@ def test_expired_files_are_removed_unless_an_open_batch_reads_them(tmp_path: Pat
         counted = RetentionSweep(harness.world, dry_run=True).run()
         found = RetentionSweep(harness.world).run()
         assert found.objects == counted.objects
-        assert found.objects[RemovedKind.FILE] == 4, "content, two markers, paper"
+        assert found.objects[RemovedKind.FILE] == 4, "content, two markers, record"
         assert not list(store.list(f"files/{free.id}/"))
         assert list(store.list(f"files/{read.id}/content"))
         assert list(store.list(f"files/{retained.id}/content"))

@@ -84,34 +84,34 @@ def test_routes_require_their_scopes(world: World) -> None:
                 assert refused.value.status == 403
 
 
-class Counted(MemoryStore):
-    """Counts what is read and listed."""
+class CountingStore(MemoryStore):
+    """Counts reads and listings."""
 
-    asked = 0
+    requests = 0
 
     def read(self, key: str) -> bytes:
-        self.asked += 1
+        self.requests += 1
         return super().read(key)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        self.asked += 1
+        self.requests += 1
         return super().list(prefix, after)
 
 
 def test_a_flood_of_invented_keys_adds_few_store_reads_and_blocks_no_valid_key(world: World) -> None:
-    store = Counted()
+    store = CountingStore()
     world = replace(world, store=store)
     keys = ApiKeys(world)
     old, before = keys.create("acme", ALL)[1], keys.create("acme", ALL)[1]
     assert keys.check(old) is not None
-    store.asked = 0
+    store.requests = 0
     for number in range(20_000):
         assert keys.check(f"tm-{number:016x}-{'0' * 64}") is None
-    assert store.asked <= 15
+    assert store.requests <= 15
     assert keys.check(before) is not None, "one that wasn't used before"
-    store.asked = 0
+    store.requests = 0
     assert keys.check(old) is not None
-    assert not store.asked, "made-up keys put it out"
+    assert not store.requests, "made-up keys put it out"
     _, new = keys.create("acme", ALL)
     world.clock.sleep(5.0)
     for number in range(100):
@@ -155,8 +155,8 @@ def test_openais_client_reads_pages_over_http(tmp_path: Path) -> None:
         answer = harness.client(capped).chat.completions.create(**hello)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 3
-        (asked,) = harness.worker.asked.values()
-        assert asked.tenant == "acme"
+        (request,) = harness.worker.requests.values()
+        assert request.tenant == "acme"
         with harness.http() as http:
             assert http.get("/v1/models").headers["www-authenticate"] == "Bearer"
             assert http.get("/healthz").status_code == 200
@@ -173,7 +173,7 @@ def test_requests_from_pages_of_other_sites_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ends", ["revoked", "expired"])
 def test_a_websocket_refuses_requests_once_its_key_is_revoked(tmp_path: Path, ends: str) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-    asked = {"type": "request", "url": "/v1/chat/completions", "body": body | {"tokenmill": {"resume": 30}}}
+    first = {"type": "request", "url": "/v1/chat/completions", "body": body | {"tokenmill": {"resume": 30}}}
     with run_http_harness(tmp_path) as harness:
         until = harness.clock.now() + timedelta(hours=1)
         key, text = harness.keys.create("acme", (Scope.INFERENCE,), expires_at=until)
@@ -187,7 +187,7 @@ def test_a_websocket_refuses_requests_once_its_key_is_revoked(tmp_path: Path, en
                     came.append(orjson.loads(socket.recv(HANG_SECONDS)))
                 return came
 
-            begun = said(asked)
+            begun = said(first)
             assert begun[-1]["type"] == "done"
             again = {"type": "resume", "stream": begun[0]["stream"]}
             assert said(again)[-1]["type"] == "done"
@@ -195,6 +195,6 @@ def test_a_websocket_refuses_requests_once_its_key_is_revoked(tmp_path: Path, en
                 harness.keys.revoke(key.id)
             else:
                 harness.clock.ahead = 3_601
-            for message in (asked, again):
+            for message in (first, again):
                 (refused,) = said(message)
                 assert refused["error"]["code"] == "invalid_api_key"

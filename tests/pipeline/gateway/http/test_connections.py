@@ -118,11 +118,11 @@ def test_a_refused_websocket_gets_the_same_error_object_as_a_request(
 def test_an_unexpected_error_is_a_500_and_other_requests_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Unforeseen(Exception):
-        """A mistake of ours, of a class that nothing catches by name."""
+    class UnexpectedError(Exception):
+        """A programming error, of a class that no code catches by name."""
 
     def broken(*_: object) -> None:
-        raise Unforeseen("planted")
+        raise UnexpectedError("planted")
 
     with run_http_harness(tmp_path) as harness, harness.http() as http:
         with monkeypatch.context() as planted:
@@ -138,11 +138,11 @@ def test_an_unexpected_error_is_a_500_and_other_requests_are_served(
 def test_an_unexpected_error_on_a_websocket_is_reported_and_other_websockets_continue(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Unforeseen(Exception):
-        """A mistake of ours, of a class that nothing catches by name."""
+    class UnexpectedError(Exception):
+        """A programming error, of a class that no code catches by name."""
 
     def broken(*_: object) -> None:
-        raise Unforeseen("planted")
+        raise UnexpectedError("planted")
 
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     request = json.dumps({"type": "request", "url": "/v1/chat/completions", "body": body})
@@ -163,7 +163,7 @@ def test_an_unexpected_error_on_a_websocket_is_reported_and_other_websockets_con
             assert messages[-1]["error"]["code"] == "internal_error"
             assert "planted" not in json.dumps(messages)
             (line,) = (line for line in logs if line["event"] == "websocket_failed")
-            assert line["error"] == "Unforeseen"
+            assert line["error"] == "UnexpectedError"
             assert "test_connections.py" in line["at"][-1]
             other.send(request)
             types = [json.loads(other.recv(HANG_SECONDS))["type"]]
@@ -303,8 +303,8 @@ def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: P
 
 
 def test_a_message_of_many_empty_fragments_is_refused_as_too_large(tmp_path: Path) -> None:
-    patient = GatewayOptions(idle_seconds=HANG_SECONDS)  # else a slow machine ends the message for its age
-    with run_http_harness(tmp_path, settings=patient) as harness, stream_of(harness) as socket:
+    long_timeout = GatewayOptions(idle_seconds=HANG_SECONDS)  # else a slow machine ends the message for its age
+    with run_http_harness(tmp_path, settings=long_timeout) as harness, stream_of(harness) as socket:
         socket.socket.sendall(b"\x01\x81abcdx" + b"\x00\x80abcd" * 450_000)
         assert close_code(socket) == 1009
         wait_for(lambda: not harness.app.bodies._total, "it is not released")

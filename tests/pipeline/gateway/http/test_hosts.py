@@ -42,7 +42,7 @@ def test_other_host_names_are_refused_while_no_key_is_needed(harness: HttpHarnes
         for host in OURS:
             assert http.get("/v1/files", headers={"Host": host}).status_code == 200, host
         for host in OTHERS:
-            # As a page does whose name has begun to lead here: its origin is the host that it asks for.
+            # As a page does whose name has begun to lead here: its origin is the host that it requests.
             for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}):
                 answer = http.get("/v1/files", headers=headers)
                 assert answer.status_code == 403, host

@@ -30,8 +30,8 @@ NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,40}", fullmatch=True)
 Order = Literal["asc", "desc"]
 
 
-class Counting(MemoryStore):
-    """Counts what a reader has of it: listings, the objects that they give, and objects that are read."""
+class CountingStore(MemoryStore):
+    """Counts listings, listed objects, and objects that are read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class Counting(MemoryStore):
 
 
 @pytest.fixture(scope="module")
-def stored() -> tuple[Counting, list[str]]:
+def stored() -> tuple[CountingStore, list[str]]:
     """A store in which a tenant has very many files, and their ids, the oldest first."""
-    store, numbers = Counting(), count()
+    store, numbers = CountingStore(), count()
 
-    class Counted:
+    class Numbered:
         def token(self, size: int) -> bytes:
             return next(numbers).to_bytes(size, "big")
 
@@ -61,7 +61,7 @@ def stored() -> tuple[Counting, list[str]]:
     for number in range(MANY):
         at = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=number)
         file = StoredFile(
-            id=new_file_id(at, Counted()), tenant="acme", filename="x", purpose="batch", size=2, sha256="0" * 64,
+            id=new_file_id(at, Numbered()), tenant="acme", filename="x", purpose="batch", size=2, sha256="0" * 64,
             created_at=at,
         )  # fmt: skip
         files_of(file.tenant).add(store, file.marker)
@@ -73,7 +73,7 @@ def stored() -> tuple[Counting, list[str]]:
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("behind", [None, 0, MANY // 2, MANY - 8])
 def test_a_page_of_a_large_index_reads_only_its_length(
-    world: World, stored: tuple[Counting, list[str]], order: Order, behind: int | None
+    world: World, stored: tuple[CountingStore, list[str]], order: Order, behind: int | None
 ) -> None:
     store, made = stored
     ids = made if order == "asc" else made[::-1]
@@ -91,7 +91,7 @@ def test_a_page_of_a_large_index_reads_only_its_length(
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 def test_a_page_of_batches_has_the_same_cost_for_any_number_of_batches(world: World, order: Order) -> None:
-    store = Counting()
+    store = CountingStore()
     world = replace(world, store=store)
     unused: Any = None
     made: list[str] = []

@@ -32,7 +32,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[HttpHarness]:
-    with run_http_harness(tmp_path, asking=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})) as harness:
+    with run_http_harness(tmp_path, inference=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})) as harness:
         yield harness
 
 
@@ -44,7 +44,7 @@ def test_a_complete_response(harness: HttpHarness) -> None:
     assert answer.usage.completion_tokens == 8
     text = client.completions.create(model="tiny", prompt="Once", max_tokens=3)
     assert (text.choices[0].text, text.choices[0].finish_reason) == (words(3), "length")
-    (first, _) = harness.worker.asked.values()
+    (first, _) = harness.worker.requests.values()
     assert (first.tier, first.tenant, first.url) == (Tier.INTERACTIVE, "default", CHAT)
     assert len(harness.bridge) == 0
 
@@ -139,7 +139,7 @@ def test_unsupported_parameters_are_refused_by_name(
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHarness]:
     with run_http_harness(
-        tmp_path_factory.mktemp("shared"), asking=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
+        tmp_path_factory.mktemp("shared"), inference=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
     ) as harness:
         yield harness
 
@@ -178,7 +178,7 @@ def test_a_request_is_cancelled_after_its_send_when_the_client_disconnects_meanw
     wait_for(lambda: lane.lost(sent), "it was not cancelled")
     harness.worker.hold.clear()
     harness.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
-    assert len(harness.worker.asked) == 1
+    assert len(harness.worker.requests) == 1
 
 
 def test_a_request_that_times_out_is_not_retried(harness: HttpHarness) -> None:
@@ -190,17 +190,17 @@ def test_a_request_that_times_out_is_not_retried(harness: HttpHarness) -> None:
         )
     assert late.value.status_code == 408
     assert late.value.response.headers["x-should-retry"] == "false"
-    assert len(harness.worker.asked) == 1
+    assert len(harness.worker.requests) == 1
 
 
 def test_a_slow_reader_ends_only_its_own_stream(tmp_path: Path) -> None:
     with run_http_harness(
         tmp_path,
-        asking=InferenceSettings(caps={Tier.INTERACTIVE: 10**9}),
+        inference=InferenceSettings(caps={Tier.INTERACTIVE: 10**9}),
         streams=StreamSettings(buffer_bytes=64 * 1024),
     ) as harness:
         harness.worker.text, harness.worker.pause = "x" * 2_000, 0.001
-        with ask_and_read_little(harness, max_tokens=100_000) as slow:
+        with request_and_read_little(harness, max_tokens=100_000) as slow:
             wait_for(lambda: harness.worker.unwanted, "the slow reader's request went on")
             harness.worker.text = None
             answer = harness.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=4)
@@ -214,8 +214,8 @@ def test_a_slow_reader_ends_only_its_own_stream(tmp_path: Path) -> None:
         assert len(received) < 400_000, "what had been written when its stream ended: the kernel took too much of it"
 
 
-def ask_and_read_little(harness: HttpHarness, **more: Any) -> socket.socket:
-    """A connection that asks for a stream, takes little and reads nothing."""
+def request_and_read_little(harness: HttpHarness, **more: Any) -> socket.socket:
+    """A connection that requests a stream, has a small receive buffer and reads nothing."""
     host, port = harness.url.removeprefix("http://").split(":")
     body = json.dumps({"model": "tiny", "messages": HELLO, "stream": True, **more}).encode()
     slow = socket.socket()
@@ -227,28 +227,28 @@ def ask_and_read_little(harness: HttpHarness, **more: Any) -> socket.socket:
 
 
 def test_a_peer_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
-    asking = InferenceSettings(caps={Tier.INTERACTIVE: 10**9})
+    inference = InferenceSettings(caps={Tier.INTERACTIVE: 10**9})
     large = StreamSettings(buffer_bytes=1 << 30)  # else the overrun may end a stream, and its connection stays
     with run_http_harness(
-        tmp_path, asking=asking, streams=large, settings=GatewayOptions(write_timeout_seconds=0.5)
+        tmp_path, inference=inference, streams=large, settings=GatewayOptions(write_timeout_seconds=0.5)
     ) as harness:
         harness.worker.text = "x" * 2_000
         url = harness.url.replace("http", "ws") + "/v1/stream"
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 100_000}
         with (
-            ask_and_read_little(harness, max_tokens=100_000),
+            request_and_read_little(harness, max_tokens=100_000),
             connect(url, max_queue=1, compression=None, close_timeout=0.1) as other,
         ):
             other.send(json.dumps({"type": "request", "url": CHAT, "body": body}))
             wait_for(lambda: harness.app.active == 2, "they did not begin")
-            wait_for(lambda: harness.app.active == 0, "connections that nobody reads stay open")
+            wait_for(lambda: harness.app.active == 0, "connections without a reader stay open")
         assert len(harness.worker.unwanted) == 2
 
 
 def test_a_slow_reader_that_makes_progress_is_not_disconnected(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, settings=GatewayOptions(write_timeout_seconds=0.5)) as harness:
         harness.worker.text = "x" * 20_000
-        with ask_and_read_little(harness, max_tokens=20) as slow:
+        with request_and_read_little(harness, max_tokens=20) as slow:
             received = b""
             while not received.endswith(b"0\r\n\r\n") and (data := slow.recv(4_096)):
                 received += data
@@ -378,7 +378,7 @@ def test_shutdown_drains_running_requests_and_refuses_new_ones(tmp_path: Path) -
         threads = [threading.Thread(target=read, args=(count,)) for count in (25, 4_000)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(harness.worker.asked) == 2, "they did not begin")
+        wait_for(lambda: len(harness.worker.requests) == 2, "they did not begin")
         assert http.get("/readyz").status_code == 200
         harness.stop.set()
         wait_for(lambda: http.get("/readyz").status_code == 503, "it says that it is ready")
@@ -412,8 +412,8 @@ def refused_at_length(url: str) -> bytes:
 
 
 def test_requests_cut_off_by_shutdown_are_cancelled_at_the_worker(tmp_path: Path) -> None:
-    asking = InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
-    with run_http_harness(tmp_path, settings=GatewayOptions(drain_seconds=0.3), asking=asking) as harness:
+    inference = InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
+    with run_http_harness(tmp_path, settings=GatewayOptions(drain_seconds=0.3), inference=inference) as harness:
         harness.worker.pause = 0.02
         codes = dict[bool, Any]()
 
@@ -429,7 +429,7 @@ def test_requests_cut_off_by_shutdown_are_cancelled_at_the_worker(tmp_path: Path
         threads = [threading.Thread(target=read, args=(stream,)) for stream in (False, True)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(harness.worker.asked) == 2, "they did not begin")
+        wait_for(lambda: len(harness.worker.requests) == 2, "they did not begin")
         harness.stop.set()
         for thread in threads:
             thread.join(HANG_SECONDS)

@@ -73,38 +73,38 @@ def test_the_same_request_is_computed_once(harness: HttpHarness) -> None:
     assert first.usage is not None
     assert not first.usage.model_extra
     second = cached_response(harness)
-    asked = len(harness.worker.asked)
+    before = len(harness.worker.requests)
     for more in ({}, {"user": "someone"}, {"metadata": {"a": "b"}}, {"top_p": 1.0}):
         again = harness.client().chat.completions.create(**HELLO, **more, **CACHED)
         assert again.choices == first.choices == second.choices
         assert again.usage.completion_tokens == 4
         assert again.usage.tokenmill_cached is True
-    assert len(harness.worker.asked) == asked
+    assert len(harness.worker.requests) == before
 
 
 def test_another_request_tenant_or_model_has_its_own_cache_entry(harness: HttpHarness) -> None:
     cached_response(harness)
-    asked = len(harness.worker.asked)
+    before = len(harness.worker.requests)
     others: list[dict[str, Any]] = [{"max_tokens": 5}, {"seed": 1}, {"stop": ["x"]}, {"n": 2}]
     others += [{"messages": [{"role": "user", "content": "hello "}]}]
     for number, more in enumerate(others):
         harness.client().chat.completions.create(**{**HELLO, **more}, **CACHED)
-        assert len(harness.worker.asked) == asked + number + 1, more
+        assert len(harness.worker.requests) == before + number + 1, more
     text: Any = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 4}
     harness.client().completions.create(**text, **CACHED)
     harness.client().chat.completions.create(**HELLO)
-    assert len(harness.worker.asked) == asked + len(others) + 2, "and who doesn't ask for it gets a new one"
+    assert len(harness.worker.requests) == before + len(others) + 2, "a request without `cache` is computed"
     _, key = harness.keys.create("other", tuple(Scope))
     harness.client(key).chat.completions.create(**HELLO, **CACHED)
-    assert len(harness.worker.asked) == asked + len(others) + 3
+    assert len(harness.worker.requests) == before + len(others) + 3
 
 
 def test_streams_are_served_from_the_cache(harness: HttpHarness) -> None:
     streaming: Any = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "n": 2}
     cached_response(harness, logprobs=True, n=2)
-    asked = len(harness.worker.asked)
+    before = len(harness.worker.requests)
     chunks = list(harness.client().chat.completions.create(**{**HELLO, **streaming}, **CACHED))
-    assert len(harness.worker.asked) == asked
+    assert len(harness.worker.requests) == before
     for index in range(2):
         mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
         assert mine[0].delta.role == "assistant"
@@ -113,16 +113,16 @@ def test_streams_are_served_from_the_cache(harness: HttpHarness) -> None:
     assert chunks[-1].usage.tokenmill_cached is True
     assert chunks[-1].usage.completion_tokens == 8
     new = list(harness.client().chat.completions.create(**{**HELLO, "max_tokens": 6}, stream=True, **CACHED))
-    assert len(new) > 6, "computed, and catalog_policies as it came"
+    assert len(new) > 6, "computed, and sent token by token"
     whole = cached_response(harness, max_tokens=6)
     assert whole.choices[0].message.content == words(6), "a stream's answer is cached too"
     text: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 3}
     harness.client().completions.create(**text, **CACHED)
     time.sleep(0.1)
-    asked = len(harness.worker.asked)
+    before = len(harness.worker.requests)
     texts = list(harness.client().completions.create(**text, stream=True, **CACHED))
     assert "".join(chunk.choices[0].text for chunk in texts) == words(3)
-    assert len(harness.worker.asked) == asked
+    assert len(harness.worker.requests) == before
 
 
 def test_nondeterministic_and_failed_responses_are_not_cached(harness: HttpHarness) -> None:
@@ -134,7 +134,7 @@ def test_nondeterministic_and_failed_responses_are_not_cached(harness: HttpHarne
         with pytest.raises(openai.InternalServerError):
             client.chat.completions.create(**broken, **CACHED)
         time.sleep(0.1)
-    assert len(harness.worker.asked) == 2
+    assert len(harness.worker.requests) == 2
     cache = ResponseCache(SystemClock(), MemoryResponseStore(SystemClock()))
     usage = {"total_tokens": 1}
     for reason in ("content_filter", "tool_calls", None):
@@ -158,37 +158,37 @@ def test_a_cached_response_is_used_only_with_the_same_content_policies(
             catalog.publish(CatalogEntry(pin=PIN, max_model_len=2_048, policies=catalog_policies))
 
         cached_response(harness)
-        # Given another policy, when the same is asked, then it is computed anew, and cached under that one.
+        # Given another policy, when the same is requested, then it is computed anew, and cached under that one.
         judged_by("new", "new")
-        asked = len(harness.worker.asked)
+        before = len(harness.worker.requests)
         harness.client().chat.completions.create(**HELLO, **CACHED)
-        assert len(harness.worker.asked) == asked + 1
+        assert len(harness.worker.requests) == before + 1
         cached_response(harness)
-        # An older worker that still answers has not asked the policy that the catalog names.
+        # An older worker that still answers has not used the policies that the catalog names.
         judged_by("new", "newer")
-        asked = len(harness.worker.asked)
+        before = len(harness.worker.requests)
         for _ in range(3):
             harness.client().chat.completions.create(**HELLO, **CACHED)
             time.sleep(0.1)
-        assert len(harness.worker.asked) == asked + 3, "cached_response under a name that didn't judge it"
+        assert len(harness.worker.requests) == before + 3, "cached under policies that were not used"
         judged_by("newer", "newer")
         cached_response(harness)
         # And what the first worker said without any policy is found where there is none.
         judged_by(None, None)
-        asked = len(harness.worker.asked)
+        before = len(harness.worker.requests)
         cached_response(harness)
-        assert len(harness.worker.asked) == asked
+        assert len(harness.worker.requests) == before
 
 
 def test_caching_can_be_the_default(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, cache=CacheOptions(always=True)) as harness:
         cached_response(harness)
-        asked = len(harness.worker.asked)
+        before = len(harness.worker.requests)
         harness.client().chat.completions.create(**HELLO)
-        assert len(harness.worker.asked) == asked
+        assert len(harness.worker.requests) == before
         harness.client().chat.completions.create(**HELLO, extra_body={"tokenmill": {"cache": False}})
         harness.client().chat.completions.create(**{**HELLO, "temperature": 1})
-        assert len(harness.worker.asked) == asked + 2
+        assert len(harness.worker.requests) == before + 2
 
 
 def test_a_cached_response_takes_no_tokens_and_no_slot(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_cached_response_takes_no_tokens_and_no_slot(tmp_path: Path) -> None:
         for _ in range(300):
             with suppress(openai.RateLimitError):
                 harness.client().chat.completions.create(**HELLO, **CACHED)
-            if len(harness.worker.asked) >= 1:
+            if len(harness.worker.requests) >= 1:
                 break
         time.sleep(0.1)
         for stream in (False, True) * 15:
@@ -209,7 +209,7 @@ def test_a_cached_response_takes_no_tokens_and_no_slot(tmp_path: Path) -> None:
                     break
                 except openai.RateLimitError:
                     assert time.monotonic() < limit, "its slot or its tokens are not released"
-        assert len(harness.worker.asked) == 1
+        assert len(harness.worker.requests) == 1
 
 
 def test_stores_expire_entries_and_evict_the_oldest(store: ResponseStore) -> None:
@@ -230,16 +230,16 @@ def test_stores_expire_entries_and_evict_the_oldest(store: ResponseStore) -> Non
 
 def test_other_weights_have_their_own_cache_entry() -> None:
     body = {"messages": [], "model": "tiny"}
-    asked = LaneRequest("x", "0123456789abcdef", body, "/v1/chat/completions")
+    request = LaneRequest("x", "0123456789abcdef", body, "/v1/chat/completions")
     keys = {
-        cache_key(asked, 10),
-        cache_key(replace(asked, model="fedcba9876543210"), 10),
-        cache_key(replace(asked, url="/v1/completions"), 10),
-        cache_key(asked, 11),
-        cache_key(asked, 10, "policies"),
+        cache_key(request, 10),
+        cache_key(replace(request, model="fedcba9876543210"), 10),
+        cache_key(replace(request, url="/v1/completions"), 10),
+        cache_key(request, 11),
+        cache_key(request, 10, "policies"),
     }
     assert len(keys) == 5
-    assert cache_key(replace(asked, id="y", body={**body, "model": "another name", "user": "a"}), 10) in keys
+    assert cache_key(replace(request, id="y", body={**body, "model": "another name", "user": "a"}), 10) in keys
 
 
 def test_memory_is_bounded() -> None:

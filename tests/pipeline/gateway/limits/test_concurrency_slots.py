@@ -29,8 +29,8 @@ LIMITS = RateLimits(running_requests=1, tokens_per_minute=100_000)
 SLOW = 0.2
 
 
-class SlowRunning(MemoryConcurrencySlots):
-    """Places are given back slowly, as over a network that is busy."""
+class SlowSlots(MemoryConcurrencySlots):
+    """Slots are released slowly, as over a busy network."""
 
     def leave(self, name: str, request: str, rows: int = 1) -> None:
         time.sleep(SLOW)
@@ -39,7 +39,7 @@ class SlowRunning(MemoryConcurrencySlots):
 
 def slow_harness(folder: Path, running: MemoryConcurrencySlots | None = None, **more: Any) -> Any:
     clock = SystemClock()
-    limiter = RateLimiter(clock, RateSettings(tenant=LIMITS, window=86_400), running=running or SlowRunning(clock))
+    limiter = RateLimiter(clock, RateSettings(tenant=LIMITS, window=86_400), running=running or SlowSlots(clock))
     return run_http_harness(folder, limiter=limiter, **more)
 
 
@@ -96,7 +96,7 @@ def again(http: httpx2.Client) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ask",
+    "call",
     [
         pytest.param(whole, id="a whole answer"),
         pytest.param(vectors, id="embeddings"),
@@ -109,25 +109,25 @@ def again(http: httpx2.Client) -> None:
     ],
 )
 def test_a_caller_with_the_end_of_a_response_can_send_its_next_request_at_once(
-    harness: HttpHarness, ask: Callable[[httpx2.Client], None]
+    harness: HttpHarness, call: Callable[[httpx2.Client], None]
 ) -> None:
     with harness.http() as http:
         for _ in range(2):
-            ask(http)
+            call(http)
             again(http)
 
 
 def test_a_cached_response_holds_a_slot_only_while_it_is_sent(harness: HttpHarness) -> None:
-    asked = body(temperature=0, tokenmill={"cache": True})
+    request = body(temperature=0, tokenmill={"cache": True})
     with harness.http() as http:
-        http.post(CHAT, json=asked)
+        http.post(CHAT, json=request)
 
         def cached() -> bool:
-            answer = http.post(CHAT, json=asked)
+            answer = http.post(CHAT, json=request)
             assert answer.status_code == 200
             return bool(answer.json()["usage"].get("tokenmill_cached"))
 
-        wait_for(cached, "the answer is not response")
+        wait_for(cached, "the answer is not cached")
         again(http)
         stream_until(b"[DONE]", temperature=0, tokenmill={"cache": True})(http)
 
@@ -178,7 +178,7 @@ def test_a_too_slow_reader_can_send_its_request_again(tmp_path: Path) -> None:
 
 
 def test_a_stream_cut_off_by_shutdown_releases_its_slot_before_its_last_event(tmp_path: Path) -> None:
-    running = SlowRunning(SystemClock())
+    running = SlowSlots(SystemClock())
     with slow_harness(tmp_path, running, settings=GatewayOptions(drain_seconds=0.1)) as harness:
         harness.worker.pause = 0.01
         with harness.http() as http, http.stream("POST", CHAT, json=body(max_tokens=2_000, stream=True)) as answer:
@@ -198,12 +198,12 @@ def socket(harness: HttpHarness) -> Iterator[ClientConnection]:
         yield socket
 
 
-def ask_on(socket: ClientConnection, said: str = "hello", **more: Any) -> None:
+def send_request(socket: ClientConnection, said: str = "hello", **more: Any) -> None:
     socket.send(orjson.dumps({"type": "request", "url": CHAT, "body": body(said, **more)}))
 
 
-def heard(socket: ClientConnection) -> list[dict[str, Any]]:
-    """What comes, to the end."""
+def receive_all(socket: ClientConnection) -> list[dict[str, Any]]:
+    """All messages, to the last one."""
     came = []
     while not came or came[-1]["type"] not in ("done", "error"):
         came.append(orjson.loads(socket.recv(HANG_SECONDS)))
@@ -216,12 +216,12 @@ def test_cached_responses_over_a_websocket(
 ) -> None:
     with harness.http() as http:
         for _ in range(3):
-            ask_on(socket, said)
-            assert heard(socket)[-1]["type"] == last
+            send_request(socket, said)
+            assert receive_all(socket)[-1]["type"] == last
             again(http)
     for _ in range(3):
-        ask_on(socket, said)
-        assert heard(socket)[-1].get("error", {}).get("code") in (None, "context_length_exceeded")
+        send_request(socket, said)
+        assert receive_all(socket)[-1].get("error", {}).get("code") in (None, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -231,9 +231,9 @@ def test_a_request_cancelled_on_a_websocket_releases_its_slot_before_the_next(
     """Also where it is cancelled before it has begun."""
     harness.worker.pause = 0.01
     for _ in range(3):
-        ask_on(socket, max_tokens=1_000)
+        send_request(socket, max_tokens=1_000)
         for _ in range(after):
             assert orjson.loads(socket.recv(HANG_SECONDS))["type"] == "begin"
         socket.send(orjson.dumps({"type": "cancel"}))
-        ask_on(socket, max_tokens=2)
-        assert heard(socket)[-1] == {"type": "done"}
+        send_request(socket, max_tokens=2)
+        assert receive_all(socket)[-1] == {"type": "done"}

@@ -212,12 +212,12 @@ def test_concurrent_requests_are_admitted_exactly_up_to_the_limit(makes: Makes) 
     limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=1_000, running_requests=12)))
     admitted: list[int] = []
 
-    def ask(number: int) -> None:
+    def admit(number: int) -> None:
         with suppress(ApiError):
             limiter.admit(caller(), str(number), 10, 60.0)
             admitted.append(number)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+    threads = [threading.Thread(target=admit, args=(number,)) for number in range(40)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -322,7 +322,7 @@ def test_a_chat_request_takes_n_rows(tmp_path: Path) -> None:
         harness.worker.stop_taking()
         waiting = threading.Thread(target=lambda: ours.chat.completions.create(**HELLO, n=8))
         waiting.start()
-        wait_for(lambda: harness.bridge.metrics.callers()["open"] == 1, "it is not asked")
+        wait_for(lambda: harness.bridge.metrics.callers()["open"] == 1, "the request did not begin")
         with pytest.raises(openai.RateLimitError) as error:
             ours.chat.completions.create(**HELLO)
         assert (error.value.code, error.value.response.headers["retry-after"]) == ("rate_limit_exceeded", "1")
@@ -345,20 +345,20 @@ def test_a_concurrency_slot_in_memory_expires(world: World) -> None:
 def test_openais_client_waits_for_retry_after_and_then_succeeds(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, rates=RateSettings(key=RateLimits(requests_per_minute=2), window=2)) as harness:
         _, text = harness.keys.create("acme", ALL)
-        hasty, patient = harness.client(text), harness.client(text, max_retries=3)
+        impatient, retrying = harness.client(text), harness.client(text, max_retries=3)
         at_a_windows_beginning(2)
-        raw = hasty.chat.completions.with_raw_response.create(**HELLO)
+        raw = impatient.chat.completions.with_raw_response.create(**HELLO)
         assert raw.headers["x-ratelimit-limit-requests"] == "2"
         assert raw.headers["x-ratelimit-remaining-requests"] == "1"
         assert raw.headers["x-ratelimit-reset-requests"] in ("1s", "2s", "3s", "4s")
-        hasty.models.list()
+        impatient.models.list()
         with pytest.raises(openai.RateLimitError) as limited:
-            hasty.models.list()
+            impatient.models.list()
         assert limited.value.code == "rate_limit_exceeded"
         assert limited.value.response.headers["x-ratelimit-remaining-requests"] == "0"
         assert 1 <= int(limited.value.response.headers["retry-after"]) <= 4
         began = time.monotonic()
-        assert [model.id for model in patient.models.list().data] == ["tiny"]
+        assert [model.id for model in retrying.models.list().data] == ["tiny"]
         assert time.monotonic() - began >= 0.9, "it waited for Retry-After"
         _, free = harness.keys.create("acme", ALL, limits=RateLimits(requests_per_minute=1_000))
         answers = [harness.client(free).models.with_raw_response.list() for _ in range(5)]
@@ -401,7 +401,7 @@ def test_tokens_and_slots_of_complete_responses_and_of_streams(tmp_path: Path) -
 
 
 def estimated(**more: Any) -> int:
-    """Tokens of the prompt, as a gateway guesses them."""
+    """Tokens of the prompt, as a gateway estimates them."""
     body = parse_body("/v1/chat/completions", {**HELLO, **more}, Limits())
     return round(len(dump_body(body)) * DEFAULT_TOKENS_PER_BYTE)
 
@@ -441,7 +441,7 @@ def test_a_retry_counts_as_a_job(tmp_path: Path, limited: str) -> None:
 
         # when it is tried again, and the answer is lost,
         made = retry()
-        # then asking again finds the same, and another one has to wait: at once, and later.
+        # then the same request finds the same, and another one has to wait: at once, and later.
         for _ in range(2):
             assert retry().id == made.id
             with pytest.raises(openai.RateLimitError) as refused:

@@ -28,8 +28,8 @@ from tests.waiting import wait_for
 CHAT = "/v1/chat/completions"
 
 
-class Counting(MemoryStore):
-    """Counts its listings and what is read."""
+class CountingStore(MemoryStore):
+    """Counts listings and reads."""
 
     listings = 0
     reads = 0
@@ -44,12 +44,12 @@ class Counting(MemoryStore):
 
 
 @pytest.fixture
-def store() -> Counting:
-    return Counting()
+def store() -> CountingStore:
+    return CountingStore()
 
 
 @pytest.fixture
-def counted(world: World, store: Counting) -> World:
+def counted(world: World, store: CountingStore) -> World:
     return replace(world, store=store)
 
 
@@ -99,7 +99,9 @@ def test_an_upload_above_the_quota_is_refused_until_files_are_deleted(tmp_path: 
         assert made[0] == made[1], "the same upload again is refused by no quota"
 
 
-def test_uploads_list_markers_at_an_interval_and_read_no_files(counted: World, store: Counting, tmp_path: Path) -> None:
+def test_uploads_list_markers_at_an_interval_and_read_no_files(
+    counted: World, store: CountingStore, tmp_path: Path
+) -> None:
     files, quota = gateway(counted), StorageQuota(max_bytes=10_000, max_files=1_000)
     for _ in range(50):
         upload(files, counted, tmp_path, 100, quota)
@@ -127,7 +129,7 @@ def test_gateways_count_files_that_others_store_and_remove(counted: World, tmp_p
 
 
 def test_a_file_in_upload_counts_even_during_a_listing(
-    counted: World, store: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counted: World, store: CountingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, quota, create = gateway(counted), StorageQuota(100), store.create
 
@@ -154,7 +156,7 @@ def test_a_marker_of_an_interrupted_upload_is_removed_when_files_are_listed(coun
     upload(files, counted, tmp_path, 1, quota)
 
 
-def test_a_page_with_a_purpose_reads_no_other_files(counted: World, store: Counting, tmp_path: Path) -> None:
+def test_a_page_with_a_purpose_reads_no_other_files(counted: World, store: CountingStore, tmp_path: Path) -> None:
     files, none = gateway(counted), StorageQuota()
     for number in range(100):
         counted.clock.sleep(1.0)

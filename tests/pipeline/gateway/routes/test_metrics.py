@@ -27,7 +27,7 @@ from tests.pipeline.observability.scrapes import Scrape, scrape
 from tests.waiting import HANG_SECONDS
 
 CHAT = "/v1/chat/completions"
-ASKED = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+REQUEST = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 
 
 def scrape_gateway(harness: HttpHarness, key: str | None = None) -> Scrape:
@@ -49,10 +49,10 @@ def batch(harness: HttpHarness, data: bytes, **more: Any) -> Any:
 
 
 def test_metrics_require_their_scope_where_keys_are_required(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path) as harness, harness.http() as nobody:
-        assert nobody.get("/metrics").status_code == 200
+    with run_http_harness(tmp_path) as harness, harness.http() as anonymous:
+        assert anonymous.get("/metrics").status_code == 200
         keys = {scope: harness.keys.create("acme", (scope,))[1] for scope in Scope}
-        assert nobody.get("/metrics").status_code == 401
+        assert anonymous.get("/metrics").status_code == 401
         for scope, key in keys.items():
             with harness.http(key) as http:
                 status = http.get("/metrics").status_code
@@ -139,13 +139,13 @@ def test_a_job_that_fails_as_a_whole_is_counted(tmp_path: Path) -> None:
 def test_responses_are_counted_by_result(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         client = harness.client()
-        cached = {**ASKED, "temperature": 0, "extra_body": {"tokenmill": {"cache": True}}}
+        cached = {**REQUEST, "temperature": 0, "extra_body": {"tokenmill": {"cache": True}}}
         for _ in range(3):
             client.chat.completions.create(**cached)
             time.sleep(0.1)  # for the response to be cached
-        list(client.chat.completions.create(**ASKED, stream=True))
+        list(client.chat.completions.create(**REQUEST, stream=True))
         harness.worker.stop_taking()
-        going = harness.http().stream("POST", CHAT, json={**ASKED, "stream": True, "max_tokens": 100})
+        going = harness.http().stream("POST", CHAT, json={**REQUEST, "stream": True, "max_tokens": 100})
         harness.worker.pause = 0.05
         harness.worker.hold.clear()
         with going as answer:

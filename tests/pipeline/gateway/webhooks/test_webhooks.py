@@ -138,7 +138,7 @@ def test_after_a_crash_events_are_repeated_and_none_is_lost(harness: HttpHarness
     world, target = harness.world, endpoint(receiver.url())
     batch = submit(harness)
     wait_for(lambda: harness.client().batches.retrieve(batch.id).status == "completed", "it did not end")
-    assert due(world) == [WANTED + batch.id], "before anybody looked"
+    assert due(world) == [WANTED + batch.id], "before any poll"
     with running_notifier(world, target):
         wait_for(lambda: len(receiver.received) == 1, "it was not delivered")
         wait_for(lambda: not due(world), "it stays due")
@@ -183,10 +183,10 @@ def test_redirects_are_not_followed(harness: HttpHarness, receiver: Receiver) ->
 
 
 def test_an_event_that_fails_for_days_is_dropped(world: World) -> None:
-    class Nobody:
+    class UnreachableClient:
         async def post(self, endpoint: Endpoint, headers: Any, payload: bytes) -> int:
             tries.append(world.clock.now())
-            raise NotDelivered("nobody is there")
+            raise NotDelivered("no receiver")
 
     tries: list[datetime] = []
     target = endpoint("https://a.example/")
@@ -196,7 +196,7 @@ def test_an_event_that_fails_for_days_is_dropped(world: World) -> None:
     )
     world.store.create(f"{DUE}gone/job", DueWebhook(id="evt_1", type="batch.completed", job="job", at=now).to_json())
     world.store.create(f"{WANTED}never", WebhookRequest(at=now).to_json())
-    notifier = Notifier(world, [target], Nobody())
+    notifier = Notifier(world, [target], UnreachableClient())
 
     async def wait() -> None:
         while due(world) and world.clock.now() < now + timedelta(days=10):
