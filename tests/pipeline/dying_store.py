@@ -1,4 +1,5 @@
-"""A store whose owner dies at one of its calls, or lets others go on there: for stories that are told of every call."""
+"""A store whose owner dies at one of its calls, or lets others continue there: for tests that repeat a history for each
+call."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class Killed(BaseException):
 
 
 class WatchedStore:
-    """`ObjectStore` that tells of each call before it is made.
+    """`ObjectStore` that reports each call before it is made.
 
     Attributes:
         calls: what was called with which key, in order.

@@ -37,7 +37,7 @@ EXPOSED = 150
 
 
 def held(heartbeats: Heartbeats) -> set[tuple[str, int]]:
-    """Shards in the hands of workers that live."""
+    """Shards that live workers hold."""
     return {shard for worker in heartbeats.workers() for shard in worker.held}
 
 
@@ -76,7 +76,7 @@ def shard_table(rows: Sequence[int], carried: pa.Table | None = None) -> pa.Tabl
 def plan_by_hand(
     ledger: JobLedger, world: World, shards: Sequence[Sequence[int]], rejected: Sequence[int] = (), **changes: Any
 ) -> Job:
-    """Submit an order and plan it as told, in one segment. In a root the job's id is its name there."""
+    """Submit an order and plan it with the given shards, in one segment. In a root the job's id is its name there."""
     job = submit(order(**changes), ledger, world, job_id=ledger.name or None).job
     sink = LedgerPlanSink(ledger, job, world, None, lambda: None)
     refs = []
@@ -131,7 +131,7 @@ def computed(work: ShardWork, *, mark: str = "") -> FinishedRows:
 
 
 def report(work: ShardWork, seconds: float = 1.0) -> ShardReport:
-    """What computing the shard cost: 7 tokens for each row."""
+    """The report of a computed shard: 7 tokens for each row."""
     return ShardReport(
         generated=7 * work.table.num_rows,
         exposed=EXPOSED,
@@ -146,7 +146,7 @@ def report(work: ShardWork, seconds: float = 1.0) -> ShardReport:
 def end_job(
     ledger: JobLedger, at: datetime, status: JobEnd = JobStatus.CANCELLED, counts: Counts | None = None
 ) -> None:
-    """The job ends at that moment. Nobody tidies: whoever ended it died."""
+    """The job ends at that moment, without any clean-up, as if the process that ended it died."""
     job = ledger.job()
     ledger.create_manifest(
         Manifest(

@@ -1,4 +1,4 @@
-"""A whole embedded run with a worker that answers at once: what the tests with killed processes run in the child."""
+"""A whole embedded run with a worker that answers at once: for tests that kill it as a child process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Permits(Protocol):
 
 def run_a_job(out: Path, source: Path, *, permits: Permits | None = None, fresh: bool = False) -> Manifest | None:
     """Submit, plan, work, end: the same call again goes on. Each commit waits for one of the permits, if there are
-    any: so a run can't end before it is let to, however fast the machine is."""
+    any: so a run can't end before the test permits it, however fast the machine is."""
     settings = JobSettings(plan=PlanSettings(shard_tokens=160, segment_rows=20))
     with FolderStore(out) as store, RunLock(out):
         world, ledger = World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store)

@@ -28,5 +28,5 @@ def settings_for(server: S3Server, scratch: Path, **more: Any) -> S3Settings:
 
 
 def open_s3(server: S3Server, bucket: str, prefix: str, scratch: Path, **more: Any) -> S3Store:
-    """One more store on the same place."""
+    """One more store on the same root."""
     return S3Store(bucket, prefix, S3Connection(settings_for(server, scratch, **more)))

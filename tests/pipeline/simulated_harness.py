@@ -36,9 +36,9 @@ class PipelineHarness:
             self.world, self.queue, self.heartbeats, settings=self.settings, metrics=self.metrics
         )
 
-    def client(self, name: str, *, deaf: bool = False) -> ShardClient:
-        """A worker's; a deaf one hears of no other, as when Redis was emptied."""
-        heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME) if deaf else self.heartbeats
+    def client(self, name: str, *, isolated: bool = False) -> ShardClient:
+        """A worker's client; an isolated one reads no other worker's heartbeats, as when Redis was emptied."""
+        heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME) if isolated else self.heartbeats
         return ShardClient(
             name,
             self.world,
@@ -51,7 +51,7 @@ class PipelineHarness:
 
 
 def finish(harness: PipelineHarness, client: ShardClient) -> Manifest:
-    """One good worker brings the job to its end, at the latest when lost messages are put again (`most_patience`)."""
+    """One good worker ends the job, at the latest when lost messages are put again (`max_retry_timeout_seconds`)."""
     for _ in range(200):
         harness.dispatcher.tick()
         if harness.dispatcher.finished():
@@ -66,7 +66,7 @@ def finish(harness: PipelineHarness, client: ShardClient) -> Manifest:
 
 
 def taken(harness: PipelineHarness, shards: Sequence[Sequence[int]], worker: str) -> tuple[ShardClient, ShardWork]:
-    """A job of these shards, and a worker that has the first of them in its hands."""
+    """Plan a job of these shards; returns a worker that holds the first of them, and its work."""
     plan_by_hand(harness.ledger, harness.world, shards)
     harness.dispatcher.add(harness.ledger)
     harness.dispatcher.tick()

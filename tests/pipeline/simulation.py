@@ -17,7 +17,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class MemoryStore:
-    """An object store that forgets when the process ends.
+    """An object store in memory.
 
     Attributes:
         log: the keys of all creations, in order.
@@ -78,7 +78,7 @@ class MemoryStore:
 
 
 class SimulatedClock:
-    """Time that passes only when told to."""
+    """A clock that advances only in `sleep`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -104,7 +104,7 @@ class SeededRandomness:
 
 
 class ChaoticQueue:
-    """Loses, repeats and reorders as the test says; never waits. One queue, whatever it is called."""
+    """A queue that loses, repeats and reorders tasks as the test says, and never waits; all names are one queue."""
 
     def __init__(self) -> None:
         self.tasks: list[ShardTask] = []

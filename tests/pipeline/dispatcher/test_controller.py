@@ -1,4 +1,4 @@
-"""A root with many jobs: each is found, planned and ended, whoever dies and whatever is broken beside it."""
+"""The controller of a root with many jobs finds, plans and ends each, also when processes die or jobs are broken."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ SETTINGS = JobControllerSettings(
 )
 
 
-class Table:
-    """A lease that two contend for, and that is free when its holder gives it back."""
+class SharedLease:
+    """A lease that two controllers contend for; it is free when its holder releases it."""
 
     def __init__(self) -> None:
         self.holder: str | None = None
         self._lock = threading.Lock()
 
-    def lease(self, name: str) -> Lease:
-        table = self
+    def side(self, name: str) -> Lease:
+        lease = self
 
         class OneSide:
             def renew(self) -> bool:
-                with table._lock:
-                    table.holder = table.holder or name
-                    return table.holder == name
+                with lease._lock:
+                    lease.holder = lease.holder or name
+                    return lease.holder == name
 
             def release(self) -> None:
-                with table._lock:
-                    table.holder = None if table.holder == name else table.holder
+                with lease._lock:
+                    lease.holder = None if lease.holder == name else lease.holder
 
         return OneSide()
 
 
-class Failing(InProcessPlanner):
-    """Planning some jobs raises what nobody foresaw."""
+class FailingPlanner(InProcessPlanner):
+    """Planning some jobs raises an unexpected error."""
 
     def __init__(self, world: World, errors: Mapping[str, Exception]) -> None:
         super().__init__(world, open_pinned)
@@ -79,7 +79,7 @@ class Failing(InProcessPlanner):
         return super().plan(ledger, in_time=in_time)
 
 
-class Slow(InProcessPlanner):
+class BlockedPlanner(InProcessPlanner):
     """Planning a tenant's jobs takes until it is released."""
 
     def __init__(self, world: World, tenant: str) -> None:
@@ -95,7 +95,7 @@ class Slow(InProcessPlanner):
         return super().plan(ledger, in_time=in_time)
 
 
-class Endless(InProcessPlanner):
+class EndlessPlanner(InProcessPlanner):
     """Planning takes until it is cancelled; before, `begin` is called."""
 
     def __init__(self, world: World, begin: Callable[[JobLedger], object] = lambda _: None) -> None:
@@ -203,9 +203,9 @@ def test_jobs_that_come_at_any_time_are_planned_and_ended(root: Root) -> None:
     root.submit("job-1", lines(50))
     for name in ("one", "two"):
         root.start_worker(name)
-    table = Table()
+    lease = SharedLease()
     for name in "ab":
-        root.start_controller(table.lease(name))
+        root.start_controller(lease.side(name))
     root.submit("job-2", lines(9))
     root.submit("job-3", [*lines(3), "not json"])
     for name, total, failed in (("job-1", 50, 10), ("job-2", 9, 1), ("job-3", 4, 1)):
@@ -259,17 +259,17 @@ def test_a_marker_that_was_lost_is_made_again(root: Root) -> None:
 
 
 def test_when_the_leader_ends_another_takes_over(root: Root) -> None:
-    table, first = Table(), threading.Event()
-    root.start_controller(table.lease("a"), first)
+    lease, first = SharedLease(), threading.Event()
+    root.start_controller(lease.side("a"), first)
     deadline = time.monotonic() + HANG_SECONDS
-    while table.holder is None and time.monotonic() < deadline:
+    while lease.holder is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    root.start_controller(table.lease("b"))
+    root.start_controller(lease.side("b"))
     first.set()
     root.submit("job-1", lines(9))
     root.start_worker("w")
     assert root.outcome("job-1").status is JobStatus.COMPLETED
-    assert table.holder == "b"
+    assert lease.holder == "b"
 
 
 def test_two_leaders_at_once_do_no_harm(root: Root) -> None:
@@ -282,23 +282,23 @@ def test_two_leaders_at_once_do_no_harm(root: Root) -> None:
 
 
 @pytest.mark.parametrize(("speed", "refused"), [(10.0, True), (10_000.0, False), (None, False)])
-def test_a_job_that_would_be_late_is_refused_if_it_asked_for_that(
+def test_a_job_that_would_be_late_is_refused_if_refuse_late_is_set(
     root: Root, speed: float | None, refused: bool
 ) -> None:
     # 100 rows of some 20 tokens within 30 seconds.
     root.beats.send_heartbeat(WorkerState("measured", frozenset(MODELS), tokens_per_second=speed))
-    root.submit("asks", lines(100), deadline=timedelta(seconds=30), refuse_late=True)
-    root.submit("doesnt", lines(100), deadline=timedelta(seconds=30))
+    root.submit("refuses", lines(100), deadline=timedelta(seconds=30), refuse_late=True)
+    root.submit("accepts", lines(100), deadline=timedelta(seconds=30))
     root.start_controller()
     root.start_worker("w")
-    assert root.outcome("doesnt").status is JobStatus.COMPLETED
-    outcome = root.outcome("asks")
+    assert root.outcome("accepts").status is JobStatus.COMPLETED
+    outcome = root.outcome("refuses")
     assert outcome.status is (JobStatus.FAILED if refused else JobStatus.COMPLETED)
     if refused:
         assert outcome.errors[0].code == "deadline_unreachable"
         assert "its deadline is 20" in outcome.errors[0].message
-        assert list(root.world.store.list("jobs/asks/results/")) == []
-        assert list(root.world.store.list("jobs/asks/plan")) == []
+        assert list(root.world.store.list("jobs/refuses/results/")) == []
+        assert list(root.world.store.list("jobs/refuses/plan")) == []
 
 
 def test_a_job_that_is_removed_while_it_is_open_blocks_no_other_job(root: Root) -> None:
@@ -316,7 +316,7 @@ def test_a_job_that_is_removed_while_it_is_open_blocks_no_other_job(root: Root) 
 
 
 def test_a_cancelled_job_whose_shard_is_lost_ends_with_a_row_for_each_line(root: Root) -> None:
-    """Its closer asks for the shard at each look; what it raises must not end the look at all other jobs."""
+    """Its closer reads the shard at each poll; that error must not end the poll of all other jobs."""
     root.submit("lost", lines(3))
     stop = threading.Event()
     root.start_controller(stop=stop)
@@ -336,16 +336,16 @@ def test_a_cancelled_job_whose_shard_is_lost_ends_with_a_row_for_each_line(root:
     assert (lost.status, lost.counts.total, lost.counts.cancelled) == (JobStatus.CANCELLED, 3, 3)
 
 
-UNFORESEEN = {"bad": RecursionError("nested"), "worse": MemoryError(), "worst": OSError("Couldn't deserialize")}
+UNEXPECTED = {"bad": RecursionError("nested"), "worse": MemoryError(), "worst": OSError("Couldn't deserialize")}
 
 
 def test_an_exception_in_planning_ends_its_job_after_three_attempts(root: Root) -> None:
-    planner = Failing(root.world, UNFORESEEN)
-    for name in (*UNFORESEEN, "good"):
+    planner = FailingPlanner(root.world, UNEXPECTED)
+    for name in (*UNEXPECTED, "good"):
         root.submit(name, lines(5))
     root.start_worker("w")
     root.start_controller(planner=planner)
-    for name, error in UNFORESEEN.items():
+    for name, error in UNEXPECTED.items():
         outcome = root.outcome(name)
         assert outcome.status is JobStatus.FAILED
         assert [each.code for each in outcome.errors] == ["planning_failed"]
@@ -357,7 +357,7 @@ def test_an_exception_in_planning_ends_its_job_after_three_attempts(root: Root) 
 
 
 def test_given_slow_plans_of_one_tenant_when_another_submits_a_job_then_it_is_planned_meanwhile(root: Root) -> None:
-    planner, names = Slow(root.world, "slow"), [f"slow-{number}" for number in range(6)]
+    planner, names = BlockedPlanner(root.world, "slow"), [f"slow-{number}" for number in range(6)]
     for name in names:
         root.submit(name, lines(3), tenant="slow")
     root.submit("good", lines(3), tenant="good")
@@ -374,7 +374,7 @@ def test_given_slow_plans_of_one_tenant_when_another_submits_a_job_then_it_is_pl
 
 
 def test_failures_of_planning_are_counted_across_restarts(root: Root) -> None:
-    planner = Failing(root.world, UNFORESEEN)
+    planner = FailingPlanner(root.world, UNEXPECTED)
     root.submit("bad", lines(5))
     for tries in (1, 2):
         first = root.controller(planner=planner)
@@ -410,7 +410,7 @@ def test_a_closed_job_of_which_nothing_is_planned_ends_before_it_is_planned(
 def test_given_a_plan_under_way_when_its_job_is_cancelled_then_planning_ends_and_the_job_is_not_blamed(
     root: Root,
 ) -> None:
-    planner = Endless(root.world)
+    planner = EndlessPlanner(root.world)
     root.submit("endless", lines(5))
     root.start_controller(planner=planner)
     assert planner.is_begun.wait(HANG_SECONDS)
@@ -423,7 +423,7 @@ def test_given_a_plan_under_way_when_its_job_is_cancelled_then_planning_ends_and
 def test_given_a_segment_that_is_committed_just_when_planning_is_cancelled_then_each_row_gets_a_result(
     root: Root,
 ) -> None:
-    planner = Endless(root.world, lambda ledger: plan_job(ledger, ledger.job(), root.world, max_segments=1))
+    planner = EndlessPlanner(root.world, lambda ledger: plan_job(ledger, ledger.job(), root.world, max_segments=1))
     root.submit("begun", lines(50))
     root.start_controller(planner=planner)
     assert planner.is_begun.wait(HANG_SECONDS)
@@ -436,7 +436,7 @@ def test_a_job_whose_planning_fails_each_time_can_be_cancelled_between_two_tries
     settings = JobControllerSettings(
         tick_interval_seconds=0.002, refresh_interval_seconds=0.01, retry_delay_seconds=100_000.0
     )
-    planner = Failing(root.world, {"bad": ValueError("unforeseen")})
+    planner = FailingPlanner(root.world, {"bad": ValueError("unforeseen")})
     root.submit("bad", lines(5))
     dispatcher = Dispatcher(
         root.world, root.queue, root.beats, settings=DispatchSettings(isolate=True, closing_interval_seconds=0.01)
@@ -515,10 +515,10 @@ class ManualClock(SystemClock):
         return self.now_seconds
 
 
-class Stepped:
+class SteppedController:
     """A controller that the test ticks, with seconds between two ticks."""
 
-    def __init__(self, root: Root, planner: Failing) -> None:
+    def __init__(self, root: Root, planner: FailingPlanner) -> None:
         self._clock = ManualClock()
         world = replace(root.world, clock=self._clock)
         dispatcher = Dispatcher(world, root.queue, root.beats, settings=DispatchSettings(isolate=True))
@@ -546,8 +546,8 @@ class Stepped:
 
 
 @pytest.fixture
-def stepped(root: Root) -> Iterator[Stepped]:
-    stepped = Stepped(root, Failing(root.world, {"bad": ValueError("unforeseen")}))
+def stepped(root: Root) -> Iterator[SteppedController]:
+    stepped = SteppedController(root, FailingPlanner(root.world, {"bad": ValueError("unforeseen")}))
     root.submit("bad", lines(5))
     yield stepped
     stepped.close()
@@ -559,7 +559,7 @@ def attention(root: Root) -> str:
 
 
 def test_given_a_failed_job_that_cant_be_ended_then_it_needs_attention_and_is_not_planned_again(
-    root: Root, stepped: Stepped
+    root: Root, stepped: SteppedController
 ) -> None:
     root.world.store.create("jobs/bad/results/part-00000.parquet", b"damaged")
     stepped.tick_until(lambda: "part-00000.parquet" in attention(root))
@@ -575,7 +575,7 @@ def test_given_a_failed_job_that_cant_be_ended_then_it_needs_attention_and_is_no
 
 
 def test_given_a_failure_that_cant_be_recorded_then_its_job_is_not_planned_again_until_it_is(
-    root: Root, stepped: Stepped, monkeypatch: pytest.MonkeyPatch
+    root: Root, stepped: SteppedController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create, refused = root.world.store.create, []
 
@@ -598,7 +598,7 @@ def test_given_a_failure_that_cant_be_recorded_then_its_job_is_not_planned_again
 
 
 def test_given_a_job_that_cant_be_planned_now_then_it_is_retried_after_longer_and_longer_pauses(
-    root: Root, stepped: Stepped
+    root: Root, stepped: SteppedController
 ) -> None:
     stepped.planner.errors = {"bad": StoreError("away")}
     for _ in range(400):
@@ -609,7 +609,7 @@ def test_given_a_job_that_cant_be_planned_now_then_it_is_retried_after_longer_an
 
 
 def test_given_a_plan_that_makes_no_progress_then_it_is_ended_and_counts_as_a_failure(root: Root) -> None:
-    class Stuck(InProcessPlanner):
+    class StuckPlanner(InProcessPlanner):
         ended = threading.Semaphore(0)
 
         def plan(self, ledger: JobLedger, *, in_time: bool) -> PlanOutcome:
@@ -620,7 +620,7 @@ def test_given_a_plan_that_makes_no_progress_then_it_is_ended_and_counts_as_a_fa
             self.ended.release()
 
     root.submit("stuck", lines(5))
-    root.start_controller(planner=Stuck(root.world, open_pinned))
+    root.start_controller(planner=StuckPlanner(root.world, open_pinned))
     outcome = root.outcome("stuck", HANG_SECONDS)
     assert outcome.errors[0].code == "planning_failed"
     assert len(failures(root, "stuck")) == 3

@@ -70,7 +70,7 @@ class Root:
         return JobLedger(self.world.store, f"jobs/{name}/")
 
     def turn(self, *, work: bool = True) -> None:
-        """A second in which everybody does what there is to do."""
+        """Let one second pass: the dispatcher ticks, and the worker computes its shards."""
         for name in self.names:  # as a controller does with what is open
             if f"jobs/{name}/manifest.json" not in self.store.objects and not self.dispatcher.is_paused(name):
                 self.dispatcher.add(self.ledger(name))
@@ -139,7 +139,7 @@ def test_given_a_shard_that_is_lost_then_its_rows_fail_and_all_others_are_answer
     assert [row["custom_id"] for row in rows.values()] == ["id-0", "id-1", None, None, "id-4", "id-5", None]
 
 
-def test_given_a_lost_shard_with_finished_rows_then_these_are_kept(root: Root) -> None:
+def test_given_a_lost_shard_with_finished_rows_then_these_are_stored(root: Root) -> None:
     root.turn(work=False)
     while (work := root.worker.take(0)) is not None and (work.job.id, work.shard) != ("victim", 2):
         root.worker.release(work, 0)
@@ -370,8 +370,8 @@ def test_given_a_part_that_is_cut_then_its_job_needs_attention(root: Root) -> No
     assert root.dispatcher.is_paused("victim")
 
 
-class Unforeseen(Exception):
-    """A mistake of ours, of a class that nothing catches by name."""
+class UnexpectedError(Exception):
+    """A programming error, of a class that no code catches by name."""
 
 
 def test_given_an_error_of_one_job_that_was_never_foreseen_then_the_others_go_on(
@@ -381,7 +381,7 @@ def test_given_an_error_of_one_job_that_was_never_foreseen_then_the_others_go_on
 
     def broken(ledger: JobLedger):  # type: ignore[no-untyped-def]
         if ledger.name == "victim":
-            raise Unforeseen("planted")
+            raise UnexpectedError("planted")
         return real(ledger)
 
     with monkeypatch.context() as planted:

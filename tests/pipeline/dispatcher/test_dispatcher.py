@@ -78,7 +78,7 @@ def act(harness: PipelineHarness, workers: list[Worker], chaos: random.Random, d
 
 
 def release_all(workers: list[Worker]) -> int:
-    """Whoever lives gives back what it holds; the tokens computed for nothing."""
+    """Release the shards of all live workers; returns the tokens that were computed in vain."""
     tokens = 0
     for worker in workers:
         for work in worker.works:
@@ -87,7 +87,7 @@ def release_all(workers: list[Worker]) -> int:
     return tokens
 
 
-class Forgetful:
+class ResettableHeartbeats:
     """Heartbeats on a server that can be emptied."""
 
     lifetime = LIFETIME
@@ -97,9 +97,9 @@ class Forgetful:
         self.forget()
 
     def forget(self) -> None:
-        self._kept = MemoryHeartbeats(self._clock, LIFETIME)
-        self.send_heartbeat, self.leave = self._kept.send_heartbeat, self._kept.leave
-        self.workers, self.since = self._kept.workers, self._kept.since
+        self._heartbeats = MemoryHeartbeats(self._clock, LIFETIME)
+        self.send_heartbeat, self.leave = self._heartbeats.send_heartbeat, self._heartbeats.leave
+        self.workers, self.since = self._heartbeats.workers, self._heartbeats.since
 
 
 @settings(max_examples=30, deadline=None)
@@ -156,8 +156,8 @@ def test_each_row_has_exactly_one_result_under_random_faults(
         "succeeded": manifest.counts.succeeded, "failed": manifest.counts.failed,
     }  # fmt: skip
     for kind in Usage.model_fields:
-        told = sum(tokens for (_, _, of_kind), tokens in metrics.tokens().items() if of_kind == kind)
-        assert told == getattr(manifest.usage, kind), kind
+        counted = sum(tokens for (_, _, of_kind), tokens in metrics.tokens().items() if of_kind == kind)
+        assert counted == getattr(manifest.usage, kind), kind
     assert metrics.ended() == {(tier, "completed"): 1}
 
 
@@ -174,12 +174,12 @@ def test_the_backlog_stays_short_and_in_the_planners_order(harness: PipelineHarn
     assert [task.shard for task in harness.queue.tasks] == [2, 3], "a shard that is held makes room for the next"
 
 
-def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_again_once_when_beats_are_kept(
+def test_given_a_server_that_lost_its_data_then_queued_shards_are_put_again_once_heartbeats_are_stored(
     tmp_path: Path,
 ) -> None:
     world = simulated_world(tmp_path)
     harness = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(settle_seconds=6.0))
-    server = Forgetful(world.clock)
+    server = ResettableHeartbeats(world.clock)
     harness.heartbeats = server  # type: ignore[assignment]  # of the same port
     harness.dispatcher = Dispatcher(world, harness.queue, server, settings=harness.settings)
     client, work = taken(harness, [[0], [1], [2]], "w")
@@ -195,7 +195,7 @@ def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_a
         harness.queue.tasks.clear()
         world.clock.sleep(1.0)
     assert put_at == [(7.0, 2), (7.0, 3)], (
-        "when the server has kept beats for a while, without waiting for the retry time-out"
+        "when the server has stored heartbeats for a while, without waiting for the retry time-out"
     )
 
 
@@ -262,7 +262,7 @@ def test_urgent_jobs_go_first(tmp_path: Path) -> None:
 def test_nothing_is_dispatched_before_its_segment_stands(harness: PipelineHarness) -> None:
     job = plan_by_hand(harness.ledger, harness.world, [[0]])
     store = harness.world.store
-    kept = store.read("plan/00000.json")
+    before = store.read("plan/00000.json")
     for missing in ("plan/00000.json", part_key(0)):
         store.delete(missing)
     harness.dispatcher.add(harness.ledger)
@@ -271,7 +271,7 @@ def test_nothing_is_dispatched_before_its_segment_stands(harness: PipelineHarnes
     assert harness.queue.tasks == []
     assert progress is not None
     assert progress.status is JobStatus.VALIDATING
-    store.create("plan/00000.json", kept)
+    store.create("plan/00000.json", before)
     harness.dispatcher.tick()
     assert len(harness.queue.tasks) == 1
 
@@ -280,11 +280,11 @@ def test_given_a_planner_that_died_before_part_0_then_it_is_made_from_what_stand
     harness: PipelineHarness,
 ) -> None:
     plan_by_hand(harness.ledger, harness.world, [[0]], rejected=[1, 2])
-    kept = harness.world.store.read(part_key(0))
+    before = harness.world.store.read(part_key(0))
     harness.world.store.delete(part_key(0))
     harness.dispatcher.add(harness.ledger)
     harness.dispatcher.tick()
-    assert harness.world.store.read(part_key(0)) == kept
+    assert harness.world.store.read(part_key(0)) == before
     assert len(harness.queue.tasks) == 1
     assert finish(harness, harness.client("w")).counts.failed == 2
 
@@ -341,24 +341,24 @@ def test_progress_is_cached_now_and_then_and_always_at_the_end(harness: Pipeline
 
 
 def test_events_are_emitted_once_and_in_order(harness: PipelineHarness) -> None:
-    heard: list[JobEvent] = []
+    received: list[JobEvent] = []
 
     class Listener:
         def emit(self, event: JobEvent) -> None:
-            heard.append(event)
+            received.append(event)
 
     harness.dispatcher = Dispatcher(harness.world, harness.queue, harness.heartbeats, Listener())
     plan_by_hand(harness.ledger, harness.world, [[0, 1], [2]], rejected=[3])
     harness.dispatcher.add(harness.ledger)
     finish(harness, harness.client("w"))
-    assert [event.status for event in heard if isinstance(event, JobChanged)] == [
+    assert [event.status for event in received if isinstance(event, JobChanged)] == [
         JobStatus.IN_PROGRESS, JobStatus.COMPLETED,
     ]  # fmt: skip
-    shards = [event for event in heard if isinstance(event, ShardCommitted)]
+    shards = [event for event in received if isinstance(event, ShardCommitted)]
     assert [(event.shard, event.rows) for event in shards] == [(0, 1), (1, 2), (2, 1)]
-    progress = [event for event in heard if isinstance(event, ProgressMade)]
+    progress = [event for event in received if isinstance(event, ProgressMade)]
     assert [(event.counts.total, event.counts.pending) for event in progress] == [(4, 3), (4, 0)]
-    assert len({event.id for event in heard}) == len(heard)
+    assert len({event.id for event in received}) == len(received)
 
 
 def test_given_a_job_that_is_cancelled_while_a_worker_holds_a_shard_then_each_status_is_emitted(

@@ -1,4 +1,4 @@
-"""Open jobs are told when they should be done, and one that would be late is refused before anything is planned."""
+"""Forecasts of when open jobs end; a job that would be late is refused before it is planned."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cached(ledger: JobLedger) -> Progress:
 
 
 def forecast_seconds(dispatcher: Dispatcher, world: World, *ledgers: JobLedger) -> list[float | None]:
-    """What a look now makes known, a little later, of when the jobs should be done: seconds from now."""
+    """The forecasts of all jobs that a poll makes, in seconds from now."""
     now = world.clock.now()
     dispatcher.tick()
     world.clock.sleep(2.5)
@@ -74,7 +74,7 @@ def test_the_forecast_follows_remaining_tokens_and_throughput(harness: PipelineH
     harness.world.clock.sleep(3.0)
     assert forecast_seconds(harness.dispatcher, harness.world, harness.ledger) == [pytest.approx(10 * ROW / 12.0)]
 
-    harness.world.clock.sleep(LIFETIME + 1)  # nobody is left who could do it
+    harness.world.clock.sleep(LIFETIME + 1)  # no worker is left
     assert forecast_seconds(harness.dispatcher, harness.world, harness.ledger) == [None]
 
 

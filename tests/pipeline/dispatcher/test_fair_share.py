@@ -1,4 +1,4 @@
-"""Who shares gets tokens by weight, saves nothing up, and is never shut out."""
+"""Fair shares: tenants get tokens by weight, save no credit, and never starve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When jobs should be done, where it can be worked out by hand, and against serving them in tiny slices."""
+"""Forecasts of jobs' ends, compared with results by hand and with a simulation in tiny slices."""
 
 from __future__ import annotations
 

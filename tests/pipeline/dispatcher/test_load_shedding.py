@@ -1,4 +1,4 @@
-"""Which deadlines are given up: as few as can be."""
+"""Load shedding gives up as few deadlines as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.dispatcher.load_shedding import JobDeadline, SheddingPlan, plan_sh
 
 
 def in_time(jobs: list[JobDeadline], rate: float) -> bool:
-    """Whether earliest deadline first meets all."""
+    """Whether earliest deadline first meets all deadlines."""
     total = 0.0
     for due in sorted(jobs, key=lambda due: due.time_left):
         total += due.tokens
@@ -46,7 +46,7 @@ def test_given_a_deadline_that_has_passed_or_no_known_speed_then_it_is_lost_or_n
 def test_given_any_jobs_then_the_others_are_in_time_and_none_could_be_saved_besides(
     drawn: list[tuple[int, int]],
 ) -> None:
-    jobs = [JobDeadline(f"{place}", float(left), float(tokens)) for place, (left, tokens) in enumerate(drawn)]
+    jobs = [JobDeadline(f"{index}", float(left), float(tokens)) for index, (left, tokens) in enumerate(drawn)]
     lost = plan_shedding(jobs, 1.0).lost
     assert in_time([due for due in jobs if due.job not in lost], 1.0)
     most = max(

@@ -1,4 +1,4 @@
-"""What a lost message costs: a shard that nobody holds is put again, after a time that grows and has an end."""
+"""Lost messages: a shard that no worker holds is put again, after a time-out that grows up to a maximum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pipeline.simulation import ChaoticQueue, simulated_world
 
 
 class ExpiringQueue(ChaoticQueue):
-    """Messages go as on a broker, where nobody took them for so long."""
+    """A queue whose messages expire, as on a broker, when no worker takes them."""
 
     def __init__(self, clock: Clock, lifetime: float) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_given_no_worker_for_a_night_then_the_shards_that_wait_are_on_the_queue_
         harness.dispatcher.tick()
         assert {task.shard for task in queue.tasks} == {1, 2}, f"after {world.clock.monotonic():g} s"
         world.clock.sleep(60.0)
-    assert len(queue.tasks) < 20, "what waits is not told over and over"
+    assert len(queue.tasks) < 20, "the same shards are not put over and over"
     assert finish(harness, harness.client("first")).counts.total == 3
     assert world.clock.monotonic() <= 36_000.0 + LIFETIME
 
@@ -68,8 +68,8 @@ def test_given_no_worker_for_a_night_then_the_shards_that_wait_are_on_the_queue_
 def test_given_a_message_that_was_lost_four_times_then_a_good_worker_still_ends_the_job_within_minutes(
     harness: PipelineHarness,
 ) -> None:
-    """The shard was seen in a dying worker's hands before it was lost for the last time: it is put at once, but what
-    its losses had taught goes on to count."""
+    """The shard was seen in a dying worker's hands before it was lost for the last time: it is put at once, but its
+    grown time-out still applies."""
     plan_by_hand(harness.ledger, harness.world, [[0, 1]], rejected=[2])
     harness.dispatcher.add(harness.ledger)
     for _ in range(4):

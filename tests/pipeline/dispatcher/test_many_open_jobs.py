@@ -1,4 +1,4 @@
-"""A root in which very much is open: what nothing happens to costs next to nothing, and what happens is still seen."""
+"""A root with very many open jobs: idle ones cost almost no reads, and changes are still noticed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.pipeline.made_jobs import plan_by_hand
 JOBS = 60
 
 
-class Counting(FolderStore):
-    """A folder that counts what is asked of its jobs, one by one."""
+class CountingStore(FolderStore):
+    """A folder store that counts the requests for jobs' objects."""
 
     def __init__(self, root: Path) -> None:
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         super().__init__(root)
 
     def info(self, key: str) -> ObjectInfo | None:
@@ -43,11 +43,11 @@ class Counting(FolderStore):
 
     def _count(self, what: str, key: str) -> None:
         if key.startswith("jobs/"):
-            self.asked[f"{what} {key.rpartition('/')[2]}"] += 1
+            self.requests[f"{what} {key.rpartition('/')[2]}"] += 1
 
 
-class Hasty(SystemClock):
-    """A clock by which each look at it takes a tenth of a second."""
+class FastClock(SystemClock):
+    """A clock that advances a tenth of a second at each reading."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -58,13 +58,13 @@ class Hasty(SystemClock):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Counting]:
-    with Counting(tmp_path / "root") as store:
+def store(tmp_path: Path) -> Iterator[CountingStore]:
+    with CountingStore(tmp_path / "root") as store:
         yield store
 
 
 @pytest.fixture
-def world(store: Counting) -> World:
+def world(store: CountingStore) -> World:
     return World(store, SystemClock(), SystemRandomness(), store.scratch)
 
 
@@ -83,19 +83,19 @@ def controller(world: World) -> tuple[JobController, Dispatcher]:
 
 
 def test_given_many_idle_jobs_then_a_tick_reads_a_few_of_them_and_a_cancelled_one_is_seen(
-    store: Counting, world: World
+    store: CountingStore, world: World
 ) -> None:
     ledgers = [job(world, f"job-{number:02d}") for number in range(JOBS)]
     harness, dispatcher = controller(world)
     for _ in range(100):
         harness.tick()
     assert all(dispatcher.progress(ledger.name) for ledger in ledgers)
-    store.asked.clear()
+    store.requests.clear()
     for _ in range(10):
         harness.tick()
-    # Two objects tell whether a job is open, and two shards wait in the queue.
-    assert sum(store.asked.values()) <= 10 * (2 * MAX_OPEN_CHECKS + 2), store.asked
-    assert store.asked["info manifest.json"] == 10 * MAX_OPEN_CHECKS, "what has ended would not be noticed"
+    # Two objects say whether a job is open, and two shards wait in the queue.
+    assert sum(store.requests.values()) <= 10 * (2 * MAX_OPEN_CHECKS + 2), store.requests
+    assert store.requests["info manifest.json"] == 10 * MAX_OPEN_CHECKS, "what has ended would not be noticed"
 
     cancelled = ledgers[7]
     cancelled.create_closing(Closing(kind="cancel", at=world.clock.now()))
@@ -121,7 +121,7 @@ def test_given_a_job_of_a_root_when_its_deadline_passes_then_it_expires_without_
 
 def test_given_many_new_jobs_when_adding_them_is_slow_then_each_tick_adds_a_few(world: World) -> None:
     ids = [job(world, f"job-{number:02d}").name for number in range(JOBS)]
-    harness, dispatcher = controller(replace(world, clock=Hasty()))
+    harness, dispatcher = controller(replace(world, clock=FastClock()))
     counts = []
     for _ in range(JOBS):
         harness.tick()
@@ -132,7 +132,7 @@ def test_given_many_new_jobs_when_adding_them_is_slow_then_each_tick_adds_a_few(
 
 
 def test_given_a_job_that_ended_when_it_was_to_be_cancelled_when_all_is_swept_then_no_marker_is_left(
-    store: Counting, world: World
+    store: CountingStore, world: World
 ) -> None:
     open_job, ended = job(world, "open"), job(world, "ended", deadline=timedelta(microseconds=1))
     harness, _ = controller(world)

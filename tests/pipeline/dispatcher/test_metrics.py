@@ -1,4 +1,4 @@
-"""What a dispatcher tells of its jobs: each row is counted by the one that saw it committed, and by no other."""
+"""A dispatcher's metrics of its jobs: each row is counted only by the dispatcher that saw its commit."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_a_dispatcher_that_takes_over_counts_only_new_parts(harness: PipelineHar
     assert after[TIER, "succeeded"] + after[TIER, "failed"] == 8
     for status in ("succeeded", "failed"):
         assert before[TIER, status] + after[TIER, status] == getattr(manifest.counts, status)
-    told = [sum(n for (_, _, kind), n in metrics.tokens().items() if kind == "completion")
+    counted = [sum(n for (_, _, kind), n in metrics.tokens().items() if kind == "completion")
             for metrics in (harness.metrics, other.metrics)]  # fmt: skip
-    assert sum(told) == manifest.usage.completion
+    assert sum(counted) == manifest.usage.completion
     assert (harness.metrics.ended(), other.metrics.ended()) == ({}, {(TIER, "completed"): 1})
 
 
@@ -126,7 +126,7 @@ def test_cost_comes_from_manifests_and_duration_from_the_creation_time(tmp_path:
 
 def test_a_model_name_that_only_a_user_gave_is_reported_as_other(harness: PipelineHarness) -> None:
     pins = (ModelPin(name="served", source="/models/served", digest="sha256:2", dtype="float32"),)
-    job = plan_by_hand(harness.ledger, harness.world, [[0]], models=pins)  # its rows name a model that nobody serves
+    job = plan_by_hand(harness.ledger, harness.world, [[0]], models=pins)  # its rows name a model that no worker serves
     assert job.models == pins
     harness.dispatcher.add(harness.ledger)
     harness.dispatcher.tick()

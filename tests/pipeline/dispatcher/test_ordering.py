@@ -1,4 +1,4 @@
-"""Whose shard goes next: shares, urgency, and what presses."""
+"""The dispatch order of shards: shares, urgency, and deadlines at risk."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_given_more_room_than_shards_then_all_are_taken_once() -> None:
     ("left", "together", "rate", "ahead", "so"),
     [
         (None, 1e6, 1_000, 0, False),  # no deadline
-        (5_000, 1e6, 0, 0, False),  # nobody knows how fast it goes
+        (5_000, 1e6, 0, 0, False),  # its speed isn't known
         (5_000, 1e6, 1_000, 0, False),  # 1,000 s of work: it may wait
         (2 * 1_000 + DEADLINE_RISK_SECONDS - 1, 1e6, 1_000, 0, True),
         (900, 1e6, 1_000, 0, True),  # it might still be in time

@@ -1,4 +1,4 @@
-"""What is new of open jobs is asked for at once, and what can wait is spread over several ticks."""
+"""Changes of open jobs are read at once; reads that can wait are spread over several ticks."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tests.pipeline.made_jobs import MODELS, QUEUE, computed, order, plan_by_han
 ANSWER = 0.02
 
 
-class Far(FolderStore):
-    """A folder that answers as late as a bucket does.
+class SlowStore(FolderStore):
+    """A folder store that answers as slowly as a bucket.
 
     Attributes:
-        most: requests that were under way at once.
-        asked: how often which object was asked for.
+        most: the highest number of concurrent requests.
+        requests: how often each object was requested.
     """
 
     def __init__(self, root: Path) -> None:
         self.most = self._under_way = 0
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         self.answer = 0.0
         self._counting = threading.Lock()
         super().__init__(root)
@@ -54,20 +54,20 @@ class Far(FolderStore):
         with self._counting:
             self._under_way += 1
             self.most = max(self.most, self._under_way)
-            self.asked[key] += 1
+            self.requests[key] += 1
         time.sleep(self.answer)
         with self._counting:
             self._under_way -= 1
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Far]:
-    with Far(tmp_path / "root") as store:
+def store(tmp_path: Path) -> Iterator[SlowStore]:
+    with SlowStore(tmp_path / "root") as store:
         yield store
 
 
 @pytest.fixture
-def world(store: Far) -> World:
+def world(store: SlowStore) -> World:
     return World(store, SystemClock(), SystemRandomness(), store.scratch)
 
 
@@ -78,7 +78,7 @@ def planned(world: World, name: str, shards: int) -> JobLedger:
 
 
 def commit(world: World, ledger: JobLedger, shards: int) -> None:
-    """By a worker that nobody here hears of."""
+    """Commit as a worker without heartbeats."""
     queue = MemoryQueue()
     beats = MemoryHeartbeats(world.clock, 60.0)
     client = ShardClient("w", world, lambda _: ledger, queue, beats, lambda: False, models=MODELS)
@@ -95,7 +95,7 @@ def dispatcher(world: World, together: ThreadPoolExecutor | None = None) -> Disp
     return Dispatcher(world, MemoryQueue(), beats, settings=settings, together=together)
 
 
-def test_given_a_slow_store_many_requests_run_concurrently(store: Far, world: World) -> None:
+def test_given_a_slow_store_many_requests_run_concurrently(store: SlowStore, world: World) -> None:
     ledgers = [planned(world, f"job-{number}", 12) for number in range(3)]
     for ledger in ledgers:
         commit(world, ledger, 12)
@@ -111,7 +111,7 @@ def test_given_a_slow_store_many_requests_run_concurrently(store: Far, world: Wo
 
 
 def test_given_a_large_job_that_is_taken_up_then_its_parts_are_read_over_several_ticks(
-    store: Far, world: World
+    store: SlowStore, world: World
 ) -> None:
     shards = MAX_PARTS_PER_POLL * 2
     ledger = planned(world, "large", shards + 1)
@@ -128,7 +128,7 @@ def test_given_a_large_job_that_is_taken_up_then_its_parts_are_read_over_several
     assert done[-1] == shards
 
 
-def test_given_jobs_that_wait_to_be_planned_a_tick_asks_for_few_of_their_plans(store: Far, world: World) -> None:
+def test_given_jobs_that_wait_to_be_planned_a_tick_reads_few_of_their_plans(store: SlowStore, world: World) -> None:
     names = [f"job-{number:03}" for number in range(5 * MAX_DEFERRABLE_READS)]
     harness = dispatcher(world)
     for name in names:
@@ -136,21 +136,21 @@ def test_given_jobs_that_wait_to_be_planned_a_tick_asks_for_few_of_their_plans(s
         submit(order(), ledger, world, job_id=name)
         harness.add(ledger)
     plans, mine = [f"jobs/{name}/{segment_key(0)}" for name in names], names[-1]
-    store.asked.clear()
+    store.requests.clear()
     for turn in range(1, 6):
         harness.tick({mine})
-        assert sum(store.asked[plan] for plan in plans) == turn * (MAX_DEFERRABLE_READS + 1)
-    assert store.asked[plans[-1]] == 5, "its turn has come, and it can't wait"
-    assert min(store.asked[plan] for plan in plans) == 1, "the others are looked at in turn"
+        assert sum(store.requests[plan] for plan in plans) == turn * (MAX_DEFERRABLE_READS + 1)
+    assert store.requests[plans[-1]] == 5, "its turn has come, and it can't wait"
+    assert min(store.requests[plan] for plan in plans) == 1, "the others are polled in turn"
 
 
-def test_given_a_damaged_part_only_its_job_is_paused(store: Far, world: World) -> None:
+def test_given_a_damaged_part_only_its_job_is_paused(store: SlowStore, world: World) -> None:
     good, bad = planned(world, "good", 2), planned(world, "bad", 2)
     commit(world, good, 2)
     commit(world, bad, 2)
-    place = bad.prefix + part_key(1)
-    store.delete(place)
-    store.create(place, b"no parquet at all")
+    key = bad.prefix + part_key(1)
+    store.delete(key)
+    store.create(key, b"no parquet at all")
     with ThreadPoolExecutor(4) as together:
         harness = dispatcher(world, together)
         harness.add(good)
@@ -165,7 +165,7 @@ def test_given_a_damaged_part_only_its_job_is_paused(store: Far, world: World) -
             strict.tick()
 
 
-def test_given_another_that_leads_now_a_tick_ends_between_two_jobs(world: World) -> None:
+def test_given_a_lost_lease_a_tick_ends_between_two_jobs(world: World) -> None:
     ledgers = [planned(world, f"job-{number}", 1) for number in range(4)]
     for ledger in ledgers:
         commit(world, ledger, 1)

@@ -1,4 +1,4 @@
-"""Spending limits: no shard is begun that would pass one, and what was computed is kept."""
+"""Spending limits: no shard begins that would exceed one, and computed results stay."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_given_a_shard_under_way_that_has_cost_the_limit_then_the_job_ends_witho
         harness.dispatcher.tick()
         if closing:
             break
-    assert closing == {(work.job.id, work.shard)}, "the worker is told to give it back"
+    assert closing == {(work.job.id, work.shard)}, "the worker is to release it"
     client.release(work, generated=1, busy_seconds=3.0)
     manifest = spend(harness, 100.0, client)
     assert manifest is not None

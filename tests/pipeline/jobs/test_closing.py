@@ -64,7 +64,7 @@ def test_given_a_cancelled_job_when_a_shard_was_never_taken_then_its_rows_say_so
     assert rows[0]["error_code"] == "invalid_json"
 
 
-def test_given_what_a_dead_worker_logged_when_cancelled_then_finished_rows_are_kept_and_tokens_add_up(
+def test_given_what_a_dead_worker_logged_when_cancelled_then_finished_rows_are_stored_and_tokens_add_up(
     harness: PipelineHarness,
 ) -> None:
     client = begin(harness, [[0, 1, 2, 3]])
@@ -87,7 +87,7 @@ def test_given_what_a_dead_worker_logged_when_cancelled_then_finished_rows_are_k
     assert not [key for key in broken_store(harness).objects if key.startswith("work/") and not key.endswith(".json")]
 
 
-def test_given_a_live_worker_when_cancelled_then_it_is_told_and_what_it_gives_back_counts(
+def test_given_a_live_worker_when_cancelled_then_its_shard_is_revoked_and_the_rows_that_it_releases_count(
     harness: PipelineHarness,
 ) -> None:
     client = begin(harness, [[0, 1, 2], [3]])
@@ -99,7 +99,7 @@ def test_given_a_live_worker_when_cancelled_then_it_is_told_and_what_it_gives_ba
     harness.world.clock.sleep(1.5)
     harness.dispatcher.tick()
     assert harness.ledger.manifest() is None, "its worker is given time"
-    assert harness.ledger.has_part(2), "nobody holds this one"
+    assert harness.ledger.has_part(2), "no worker holds this one"
     assert harness.ledger.status() is JobStatus.CANCELLING
     assert client.take(0) is None, "nothing is handed out any more"
     assert client.find_revoked([work]).to_release == {(work.job.id, work.shard)}
@@ -134,7 +134,7 @@ def test_given_a_worker_that_never_lets_go_when_cancelled_then_it_is_waited_for_
 
 
 class SlowStore(MemoryStore):
-    """What another store has, but it takes a second to write."""
+    """The same objects as another store, with writes that take a second."""
 
     def __init__(self, store: MemoryStore, clock: Clock) -> None:
         super().__init__()
@@ -245,10 +245,10 @@ def test_given_a_job_that_is_still_being_planned_when_cancelled_then_it_ends_wit
 
 
 def rest(work: ShardWork) -> FinishedRows:
-    """What is left to compute of a shard that others had begun."""
+    """The rows that remain to be computed of a shard that others began."""
     whole, done = computed(work), work.history.finished_rows
-    kept = [index for index, row in enumerate(whole.rows) if row.row not in done]
-    return FinishedRows([whole.rows[index] for index in kept], [whole.usages[index] for index in kept])
+    left = [index for index, row in enumerate(whole.rows) if row.row not in done]
+    return FinishedRows([whole.rows[index] for index in left], [whole.usages[index] for index in left])
 
 
 @pytest.mark.slow

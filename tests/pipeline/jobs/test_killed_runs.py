@@ -114,7 +114,7 @@ def test_a_finished_run_again_computes_nothing(tmp_path: Path, source: Path) -> 
     assert parts_of(tmp_path / "out") == before
 
 
-def test_fresh_starts_anew_beside_nothing_old(tmp_path: Path, source: Path) -> None:
+def test_fresh_starts_anew_without_old_objects(tmp_path: Path, source: Path) -> None:
     first = run_a_job(tmp_path / "out", source)
     again = run_a_job(tmp_path / "out", source, fresh=True)
     assert first is not None

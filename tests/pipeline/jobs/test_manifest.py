@@ -21,7 +21,7 @@ from tests.pipeline.simulated_harness import LIFETIME, PipelineHarness, broken_s
 from tests.pipeline.simulation import MemoryStore, simulated_world
 
 
-def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
+def test_the_manifest_has_times_rates_and_cost(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
     harness = PipelineHarness(world, JobLedger(world.store), settings=DispatchSettings(price_per_hour=3.6))
     plan_by_hand(harness.ledger, world, [[0, 1], [2]])
@@ -51,7 +51,7 @@ def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
     assert manifest.usage.repeated == manifest.repeated_at_most == 0
 
 
-def test_given_a_newer_worker_whose_papers_say_more_when_an_older_dispatcher_reads_them_then_the_job_ends_as_ever(
+def test_given_a_newer_workers_records_with_more_fields_when_an_older_dispatcher_reads_them_then_the_job_ends(
     harness: PipelineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in an upgrade that begins with the workers."""
@@ -117,7 +117,7 @@ def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_th
     slow.begin(work)
     slow.checkpoint(work, CheckpointWork(nothing, [], generated=10, exposed=10))
     harness.queue.put(QUEUE, ShardTask(work.job.id, work.shard))
-    client = harness.client("w", deaf=True)
+    client = harness.client("w", isolated=True)
     again = client.take(0)
     assert again is not None
     client.begin(again)
@@ -132,7 +132,11 @@ def test_given_an_attempt_that_lost_when_it_cleans_up_then_what_the_winner_never
     plan_by_hand(harness.ledger, harness.world, [[0, 1]])
     harness.dispatcher.add(harness.ledger)
     harness.dispatcher.tick()
-    first, winner, loser = harness.client("dies"), harness.client("wins", deaf=True), harness.client("loses", deaf=True)
+    first, winner, loser = (
+        harness.client("dies"),
+        harness.client("wins", isolated=True),
+        harness.client("loses", isolated=True),
+    )
     works = []
     for client in (first, winner):
         harness.queue.put(QUEUE, ShardTask(harness.ledger.job().id, 1))

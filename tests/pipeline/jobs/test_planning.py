@@ -168,9 +168,9 @@ def test_given_a_planner_that_died_at_any_write_then_the_next_one_makes_the_plan
         plan_job(again, job, own)
         check_planned(again)
         for segment in again.segments():
-            kept = ledger.segment(segment.index)
-            assert kept is not None
-            assert (segment == kept) is (f"plan/{segment.index:05d}.json" in log[:length])
+            stored = ledger.segment(segment.index)
+            assert stored is not None
+            assert (segment == stored) is (f"plan/{segment.index:05d}.json" in log[:length])
         assert again.status() is JobStatus.IN_PROGRESS
         with pytest.raises(Exception, match="parts and plan differ"):
             check_parts(again, job, list(again.segments()), parts_of(again))

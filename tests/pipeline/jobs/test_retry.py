@@ -50,10 +50,10 @@ def source(tmp_path: Path) -> Path:
 
 
 def begin(
-    world: World, source: Path, place: str, rows: RowSelection | None = None, of: str | None = None
+    world: World, source: Path, folder: str, rows: RowSelection | None = None, of: str | None = None
 ) -> PipelineHarness:
-    """A planned job in folder `place`, in segments of 16 lines."""
-    ledger = JobLedger(world.store, f"{place}/")
+    """A planned job in `folder`, in segments of 16 lines."""
+    ledger = JobLedger(world.store, f"{folder}/")
     plan = PlanSettings(segment_rows=16, shard_tokens=60)
     settings = JobSettings(plan=plan, rows=rows)
     job = submit(order(input=pin_input(source), settings=settings, retry_of=of), ledger, world).job
@@ -210,11 +210,11 @@ def test_given_a_clock_that_was_set_back_between_retries_when_merged_then_the_la
 
 
 def retry(
-    world: World, source: Path, place: str, before: PipelineHarness, job: Job, seconds: float = 60.0
+    world: World, source: Path, folder: str, before: PipelineHarness, job: Job, seconds: float = 60.0
 ) -> PipelineHarness:
     """A job of the rows that `before` did not answer, made so many seconds later."""
     world.clock.sleep(seconds)
-    return begin(world, source, place, choose_rows(before.ledger).rows, of=job.id)
+    return begin(world, source, folder, choose_rows(before.ledger).rows, of=job.id)
 
 
 def test_given_some_retries_of_one_job_when_one_has_not_ended_then_answers_win_and_else_the_latest_reason(

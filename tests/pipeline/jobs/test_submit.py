@@ -62,7 +62,7 @@ def test_the_same_bytes_elsewhere_are_the_same_input_and_are_read_there(world: W
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "difference"),
     [
         ({"input": input_of("1" * 64)}, f"input.sha256 was {'0' * 64}, now {'1' * 64}"),
         ({"settings": JobSettings(seed=7)}, "settings.seed was 0, now 7"),
@@ -81,12 +81,14 @@ def test_the_same_bytes_elsewhere_are_the_same_input_and_are_read_there(world: W
     ],
 )
 def test_another_order_is_refused_with_exactly_the_difference(
-    world: World, ledger: JobLedger, changes: dict[str, Any], told: str
+    world: World, ledger: JobLedger, changes: dict[str, Any], difference: str
 ) -> None:
     first = submit(order(), ledger, world).job
     with pytest.raises(DifferentJob) as caught:
         submit(order(**changes), ledger, world)
-    assert f"holds job {first.id} of another order: {told}; choose another output or pass --fresh" in str(caught.value)
+    assert f"holds job {first.id} of another order: {difference}; choose another output or pass --fresh" in str(
+        caught.value
+    )
     assert ledger.job() == first
 
 
@@ -97,13 +99,13 @@ def test_a_deadline_given_as_an_amount_of_time_is_counted_once(world: World, led
     world.clock.sleep(3600.0)
     again = submit(order(deadline=timedelta(hours=6)), ledger, world)
     assert (again.created, again.job.deadline) == (False, first.deadline)
-    for other, told in (
+    for other, difference in (
         (timedelta(hours=7), "deadline was 6:00:00 after acceptance, now 7:00:00 after acceptance"),
         (None, f"deadline was {(START + timedelta(hours=6, minutes=1)).isoformat()}, now None"),
     ):
         with pytest.raises(DifferentJob) as caught:
             submit(order(deadline=other), ledger, world)
-        assert told in str(caught.value)
+        assert difference in str(caught.value)
 
 
 def test_a_deadline_given_as_a_time_is_compared_as_it_is(world: World, ledger: JobLedger) -> None:
@@ -203,7 +205,7 @@ def test_a_job_that_was_refused_as_a_whole_does_not_stand_in_the_way(world: Worl
     assert ledger.manifest() is None
 
 
-def test_of_many_doors_at_once_one_makes_the_job(tmp_path: Path) -> None:
+def test_of_many_concurrent_submits_one_makes_the_job(tmp_path: Path) -> None:
     barrier = threading.Barrier(6)
 
     def submit_once(_: int) -> SubmittedJob:

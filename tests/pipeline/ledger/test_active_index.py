@@ -211,7 +211,7 @@ def test_given_a_death_at_any_call_when_a_job_is_made_afresh_then_what_stands_is
         assert [ledger.name for ledger in open_jobs(world.store)] == ["job-1"]
 
 
-def test_given_jobs_that_have_ended_when_open_ones_are_asked_for_then_the_others_are_not_read(
+def test_given_jobs_that_have_ended_when_open_ones_are_listed_then_the_others_are_not_read(
     make_world: MakeWorld,
 ) -> None:
     world = make_world()

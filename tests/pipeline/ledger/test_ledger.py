@@ -213,8 +213,8 @@ def test_part_names_are_read_back() -> None:
         assert part_number(f"results/{name}") is None
 
 
-class EndsWhileRead(MemoryStore):
-    """The manifest is created after so many calls."""
+class EndingStore(MemoryStore):
+    """A store in which the manifest is created after so many calls."""
 
     def __init__(self, objects: dict[str, bytes], calls: int) -> None:
         super().__init__(objects)
@@ -243,7 +243,7 @@ def test_a_job_that_fails_while_it_is_read_says_why_or_that_it_is_open(tmp_path:
     assert isinstance(world.store, MemoryStore)
     seen = set[str]()
     for calls in range(1, 40):
-        batch = serialize_job(JobLedger(EndsWhileRead(world.store.objects, calls)))
+        batch = serialize_job(JobLedger(EndingStore(world.store.objects, calls)))
         seen.add(batch.status)
         assert (batch.status == "failed") == (batch.errors is not None), calls
         assert (batch.status == "failed") == (batch.failed_at is not None), calls

@@ -69,8 +69,8 @@ class MemorySink:
 
 
 @dataclass
-class Planned:
-    """What a plan left."""
+class PlanResult:
+    """The segments, shards and refused rows of a plan."""
 
     summary: PlanSummary
     sink: MemorySink
@@ -93,7 +93,7 @@ class Planned:
 
 
 class Tools:
-    """Everything a test of the planner needs; keeps no state between calls."""
+    """Everything a test of the planner needs; has no state between calls."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -127,14 +127,14 @@ class Tools:
 
     def plan(
         self, source: RowSource | bytes, job: Job | None = None, *, sink: MemorySink | None = None, **kwargs: Any
-    ) -> Planned:
+    ) -> PlanResult:
         """Plan `source` (or the bytes of one JSONL file) into memory."""
         job = job or self.job()
         if isinstance(source, bytes):
             source = self.source(source, limits=job.settings.limits)
         sink = sink or MemorySink(source.carried)
         with self.world() as world:
-            return Planned(plan(source, job, sink, world, attempt="planner-1", **kwargs), sink)
+            return PlanResult(plan(source, job, sink, world, attempt="planner-1", **kwargs), sink)
 
     @staticmethod
     def sink(carried: pa.Schema | None = None, standing: dict[int, PlanSegment] | None = None) -> MemorySink:

@@ -111,16 +111,16 @@ def test_models_do_not_mix(tools: Any) -> None:
     assert len({row["prefix_group"] for row in planned.rows}) == 2
 
 
-def test_the_counter_is_asked_for_a_sample_only(tools: Any) -> None:
-    asked: list[str] = []
+def test_only_a_sample_is_tokenized(tools: Any) -> None:
+    counted: list[str] = []
 
     def counter(text: str) -> int:
-        asked.append(text)
+        counted.append(text)
         return len(text)
 
     data = b"\n".join(tools.line(str(n), "x" * 400 + str(n)) for n in range(200))
     planned = tools.plan(data, counter=counter)
-    assert len(asked) == 64
+    assert len(counted) == 64
     estimates = [row["estimated_prompt_tokens"] for row in planned.rows]
     assert all(400 <= estimate <= 425 for estimate in estimates)
 
@@ -171,7 +171,7 @@ def test_shards_cover_all_and_respect_their_limits(
     joined[:1] = False
     joined[1:] &= models[1:] == models[:-1]
     shards = cut(sizes, waiting, models, joined, ShardLimits(tokens, rows, copies))
-    assert [place for start, end in shards for place in range(start, end)] == list(range(len(requests)))
+    assert [position for start, end in shards for position in range(start, end)] == list(range(len(requests)))
     for start, end in shards:
         assert end > start
         assert len(set(models[start:end].tolist())) == 1
@@ -184,8 +184,8 @@ def test_shards_cover_all_and_respect_their_limits(
             or (end - start == 1)
         )
         if start and joined[start]:  # split inside a unit: only because no shard could hold it
-            begin = max(place for place in range(start) if not joined[place])
-            stop = next((place for place in range(start, len(joined)) if not joined[place]), len(joined))
+            begin = max(position for position in range(start) if not joined[position])
+            stop = next((position for position in range(start, len(joined)) if not joined[position]), len(joined))
             assert (
                 sizes[begin:stop].sum() > LARGEST_UNIT * tokens
                 or stop - begin > rows

@@ -98,17 +98,17 @@ def check_shard(rows: list[dict[str, Any]], lines: list[Any], plan: dict[str, in
         leader = leaders[row["compute_row"]]
         assert leader["row"] <= row["row"]
         assert leader["request_hash"] == row["request_hash"]
-        asked = lines[row["row"]]["body"]
-        assert asked == lines[leader["row"]]["body"] or asked["temperature"] == 0  # greedy: the seed says nothing
-        assert {**asked, "seed": 0} == {**lines[leader["row"]]["body"], "seed": 0}
+        original = lines[row["row"]]["body"]
+        assert original == lines[leader["row"]]["body"] or original["temperature"] == 0  # greedy: the seed says nothing
+        assert {**original, "seed": 0} == {**lines[leader["row"]]["body"], "seed": 0}
         if row is leader:
             body = json.loads(row["body"])
-            assert body["messages"] == asked["messages"]
-            assert body.get("max_tokens") == asked["max_tokens"]
-            assert body.get("seed") == asked["seed"]
+            assert body["messages"] == original["messages"]
+            assert body.get("max_tokens") == original["max_tokens"]
+            assert body.get("seed") == original["seed"]
         else:
             assert (row["body"], row["prefix_group"]) == ("", None)
-            assert asked["temperature"] == 0 or asked["seed"] is not None
+            assert original["temperature"] == 0 or original["seed"] is not None
 
 
 def check_sharing(rows: list[dict[str, Any]], lines: list[Any], plan: dict[str, int]) -> None:
@@ -116,8 +116,8 @@ def check_sharing(rows: list[dict[str, Any]], lines: list[Any], plan: dict[str, 
     computed: Counter[tuple[int, bytes]] = Counter()
     total: Counter[tuple[int, bytes]] = Counter()
     for row in rows:
-        asked = lines[row["row"]]["body"]
-        if asked["temperature"] == 0 or asked["seed"] is not None:
+        original = lines[row["row"]]["body"]
+        if original["temperature"] == 0 or original["seed"] is not None:
             key = (row["row"] // plan["segment_rows"], row["request_hash"])
             total[key] += 1
             computed[key] += row["row"] == row["compute_row"]

@@ -19,7 +19,7 @@ from schemas.requests.limits import Limits
 ROWS = 50_000
 
 
-class Generated(io.RawIOBase):
+class GeneratedFile(io.RawIOBase):
     """A file that is made while it is read, so that the test holds none of it."""
 
     def __init__(self, lines: Iterator[bytes]) -> None:
@@ -73,7 +73,7 @@ def lines(count: int, content_bytes: int) -> Iterator[bytes]:
 
 def plan_generated(tools: Any, count: int, content_bytes: int) -> tuple[DiscardingSink, Any]:
     sink = DiscardingSink()
-    file = SourceFile("in.jsonl", lambda: Generated(lines(count, content_bytes)))
+    file = SourceFile("in.jsonl", lambda: GeneratedFile(lines(count, content_bytes)))
     source = open_source([file], InputFormat.JSONL, Limits())
     with tools.world() as world:
         return sink, plan(source, tools.job(), sink, world, attempt="a")

@@ -9,7 +9,7 @@ from benchmarks.planning import plan_in_child
 SEGMENT_ROWS = 5_000
 FEW, MANY = 20_000, 100_000
 ALLOWED_BYTES_PER_ROW = 250
-"""What is kept of a row is a digest and a number (some 150 bytes as Python has them; beyond 131,072 ids they lie in
+"""Planning stores a digest and a number for each row (some 150 bytes as Python has them; beyond 131,072 ids they lie in
 files). A request held as text or parsed would be 1,000 and more."""
 
 

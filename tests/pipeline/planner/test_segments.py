@@ -98,17 +98,17 @@ def test_each_row_lies_in_the_segment_that_its_borders_say(first: int, most: int
 
 def test_later_segments_are_estimated_with_what_the_first_one_taught(tools: Any) -> None:
     """Given the first segment was planned with a tokenizer, when a planner without one goes on, then it estimates the
-    same, and a planner that has one asks it nothing more."""
-    asked: list[str] = []
+    same, and a planner with a tokenizer doesn't call it again."""
+    counted: list[str] = []
 
     def counter(text: str) -> int:
-        asked.append(text)
+        counted.append(text)
         return len(text)
 
     lines = b"\n".join(tools.line(str(n), f"question {n}") for n in range(30))
     job = tools.job(plan={"segment_rows": 8})
     whole = tools.plan(lines, job, counter=counter)
-    assert len(asked) == 8
+    assert len(counted) == 8
     standing = {0: whole.sink.committed[0]}
     assert standing[0].tokens_per_byte == 1.0
     again = tools.plan(lines, job, sink=tools.sink(standing=standing))

@@ -82,7 +82,7 @@ def test_exporting_twice_gives_the_same_bytes(world: World, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("shards", [1, 3, 4, 9, 10, 28])
-def test_input_order_is_kept_however_many_parts_there_are(world: World, tmp_path: Path, shards: int) -> None:
+def test_results_are_in_input_order_however_many_parts_there_are(world: World, tmp_path: Path, shards: int) -> None:
     ledger = JobLedger(world.store)
     plan_by_hand(ledger, world, random_shards(shards, 2, 3), rejected=[0, 1, 2])
     compute(world, ledger)
@@ -209,7 +209,7 @@ def test_an_output_folder_is_its_job_and_looking_writes_nothing(world: World, tm
     assert sorted(path for path in out.rglob("*")) == before
 
 
-def test_an_empty_place_has_no_jobs(tmp_path: Path) -> None:
+def test_an_empty_root_has_no_jobs(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, read_only=True)
     assert list(list_jobs(store)) == []
     with pytest.raises(JobNotFound, match="holds no job"):

@@ -25,7 +25,7 @@ from tests.pipeline.simulation import simulated_world
 
 
 def left(harness: PipelineHarness) -> list[str]:
-    """What attempts left, by name."""
+    """The attempts' objects, by name."""
     return [info.key.rsplit("/", 1)[-1] for info in harness.ledger.store.list("work/0")]
 
 
@@ -42,7 +42,7 @@ def outlived(harness: PipelineHarness) -> tuple[ShardClient, ShardWork]:
     manifest = finish(harness, harness.client("w"))
     assert manifest.repeated_at_most >= manifest.usage.repeated == 10
     assert left(harness) == []
-    assert len(harness.ledger.runs()) == 1, "who ran when is kept"
+    assert len(harness.ledger.runs()) == 1, "the records of its runs stay"
     return slow, work
 
 

@@ -65,7 +65,7 @@ def without(rows: list[ResultRow], row: int) -> list[ResultRow]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda rows: without(rows, 3), r"3 rows got 2 results: 1 rows have none \(first: 3\)"),
         (lambda rows: [*rows, rows[0]], "3 rows got 4 results: 0 rows have none, 0 are not the shard's, 1 came twice"),
@@ -82,9 +82,9 @@ def without(rows: list[ResultRow], row: int) -> list[ResultRow]:
         (lambda rows: [], "3 rows got 0 results"),
     ],
 )
-def test_results_that_are_not_the_shards_are_refused(change, told: str) -> None:  # type: ignore[no-untyped-def]
+def test_results_that_are_not_the_shards_are_refused(change, message: str) -> None:  # type: ignore[no-untyped-def]
     shard = shard_table([9, 3, 4])
-    with pytest.raises(RowsMismatch, match=told):
+    with pytest.raises(RowsMismatch, match=message):
         shard_results(results_table(change(answers(work(shard)))), shard)
 
 
@@ -122,11 +122,11 @@ def test_memory_does_not_grow_with_a_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [(b"", "not a whole Parquet file"), (b"PAR1 torn", "not a whole Parquet file")],
 )
-def test_a_damaged_part_is_said_to_be(body: bytes, told: str) -> None:
-    with pytest.raises(LedgerError, match=rf"part-00003.parquet: is {told}"):
+def test_a_damaged_part_is_reported(body: bytes, message: str) -> None:
+    with pytest.raises(LedgerError, match=rf"part-00003.parquet: is {message}"):
         read_part(JobLedger(MemoryStore({part_key(3): body})), 3)
 
 

@@ -27,12 +27,12 @@ from tests.pipeline.made_jobs import MODELS, QUEUE, all_rows, computed, held, pl
 from tests.pipeline.simulation import simulated_world
 
 
-class Unforeseen(Exception):
-    """A mistake of ours, of a class that nothing catches by name."""
+class UnexpectedError(Exception):
+    """A programming error, of a class that no code catches by name."""
 
 
 @dataclass
-class Bench:
+class ClientsHarness:
     """Two workers and a planned job of two shards."""
 
     world: World
@@ -41,9 +41,9 @@ class Bench:
     beats: MemoryHeartbeats
     job: str
 
-    def client(self, name: str, *, deaf: bool = False) -> ShardClient:
-        """A worker's client; a deaf one reads no other workers, as when Redis was emptied."""
-        beats = MemoryHeartbeats(self.world.clock, 10.0) if deaf else self.beats
+    def client(self, name: str, *, isolated: bool = False) -> ShardClient:
+        """A worker's client; an isolated one reads no other worker's heartbeats, as when Redis was emptied."""
+        beats = MemoryHeartbeats(self.world.clock, 10.0) if isolated else self.beats
         return ShardClient(name, self.world, lambda _: self.ledger, self.queue, beats, lambda: False, models=MODELS)
 
     def take(self, client: ShardClient, shard: int = 1) -> ShardWork | None:
@@ -52,369 +52,379 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def harness(tmp_path: Path) -> ClientsHarness:
     world = simulated_world(tmp_path)
     ledger = JobLedger(world.store)
     job = plan_by_hand(ledger, world, [[4, 1, 2], [3]], rejected=[0])
-    return Bench(world, ledger, MemoryQueue(), MemoryHeartbeats(world.clock, 10.0), job.id)
+    return ClientsHarness(world, ledger, MemoryQueue(), MemoryHeartbeats(world.clock, 10.0), job.id)
 
 
-def test_a_shard_comes_with_all_that_is_needed_and_is_held(bench: Bench) -> None:
-    work = bench.take(bench.client("w"))
+def test_a_shard_comes_with_all_that_is_needed_and_is_held(harness: ClientsHarness) -> None:
+    work = harness.take(harness.client("w"))
     assert work is not None
-    assert (work.job, work.shard, work.attempt) == (bench.ledger.job(), 1, 1)
+    assert (work.job, work.shard, work.attempt) == (harness.ledger.job(), 1, 1)
     assert work.table["row"].to_pylist() == [4, 1, 2], "the planner's order"
-    assert held(bench.beats) == {(bench.job, 1)}
-    assert bench.ledger.attempts(1) == [], "nothing of it has been in an engine yet"
+    assert held(harness.beats) == {(harness.job, 1)}
+    assert harness.ledger.attempts(1) == [], "nothing of it has been in an engine yet"
 
 
-def test_an_attempt_is_recorded_when_it_begins(bench: Bench) -> None:
-    one, two = bench.client("one"), bench.client("two", deaf=True)
-    first, second = bench.take(one), bench.take(two)
+def test_an_attempt_is_recorded_when_it_begins(harness: ClientsHarness) -> None:
+    one, two = harness.client("one"), harness.client("two", isolated=True)
+    first, second = harness.take(one), harness.take(two)
     assert first is not None
     assert second is not None
     one.begin(first)
     two.begin(second)
-    assert [(record.attempt, record.attempt_id) for record in bench.ledger.attempts(1)] == [
+    assert [(record.attempt, record.attempt_id) for record in harness.ledger.attempts(1)] == [
         (1, first.attempt_id),
         (2, second.attempt_id),
     ]
-    third = bench.take(bench.client("three", deaf=True))
+    third = harness.take(harness.client("three", isolated=True))
     assert third is not None
     assert third.attempt == 3
     assert third.history.silent == 2
     one.release(first, 0)
     two.release(second, 5)
-    assert [(record.attempt_id, record.generated) for record in bench.ledger.ended(1)] == sorted(
+    assert [(record.attempt_id, record.generated) for record in harness.ledger.ended(1)] == sorted(
         [(first.attempt_id, 0), (second.attempt_id, 5)]
     )
 
 
-def test_of_two_workers_that_did_the_same_shard_the_first_counts(bench: Bench) -> None:
-    one, two = bench.client("one"), bench.client("two", deaf=True)
-    mine = begun(bench, one)
-    yours = begun(bench, two)
+def test_of_two_workers_that_did_the_same_shard_the_first_counts(harness: ClientsHarness) -> None:
+    one, two = harness.client("one"), harness.client("two", isolated=True)
+    mine = begun(harness, one)
+    yours = begun(harness, two)
     assert (mine.attempt, yours.attempt) == (1, 2)
     assert two.commit(yours, computed(yours, mark=" of two"), report(yours)) is True
-    stands = bench.world.store.read(part_key(1))
+    stands = harness.world.store.read(part_key(1))
     assert one.commit(mine, computed(mine, mark=" of one"), report(mine)) is False
-    assert bench.world.store.read(part_key(1)) == stands
-    assert [row["text"] for row in all_rows(bench.ledger)] == [None, "answer 1 of two", "answer 2 of two", None]
-    assert read_part(bench.ledger, 1).summary.worker == "two"
-    (lost,) = bench.ledger.ended(1)
+    assert harness.world.store.read(part_key(1)) == stands
+    assert [row["text"] for row in all_rows(harness.ledger)] == [None, "answer 1 of two", "answer 2 of two", None]
+    assert read_part(harness.ledger, 1).summary.worker == "two"
+    (lost,) = harness.ledger.ended(1)
     assert (lost.attempt_id, lost.generated) == (mine.attempt_id, 3 * 7)
-    assert held(bench.beats) == set()
-    assert list(bench.world.scratch.iterdir()) == []
+    assert held(harness.beats) == set()
+    assert list(harness.world.scratch.iterdir()) == []
 
 
-def test_results_that_are_not_the_shards_are_refused_and_nothing_is_committed(bench: Bench) -> None:
-    client = bench.client("w")
-    work = bench.take(client)
+def test_results_that_are_not_the_shards_are_refused_and_nothing_is_committed(harness: ClientsHarness) -> None:
+    client = harness.client("w")
+    work = harness.take(client)
     assert work is not None
     with pytest.raises(RowsMismatch, match="1 rows have none"):
         client.commit(work, FinishedRows(computed(work).rows[1:], computed(work).usages[1:]), report(work))
-    assert not bench.ledger.has_part(1)
+    assert not harness.ledger.has_part(1)
     assert client.commit(work, computed(work), report(work)) is True
 
 
-def test_a_shard_given_back_can_be_taken_again(bench: Bench) -> None:
-    client = bench.client("w")
-    work = bench.take(client)
+def test_a_shard_given_back_can_be_taken_again(harness: ClientsHarness) -> None:
+    client = harness.client("w")
+    work = harness.take(client)
     assert work is not None
-    assert bench.take(client) is None, "held"
+    assert harness.take(client) is None, "held"
     client.release(work, 0)
-    assert held(bench.beats) == set()
-    assert bench.ledger.ended(1) == [], "it had not begun"
-    again = bench.take(client)
+    assert held(harness.beats) == set()
+    assert harness.ledger.ended(1) == [], "it had not begun"
+    again = harness.take(client)
     assert again is not None
     assert again.attempt == 1
     client.begin(again)
     client.release(again, 0)
-    later = bench.take(client)
+    later = harness.take(client)
     assert later is not None
     assert (later.attempt, later.history.silent) == (2, 0)
 
 
-def test_a_shard_that_another_holds_is_passed_over_until_that_one_lets_go(bench: Bench) -> None:
+def test_a_shard_that_another_holds_is_passed_over_until_that_one_lets_go(harness: ClientsHarness) -> None:
     # Given a task that was put twice, because it was not taken for long, or by two dispatchers
-    one, two = bench.client("one"), bench.client("two")
-    work = bench.take(one)
+    one, two = harness.client("one"), harness.client("two")
+    work = harness.take(one)
     assert work is not None
-    assert bench.take(two) is None
-    assert held(bench.beats) == {(bench.job, 1)}
+    assert harness.take(two) is None
+    assert held(harness.beats) == {(harness.job, 1)}
     one.release(work, 0)
-    assert bench.take(two) is not None
+    assert harness.take(two) is not None
 
 
-def test_given_no_word_of_who_holds_what_a_shard_is_taken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_unavailable_heartbeats_then_a_shard_is_taken(
+    harness: ClientsHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def silent() -> list[WorkerState]:
         raise ServiceUnavailable("Redis is away")
 
-    assert bench.take(bench.client("one")) is not None
-    monkeypatch.setattr(bench.beats, "workers", silent)
-    assert bench.take(bench.client("two")) is not None
+    assert harness.take(harness.client("one")) is not None
+    monkeypatch.setattr(harness.beats, "workers", silent)
+    assert harness.take(harness.client("two")) is not None
 
 
-def test_given_a_shard_that_is_taken_and_not_begun_when_the_heart_beats_then_it_is_held(bench: Bench) -> None:
-    client = bench.client("w")
-    work = bench.take(client)
+def test_given_a_shard_that_is_taken_and_not_begun_when_the_heart_beats_then_it_is_held(
+    harness: ClientsHarness,
+) -> None:
+    client = harness.client("w")
+    work = harness.take(client)
     assert work is not None
     client.send_heartbeat([])
-    assert held(bench.beats) == {(bench.job, 1)}
-    assert bench.take(client) is None
-    bench.ledger.create_closing(Closing(kind="cancel", at=bench.world.clock.now()))
-    assert client.find_revoked([work]).to_release == {(bench.job, 1)}
+    assert held(harness.beats) == {(harness.job, 1)}
+    assert harness.take(client) is None
+    harness.ledger.create_closing(Closing(kind="cancel", at=harness.world.clock.now()))
+    assert client.find_revoked([work]).to_release == {(harness.job, 1)}
 
 
-def begun(bench: Bench, client: ShardClient) -> ShardWork:
+def begun(harness: ClientsHarness, client: ShardClient) -> ShardWork:
     """The next shard, which the client has begun."""
-    work = bench.take(client)
+    work = harness.take(client)
     assert work is not None
     client.begin(work)
     return work
 
 
-def silent_for(bench: Bench, client: ShardClient, work: ShardWork, seconds: float) -> None:
+def silent_for(harness: ClientsHarness, client: ShardClient, work: ShardWork, seconds: float) -> None:
     """The worker's process is suspended for so long, and continues with a heartbeat."""
     client.send_heartbeat([work])
-    bench.world.clock.sleep(seconds)
+    harness.world.clock.sleep(seconds)
 
 
-def test_given_a_silence_when_another_worker_has_taken_the_shard_then_it_is_revoked(bench: Bench) -> None:
-    one, two = bench.client("one"), bench.client("two")
-    work = begun(bench, one)
-    silent_for(bench, one, work, 11.0)
-    other = bench.take(two)
+def test_given_a_silence_when_another_worker_has_taken_the_shard_then_it_is_revoked(harness: ClientsHarness) -> None:
+    one, two = harness.client("one"), harness.client("two")
+    work = begun(harness, one)
+    silent_for(harness, one, work, 11.0)
+    other = harness.take(two)
     assert other is not None
     # When the first goes on, then it must release the shard, whether the other has begun it or not
     one.send_heartbeat([work])
-    assert one.find_revoked([work]) == RevokedShards(to_release=frozenset({(bench.job, 1)}))
+    assert one.find_revoked([work]) == RevokedShards(to_release=frozenset({(harness.job, 1)}))
     two.begin(other)
-    assert one.find_revoked([work]).to_release == {(bench.job, 1)}
+    assert one.find_revoked([work]).to_release == {(harness.job, 1)}
     assert two.find_revoked([other]) == RevokedShards(), "it was never silent"
     # and once the other's part exists, there is nothing left to log.
     assert two.commit(other, computed(other), report(other)) is True
-    assert one.find_revoked([work]) == RevokedShards(committed=frozenset({(bench.job, 1)}))
+    assert one.find_revoked([work]) == RevokedShards(committed=frozenset({(harness.job, 1)}))
 
 
-def test_given_no_silence_or_one_that_nobody_used_then_nothing_is_revoked(bench: Bench) -> None:
-    one, two = bench.client("one"), bench.client("two", deaf=True)
-    work = begun(bench, one)
-    silent_for(bench, one, work, 9.0)
-    begun(bench, two)
+def test_given_no_silence_or_one_in_which_no_other_worker_began_then_nothing_is_revoked(
+    harness: ClientsHarness,
+) -> None:
+    one, two = harness.client("one"), harness.client("two", isolated=True)
+    work = begun(harness, one)
+    silent_for(harness, one, work, 9.0)
+    begun(harness, two)
     one.send_heartbeat([work])
     assert one.find_revoked([work]) == RevokedShards(), "the attempts differ, but this one was never silent"
-    silent_for(bench, one, work, 11.0)
+    silent_for(harness, one, work, 11.0)
     one.send_heartbeat([work])
     assert one.find_revoked([work]) == RevokedShards(), "the later attempt's worker is not alive"
 
 
-def test_given_two_workers_that_both_were_silent_then_the_later_attempt_goes_on(bench: Bench) -> None:
-    one, two = bench.client("one"), bench.client("two")
-    work = begun(bench, one)
-    silent_for(bench, one, work, 11.0)
-    other = begun(bench, two)
-    bench.world.clock.sleep(11.0)
+def test_given_two_workers_that_both_were_silent_then_the_later_attempt_goes_on(harness: ClientsHarness) -> None:
+    one, two = harness.client("one"), harness.client("two")
+    work = begun(harness, one)
+    silent_for(harness, one, work, 11.0)
+    other = begun(harness, two)
+    harness.world.clock.sleep(11.0)
     one.send_heartbeat([work])
     two.send_heartbeat([other])
-    assert one.find_revoked([work]).to_release == {(bench.job, 1)}
+    assert one.find_revoked([work]).to_release == {(harness.job, 1)}
     assert two.find_revoked([other]) == RevokedShards()
 
 
-def test_given_a_silence_and_a_long_step_after_it_then_what_was_taken_over_is_still_found(bench: Bench) -> None:
-    one, two = bench.client("one"), bench.client("two")
-    work = begun(bench, one)
-    silent_for(bench, one, work, 11.0)
-    other = begun(bench, two)
+def test_given_a_silence_and_a_long_step_after_it_then_what_was_taken_over_is_still_found(
+    harness: ClientsHarness,
+) -> None:
+    one, two = harness.client("one"), harness.client("two")
+    work = begun(harness, one)
+    silent_for(harness, one, work, 11.0)
+    other = begun(harness, two)
     # When heartbeats are repeated during a step that outlasts their lifetime
     for _ in range(10):
         one.send_heartbeat([])
         two.send_heartbeat([other])
-        bench.world.clock.sleep(3.0)
+        harness.world.clock.sleep(3.0)
     one.send_heartbeat([work])
     # Then the shard is revoked, and once that was checked the silence is over
-    assert one.find_revoked([work]).to_release == {(bench.job, 1)}
+    assert one.find_revoked([work]).to_release == {(harness.job, 1)}
     assert one.find_revoked([work]) == RevokedShards()
 
 
 def test_given_heartbeats_that_cant_be_sent_or_read_then_a_later_attempt_stands_for_its_worker(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    harness: ClientsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(*_: object) -> list[WorkerState]:
         raise ServiceUnavailable("Redis is away")
 
-    one, two = bench.client("one"), bench.client("two", deaf=True)
-    work = begun(bench, one)
-    silent_for(bench, one, work, 11.0)
-    monkeypatch.setattr(bench.beats, "send_heartbeat", away)
-    monkeypatch.setattr(bench.beats, "workers", away)
+    one, two = harness.client("one"), harness.client("two", isolated=True)
+    work = begun(harness, one)
+    silent_for(harness, one, work, 11.0)
+    monkeypatch.setattr(harness.beats, "send_heartbeat", away)
+    monkeypatch.setattr(harness.beats, "workers", away)
     one.send_heartbeat([work])
-    assert one.find_revoked([work]) == RevokedShards(), "nobody else has begun it"
-    begun(bench, two)
-    assert one.find_revoked([work]).to_release == {(bench.job, 1)}
+    assert one.find_revoked([work]) == RevokedShards(), "no other worker has begun it"
+    begun(harness, two)
+    assert one.find_revoked([work]).to_release == {(harness.job, 1)}
 
 
-def test_given_records_of_a_later_version_after_a_silence_then_the_shard_is_released(bench: Bench) -> None:
-    one, two = bench.client("one"), bench.client("two")
-    work = begun(bench, one)
-    silent_for(bench, one, work, 11.0)
-    assert bench.take(two) is not None
-    later = AttemptRecord(attempt=2, attempt_id="x", worker="two", session="s", started_at=bench.world.clock.now())
+def test_given_records_of_a_later_version_after_a_silence_then_the_shard_is_released(harness: ClientsHarness) -> None:
+    one, two = harness.client("one"), harness.client("two")
+    work = begun(harness, one)
+    silent_for(harness, one, work, 11.0)
+    assert harness.take(two) is not None
+    later = AttemptRecord(attempt=2, attempt_id="x", worker="two", session="s", started_at=harness.world.clock.now())
     data = later.to_json().replace(b'"version": 1', b'"version": 2')
-    bench.world.store.create(bench.ledger.prefix + work_key(1, "attempt-0002.json"), data)
+    harness.world.store.create(harness.ledger.prefix + work_key(1, "attempt-0002.json"), data)
     one.send_heartbeat([work])
-    assert one.find_revoked([work]).to_release == {(bench.job, 1)}
+    assert one.find_revoked([work]).to_release == {(harness.job, 1)}
     # nor is the shard blamed by a worker that can't go on with it.
     one.release(work, 0)
-    assert bench.take(bench.client("three", deaf=True)) is None
-    assert bench.ledger.store.info(work_key(1, "attempt-0002.json")) is not None
-    assert bench.ledger.unreadable(1) == []
+    assert harness.take(harness.client("three", isolated=True)) is None
+    assert harness.ledger.store.info(work_key(1, "attempt-0002.json")) is not None
+    assert harness.ledger.unreadable(1) == []
 
 
 def test_given_a_shard_that_was_released_meanwhile_when_its_job_is_forgotten_then_it_is_left_out(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    harness: ClientsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The question which shards are revoked is asked on another thread."""
+    """Revoked shards are looked up on another thread."""
     monkeypatch.setattr("pipeline.worker_client.shard_client.MAX_JOBS", 0)
-    client = bench.client("w")
-    work = bench.take(client)
+    client = harness.client("w")
+    work = harness.take(client)
     assert work is not None
     client.release(work, 0)
     client._forget_jobs()
     assert client.find_revoked([work]) == RevokedShards()
 
 
-def test_nothing_is_taken_from_a_job_that_closes(bench: Bench) -> None:
-    bench.ledger.create(CLOSING, Closing(kind="cancel", at=bench.world.clock.now()).to_json())
-    assert bench.take(bench.client("w")) is None
+def test_nothing_is_taken_from_a_job_that_closes(harness: ClientsHarness) -> None:
+    harness.ledger.create(CLOSING, Closing(kind="cancel", at=harness.world.clock.now()).to_json())
+    assert harness.take(harness.client("w")) is None
 
 
-def test_a_job_that_is_gone_is_passed_over(bench: Bench) -> None:
+def test_a_job_that_is_gone_is_passed_over(harness: ClientsHarness) -> None:
     """Names on a queue outlive jobs that are removed, and others may write there."""
     client = ShardClient(
         "w",
-        bench.world,
-        lambda job: bench.ledger if job == bench.job else JobLedger(bench.world.store, "nowhere/"),
-        bench.queue,
-        bench.beats,
+        harness.world,
+        lambda job: harness.ledger if job == harness.job else JobLedger(harness.world.store, "nowhere/"),
+        harness.queue,
+        harness.beats,
         lambda: False,
         models=MODELS,
     )
-    bench.queue.put(QUEUE, ShardTask("job-gone", 1))
-    assert bench.take(client) is not None, "the one behind it"
-    assert held(bench.beats) == {(bench.job, 1)}
+    harness.queue.put(QUEUE, ShardTask("job-gone", 1))
+    assert harness.take(client) is not None, "the one behind it"
+    assert held(harness.beats) == {(harness.job, 1)}
 
 
-def test_a_shard_that_no_plan_has_is_passed_over(bench: Bench) -> None:
-    bench.queue.put(QUEUE, ShardTask(bench.job, 9))
-    client = bench.client("w")
+def test_a_shard_that_no_plan_has_is_passed_over(harness: ClientsHarness) -> None:
+    harness.queue.put(QUEUE, ShardTask(harness.job, 9))
+    client = harness.client("w")
     assert client.take(0) is None
-    assert held(bench.beats) == set()
-    assert bench.take(client) is not None
+    assert held(harness.beats) == set()
+    assert harness.take(client) is not None
 
 
-def test_a_shard_that_was_removed_with_its_job_is_passed_over(bench: Bench) -> None:
-    client = bench.client("w")
-    assert bench.take(client, shard=2) is not None
-    store = bench.world.store
+def test_a_shard_that_was_removed_with_its_job_is_passed_over(harness: ClientsHarness) -> None:
+    client = harness.client("w")
+    assert harness.take(client, shard=2) is not None
+    store = harness.world.store
     for info in list(store.list("plans/")):
         store.delete(info.key)
     store.delete("job.json")
-    assert bench.take(client) is None
-    assert held(bench.beats) == {(bench.job, 2)}
+    assert harness.take(client) is None
+    assert held(harness.beats) == {(harness.job, 2)}
 
 
-def test_given_a_shard_that_cant_be_read_then_that_is_recorded_and_the_worker_takes_the_next_one(bench: Bench) -> None:
-    segment = bench.ledger.segment(0)
+def test_given_a_shard_that_cant_be_read_then_that_is_recorded_and_the_worker_takes_the_next_one(
+    harness: ClientsHarness,
+) -> None:
+    segment = harness.ledger.segment(0)
     assert segment is not None
-    bench.world.store.delete(segment.shards[0].key)
-    client = bench.client("w")
-    bench.queue.put(QUEUE, ShardTask(bench.job, 1))
-    other = bench.take(client, shard=2)
+    harness.world.store.delete(segment.shards[0].key)
+    client = harness.client("w")
+    harness.queue.put(QUEUE, ShardTask(harness.job, 1))
+    other = harness.take(client, shard=2)
     assert other is not None
-    assert (other.shard, held(bench.beats)) == (2, {(bench.job, 2)})
-    (record,) = bench.ledger.unreadable(1)
+    assert (other.shard, held(harness.beats)) == (2, {(harness.job, 2)})
+    (record,) = harness.ledger.unreadable(1)
     assert (record.worker, "is missing, but the plan refers to it" in record.reason) == ("w", True)
-    assert bench.take(client, shard=1) is None
-    assert len(bench.ledger.unreadable(1)) == 1, "it isn't tried again at once"
-    bench.world.clock.sleep(PASS_OVER_SECONDS)
-    assert bench.take(client, shard=1) is None
-    assert len(bench.ledger.unreadable(1)) == 2
+    assert harness.take(client, shard=1) is None
+    assert len(harness.ledger.unreadable(1)) == 1, "it isn't tried again at once"
+    harness.world.clock.sleep(PASS_OVER_SECONDS)
+    assert harness.take(client, shard=1) is None
+    assert len(harness.ledger.unreadable(1)) == 2
 
 
 def test_given_an_error_that_was_never_foreseen_then_it_is_counted_and_the_worker_goes_on(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    harness: ClientsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_ledger: JobLedger, _shard: object) -> None:
-        raise Unforeseen("planted")
+        raise UnexpectedError("planted")
 
-    client = bench.client("w")
+    client = harness.client("w")
     with monkeypatch.context() as planted:
         planted.setattr(shard_client, "read_table", broken)
-        assert bench.take(client) is None
-    assert bench.world.errors.counts() == {"worker": 1}
-    assert "Unforeseen" in bench.ledger.unreadable(1)[0].reason
-    assert bench.take(client, shard=2) is not None
+        assert harness.take(client) is None
+    assert harness.world.errors.counts() == {"worker": 1}
+    assert "UnexpectedError" in harness.ledger.unreadable(1)[0].reason
+    assert harness.take(client, shard=2) is not None
 
 
 def test_given_too_little_memory_then_it_is_counted_and_nothing_is_blamed_on_the_shard(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    harness: ClientsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_file: object) -> None:
         raise pa.ArrowMemoryError("planted")
 
-    client = bench.client("w")
+    client = harness.client("w")
     with monkeypatch.context() as planted:
         planted.setattr(pq, "read_table", broken)
-        assert bench.take(client) is None
-    assert bench.world.errors.counts() == {"worker": 1}
-    assert bench.ledger.unreadable(1) == []
-    assert bench.take(client, shard=2) is not None
+        assert harness.take(client) is None
+    assert harness.world.errors.counts() == {"worker": 1}
+    assert harness.ledger.unreadable(1) == []
+    assert harness.take(client, shard=2) is not None
 
 
 def test_given_a_store_that_fails_then_nothing_is_blamed_on_the_shard(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    harness: ClientsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(_key: str) -> bytes:
         raise StoreError("the store is away")
 
-    client = bench.client("w")
+    client = harness.client("w")
     with monkeypatch.context() as planted:
-        planted.setattr(bench.world.store, "read", away)
+        planted.setattr(harness.world.store, "read", away)
         with pytest.raises(StoreError):
-            bench.take(client)
-    assert bench.ledger.unreadable(1) == []
-    assert bench.take(client) is not None
+            harness.take(client)
+    assert harness.ledger.unreadable(1) == []
+    assert harness.take(client) is not None
 
 
-def test_given_up_by_one_attempt_a_shard_is_recorded_and_free_for_another(bench: Bench) -> None:
-    one, two = bench.client("one"), bench.client("two")
-    work = begun(bench, one)
-    one.give_up(work, Unforeseen("planted"), generated=9)
-    assert bench.take(one) is None
-    assert [record.worker for record in bench.ledger.unreadable(1)] == ["one"]
-    assert [record.generated for record in bench.ledger.ended(1)] == [9]
-    assert bench.take(two) is not None
+def test_given_up_by_one_attempt_a_shard_is_recorded_and_free_for_another(harness: ClientsHarness) -> None:
+    one, two = harness.client("one"), harness.client("two")
+    work = begun(harness, one)
+    one.give_up(work, UnexpectedError("planted"), generated=9)
+    assert harness.take(one) is None
+    assert [record.worker for record in harness.ledger.unreadable(1)] == ["one"]
+    assert [record.generated for record in harness.ledger.ended(1)] == [9]
+    assert harness.take(two) is not None
 
 
-def test_given_a_closing_that_cant_be_read_then_the_heartbeat_and_other_jobs_go_on(bench: Bench) -> None:
-    client = bench.client("w")
-    work = bench.take(client)
+def test_given_a_closing_that_cant_be_read_then_the_heartbeat_and_other_jobs_go_on(harness: ClientsHarness) -> None:
+    client = harness.client("w")
+    work = harness.take(client)
     assert work is not None
-    bench.world.store.create(CLOSING, b"{")
+    harness.world.store.create(CLOSING, b"{")
     client.send_heartbeat([work])
     assert client.find_revoked([work]) == RevokedShards()
     assert client.commit(work, computed(work), report(work)) is True
-    assert bench.take(client, shard=2) is None
-    assert bench.ledger.unreadable(2) == [], "it is not the shard's fault"
+    assert harness.take(client, shard=2) is None
+    assert harness.ledger.unreadable(2) == [], "it is not the shard's fault"
 
 
-def test_a_report_without_engine_time_is_fine(bench: Bench) -> None:
-    client = bench.client("w")
-    work = bench.take(client, shard=2)
+def test_a_report_without_engine_time_is_fine(harness: ClientsHarness) -> None:
+    client = harness.client("w")
+    work = harness.take(client, shard=2)
     assert work is not None
     assert client.commit(work, computed(work), ShardReport()) is True
-    assert read_part(bench.ledger, 2).summary.engine_started_at is None
+    assert read_part(harness.ledger, 2).summary.engine_started_at is None
 
 
 def test_given_a_full_disk_when_a_part_is_committed_then_nothing_half_is_left(tmp_path: Path) -> None:
@@ -440,23 +450,23 @@ def test_given_a_full_disk_when_a_part_is_committed_then_nothing_half_is_left(tm
     assert [path.name for path in (tmp_path / "out" / "results").iterdir()] == ["part-00000.parquet"]
 
 
-def test_a_job_that_is_removed_while_it_is_known_is_passed_over(bench: Bench) -> None:
-    client = bench.client("w")
-    work = bench.take(client)
+def test_a_job_that_is_removed_while_it_is_known_is_passed_over(harness: ClientsHarness) -> None:
+    client = harness.client("w")
+    work = harness.take(client)
     assert work is not None
     client.release(work, 0)
-    for info in list(bench.world.store.list("")):
-        bench.world.store.delete(info.key)
-    assert bench.take(client) is None
-    assert held(bench.beats) == set()
+    for info in list(harness.world.store.list("")):
+        harness.world.store.delete(info.key)
+    assert harness.take(client) is None
+    assert held(harness.beats) == set()
 
 
-def test_what_a_worker_has_left_counts_the_rows_without_an_outcome(bench: Bench) -> None:
-    client = bench.client("w")
-    one, two = bench.take(client, 1), bench.take(client, 2)
+def test_what_a_worker_has_left_counts_the_rows_without_an_outcome(harness: ClientsHarness) -> None:
+    client = harness.client("w")
+    one, two = harness.take(client, 1), harness.take(client, 2)
     assert one is not None
     assert two is not None
-    client.send_heartbeat([one, two], WorkerLoad(tokens_per_second=50.0, unfinished={(bench.job, 1): 1 / 3}))
-    (state,) = bench.beats.workers()
+    client.send_heartbeat([one, two], WorkerLoad(tokens_per_second=50.0, unfinished={(harness.job, 1): 1 / 3}))
+    (state,) = harness.beats.workers()
     assert state.tokens_per_second == 50.0
     assert state.waiting_tokens == 12 + 12, "a third of three rows, and all of the one that nothing is said of"

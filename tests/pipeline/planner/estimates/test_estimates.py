@@ -1,4 +1,4 @@
-"""What an estimate says is what planning finds, and the bounds are those of the data sheets."""
+"""Estimates agree with plans, and the bounds are those of the data sheets."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def test_measuring_finds_what_planning_finds(tools: Any) -> None:
     assert not estimate.exact
 
 
-def test_exact_counts_ask_for_every_prompt(tools: Any) -> None:
-    asked: list[str] = []
+def test_exact_estimates_tokenize_every_prompt(tools: Any) -> None:
+    counted: list[str] = []
 
     def counter(text: str) -> int:
-        asked.append(text)
+        counted.append(text)
         return 100
 
     lines = b"\n".join(tools.line(str(n), f"question {n}") for n in range(200))
     with tools.world() as world:
         estimate = measure(tools.source(lines), tools.job(), world, counter=counter, exact=True)
-    assert len(asked) == 200
+    assert len(counted) == 200
     assert estimate.exact
     assert estimate.prompt_tokens == 200 * (100 + 8)  # and what the template puts around one message
 
@@ -91,7 +91,7 @@ def test_weights_in_16_bits(billions: int, gigabytes: int) -> None:
     assert ModelShape(billions * 10**9, 1, 1, 1).weight_bytes == gigabytes * 10**9
 
 
-def test_known_figures_of_a_70b_model() -> None:
+def test_known_numbers_of_a_70b_model() -> None:
     assert LLAMA_70B.kv_bytes_per_token * 4096 == pytest.approx(1.34e9, rel=0.01)
     assert read_seconds(LLAMA_70B, HARDWARE["h100"], 0, 0) == pytest.approx(0.042, rel=0.01)
 
@@ -105,7 +105,7 @@ def test_an_8b_model_on_an_h100() -> None:
     assert least.seconds >= arithmetic
     assert least.sequences is not None
     assert least.seconds >= 5e6 / least.sequences * LLAMA_8B.weight_bytes / 3.35e12
-    assert least.cost is None, "nobody has said a price"
+    assert least.cost is None, "no price is set"
     dear = bound(LLAMA_8B, HARDWARE["h100"], price_per_hour=36.0, **work)
     assert dear.cost == pytest.approx(dear.seconds / 100)
 

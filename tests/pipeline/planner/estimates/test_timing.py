@@ -32,7 +32,7 @@ def test_each_quantity_of_a_step_has_its_price() -> None:
     assert times.of(steps((2, 0, 0, 0), (2, 3, 0, 0), (1, 0, 4, 0), (1, 0, 0, 5))).tolist() == [2, 32, 401, 5001]
 
 
-def test_prices_are_found_again_from_runs_that_tell_them_apart() -> None:
+def test_prices_are_found_again_from_runs_that_differ_enough() -> None:
     truth = StepTimes({1: 3e-3, 16: 6e-3, 128: 4e-2, 2048: 0.6}, logit=7e-5, read=8e-7, pair=5e-8)
     runs = [
         steps((1, 1, 60, 60)), steps(*[(16, 16, 1000, 1000)] * 9), steps((16, 16, 9000, 9000), (16, 16, 80, 80)),
@@ -55,7 +55,7 @@ def test_no_price_is_below_nothing(found: list[tuple[int, int, int, int]]) -> No
     assert min(*times.by_tokens.values(), times.logit, times.read, times.pair) >= 0
 
 
-def test_what_was_not_rehearsed_takes_as_long_as_full_batches_do_and_the_end_comes_once() -> None:
+def test_rows_beyond_the_dry_run_take_as_long_as_full_batches_and_the_end_comes_once() -> None:
     times = StepTimes({1: 1.0, 10: 1.0})
     run = steps((10, 10, 0, 0), (10, 10, 0, 0), (4, 4, 0, 0), (1, 1, 0, 0))
     waiting, progress = np.array([True, True, False, False]), np.array([10.0, 20.0, 24.0, 25.0])
@@ -63,5 +63,7 @@ def test_what_was_not_rehearsed_takes_as_long_as_full_batches_do_and_the_end_com
     assert estimate_worker_seconds(run, waiting, progress, times, 3.0) == 4 + 50 / 10, (
         "ten tokens a second while others wait"
     )
-    assert estimate_worker_seconds(run, waiting, progress, times, 0.5) == 2.0, "more was rehearsed than there is to do"
+    assert estimate_worker_seconds(run, waiting, progress, times, 0.5) == 2.0, (
+        "the dry run has more rows than there are to do"
+    )
     assert estimate_worker_seconds(steps(), waiting[:0], progress[:0], times, 1.0) == 0.0

@@ -283,7 +283,7 @@ def whole_files() -> list[bytes]:
 
 
 def outcomes(count: int, seed: int) -> Counter[str]:
-    """What became of so many damaged files. Whatever else is raised than `InputError` is raised here."""
+    """The outcomes of reading so many damaged files; any other error than `InputError` is raised."""
     chosen, bases, found = random.Random(seed), whole_files(), Counter[str]()
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, before[1]))  # a size that a file declares may be any

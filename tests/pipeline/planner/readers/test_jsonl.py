@@ -20,7 +20,7 @@ from schemas.requests.limits import Limits
 LIMITS = Limits(max_line_bytes=200, max_json_depth=5)
 
 
-class Dripping(io.RawIOBase):
+class DrippingStream(io.RawIOBase):
     """A stream that gives at most `step` bytes a read, as a network may."""
 
     def __init__(self, data: bytes, step: int) -> None:
@@ -32,7 +32,7 @@ class Dripping(io.RawIOBase):
 
 
 def read(data: bytes, *, segment_rows: int = 1000, step: int = 1 << 20) -> list[SourceBatch]:
-    file = SourceFile("in.jsonl", lambda: Dripping(data, step))
+    file = SourceFile("in.jsonl", lambda: DrippingStream(data, step))
     return list(JsonlSource([file], LIMITS).batches(SegmentSizes(segment_rows, segment_rows)))
 
 

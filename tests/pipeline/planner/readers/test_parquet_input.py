@@ -194,7 +194,7 @@ def test_a_column_of_inputs_is_embedded(tools: Any, texts: list[Any]) -> None:
     assert [json.loads(row["body"])["input"] for row in sorted(rows, key=lambda row: row["row"])] == wanted
 
 
-def test_a_column_called_input_beside_prompts_is_carried(tools: Any) -> None:
+def test_a_column_called_input_next_to_prompts_is_carried(tools: Any) -> None:
     planned = tools.plan(source(pa.table({"custom_id": ["x"], "prompt": ["a"], "input": ["b"]})))
     (table,) = planned.sink.shards.values()
     assert table.column("url").to_pylist() == ["/v1/completions"]
