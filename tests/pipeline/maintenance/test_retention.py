@@ -34,8 +34,8 @@ from tests.pipeline.made_jobs import end_job, order, plan_by_hand
 from tests.pipeline.simulation import MemoryStore, SeededRandomness, SimulatedClock, simulated_world
 
 DAY = 86_400.0
-KEEP = RetentionSettings(outputs=timedelta(days=7), intake=timedelta(days=30))
-PAPERS = {"job.json", "manifest.json", "tombstone.json"}
+RETENTION = RetentionSettings(outputs=timedelta(days=7), intake=timedelta(days=30))
+RECORDS = {"job.json", "manifest.json", "tombstone.json"}
 
 
 def ledger_of(store: ObjectStore, name: str) -> JobLedger:
@@ -43,7 +43,7 @@ def ledger_of(store: ObjectStore, name: str) -> JobLedger:
 
 
 def planned(world: World, name: str, batch: str | None = None) -> JobLedger:
-    """A job under way: planned, a lost planner's shard beside, one part and a checkpoint there."""
+    """A job under way: planned, with a lost planner's shard, one part and a checkpoint there."""
     ledger = ledger_of(world.store, name)
     changes = {}
     if batch is not None:
@@ -64,7 +64,7 @@ def below(store: ObjectStore, ledger: JobLedger) -> set[str]:
     return {info.key.removeprefix(ledger.prefix) for info in store.list(ledger.prefix)}
 
 
-def run(world: World, chosen: RetentionSettings = KEEP, *, dry_run: bool = False) -> Counter[RemovedKind]:
+def run(world: World, chosen: RetentionSettings = RETENTION, *, dry_run: bool = False) -> Counter[RemovedKind]:
     return RetentionSweep(world, chosen, dry_run=dry_run).run().objects
 
 
@@ -93,7 +93,7 @@ def test_given_an_ended_job_when_collected_then_only_leftovers_are_removed(world
     assert not [name for name in left if name.startswith("work/0") or "lost" in name]
     assert world.store.info("intake/kafka/c/t/00000/lines/0-a.jsonl") is not None
 
-    ledger.create(checkpoint_key(1, "1" * 16, 3), b"a worker that had not heard of the end")
+    ledger.create(checkpoint_key(1, "1" * 16, 3), b"a worker that did not know of the end")
     assert run(world) == {RemovedKind.WORK: 1}
     assert run(world) == {}
 
@@ -107,13 +107,13 @@ def test_given_results_that_are_too_old_when_collected_then_a_tombstone_has_the_
     run(world)
     ledger.check_results()
     world.clock.sleep(1 * DAY)
-    looked = RetentionSweep(world, KEEP, dry_run=True).run()
-    assert looked.jobs == ["job-1"]
-    assert looked.num_bytes[RemovedKind.RESULTS] > 0
+    would = RetentionSweep(world, RETENTION, dry_run=True).run()
+    assert would.jobs == ["job-1"]
+    assert would.num_bytes[RemovedKind.RESULTS] > 0
     assert ledger.tombstone() is None
-    done = RetentionSweep(world, KEEP).run()
-    assert (done.jobs, done.objects) == (looked.jobs, looked.objects)
-    assert below(world.store, ledger) == PAPERS
+    done = RetentionSweep(world, RETENTION).run()
+    assert (done.jobs, done.objects) == (would.jobs, would.objects)
+    assert below(world.store, ledger) == RECORDS
 
     summary = summarize_job(find_ledger(world.store, "job-1"))
     assert summary.status is JobStatus.CANCELLED
@@ -128,7 +128,7 @@ def test_given_results_that_are_too_old_when_collected_then_a_tombstone_has_the_
     world.clock.sleep(23 * DAY)
     assert run(world) == {RemovedKind.BATCH: 2}
     assert run(world) == {}
-    assert below(world.store, ledger) == PAPERS
+    assert below(world.store, ledger) == RECORDS
 
 
 def test_given_results_without_an_end_of_time_then_they_stay(world: World) -> None:
@@ -144,23 +144,23 @@ def test_given_jobs_with_their_own_retention_when_collected_then_it_overrides_th
 ) -> None:
     for name, days in (("job-1", 2), ("job-2", 20), ("job-3", None)):
         ledger = ledger_of(world.store, name)
-        kept = None if days is None else timedelta(days=days)
-        submit(order(output_expires_after=kept), ledger, world, job_id=name)
-        assert ledger.job().output_expires_after == kept
+        lifetime = None if days is None else timedelta(days=days)
+        submit(order(output_expires_after=lifetime), ledger, world, job_id=name)
+        assert ledger.job().output_expires_after == lifetime
         ledger.create("results/part-00000.parquet", b"rows")
         end_job(ledger, world.clock.now())
 
     gone = list[list[str]]()
     for days in (1, 1, 5, 12, 1):
         world.clock.sleep(days * DAY)
-        gone.append(RetentionSweep(world, KEEP).run().jobs)
+        gone.append(RetentionSweep(world, RETENTION).run().jobs)
     assert gone == [[], ["job-1"], ["job-3"], [], ["job-2"]]
 
     other = ledger_of(world.store, "job-4")
     submit(order(output_expires_after=timedelta(days=2)), other, world, job_id="job-4")
     end_job(other, world.clock.now())
     world.clock.sleep(2 * DAY)
-    assert RetentionSweep(world, RetentionSettings()).run().jobs == ["job-4"], "also where all others are kept for ever"
+    assert RetentionSweep(world, RetentionSettings()).run().jobs == ["job-4"], "also where no lifetime is set"
     with pytest.raises(DifferentJob, match="output_expires_after was 2 days, 0:00:00, now None"):
         submit(order(), other, world)
 
@@ -229,7 +229,7 @@ def test_given_foreign_objects_in_a_jobs_folder_when_its_results_go_then_they_st
     ledger.create("notes.txt", b"mine")
     world.clock.sleep(8 * DAY)
     run(world)
-    assert below(world.store, ledger) == PAPERS | {"notes.txt"}
+    assert below(world.store, ledger) == RECORDS | {"notes.txt"}
 
 
 class UploadingStore(MemoryStore):

@@ -1,4 +1,4 @@
-"""Removing what doors have left: tickets of tasks, and dead letters."""
+"""Retention of what ingest stores: tickets of tasks, and dead letters."""
 
 from __future__ import annotations
 
@@ -53,23 +53,25 @@ def test_given_old_tickets_when_collected_then_unneeded_ones_are_removed(world: 
         assert world.store.info(file.uri.removeprefix("memory:")) is not None
 
 
-def test_given_old_dead_letters_when_collected_then_they_go_if_that_is_asked_for(world: World) -> None:
+def test_given_old_dead_letters_when_collected_then_they_go_if_a_setting_says_so(world: World) -> None:
     dead_letters = DeadLetters(world)
     future = world.clock.now() + timedelta(days=365)  # by the source's own clock
-    for place in ("a", "b"):
-        letter = dead_letters.record(DeadLetterSource("kafka", "c/t", place, future), "bad", "no good", b"original")
-        dead_letters.replay(letter, lambda *_: "sent again")
+    for position in ("a", "b"):
+        dead_letter = dead_letters.record(
+            DeadLetterSource("kafka", "c/t", position, future), "bad", "no good", b"original"
+        )
+        dead_letters.replay(dead_letter, lambda *_: "sent again")
         world.clock.sleep(10 * DAY)
     assert RetentionSweep(world).run().objects == {}
-    kept = RetentionSettings(dead_letters=timedelta(days=20))
-    assert RetentionSweep(world, kept, dry_run=True).run().objects == {RemovedKind.LETTER: 3}
-    assert RetentionSweep(world, kept).run().objects == {RemovedKind.LETTER: 3}
+    settings = RetentionSettings(dead_letters=timedelta(days=20))
+    assert RetentionSweep(world, settings, dry_run=True).run().objects == {RemovedKind.LETTER: 3}
+    assert RetentionSweep(world, settings).run().objects == {RemovedKind.LETTER: 3}
     assert [found.dead_letter.position for found in dead_letters.dead_letters()] == ["b"]
 
     world.clock.sleep(10 * DAY)
     for nth in range(1, 30):
         with suppress(Killed):
-            RetentionSweep(replace(world, store=WatchedStore(world.store, dies_at(nth))), kept).run()
+            RetentionSweep(replace(world, store=WatchedStore(world.store, dies_at(nth))), settings).run()
         for found in dead_letters.dead_letters():  # while it goes it says so
             with suppress(DeadLetterNotFound):
                 assert dead_letters.original(found.dead_letter) == b"original"

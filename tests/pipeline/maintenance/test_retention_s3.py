@@ -1,4 +1,4 @@
-"""Garbage collection of a root in a bucket, uploads in parts that nobody ended included."""
+"""Garbage collection of a root in a bucket, abandoned multipart uploads included."""
 
 from __future__ import annotations
 

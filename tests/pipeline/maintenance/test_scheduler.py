@@ -1,4 +1,4 @@
-"""Collections by what runs: in time, by one of several, and none that stands in the way of an orderly end."""
+"""Scheduled collections: in time, by one of several processes, and stopped in time at shutdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pipeline.dying_store import WatchedStore
 from tests.pipeline.made_jobs import end_job, order
 
 DAY = 86_400.0
-KEEP = RetentionSettings(outputs=timedelta(days=7))
+RETENTION = RetentionSettings(outputs=timedelta(days=7))
 
 
 def ended(world: World, name: str = "job-1") -> JobLedger:
@@ -29,8 +29,8 @@ def ended(world: World, name: str = "job-1") -> JobLedger:
     return ledger
 
 
-class Shared:
-    """A lease as a server keeps it: taken where it is free, and free again after its time."""
+class SharedLease:
+    """A lease as on a server: taken when it is free, and free again when it expires."""
 
     def __init__(self, world: World, lifetime: float) -> None:
         self._clock = world.clock
@@ -50,9 +50,9 @@ class Shared:
 
 
 class Contender:
-    """One side of it."""
+    """One contender's side of the lease."""
 
-    def __init__(self, shared: Shared, name: str) -> None:
+    def __init__(self, shared: SharedLease, name: str) -> None:
         self._shared = shared
         self._name = name
 
@@ -60,17 +60,17 @@ class Contender:
         return self._shared.renew(self._name)
 
     def release(self) -> None:
-        raise AssertionError("who comes next would collect at once")
+        raise AssertionError("the next holder would collect at once")
 
 
 def test_given_results_that_get_old_when_time_goes_by_then_they_are_collected_some_day(world: World) -> None:
     ledger, stop = ended(world), threading.Event()
-    keeper = RetentionScheduler(world, KEEP)
-    assert not keeper.poll(stop), "not at the very start"
+    scheduler = RetentionScheduler(world, RETENTION)
+    assert not scheduler.poll(stop), "not at the very start"
     days = list[float]()
     while ledger.tombstone() is None:
         world.clock.sleep(60.0)
-        if keeper.poll(stop):
+        if scheduler.poll(stop):
             days.append(world.clock.monotonic() / DAY)
     assert len(days) == 8, "once a day"
     assert 7.0 <= days[-1] < 7.1
@@ -79,20 +79,22 @@ def test_given_results_that_get_old_when_time_goes_by_then_they_are_collected_so
 def test_given_two_that_could_when_time_goes_by_then_one_collects_and_the_other_follows_when_it_is_gone(
     world: World,
 ) -> None:
-    shared, stop = Shared(world, DAY), threading.Event()
-    keepers = {name: RetentionScheduler(world, KEEP, lease=shared.of(name)) for name in ("a", "b")}
+    shared, stop = SharedLease(world, DAY), threading.Event()
+    schedulers = {name: RetentionScheduler(world, RETENTION, lease=shared.of(name)) for name in ("a", "b")}
     done = list[str]()
 
     def go(days: float) -> None:
         until = world.clock.monotonic() + days * DAY
         while world.clock.monotonic() < until:
             world.clock.sleep(60.0)
-            done.extend(name for name, keeper in keepers.items() if keeper.poll(stop))
+            done.extend(name for name, scheduler in schedulers.items() if scheduler.poll(stop))
 
     go(2.1)
     assert len(done) == 3
-    del keepers[done[-1]]
-    keepers["c"] = RetentionScheduler(world, KEEP, lease=shared.of("c"))  # started again, at once: that is no reason to
+    del schedulers[done[-1]]
+    schedulers["c"] = RetentionScheduler(
+        world, RETENTION, lease=shared.of("c")
+    )  # started again, at once: that is no reason to
     go(0.8)
     assert len(done) == 3
     go(0.2)
@@ -114,15 +116,15 @@ def test_given_a_failure_when_it_is_over_then_it_is_retried_the_same_day_and_not
         for _ in range(hours * 60):
             world.clock.sleep(60.0)
             store.calls.clear()
-            done |= keeper.poll(stop)
+            done |= scheduler.poll(stop)
         return done
 
-    shared = Shared(world, DAY)
+    shared = SharedLease(world, DAY)
     store = WatchedStore(world.store, fails)
     there = replace(world, store=store)
-    keeper = RetentionScheduler(there, RetentionSettings(outputs=timedelta(0)), lease=shared.of("a"))
+    scheduler = RetentionScheduler(there, RetentionSettings(outputs=timedelta(0)), lease=shared.of("a"))
     shared.away = True
-    assert not go(2), "nobody says whether another is at it"
+    assert not go(2), "without the lease's server another may be collecting"
     assert tries == 0
     shared.away = False
     assert not go(7)
@@ -142,11 +144,11 @@ def test_given_a_running_collection_when_stopped_then_it_ends_soon_and_the_next_
             stop.set()
 
     there = replace(world, store=WatchedStore(world.store, stops))
-    keeper = RetentionScheduler(there, chosen, RetentionSchedulerSettings(interval_seconds=0.0))
-    keeper.poll(stop)
+    scheduler = RetentionScheduler(there, chosen, RetentionSchedulerSettings(interval_seconds=0.0))
+    scheduler.poll(stop)
     assert sum(ledger.tombstone() is not None for ledger in ledgers) == 1
-    keeper.run(stop)
-    assert sum(ledger.tombstone() is not None for ledger in ledgers) == 1, "it was told to stop"
+    scheduler.run(stop)
+    assert sum(ledger.tombstone() is not None for ledger in ledgers) == 1, "it was stopped"
     stop.clear()
     RetentionScheduler(world, chosen, RetentionSchedulerSettings(interval_seconds=0.0)).poll(stop)
     assert all(ledger.tombstone() is not None for ledger in ledgers)

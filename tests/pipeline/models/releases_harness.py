@@ -29,18 +29,18 @@ NEW = CatalogEntry(pin=PIN.model_copy(update={"digest": "sha256:" + "1" * 64}), 
 RULES = ReleaseRules(share=1.0, least_shards=4, most_shards=16, more_errors=0.5)
 
 
-class ReleasesHouse:
+class ReleasesHarness:
     """One root; `world`: in which it lies, instead of a simulated one."""
 
     def __init__(self, scratch: Path, world: World | None = None) -> None:
         self.world: World = world or simulated_world(scratch)
-        self.book = ModelRegistry(self.world.store)
-        self.keeper = RolloutController(self.world)
-        self.book.publish(OLD)
-        self.book.publish(NEW, candidate=True)
+        self.registry = ModelRegistry(self.world.store)
+        self.controller = RolloutController(self.world)
+        self.registry.publish(OLD)
+        self.registry.publish(NEW, candidate=True)
 
     def begin(self, rules: ReleaseRules = RULES, **how: object) -> Release:
-        return self.book.begin(MODEL, NEW, rules, self.world.clock.now(), **how)  # type: ignore[arg-type]
+        return self.registry.begin(MODEL, NEW, rules, self.world.clock.now(), **how)  # type: ignore[arg-type]
 
     def job(self, name: str, shards: int, pin: ModelPin = OLD.pin) -> JobLedger:
         """A job of shards with four rows each, all answered by a worker with the pinned model."""

@@ -1,4 +1,4 @@
-"""The models of a root, as their workers tell of them."""
+"""The models of a root, as their workers publish them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_given_an_entry_that_a_power_cut_tore_when_its_worker_comes_back_then_it
     catalog.publish(ENTRY)
     (key,) = [info.key for info in store.list(CATALOG)]
     store.replace(key, left)
-    with pytest.raises(LedgerError, match=key):  # a door waits: what is served isn't known
+    with pytest.raises(LedgerError, match=key):  # ingest waits: what is served isn't known
         catalog.find(PIN.name)
 
     catalog.publish(ENTRY)
@@ -36,7 +36,7 @@ def test_given_an_entry_as_it_is_when_it_is_published_again_then_nothing_is_writ
     Catalog(store).publish(ENTRY)
     before = dict(store.objects)
     Catalog(store).publish(ENTRY.model_copy(update={"published_at": ENTRY.published_at + timedelta(days=1)}))
-    assert store.objects == before, "it keeps the moment when it was published first"
+    assert store.objects == before, "the time of the first publication stays"
     Catalog(store).publish(ENTRY.model_copy(update={"max_model_len": 64}))
     assert Catalog(store).entries() == [ENTRY.model_copy(update={"max_model_len": 64})]
 

@@ -1,4 +1,4 @@
-"""When a new version is good enough, and when it isn't: with noise, with little to go by, and looking often."""
+"""Verdicts on new versions: with noise, with few samples, and with repeated evaluation."""
 
 from __future__ import annotations
 

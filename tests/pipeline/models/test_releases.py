@@ -1,4 +1,4 @@
-"""A release from its beginning to its outcome: what is copied, what is decided, and what nobody ever reads."""
+"""A release from its beginning to its outcome: what is copied, what is decided, and what is never read."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from schemas.jobs.events import ReleaseEnded, read_event
 from schemas.jobs.job import Tier
 from schemas.releases import LogprobDrift
 from tests.pipeline.made_jobs import MODEL, all_rows
-from tests.pipeline.models.releases_harness import NEW, OLD, RULES, ReleasesHouse
+from tests.pipeline.models.releases_harness import NEW, OLD, RULES, ReleasesHarness
 from tests.pipeline.simulation import MemoryStore
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> ReleasesHouse:
-    return ReleasesHouse(tmp_path)
+def harness(tmp_path: Path) -> ReleasesHarness:
+    return ReleasesHarness(tmp_path)
 
 
-def store_of(harness: ReleasesHouse) -> MemoryStore:
+def store_of(harness: ReleasesHarness) -> MemoryStore:
     assert isinstance(harness.world.store, MemoryStore)
     return harness.world.store
 
 
-def test_given_a_candidate_when_it_comes_then_only_its_digest_names_it(harness: ReleasesHouse) -> None:
+def test_given_a_candidate_when_it_comes_then_only_its_digest_names_it(harness: ReleasesHarness) -> None:
     catalog = Catalog(harness.world.store)
     assert [entry.pin.digest for entry in catalog.entries()] == [OLD.pin.digest]
     found = catalog.find(f"{MODEL}@{NEW.pin.digest}")
@@ -44,7 +44,7 @@ def test_given_a_candidate_when_it_comes_then_only_its_digest_names_it(harness: 
 
 
 def test_given_answers_alike_when_enough_are_compared_then_it_is_promoted_and_no_copy_stays(
-    harness: ReleasesHouse,
+    harness: ReleasesHarness,
 ) -> None:
     ledger = harness.job("job-1", 5)
     before = all_rows(ledger)
@@ -53,8 +53,8 @@ def test_given_answers_alike_when_enough_are_compared_then_it_is_promoted_and_no
     assert {key for key in store_of(harness).objects if "shadow" in key} == set(
         ShadowCopies(harness.world.store, release).standing()
     )
-    harness.keeper.poll()
-    last = harness.book.last(MODEL)
+    harness.controller.poll()
+    last = harness.registry.last(MODEL)
     assert last is not None
     assert last.outcome is not None
     assert (last.outcome.verdict, last.outcome.by) == ("promoted", "comparison")
@@ -65,17 +65,17 @@ def test_given_answers_alike_when_enough_are_compared_then_it_is_promoted_and_no
     assert entry.pin == NEW.pin
     assert ShadowCopies(harness.world.store, release).standing() == []
     assert all_rows(ledger) == before
-    assert harness.keeper.metrics.ended == {(MODEL, "promoted"): 1}
+    assert harness.controller.metrics.ended == {(MODEL, "promoted"): 1}
 
 
 def test_given_other_answers_when_enough_are_compared_then_it_is_rolled_back_and_says_why(
-    harness: ReleasesHouse,
+    harness: ReleasesHarness,
 ) -> None:
     harness.job("job-1", 6)
     release = harness.begin()
     harness.shadow(release, mark="other ")
-    harness.keeper.poll()
-    last = harness.book.last(MODEL)
+    harness.controller.poll()
+    last = harness.registry.last(MODEL)
     assert last is not None
     assert last.outcome is not None
     assert last.outcome.verdict == "rolled_back"
@@ -85,86 +85,86 @@ def test_given_other_answers_when_enough_are_compared_then_it_is_rolled_back_and
     assert entry.pin == OLD.pin
 
 
-def test_given_a_release_when_it_was_decided_then_nothing_can_change_that_by_itself(harness: ReleasesHouse) -> None:
+def test_given_a_release_when_it_was_decided_then_nothing_can_change_that_by_itself(harness: ReleasesHarness) -> None:
     # given a version that was rolled back
     harness.job("job-1", 6)
     release = harness.begin()
     harness.shadow(release, mark="other ")
-    harness.keeper.poll()
+    harness.controller.poll()
     # when its copies are all good after that, and its worker says again that it is there
     harness.shadow(release)
-    harness.book.publish(NEW)
-    harness.book.publish(NEW, candidate=True)
-    harness.book.end(release, "promoted", "comparison", harness.world.clock.now())
-    harness.keeper.poll()
+    harness.registry.publish(NEW)
+    harness.registry.publish(NEW, candidate=True)
+    harness.registry.end(release, "promoted", "comparison", harness.world.clock.now())
+    harness.controller.poll()
     # then the name is still the old one's
     entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == OLD.pin
     # and a worker that looked too early, and took the name, is set right
     Catalog(harness.world.store).publish(NEW)
-    harness.keeper.poll()
+    harness.controller.poll()
     entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == OLD.pin
 
 
 def test_given_an_old_version_whose_worker_comes_back_after_the_promotion_then_the_name_stays_the_new_ones(
-    harness: ReleasesHouse,
+    harness: ReleasesHarness,
 ) -> None:
-    harness.book.end(harness.begin(), "promoted", "operator", harness.world.clock.now())
-    assert harness.book.publish(OLD) is False
+    harness.registry.end(harness.begin(), "promoted", "operator", harness.world.clock.now())
+    assert harness.registry.publish(OLD) is False
     entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == NEW.pin
-    # until somebody goes back
-    harness.book.roll_back_promoted(MODEL, harness.world.clock.now())
-    assert harness.book.publish(OLD) is True
+    # until the promotion is rolled back
+    harness.registry.roll_back_promoted(MODEL, harness.world.clock.now())
+    assert harness.registry.publish(OLD) is True
     entry = Catalog(harness.world.store).find(MODEL)
     assert entry is not None
     assert entry.pin == OLD.pin
-    assert [standing.release.number for standing in harness.book.history(MODEL)] == [1, 2]
+    assert [standing.release.number for standing in harness.registry.history(MODEL)] == [1, 2]
 
 
-def test_given_too_little_to_compare_when_its_time_is_over_then_it_is_rolled_back(harness: ReleasesHouse) -> None:
+def test_given_too_little_to_compare_when_its_time_is_over_then_it_is_rolled_back(harness: ReleasesHarness) -> None:
     harness.job("job-1", 2)
     release = harness.begin(RULES.model_copy(update={"longest_seconds": 60.0}))
     harness.shadow(release)
-    harness.keeper.poll()
-    assert harness.keeper.metrics.open[MODEL].shards == 2
+    harness.controller.poll()
+    assert harness.controller.metrics.open[MODEL].shards == 2
     harness.world.clock.sleep(61)
-    harness.keeper.poll()
-    last = harness.book.last(MODEL)
+    harness.controller.poll()
+    last = harness.registry.last(MODEL)
     assert last is not None
     assert last.outcome is not None
     assert (last.outcome.verdict, last.outcome.by) == ("rolled_back", "time")
 
 
-def test_given_a_shadow_release_when_it_was_compared_then_an_operator_decides(harness: ReleasesHouse) -> None:
+def test_given_a_shadow_release_when_it_was_compared_then_an_operator_decides(harness: ReleasesHarness) -> None:
     harness.job("job-1", 8)
     release = harness.begin(mode="shadow")
     harness.shadow(release, mark="other ")
-    harness.keeper.poll()
-    last = harness.book.last(MODEL)
+    harness.controller.poll()
+    last = harness.registry.last(MODEL)
     assert last is not None
     assert last.outcome is None
-    assert harness.keeper.metrics.open[MODEL].shards == 8
+    assert harness.controller.metrics.open[MODEL].shards == 8
 
 
-def test_given_drift_beyond_the_limit_when_answers_agree_then_it_is_rolled_back(harness: ReleasesHouse) -> None:
+def test_given_drift_beyond_the_limit_when_answers_agree_then_it_is_rolled_back(harness: ReleasesHarness) -> None:
     harness.job("job-1", 5)
     release = harness.begin()
-    harness.book.record_drift(release, LogprobDrift(mean=0.9, most=2.0, tokens=100))
+    harness.registry.record_drift(release, LogprobDrift(mean=0.9, most=2.0, tokens=100))
     harness.shadow(release)
-    harness.keeper.poll()
-    last = harness.book.last(MODEL)
+    harness.controller.poll()
+    last = harness.registry.last(MODEL)
     assert last is not None
     assert last.outcome is not None
     assert last.outcome.reasons == ("log-probabilities differ by 0.9, the limit is 0.5",)
 
 
 def test_given_jobs_of_other_versions_and_a_share_when_copies_are_taken_then_only_of_what_belongs_to_it(
-    harness: ReleasesHouse,
+    harness: ReleasesHarness,
 ) -> None:
     other = OLD.pin.model_copy(update={"digest": "sha256:" + "2" * 64})
     harness.job("job-other", 3, other)
@@ -178,20 +178,20 @@ def test_given_jobs_of_other_versions_and_a_share_when_copies_are_taken_then_onl
     assert again.take(0) is None, "all workers choose the same"
 
 
-def test_given_a_candidate_at_work_when_the_release_ends_then_its_shards_are_revoked(harness: ReleasesHouse) -> None:
+def test_given_a_candidate_at_work_when_the_release_ends_then_its_shards_are_revoked(harness: ReleasesHarness) -> None:
     harness.job("job-1", 3)
     release = harness.begin()
     client = ShadowClient("candidate", harness.world, release)
     work = client.take(0)
     assert work is not None
     assert client.find_revoked([work]) == RevokedShards()
-    harness.book.end(release, "rolled_back", "operator", harness.world.clock.now())
+    harness.registry.end(release, "rolled_back", "operator", harness.world.clock.now())
     assert client.find_revoked([work]).to_release == {("job-1", work.shard)}
     assert client.take(POLL_INTERVAL_SECONDS) is None
     assert client.finished()
 
 
-def test_given_a_candidate_at_work_when_its_writes_are_read_then_none_is_below_jobs(harness: ReleasesHouse) -> None:
+def test_given_a_candidate_at_work_when_its_writes_are_read_then_none_is_below_jobs(harness: ReleasesHarness) -> None:
     harness.job("job-1", 5)
     release = harness.begin()
     written = len(store_of(harness).changes)
@@ -202,21 +202,21 @@ def test_given_a_candidate_at_work_when_its_writes_are_read_then_none_is_below_j
     assert not any(key.startswith(JOBS) for key in keys)
 
 
-def test_given_two_that_begin_a_release_when_they_race_then_one_wins(harness: ReleasesHouse) -> None:
+def test_given_two_that_begin_a_release_when_they_race_then_one_wins(harness: ReleasesHarness) -> None:
     release = harness.begin()
     with pytest.raises(ReleaseError, match="release 1 of tiny is not decided yet"):
         harness.begin()
-    harness.book.end(release, "rolled_back", "operator", harness.world.clock.now())
+    harness.registry.end(release, "rolled_back", "operator", harness.world.clock.now())
     with pytest.raises(ReleaseError, match="nothing is new"):
-        harness.book.begin(MODEL, OLD, RULES, harness.world.clock.now())
+        harness.registry.begin(MODEL, OLD, RULES, harness.world.clock.now())
     with pytest.raises(ReleaseError, match="nothing to go back from"):
-        harness.book.roll_back_promoted(MODEL, harness.world.clock.now())
+        harness.registry.roll_back_promoted(MODEL, harness.world.clock.now())
     with pytest.raises(ReleaseError, match="no worker has served other yet"):
-        harness.book.begin("other", NEW, RULES, harness.world.clock.now())
+        harness.registry.begin("other", NEW, RULES, harness.world.clock.now())
 
 
 def test_given_a_worker_with_other_weights_under_the_name_when_a_job_is_open_then_it_never_takes_its_shards(
-    harness: ReleasesHouse,
+    harness: ReleasesHarness,
 ) -> None:
     ledger = harness.job("job-1", 1)
     store_of(harness).delete(f"{ledger.prefix}results/part-00001.parquet")  # as before it was computed
@@ -228,8 +228,8 @@ def test_given_a_worker_with_other_weights_under_the_name_when_a_job_is_open_the
     assert right.take(0) is not None
 
 
-class Topic:
-    """Takes messages; or doesn't, as often as it was told."""
+class FlakyMessages:
+    """Takes messages, after `failures` failed sends."""
 
     max_bytes = 1_000_000
 
@@ -245,20 +245,20 @@ class Topic:
 
 
 def test_given_ended_releases_when_announced_then_each_is_published_once_it_can_be_sent(
-    harness: ReleasesHouse,
+    harness: ReleasesHarness,
 ) -> None:
-    topic = Topic(failures=1)
-    news = ReleaseEventPublisher(harness.world.store, topic, "events")
+    topic = FlakyMessages(failures=1)
+    publisher = ReleaseEventPublisher(harness.world.store, topic, "events")
     release = harness.begin()
-    news.poll()
+    publisher.poll()
     assert topic.sent == []
-    harness.book.end(release, "promoted", "operator", harness.world.clock.now())
-    harness.book.roll_back_promoted(MODEL, harness.world.clock.now())
+    harness.registry.end(release, "promoted", "operator", harness.world.clock.now())
+    harness.registry.roll_back_promoted(MODEL, harness.world.clock.now())
     with pytest.raises(NotConfirmed):
-        news.poll()
-    news.poll()
+        publisher.poll()
+    publisher.poll()
     ReleaseEventPublisher(harness.world.store, topic, "events").poll()
     events = [read_event(message.value or b"") for message in topic.sent]
     assert all(isinstance(event, ReleaseEnded) for event in events)
-    told = [(event.release, event.verdict, event.candidate) for event in events if isinstance(event, ReleaseEnded)]
-    assert told == [(1, "promoted", NEW.pin.digest), (2, "promoted", OLD.pin.digest)]
+    published = [(event.release, event.verdict, event.candidate) for event in events if isinstance(event, ReleaseEnded)]
+    assert published == [(1, "promoted", NEW.pin.digest), (2, "promoted", OLD.pin.digest)]

@@ -1,4 +1,4 @@
-"""Reading what is told, by Prometheus's own parser."""
+"""Scrapes of metrics, read by Prometheus's own parser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 @dataclass(frozen=True)
 class Scrape:
-    """What was told: samples by name, and the families."""
+    """The metrics of a scrape: samples by name, and the families."""
 
     families: list[Any]
 
@@ -28,14 +28,14 @@ class Scrape:
             for sample in family.samples:
                 if sample.name == name and labels.items() <= sample.labels.items():
                     others = tuple(value for key, value in sorted(sample.labels.items()) if key not in labels)
-                    assert others not in found, f"{name}{sample.labels} is told twice"
+                    assert others not in found, f"{name}{sample.labels} is reported twice"
                     found[others] = sample.value
         return found
 
     def sum(self, name: str, **labels: str) -> float:
         """Of the samples of this name with at least these labels; there must be some."""
         found = self.all(name, **labels)
-        assert found, f"{name}{labels} is not told"
+        assert found, f"{name}{labels} is not reported"
         return sum(found.values())
 
     @property
@@ -49,7 +49,7 @@ class Scrape:
 
 
 def scrape(url: str, key: str | None = None, *, openmetrics: bool = False) -> Scrape:
-    """What is told at this address."""
+    """The metrics at this address."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     answer = httpx2.get(url, headers=headers | ({"Accept": OPENMETRICS} if openmetrics else {}), timeout=HANG_SECONDS)
     assert answer.status_code == 200, answer.text
@@ -59,7 +59,7 @@ def scrape(url: str, key: str | None = None, *, openmetrics: bool = False) -> Sc
 
 
 def parsed(text: str, *, openmetrics: bool = False) -> Scrape:
-    """What a text says."""
+    """The metrics in a text."""
     families = list((read_openmetrics if openmetrics else read_prometheus)(text))
     check_histograms(families)
     return Scrape(families)

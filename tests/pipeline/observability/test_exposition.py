@@ -1,4 +1,4 @@
-"""What sources tell becomes text that Prometheus reads, whatever the values are."""
+"""Metrics of sources become text that Prometheus reads, whatever the values are."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_any_accept_header_gets_a_readable_response(accept: str) -> None:
 
 def test_an_unavailable_source_is_left_out_and_the_others_are_reported() -> None:
     def unavailable(samples: Samples) -> None:
-        raise ServiceUnavailable("nobody answers")
+        raise ServiceUnavailable("no answer")
 
     found = parsed(report(unavailable, everything))
     assert "tokenmill_workers" in found.names
@@ -119,7 +119,7 @@ def test_the_version_is_reported() -> None:
     assert version
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: its own opinion on the names is not asked")
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: its own check of the names is skipped")
 def test_promtool_finds_no_problem(tmp_path: Path) -> None:
     assert PROMTOOL is not None
     text = "".join(line for line in report(everything).splitlines(keepends=True) if "process_" not in line)

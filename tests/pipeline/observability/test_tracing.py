@@ -1,4 +1,4 @@
-"""Spans: what belongs to what, by OpenTelemetry's SDK; and nothing at all where nobody traces."""
+"""Spans and their parents, by OpenTelemetry's SDK; without tracing nothing is recorded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ INPUT = InputRef(uri="/in", format=InputFormat.JSONL, files=(InputFile(uri="/in"
 PIN = ModelPin(name="m", source="/m", digest="sha256:1", dtype="float32")
 
 
-class Traced:
+class TracingHarness:
     """The adapter, with the SDK's own exporter to memory."""
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class Traced:
 
 
 @pytest.fixture
-def traced() -> Iterator[Traced]:
-    made = Traced()
+def traced() -> Iterator[TracingHarness]:
+    made = TracingHarness()
     yield made
     made.traces.close()
 
@@ -96,7 +96,7 @@ def test_given_no_tracing_then_there_is_one_shared_span_and_none_is_current() ->
     assert (NO_TRACES.of_job(job()), log_fields(span.traceparent)) == (None, {})
 
 
-def test_given_a_span_then_its_children_and_log_lines_belong_to_it(traced: Traced) -> None:
+def test_given_a_span_then_its_children_and_log_lines_belong_to_it(traced: TracingHarness) -> None:
     outer = traced.traces.begin("outer", {"kept": 1, "left out": None}, kind="server", parent=SENT)
     with working_for(outer):
         assert current_traceparent() == outer.traceparent
@@ -114,7 +114,7 @@ def test_given_a_span_then_its_children_and_log_lines_belong_to_it(traced: Trace
     assert spans["renamed"].status.is_ok
 
 
-def test_given_a_failure_then_the_span_has_the_errors_name_and_not_its_message(traced: Traced) -> None:
+def test_given_a_failure_then_the_span_has_the_errors_name_and_not_its_message(traced: TracingHarness) -> None:
     with pytest.raises(KeyError), ingest_span(traced.traces, "kafka batch", ()):
         raise KeyError("a prompt, perhaps")
     (span,) = traced.spans.values()
@@ -126,7 +126,7 @@ def test_given_a_failure_then_the_span_has_the_errors_name_and_not_its_message(t
     [((), False, 0), ((None,), False, 0), ((SENT,), True, 0), ((SENT, None, SENT), True, 2), ((SENT, OTHER), False, 2)],
 )
 def test_given_messages_of_one_trace_or_of_many_then_their_span_belongs_to_it_or_is_linked(
-    traced: Traced, sent: tuple[str | None, ...], parent: bool, links: int
+    traced: TracingHarness, sent: tuple[str | None, ...], parent: bool, links: int
 ) -> None:
     with ingest_span(traced.traces, "kafka batch", sent):
         pass
@@ -135,8 +135,8 @@ def test_given_messages_of_one_trace_or_of_many_then_their_span_belongs_to_it_or
     assert (f"{span.context.trace_id:032x}" in SENT) is parent
 
 
-def test_given_a_job_traced_at_ingest_then_each_dispatcher_ends_the_same_span(traced: Traced) -> None:
-    made, other = job(traceparent=SENT), Traced()
+def test_given_a_job_traced_at_ingest_then_each_dispatcher_ends_the_same_span(traced: TracingHarness) -> None:
+    made, other = job(traceparent=SENT), TracingHarness()
     assert traced.traces.of_job(made) == other.traces.of_job(made)
     shard = traced.traces.begin("shard", parent=traced.traces.of_job(made))
     shard.end()
@@ -149,19 +149,19 @@ def test_given_a_job_traced_at_ingest_then_each_dispatcher_ends_the_same_span(tr
     assert (span.end_time - span.start_time, span.status.description) == (90 * 10**9, "failed")
 
 
-def test_given_a_job_not_traced_at_ingest_then_its_trace_follows_from_its_id(traced: Traced) -> None:
+def test_given_a_job_not_traced_at_ingest_then_its_trace_follows_from_its_id(traced: TracingHarness) -> None:
     made = job()
     traced.traces.job_ended(made, made.created_at, {})
     span = traced.spans["job"]
     assert span.parent is None
-    assert traced.traces.of_job(made) == Traced().traces.of_job(made)
-    place = parse_traceparent(traced.traces.of_job(made) or "")
-    assert place is not None
-    assert (place.trace, place.span, place.flags & 1) == (span.context.trace_id, span.context.span_id, 1)
+    assert traced.traces.of_job(made) == TracingHarness().traces.of_job(made)
+    context = parse_traceparent(traced.traces.of_job(made) or "")
+    assert context is not None
+    assert (context.trace, context.span, context.flags & 1) == (span.context.trace_id, span.context.span_id, 1)
     assert traced.traces.of_job(job().model_copy(update={"id": "job-2"})) != traced.traces.of_job(made)
 
 
-def test_given_a_sender_whose_trace_is_not_recorded_then_no_span_is(traced: Traced) -> None:
+def test_given_a_sender_whose_trace_is_not_recorded_then_no_span_is(traced: TracingHarness) -> None:
     span = traced.traces.begin("x", parent=UNSAMPLED)
     assert span.traceparent is not None
     assert span.traceparent.endswith("-00"), "that is passed on"
@@ -175,19 +175,19 @@ def test_given_a_sampler_from_the_environment_then_jobs_follow_it_in_all_process
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
-    one, two = Traced(), Traced()
+    one, two = TracingHarness(), TracingHarness()
     jobs = [job().model_copy(update={"id": f"job-{number}"}) for number in range(200)]
-    places = [one.traces.of_job(each) for each in jobs]
-    assert places == [two.traces.of_job(each) for each in jobs]
-    recorded = [place for place in places if place is not None and place.endswith("-01")]
+    traceparents = [one.traces.of_job(each) for each in jobs]
+    assert traceparents == [two.traces.of_job(each) for each in jobs]
+    recorded = [traceparent for traceparent in traceparents if traceparent is not None and traceparent.endswith("-01")]
     assert 60 < len(recorded) < 140
     for each in jobs:
         one.traces.job_ended(each, each.created_at, {})
     assert len(one.exporter.get_finished_spans()) == len(recorded)
 
 
-def test_given_a_door_that_traces_then_the_job_says_what_it_belongs_to_and_the_same_order_finds_it(
-    traced: Traced, tmp_path: Path
+def test_given_ingest_with_tracing_then_the_job_has_its_traceparent_and_the_same_order_finds_it(
+    traced: TracingHarness, tmp_path: Path
 ) -> None:
     with FolderStore(tmp_path) as store:
         world = World(store, SystemClock(), SystemRandomness(), store.scratch, traced.traces)
@@ -201,4 +201,4 @@ def test_given_a_door_that_traces_then_the_job_says_what_it_belongs_to_and_the_s
         plain = dataclasses.replace(world, traces=NO_TRACES)
         other = JobLedger(store, f"{JOBS}k/")
         submit(JobOrder(INPUT, (PIN,)), other, plain, job_id="k")
-        assert b"traceparent" not in store.read(f"{JOBS}k/job.json"), "what doesn't trace writes what it always wrote"
+        assert b"traceparent" not in store.read(f"{JOBS}k/job.json"), "without tracing the record is as before"

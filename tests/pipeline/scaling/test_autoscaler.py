@@ -1,4 +1,4 @@
-"""What the autoscaler sees of a root, what it remembers there, and whom it tells."""
+"""The autoscaler's observations of a root, its stored state, and the targets of its decisions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from schemas.jobs.job_options import JobOptions
 from schemas.settings.autoscaling import AutoscaleOptions, PoolOptions, ScalingLimits
 from schemas.workers.lane import LaneRequest
 from schemas.workers.metrics import HistogramSample, TierMetrics, WorkerMetrics
-from tests.pipeline.scaling.test_backlog import MODEL, OTHER, ScalingHarness, cloudwatch, told  # noqa: F401
+from tests.pipeline.scaling.test_backlog import MODEL, OTHER, ScalingHarness, cloudwatch, published  # noqa: F401
 from tests.waiting import HANG_SECONDS
 
 LIMITS = ScalingLimits(max_workers=9)
@@ -40,13 +40,13 @@ def harness(tmp_path: Path) -> Iterator[ScalingHarness]:
     made.store.close()
 
 
-class Told:
-    """A target that remembers."""
+class RecordingTarget:
+    """A target that records the decisions."""
 
     def __init__(self) -> None:
         self.all: list[dict[str, PoolDecision]] = []
 
-    def put(self, _figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
+    def put(self, _metrics: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         self.all.append({one.pool: one for one in decisions})
 
 
@@ -127,20 +127,20 @@ def test_given_more_open_jobs_than_a_status_shows_then_the_oldest_ones_deadline_
     monkeypatch.setattr("pipeline.scaling.open_work.PAGE_JOBS", 2)
     for number in range(5):
         harness.submit(f"new-{number}", "m")
-    target = Told()
+    target = RecordingTarget()
     scaler(harness, AutoscaleOptions(), target).decide_once()
     other = target.all[0]["other"]
     assert (other.desired, other.observed.work) == (1, pytest.approx(old.input.size // 4 / 100))
     assert len(target.all[0]["m"].observed.demands) == 5
 
 
-def test_given_a_pool_of_none_when_a_caller_waits_on_the_lane_then_a_worker_is_started_and_kept_for_it(
+def test_given_a_pool_of_none_when_a_caller_waits_on_the_lane_then_a_worker_is_started_and_stays(
     harness: ScalingHarness,
 ) -> None:
     lane = MemoryLane(harness.world.clock)
     lane.send(LaneRequest("r1", MODEL.key, {"messages": []}))
     look = BacklogReader(harness.world, harness.heartbeats, assumed=100.0, lane=lane)
-    target = Told()
+    target = RecordingTarget()
     autoscaler = Autoscaler(harness.world, look, harness.heartbeats, AutoscaleOptions(), [target])
     autoscaler.decide_once()
     waked = target.all[0]["m"]
@@ -150,8 +150,8 @@ def test_given_a_pool_of_none_when_a_caller_waits_on_the_lane_then_a_worker_is_s
     harness.send_heartbeat("w1", MODEL, None)
     harness.heartbeats.report_metrics("w1", metrics(waiting=1))
     autoscaler.decide_once()
-    kept = target.all[1]["m"]
-    assert (kept.desired, kept.observed.callers_waiting, kept.decision.retained) == (1, 1, 1)
+    later = target.all[1]["m"]
+    assert (later.desired, later.observed.callers_waiting, later.decision.retained) == (1, 1, 1)
 
 
 def test_given_no_settings_then_each_model_is_a_pool_and_a_named_one_takes_its_models(harness: ScalingHarness) -> None:
@@ -166,12 +166,12 @@ def test_given_no_settings_then_each_model_is_a_pool_and_a_named_one_takes_its_m
 
 def test_given_a_decision_then_the_next_process_goes_on_from_it(harness: ScalingHarness) -> None:
     harness.submit("one", "m")
-    target = Told()
+    target = RecordingTarget()
     scaler(harness, AutoscaleOptions(), target).decide_once()
     first = target.all[0]["m"]
     assert (first.desired, first.decision.before, first.observed.live) == (1, 0, 0)
     assert target.all[0]["other"].desired == 0
-    # Another process, a moment later: the worker is awaited, not wished for again.
+    # Another process, a moment later: the worker is awaited, not requested again.
     scaler(harness, AutoscaleOptions(), target).decide_once()
     second = target.all[1]["m"]
     assert (second.desired, second.decision.before) == (1, 1)
@@ -184,7 +184,7 @@ def test_given_speeds_that_were_measured_then_they_outlive_workers_and_processes
     harness.send_heartbeat("w1", MODEL, 500.0)
     scaler(harness).decide_once()
     harness.heartbeats.leave("w1")
-    target = Told()
+    target = RecordingTarget()
     scaler(harness, AutoscaleOptions(), target).decide_once()
     assert target.all[0]["m"].observed.work == pytest.approx(job.input.size // 4 / 500)
 
@@ -194,7 +194,7 @@ def test_given_a_dry_run_then_nothing_is_written(harness: ScalingHarness) -> Non
     dry = scaler(harness, keep=False)
     assert [one.desired for one in dry.decide_once()] == [1, 0]
     assert harness.store.info(SCALING_KEY) is None
-    assert dry.decide_once()[0].decision.before == 1, "it remembers by itself"
+    assert dry.decide_once()[0].decision.before == 1, "its own state stays in memory"
 
 
 def test_given_a_damaged_state_then_it_is_ignored(harness: ScalingHarness) -> None:
@@ -204,32 +204,32 @@ def test_given_a_damaged_state_then_it_is_ignored(harness: ScalingHarness) -> No
 
 
 def test_given_unavailable_heartbeats_then_nothing_is_decided(harness: ScalingHarness) -> None:
-    class Deaf(MemoryHeartbeats):
+    class UnavailableHeartbeats(MemoryHeartbeats):
         def workers(self) -> Any:
             raise ServiceUnavailable("Redis: is away")
 
-    target = Told()
-    deaf: Heartbeats = Deaf(harness.world.clock, 60.0)
-    look = BacklogReader(harness.world, deaf, assumed=100.0)
+    target = RecordingTarget()
+    unavailable: Heartbeats = UnavailableHeartbeats(harness.world.clock, 60.0)
+    look = BacklogReader(harness.world, unavailable, assumed=100.0)
     with pytest.raises(PipelineError):
-        Autoscaler(harness.world, look, deaf, AutoscaleOptions(), [target]).decide_once()
+        Autoscaler(harness.world, look, unavailable, AutoscaleOptions(), [target]).decide_once()
     assert target.all == []
     assert harness.store.info(SCALING_KEY) is None
 
 
 def test_given_a_target_that_fails_then_the_others_are_called_and_it_goes_on(harness: ScalingHarness) -> None:
-    stop, target = threading.Event(), Told()
+    stop, target = threading.Event(), RecordingTarget()
 
-    class Failing:
+    class FailingTarget:
         calls = 0
 
-        def put(self, _figures: BacklogMetrics, _decisions: Sequence[PoolDecision]) -> None:
-            Failing.calls += 1
-            if Failing.calls == 3:
+        def put(self, _metrics: BacklogMetrics, _decisions: Sequence[PoolDecision]) -> None:
+            FailingTarget.calls += 1
+            if FailingTarget.calls == 3:
                 stop.set()
             raise ServiceUnavailable("CloudWatch: is away")
 
-    again = scaler(harness, AutoscaleOptions(interval_seconds=0.01), Failing(), target)
+    again = scaler(harness, AutoscaleOptions(interval_seconds=0.01), FailingTarget(), target)
     thread = threading.Thread(target=again.run, args=(stop,))
     thread.start()
     thread.join(HANG_SECONDS)
@@ -256,8 +256,8 @@ def test_given_decisions_when_published_then_cloudwatch_has_them_by_installation
     space = unique_name()
     harness.submit("one", "m")
     decisions = scaler(harness, ONE_POOL, CloudWatch(space, "here", "us-east-1")).decide_once()
-    assert told(cloudwatch, space, "DesiredWorkers", Installation="here", Pool="gpu") == decisions[0].desired == 1
-    per_worker = told(cloudwatch, space, "BacklogSecondsPerWorker", Installation="here", Pool="gpu")
+    assert published(cloudwatch, space, "DesiredWorkers", Installation="here", Pool="gpu") == decisions[0].desired == 1
+    per_worker = published(cloudwatch, space, "BacklogSecondsPerWorker", Installation="here", Pool="gpu")
     assert per_worker == pytest.approx(decisions[0].observed.work)
-    assert told(cloudwatch, space, "BacklogSeconds", Installation="here", Model="m") == pytest.approx(per_worker)
-    assert told(cloudwatch, space, "DesiredWorkers", Installation="elsewhere", Pool="gpu") is None
+    assert published(cloudwatch, space, "BacklogSeconds", Installation="here", Model="m") == pytest.approx(per_worker)
+    assert published(cloudwatch, space, "DesiredWorkers", Installation="elsewhere", Pool="gpu") is None

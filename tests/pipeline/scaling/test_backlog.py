@@ -1,4 +1,4 @@
-"""How much waits for each model, and how CloudWatch is told."""
+"""The backlog of each model, and its metrics in CloudWatch."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def cloudwatch(s3_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Any:
     return s3_server.client("cloudwatch")
 
 
-def told(client: Any, namespace: str, name: str, **dimensions: str) -> float | None:
+def published(client: Any, namespace: str, name: str, **dimensions: str) -> float | None:
     """The largest value of the last minutes."""
     now = datetime.now(UTC)
     answer = client.get_metric_statistics(
@@ -168,13 +168,13 @@ def test_given_metrics_when_published_then_cloudwatch_has_them_by_installation_a
 
     CloudWatch(space, "here", "us-east-1").put(metrics)
 
-    assert told(cloudwatch, space, "OpenJobs", Installation="here") == 3
-    assert told(cloudwatch, space, "BacklogSeconds", Installation="here", Model="m") == 50
-    assert told(cloudwatch, space, "BacklogTokens", Installation="here", Model="m") == 5_000
-    assert told(cloudwatch, space, "Workers", Installation="here", Model="m") == 2
-    assert told(cloudwatch, space, "TokensPerSecond", Installation="here", Model="m") == 100
-    assert told(cloudwatch, space, "BacklogSeconds", Installation="here", Model="owner/name") == 0
-    assert told(cloudwatch, space, "BacklogSeconds", Installation="elsewhere", Model="m") is None
+    assert published(cloudwatch, space, "OpenJobs", Installation="here") == 3
+    assert published(cloudwatch, space, "BacklogSeconds", Installation="here", Model="m") == 50
+    assert published(cloudwatch, space, "BacklogTokens", Installation="here", Model="m") == 5_000
+    assert published(cloudwatch, space, "Workers", Installation="here", Model="m") == 2
+    assert published(cloudwatch, space, "TokensPerSecond", Installation="here", Model="m") == 100
+    assert published(cloudwatch, space, "BacklogSeconds", Installation="here", Model="owner/name") == 0
+    assert published(cloudwatch, space, "BacklogSeconds", Installation="elsewhere", Model="m") is None
 
 
 def test_given_more_values_than_one_request_takes_then_all_are_published(
@@ -183,7 +183,7 @@ def test_given_more_values_than_one_request_takes_then_all_are_published(
     space = unique_name()
     metrics = BacklogMetrics(0, tuple(ModelBacklog(f"m{number}", number, 0, 1.0) for number in range(300)))
     CloudWatch(space, "here", "us-east-1").put(metrics)
-    assert told(cloudwatch, space, "BacklogTokens", Installation="here", Model="m299") == 299
+    assert published(cloudwatch, space, "BacklogTokens", Installation="here", Model="m299") == 299
 
 
 def test_given_no_cloudwatch_when_publishing_then_the_service_is_unavailable(

@@ -1,4 +1,4 @@
-"""The autoscaler's decisions: from figures alone, with the clock in the test's hand."""
+"""The autoscaler's decisions, from metrics alone; the test sets the clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOUR = 3_600.0
 
 
 class Pool:
-    """A pool whose machines come when they should: `live` follows what was wished for a cold start ago."""
+    """A pool whose machines come when they should: `live` follows the number that was wanted a cold start ago."""
 
     def __init__(self, limits: ScalingLimits = LIMITS, live: int = 0) -> None:
         self.limits = limits
@@ -113,7 +113,7 @@ def test_given_no_work_then_no_worker_is_desired_and_work_starts_one() -> None:
     pool = Pool()
     assert pool.decide().desired == 0
     pool.now += 30
-    woken = pool.decide(Demand(10.0))  # nobody said that it may wait
+    woken = pool.decide(Demand(10.0))  # neither a deadline nor bulk: it may not wait
     assert (woken.desired, woken.hard) == (1, 1)
 
 
@@ -149,7 +149,7 @@ def test_given_less_and_less_work_then_the_pool_shrinks_late_and_slowly() -> Non
     pool.settle(Demand(100 * HOUR, 4 * HOUR), seconds=60)
     assert pool.live >= 40
     held = pool.decide()
-    assert (held.desired, held.retained) == (pool.live, 0), "for a moment without work nobody is let go"
+    assert (held.desired, held.retained) == (pool.live, 0), "a moment without work removes no worker"
     pool.now += LIMITS.scale_down_after_seconds + LIMITS.scale_down_cooldown_seconds
     assert pool.decide().desired == 0
 
@@ -161,7 +161,7 @@ def test_given_a_short_drop_in_work_then_no_worker_is_removed() -> None:
     assert pool.decide().desired == 40
     pool.now += 1
     assert pool.decide().desired == 0
-    # What was wanted in between is kept.
+    # The number that was wanted in between stays.
     again = Pool(live=40)
     again.decide()
     again.now += LIMITS.scale_down_after_seconds / 2
@@ -239,7 +239,7 @@ def test_given_measured_speed_that_wavers_then_the_pool_does_not() -> None:
 
 def changed(pool: Pool, times: int) -> None:
     """So many changes have been made within the hour."""
-    pool.memory = replace(pool.memory, changed=tuple(pool.now - 1_000.0 + place for place in range(times)))
+    pool.memory = replace(pool.memory, changed=tuple(pool.now - 1_000.0 + number for number in range(times)))
 
 
 @pytest.mark.parametrize(("changes", "left", "goes"), [(0, 31, True), (6, 17, False), (6, 15, True), (9, 15, False)])
@@ -252,7 +252,7 @@ def test_given_changes_that_were_made_then_only_a_large_part_is_let_go(changes: 
     assert pool.decide(work).desired == (left if goes else 32)
 
 
-def test_given_nothing_left_then_all_may_go_but_the_last_change_is_kept_for_starting_some() -> None:
+def test_given_nothing_left_then_all_may_go_but_the_last_change_is_reserved_for_starting_some() -> None:
     for changes, goes in ((10, True), (11, False)):
         pool = Pool(live=32)
         changed(pool, changes)
@@ -271,7 +271,7 @@ def test_given_changes_that_were_made_then_a_growth_is_larger_as_far_as_there_is
     assert 20 < few.hard == few.desired == many.hard < 25
     assert many.desired == ceil(20 * (1 + 8 / 12 / 2))
     short = grown(8, 23 * LIMITS.scale_down_work_seconds, 1_010.0)
-    assert short.hard <= short.desired == 23, "nobody else would have anything to do"
+    assert short.hard <= short.desired == 23, "more workers would have nothing to do"
 
 
 # -- machines that go and come
@@ -280,10 +280,10 @@ def test_given_changes_that_were_made_then_a_growth_is_larger_as_far_as_there_is
 def test_given_interrupted_spot_machines_then_the_target_stays_and_they_are_requested_again() -> None:
     pool = Pool(live=10)
     work = Demand(20 * HOUR, 3 * HOUR)
-    wish = pool.settle(work, seconds=600).desired
+    wanted = pool.settle(work, seconds=600).desired
     pool.live -= 4
     decision = pool.decide(work)
-    assert decision.desired >= wish
+    assert decision.desired >= wanted
     assert sum(start.count for start in decision.memory.starting) >= 4
     assert {start.since for start in decision.memory.starting} == {pool.now}
 
@@ -291,17 +291,17 @@ def test_given_interrupted_spot_machines_then_the_target_stays_and_they_are_requ
 def test_given_workers_that_are_starting_then_they_are_not_requested_twice() -> None:
     pool = Pool()
     work = Demand(20 * HOUR, 3 * HOUR)
-    wish = pool.decide(work).desired
-    for _ in range(9):  # nobody has come yet, and nothing is done
+    wanted = pool.decide(work).desired
+    for _ in range(9):  # no worker has come yet, and nothing is done
         pool.now += 30
-        assert pool.decide(work).desired == wish
+        assert pool.decide(work).desired == wanted
 
 
 def test_given_machines_that_never_come_then_deadlines_are_planned_without_them() -> None:
     assert PendingStart(3, 0.0).ready_in(300.0, 100.0) == (3, 200.0)
     assert PendingStart(3, 0.0).ready_in(300.0, 299.0) == (3, 1.0)
     assert PendingStart(3, 0.0).ready_in(300.0, 400.0) == (3, 0.0)
-    assert PendingStart(3, 0.0).ready_in(300.0, 700.0) == (3, 300.0), "as late as one that is asked for now"
+    assert PendingStart(3, 0.0).ready_in(300.0, 700.0) == (3, 300.0), "as late as one that is requested now"
 
 
 # -- callers who wait
@@ -369,7 +369,7 @@ def test_given_none_and_time_to_gather_then_the_first_worker_waits_for_more_work
     [
         (Demand(3_000.0, 6 * HOUR), {}),  # enough for one
         (Demand(100.0, 800.0), {}),  # due soon
-        (Demand(100.0), {}),  # nobody said that it may wait
+        (Demand(100.0), {}),  # neither a deadline nor bulk: it may not wait
         (Demand(2_200.0, 1.1 * HOUR), {}),  # two would be needed later
         (Demand(100.0, 6 * HOUR), {"callers": 1}),
     ],

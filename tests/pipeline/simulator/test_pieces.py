@@ -1,4 +1,4 @@
-"""What the simulator is made of: a worker's speed, a trace, and somebody who knows everything beforehand."""
+"""Parts of the simulator: a worker's speed, a trace, and an oracle scheduler."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_given_a_storm_then_what_was_taken_is_replaced_and_no_row_is_lost() -> N
     assert outcome.starts >= calm.starts + 8
     assert all_rows(outcome)
     assert found.deadlines_met == 1
-    assert 0 < outcome.repeated_rows < 0.02 * job.rows, "what nobody had written down is computed again"
+    assert 0 < outcome.repeated_rows < 0.02 * job.rows, "rows without a checkpoint are computed again"
 
 
 # -- the simulation itself

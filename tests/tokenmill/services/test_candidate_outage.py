@@ -15,7 +15,7 @@ from pipeline.models.shadow_results import ShadowCopies
 from pipeline.ports import ShardTask, StoreUnavailable, World, queue_name
 from schemas.jobs.job import Tier
 from schemas.settings.settings import Settings
-from tests.pipeline.models.releases_harness import RULES, ReleasesHouse
+from tests.pipeline.models.releases_harness import RULES, ReleasesHarness
 from tests.pipeline.simulation import MemoryStore
 from tests.tokenmill.services.test_releases import another_version
 from tests.waiting import wait_for
@@ -57,14 +57,14 @@ class AwayStore(MemoryStore):
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> ReleasesHouse:
+def harness(tmp_path: Path) -> ReleasesHarness:
     """A root whose store may be away, on the system's clock."""
-    return ReleasesHouse(tmp_path, World(AwayStore(), SystemClock(), SystemRandomness(), tmp_path))
+    return ReleasesHarness(tmp_path, World(AwayStore(), SystemClock(), SystemRandomness(), tmp_path))
 
 
 @pytest.mark.parametrize("when", ["waiting for a release", "working on copies"])
 def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
-    when: str, harness: ReleasesHouse, model_folder: Path
+    when: str, harness: ReleasesHarness, model_folder: Path
 ) -> None:
     store: Any = harness.world.store
     config = EngineConfig(
@@ -77,7 +77,7 @@ def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
     entry = entry_of(model, NO_POLICIES, root)
 
     def begin() -> ShadowCopies:
-        return ShadowCopies(store, harness.book.begin("tiny", entry, RULES, harness.world.clock.now()))
+        return ShadowCopies(store, harness.registry.begin("tiny", entry, RULES, harness.world.clock.now()))
 
     def outage() -> None:
         store.is_away, store.failures = True, 0
@@ -116,7 +116,7 @@ def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
 @pytest.mark.slow
 @pytest.mark.parametrize("returns", [True, False])
 def test_given_a_store_that_is_away_when_a_model_is_changed_then_the_worker_waits_for_it(
-    returns: bool, harness: ReleasesHouse, model_folder: Path, tmp_path: Path
+    returns: bool, harness: ReleasesHarness, model_folder: Path, tmp_path: Path
 ) -> None:
     store: Any = harness.world.store
     config = EngineConfig(dtype="float32", max_model_len=32, schedule=ScheduleConfig(max_num_seqs=4))
