@@ -1,5 +1,5 @@
-"""One of each thing that outlives a process or crosses to another, with as many of its fields set as can be together:
-what the golden files are made of, and what they are compared with."""
+"""A sample of each stored record and message, with as many of its fields set as can be together. The golden files are
+made of them and compared with them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ ANSWER = CanaryAnswer(prompt=(1, 2), tokens=(3,), logprobs=(-0.5,), runners_up=(
 BOUNDS = Bounds(mean=0.5, low=0.25, high=0.75)
 DRIFT = LogprobDrift(mean=0.25, most=0.5, tokens=16)
 
-PAPERS: dict[str, StoredModel] = {
+RECORDS: dict[str, StoredModel] = {
     "job": Job(
         id="job-1", tenant="team-a", input=INPUT, models=(PIN,),
         settings=JobSettings(seed=7, limit=10, url="/v1/completions"),
@@ -245,7 +245,7 @@ class Golden:
 
 def samples() -> dict[str, Golden]:
     """All of them, by their files' names."""
-    made = {f"{name}.json": Golden(paper.to_json(), _paper_reader(type(paper))) for name, paper in PAPERS.items()}
+    made = {f"{name}.json": Golden(record.to_json(), _record_reader(type(record))) for name, record in RECORDS.items()}
     for name, event in EVENTS.items():
         made[f"{name}.json"] = Golden(event.to_json(), lambda data: _plain(read_event(data)))
     for name, one in LANE.items():
@@ -260,12 +260,12 @@ def samples() -> dict[str, Golden]:
     return made
 
 
-def _plain(paper: StoredModel) -> Any:
+def _plain(record: StoredModel) -> Any:
     """The content of the bytes, without the current reader's defaults."""
-    return paper.model_dump(mode="json", exclude_unset=True)
+    return record.model_dump(mode="json", exclude_unset=True)
 
 
-def _paper_reader(kind: type[StoredModel]) -> Callable[[bytes], Any]:
+def _record_reader(kind: type[StoredModel]) -> Callable[[bytes], Any]:
     return lambda data: _plain(parse_stored("a golden file", data, kind))
 
 

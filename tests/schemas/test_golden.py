@@ -19,34 +19,32 @@ import pytest
 import pipeline
 import schemas
 from schemas.stored import StoredModel
-from tests.schemas.golden_samples import EVENTS, HEAD, PAPERS, SUMMARY, Golden, samples
+from tests.schemas.golden_samples import EVENTS, HEAD, RECORDS, SUMMARY, Golden, samples
 
 FOLDER = Path(__file__).parent / "golden"
 FILES = sorted(path for path in FOLDER.glob("v*/*") if path.is_file())
 SAMPLES = samples()
 
 
-def lacks(given: Any, wanted: Any, place: str = "") -> list[str]:
+def lacks(given: Any, wanted: Any, path: str = "") -> list[str]:
     """The paths where `given` differs from `wanted`; it may have more keys."""
     if isinstance(wanted, dict) and isinstance(given, dict):
         return [
             line
             for key, value in wanted.items()
-            for line in (
-                lacks(given[key], value, f"{place}.{key}") if key in given else [f"{place}.{key}: is not there"]
-            )
+            for line in (lacks(given[key], value, f"{path}.{key}") if key in given else [f"{path}.{key}: is not there"])
         ]
     if isinstance(wanted, list) and isinstance(given, list) and len(wanted) == len(given):
         pairs = enumerate(zip(given, wanted, strict=True))
-        return [line for n, (one, other) in pairs for line in lacks(one, other, f"{place}[{n}]")]
-    return [] if given == wanted else [f"{place}: {given!r}, not {wanted!r}"]
+        return [line for n, (one, other) in pairs for line in lacks(one, other, f"{path}[{n}]")]
+    return [] if given == wanted else [f"{path}: {given!r}, not {wanted!r}"]
 
 
 def test_given_the_current_models_when_golden_files_are_counted_then_each_kind_has_one() -> None:
     assert {path.name for path in FILES} == set(SAMPLES), "python -m tests.schemas.make_golden writes those that lack"
 
 
-def test_given_all_papers_that_bear_a_version_then_each_has_a_golden_file() -> None:
+def test_given_all_records_with_a_format_version_then_each_has_a_golden_file() -> None:
     for package in (schemas, pipeline):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
@@ -54,7 +52,7 @@ def test_given_all_papers_that_bear_a_version_then_each_has_a_golden_file() -> N
         kind for kind in below(StoredModel) if kind.__module__.partition(".")[0] != "tests"
     ]  # others' tests make more
     stored = {kind for kind in ours if numbered(kind) and not any(other in ours for other in kind.__subclasses__())}
-    sampled = {type(paper) for paper in (*PAPERS.values(), *EVENTS.values(), SUMMARY, HEAD)}
+    sampled = {type(record) for record in (*RECORDS.values(), *EVENTS.values(), SUMMARY, HEAD)}
     assert {kind.__name__ for kind in stored} == {kind.__name__ for kind in sampled if numbered(kind)}
 
 
@@ -92,14 +90,14 @@ def test_given_todays_columns_when_compared_with_former_ones_then_only_nullable_
 
 
 def added(former: pa.Schema, now: pa.Schema) -> str | None:
-    """What was changed in columns that readers may rely on; None: nothing. Columns that are carried through from an
+    """The first incompatible change of the columns, or None. Columns that are carried through from an
     input come last, and move back when ours become more."""
     carried = ["input_topic", "topic", "input_status"]
     ours = [field for field in former if field.name not in carried]
-    for place, field in enumerate(ours):
-        if now.field(place) != field:
-            return f"column {place} is {now.field(place)}, and was {field}"
-    new = [now.field(place) for place in range(len(ours), len(now.names)) if now.names[place] not in carried]
+    for number, field in enumerate(ours):
+        if now.field(number) != field:
+            return f"column {number} is {now.field(number)}, and was {field}"
+    new = [now.field(number) for number in range(len(ours), len(now.names)) if now.names[number] not in carried]
     return next((f"column {field.name} is new, and isn't nullable" for field in new if not field.nullable), None)
 
 
@@ -115,7 +113,7 @@ def test_given_other_changes_than_allowed_ones_when_compared_then_each_is_report
     assert lacks({"a": 1, "c": 3}, {"a": 2}) == [".a: 1, not 2"]
 
 
-def test_given_a_paper_with_a_field_too_many_when_it_is_read_then_it_is_refused() -> None:
+def test_given_a_record_with_an_unknown_field_when_it_is_read_then_it_is_refused() -> None:
     golden: Golden = SAMPLES["job.json"]
     with pytest.raises(Exception, match="a golden file"):
         golden.read(json.dumps(json.loads(golden.data) | {"unheard_of": 1}).encode())

@@ -54,9 +54,9 @@ def segment(**fields: Any) -> PlanSegment:
     return PlanSegment(**(given | fields))
 
 
-def test_papers_come_back_from_their_json() -> None:
-    for paper in (job(deadline=NOW, metadata={"a": "b"}), segment(), Closing(kind="cancel", at=NOW)):
-        assert type(paper).model_validate_json(paper.to_json()) == paper
+def test_records_come_back_from_their_json() -> None:
+    for record in (job(deadline=NOW, metadata={"a": "b"}), segment(), Closing(kind="cancel", at=NOW)):
+        assert type(record).model_validate_json(record.to_json()) == record
 
 
 def test_a_pin_of_before_there_was_quantization_reads_as_without() -> None:

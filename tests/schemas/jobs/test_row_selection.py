@@ -1,4 +1,4 @@
-"""A selection of rows is small, comes back as it was, and is never taken for another."""
+"""Row selections are small, survive a round trip, and differ from each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_tenth_of_a_million_rows_is_some_tens_of_kilobytes() -> None:
     selection = RowSelection.of(chosen)
     assert selection is not None
     assert len(selection.bitmap) < 100_000
-    assert len(str(selection)) < 60, "messages tell it by a digest"
+    assert len(str(selection)) < 60, "messages show its digest"
 
 
 @pytest.mark.parametrize("changes", [{"count": 3}, {"end": 8}, {"bitmap": "no"}, {"bitmap": "AAAA"}, {"end": 0}])

@@ -1,4 +1,4 @@
-"""A body is taken as it is meant, or refused by name: nothing is ignored in silence."""
+"""A body's parameters are used, or refused by name; none is ignored in silence."""
 
 from __future__ import annotations
 

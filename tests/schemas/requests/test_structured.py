@@ -19,12 +19,14 @@ SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks.", "parameters": SCHEMA}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"b": 1}'}}
-ASKED = [{"role": "user", "content": "x"}]
-CALLED = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+MESSAGES = [{"role": "user", "content": "x"}]
+CALLED = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
 
 
 def chat(**fields: Any) -> ChatBody:
-    body = parse_body(CHAT_URL, {"model": "m", "messages": ASKED, **fields}, Limits(max_tools=3, max_schema_bytes=900))
+    body = parse_body(
+        CHAT_URL, {"model": "m", "messages": MESSAGES, **fields}, Limits(max_tools=3, max_schema_bytes=900)
+    )
     assert isinstance(body, ChatBody)
     return body
 

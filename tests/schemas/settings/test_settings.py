@@ -42,9 +42,9 @@ def test_amounts_of_time_are_written_as_everywhere(monkeypatch: pytest.MonkeyPat
     Path("tokenmill.toml").write_text("[retention]\noutputs = '30d'\nintake = '2d'\n")
     monkeypatch.setenv("TOKENMILL_RETENTION__DEADLETTERS", "90d")
     monkeypatch.setenv("TOKENMILL_RETENTION__INTAKE", "12h")
-    kept = load_settings().retention
-    assert (kept.outputs, kept.deadletters) == (timedelta(days=30), timedelta(days=90))
-    assert (kept.intake, kept.interval) == (timedelta(hours=12), timedelta(days=1))
+    retention = load_settings().retention
+    assert (retention.outputs, retention.deadletters) == (timedelta(days=30), timedelta(days=90))
+    assert (retention.intake, retention.interval) == (timedelta(hours=12), timedelta(days=1))
 
 
 @pytest.mark.parametrize(
