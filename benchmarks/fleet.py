@@ -37,7 +37,7 @@ from pipeline.ledger.ledger import JOBS, RESULTS, JobLedger
 from pipeline.ports import ObjectStore
 from schemas.jobs.outcome import Manifest
 from tests.cluster.cluster import BUCKET, Cluster, running_cluster
-from tests.cluster.null_worker import Answers
+from tests.cluster.null_worker import ExpectedAnswers
 from tests.servers.moto import MotoServer
 from tests.servers.seaweedfs import SeaweedServer
 from tests.waiting import wait_for
@@ -176,7 +176,7 @@ class Run:
                     if row % SAMPLE == 0:
                         sample[row] = text
         words = vocabulary()
-        expected = Answers(model).texts([request(row, words)["body"] for row in sample])
+        expected = ExpectedAnswers(model).texts([request(row, words)["body"] for row in sample])
         wrong = sum(text != right for text, right in zip(sample.values(), expected, strict=True))
         if seen.count(1) != self.rows or wrong:
             raise SystemExit(f"error: {self.rows - seen.count(1)} rows are not there once, {wrong} texts are wrong")

@@ -14,7 +14,7 @@ import httpx2
 from openai import OpenAI
 
 from infra.pipeline_check import SECONDS, Installation, requests
-from tests.cluster.null_worker import Answers
+from tests.cluster.null_worker import ExpectedAnswers
 
 
 def try_gateway(made: Installation, model: Path, name: str) -> str:
@@ -25,7 +25,7 @@ def try_gateway(made: Installation, model: Path, name: str) -> str:
     assert refused == 401, f"a request without a key got {refused}"
     client = OpenAI(base_url=f"{url}/v1", api_key=_make_key(made), max_retries=0)
     data, bodies = requests(name)
-    texts = Answers(model).texts(bodies)
+    texts = ExpectedAnswers(model).texts(bodies)
     file = client.files.create(file=("rows.jsonl", data), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
     begun = time.monotonic()

@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 
 from infra.local_aws import LocalAws
 from tests.cluster.cluster import NULL_WORKER
-from tests.cluster.null_worker import Answers
+from tests.cluster.null_worker import ExpectedAnswers
 from tests.servers.instance_metadata import MetadataServer
 from tests.servers.process import free_port
 from tests.servers.redis import RedisServer
@@ -224,7 +224,7 @@ def drop_a_file(made: Installation, model: Path, name: str, prefix: str) -> str:
     before = len(made.aws.requests)
     made.aws.client("s3").put_object(Bucket=made.bucket, Key=f"{prefix}rows.jsonl", Body=data)
     job = str(made.wait(made.outcomes, "the job did not end")[0])
-    check_results(made, job, Answers(model).texts(bodies))
+    check_results(made, job, ExpectedAnswers(model).texts(bodies))
     sent = [request for request in made.aws.requests[before:] if request.key == "intake" and request.service == "sqs"]
     assert any(request.target.endswith("DeleteMessage") for request in sent), "no message came over the queue"
     assert not made.listed(prefix, since=before), "a listing may have found the file before the queue did"
@@ -242,7 +242,7 @@ def scale_up_from_none(made: Installation, model: Path, name: str, prefix: str, 
     desired = float(made.wait(lambda: desired_workers(made, name), "CloudWatch got no desired workers"))
     made.start(worker)
     (job,) = made.wait(lambda: set(made.outcomes()) - ended, "the job did not end")
-    check_results(made, str(job), Answers(model).texts(bodies))
+    check_results(made, str(job), ExpectedAnswers(model).texts(bodies))
     return desired, workers_for(made, desired)
 
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.cluster.cluster import Cluster, running_cluster
-from tests.cluster.ingest import all_done, answers, by_source, send, told
+from tests.cluster.ingest import all_done, answers, by_source, num_messages, send
 from tests.waiting import wait_for
 
 PROCESSES = ("dispatcher-1", "dispatcher-2", "intake-1", "worker-1", "worker-2")
@@ -62,10 +62,10 @@ def _report(cluster: Cluster, rows: int, seconds: float) -> bool:
         for error in (error for _, manifest in jobs for error in manifest.errors):
             print(f"    {error.code}: {error.message}")
     same = len({tuple(found) for found in texts.values()}) == 1
-    announced = told(cluster, 2 * rows)
+    published = num_messages(cluster, 2 * rows)
     print(f"{seconds:.1f} s for all; the answers are {'the same' if same else 'NOT THE SAME'} by every source")
-    print(f"results of Kafka's jobs announced on Kafka: {announced} of {2 * rows}")
-    return same and announced == 2 * rows
+    print(f"results of Kafka's jobs published on Kafka: {published} of {2 * rows}")
+    return same and published == 2 * rows
 
 
 if __name__ == "__main__":

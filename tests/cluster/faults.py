@@ -45,7 +45,7 @@ from tests.cluster.faults_plan import (
 )
 from tests.cluster.faults_report import Outcome, document, machine, show
 from tests.cluster.faults_watch import Watch
-from tests.cluster.null_worker import Answers, read_meters
+from tests.cluster.null_worker import ExpectedAnswers, read_meters
 from tests.servers.moto import MotoServer
 from tests.waiting import wait_for
 
@@ -184,7 +184,7 @@ def reference(setup: Setup, sent: Sequence[Sending]) -> dict[str, Answer]:
     lines = [line for sending in sent for line in sending.lines if line.error is None]
     if setup.worker == "null":
         bodies = [json.loads(line.text)["body"] for line in lines]
-        texts = Answers(Path(setup.model)).texts(bodies)
+        texts = ExpectedAnswers(Path(setup.model)).texts(bodies)
         return {
             line.custom_id or "": Answer(text, "length", body["max_tokens"])
             for line, text, body in zip(lines, texts, bodies, strict=True)

@@ -50,7 +50,7 @@ def answers(cluster: Cluster, job: str) -> list[dict[str, Any]]:
     return rows
 
 
-def told(cluster: Cluster, expected: int) -> int:
+def num_messages(cluster: Cluster, expected: int) -> int:
     """Results that Kafka's topic holds, once there are as many as expected."""
     from kafka import KafkaConsumer
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.cluster import NULL_WORKER, ROOT
-from tests.cluster.null_worker import Answers
+from tests.cluster.null_worker import ExpectedAnswers
 from tests.cluster.stream_clients import Kind, Reader
 from tests.servers.process import free_port
 from tests.servers.redis import RedisServer
@@ -134,7 +134,7 @@ def readers(model: Path, kinds: Sequence[Kind], tokens: int, ramp: float, until:
         n: choices that those ask for who will stop reading, so that more is written to them.
     """
     bodies = [request(number, tokens) for number in range(len(kinds))]
-    texts = Answers(model).texts(bodies)
+    texts = ExpectedAnswers(model).texts(bodies)
     more = {"reads": 1, "leaves": 1, "stalls": n}
     return [
         Reader(body | {"stream": True, "n": more[kind]}, text, kind, ramp * number / len(kinds), until)

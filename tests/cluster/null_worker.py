@@ -4,8 +4,8 @@
 
 It is `tokenmill worker` with another loader: MODEL's own tokenizer, and an engine whose runner makes each token from
 the whole prompt, the position and the previous token. A row with another row's tokens, or one that was resumed from a
-wrong checkpoint, therefore differs from the text of `Answers`. Its pin differs from the real model's, so neither takes
-the other's shards.
+wrong checkpoint, therefore differs from the text of `ExpectedAnswers`. Its pin differs from the real model's, so
+neither takes the other's shards.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PromptRunner:
         return StepOutput(token_ids, np.zeros(len(plan.rows), dtype=np.bool_), {}, {}, {})
 
 
-class Answers:
+class ExpectedAnswers:
     """What null workers with this model answer, worked out from the requests alone."""
 
     def __init__(self, model: Path) -> None:

@@ -48,7 +48,7 @@ class PrometheusServer(ServerProcess):
     def is_ready(self) -> bool:
         return answers(self.port, b"GET /-/ready HTTP/1.0\r\n\r\n", b"HTTP/1.0 200")
 
-    def ask(self, question: str) -> list[dict[str, Any]]:
+    def query(self, question: str) -> list[dict[str, Any]]:
         """What it answers now: [{"metric": labels, "value": (moment, text)}]."""
         with urlopen(
             f"http://127.0.0.1:{self.port}/api/v1/query?{urlencode({'query': question})}", timeout=10
@@ -60,4 +60,4 @@ class PrometheusServer(ServerProcess):
 
     def firing(self) -> set[str]:
         """Names of the alerts that fire."""
-        return {one["metric"]["alertname"] for one in self.ask('ALERTS{alertstate="firing"}')}
+        return {one["metric"]["alertname"] for one in self.query('ALERTS{alertstate="firing"}')}

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 class Processes:
     """Commands as processes; each is killed at the end, and its log shown."""
 
-    def __init__(self, place: Path, **variables: str) -> None:
-        self.place = place
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self.folder = folder
         self.variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
         self.running: list[subprocess.Popen[bytes]] = []
 
@@ -39,7 +39,7 @@ class Processes:
         return number
 
     def log(self, number: int) -> Path:
-        return self.place / f"process-{number}.log"
+        return self.folder / f"process-{number}.log"
 
     def url(self, number: int) -> str:
         """The URL of a gateway process, from its output."""

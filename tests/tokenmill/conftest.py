@@ -47,7 +47,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CommandResult:
     """How a command ended."""
 
     code: int
@@ -68,7 +68,7 @@ class Ended:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a model cache of its own and no settings from outside."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKENMILL_MODEL_CACHE", str(tmp_path / "cache"))
@@ -77,14 +77,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def tokenmill(place: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
+def tokenmill(folder: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., CommandResult]]:
     """The command line, in this process."""
 
-    def call(*arguments: object) -> Ended:
+    def call(*arguments: object) -> CommandResult:
         capfd.readouterr()
         code = main([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
-        return Ended(code, out, err)
+        return CommandResult(code, out, err)
 
     yield call
     structlog.reset_defaults()  # the command's logs go to this test's stderr, which is closed after it
@@ -107,11 +107,11 @@ def chat() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def write_lines(place: Path) -> Callable[..., Path]:
+def write_lines(folder: Path) -> Callable[..., Path]:
     """Writes requests.jsonl; text and bytes go in as they are."""
 
     def write(*lines: dict[str, Any] | str | bytes, name: str = "requests.jsonl") -> Path:
-        path = place / name
+        path = folder / name
         with path.open("wb") as file:
             for line in lines:
                 data = json.dumps(line) if isinstance(line, dict) else line

@@ -31,7 +31,7 @@ class Question:
 
     @property
     def real(self) -> str:
-        """As Grafana asks it."""
+        """As Grafana sends it."""
         text = self.text
         for name, value in CHOSEN.items():
             text = text.replace(name, value)
@@ -53,26 +53,26 @@ def questions() -> list[Question]:
 
 def variables() -> set[str]:
     """The queries of the dashboards' variables, which must have results."""
-    asked = set()
+    queries = set()
     for path in FOLDER.glob("*.json"):
         for variable in json.loads(path.read_text(encoding="utf-8"))["templating"]["list"]:
             of = re.fullmatch(r"label_values\((.+), (\w+)\)", variable.get("definition", ""))
             if of is not None:
-                asked.add(f"group by ({of[2]}) ({of[1]})")
-    return asked
+                queries.add(f"group by ({of[2]}) ({of[1]})")
+    return queries
 
 
-class Answers:
+class PanelAnswers:
     """Which questions have had an answer with a number so far."""
 
-    def __init__(self, watching: PrometheusServer, asked: list[Question]) -> None:
-        self._watching = watching
-        self.left = asked
+    def __init__(self, prometheus: PrometheusServer, questions: list[Question]) -> None:
+        self._prometheus = prometheus
+        self.left = questions
 
-    def look(self) -> list[Question]:
+    def poll(self) -> list[Question]:
         """Repeat the queries without a result so far; those that still have none."""
         self.left = [one for one in self.left if not self._has_answer(one.real)]
         return self.left
 
     def _has_answer(self, text: str) -> bool:
-        return any(one["value"][1] not in ("NaN", "+Inf", "-Inf") for one in self._watching.ask(text))
+        return any(one["value"][1] not in ("NaN", "+Inf", "-Inf") for one in self._prometheus.query(text))

@@ -76,11 +76,11 @@ class Installation:
     def start_dispatcher(self) -> None:
         settings = DispatchSettings(isolate=True, sweep_interval_seconds=0.2, tick_interval_seconds=0.01)
         dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings)
-        looks = JobControllerSettings(
+        controller_settings = JobControllerSettings(
             tick_interval_seconds=0.01, refresh_interval_seconds=0.05, retry_delay_seconds=0.1
         )
-        foreman = JobController(self.world, dispatcher, settings=looks)
-        self._start(lambda: foreman.run(self.stop))
+        controller = JobController(self.world, dispatcher, settings=controller_settings)
+        self._start(lambda: controller.run(self.stop))
 
     def start_worker(self, permits: threading.Semaphore | None = None) -> None:
         """Each shard is committed only with a permit, if permits are used."""

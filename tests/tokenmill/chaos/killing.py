@@ -1,4 +1,4 @@
-"""One job, killed at random moments and started again until it ends; then compared with a run that nobody disturbed.
+"""One job, killed at random moments and started again until it ends; then compared with an undisturbed run.
 
     python -m tests.tokenmill.chaos.killing --model demo --kills 25 [--signals KILL,TERM,INT] [--json OUT.json]
 
@@ -7,7 +7,7 @@ a checkpoint's interval after the log has grown by a share of what was left. So 
 machines and fast ones, and kills are spread over the whole job; if a run ends before its kill all the same, another
 job takes the kills that are left. Meanwhile four readers open the results.
 
-What is checked: as many kills as were asked for met a living run, most of them with committed parts; one row for each
+What is checked: as many kills as requested met a living run, most of them with committed parts; one row for each
 request, with the text of the unbroken run (float32); parts that never change; readers that see whole rows and none
 twice; a log that only ever grows, and of which no token is sampled again. A stopped process (SIGSTOP) shows what a kill
 at this moment would cost: what it logs when it is then interrupted, and had not logged before, is at most the work of
@@ -36,7 +36,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.ledger.ledger import JobLedger
 from pipeline.results.shard_history import read_history
 from tests.tokenmill.chaos.running import GRACE, Setup, is_up, write_requests
-from tests.tokenmill.chaos.watching import REFUSED, Log, answers, digests, look
+from tests.tokenmill.chaos.watching import REFUSED, DurableTokens, answers, digests, read_with_every_reader
 
 EARLY = 0.2
 """Share of the kills that come while the run starts up, at most; the first one always does."""
@@ -46,7 +46,7 @@ LIVES_OF_A_KILL = 4
 
 
 @dataclass(frozen=True)
-class Calm:
+class UndisturbedRun:
     """The unbroken run: what its answers are, the tokens it sampled, and seconds until its first checkpoint and from
     there to its end."""
 
@@ -63,7 +63,7 @@ class Life:
     Attributes:
         seconds: from its start to the signal.  early: it was to be killed while it started up.
         parts: committed by then, without that of the refused rows.  tokens: durable by then.
-        cost: tokens that a kill at this moment would have cost; None: it was killed, so nobody knows.
+        cost: tokens that a kill at this moment would have cost; None: unknown, since it was killed.
         silence: seconds since something was logged or committed last; None: it was starting up.
     """
 
@@ -76,18 +76,18 @@ class Life:
 
 
 @dataclass
-class Story:
-    """What happened to one or more jobs that were killed by one signal. `looks`: how often the readers were opened."""
+class KillReport:
+    """Outcome of one or more jobs that were killed by one signal. `reads`: how often all readers opened the results."""
 
     lives: list[Life] = field(default_factory=list)
-    looks: int = 0
+    reads: int = 0
     jobs: int = 0
     repeated: int = 0
     repeated_at_most: int = 0
     interval: int = 0
 
 
-def undisturbed(setup: Setup, source: Path, out: Path) -> Calm:
+def run_undisturbed(setup: Setup, source: Path, out: Path) -> UndisturbedRun:
     """Run the job to its end."""
     process, begun = setup.start(source, out), time.monotonic()
     while process.poll() is None and not any(out.glob("work/0*/*")):
@@ -95,79 +95,87 @@ def undisturbed(setup: Setup, source: Path, out: Path) -> Calm:
     started = time.monotonic()
     _, err = process.communicate()
     assert process.returncode == 0, err
-    return Calm(answers(out), Log(out).tokens(), started - begun, time.monotonic() - started)
+    return UndisturbedRun(answers(out), DurableTokens(out).count(), started - begun, time.monotonic() - started)
 
 
 class Attack:
     """Kills one job again and again, so many times, and brings it to its end."""
 
-    def __init__(self, setup: Setup, source: Path, out: Path, calm: Calm, chance: random.Random, how: signal.Signals):
+    def __init__(
+        self,
+        setup: Setup,
+        source: Path,
+        out: Path,
+        baseline: UndisturbedRun,
+        chance: random.Random,
+        how: signal.Signals,
+    ) -> None:
         self._setup, self._source, self._out = setup, source, out
-        self._calm, self._chance, self._how = calm, chance, how
-        self._log, self._committed, self._seen, self._next_look = Log(out), dict[str, str](), 0, 0.0
+        self._baseline, self._chance, self._how = baseline, chance, how
+        self._durable, self._committed, self._seen, self._next_read = DurableTokens(out), dict[str, str](), 0, 0.0
 
-    def run(self, kills: int, interval: float, story: Story) -> None:
-        """At most `kills` lives that end with a kill, noted in `story`; less when the job ends before."""
+    def run(self, kills: int, interval: float, report: KillReport) -> None:
+        """At most `kills` lives that end with a kill, noted in `report`; fewer when the job ends before."""
         killed = 0
         while True:
             process, begun = self._setup.start(self._source, self._out), time.monotonic()
             left = kills - killed
-            before = sum(life.early for life in story.lives)
+            before = sum(life.early for life in report.lives)
             early = left > 0 and (not before or (before < EARLY * kills and self._chance.random() < EARLY))
             if early:
-                self._wait_in_startup(process, begun, story)
+                self._wait_in_startup(process, begun, report)
             elif left:
-                self._wait_for_work(process, left, interval, story)
+                self._wait_for_work(process, left, interval, report)
             else:
-                self._wait_for_end(process, story)
+                self._wait_for_end(process, report)
             seconds = time.monotonic() - begun
             life = self._end(process, seconds, early) if left and process.poll() is None else None
             _, err = process.communicate(timeout=GRACE)
             assert "Traceback" not in err, err
             self._check_what_stands(process.returncode, err, life)
-            story.interval = max(story.interval, self._log.interval())
+            report.interval = max(report.interval, self._durable.interval())
             if process.returncode == 0:
                 return
             assert life is not None, f"exit code {process.returncode} without a signal: {err}"
-            life.tokens = self._log.tokens()
+            life.tokens = self._durable.count()
             killed += 1
-            story.lives.append(life)
+            report.lives.append(life)
 
-    def _wait_in_startup(self, process: subprocess.Popen[str], begun: float, story: Story) -> None:
-        until = begun + self._chance.uniform(0.0, self._calm.startup)
+    def _wait_in_startup(self, process: subprocess.Popen[str], begun: float, report: KillReport) -> None:
+        until = begun + self._chance.uniform(0.0, self._baseline.startup)
         # SIGKILL may come at any time. Python itself is ended by the others in its own way, before our code runs.
         while process.poll() is None and (
             time.monotonic() < until or (self._how != signal.SIGKILL and not is_up(process))
         ):
             time.sleep(0.005)
-        self._look(story)
+        self._read_results(report)
 
-    def _wait_for_work(self, process: subprocess.Popen[str], left: int, interval: float, story: Story) -> None:
-        have = self._log.tokens()
-        goal = have + max(1.0, self._chance.uniform(0.6, 1.4) * (self._calm.tokens - have) / (left + 1))
-        while process.poll() is None and self._log.tokens() < goal:
+    def _wait_for_work(self, process: subprocess.Popen[str], left: int, interval: float, report: KillReport) -> None:
+        have = self._durable.count()
+        goal = have + max(1.0, self._chance.uniform(0.6, 1.4) * (self._baseline.tokens - have) / (left + 1))
+        while process.poll() is None and self._durable.count() < goal:
             time.sleep(interval / 10)
-            self._look(story)
+            self._read_results(report)
         time.sleep(self._chance.uniform(0.0, interval))
 
-    def _wait_for_end(self, process: subprocess.Popen[str], story: Story) -> None:
+    def _wait_for_end(self, process: subprocess.Popen[str], report: KillReport) -> None:
         while process.poll() is None:
             time.sleep(0.1)
-            self._look(story)
+            self._read_results(report)
 
-    def _look(self, story: Story) -> None:
-        if time.monotonic() < self._next_look:
+    def _read_results(self, report: KillReport) -> None:
+        if time.monotonic() < self._next_read:
             return
-        rows = look(self._out)
+        rows = read_with_every_reader(self._out)
         assert rows >= self._seen, "rows have vanished"
         self._seen = rows
-        story.looks += rows > 0
-        self._next_look = time.monotonic() + self._chance.uniform(0.2, 1.2)
+        report.reads += rows > 0
+        self._next_read = time.monotonic() + self._chance.uniform(0.2, 1.2)
 
     def _end(self, process: subprocess.Popen[str], seconds: float, early: bool) -> Life:
         """Send the signal. The process is stopped before, so that the durable files are those that a kill leaves."""
         process.send_signal(signal.SIGSTOP)
-        durable, files = self._log.tokens(), [*self._out.glob("work/0*/*-*[0-9]"), *self._out.glob("results/*")]
+        durable, files = self._durable.count(), [*self._out.glob("work/0*/*-*[0-9]"), *self._out.glob("results/*")]
         times: list[float] = []
         for file in files:
             with contextlib.suppress(FileNotFoundError):  # SIGSTOP takes a moment; it may be removed in it
@@ -186,7 +194,7 @@ class Attack:
         return life
 
     def _check_what_stands(self, code: int, err: str, life: Life | None) -> None:
-        now, tokens = digests(self._out), self._log.tokens()
+        now, tokens = digests(self._out), self._durable.count()
         assert {name: now.get(name) for name in self._committed} == self._committed, "a part changed or vanished"
         self._committed = now
         if life is None:
@@ -201,64 +209,66 @@ class Attack:
 
 
 def attack(
-    setup: Setup, source: Path, calm: Calm, chance: random.Random, kills: int, how: signal.Signals
+    setup: Setup, source: Path, baseline: UndisturbedRun, chance: random.Random, kills: int, how: signal.Signals
 ) -> dict[str, Any]:
     """Kill the job this often and check it; raises AssertionError with the violations."""
-    interval = min(1.0, calm.working / (LIVES_OF_A_KILL * kills))
+    interval = min(1.0, baseline.working / (LIVES_OF_A_KILL * kills))
     often = ("TOKENMILL_CHECKPOINT_SECONDS", str(interval))
     hurried = Setup(setup.model, setup.folder, setup.options, (*setup.environment, often))
-    story = Story()
-    while len(story.lives) < kills:
-        assert story.jobs < 5, f"{story.jobs} jobs ended after {len(story.lives)} of {kills} kills; give more --rows"
-        out = setup.folder / f"stormy-{how.name}-{story.jobs}"
-        Attack(hurried, source, out, calm, chance, how).run(kills - len(story.lives), interval, story)
-        story.jobs += 1
-        judge_job(out, calm, story, how)
+    report = KillReport()
+    while len(report.lives) < kills:
+        assert report.jobs < 5, f"{report.jobs} jobs ended after {len(report.lives)} of {kills} kills; give more --rows"
+        out = setup.folder / f"stormy-{how.name}-{report.jobs}"
+        Attack(hurried, source, out, baseline, chance, how).run(kills - len(report.lives), interval, report)
+        report.jobs += 1
+        judge_job(out, baseline, report, how)
         shutil.rmtree(out)
-    costs = [life.cost for life in story.lives if life.cost is not None]
-    with_parts = sum(life.parts > 0 for life in story.lives)
+    costs = [life.cost for life in report.lives if life.cost is not None]
+    with_parts = sum(life.parts > 0 for life in report.lives)
     assert with_parts >= kills // 2, f"only {with_parts} kills came after a commit"
-    assert max(costs, default=0) <= 2 * story.interval, f"a kill would have cost {max(costs)} tokens"
+    assert max(costs, default=0) <= 2 * report.interval, f"a kill would have cost {max(costs)} tokens"
     return {
         "signal": how.name,
-        "kills": len(story.lives),
+        "kills": len(report.lives),
         "kills_after_a_commit": with_parts,
-        "kills_in_startup": sum(life.early for life in story.lives),
-        "killed_after_seconds": [life.seconds for life in story.lives],
-        "parts_at_each_kill": [life.parts for life in story.lives],
-        "tokens_logged_at_each_kill": [life.tokens for life in story.lives],
-        "seconds_since_something_was_logged": [life.silence for life in story.lives],
+        "kills_in_startup": sum(life.early for life in report.lives),
+        "killed_after_seconds": [life.seconds for life in report.lives],
+        "parts_at_each_kill": [life.parts for life in report.lives],
+        "tokens_logged_at_each_kill": [life.tokens for life in report.lives],
+        "seconds_since_something_was_logged": [life.silence for life in report.lives],
         "cost_of_a_kill_tokens": costs,
-        "jobs": story.jobs,
-        "readers_opened": story.looks,
+        "jobs": report.jobs,
+        "readers_opened": report.reads,
         "checkpoint_seconds": round(interval, 3),
-        "most_tokens_of_an_interval": story.interval,
-        "completion_tokens": calm.tokens,
-        "repeated": story.repeated,
-        "repeated_at_most": story.repeated_at_most,
+        "most_tokens_of_an_interval": report.interval,
+        "completion_tokens": baseline.tokens,
+        "repeated": report.repeated,
+        "repeated_at_most": report.repeated_at_most,
     }
 
 
-def judge_job(out: Path, calm: Calm, story: Story, how: signal.Signals) -> None:
+def judge_job(out: Path, baseline: UndisturbedRun, report: KillReport, how: signal.Signals) -> None:
     """The invariants of a job that has ended."""
     got = answers(out)
-    assert set(got) == set(calm.answers), "not one row for each request"
-    assert got == calm.answers, {row: (want, got[row]) for row, want in calm.answers.items() if want != got[row]}
+    assert set(got) == set(baseline.answers), "not one row for each request"
+    assert got == baseline.answers, {
+        row: (want, got[row]) for row, want in baseline.answers.items() if want != got[row]
+    }
     assert not list(out.glob("work/*/*-*[0-9]")), "checkpoints are removed when the manifest stands"
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["usage"]["repeated"] == 0, "with one worker every logged token is in an answer"
     if how != signal.SIGKILL:
         assert manifest["repeated_at_most"] == 0, "a run that is interrupted logs everything"
-    story.repeated += manifest["usage"]["repeated"]
-    story.repeated_at_most += manifest["repeated_at_most"]
+    report.repeated += manifest["usage"]["repeated"]
+    report.repeated_at_most += manifest["repeated_at_most"]
 
 
 def compare(setup: Setup, rows: int, max_tokens: int, seed: int, kills: int, how: signal.Signals) -> dict[str, Any]:
     """One signal against a job of its own."""
     source = setup.folder / "requests.jsonl"
     write_requests(source, setup.model_name, rows, max_tokens)
-    calm = undisturbed(setup, source, setup.folder / "calm")
-    return attack(setup, source, calm, random.Random(seed), kills, how)
+    baseline = run_undisturbed(setup, source, setup.folder / "calm")
+    return attack(setup, source, baseline, random.Random(seed), kills, how)
 
 
 def logged_tokens(out: Path) -> tuple[int, int]:
@@ -322,22 +332,23 @@ def main() -> None:
         setup = Setup(args.model, Path(folder), options, limits)
         source = Path(folder) / "requests.jsonl"
         write_requests(source, setup.model_name, args.rows, args.max_tokens)
-        calm = undisturbed(setup, source, Path(folder) / "calm")
+        baseline = run_undisturbed(setup, source, Path(folder) / "calm")
         report: dict[str, Any] = {
             "model": setup.model_name, "dtype": "float32", "seed": args.seed, "rows": args.rows,
-            "startup_seconds": round(calm.startup, 1), "unbroken_seconds": round(calm.startup + calm.working, 1),
+            "startup_seconds": round(baseline.startup, 1),
+            "unbroken_seconds": round(baseline.startup + baseline.working, 1),
             "stories": [],
         }  # fmt: skip
         for at, name in enumerate(args.signals.split(",")):
             kills = args.kills if at == 0 else max(1, args.kills // 5)
-            story = attack(setup, source, calm, random.Random(args.seed + at), kills, signal.Signals[f"SIG{name}"])
+            story = attack(setup, source, baseline, random.Random(args.seed + at), kills, signal.Signals[f"SIG{name}"])
             report["stories"].append(story)
             print(json.dumps(story), file=sys.stderr, flush=True)
         if args.long:
             report["long_answer"] = long_answer(setup, random.Random(args.seed), args.long, 4)
             print(json.dumps(report["long_answer"]), file=sys.stderr, flush=True)
-    looks = sum(story["readers_opened"] for story in report["stories"])
-    assert looks >= 2 * args.kills, f"the readers were opened only {looks} times"
+    reads = sum(story["readers_opened"] for story in report["stories"])
+    assert reads >= 2 * args.kills, f"the readers were opened only {reads} times"
     report["whole_seconds"] = round(time.monotonic() - begun)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")

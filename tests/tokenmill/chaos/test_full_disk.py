@@ -28,25 +28,25 @@ FAST = ("--max-num-seqs", "64")
 
 
 @pytest.fixture
-def setup(place: Path, model_folder: Path) -> Setup:
+def setup(folder: Path, model_folder: Path) -> Setup:
     environment = (("TOKENMILL_PLAN__MAX_SHARD_ROWS", "6"), ("TOKENMILL_CHECKPOINT_SECONDS", "0.05"))
-    return Setup(f"tiny={model_folder}", place, ("--threads", "1"), environment)
+    return Setup(f"tiny={model_folder}", folder, ("--threads", "1"), environment)
 
 
 @pytest.fixture
-def source(setup: Setup, place: Path) -> Path:
-    path = place / "requests.jsonl"
+def source(setup: Setup, folder: Path) -> Path:
+    path = folder / "requests.jsonl"
     write_requests(path, setup.model_name, ROWS, 120)
     return path
 
 
 @pytest.fixture
-def calm(setup: Setup, source: Path, place: Path) -> Path:
+def calm(setup: Setup, source: Path, folder: Path) -> Path:
     """The job as it goes when nothing happens to it."""
-    process = setup.start(source, place / "calm", *FAST)
+    process = setup.start(source, folder / "calm", *FAST)
     _, err = process.communicate()
     assert process.returncode == 0, err
-    return place / "calm"
+    return folder / "calm"
 
 
 def stop_in_the_middle(process: subprocess.Popen[str], out: Path) -> None:
@@ -59,19 +59,19 @@ def stop_in_the_middle(process: subprocess.Popen[str], out: Path) -> None:
 
 
 @pytest.fixture
-def disk(place: Path) -> Iterator[Path]:
+def disk(folder: Path) -> Iterator[Path]:
     """A file system of its own."""
-    folder = place / "disk"
-    folder.mkdir()
+    mounted = folder / "disk"
+    mounted.mkdir()
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("NOT TESTED HERE: a run whose disk fills up; only root on Linux can mount a small disk")
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(mounted)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         pytest.skip(f"NOT TESTED HERE: a run whose disk fills up; no disk can be mounted: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)
 
 
 def resize(disk: Path, size: int) -> None:
@@ -137,10 +137,10 @@ def memory() -> Iterator[Callable[[int, int], None]]:
 
 @pytest.mark.exhaustive
 def test_given_a_process_that_the_kernel_kills_for_memory_when_started_again_then_it_goes_on(
-    setup: Setup, source: Path, calm: Path, place: Path, memory: Callable[[int, int], None]
+    setup: Setup, source: Path, calm: Path, folder: Path, memory: Callable[[int, int], None]
 ) -> None:
     """Only pages that it touches from then on count, so it dies while it works."""
-    out = place / "out"
+    out = folder / "out"
     process = setup.start(source, out, *SLOWLY)
     stop_in_the_middle(process, out)
     memory(process.pid, 1 << 19)

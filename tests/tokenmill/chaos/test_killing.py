@@ -17,32 +17,32 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def setup(place: Path, model_folder: Path) -> Setup:
+def setup(folder: Path, model_folder: Path) -> Setup:
     """Small steps, so that there is something to interrupt."""
     options = ("--threads", "1", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
-    return Setup(f"tiny={model_folder}", place, options, (("TOKENMILL_PLAN__MAX_SHARD_ROWS", "8"),))
+    return Setup(f"tiny={model_folder}", folder, options, (("TOKENMILL_PLAN__MAX_SHARD_ROWS", "8"),))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_given_kills_at_random_moments_when_started_again_then_the_answers_are_those_of_an_unbroken_run(
     setup: Setup, how: signal.Signals
 ) -> None:
-    story = compare(setup, rows=40, max_tokens=80, seed=3, kills=2, how=how)
-    assert story["kills"] == 2
-    assert story["readers_opened"] >= 1
+    report = compare(setup, rows=40, max_tokens=80, seed=3, kills=2, how=how)
+    assert report["kills"] == 2
+    assert report["readers_opened"] >= 1
 
 
 @pytest.fixture
-def patient(setup: Setup, place: Path) -> Setup:
+def long_context(setup: Setup, folder: Path) -> Setup:
     """The same weights with room for answers that take a machine of any speed a while; logged often."""
-    folder = place / "patient"
-    shutil.copytree(setup.model.removeprefix("tiny="), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    return Setup(f"tiny={folder}", place, setup.options, (("TOKENMILL_CHECKPOINT_SECONDS", "0.05"),))
+    model = folder / "long-context"
+    shutil.copytree(setup.model.removeprefix("tiny="), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    return Setup(f"tiny={model}", folder, setup.options, (("TOKENMILL_CHECKPOINT_SECONDS", "0.05"),))
 
 
 @pytest.mark.exhaustive
-def test_given_a_long_answer_when_killed_then_it_goes_on_from_its_last_logged_token(patient: Setup) -> None:
-    told = long_answer(patient, random.Random(2), tokens=4000, kills=1)
-    assert len(told["logged_at_each_kill"]) == 1
+def test_given_a_long_answer_when_killed_then_it_goes_on_from_its_last_logged_token(long_context: Setup) -> None:
+    report = long_answer(long_context, random.Random(2), tokens=4000, kills=1)
+    assert len(report["logged_at_each_kill"]) == 1

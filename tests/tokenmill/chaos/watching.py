@@ -20,7 +20,7 @@ REFUSED = "part-00000.parquet"
 """The rows refused in planning: this part is committed before anything is computed."""
 
 
-class Log:
+class DurableTokens:
     """The tokens that a job's folder holds durably, counted from its files alone. None of them ever changes, so each is
     read once."""
 
@@ -29,7 +29,7 @@ class Log:
         self._heads: dict[Path, CheckpointHead | None] = {}
         self._parts: dict[Path, int] = {}
 
-    def tokens(self) -> int:
+    def count(self) -> int:
         """Sampled tokens in committed parts, and in the checkpoints of open shards."""
         logged: defaultdict[int, dict[str, int]] = defaultdict(dict)
         for head in self._standing():  # before the parts are listed: a part stands before its checkpoints go
@@ -72,8 +72,8 @@ def digests(out: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in parts(out)}
 
 
-def look(out: Path) -> int:
-    """Open the results with every reader; how many rows they see, each once. 0: there are none yet."""
+def read_with_every_reader(out: Path) -> int:
+    """Open the results with every reader and count the rows, each of which stands once. 0: there are none yet."""
     folder = out / "results"
     if not parts(out):
         return 0

@@ -35,10 +35,10 @@ def forced(chat: Chat, custom_id: str, answer: str, **more: Any) -> dict[str, An
 
 
 @pytest.fixture
-def rules(place: Path) -> str:
+def rules(folder: Path) -> str:
     """A file of rules, as an option names it."""
-    (place / "birds.toml").write_text(RULES, encoding="utf-8")
-    return f"rules:{place}/birds.toml"
+    (folder / "birds.toml").write_text(RULES, encoding="utf-8")
+    return f"rules:{folder}/birds.toml"
 
 
 @pytest.fixture
@@ -60,15 +60,15 @@ def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_given_rules_when_run_then_the_table_has_the_refused_rows_and_all_others(
-    tokenmill: Cli, place: Path, run: tuple[object, ...], rules: str, results: Results
+    tokenmill: Cli, folder: Path, run: tuple[object, ...], rules: str, results: Results
 ) -> None:
-    assert tokenmill(*run, "-o", place / "plain").code == 0
-    ended = tokenmill(*run, "-o", place / "out", "--content-policy", rules)
+    assert tokenmill(*run, "-o", folder / "plain").code == 0
+    ended = tokenmill(*run, "-o", folder / "out", "--content-policy", rules)
 
     assert ended.code == 0, ended.err
     assert "4 of 5 rows succeeded, 1 failed" in " ".join(ended.err.split())
     assert "alcon" not in ended.err
-    plain, rows = by_name(results(place / "plain")), by_name(results(place / "out"))
+    plain, rows = by_name(results(folder / "plain")), by_name(results(folder / "out"))
     prompt = rows["prompt"]
     assert (prompt["status"], prompt["status_code"], prompt["error_code"]) == ("failed", 400, "content_filter")
     assert prompt["error_message"].startswith("line 2 of the input: the prompt is refused by content policy 'rules', ")
@@ -81,34 +81,34 @@ def test_given_rules_when_run_then_the_table_has_the_refused_rows_and_all_others
         assert plain[name]["text"] == FORBIDDEN
     for name in ("good", "fine"):
         assert (rows[name]["status"], rows[name]["text"]) == ("succeeded", plain[name]["text"])
-    manifest = json.loads((place / "out/manifest.json").read_text())
+    manifest = json.loads((folder / "out/manifest.json").read_text())
     assert manifest["engine"]["content_policies"].startswith("rules (")
 
 
 def test_given_a_job_when_its_command_comes_with_other_policies_then_it_is_another_order(
-    tokenmill: Cli, place: Path, run: tuple[object, ...], rules: str, monkeypatch: pytest.MonkeyPatch
+    tokenmill: Cli, folder: Path, run: tuple[object, ...], rules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENMILL_CONTENT_POLICIES", json.dumps([rules]))
-    assert tokenmill(*run, "-o", place / "out").code == 0
-    assert "was done before" in tokenmill(*run, "-o", place / "out", "--content-policy", rules).err
-    (place / "birds.toml").write_text(RULES.replace("falcon", "heron"), encoding="utf-8")
-    other = tokenmill(*run, "-o", place / "out")
+    assert tokenmill(*run, "-o", folder / "out").code == 0
+    assert "was done before" in tokenmill(*run, "-o", folder / "out", "--content-policy", rules).err
+    (folder / "birds.toml").write_text(RULES.replace("falcon", "heron"), encoding="utf-8")
+    other = tokenmill(*run, "-o", folder / "out")
     assert other.code == 1
     assert "settings.content_policies was " in other.error
-    assert tokenmill(*run, "-o", place / "out", "--fresh").code == 0
+    assert tokenmill(*run, "-o", folder / "out", "--fresh").code == 0
 
 
 def test_given_a_changed_policy_when_refused_rows_are_tried_again_then_it_judges_them(
-    tokenmill: Cli, place: Path, run: tuple[object, ...], rules: str, results: Results
+    tokenmill: Cli, folder: Path, run: tuple[object, ...], rules: str, results: Results
 ) -> None:
-    assert tokenmill(*run, "-o", place / "out", "--content-policy", rules).code == 0
-    retry = ("jobs", "retry", place / "out", "--threads", 1)
-    assert "no row" in tokenmill(*retry, "-o", place / "none").error
-    ended = tokenmill(*retry, "-o", place / "again", "--include-invalid", "--content-policy", rules)
+    assert tokenmill(*run, "-o", folder / "out", "--content-policy", rules).code == 0
+    retry = ("jobs", "retry", folder / "out", "--threads", 1)
+    assert "no row" in tokenmill(*retry, "-o", folder / "none").error
+    ended = tokenmill(*retry, "-o", folder / "again", "--include-invalid", "--content-policy", rules)
     assert ended.code == 0, ended.err
-    assert [row["error_code"] for row in results(place / "again")] == ["content_filter"]
-    ended = tokenmill(*retry, "-o", place / "free", "--include-invalid")
-    assert [(row["custom_id"], row["status"]) for row in results(place / "free")] == [("prompt", "succeeded")]
+    assert [row["error_code"] for row in results(folder / "again")] == ["content_filter"]
+    ended = tokenmill(*retry, "-o", folder / "free", "--include-invalid")
+    assert [(row["custom_id"], row["status"]) for row in results(folder / "free")] == [("prompt", "succeeded")]
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_given_a_changed_policy_when_refused_rows_are_tried_again_then_it_judges
     ],
 )
 def test_given_a_policy_that_can_t_be_used_when_run_then_nothing_is_begun(
-    tokenmill: Cli, place: Path, run: tuple[object, ...], policy: str, said: str
+    tokenmill: Cli, folder: Path, run: tuple[object, ...], policy: str, said: str
 ) -> None:
-    (place / "birds.toml").write_text("[[rule]]\nname = 'birds'\nregexes = ['a', '(']\n", encoding="utf-8")
-    ended = tokenmill(*run, "-o", place / "out", "--content-policy", policy)
+    (folder / "birds.toml").write_text("[[rule]]\nname = 'birds'\nregexes = ['a', '(']\n", encoding="utf-8")
+    ended = tokenmill(*run, "-o", folder / "out", "--content-policy", policy)
     assert ended.code == 1
     assert said in ended.error
-    assert not (place / "out").exists()
+    assert not (folder / "out").exists()
 
 
 @pytest.fixture
@@ -158,27 +158,27 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_given_a_policy_of_an_installed_distribution_when_run_then_it_judges(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results, installed: Path
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results, installed: Path
 ) -> None:
     path = write_lines(chat("a", "hello"), chat("b", "hello#"), chat("c", "hello!"), forced(chat, "d", FORBIDDEN))
     run = ("run", path, "--model", f"tiny={model_folder}", "--threads", "1")
 
-    ended = tokenmill(*run, "-o", place / "out", "--content-policy", "quiet:#")
+    ended = tokenmill(*run, "-o", folder / "out", "--content-policy", "quiet:#")
 
     assert ended.code == 0, ended.err
-    rows = by_name(results(place / "out"))
+    rows = by_name(results(folder / "out"))
     assert [rows[name]["status"] for name in "abc"] == ["succeeded", "failed", "succeeded"]
     assert "policy 'quiet', rule 'shouts'" in rows["b"]["error_message"]
     assert (rows["d"]["status_code"], rows["d"]["error_code"]) == (500, "engine_error")
     assert "content policy 'quiet' could not judge the answer (RuntimeError)" in rows["d"]["error_message"]
     assert "quietly.py:" in ended.err, "the log says where it failed"
     assert "alcon" not in ended.err
-    assert "known: quiet, rules" in tokenmill(*run, "-o", place / "no", "--content-policy", "none").error
+    assert "known: quiet, rules" in tokenmill(*run, "-o", folder / "no", "--content-policy", "none").error
 
 
 @pytest.fixture
-def processes(place: Path) -> Iterator[Processes]:
-    made = Processes(place)
+def processes(folder: Path) -> Iterator[Processes]:
+    made = Processes(folder)
     yield made
     made.close()
 
@@ -198,10 +198,10 @@ def test_serve_ends_streams_and_withholds_answers_for_the_official_client(
 
     for text, reason in ((FORBIDDEN, "content_filter"), (FINE, "stop")):
         chunks = list(client.chat.completions.create(**body(text), stream=True, logprobs=True))
-        told = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        text_of_stream = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert chunks[-1].choices[0].finish_reason == reason
-        assert told == FINE if text == FINE else LEAD.startswith(told)
-        for _ in range(2):  # the second time it may come from what was kept
+        assert text_of_stream == FINE if text == FINE else LEAD.startswith(text_of_stream)
+        for _ in range(2):  # the second time it may come from the cache
             whole = client.chat.completions.create(**body(text, tokenmill={"cache": True}))
             assert whole.choices[0].finish_reason == reason
             assert whole.choices[0].message.content == (FINE if text == FINE else None)
@@ -212,11 +212,11 @@ def test_serve_ends_streams_and_withholds_answers_for_the_official_client(
             client.chat.completions.create(**chat("x", "of falcons")["body"], stream=stream)
         assert (refused.value.code, refused.value.type) == ("content_filter", "invalid_request_error")
     assert client.chat.completions.create(**chat("x", "of herons")["body"]).choices
-    store = FolderStore(processes.place / "data", read_only=True)
+    store = FolderStore(processes.folder / "data", read_only=True)
     assert [entry.policies is not None for entry in Catalog(store).entries()] == [True]
     process = processes.running[served]
     process.send_signal(signal.SIGTERM)
     assert process.wait(HANG_SECONDS) == 0
     said = processes.log(served).read_text()
     assert "content refused" in said
-    assert "alcon" not in said.replace(str(processes.place), "")
+    assert "alcon" not in said.replace(str(processes.folder), "")

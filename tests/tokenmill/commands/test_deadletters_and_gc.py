@@ -32,9 +32,9 @@ Cli = Callable[..., Any]
 
 
 @pytest.fixture
-def root(place: Path) -> Path:
+def root(folder: Path) -> Path:
     """A root in which one file was refused and another became a job."""
-    root = place / "root"
+    root = folder / "root"
     (root / "incoming").mkdir(parents=True)
     (root / "incoming" / "bad.jsonl").write_text("{}\n")
     (root / "incoming" / "bad.job.json").write_text('{"model": "unknown"}')
@@ -80,19 +80,19 @@ def test_given_a_refused_file_when_listed_shown_and_replayed_then_it_is_ingested
 
 
 def test_given_a_record_when_shown_then_its_bytes_and_headers_can_be_read_and_it_needs_kafka(
-    tokenmill: Cli, place: Path
+    tokenmill: Cli, folder: Path
 ) -> None:
-    with FolderStore(place / "root") as store:
+    with FolderStore(folder / "root") as store:
         world = World(store, SimulatedClock(), SystemRandomness(), store.scratch)
         source = DeadLetterSource("kafka", "c/requests", "0-1", datetime(2026, 1, 1, tzinfo=UTC))
         headers = [("tier", b"bulk"), ("raw", b"\xff"), ("none", None)]
-        letter = DeadLetters(world).record(source, "invalid_json", "not JSON", b"{broken \xff", headers)
-    root = ("--root", place / "root")
-    document = tokenmill("deadletters", "show", letter, *root, "--json").json()
+        dead_letter = DeadLetters(world).record(source, "invalid_json", "not JSON", b"{broken \xff", headers)
+    root = ("--root", folder / "root")
+    document = tokenmill("deadletters", "show", dead_letter, *root, "--json").json()
     assert document["original"] == "{broken \\xff"
     assert document["headers"] == [["tier", "bulk"], ["raw", "\\xff"], ["none", None]]
-    assert "{broken" in tokenmill("deadletters", "show", letter, *root).out
-    unreachable = tokenmill("deadletters", "replay", letter, *root)
+    assert "{broken" in tokenmill("deadletters", "show", dead_letter, *root).out
+    unreachable = tokenmill("deadletters", "replay", dead_letter, *root)
     assert (unreachable.code, "name its brokers in TOKENMILL_KAFKA__BOOTSTRAP_SERVERS" in unreachable.error) == (
         1,
         True,
@@ -103,7 +103,7 @@ def test_given_a_record_when_shown_then_its_bytes_and_headers_can_be_read_and_it
 
 def test_given_a_record_when_replayed_then_it_is_on_its_topic_again_with_key_and_headers(
     tokenmill: Cli,
-    place: Path,
+    folder: Path,
     kafka_broker: KafkaBroker,
     unique_name: Callable[[], str],
     monkeypatch: pytest.MonkeyPatch,
@@ -112,13 +112,13 @@ def test_given_a_record_when_replayed_then_it_is_on_its_topic_again_with_key_and
     admin = KafkaAdminClient(bootstrap_servers=kafka_broker.bootstrap)
     admin.create_topics([NewTopic(topic, num_partitions=1, replication_factor=1)])
     admin.close()
-    with FolderStore(place / "root") as store:
+    with FolderStore(folder / "root") as store:
         world = World(store, SimulatedClock(), SystemRandomness(), store.scratch)
         source = DeadLetterSource("kafka", f"cluster/{topic}", "0-1", datetime(2026, 1, 1, tzinfo=UTC))
         headers = [("tier", b"bulk"), ("raw", b"\xff")]
-        letter = DeadLetters(world).record(source, "invalid_json", "not JSON", b"{broken \xff", headers, key=b"k")
+        dead_letter = DeadLetters(world).record(source, "invalid_json", "not JSON", b"{broken \xff", headers, key=b"k")
     monkeypatch.setenv("TOKENMILL_KAFKA__BOOTSTRAP_SERVERS", f'["{kafka_broker.bootstrap}"]')
-    done = tokenmill("deadletters", "replay", letter, "--root", place / "root")
+    done = tokenmill("deadletters", "replay", dead_letter, "--root", folder / "root")
     assert done.code == 0, done.err
     consumer = KafkaConsumer(
         topic, bootstrap_servers=kafka_broker.bootstrap, auto_offset_reset="earliest", consumer_timeout_ms=10_000
@@ -128,12 +128,15 @@ def test_given_a_record_when_replayed_then_it_is_on_its_topic_again_with_key_and
     assert (record.key, record.value, list(record.headers)) == (b"k", b"{broken \xff", headers)
 
 
-def test_given_no_dead_letters_then_a_message_says_so(tokenmill: Cli, place: Path) -> None:
-    (place / "root").mkdir()
-    nothing = tokenmill("deadletters", "list", "--root", place / "root")
+def test_given_no_dead_letters_then_a_message_says_so(tokenmill: Cli, folder: Path) -> None:
+    (folder / "root").mkdir()
+    nothing = tokenmill("deadletters", "list", "--root", folder / "root")
     assert nothing.code == 0
     assert "no dead letters in" in nothing.err
-    assert tokenmill("deadletters", "list", "--root", place / "root", "--json").json() == {"letters": [], "more": False}
+    assert tokenmill("deadletters", "list", "--root", folder / "root", "--json").json() == {
+        "letters": [],
+        "more": False,
+    }
     nowhere = tokenmill("deadletters", "list")
     assert nowhere.code == 1
     assert "no root is named" in nowhere.error
@@ -147,8 +150,8 @@ def test_given_an_old_job_when_collected_then_its_results_are_removed_and_jobs_s
         job = ledger.job()
         ledger.create("results/part-00000.parquet", b"rows")
         end_job(ledger, datetime.now(UTC) - timedelta(days=3))
-    kept = tokenmill("gc", "--root", root, "--json").json()
-    assert kept["jobs"] == []
+    untouched = tokenmill("gc", "--root", root, "--json").json()
+    assert untouched["jobs"] == []
     would = tokenmill("gc", "--root", root, "--output-expires-after", "2d", "--dry-run", "--json").json()
     assert would["jobs"] == [job.id]
     assert would["objects"]["results"] >= 1

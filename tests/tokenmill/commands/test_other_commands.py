@@ -25,9 +25,9 @@ Write = Callable[..., Path]
 
 
 @pytest.fixture
-def job(tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write) -> Path:
+def job(tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write) -> Path:
     """A finished job of three answers and one bad line."""
-    out = place / "jobs-here" / "one"
+    out = folder / "jobs-here" / "one"
     path = write_lines(chat("a"), "{", chat("b", text="longer first", max_tokens=30), chat("c"))
     assert tokenmill("run", path, "--model", f"tiny={model_folder}", "--output", out).code == 0
     return out
@@ -54,34 +54,34 @@ def test_given_a_folder_of_jobs_when_listed_and_shown_then_people_and_programs_s
 
 
 def test_given_a_job_when_exported_then_the_lines_have_openai_form_and_the_requested_order(
-    tokenmill: Cli, job: Path, place: Path
+    tokenmill: Cli, job: Path, folder: Path
 ) -> None:
-    done = tokenmill("jobs", "export", job, "--to", place / "out.jsonl", "--in-input-order", "--json")
-    split = tokenmill("jobs", "export", job, "--to", place / "good.jsonl", "--errors-to", place / "bad.jsonl")
+    done = tokenmill("jobs", "export", job, "--to", folder / "out.jsonl", "--in-input-order", "--json")
+    split = tokenmill("jobs", "export", job, "--to", folder / "good.jsonl", "--errors-to", folder / "bad.jsonl")
 
-    lines = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     assert done.json()["succeeded"] == 3
     assert [line["custom_id"] for line in lines] == ["a", None, "b", "c"]
     assert lines[0]["response"]["status_code"] == 200
     assert lines[0]["response"]["body"]["choices"][0]["message"]["content"] is not None
     assert lines[1]["error"]["code"] == "invalid_json"
     inside = tokenmill("jobs", "export", job, "--to", job / "results" / "x.jsonl")
-    errors = tokenmill("jobs", "export", job, "--to", place / "y.jsonl", "--errors-to", job / "results" / "x.jsonl")
+    errors = tokenmill("jobs", "export", job, "--to", folder / "y.jsonl", "--errors-to", job / "results" / "x.jsonl")
     assert "x.jsonl: lies among the job's results" in inside.error
     assert "x.jsonl: lies among the job's results" in errors.error
     assert not (job / "results" / "x.jsonl").exists()
-    assert not (place / "y.jsonl").exists()
+    assert not (folder / "y.jsonl").exists()
     assert split.code == 0
-    assert len((place / "good.jsonl").read_text().splitlines()) == 3
-    assert len((place / "bad.jsonl").read_text().splitlines()) == 1
+    assert len((folder / "good.jsonl").read_text().splitlines()) == 3
+    assert len((folder / "bad.jsonl").read_text().splitlines()) == 1
 
 
-def test_given_no_job_when_shown_then_the_error_is_one_line(tokenmill: Cli, place: Path) -> None:
-    (place / "empty").mkdir()
+def test_given_no_job_when_shown_then_the_error_is_one_line(tokenmill: Cli, folder: Path) -> None:
+    (folder / "empty").mkdir()
 
-    nothing = tokenmill("jobs", "list", place / "empty")
-    missing = tokenmill("jobs", "show", place / "empty")
-    nowhere = tokenmill("jobs", "show", place / "nowhere")
+    nothing = tokenmill("jobs", "list", folder / "empty")
+    missing = tokenmill("jobs", "show", folder / "empty")
+    nowhere = tokenmill("jobs", "show", folder / "nowhere")
 
     assert nothing.code == 0
     assert "no jobs in" in nothing.err
@@ -92,16 +92,16 @@ def test_given_no_job_when_shown_then_the_error_is_one_line(tokenmill: Cli, plac
 
 
 def test_given_an_input_when_estimated_then_tokens_add_up_and_nothing_is_written(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("a", max_tokens=10), chat("copy", max_tokens=10), chat("b", text="x", max_tokens=20), "{")
-    before = sorted(place.rglob("*"))
+    before = sorted(folder.rglob("*"))
     arguments = ("estimate", path, "--model", f"tiny={model_folder}", "--hardware", "h100", "--price-per-hour", "36")
 
     found = tokenmill(*arguments, "--exact", "--json").json()
     shown = tokenmill(*arguments)
 
-    assert sorted(place.rglob("*")) == before
+    assert sorted(folder.rglob("*")) == before
     assert (found["rows"], found["rejected"], found["unique"]) == (4, 1, 2)
     assert found["max_tokens"] == 30
     assert 0 < found["expected_tokens"] <= 30
@@ -119,9 +119,9 @@ def test_given_the_devices_offered_when_compared_with_the_data_sheets_then_none_
 
 @pytest.mark.parametrize("context", [128, 256])
 def test_given_a_small_context_when_measured_then_prompts_fit_it(
-    context: int, tokenmill: Cli, place: Path, model_folder: Path
+    context: int, tokenmill: Cli, folder: Path, model_folder: Path
 ) -> None:
-    model = shutil.copytree(model_folder, place / "small")
+    model = shutil.copytree(model_folder, folder / "small")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
     quick = ("--repeats", "1", "--batch", "2", "--rows", "20", "--dtype", "float32", "--threads", "1")
@@ -132,7 +132,7 @@ def test_given_a_small_context_when_measured_then_prompts_fit_it(
 
 
 def test_given_a_bench_when_it_ends_then_its_results_are_printed_and_estimate_uses_them(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     quick = ("--repeats", "1", "--batch", "2", "--rows", "20", "--dtype", "float32", "--threads", "1")
 
@@ -144,7 +144,7 @@ def test_given_a_bench_when_it_ends_then_its_results_are_printed_and_estimate_us
 
     names = [result["name"] for result in found["results"]]
     assert names[:3] == ["scheduler alone, batch 256", "prefill, prompts of 256 tokens", "decode, batch 2"]
-    assert any("behind" in name for name in names), "answers that look at many tokens are told apart"
+    assert any("behind" in name for name in names), "decoding behind long contexts is measured separately"
     assert all(result["tokens_per_second"] > 0 for result in found["results"])
     assert found["pipeline_rows_per_second"] > 0
     (here,) = estimated["times"]
@@ -157,18 +157,18 @@ def test_given_a_bench_when_it_ends_then_its_results_are_printed_and_estimate_us
 
 
 def test_given_results_of_another_machine_when_estimated_then_its_price_is_the_books_and_workers_share_the_job(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, monkeypatch: pytest.MonkeyPatch
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_lines(*(chat(f"r{n}", text=str(n), max_tokens=10, ignore_eos=True) for n in range(40)))
     speed = asdict(MeasuredSpeed(model_digest(model_folder), "float32", 1, "far away", "2026-01-01", 1e3, 100.0, 8))
-    (place / "speed.json").write_text(json.dumps(speed | {"step_sizes": [[8, 0.08], [2048, 2.0]]}))
+    (folder / "speed.json").write_text(json.dumps(speed | {"step_sizes": [[8, 0.08], [2048, 2.0]]}))
     monkeypatch.setenv("TOKENMILL_PLAN__MAX_SHARD_ROWS", "10")
-    asked = ("estimate", path, "--model", f"tiny={model_folder}", "--measured", place / "speed.json")
+    estimate = ("estimate", path, "--model", f"tiny={model_folder}", "--measured", folder / "speed.json")
 
-    plain = tokenmill(*asked, "--json").json()["times"]
-    (one,) = tokenmill(*asked, "--instance", "g6.xlarge", "--region", "us-east-1", "--json").json()["times"]
-    four = tokenmill(*asked, "--instance", "g6.xlarge", "--region", "us-east-1", "--workers", "9", "--json").json()
-    spot = tokenmill(*asked, "--instance", "g6.xlarge", "--region", "mars", "--json")
+    plain = tokenmill(*estimate, "--json").json()["times"]
+    (one,) = tokenmill(*estimate, "--instance", "g6.xlarge", "--region", "us-east-1", "--json").json()["times"]
+    four = tokenmill(*estimate, "--instance", "g6.xlarge", "--region", "us-east-1", "--workers", "9", "--json").json()
+    spot = tokenmill(*estimate, "--instance", "g6.xlarge", "--region", "mars", "--json")
 
     assert [(entry["on"], entry["cost"]) for entry in plain] == [("far away", None)]
     assert one["cost"] == pytest.approx(one["seconds"] / 3600 * 0.8048)
@@ -178,34 +178,34 @@ def test_given_results_of_another_machine_when_estimated_then_its_price_is_the_b
     assert four["times"][0]["on"] == "far away x 4"
     assert four["times"][0]["seconds"] < one["seconds"]
     assert "no price of g6.xlarge in mars, on-demand; it has g6.xlarge in us-east-1" in spot.error
-    (place / "speed.json").write_text(json.dumps(speed | {"model": "another"}))
-    assert "was measured with another model" in tokenmill(*asked).error
-    (place / "speed.json").write_text("[]")
-    assert "is not what 'tokenmill bench --json' prints" in tokenmill(*asked).error
+    (folder / "speed.json").write_text(json.dumps(speed | {"model": "another"}))
+    assert "was measured with another model" in tokenmill(*estimate).error
+    (folder / "speed.json").write_text("[]")
+    assert "is not what 'tokenmill bench --json' prints" in tokenmill(*estimate).error
 
 
 def test_given_a_price_book_when_checked_then_the_price_of_a_worker_or_the_error_is_shown(
-    tokenmill: Cli, place: Path, monkeypatch: pytest.MonkeyPatch
+    tokenmill: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "l4" in tokenmill("prices", "list").out
     monkeypatch.setenv("TOKENMILL_INSTANCE__TYPE", "g6.xlarge")
     monkeypatch.setenv("TOKENMILL_INSTANCE__REGION", "us-east-1")
     monkeypatch.setenv("TOKENMILL_INSTANCE__WORKERS", "2")
     assert tokenmill("prices", "check", "--json").json()["price_per_hour"] == 0.4024
-    (place / "mine.toml").write_text("price = 1")
-    wrong = tokenmill("prices", "check", place / "mine.toml")
+    (folder / "mine.toml").write_text("price = 1")
+    wrong = tokenmill("prices", "check", folder / "mine.toml")
     assert wrong.code == 1
-    assert f"{place / 'mine.toml'}: price: " in wrong.error
+    assert f"{folder / 'mine.toml'}: price: " in wrong.error
 
 
 def test_given_an_empty_cache_when_models_are_listed_then_the_command_to_pull_one_is_shown(
-    tokenmill: Cli, place: Path
+    tokenmill: Cli, folder: Path
 ) -> None:
     listed = tokenmill("models", "list")
 
     assert listed.code == 0
     assert "tokenmill models pull demo" in listed.err
-    assert tokenmill("models", "list", "--json").json() == {"cache": str(place / "cache"), "models": []}
+    assert tokenmill("models", "list", "--json").json() == {"cache": str(folder / "cache"), "models": []}
 
 
 def test_given_a_folder_when_pulled_then_it_is_taken_as_it_is(tokenmill: Cli, model_folder: Path) -> None:
@@ -213,11 +213,11 @@ def test_given_a_folder_when_pulled_then_it_is_taken_as_it_is(tokenmill: Cli, mo
     assert tokenmill("models", "pull", model_folder, "--json").json()["path"] == str(model_folder)
 
 
-def test_given_no_network_when_a_hub_name_is_pulled_then_the_error_is_one_line(place: Path) -> None:
+def test_given_no_network_when_a_hub_name_is_pulled_then_the_error_is_one_line(folder: Path) -> None:
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, "-m", "tokenmill", "models", "pull", "owner/model"],
-        cwd=place, env=environment, capture_output=True, text=True, check=False,
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
     assert done.returncode == 1
@@ -244,7 +244,7 @@ def test_given_no_command_when_called_then_the_help_is_shown_and_the_exit_code_i
 
 
 def test_given_results_that_are_damaged_then_show_run_and_verify_name_the_file_and_fail(
-    tokenmill: Cli, job: Path, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, job: Path, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("a"), "{", chat("b", text="longer first", max_tokens=30), chat("c"))
     run = ("run", path, "--model", f"tiny={model_folder}", "--output", job)

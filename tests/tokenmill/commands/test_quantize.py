@@ -33,9 +33,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_given_a_model_when_quantized_then_a_job_runs_on_it(
-    tokenmill: Cli, place: Path, model_folder: Path, text: Path, chat: Any, write_lines: Any, results: Any
+    tokenmill: Cli, folder: Path, model_folder: Path, text: Path, chat: Any, write_lines: Any, results: Any
 ) -> None:
-    made = place / "int8"
+    made = folder / "int8"
     ended = tokenmill(
         "quantize", model_folder, "--to", "int8", "--method", "smoothquant", "--calibration", text, "-o", made,
         "--windows", "8", "--threads", "1",
@@ -46,18 +46,18 @@ def test_given_a_model_when_quantized_then_a_job_runs_on_it(
     assert "calibrating with 6 windows" in ended.err
     assert "scoring 2 windows" in ended.err
     assert {file.name for file in made.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    assert not list(place.glob(".int8-*"))
+    assert not list(folder.glob(".int8-*"))
     path = write_lines(chat("a", text="hello", max_tokens=4))
-    ran = tokenmill("run", path, "--model", f"tiny={made}", "-o", place / "out", "--threads", "1")
+    ran = tokenmill("run", path, "--model", f"tiny={made}", "-o", folder / "out", "--threads", "1")
     assert ran.code == 0, ran.err
-    assert [row["status"] for row in results(place / "out")] == ["succeeded"]
+    assert [row["status"] for row in results(folder / "out")] == ["succeeded"]
 
 
 @pytest.mark.usefixtures("short")
 def test_given_gptq_then_products_are_calibrated_one_after_the_other(
-    tokenmill: Cli, place: Path, model_folder: Path, text: Path
+    tokenmill: Cli, folder: Path, model_folder: Path, text: Path
 ) -> None:
-    made = place / "gptq"
+    made = folder / "gptq"
     ended = tokenmill(
         "quantize", model_folder, "--to", "int8", "--method", "gptq", "--calibration", text, "-o", made, "--json",
         "--windows", "8", "--threads", "1",
@@ -66,15 +66,15 @@ def test_given_gptq_then_products_are_calibrated_one_after_the_other(
     assert "12 of 12 products calibrated" in ended.err
     report = json.loads(ended.out)
     assert (report["method"], report["modules"]) == ("gptq", 21)
-    nearest = tokenmill("quantize", model_folder, "--to", "int8", "-o", place / "rtn", "--json")
+    nearest = tokenmill("quantize", model_folder, "--to", "int8", "-o", folder / "rtn", "--json")
     assert report["error"] > json.loads(nearest.out)["error"] > 0
 
 
 @pytest.mark.usefixtures("short")
 def test_given_json_then_the_report_is_the_one_in_the_folder(
-    tokenmill: Cli, place: Path, tiny_models: Any, model_folder: Path, text: Path
+    tokenmill: Cli, folder: Path, tiny_models: Any, model_folder: Path, text: Path
 ) -> None:
-    made = place / "fp8"
+    made = folder / "fp8"
     ended = tokenmill("quantize", model_folder, "--to", "fp8", "--held-out", text, "-o", made, "--json")
     assert ended.code == 0, ended.err
     report = json.loads(ended.out)
@@ -87,27 +87,27 @@ def test_given_json_then_the_report_is_the_one_in_the_folder(
 
 
 def test_given_columns_that_fill_no_group_then_no_checkpoint_is_written(
-    tokenmill: Cli, place: Path, model_folder: Path
+    tokenmill: Cli, folder: Path, model_folder: Path
 ) -> None:
-    ended = tokenmill("quantize", model_folder, "--to", "int4", "--group", "128", "-o", place / "made")
+    ended = tokenmill("quantize", model_folder, "--to", "int4", "--group", "128", "-o", folder / "made")
     assert (
         "can't be quantized to int4: no linear layer has columns that fill whole groups of 128; take int8"
         in ended.error
     )
-    assert not (place / "made").exists()
+    assert not (folder / "made").exists()
 
 
-def test_given_no_text_then_quality_is_reported_as_unmeasured(tokenmill: Cli, place: Path, model_folder: Path) -> None:
-    ended = tokenmill("quantize", model_folder, "--to", "int8", "-o", place / "made")
+def test_given_no_text_then_quality_is_reported_as_unmeasured(tokenmill: Cli, folder: Path, model_folder: Path) -> None:
+    ended = tokenmill("quantize", model_folder, "--to", "int8", "-o", folder / "made")
     assert ended.code == 0, ended.err
     assert "its quality was not measured" in ended.err
-    assert json.loads((place / "made" / "quantization.json").read_text())["quality"] is None
+    assert json.loads((folder / "made" / "quantization.json").read_text())["quality"] is None
 
 
 def test_given_options_that_contradict_then_the_error_is_one_line(
-    tokenmill: Cli, place: Path, model_folder: Path, text: Path
+    tokenmill: Cli, folder: Path, model_folder: Path, text: Path
 ) -> None:
-    full = place / "full"
+    full = folder / "full"
     full.mkdir()
     (full / "notes.txt").write_text("mine")
     for options, said in (
@@ -119,25 +119,25 @@ def test_given_options_that_contradict_then_the_error_is_one_line(
         (("--to", "int4", "--group", "5"), "--group 5"),
         (("--to", "fp8", "--asymmetric"), "--asymmetric is for --to int4"),
         (("--to", "int8", "-o", full), f"{full} exists"),
-        (("--to", "int8", "--held-out", place / "none.txt"), "can't be read as text"),
+        (("--to", "int8", "--held-out", folder / "none.txt"), "can't be read as text"),
     ):
-        target = () if "-o" in options else ("-o", place / "made")
+        target = () if "-o" in options else ("-o", folder / "made")
         ended = tokenmill("quantize", model_folder, *options, *target)
         assert ended.code in (1, 2)
         assert said in ended.error
-        assert not (place / "made").exists()
+        assert not (folder / "made").exists()
     assert [file.name for file in full.iterdir()] == ["notes.txt"]
 
 
 def test_given_a_model_that_breaks_on_the_way_then_nothing_is_left(
-    tokenmill: Cli, place: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tokenmill: Cli, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def break_off(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr("engine.quant.writing.save_file", break_off)
-    ended = tokenmill("quantize", model_folder, "--to", "int8", "-o", place / "made")
+    ended = tokenmill("quantize", model_folder, "--to", "int8", "-o", folder / "made")
     assert ended.code == 1
     assert "made can't be written: no space left" in ended.error
-    assert not (place / "made").exists()
-    assert not list(place.glob(".made-*"))
+    assert not (folder / "made").exists()
+    assert not list(folder.glob(".made-*"))

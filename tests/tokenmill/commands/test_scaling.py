@@ -31,21 +31,21 @@ TOKENS_PER_SECOND = 0.02
 
 
 @pytest.fixture
-def root(place: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(folder: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A root with a model, a job for it, and a worker that is slow: hours of work."""
     monkeypatch.setenv("TOKENMILL_REDIS_URL", redis_server.url)
-    monkeypatch.setenv("TOKENMILL_ROOT", str(place / "root"))
-    source = place / "in.jsonl"
+    monkeypatch.setenv("TOKENMILL_ROOT", str(folder / "root"))
+    source = folder / "in.jsonl"
     line = {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": {"model": "owner/m", "prompt": "x"}}
     source.write_text((json.dumps(line) + "\n") * 40)
-    with FolderStore(place / "root") as store:
+    with FolderStore(folder / "root") as store:
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=64))
         Intake(world).accept(JobDraft(pin_uri(str(source)), JobOptions(model="owner/m"), "default", "job"))
     beats = RedisHeartbeats(RedisSettings(redis_server.url), lifetime=HANG_SECONDS)
     beats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=TOKENS_PER_SECOND))
     beats.close()
-    return place / "root"
+    return folder / "root"
 
 
 @pytest.mark.usefixtures("root")
@@ -64,8 +64,8 @@ def test_given_a_root_when_autoscaled_once_then_each_pool_has_its_line(tokenmill
 
 
 @pytest.fixture
-def processes(place: Path) -> Iterator[Processes]:
-    made = Processes(place)
+def processes(folder: Path) -> Iterator[Processes]:
+    made = Processes(folder)
     yield made
     made.close()
 
@@ -77,7 +77,7 @@ def metrics_url(processes: Processes, number: int) -> str:
         found = re.search(r"http://[0-9.:]+/metrics", processes.log(number).read_text())
         return None if found is None else found[0]
 
-    return wait_for(said, "it tells no figures") or ""
+    return wait_for(said, "no metrics URL is logged") or ""
 
 
 def fetched(url: str) -> Any:
@@ -86,7 +86,7 @@ def fetched(url: str) -> Any:
 
 
 @pytest.mark.usefixtures("root")
-def test_given_http_when_keda_asks_for_a_pool_then_it_gets_the_number(processes: Processes) -> None:
+def test_given_http_when_keda_requests_a_pool_then_it_gets_the_number(processes: Processes) -> None:
     serving = processes.start(
         "-m", "tokenmill", "autoscale", "--adapter", "http", "--metrics-port", 0, "--interval", 1
     )  # fmt: skip

@@ -70,13 +70,13 @@ def publish(world: World) -> None:
 
 
 @pytest.fixture
-def folder(place: Path) -> Iterator[World]:
+def world(folder: Path) -> Iterator[World]:
     """A root whose incoming/ is watched."""
-    (place / "root" / "incoming").mkdir(parents=True)
-    with FolderStore(place / "root") as store:
-        world = World(store, SystemClock(), SystemRandomness(), store.scratch)
-        publish(world)
-        yield world
+    (folder / "root" / "incoming").mkdir(parents=True)
+    with FolderStore(folder / "root") as store:
+        made = World(store, SystemClock(), SystemRandomness(), store.scratch)
+        publish(made)
+        yield made
 
 
 def folder_ingest(world: World) -> FileIngestSource:
@@ -85,9 +85,9 @@ def folder_ingest(world: World) -> FileIngestSource:
 
 
 def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
-    folder: World, source: Path, tokenmill: Any
+    world: World, source: Path, tokenmill: Any
 ) -> None:
-    ingest = folder_ingest(folder)
+    ingest = folder_ingest(world)
     options = ("--tier", "bulk", "--deadline", "6h", "--model", "tiny", "--limit", 3, "--seed", 7)
     sent = [
         tokenmill("submit", source, "--to", "root", *options),
@@ -97,7 +97,7 @@ def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
     ids = [sent[0].out.strip(), sent[1].json()["job"]]
     assert {path.name[0] for path in (Path("root") / "incoming").iterdir()} == {"r"}, "nothing hidden is left"
     ingest.sweep()
-    jobs = [job_at(folder, job_id) for job_id in ids]
+    jobs = [job_at(world, job_id) for job_id in ids]
     assert len(set(ids)) == 2, "what is submitted twice is two jobs"
     assert (jobs[0].tier, jobs[0].settings.limit, jobs[0].settings.seed) == (Tier.BULK, 3, 7)
     assert jobs[0].deadline is not None
@@ -105,27 +105,27 @@ def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
     assert Path(jobs[1].input.files[0].uri).read_bytes() == source.read_bytes()
 
 
-def test_watching_ends_with_the_job(folder: World, source: Path, tokenmill: Any) -> None:
-    ingest, beats = folder_ingest(folder), MemoryHeartbeats(folder.clock, 10.0)
-    dispatcher = Dispatcher(folder, MemoryQueue(), beats, settings=DispatchSettings())
-    foreman = JobController(folder, dispatcher, settings=JobControllerSettings(0.01, 0.05))
+def test_watching_ends_with_the_job(world: World, source: Path, tokenmill: Any) -> None:
+    ingest, beats = folder_ingest(world), MemoryHeartbeats(world.clock, 10.0)
+    dispatcher = Dispatcher(world, MemoryQueue(), beats, settings=DispatchSettings())
+    controller = JobController(world, dispatcher, settings=JobControllerSettings(0.01, 0.05))
 
     def work(stop: threading.Event) -> None:
         while not stop.wait(0.1):
             ingest.sweep()
-            for prefix in folder.store.folders(JOBS):  # nobody computes here: its rows end as cancelled ones
-                if (ledger := JobLedger(folder.store, prefix)).planned_parts() is not None:
-                    ledger.create_closing(Closing(kind="cancel", at=folder.clock.now()))
+            for prefix in world.store.folders(JOBS):  # there is no worker: the job's rows end as cancelled
+                if (ledger := JobLedger(world.store, prefix)).planned_parts() is not None:
+                    ledger.create_closing(Closing(kind="cancel", at=world.clock.now()))
 
-    with doing(work), doing(foreman.run):
+    with doing(work), doing(controller.run):
         ended = tokenmill("submit", source, "--to", "root", "--watch")
     assert ended.code == 0
     assert "waits to be taken" in ended.err
     assert "5 expired or cancelled" in ended.err.splitlines()[-1]
 
 
-def test_a_refused_file_ends_the_watching_with_its_dead_letter(folder: World, source: Path, tokenmill: Any) -> None:
-    ingest = folder_ingest(folder)
+def test_a_refused_file_ends_the_watching_with_its_dead_letter(world: World, source: Path, tokenmill: Any) -> None:
+    ingest = folder_ingest(world)
 
     def work(stop: threading.Event) -> None:
         while not stop.wait(0.1):
@@ -134,8 +134,8 @@ def test_a_refused_file_ends_the_watching_with_its_dead_letter(folder: World, so
     with doing(work):
         ended = tokenmill("submit", source, "--to", "root", "--model", "gpt-9", "--watch")
     assert ended.code == 1
-    (letter,) = tokenmill("deadletters", "list", "--root", "root", "--json").json()["letters"]
-    assert f"'tokenmill deadletters show {letter['id']} --root " in ended.error
+    (dead_letter,) = tokenmill("deadletters", "list", "--root", "root", "--json").json()["letters"]
+    assert f"'tokenmill deadletters show {dead_letter['id']} --root " in ended.error
 
 
 @pytest.mark.parametrize(
@@ -154,15 +154,15 @@ def test_a_refused_file_ends_the_watching_with_its_dead_letter(folder: World, so
     ],
 )
 def test_an_invalid_submission_is_an_error_of_one_line(
-    folder: World, source: Path, place: Path, tokenmill: Any, to: str, given: str, why: str
+    world: World, source: Path, folder: Path, tokenmill: Any, to: str, given: str, why: str
 ) -> None:
-    (place / "unwatched").mkdir()
-    (place / "notes.txt").write_text("x")
+    (folder / "unwatched").mkdir()
+    (folder / "notes.txt").write_text("x")
     ended = tokenmill("submit", given, "--to", to)
     assert ended.code == 1
     assert why in ended.error
     assert "secret" not in ended.err
-    assert list((place / "root" / "incoming").iterdir()) == []
+    assert list((folder / "root" / "incoming").iterdir()) == []
 
 
 @pytest.mark.parametrize("versioned", [False, True])
@@ -200,7 +200,7 @@ def test_a_bucket_gets_the_object_with_its_options_and_the_id_is_the_jobs(
 
 
 def test_a_topic_gets_a_record_and_the_id_is_the_jobs(
-    kafka_broker: KafkaBroker, unique_name: Callable[[], str], folder: World, source: Path, place: Path, tokenmill: Any,
+    kafka_broker: KafkaBroker, unique_name: Callable[[], str], world: World, source: Path, folder: Path, tokenmill: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     name = unique_name()[-40:].strip("-")
@@ -209,15 +209,15 @@ def test_a_topic_gets_a_record_and_the_id_is_the_jobs(
     admin.close()
     for key, value in (
         ("BOOTSTRAP_SERVERS", f'["{kafka_broker.bootstrap}"]'), ("TOPIC_PREFIX", name), ("IDEMPOTENCE", "false"),
-        ("SESSION_TIMEOUT_SECONDS", "2"), ("URI_PREFIXES", json.dumps({"default": [f"file://{place}/"]})),
+        ("SESSION_TIMEOUT_SECONDS", "2"), ("URI_PREFIXES", json.dumps({"default": [f"file://{folder}/"]})),
     ):  # fmt: skip
         monkeypatch.setenv(f"TOKENMILL_KAFKA__{key}", value)
     sent = tokenmill(
         "submit", source, "--to", f"kafka://{kafka_broker.bootstrap}/{name}.jobs", "--tier", "bulk", "--json"
     ).json()
-    root = Root(str(place / "root"), folder, None)
+    root = Root(str(folder / "root"), world, None)
     assert root.pin(str(source)) == pin_uri(str(source))
     with doing(ingest_services(root, read_settings())["kafka"]):
-        wait_for(lambda: list(folder.store.folders(JOBS)), "no job was made")
-    assert job_at(folder, sent["job"]).tier is Tier.BULK
+        wait_for(lambda: list(world.store.folders(JOBS)), "no job was made")
+    assert job_at(world, sent["job"]).tier is Tier.BULK
     assert sent["submitted"].endswith(f"/{name}.jobs/0@0")

@@ -34,17 +34,17 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def source(place: Path) -> Path:
-    path = place / "in.jsonl"
+def source(folder: Path) -> Path:
+    path = folder / "in.jsonl"
     path.write_bytes(lines(10))
     return path
 
 
 @pytest.fixture
-def harness(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpHarness]:
+def harness(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpHarness]:
     for name in ("TOKENMILL_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    with run_http_harness(place / "harness") as made:
+    with run_http_harness(folder / "harness") as made:
         yield made
 
 
@@ -120,8 +120,8 @@ def test_the_list_goes_on_over_pages(harness: HttpHarness, source: Path, tokenmi
     assert "only the newest 2" in some.err
 
 
-def test_a_job_is_cancelled_and_its_watching_ends(place: Path, source: Path, tokenmill: Any) -> None:
-    with run_http_harness(place / "harness", permits=0) as harness:
+def test_a_job_is_cancelled_and_its_watching_ends(folder: Path, source: Path, tokenmill: Any) -> None:
+    with run_http_harness(folder / "harness", permits=0) as harness:
         job = tokenmill("submit", source, "--to", harness.url).out.strip()
         cancelled = tokenmill("jobs", "cancel", job, "--url", harness.url, "--json").json()
         assert cancelled["status"] in ("cancelling", "cancelled")
@@ -231,10 +231,10 @@ def test_a_gateway_that_stays_busy_is_given_up(faulty: FaultyHttp, tokenmill: An
     assert len(waited) == 5
     assert waited == sorted(waited) or max(waited) <= 12.5
     with (
-        GatewayClient("http://127.0.0.1:9", sleep=waited.append) as nobody,
+        GatewayClient("http://127.0.0.1:9", sleep=waited.append) as unreachable,
         pytest.raises(UserError, match="can't be reached"),
     ):
-        nobody.get("/v1/models")
+        unreachable.get("/v1/models")
 
 
 def test_a_request_that_is_not_idempotent_is_not_retried_when_its_answer_is_lost(faulty: FaultyHttp) -> None:
@@ -267,13 +267,13 @@ def chatting(harness: HttpHarness, *more: str) -> subprocess.Popen[str]:
 
 
 def test_one_message_is_answered(harness: HttpHarness, tokenmill: Any) -> None:
-    told = tokenmill(
+    answer = tokenmill(
         "chat", "hello", "--url", harness.url, "--max-tokens", 4, "--system", "be brief", "--temperature", 0
     )
-    assert (told.code, told.out) == (0, words(4) + "\n")
-    (asked,) = harness.worker.requests.values()
-    assert [one["role"] for one in asked.body["messages"]] == ["system", "user"]
-    assert (asked.body["model"], asked.body["temperature"]) == (PIN.name, 0)
+    assert (answer.code, answer.out) == (0, words(4) + "\n")
+    (request,) = harness.worker.requests.values()
+    assert [one["role"] for one in request.body["messages"]] == ["system", "user"]
+    assert (request.body["model"], request.body["temperature"]) == (PIN.name, 0)
     failed = tokenmill("chat", "break", "--url", harness.url)
     assert (failed.code, "it broke" in failed.error) == (1, True)
 
@@ -281,8 +281,8 @@ def test_one_message_is_answered(harness: HttpHarness, tokenmill: Any) -> None:
 def test_a_talk_goes_along_and_ends_with_its_input(harness: HttpHarness) -> None:
     out, err = chatting(harness, "--max-tokens", "2").communicate("one\n\ntwo\n", timeout=HANG_SECONDS)
     assert out.splitlines() == [words(2), words(2)], err
-    asked = [one.body["messages"] for one in harness.worker.requests.values()]
-    assert [one["content"] for one in asked[1]] == ["one", words(2), "two"]
+    messages = [one.body["messages"] for one in harness.worker.requests.values()]
+    assert [one["content"] for one in messages[1]] == ["one", words(2), "two"]
 
 
 def test_an_interrupt_cancels_the_answer_and_not_the_talk(harness: HttpHarness) -> None:

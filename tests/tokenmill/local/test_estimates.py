@@ -45,7 +45,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("shard_rows", ["2000", "7"])
 def test_given_accidental_prefixes_when_estimated_then_tokens_are_those_that_a_run_counts(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, shard_rows: str,
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, shard_rows: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TOKENMILL_PLAN__MAX_SHARD_ROWS", shard_rows)
@@ -53,8 +53,8 @@ def test_given_accidental_prefixes_when_estimated_then_tokens_are_those_that_a_r
 
     found = estimated(tokenmill, path, model_folder)
     ran = tokenmill(
-        "run", path, "--model", f"tiny={model_folder}", "-o", place / "out", "--dtype", "float32", "--speculate", "off",
-        "--json",
+        "run", path, "--model", f"tiny={model_folder}", "-o", folder / "out", "--dtype", "float32",
+        "--speculate", "off", "--json",
     ).json()  # fmt: skip
 
     usage = ran["usage"]
@@ -69,7 +69,7 @@ def test_given_accidental_prefixes_when_estimated_then_tokens_are_those_that_a_r
 
 @pytest.mark.usefixtures("small_blocks")
 def test_given_more_rows_than_are_sampled_when_estimated_then_the_sample_is_extrapolated(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, monkeypatch: pytest.MonkeyPatch
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [chat(f"r{n}", text=f"{HEADER} {n}", max_tokens=4 + n * 5 % 17, ignore_eos=True) for n in range(1600)]
     path = write_lines(*rows)
@@ -77,12 +77,12 @@ def test_given_more_rows_than_are_sampled_when_estimated_then_the_sample_is_extr
     speed = MeasuredSpeed(
         digest, "float32", 1, "far away", "2026-01-01", 1e3, 100.0, 8, step_sizes=((1, 0.01), (128, 0.02)), read=1e-6
     )
-    (place / "speed.json").write_text(json.dumps(asdict(speed)))
+    (folder / "speed.json").write_text(json.dumps(asdict(speed)))
     monkeypatch.setenv("TOKENMILL_PLAN__MAX_SHARD_ROWS", "40")
 
-    whole = estimated(tokenmill, path, model_folder, "--measured", place / "speed.json")
+    whole = estimated(tokenmill, path, model_folder, "--measured", folder / "speed.json")
     monkeypatch.setattr(sample.ShardSample.__init__, "__defaults__", (60_000, 1000))
-    part = estimated(tokenmill, path, model_folder, "--measured", place / "speed.json")
+    part = estimated(tokenmill, path, model_folder, "--measured", folder / "speed.json")
 
     assert (whole["exact"], part["exact"]) == (True, False)
     for name in ("prompt_tokens", "shared_prefix_tokens", "expected_tokens"):
@@ -91,7 +91,7 @@ def test_given_more_rows_than_are_sampled_when_estimated_then_the_sample_is_extr
 
 
 def test_given_a_small_cache_elsewhere_when_estimated_then_recomputation_takes_time(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(*by_chance(chat))
     speed = MeasuredSpeed(
@@ -100,8 +100,10 @@ def test_given_a_small_cache_elsewhere_when_estimated_then_recomputation_takes_t
     )  # fmt: skip
     took = []
     for cache_bytes in (None, 1):
-        (place / "speed.json").write_text(json.dumps(asdict(speed) | {"cache_bytes": cache_bytes}))
-        took.append(estimated(tokenmill, path, model_folder, "--measured", place / "speed.json")["times"][0]["seconds"])
+        (folder / "speed.json").write_text(json.dumps(asdict(speed) | {"cache_bytes": cache_bytes}))
+        took.append(
+            estimated(tokenmill, path, model_folder, "--measured", folder / "speed.json")["times"][0]["seconds"]
+        )
     assert np.isfinite(took).all(), "one that could not even load the model is taken for one that can"
 
 
@@ -113,21 +115,21 @@ def test_given_measured_rates_only_when_steps_are_estimated_then_they_take_the_m
 
 
 def test_given_rows_that_a_run_refuses_when_estimated_then_their_tokens_are_not_expected(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("far", max_tokens=9999), chat("near", max_tokens=5))
     found = estimated(tokenmill, path, model_folder)
     assert (found["rows"], found["rejected"], found["unique"], found["max_tokens"]) == (2, 1, 1, 5)
     ran = tokenmill(
-        "run", path, "--model", f"tiny={model_folder}", "-o", place / "out", "--dtype", "float32", "--json"
+        "run", path, "--model", f"tiny={model_folder}", "-o", folder / "out", "--dtype", "float32", "--json"
     )  # fmt: skip
     assert ran.json()["counts"]["failed"] == found["rejected"]
 
 
 def test_given_an_empty_input_when_estimated_then_a_message_says_so(
-    tokenmill: Cli, place: Path, model_folder: Path
+    tokenmill: Cli, folder: Path, model_folder: Path
 ) -> None:
-    (place / "empty.jsonl").write_text("\n")
-    ended = tokenmill("estimate", place / "empty.jsonl", "--model", f"tiny={model_folder}")
+    (folder / "empty.jsonl").write_text("\n")
+    ended = tokenmill("estimate", folder / "empty.jsonl", "--model", f"tiny={model_folder}")
     assert "the input holds no rows: nothing would be computed" in ended.err
     assert "estimated from a sample" not in ended.out

@@ -14,9 +14,9 @@ import logging, pathlib, warnings
 import structlog
 from tokenmill.processes.logging import log_to_stderr
 
-tell = log_to_stderr(logging.INFO, FORMAT, "worker")
+print_line = log_to_stderr(logging.INFO, FORMAT, "worker")
 logger = structlog.get_logger("x")
-logger.debug("too little to tell")
+logger.debug("below the level")
 logger.info("shard taken", job="job-1", rows=3, where=pathlib.Path("a"), kinds={1: {"b"}})
 with structlog.contextvars.bound_contextvars(trace_id="t", span_id="s"):
     logger.warning("two\\nlines", text='"quoted" \\u2028 \\udc80')
@@ -24,13 +24,13 @@ try:
     raise ValueError("wrong")
 except ValueError:
     logging.getLogger("kafka.client").exception("a library's error %s", 7)
-logging.getLogger("kafka.client").info("too little to tell")
+logging.getLogger("kafka.client").info("below the level")
 warnings.warn("old", DeprecationWarning, stacklevel=1)
-tell("working for root")
+print_line("working for root")
 """
 
 
-def said(log_format: str) -> list[str]:
+def logged_lines(log_format: str) -> list[str]:
     ended = subprocess.run(
         [sys.executable, "-W", "always", "-c", PROGRAM.replace("FORMAT", repr(log_format))],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
@@ -40,7 +40,7 @@ def said(log_format: str) -> list[str]:
 
 
 def test_given_json_then_every_line_of_any_logger_is_a_document() -> None:
-    lines = [json.loads(line) for line in said("json")]
+    lines = [json.loads(line) for line in logged_lines("json")]
     assert all({"timestamp", "level", "event"} <= line.keys() and line["command"] == "worker" for line in lines)
     taken, two, error, old, up = lines
     assert (taken["event"], taken["job"], taken["rows"], taken["where"]) == ("shard taken", "job-1", 3, "a")
@@ -55,7 +55,7 @@ def test_given_json_then_every_line_of_any_logger_is_a_document() -> None:
 
 
 def test_given_text_then_it_is_as_people_read_it() -> None:
-    lines = said("text")
+    lines = logged_lines("text")
     assert lines[0].startswith("timestamp='")
     assert "level='info' event='shard taken' job='job-1' rows=3" in lines[0]
     assert lines[-1] == "working for root"

@@ -20,15 +20,15 @@ from tokenmill.processes.model_switching import POLL_SECONDS, ModelRotation, Rot
 A, B, C = ((name, queue_name(name, Tier.BULK)) for name in "abc")
 
 
-class Shards:
+class FakeShardSource:
     """A source of a model's shards; `left` of them."""
 
     def __init__(self, left: int) -> None:
         self.left = left
-        self.asked: list[Sequence[Tier]] = []
+        self.requested_tiers: list[Sequence[Tier]] = []
 
     def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
-        self.asked.append(tiers)
+        self.requested_tiers.append(tiers)
         self.left -= 1
         return object() if self.left >= 0 else None  # type: ignore[return-value]
 
@@ -52,44 +52,46 @@ def lane(clock: SimulatedClock) -> MemoryLane:
 
 
 @pytest.fixture
-def turns(queue: MemoryQueue, lane: MemoryLane, clock: SimulatedClock) -> ModelRotation:
-    turns = ModelRotation(["a", "b", "c"], queue, lane.worker("w"), clock, switch_after=60.0)
-    turns.begin()
-    return turns
+def rotation(queue: MemoryQueue, lane: MemoryLane, clock: SimulatedClock) -> ModelRotation:
+    rotation = ModelRotation(["a", "b", "c"], queue, lane.worker("w"), clock, switch_after=60.0)
+    rotation.begin()
+    return rotation
 
 
-def test_an_idle_model_is_replaced_by_the_next_with_requests(queue: MemoryQueue, turns: ModelRotation) -> None:
-    source = RotatingShardSource(Shards(1), turns)
+def test_an_idle_model_is_replaced_by_the_next_with_requests(queue: MemoryQueue, rotation: ModelRotation) -> None:
+    source = RotatingShardSource(FakeShardSource(1), rotation)
     queue.put(C[1], ShardTask("job", 7))
     assert source.take(0) is not None
     assert not source.finished(), "it has work"
     assert source.take(0) is None
     assert source.finished()
-    assert turns.loaded == "c"
-    assert queue.take([C[1]], 0) is None, "nobody else is to load the model for the same shard"
-    turns.begin()
+    assert rotation.loaded == "c"
+    assert queue.take([C[1]], 0) is None, "no other worker is to load the model for the same shard"
+    rotation.begin()
     assert queue.take([C[1]], 0) == ShardTask("job", 7)
 
 
-def test_without_anything_to_do_a_model_stays(queue: MemoryQueue, clock: SimulatedClock, turns: ModelRotation) -> None:
-    source = RotatingShardSource(Shards(0), turns)
+def test_without_anything_to_do_a_model_stays(
+    queue: MemoryQueue, clock: SimulatedClock, rotation: ModelRotation
+) -> None:
+    source = RotatingShardSource(FakeShardSource(0), rotation)
     for _ in range(5):
         clock.sleep(100.0)
         assert source.take(0) is None
         assert not source.finished()
-    assert turns.loaded == "a"
+    assert rotation.loaded == "a"
     queue.put(B[1], ShardTask("job", 1))
     clock.sleep(POLL_SECONDS)
     source.take(0)
     assert source.finished()
-    assert turns.loaded == "b"
+    assert rotation.loaded == "b"
 
 
 def test_a_model_that_always_has_work_makes_room_after_a_while(
-    queue: MemoryQueue, clock: SimulatedClock, turns: ModelRotation
+    queue: MemoryQueue, clock: SimulatedClock, rotation: ModelRotation
 ) -> None:
-    shards = Shards(100)
-    source = RotatingShardSource(shards, turns)
+    shards = FakeShardSource(100)
+    source = RotatingShardSource(shards, rotation)
     queue.put(B[1], ShardTask("job", 1))
     for _ in range(59):
         assert source.take(0) is not None
@@ -101,35 +103,35 @@ def test_a_model_that_always_has_work_makes_room_after_a_while(
     left = shards.left
     assert source.take(0) is None
     assert shards.left == left, "no more are taken"
-    assert turns.loaded == "b"
+    assert rotation.loaded == "b"
 
 
 def test_a_model_with_a_lane_request_is_loaded_and_the_request_waits_for_it(
-    lane: MemoryLane, clock: SimulatedClock, turns: ModelRotation
+    lane: MemoryLane, clock: SimulatedClock, rotation: ModelRotation
 ) -> None:
     busy = [True]
-    source = RotatingShardSource(Shards(0), turns, lambda: busy[0])
-    asked = LaneRequest("r1", "b", {})
-    lane.send(asked)
+    source = RotatingShardSource(FakeShardSource(0), rotation, lambda: busy[0])
+    request = LaneRequest("r1", "b", {})
+    lane.send(request)
     source.take(0)
     assert not source.finished(), "callers of the loaded model are being answered"
     busy[0] = False
     clock.sleep(POLL_SECONDS)
     source.take(0)
     assert source.finished()
-    assert turns.loaded == "b"
+    assert rotation.loaded == "b"
     (event,) = lane.read({"r1": START}, 0)
     assert isinstance(event, HandBackEvent), "its caller is to send it again"
-    lane.send(replace(asked, attempt=2))
-    turns.begin()
-    assert RotatingShardSource(Shards(0), turns).take(0) is None
+    lane.send(replace(request, attempt=2))
+    rotation.begin()
+    assert RotatingShardSource(FakeShardSource(0), rotation).take(0) is None
     assert [one.attempt for one in lane.worker("w").take(["b"], 1, 0)] == [2]
 
 
 def test_that_nothing_more_urgent_is_there_does_not_mean_that_there_is_nothing(
-    queue: MemoryQueue, turns: ModelRotation
+    queue: MemoryQueue, rotation: ModelRotation
 ) -> None:
-    source = RotatingShardSource(Shards(0), turns)
+    source = RotatingShardSource(FakeShardSource(0), rotation)
     queue.put(B[1], ShardTask("job", 1))
     assert source.take(0, (Tier.STANDARD,)) is None
     assert not source.finished()

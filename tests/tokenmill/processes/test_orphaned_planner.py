@@ -1,4 +1,4 @@
-"""A run that is killed while its planner plans: nobody gets at the folder before both are gone.
+"""A run that is killed while its planner plans: no other run gets the folder before both processes are gone.
 
 The planner is frozen, as it would be in a long write, so that it can't end with its parent, as it otherwise does.
 """
@@ -72,10 +72,10 @@ class Orphan:
 
 
 @pytest.fixture
-def orphan(place: Path, chat: Chat, write_lines: Write) -> Iterator[Orphan]:
+def orphan(folder: Path, chat: Chat, write_lines: Write) -> Iterator[Orphan]:
     source = write_lines(*(chat(f"id-{row}") for row in range(400)))
     run = subprocess.Popen(
-        [sys.executable, "-c", RUN, source, place / "out"],
+        [sys.executable, "-c", RUN, source, folder / "out"],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         stdout=subprocess.PIPE,
         text=True,
@@ -94,30 +94,30 @@ def orphan(place: Path, chat: Chat, write_lines: Write) -> Iterator[Orphan]:
 
 
 def test_given_a_planner_that_outlives_its_run_when_run_again_then_it_is_waited_for_and_then_refused_with_the_reason(
-    place: Path, orphan: Orphan
+    folder: Path, orphan: Orphan
 ) -> None:
     with (
         pytest.raises(OutputLocked, match=rf"a run that was killed \(pid {orphan.parent} on .*still ending; wait a"),
-        RunLock(place / "out", retry_timeout_seconds=0.5),
+        RunLock(folder / "out", retry_timeout_seconds=0.5),
     ):
         pytest.fail("the planner may still write")
 
     began = time.monotonic()
     threading.Timer(0.3, orphan.thaw).start()
-    with open_output(place / "out"):
-        assert time.monotonic() - began >= 0.3, "it got in beside a planner that was frozen"
-        stands = sorted((place / "out" / "plan").iterdir())
+    with open_output(folder / "out"):
+        assert time.monotonic() - began >= 0.3, "it got in alongside a planner that was frozen"
+        stands = sorted((folder / "out" / "plan").iterdir())
         time.sleep(0.1)
-        assert sorted((place / "out" / "plan").iterdir()) == stands, "nobody is at it any more"
+        assert sorted((folder / "out" / "plan").iterdir()) == stands, "a planner still writes"
 
 
 def test_given_a_planner_that_outlives_its_run_when_started_anew_then_the_plan_is_of_the_new_input_only(
-    place: Path, orphan: Orphan, chat: Chat, write_lines: Write
+    folder: Path, orphan: Orphan, chat: Chat, write_lines: Write
 ) -> None:
     other = write_lines(*(chat(f"other-{row}") for row in range(10)), name="other.jsonl")
     threading.Timer(0.2, orphan.thaw).start()
 
-    with open_output(place / "out") as output:
+    with open_output(folder / "out") as output:
         job = begin(output, other, fresh=True)
         time.sleep(0.2)
         plan_job(output.ledger, job, output.world)
@@ -127,30 +127,30 @@ def test_given_a_planner_that_outlives_its_run_when_started_anew_then_the_plan_i
     assert [(segment.first_row, segment.end_row) for segment in segments] == [(0, 4), (4, 8), (8, 10)]
 
 
-def test_given_a_run_that_lives_when_run_again_then_it_is_refused_soon(place: Path) -> None:
-    with RunLock(place), pytest.raises(OutputLocked, match=rf"another run \(pid {os.getpid()} on "), RunLock(place):
+def test_given_a_run_that_lives_when_run_again_then_it_is_refused_soon(folder: Path) -> None:
+    with RunLock(folder), pytest.raises(OutputLocked, match=rf"another run \(pid {os.getpid()} on "), RunLock(folder):
         pytest.fail("both got in")
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_given_a_segment_of_another_job_when_the_plan_is_read_then_it_is_refused(
-    place: Path, chat: Chat, write_lines: Write, index: int
+    folder: Path, chat: Chat, write_lines: Write, index: int
 ) -> None:
     """A segment as an orphaned planner leaves it: of the same rows, under the same name."""
-    kept: dict[str, PlanSegment] = {}
+    segments: dict[str, PlanSegment] = {}
     for name in ("old", "new"):
         source = write_lines(*(chat(f"{name}-{row}") for row in range(10)), name=f"{name}.jsonl")
-        with open_output(place / name) as output:
+        with open_output(folder / name) as output:
             job = begin(output, source)
             if name == "old":
                 plan_job(output.ledger, job, output.world)
                 segment = output.ledger.segment(index)
                 assert segment is not None
-                kept[name] = segment
-    ledger = JobLedger(FolderStore(place / "new", read_only=True))
-    (place / "new" / "plan" / f"{index:05d}.json").write_bytes(kept["old"].to_json())
+                segments[name] = segment
+    ledger = JobLedger(FolderStore(folder / "new", read_only=True))
+    (folder / "new" / "plan" / f"{index:05d}.json").write_bytes(segments["old"].to_json())
 
-    with open_output(place / "new") as output, pytest.raises(LedgerError, match=rf"plan/0000{index}.json.*--fresh"):
+    with open_output(folder / "new") as output, pytest.raises(LedgerError, match=rf"plan/0000{index}.json.*--fresh"):
         plan_job(output.ledger, job, output.world)
     if index:
         with pytest.raises(LedgerError, match=r"plan/00001.json: begins job .* at row 4, but job .* goes on at row 4"):

@@ -60,11 +60,11 @@ class HookedTracker(RunTracker):
         self._do()
 
 
-def run(source: Path, place: Path, model_folder: Path, before_planning: Callable[[], object]) -> JobRun:
+def run(source: Path, folder: Path, model_folder: Path, before_planning: Callable[[], object]) -> JobRun:
     plan = RunPlan(
         inputs=pin_input(source),
         models=(ChosenModel("tiny", sources.ModelSource("tiny", model_folder, None, 0)),),
-        output=place / "out",
+        output=folder / "out",
         tier=Tier.STANDARD,
         settings=SETTINGS,
         engine=EngineOptions(dtype="float32", threads=1),
@@ -78,25 +78,25 @@ def run(source: Path, place: Path, model_folder: Path, before_planning: Callable
 
 
 def test_a_job_of_many_segments_is_planned_while_it_is_computed(
-    place: Path, model_folder: Path, source: Path, results: Results
+    folder: Path, model_folder: Path, source: Path, results: Results
 ) -> None:
-    done = run(source, place, model_folder, lambda: None)
+    done = run(source, folder, model_folder, lambda: None)
     assert done.manifest is not None
     assert (done.counts.total, done.counts.failed) == (ROWS, 4)
-    assert sorted(row["row"] for row in results(place / "out")) == list(range(ROWS))
-    assert len(list((place / "out" / "plan").iterdir())) == 6
+    assert sorted(row["row"] for row in results(folder / "out")) == list(range(ROWS))
+    assert len(list((folder / "out" / "plan").iterdir())) == 6
 
 
 def test_given_an_input_that_vanishes_while_it_is_planned_then_the_run_fails_with_a_message_and_can_go_on(
-    place: Path, model_folder: Path, source: Path, results: Results
+    folder: Path, model_folder: Path, source: Path, results: Results
 ) -> None:
-    out, aside = place / "out", source.with_name("aside.jsonl")
+    out, aside = folder / "out", source.with_name("aside.jsonl")
     with pytest.raises(PipelineError, match=r"requests.jsonl: can't read the input: No such file"):
-        run(source, place, model_folder, lambda: source.rename(aside))
+        run(source, folder, model_folder, lambda: source.rename(aside))
     assert (out / part_key(0)).is_file()
     assert not (out / "manifest.json").exists()
     aside.rename(source)
-    assert run(source, place, model_folder, lambda: None).counts.total == ROWS
+    assert run(source, folder, model_folder, lambda: None).counts.total == ROWS
     assert sorted(row["row"] for row in results(out)) == list(range(ROWS))
 
 
@@ -112,37 +112,37 @@ def begun_in(out: Path, source: Path) -> Iterator[tuple[Output, Job]]:
 
 
 @pytest.fixture
-def begun(place: Path, source: Path) -> Iterator[tuple[Output, Job]]:
+def begun(folder: Path, source: Path) -> Iterator[tuple[Output, Job]]:
     """Such a job, held."""
-    with begun_in(place / "out", source) as begun:
+    with begun_in(folder / "out", source) as begun:
         yield begun
 
 
-def test_the_planner_reports_each_segment_once(begun: tuple[Output, Job], place: Path) -> None:
+def test_the_planner_reports_each_segment_once(begun: tuple[Output, Job], folder: Path) -> None:
     output, job = begun
-    told: list[PlanSegment] = []
+    reported: list[PlanSegment] = []
     ended = threading.Event()
 
-    def tell(segment: PlanSegment) -> None:
-        told.append(segment)
+    def report(segment: PlanSegment) -> None:
+        reported.append(segment)
         if segment.last:
             ended.set()
 
-    with PlannerProcess(place / "out", output.lock, output.ledger, job.input, tell, ended.set) as planner:
+    with PlannerProcess(folder / "out", output.lock, output.ledger, job.input, report, ended.set) as planner:
         assert ended.wait(HANG_SECONDS)
         planner.check()
-    assert told == list(output.ledger.segments(1))
-    assert told[-1].end_row == ROWS
+    assert reported == list(output.ledger.segments(1))
+    assert reported[-1].end_row == ROWS
 
 
 def test_given_a_changed_input_when_it_is_planned_then_the_planner_fails_once_with_a_remedy(
-    begun: tuple[Output, Job], place: Path, source: Path
+    begun: tuple[Output, Job], folder: Path, source: Path
 ) -> None:
     output, job = begun
     source.write_text(source.read_text() + "more\n")
     failed = threading.Event()
     with PlannerProcess(
-        place / "out", output.lock, output.ledger, job.input, lambda segment: None, failed.set
+        folder / "out", output.lock, output.ledger, job.input, lambda segment: None, failed.set
     ) as planner:
         assert failed.wait(HANG_SECONDS)
         with pytest.raises(PipelineError, match="when the job was accepted; put the old file back"):
@@ -151,14 +151,14 @@ def test_given_a_changed_input_when_it_is_planned_then_the_planner_fails_once_wi
 
 
 def test_given_an_input_rewritten_at_the_same_size_when_it_is_planned_then_the_planner_fails_with_a_remedy(
-    begun: tuple[Output, Job], place: Path, source: Path
+    begun: tuple[Output, Job], folder: Path, source: Path
 ) -> None:
     output, job = begun
     time.sleep(0.02)  # a later tick of the file system's clock
     source.write_text(source.read_text().replace("word", "lord"))
     failed = threading.Event()
     with PlannerProcess(
-        place / "out", output.lock, output.ledger, job.input, lambda segment: None, failed.set
+        folder / "out", output.lock, output.ledger, job.input, lambda segment: None, failed.set
     ) as planner:
         assert failed.wait(HANG_SECONDS)
         with pytest.raises(
@@ -169,9 +169,9 @@ def test_given_an_input_rewritten_at_the_same_size_when_it_is_planned_then_the_p
 
 
 def test_given_a_changed_input_when_the_job_is_cancelled_then_it_is_ended_only_with_the_lines_that_it_was_accepted_with(
-    tokenmill: Cli, place: Path, source: Path, results: Results
+    tokenmill: Cli, folder: Path, source: Path, results: Results
 ) -> None:
-    out, text = place / "out", source.read_text()
+    out, text = folder / "out", source.read_text()
     with begun_in(out, source):
         pass
     time.sleep(0.02)
@@ -197,13 +197,13 @@ def test_given_a_changed_input_when_the_job_is_cancelled_then_it_is_ended_only_w
 
 
 def test_given_a_planner_that_is_stopped_then_it_is_gone_with_all_it_was_building(
-    begun: tuple[Output, Job], place: Path
+    begun: tuple[Output, Job], folder: Path
 ) -> None:
     output, job = begun
-    private = place / "out" / ".tmp"
+    private = folder / "out" / ".tmp"
     own = set(private.iterdir())
     with PlannerProcess(
-        place / "out", output.lock, output.ledger, job.input, lambda segment: None, lambda: None
+        folder / "out", output.lock, output.ledger, job.input, lambda segment: None, lambda: None
     ) as planner:
         pid = planner.pid
     assert not Path(f"/proc/{pid}").exists()
@@ -212,15 +212,17 @@ def test_given_a_planner_that_is_stopped_then_it_is_gone_with_all_it_was_buildin
     assert JobLedger(output.world.store).planned_parts() is not None
 
 
-def test_the_same_input_is_not_read_again_once_the_plan_is_whole(place: Path, model_folder: Path, source: Path) -> None:
-    assert known_input(place / "out") is None
-    with open_output(place / "out") as output:
+def test_the_same_input_is_not_read_again_once_the_plan_is_whole(
+    folder: Path, model_folder: Path, source: Path
+) -> None:
+    assert known_input(folder / "out") is None
+    with open_output(folder / "out") as output:
         pin = ModelPin(name="tiny", source="tiny", dtype="float32")
         job = submit(
             JobOrder(input=pin_input(source), models=(pin,), settings=SETTINGS), output.ledger, output.world
         ).job
         plan_job(output.ledger, job, output.world, max_segments=1)
-        assert known_input(place / "out") is None, "it is read again anyway"
+        assert known_input(folder / "out") is None, "it is read again anyway"
         plan_job(output.ledger, job, output.world)
-    known = known_input(place / "out")
+    known = known_input(folder / "out")
     assert known == job.input

@@ -61,34 +61,34 @@ def lines(chat: Any, write_lines: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_two_replicas_divide_a_job_and_write_the_table_of_one(
-    lines: Path, place: Path, model_folder: Path, tokenmill: Tokenmill, results: Any
+    lines: Path, folder: Path, model_folder: Path, tokenmill: Tokenmill, results: Any
 ) -> None:
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", "2", "--max-num-seqs", "2")
     assert tokenmill("run", lines, "--output", "one", *engine).code == 0
     ended = tokenmill("run", lines, "--output", "two", *engine, "--replicas", "2", "--json")
     assert ended.code == 0, ended.err
-    assert table(results(place / "two")) == table(results(place / "one"))
-    assert workers(place / "one") == {"local"}
-    assert workers(place / "two") == {"local-0", "local-1"}
+    assert table(results(folder / "two")) == table(results(folder / "one"))
+    assert workers(folder / "one") == {"local"}
+    assert workers(folder / "two") == {"local-0", "local-1"}
     counts = ended.json()["counts"]
     assert (counts["total"], counts["succeeded"], counts["failed"]) == (ROWS + 1, ROWS, 1)
 
 
 @pytest.mark.exhaustive
 def test_a_model_shared_by_two_processes_writes_the_same_table(
-    lines: Path, place: Path, model_folder: Path, tokenmill: Tokenmill, results: Any
+    lines: Path, folder: Path, model_folder: Path, tokenmill: Tokenmill, results: Any
 ) -> None:
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", "2")
     assert tokenmill("run", lines, "--output", "one", *engine).code == 0
     ended = tokenmill("run", lines, "--output", "two", *engine, "--tensor-parallel", "2")
     assert ended.code == 0, ended.err
-    assert table(results(place / "two")) == table(results(place / "one"))
+    assert table(results(folder / "two")) == table(results(folder / "one"))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", ["replica", "rank"])
 def test_a_dead_process_ends_the_run_and_the_same_command_goes_on(
-    victim: str, place: Path, model_folder: Path, chat: Any, write_lines: Any, results: Any, tokenmill: Tokenmill
+    victim: str, folder: Path, model_folder: Path, chat: Any, write_lines: Any, results: Any, tokenmill: Tokenmill
 ) -> None:
     """Two replicas of two ranks each: a process of either kind is killed, and none outlives the run."""
     lines = write_lines(*[chat(f"r{n}", f"number {n}", max_tokens=60, ignore_eos=True) for n in range(40)])
@@ -99,9 +99,9 @@ def test_a_dead_process_ends_the_run_and_the_same_command_goes_on(
     more = ["--replicas", "2", "--tensor-parallel", "2", "--max-num-seqs", "1"]
     variables = {"TOKENMILL_PLAN__MAX_SHARD_ROWS": "2", "PYTHONPATH": str(Path(__file__).parents[3])}
     environment = {**os.environ, **variables}
-    process = subprocess.Popen([*run, *more], cwd=place, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*run, *more], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + HANG_SECONDS
-    while len(list((place / "out" / "results").glob("*.parquet"))) < 2:
+    while len(list((folder / "out" / "results").glob("*.parquet"))) < 2:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until, "no parts appear"
         time.sleep(0.05)
@@ -115,22 +115,24 @@ def test_a_dead_process_ends_the_run_and_the_same_command_goes_on(
     assert said in err.splitlines()[-1]
     assert err.splitlines()[-1].startswith("error: replica ")
     for pid in (*replicas, *ranks):
-        gone(pid)
-    again = subprocess.run(run, cwd=place, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
+        wait_until_gone(pid)
+    again = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert again.returncode == 0, again.stderr
-    assert [row["custom_id"] for row in results(place / "out")] == [f"r{n}" for n in range(40)]
-    assert {row["status"] for row in results(place / "out")} == {"succeeded"}
+    assert [row["custom_id"] for row in results(folder / "out")] == [f"r{n}" for n in range(40)]
+    assert {row["status"] for row in results(folder / "out")} == {"succeeded"}
 
 
 @pytest.mark.slow
-def test_no_process_outlives_a_run_that_is_killed(place: Path, model_folder: Path, chat: Any, write_lines: Any) -> None:
+def test_no_process_outlives_a_run_that_is_killed(
+    folder: Path, model_folder: Path, chat: Any, write_lines: Any
+) -> None:
     lines = write_lines(*[chat(f"r{n}", f"number {n}", max_tokens=400, ignore_eos=True) for n in range(60)])
     run = [
         sys.executable, "-m", "tokenmill", "run", str(lines), "--model", f"tiny={model_folder}", "--output", "out",
         "--threads", "1", "--dtype", "float32", "--tensor-parallel", "2", "--max-num-seqs", "1",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TOKENMILL_PLAN__MAX_SHARD_ROWS": "1"}
-    process = subprocess.Popen(run, cwd=place, env=environment, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(run, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
     until = time.monotonic() + HANG_SECONDS
     while not (ranks := children(process.pid, "engine.parallel.rank")):
         assert process.poll() is None
@@ -138,7 +140,7 @@ def test_no_process_outlives_a_run_that_is_killed(place: Path, model_folder: Pat
         time.sleep(0.05)
     process.kill()
     process.wait()
-    gone(ranks[0])
+    wait_until_gone(ranks[0])
 
 
 def children(pid: int, module: str) -> list[int]:
@@ -148,11 +150,11 @@ def children(pid: int, module: str) -> list[int]:
     return sorted(int(child) for child in started if module in Path(f"/proc/{child}/cmdline").read_text())
 
 
-def gone(pid: int) -> None:
+def wait_until_gone(pid: int) -> None:
     until = time.monotonic() + HANG_SECONDS
     while Path(f"/proc/{pid}").exists():
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if state == "Z":  # ended; whoever is to look at it is slow
+        if state == "Z":  # ended; its parent has not reaped it yet
             return
         assert time.monotonic() < until, f"process {pid} goes on"
         time.sleep(0.05)

@@ -45,20 +45,20 @@ Late()
 """Python swallows an exception of a finalizer, and prints a traceback."""
 PARTS = ("serve", "worker", "dispatcher", "intake", "gateway")
 
-TOLD = """
+STOP_AT_EVENT = """
 import runpy, signal, sys
-def tell(event, details):
+def stop_at_event(event, details):
     if event == {event!r} and (not {name!r} or details[0] == {name!r}) and not done:
         done.append(event)
         exec({how!r}, globals())
 done = []
-sys.addaudithook(tell)
+sys.addaudithook(stop_at_event)
 runpy.run_module("tokenmill", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.fixture
-def arguments(place: Path, model_folder: Path) -> Callable[[str], list[str]]:
+def arguments(folder: Path, model_folder: Path) -> Callable[[str], list[str]]:
     """A command with all that it needs."""
     engine = ["--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", "1"]
 
@@ -71,23 +71,23 @@ def arguments(place: Path, model_folder: Path) -> Callable[[str], list[str]]:
 
 
 @pytest.fixture
-def variables(place: Path, redis_server: RedisServer) -> dict[str, str]:
-    (place / "root").mkdir()
+def variables(folder: Path, redis_server: RedisServer) -> dict[str, str]:
+    (folder / "root").mkdir()
     return {
-        **os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{place}", "OMP_NUM_THREADS": "1",
+        **os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1",
         "TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_CELERY__QUEUES": '{"tokenmill": "default"}',
     }  # fmt: skip
 
 
 @pytest.fixture
-def start(place: Path, variables: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts a program in a session of its own; its log is at `place / "log"`."""
+def start(folder: Path, variables: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts a program in a session of its own; its log is at `folder / "log"`."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*program: str) -> subprocess.Popen[bytes]:
-        with (place / "log").open("wb") as log:
+        with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, *program], cwd=place, env=variables, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, *program], cwd=folder, env=variables, stdout=log, stderr=log, start_new_session=True
             )
         started.append(process)
         return process
@@ -99,18 +99,18 @@ def start(place: Path, variables: dict[str, str]) -> Iterator[Callable[..., subp
         process.wait()
 
 
-def check_end(process: subprocess.Popen[bytes], place: Path) -> str:
+def check_end(process: subprocess.Popen[bytes], folder: Path) -> str:
     """It ends soon and gracefully, and leaves no process and no incomplete file; its output."""
-    code, said = process.wait(SOON), (place / "log").read_text()
+    code, said = process.wait(SOON), (folder / "log").read_text()
     assert code == 0, said
     assert "Traceback" not in said
     assert "error" not in said
     assert "stopping" in said
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
-    FolderStore(place / "root").close()  # removes what those who are dead have begun
-    assert not list((place / "root").glob(".tmp/*"))
-    assert not list((place / "root").glob("jobs/*"))
+    FolderStore(folder / "root").close()  # removes incomplete files of dead processes
+    assert not list((folder / "root").glob(".tmp/*"))
+    assert not list((folder / "root").glob("jobs/*"))
     return said
 
 
@@ -132,26 +132,26 @@ def check_end(process: subprocess.Popen[bytes], place: Path) -> str:
     ],
 )
 def test_given_a_stop_signal_during_the_start_then_no_part_starts(
-    place: Path, arguments: Any, start: Any, part: str, event: str, name: str | None, how: str
+    folder: Path, arguments: Any, start: Any, part: str, event: str, name: str | None, how: str
 ) -> None:
-    (place / "told.py").write_text(TOLD.format(event=event, name=name, how=how))
-    said = check_end(start("-m", "told", *arguments(part)), place)
+    (folder / "stop_at_event.py").write_text(STOP_AT_EVENT.format(event=event, name=name, how=how))
+    said = check_end(start("-m", "stop_at_event", *arguments(part)), folder)
     assert "serving" not in said
     assert "working for" not in said
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc tells when a process listens for SIGTERM")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc shows when a process listens for SIGTERM")
 @pytest.mark.parametrize("part", PARTS)
 def test_given_a_stop_signal_at_any_time_since_the_handler_is_installed_then_it_ends_with_0(
-    place: Path, arguments: Any, start: Any, part: str
+    folder: Path, arguments: Any, start: Any, part: str
 ) -> None:
-    for told_after in (0.0, random.Random().uniform(0.0, LONGEST)):
+    for delay in (0.0, random.Random().uniform(0.0, LONGEST)):
         process = start("-m", "tokenmill", *arguments(part))
         wait_for(lambda process=process: listens(process), "it doesn't listen")
-        time.sleep(told_after)
+        time.sleep(delay)
         process.send_signal(signal.SIGTERM)
-        print(f"told after {told_after:.3f} s")
-        check_end(process, place)
+        print(f"stopped after {delay:.3f} s")
+        check_end(process, folder)
 
 
 def listens(process: subprocess.Popen[bytes]) -> bool:

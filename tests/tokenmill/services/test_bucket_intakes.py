@@ -37,8 +37,8 @@ def bucket(s3_server: MotoServer, unique_name: Callable[[], str]) -> str:
     url = queues.create_queue(QueueName=name)["QueueUrl"]
     arn = queues.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
     below = {"Key": {"FilterRules": [{"Name": "prefix", "Value": "root/incoming/"}]}}
-    told = {"QueueConfigurations": [{"QueueArn": arn, "Events": ["s3:ObjectCreated:*"], "Filter": below}]}
-    s3_server.client().put_bucket_notification_configuration(Bucket=name, NotificationConfiguration=told)
+    notifications = {"QueueConfigurations": [{"QueueArn": arn, "Events": ["s3:ObjectCreated:*"], "Filter": below}]}
+    s3_server.client().put_bucket_notification_configuration(Bucket=name, NotificationConfiguration=notifications)
     return name
 
 

@@ -81,7 +81,7 @@ def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
 
     def outage() -> None:
         store.is_away, store.failures = True, 0
-        wait_for(lambda: store.failures >= 3, "the store is not asked again while it is away")
+        wait_for(lambda: store.failures >= 3, "the store is not called again while it is away")
         store.is_away = False
 
     stop, errors = threading.Event(), []
@@ -146,7 +146,7 @@ def test_given_a_store_that_is_away_when_a_model_is_changed_then_the_worker_wait
         thread = threading.Thread(target=work)
         thread.start()
         try:
-            wait_for(lambda: store.failures >= 2 or errors, "the store is not asked while it is away")
+            wait_for(lambda: store.failures >= 2 or errors, "the store is not called while it is away")
             store.is_away = not returns
             if returns:
                 turn = ("model's turn", "second")

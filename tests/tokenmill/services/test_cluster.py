@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.cluster import BUCKET, running_cluster
-from tests.cluster.ingest import NUM_SOURCES, all_done, answers, by_source, send, told
+from tests.cluster.ingest import NUM_SOURCES, all_done, answers, by_source, num_messages, send
 from tests.waiting import wait_for
 
 ROWS = 200
@@ -16,16 +16,16 @@ ROWS = 200
 
 @pytest.mark.exhaustive
 def test_a_file_from_each_ingest_source_gives_the_table_of_run(
-    place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
+    folder: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
 ) -> None:
     source = write_lines(*[chat(f"r{n}", f"number {n}", max_tokens=12) for n in range(ROWS - 1)], "not json")
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", "1")
     assert tokenmill("run", source, "--output", "alone", *engine).code == 0
-    rows = results(place / "alone")
+    rows = results(folder / "alone")
     alone = sorted((row["custom_id"] or "", row["text"] or "", row["error_code"] or "") for row in rows)
-    # Two intakes hear of everything, and each drop is told of twice more.
+    # Two intakes get each event, and each event of a drop is sent twice more.
     processes = ("dispatcher-1", "dispatcher-2", "intake-1", "intake-2", "worker-1")
-    with running_cluster(place / "cluster", (*engine, "--replicas", "2"), processes) as cluster:
+    with running_cluster(folder / "cluster", (*engine, "--replicas", "2"), processes) as cluster:
         wait_for(lambda: list(cluster.store().list("catalog/")), "no worker is up")
         send(cluster, source)
         events = cluster.s3.client("sqs")
@@ -42,7 +42,7 @@ def test_a_file_from_each_ingest_source_gives_the_table_of_run(
                 assert found == [row for row in alone if row[2] != "invalid_json"]
             else:
                 assert (source, found) == (source, alone)
-        assert told(cluster, 2 * ROWS - 1) == 2 * ROWS - 1
+        assert num_messages(cluster, 2 * ROWS - 1) == 2 * ROWS - 1
         dead_letters = list(cluster.store().list("deadletters/"))
         assert dead_letters, f"the line that is no request, at s3://{BUCKET}"
         assert set(cluster.stop().values()) == {0}

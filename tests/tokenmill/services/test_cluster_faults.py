@@ -16,9 +16,9 @@ SMALL = Scale(rows=(60, 200), race_rows=400, max_tokens=(4, 24), expire_seconds=
 
 @pytest.mark.exhaustive
 def test_given_two_faults_when_jobs_come_from_all_ingest_sources_then_nothing_is_lost_doubled_or_changed(
-    place: Path, model_folder: Path
+    folder: Path, model_folder: Path
 ) -> None:
-    outcome = run(Setup(seed=6, faults=2, worker="null", model=str(model_folder), folder=place / "run", scale=SMALL))
+    outcome = run(Setup(seed=6, faults=2, worker="null", model=str(model_folder), folder=folder / "run", scale=SMALL))
     show(outcome)
     assert outcome.broken == []
     facts = json.loads(json.dumps(document(outcome)))

@@ -64,23 +64,23 @@ class S3(SeaweedServer):
 
 
 class Compose:
-    """The services as processes. `places`: address in compose.yaml -> address here."""
+    """The services as processes. `addresses`: address in compose.yaml -> address here."""
 
-    def __init__(self, folder: Path, places: dict[str, str], model: Path) -> None:
+    def __init__(self, folder: Path, addresses: dict[str, str], model: Path) -> None:
         self.folder = folder
-        self.places = places
+        self.addresses = addresses
         self.model = model
         self.ports = {name: free_port() for name in OURS}
         self.gateway = free_port()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def here(self, name: str, text: str) -> str:
-        for there, place in {
-            **self.places,
+        for there, here in {
+            **self.addresses,
             ":9100": f":{self.ports.get(name, 0)}",
             ":8000": f":{self.gateway}",
         }.items():
-            text = text.replace(there, place)
+            text = text.replace(there, here)
         return text
 
     def variables(self, name: str) -> dict[str, str]:
@@ -91,8 +91,8 @@ class Compose:
         given["TOKENMILL_METRICS__PORT"] = str(self.ports.get(name, 0))
         # The broker of these tests acknowledges in another way than Kafka, and is slow to form groups.
         given |= {"TOKENMILL_KAFKA__IDEMPOTENCE": "false", "TOKENMILL_KAFKA__SESSION_TIMEOUT_SECONDS": "6"}
-        kept = {name: os.environ[name] for name in ("PATH", "HOME")} | {"OMP_NUM_THREADS": "1"}
-        return {**kept, **given, **({} if self.python(name) != sys.executable else {"PYTHONPATH": str(ROOT)})}
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME")} | {"OMP_NUM_THREADS": "1"}
+        return {**inherited, **given, **({} if self.python(name) != sys.executable else {"PYTHONPATH": str(ROOT)})}
 
     @staticmethod
     def python(name: str) -> str:
@@ -124,12 +124,12 @@ class Compose:
 @pytest.fixture
 def compose(tmp_path: Path, model_folder: Path) -> Iterator[Compose]:
     with S3(tmp_path / "s3") as s3, Redis(tmp_path / "redis") as redis, KafkaBroker(tmp_path / "kafka") as kafka:
-        places = {
+        addresses = {
             "s3:8333": f"127.0.0.1:{s3.port}",
             "redis:6379": f"127.0.0.1:{redis.port}",
             "kafka:9092": f"127.0.0.1:{kafka.port}",
         }
-        made = Compose(tmp_path, places, model_folder)
+        made = Compose(tmp_path, addresses, model_folder)
         yield made
         for name, process in made.running.items():
             process.kill()
@@ -144,13 +144,13 @@ def test_given_each_service_then_its_memory_is_limited_and_so_are_redis_data() -
 
 @pytest.mark.slow
 def test_given_the_commands_of_compose_when_they_run_then_drops_records_and_http_are_answered(compose: Compose) -> None:
-    for _ in range(2):  # whoever starts it again finds all of it there
+    for _ in range(2):  # the second run finds all of it there
         ended = compose.run("setup", str(ROOT / SERVICES["setup"]["volumes"][0].partition(":")[0]))
         assert ended.returncode == 0, ended.stderr
     for name in OURS:
         compose.start(name)
     for name in OURS:
-        wait_for(lambda: compose.is_healthy(name), f"{name} is not healthy")  # noqa: B023 - it is asked at once
+        wait_for(lambda: compose.is_healthy(name), f"{name} is not healthy")  # noqa: B023 - it is called at once
 
     key = compose.run("gateway", "-m", "tokenmill", "keys", "create", "--tenant", "default", "--json")
     assert key.returncode == 0, key.stderr
@@ -180,7 +180,7 @@ def _answer(url: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
 
 def _client(compose: Compose) -> Any:
     return boto3.session.Session().client(
-        "s3", endpoint_url=f"http://{compose.places['s3:8333']}", region_name="us-east-1",
+        "s3", endpoint_url=f"http://{compose.addresses['s3:8333']}", region_name="us-east-1",
         aws_access_key_id=S3.access_key, aws_secret_access_key=S3.secret_key,
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def _texts(store: Any) -> list[str]:
 
 
 def _send(compose: Compose, line: str) -> None:
-    producer = KafkaProducer(bootstrap_servers=compose.places["kafka:9092"], enable_idempotence=False)
+    producer = KafkaProducer(bootstrap_servers=compose.addresses["kafka:9092"], enable_idempotence=False)
     producer.send("tokenmill.requests", line.strip().encode()).get(HANG_SECONDS)
     producer.close()
 

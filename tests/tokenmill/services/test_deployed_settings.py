@@ -33,16 +33,18 @@ def test_given_a_namespace_when_a_dispatcher_runs_then_cloudwatch_hears_of_it(
         AWS_SECRET_ACCESS_KEY="testtest",
         TOKENMILL_CLOUDWATCH__NAMESPACE=space, TOKENMILL_CLOUDWATCH__INSTALLATION="it",
     )  # fmt: skip
-    heard = wait_for(lambda: s3_server.client("cloudwatch").list_metrics(Namespace=space)["Metrics"], "no word")
-    assert heard == [
+    metrics = wait_for(
+        lambda: s3_server.client("cloudwatch").list_metrics(Namespace=space)["Metrics"], "no metric was sent"
+    )
+    assert metrics == [
         {"Namespace": space, "MetricName": "OpenJobs", "Dimensions": [{"Name": "Installation", "Value": "it"}]}
     ]
 
 
-def idles_for(url: str, patience: float) -> float | None:
-    """Seconds after an answer until the server hangs up; None: it didn't within `patience`."""
-    place = urlsplit(url)
-    with socket.create_connection((place.hostname, place.port), timeout=patience) as connection:
+def idles_for(url: str, timeout: float) -> float | None:
+    """Seconds after an answer until the server hangs up; None: it didn't within `timeout`."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=timeout) as connection:
         connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: here\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         begun = time.monotonic()

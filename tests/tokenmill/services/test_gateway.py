@@ -15,7 +15,7 @@ import pytest
 from openai import OpenAI
 
 from tests.cluster.cluster import NULL_WORKER
-from tests.cluster.null_worker import Answers
+from tests.cluster.null_worker import ExpectedAnswers
 from tests.pipeline.gateway.webhooks.receiver import Receiver
 from tests.servers.redis import RedisServer
 from tests.tokenmill.command_processes import Processes, as_jsonl, ended
@@ -27,8 +27,8 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-def processes(place: Path) -> Iterator[Processes]:
-    made = Processes(place)
+def processes(folder: Path) -> Iterator[Processes]:
+    made = Processes(folder)
     yield made
     made.close()
 
@@ -48,23 +48,23 @@ def test_serve_answers_the_official_client_as_run_would(
     tokenmill: Any,
     results: Any,
 ) -> None:
-    asked = [chat(f"r{n}", f"number {n}", max_tokens=8) for n in range(12)]
+    lines = [chat(f"r{n}", f"number {n}", max_tokens=8) for n in range(12)]
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
-    assert tokenmill("run", write_lines(*asked), "--output", "alone", *engine).code == 0
-    alone = {row["custom_id"]: row["text"] for row in results(processes.place / "alone")}
+    assert tokenmill("run", write_lines(*lines), "--output", "alone", *engine).code == 0
+    alone = {row["custom_id"]: row["text"] for row in results(processes.folder / "alone")}
     served = processes.start("-m", "tokenmill", "serve", "--data", "data", "--port", 0, *engine)
     client = OpenAI(base_url=f"{processes.url(served)}/v1", timeout=HANG_SECONDS, api_key="none")
     assert [model.id for model in client.models.list()] == ["tiny"]
 
-    file = client.files.create(file=("in.jsonl", as_jsonl(asked)), purpose="batch")
+    file = client.files.create(file=("in.jsonl", as_jsonl(lines)), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     done = ended(client, batch.id)
     assert done.status == "completed", done
-    lines = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
-    told = {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in lines}
-    assert told == alone
+    output = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+    texts = {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in output}
+    assert texts == alone
 
-    body = asked[0]["body"]
+    body = lines[0]["body"]
     whole = client.chat.completions.create(**body)
     assert whole.choices[0].message.content == alone["r0"]
     chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
@@ -132,13 +132,13 @@ def test_serve_embeds_for_the_official_client(processes: Processes, embedding_mo
 
 
 def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
-    processes: Processes, redis_server: RedisServer, model_folder: Path, chat: Any, receiver: Receiver, place: Path
+    processes: Processes, redis_server: RedisServer, model_folder: Path, chat: Any, receiver: Receiver, folder: Path
 ) -> None:
-    processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(place / "root")}
+    processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(folder / "root")}
     options = ("--model", f"tiny={model_folder}", "--max-num-seqs", 8, "--step-ms", 20)
-    told = {"url": receiver.url("/hook/secret"), "secret": f"whsec_{'A' * 32}"}
+    endpoint = {"url": receiver.url("/hook/secret"), "secret": f"whsec_{'A' * 32}"}
     protection = {"tenant_limits": {"tokens_per_minute": 1_000_000, "running_requests": 3}, "webhooks": {
-        "endpoints": {"default": [told]}, "allow_http": True, "allow_private": True,
+        "endpoints": {"default": [endpoint]}, "allow_http": True, "allow_private": True,
     }}  # fmt: skip
     variables = {f"TOKENMILL_GATEWAY__{name.upper()}": json.dumps(value) for name, value in protection.items()}
     gateway = processes.start("-m", "tokenmill", "gateway", "--port", 0, **variables)
@@ -156,20 +156,20 @@ def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
     file = client.files.create(file=("in.jsonl", as_jsonl([chat("r", "row")])), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h")
     assert ended(client, batch.id).status == "completed"
-    wait_for(lambda: receiver.received, "nobody was told that it ended")
-    event = OpenAI(api_key="x", webhook_secret=told["secret"]).webhooks.unwrap(
+    wait_for(lambda: receiver.received, "no webhook was sent")
+    event = OpenAI(api_key="x", webhook_secret=endpoint["secret"]).webhooks.unwrap(
         receiver.received[0].body, receiver.received[0].headers
     )
     assert (event.type, event.data.id) == ("batch.completed", batch.id)
-    assert "secret" not in processes.log(gateway).read_text(), "where it is told may be a secret"
+    assert "secret" not in processes.log(gateway).read_text(), "a webhook's URL may hold a secret"
     processes.running[gateway].send_signal(signal.SIGTERM)
     texts = ["".join(chunk.choices[0].delta.content or "" for chunk in stream) for stream in streams]
-    assert texts == Answers(model_folder).texts(bodies)
+    assert texts == ExpectedAnswers(model_folder).texts(bodies)
     assert {chunk.choices[0].delta.role for chunk in beginnings} == {"assistant"}
     assert processes.running[gateway].wait(HANG_SECONDS) == 0
 
 
-def test_an_open_address_needs_a_key(place: Path, tokenmill: Any, redis_server: RedisServer, monkeypatch: Any) -> None:
+def test_an_open_address_needs_a_key(folder: Path, tokenmill: Any, redis_server: RedisServer, monkeypatch: Any) -> None:
     monkeypatch.setenv("TOKENMILL_REDIS_URL", redis_server.url)
     refused = tokenmill("gateway", "--root", "root", "--host", "0.0.0.0", "--port", 0)
     assert (refused.code, "there is no API key" in refused.error) == (1, True)

@@ -32,7 +32,7 @@ from schemas.jobs.job_options import JobOptions
 from schemas.requests.limits import PlanSettings
 from schemas.workers.lane import EndEvent, LaneRequest, TokensEvent
 from tests.cluster.cluster import NULL_WORKER
-from tests.cluster.null_worker import Answers
+from tests.cluster.null_worker import ExpectedAnswers
 from tests.servers.redis import RedisServer
 from tests.waiting import HANG_SECONDS, wait_for
 
@@ -45,13 +45,13 @@ QUEUE = "tokenmill"
 class Harness:
     """An installation on a folder and a Redis, of as many processes as a test starts."""
 
-    def __init__(self, place: Path, server: RedisServer, model: Path) -> None:
-        self.place, self.url, self.model = place, server.url, model
+    def __init__(self, folder: Path, server: RedisServer, model: Path) -> None:
+        self.folder, self.url, self.model = folder, server.url, model
         self.processes: list[subprocess.Popen[bytes]] = []
         self.variables = {
             "PYTHONPATH": str(ROOT),
             "TOKENMILL_REDIS_URL": server.url,
-            "TOKENMILL_ROOT": str(place / "root"),
+            "TOKENMILL_ROOT": str(folder / "root"),
             "TOKENMILL_CELERY__QUEUES": f'{{"{QUEUE}": "default"}}',
             "OMP_NUM_THREADS": "1",
         }
@@ -59,7 +59,7 @@ class Harness:
         self.caller = Celery("a-caller", broker=server.url, backend=server.url, set_as_current=False)
 
     def start(self, *program: object, **variables: str) -> subprocess.Popen[bytes]:
-        with (self.place / f"process-{len(self.processes)}.log").open("wb") as log:
+        with (self.folder / f"process-{len(self.processes)}.log").open("wb") as log:
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, *map(str, program)],
@@ -76,10 +76,10 @@ class Harness:
         return self.start("-m", "tokenmill", "intake")
 
     def wait_for_model(self) -> None:
-        with FolderStore(self.place / "root") as store:
+        with FolderStore(self.folder / "root") as store:
             wait_for(Catalog(store).entries, "no worker is up")
 
-    def ask(self, body: Any, *args: Any, task_id: str | None = None, **options: Any) -> AsyncResult:
+    def send(self, body: Any, *args: Any, task_id: str | None = None, **options: Any) -> AsyncResult:
         return self.caller.send_task("tokenmill.generate", [body, *args], options, queue=QUEUE, task_id=task_id)
 
     def begun(self) -> dict[str, str]:
@@ -97,17 +97,17 @@ class Harness:
         return process
 
     def close(self) -> None:
-        gc.collect()  # results that nobody read unsubscribe when they go, while there is a server
+        gc.collect()  # results that were not read unsubscribe when they go, while there is a server
         self.caller.close()
         for number, process in enumerate(self.processes):
             process.kill()
             process.wait()
-            print(f"-- {process.args}\n{(self.place / f'process-{number}.log').read_text()[-3000:]}")
+            print(f"-- {process.args}\n{(self.folder / f'process-{number}.log').read_text()[-3000:]}")
 
 
 @pytest.fixture
-def harness(place: Path, redis_server: RedisServer, model_folder: Path) -> Iterator[Harness]:
-    harness = Harness(place, redis_server, model_folder)
+def harness(folder: Path, redis_server: RedisServer, model_folder: Path) -> Iterator[Harness]:
+    harness = Harness(folder, redis_server, model_folder)
     yield harness
     harness.close()
     harness.redis.flushall()
@@ -123,28 +123,28 @@ def content(body: dict[str, Any]) -> str:
 def test_concurrent_requests_are_answered_and_a_revoked_one_frees_its_slot(harness: Harness, chat: Any) -> None:
     worker, intake = harness.null_worker(rows=4, step_ms=5), harness.intake()
     harness.wait_for_model()
-    # Far more wait than the door has threads,
+    # Far more wait than the ingest worker has threads,
     bodies = [chat("", f"number {n}", max_tokens=12 + n % 5, ignore_eos=True)["body"] for n in range(120)]
-    waiting = [harness.ask(body) for body in bodies]
-    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(harness.model).texts(bodies)
+    waiting = [harness.send(body) for body in bodies]
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == ExpectedAnswers(harness.model).texts(bodies)
     assert harness.redis.ttl(f"celery-task-meta-{waiting[0].id}") > 80_000
     # one that fails says why, as a body,
-    unknown = harness.ask({**bodies[0], "model": "gpt-9"}).get(timeout=HANG_SECONDS)
+    unknown = harness.send({**bodies[0], "model": "gpt-9"}).get(timeout=HANG_SECONDS)
     assert unknown["error"]["code"] == "model_not_found"
-    late = harness.ask({**bodies[0], "max_tokens": 10_000}).get(timeout=HANG_SECONDS)
+    late = harness.send({**bodies[0], "max_tokens": 10_000}).get(timeout=HANG_SECONDS)
     assert late["error"]["code"] == "context_length_exceeded"
     # and of one that is revoked nothing goes on: its rows are free within seconds.
     long = [
-        harness.ask(chat("", f"long {n}", max_tokens=400, ignore_eos=True)["body"], "interactive") for n in range(4)
+        harness.send(chat("", f"long {n}", max_tokens=400, ignore_eos=True)["body"], "interactive") for n in range(4)
     ]
     wait_for(lambda: len(harness.begun()) == 4, "they did not begin")
     began = time.monotonic()
     for one in long:
         one.revoke()
     wait_for(lambda: not harness.begun(), "they were not cancelled")
-    told = harness.ask(bodies[0], "bulk").get(timeout=HANG_SECONDS)
+    bulk_answer = harness.send(bodies[0], "bulk").get(timeout=HANG_SECONDS)
     print(f"revoked, and another answered, within {time.monotonic() - began:.1f} s")
-    assert content(told) == Answers(harness.model).texts(bodies[:1])[0]
+    assert content(bulk_answer) == ExpectedAnswers(harness.model).texts(bodies[:1])[0]
     with pytest.raises(TaskRevokedError):
         long[0].get(timeout=HANG_SECONDS)
     for process in (worker, intake):
@@ -157,13 +157,13 @@ def test_answers_outlive_orderly_stops_of_worker_and_intake(harness: Harness, ch
     first, intake = harness.null_worker(TOKENMILL_LANE__DRAIN_SECONDS="0.5"), harness.intake()
     harness.wait_for_model()
     bodies = [chat("", f"number {n}", max_tokens=150, ignore_eos=True)["body"] for n in range(6)]
-    waiting = [harness.ask(body) for body in bodies]
+    waiting = [harness.send(body) for body in bodies]
     wait_for(lambda: len(harness.begun()) == 6, "they did not begin")
     harness.null_worker()
     for process in (first, intake):
         process.send_signal(signal.SIGTERM)
     harness.intake()
-    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(harness.model).texts(bodies)
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == ExpectedAnswers(harness.model).texts(bodies)
     assert (first.wait(HANG_SECONDS), intake.wait(HANG_SECONDS)) == (0, 0)
 
 
@@ -172,13 +172,13 @@ def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_answers(harne
     harness.null_worker(), harness.null_worker(), harness.intake()
     harness.wait_for_model()
     bodies = [chat("", f"number {n}", max_tokens=200, ignore_eos=True)["body"] for n in range(6)]
-    waiting = [harness.ask(body) for body in bodies]
+    waiting = [harness.send(body) for body in bodies]
     begun = wait_for(lambda: len(harness.begun()) == 6 and harness.begun(), "they did not begin")
     victim = harness.worker_of(next(iter(begun.values())))
     time.sleep(0.5)
     victim.kill()
     killed = time.monotonic()
-    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(harness.model).texts(bodies)
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == ExpectedAnswers(harness.model).texts(bodies)
     print(f"all answered {time.monotonic() - killed:.1f} s after the kill")
     harness.wait_for_model()
 
@@ -188,26 +188,26 @@ def test_answers_are_those_of_run_while_bulk_work_fills_the_batch(
     harness: Harness, chat: Any, write_lines: Callable[..., Path], tokenmill: Any, results: Any
 ) -> None:
     engine = ("--model", f"tiny={harness.model}", "--dtype", "float32", "--threads", 1, "--max-num-seqs", 8)
-    asked = [chat(f"r{n}", f"question {n}", max_tokens=30) for n in range(12)]
-    asked += [chat("seeded", "dice", max_tokens=30, temperature=1.0, seed=7, n=2, stop=["e"])]
-    assert tokenmill("run", write_lines(*asked), "--output", "alone", *engine).code == 0
-    alone = [row["text"] for row in results(harness.place / "alone")]
+    lines = [chat(f"r{n}", f"question {n}", max_tokens=30) for n in range(12)]
+    lines += [chat("seeded", "dice", max_tokens=30, temperature=1.0, seed=7, n=2, stop=["e"])]
+    assert tokenmill("run", write_lines(*lines), "--output", "alone", *engine).code == 0
+    alone = [row["text"] for row in results(harness.folder / "alone")]
     worker = harness.start("-m", "tokenmill", "worker", *engine)
     harness.start("-m", "tokenmill", "dispatcher")
     harness.intake()
     harness.wait_for_model()
     bulk = [chat(f"b{n}", f"number {n}", max_tokens=400, ignore_eos=True) for n in range(1_500)]
     source = write_lines(*bulk, name="bulk.jsonl")
-    with FolderStore(harness.place / "root") as store:
+    with FolderStore(harness.folder / "root") as store:
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         intake = Intake(world, IntakeSettings(plan=PlanSettings(max_shard_rows=100)))
-        job = harness.place / "root/jobs/job-1"
+        job = harness.folder / "root/jobs/job-1"
         intake.accept(JobDraft(pin_uri(str(source)), JobOptions(tier=Tier.BULK), "default", "job-1"))
         (entry,) = Catalog(store).entries()
     wait_for(lambda: list(job.glob("work/*/*-0*")), "the bulk job did not begin")
-    told = [harness.ask(line["body"]) for line in asked]
-    assert [content(one.get(timeout=HANG_SECONDS)) for one in told] == alone
-    firsts = first_tokens(harness, entry.pin.key, [{**line["body"], "ignore_eos": True} for line in asked[:-1]])
+    sent = [harness.send(line["body"]) for line in lines]
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in sent] == alone
+    firsts = first_tokens(harness, entry.pin.key, [{**line["body"], "ignore_eos": True} for line in lines[:-1]])
     print("first token while bulk fills the batch, ms:", " ".join(f"{1000 * seconds:.0f}" for seconds in firsts))
     assert max(firsts) < 2.0
     assert not (job / "manifest.json").exists(), "the bulk job filled the batch all the time"

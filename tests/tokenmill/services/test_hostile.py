@@ -16,10 +16,10 @@ TTFT = "TTFT"
 
 @pytest.mark.slow
 def test_given_hostile_input_when_a_tenant_chats_then_all_is_refused_and_nothing_dies(
-    place: Path, model_folder: Path
+    folder: Path, model_folder: Path
 ) -> None:
     attacks = chosen("serve", quick=True)
-    with deployed("serve", place / "serve", model=str(model_folder)) as deployment:
+    with deployed("serve", folder / "serve", model=str(model_folder)) as deployment:
         outcome = Campaign(deployment, Options(seed=7, quiet_seconds=1.0)).run(attacks)
     assert len(outcome.results) == len(attacks) >= 12
     assert [(result.attack.name, result.wrong) for result in outcome.results if result.wrong] == []

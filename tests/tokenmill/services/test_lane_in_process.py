@@ -24,26 +24,26 @@ from tokenmill.settings import read_settings
 
 @pytest.mark.slow
 def test_a_caller_in_the_process_gets_the_text_that_run_gives(
-    place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
+    folder: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
 ) -> None:
     lines = [chat(f"r{n}", f"question {n}", max_tokens=12) for n in range(3)]
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
     assert tokenmill("run", write_lines(*lines), "--output", "alone", *engine).code == 0
-    alone = [row["text"] for row in results(place / "alone")]
+    alone = [row["text"] for row in results(folder / "alone")]
     settings, stop, clock = read_settings(), threading.Event(), SystemClock()
     chosen = ChosenModel("tiny", ModelSource("tiny", model_folder, None, 0))
     load = partial(load_any, chosen, EngineConfig(dtype="float32", threads=1), None)
-    with open_root(str(place / "root"), settings) as root:
+    with open_root(str(folder / "root"), settings) as root:
         backends = in_process_backends(root)
         worker = WorkerService(root, backends, [load], settings, 60.0)
         key = load().pin().key
         thread = threading.Thread(target=worker, args=(stop,))
         thread.start()
         for number, line in enumerate(lines):
-            *told, last = answer(backends.lane, LaneRequest(f"r{number}", key, line["body"]), clock)
+            *tokens, last = answer(backends.lane, LaneRequest(f"r{number}", key, line["body"]), clock)
             assert isinstance(last, EndEvent)
             assert last.response["choices"][0]["message"]["content"] == alone[number]
-            assert "".join(event.text for event in told if isinstance(event, TokensEvent)) == alone[number]
+            assert "".join(event.text for event in tokens if isinstance(event, TokensEvent)) == alone[number]
         capped = LaneRequest("much", key, {**lines[0]["body"], "max_tokens": 9_000})
         (refused,) = answer(backends.lane, capped, clock)
         assert isinstance(refused, ErrorEvent)

@@ -31,13 +31,13 @@ SELDOM = {
     "tokenmill_speculation_gained_tokens", "tokenmill_speculation_compared_seconds_total",
     *(name for name in NAMES if name.startswith(("tokenmill_release", "tokenmill_canary", "tokenmill_warmup"))),
 }  # fmt: skip
-"""Told only while there is something to tell (jobs that are open, guesses that could be compared), or never by a
-process that can't have candidates beside it."""
+"""Reported only while there are samples (jobs that are open, drafts that could be compared), or never by a process that
+can't have candidates alongside it."""
 
 
 @pytest.fixture
-def processes(place: Path) -> Iterator[Processes]:
-    made = Processes(place)
+def processes(folder: Path) -> Iterator[Processes]:
+    made = Processes(folder)
     yield made
     made.close()
 
@@ -51,10 +51,10 @@ def metrics_url(processes: Processes, number: int) -> str:
         found = re.search(r"url='?(http://[^\s']+/metrics)", plain)
         return None if found is None else found[1]
 
-    return wait_for(said, "it tells nothing") or ""
+    return wait_for(said, "no metrics URL is logged") or ""
 
 
-def told_when(url: str, so: Callable[[Scrape], bool], **how: Any) -> Scrape:
+def scrape_until(url: str, so: Callable[[Scrape], bool], **how: Any) -> Scrape:
     until = time.monotonic() + HANG_SECONDS
     while not so(found := scrape(url, **how)):
         assert time.monotonic() < until, [family.samples for family in found.families]
@@ -66,7 +66,9 @@ def manifests(root: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(root.glob("jobs/*/manifest.json"))]
 
 
-def test_serve_counts_rows_and_tokens_exactly(processes: Processes, model_folder: Path, chat: Any, place: Path) -> None:
+def test_serve_counts_rows_and_tokens_exactly(
+    processes: Processes, model_folder: Path, chat: Any, folder: Path
+) -> None:
     # Given `serve` with a price, and a file with copies, an invalid line and a row that is too long,
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
     served = processes.start(
@@ -74,18 +76,18 @@ def test_serve_counts_rows_and_tokens_exactly(processes: Processes, model_folder
     )
     url = processes.url(served)
     client = OpenAI(base_url=f"{url}/v1", timeout=HANG_SECONDS, api_key="none")
-    asked = [chat(f"r{n}", f"number {n % 20}", max_tokens=6, temperature=0) for n in range(25)]
-    data = as_jsonl([*asked, chat("long", "x" * 3_000)]) + b"not json\n"
+    rows = [chat(f"r{n}", f"number {n % 20}", max_tokens=6, temperature=0) for n in range(25)]
+    data = as_jsonl([*rows, chat("long", "x" * 3_000)]) + b"not json\n"
     # when it is answered, and two chats are,
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
-    rows: dict[str, Any] = {"extra_body": {"tokenmill": {"on_invalid": "row"}}}
-    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **rows)
+    on_invalid: dict[str, Any] = {"extra_body": {"tokenmill": {"on_invalid": "row"}}}
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **on_invalid)
     assert ended(client, batch.id).status == "completed"
-    usages = [client.chat.completions.create(**asked[0]["body"]).usage]
-    *_, last = client.chat.completions.create(**asked[1]["body"], stream=True, stream_options={"include_usage": True})
+    usages = [client.chat.completions.create(**rows[0]["body"]).usage]
+    *_, last = client.chat.completions.create(**rows[1]["body"], stream=True, stream_options={"include_usage": True})
     usages.append(last.usage)
-    # then the figures are the manifest's, and the chats'.
-    (manifest,) = manifests(place / "data")
+    # then the metrics are the manifest's, and the chats'.
+    (manifest,) = manifests(folder / "data")
     chats = sum(usage.completion_tokens for usage in usages if usage is not None)
     wanted = {"model": "tiny", "kind": "completion"}
 
@@ -93,7 +95,7 @@ def test_serve_counts_rows_and_tokens_exactly(processes: Processes, model_folder
         tokens = sum(found.all("tokenmill_tokens_total", **wanted).values())
         return tokens == manifest["usage"]["completion"] + chats and bool(found.all("tokenmill_cost_total"))
 
-    found = told_when(f"{url}/metrics", is_all)
+    found = scrape_until(f"{url}/metrics", is_all)
     counts, usage = manifest["counts"], manifest["usage"]
     assert (counts["total"], counts["failed"]) == (27, 2)
     committed = {key: int(value) for key, value in found.all("tokenmill_committed_rows_total", tier="standard").items()}
@@ -119,8 +121,8 @@ def test_serve_counts_rows_and_tokens_exactly(processes: Processes, model_folder
     assert found.sum("tokenmill_intake_jobs_total", result="created") == 1
     assert found.all("tokenmill_workers") == {("tiny",): 1}
     assert found.sum("tokenmill_kv_blocks") > 0
-    assert found.names >= NAMES - SELDOM, "serve tells all"
-    # And the other format, and the other port, tell the same.
+    assert found.names >= NAMES - SELDOM, "serve reports all metrics"
+    # The other format and the other port report the same.
     other = scrape(f"{url}/metrics", openmetrics=True)
     port = scrape(metrics_url(processes, served))
     for name in ("tokenmill_committed_rows_total", "tokenmill_tokens_total", "tokenmill_step_rows_total"):
@@ -128,9 +130,9 @@ def test_serve_counts_rows_and_tokens_exactly(processes: Processes, model_folder
 
 
 def test_each_process_of_an_installation_exports_exactly_its_own_metrics(
-    processes: Processes, redis_server: RedisServer, model_folder: Path, chat: Any, place: Path
+    processes: Processes, redis_server: RedisServer, model_folder: Path, chat: Any, folder: Path
 ) -> None:
-    processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(place / "root")}
+    processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(folder / "root")}
     variables = {"TOKENMILL_METRICS__PORT": "0"}
     null = (*NULL_WORKER, "--model", f"tiny={model_folder}", "--max-num-seqs", 8)
     numbers = {
@@ -150,22 +152,23 @@ def test_each_process_of_an_installation_exports_exactly_its_own_metrics(
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h")
     assert ended(client, batch.id).status == "completed"
     client.chat.completions.create(**chat("", "hello", max_tokens=5)["body"])
-    (manifest,) = manifests(place / "root")
+    (manifest,) = manifests(folder / "root")
     completion = manifest["usage"]["completion"]
 
     def answered(found: Scrape) -> bool:
         return sum(found.all("tokenmill_tokens_total", kind="completion").values()) == completion + 5
 
-    of_worker = told_when(urls["worker"], answered)
-    of_gateway = told_when(urls["gateway"], answered)
-    of_dispatcher = told_when(urls["dispatcher"], lambda found: found.sum("tokenmill_jobs_ended_total") == 1)
-    told = {"worker": of_worker, "gateway": of_gateway, "dispatcher": of_dispatcher, "intake": scrape(urls["intake"])}
-    for name, found in told.items():
+    of_worker = scrape_until(urls["worker"], answered)
+    of_gateway = scrape_until(urls["gateway"], answered)
+    of_dispatcher = scrape_until(urls["dispatcher"], lambda found: found.sum("tokenmill_jobs_ended_total") == 1)
+    of_intake = scrape(urls["intake"])
+    scrapes = {"worker": of_worker, "gateway": of_gateway, "dispatcher": of_dispatcher, "intake": of_intake}
+    for name, found in scrapes.items():
         ours = {name for name in found.names if name.startswith("tokenmill_")}
         allowed = {metric.name for metric in METRICS if name in metric.by}
-        assert ours <= allowed, f"{name} tells what the table doesn't say"
+        assert ours <= allowed, f"{name} reports metrics that the table doesn't list for it"
         assert found.sum("process_resident_memory_bytes") > 0
-    # Each row is told once in the installation, and what the gateway tells of the worker is what that one tells.
+    # Each row is reported once in the installation, and the gateway's metrics of the worker are the worker's own.
     assert of_dispatcher.sum("tokenmill_committed_rows_total", status="succeeded") == 40
     assert of_dispatcher.sum("tokenmill_committed_tokens_total", kind="completion") == completion
     assert of_dispatcher.all("tokenmill_workers") == of_gateway.all("tokenmill_workers") == {("tiny",): 1}
@@ -175,7 +178,7 @@ def test_each_process_of_an_installation_exports_exactly_its_own_metrics(
         if metric.kind == "counter" and "worker" in metric.by and metric.name != "tokenmill_worker_seconds_total":
             assert of_gateway.all(metric.name, worker=worker) == of_worker.all(metric.name), metric.name
     assert of_gateway.sum("tokenmill_http_requests_total", route="/v1/batches", method="POST", code="200") == 1
-    # An installation whose Redis is away still tells what a process knows by itself.
+    # While Redis is away, a process still reports its own metrics.
     redis_server.kill()
     left = scrape(urls["gateway"])
     assert left.sum("tokenmill_answers_total", result="answered") == 1
@@ -183,14 +186,14 @@ def test_each_process_of_an_installation_exports_exactly_its_own_metrics(
 
 
 def test_the_metrics_port_serves_nothing_else_and_withstands_silent_clients(
-    processes: Processes, redis_server: RedisServer, place: Path
+    processes: Processes, redis_server: RedisServer, folder: Path
 ) -> None:
-    processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(place / "root")}
+    processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(folder / "root")}
     number = processes.start("-m", "tokenmill", "dispatcher", "--metrics-port", 0)
     url = metrics_url(processes, number)
     base = url.removesuffix("/metrics")
     host, port = base.removeprefix("http://").split(":")
-    assert host == "127.0.0.1", "only this machine asks, where nothing else is said"
+    assert host == "127.0.0.1", "only this machine can scrape it by default"
     for path in ("/", "/v1/status", "/metrics/x", "/..%2fmetrics"):
         assert httpx2.get(base + path).status_code == 404
     assert httpx2.post(url).status_code == 501
@@ -200,17 +203,17 @@ def test_the_metrics_port_serves_nothing_else_and_withstands_silent_clients(
     crowd = [socket.create_connection((host, int(port))) for _ in range(30)]
     for one in crowd[10:]:
         one.settimeout(5)
-        assert one.recv(1) == b"", "there is no place for it"
+        assert one.recv(1) == b"", "all slots are taken"
     for one in [*silent, *crowd]:
         one.close()
-    told_when_it_can(url)
+    wait_until_scrapable(url)
     processes.running[number].terminate()
     assert processes.running[number].wait(HANG_SECONDS) == 0
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(url)
 
 
-def told_when_it_can(url: str) -> None:
+def wait_until_scrapable(url: str) -> None:
     """The slots of closed connections are soon free again."""
     until = time.monotonic() + HANG_SECONDS
     while True:

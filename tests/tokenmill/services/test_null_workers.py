@@ -25,7 +25,7 @@ from pipeline.ports import World
 from schemas.jobs.job_options import JobOptions
 from schemas.requests.limits import PlanSettings
 from tests.cluster.cluster import NULL_WORKER
-from tests.cluster.null_worker import Answers
+from tests.cluster.null_worker import ExpectedAnswers
 from tests.servers.redis import RedisServer
 from tests.waiting import HANG_SECONDS, wait_for
 from workers.observability.watchdog import STUCK_EXIT_CODE
@@ -37,9 +37,9 @@ ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
-def running(place: Path, name: str, *program: object, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(folder: Path, name: str, *program: object, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends with the block; its output is printed."""
-    log = place / f"{name}.log"
+    log = folder / f"{name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, *map(str, program)],
@@ -56,19 +56,19 @@ def running(place: Path, name: str, *program: object, **variables: str) -> Itera
 class Cluster:
     """A root whose dispatcher and null workers share a Redis; jobs come by way of the intake."""
 
-    def __init__(self, place: Path, store: FolderStore, redis: RedisServer, stack: ExitStack) -> None:
-        self.place = place
+    def __init__(self, folder: Path, store: FolderStore, redis: RedisServer, stack: ExitStack) -> None:
+        self.folder = folder
         self.world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         self.variables = {
             "TOKENMILL_REDIS_URL": redis.url,
-            "TOKENMILL_ROOT": str(place / "root"),
+            "TOKENMILL_ROOT": str(folder / "root"),
             "TOKENMILL_CHECKPOINT_SECONDS": "0.1",
         }
         self._stack = stack
         self.start("dispatcher", "-m", "tokenmill", "dispatcher")
 
     def start(self, name: str, *program: object, **variables: str) -> subprocess.Popen[bytes]:
-        return self._stack.enter_context(running(self.place, name, *program, **(self.variables | variables)))
+        return self._stack.enter_context(running(self.folder, name, *program, **(self.variables | variables)))
 
     def served(self, models: int) -> bool:
         return len(Catalog(self.world.store).entries()) == models
@@ -76,14 +76,14 @@ class Cluster:
     def submit(self, source: Path, name: str, rows_in_shard: int = 20, **options: Any) -> Path:
         intake = Intake(self.world, IntakeSettings(plan=PlanSettings(max_shard_rows=rows_in_shard)))
         intake.accept(JobDraft(pin_uri(str(source)), JobOptions(**options), "default", name))
-        return self.place / "root/jobs" / name
+        return self.folder / "root/jobs" / name
 
 
 @pytest.fixture
-def cluster(place: Path, redis_server: RedisServer) -> Iterator[Cluster]:
+def cluster(folder: Path, redis_server: RedisServer) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        store = stack.enter_context(FolderStore(place / "root"))
-        yield Cluster(place, store, redis_server, stack)
+        store = stack.enter_context(FolderStore(folder / "root"))
+        yield Cluster(folder, store, redis_server, stack)
 
 
 def finished_at(job: Path) -> datetime:
@@ -94,7 +94,7 @@ def finished_at(job: Path) -> datetime:
 def test_given_one_worker_of_two_models_then_both_are_served_in_rotation(
     cluster: Cluster, model_folder: Path, chat: Any, tmp_path: Path, results: Any
 ) -> None:
-    twin = tmp_path / "twin"  # other weights, as far as anybody can tell
+    twin = tmp_path / "twin"  # other weights, by their digest
     shutil.copytree(model_folder, twin)
     config = json.loads((twin / "config.json").read_text())
     (twin / "config.json").write_text(json.dumps(config | {"twin": True}))
@@ -111,7 +111,7 @@ def test_given_one_worker_of_two_models_then_both_are_served_in_rotation(
         wait_for((job / "manifest.json").exists, f"{job.name} did not end")
     (one, _), (two, _) = jobs["one"], jobs["two"]
     assert finished_at(two) < finished_at(one), "the first model makes room though it has work"
-    answers = Answers(model_folder)
+    answers = ExpectedAnswers(model_folder)
     for job, lines in jobs.values():
         assert [row["text"] for row in results(job)] == answers.texts([line["body"] for line in lines])
     worker.send_signal(signal.SIGTERM)
@@ -129,14 +129,16 @@ def test_given_an_engine_that_is_stuck_then_its_worker_ends_and_another_does_the
     assert stuck.wait(HANG_SECONDS) == STUCK_EXIT_CODE
     cluster.start("working", *worker)
     wait_for((job / "manifest.json").exists, "the job did not end")
-    assert [row["text"] for row in results(job)] == Answers(model_folder).texts([line["body"] for line in lines])
+    assert [row["text"] for row in results(job)] == ExpectedAnswers(model_folder).texts(
+        [line["body"] for line in lines]
+    )
     assert {row["attempt"] for row in results(job)} == {2}
-    assert "in execute" in (cluster.place / "stuck.log").read_text(), "it says where it hung"
+    assert "in execute" in (cluster.folder / "stuck.log").read_text(), "it says where it hung"
 
 
 @pytest.mark.exhaustive
 def test_given_two_null_workers_when_one_is_killed_then_all_texts_are_those_worked_out_from_the_requests(
-    place: Path,
+    folder: Path,
     model_folder: Path,
     chat: Any,
     write_lines: Callable[..., Path],
@@ -147,20 +149,20 @@ def test_given_two_null_workers_when_one_is_killed_then_all_texts_are_those_work
     source = write_lines(*lines)
     variables = {
         "TOKENMILL_REDIS_URL": redis_server.url,
-        "TOKENMILL_ROOT": str(place / "root"),
+        "TOKENMILL_ROOT": str(folder / "root"),
         "TOKENMILL_CHECKPOINT_SECONDS": "0.1",
     }
     worker = (*NULL_WORKER, "--model", f"tiny={model_folder}", "--max-num-seqs", 8, "--step-ms", 20)
     with ExitStack() as stack:
-        killed = stack.enter_context(running(place, "killed", *worker, **variables))
-        living = stack.enter_context(running(place, "living", *worker, **variables))
-        stack.enter_context(running(place, "dispatcher", "-m", "tokenmill", "dispatcher", **variables))
-        store = stack.enter_context(FolderStore(place / "root"))
+        killed = stack.enter_context(running(folder, "killed", *worker, **variables))
+        living = stack.enter_context(running(folder, "living", *worker, **variables))
+        stack.enter_context(running(folder, "dispatcher", "-m", "tokenmill", "dispatcher", **variables))
+        store = stack.enter_context(FolderStore(folder / "root"))
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         wait_for(Catalog(store).entries, "no worker is up")
         intake = Intake(world, IntakeSettings(plan=PlanSettings(max_shard_rows=20)))
         intake.accept(JobDraft(pin_uri(str(source)), JobOptions(), "default", "job-1"))
-        job = place / "root/jobs/job-1"
+        job = folder / "root/jobs/job-1"
         wait_for(lambda: list(job.glob("work/*/*-0*")), "nothing is checkpointed")
         killed.kill()
         wait_for((job / "manifest.json").exists, "the job did not end")
@@ -168,7 +170,7 @@ def test_given_two_null_workers_when_one_is_killed_then_all_texts_are_those_work
         assert living.wait(HANG_SECONDS) == 0
     manifest = json.loads((job / "manifest.json").read_text())
     assert (manifest["status"], manifest["counts"]["succeeded"]) == ("completed", ROWS)
-    answers = Answers(model_folder)
+    answers = ExpectedAnswers(model_folder)
     assert [row["text"] for row in results(job)] == answers.texts([line["body"] for line in lines])
     # Another prompt of the same length has another answer.
     two = answers.texts([chat("", f"number {n}", max_tokens=8)["body"] for n in (34, 35)])
@@ -189,13 +191,15 @@ def test_given_jobs_whose_objects_are_damaged_then_worker_and_dispatcher_live_an
     shards = json.loads((lost / "plan/00000.json").read_text())["shards"]
     (lost / shards[-1]["key"]).unlink()
     (torn / "closing.json").write_text("{")
-    (cluster.place / "root/close").mkdir(exist_ok=True)
-    (cluster.place / "root/close/job-torn").touch()
+    (cluster.folder / "root/close").mkdir(exist_ok=True)
+    (cluster.folder / "root/close/job-torn").touch()
     second = cluster.start("second", *slow)
     good = cluster.submit(source, "job-good", 10)
     wait_for((good / "manifest.json").exists, "the other job did not end")
-    assert [row["text"] for row in results(good)] == Answers(model_folder).texts([line["body"] for line in lines])
-    wait_for(lambda: list(lost.glob("work/*/unreadable-*")), "nobody recorded that a shard is lost")
+    assert [row["text"] for row in results(good)] == ExpectedAnswers(model_folder).texts(
+        [line["body"] for line in lines]
+    )
+    wait_for(lambda: list(lost.glob("work/*/unreadable-*")), "the lost shard was not recorded")
 
     def attention() -> str:
         progress = torn / "progress.json"

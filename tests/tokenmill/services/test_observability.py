@@ -1,4 +1,4 @@
-"""Prometheus watches real processes: dashboards have what they ask for, alerts fire when something breaks, and end.
+"""Prometheus watches real processes: dashboards have the metrics that they query, alerts fire on a failure, and end.
 
 `make observability`. Each time in the rules is taken 60 times shorter, and the half hour that work may wait. What can't
 be brought about from outside (a cache that is too small) is tried by promtool alone.
@@ -65,14 +65,14 @@ def test_given_rules_then_all_their_times_become_shorter() -> None:
 class Harness:
     """An installation on a folder, Redis and Kafka, each process with a metrics port, and its Prometheus."""
 
-    def __init__(self, place: Path, redis: RedisServer, kafka: KafkaBroker, model: Path) -> None:
+    def __init__(self, folder: Path, redis: RedisServer, kafka: KafkaBroker, model: Path) -> None:
         self.kafka, self.model = kafka, model
         self.ports = {name: free_port() for name in PARTS}
         self.prefix = f"o{secrets.token_hex(4)}"
-        (place / "root").mkdir()
+        (folder / "root").mkdir()
         self.processes = Processes(
-            place,
-            TOKENMILL_ROOT=str(place / "root"),
+            folder,
+            TOKENMILL_ROOT=str(folder / "root"),
             TOKENMILL_REDIS_URL=redis.url,
             TOKENMILL_KAFKA__BOOTSTRAP_SERVERS=f'["{kafka.bootstrap}"]',
             TOKENMILL_KAFKA__TOPIC_PREFIX=self.prefix,
@@ -91,11 +91,11 @@ class Harness:
                 "worker": ["worker", "other"], "autoscaler": ["autoscaler"],
             }.items()
         }  # fmt: skip
-        self.watching = PrometheusServer(
-            place / "prometheus", targets, hurried((PROMETHEUS / "alerts.yml").read_text())
+        self.prometheus = PrometheusServer(
+            folder / "prometheus", targets, hurried((PROMETHEUS / "alerts.yml").read_text())
         )
         try:
-            self.watching.start()
+            self.prometheus.start()
         except MissingServer as error:
             pytest.skip(f"NOT TESTED HERE: {error}")
 
@@ -118,7 +118,7 @@ class Harness:
         return self.processes.url(self.numbers["gateway"])
 
     def chat(self, tokens: int = 4, **how: Any) -> int:
-        """Ask, and read to the end; the status."""
+        """Send a chat request and read its answer to the end; returns the status."""
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": tokens} | how
         with httpx2.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=HANG_SECONDS) as answer:
             answer.read()
@@ -130,30 +130,30 @@ class Harness:
         file = httpx2.post(
             f"{self.url}/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"}, timeout=60
         )
-        asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        made = httpx2.post(f"{self.url}/v1/batches", json=asked | how, timeout=HANG_SECONDS)
+        order = {"input_file_id": file.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        made = httpx2.post(f"{self.url}/v1/batches", json=order | how, timeout=HANG_SECONDS)
         assert made.status_code == 200, made.text
         return str(made.json()["id"])
 
     def is_firing(self, *names: str, seconds: float = SECONDS) -> None:
         left = set(names)
         try:
-            wait_for(lambda: not left.difference_update(self.watching.firing()) and not left, "")
+            wait_for(lambda: not left.difference_update(self.prometheus.firing()) and not left, "")
         except TimeoutError:
             raise AssertionError(f"{left} don't fire") from None
         print(f"fired: {', '.join(names)}")
 
     def workers(self) -> int:
         """That live and serve the null worker's model, by the dispatcher."""
-        told = self.watching.ask('tokenmill_workers{model="tiny"}')
-        return int(told[0]["value"][1]) if told else 0
+        samples = self.prometheus.query('tokenmill_workers{model="tiny"}')
+        return int(samples[0]["value"][1]) if samples else 0
 
     def has_no_backlog(self) -> None:
         """Wait until all jobs have ended."""
-        wait_for(lambda: not self.watching.ask("sum(tokenmill_backlog_tokens) > 0"), "jobs don't end")
+        wait_for(lambda: not self.prometheus.query("sum(tokenmill_backlog_tokens) > 0"), "jobs don't end")
 
     def is_silent(self, *names: str, seconds: float = SECONDS) -> None:
-        wait_for(lambda: not set(names) & self.watching.firing(), f"{names} still fire")
+        wait_for(lambda: not set(names) & self.prometheus.firing(), f"{names} still fire")
         print(f"ended: {', '.join(names)}")
 
 
@@ -163,14 +163,16 @@ def row(name: str, tokens: int, content: str = "hello") -> str:
 
 
 @pytest.fixture
-def harness(place: Path, redis_server: RedisServer, kafka_broker: KafkaBroker, model_folder: Path) -> Iterator[Harness]:
-    made = Harness(place, redis_server, kafka_broker, model_folder)
+def harness(
+    folder: Path, redis_server: RedisServer, kafka_broker: KafkaBroker, model_folder: Path
+) -> Iterator[Harness]:
+    made = Harness(folder, redis_server, kafka_broker, model_folder)
     yield made
     made.watching.close()
     made.processes.close()
 
 
-class Again:
+class RepeatedCall:
     """Repeats an action on threads during the test; errors fail the test."""
 
     def __init__(self, what: Callable[[], object], threads: int = 1, pause: float = 0.05) -> None:
@@ -205,11 +207,11 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
         harness.is_firing(*names)
         fired.update(names)
 
-    # Nothing but a gateway and an intake: nobody dispatches, and who asks is told that no model is there.
+    # Nothing but a gateway and an intake: there is no dispatcher, and requests are refused since there is no model.
     harness.start("gateway", "-m", "tokenmill", "gateway", "--port", 0)
     harness.start("intake", "-m", "tokenmill", "intake")
     assert harness.chat() == 503
-    with Again(harness.chat):
+    with RepeatedCall(harness.chat):
         incident("TokenmillNoDispatcher", "TokenmillGatewayErrors", "TokenmillProcessDown")
     harness.start("dispatcher", "-m", "tokenmill", "dispatcher", "--price-per-hour", "2.5")
     harness.start_worker(20)
@@ -219,17 +221,17 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
     wait_for(lambda: harness.chat() == 200, "no worker answers")
     harness.is_silent("TokenmillNoDispatcher", "TokenmillGatewayErrors", "TokenmillProcessDown")
 
-    # All is well: each panel has what it asks for, but for those that say when they are empty.
+    # All is well: each panel has an answer, but for those that say when they are empty.
     harness.batch([row(f"w{number}", 40) for number in range(600)])
-    small = Again(lambda: harness.batch([row("small", 4)]), pause=4)
-    guessed = Again(lambda: harness.chat(60, model="other", temperature=0))
-    with Again(lambda: harness.chat(20, stream=True)), small, guessed:
+    small = RepeatedCall(lambda: harness.batch([row("small", 4)]), pause=4)
+    drafted = RepeatedCall(lambda: harness.chat(60, model="other", temperature=0))
+    with RepeatedCall(lambda: harness.chat(20, stream=True)), small, drafted:
         for text in dashboards.variables():
-            assert harness.watching.ask(text), text
-        answers = dashboards.Answers(harness.watching, dashboards.questions())
+            assert harness.prometheus.query(text), text
+        answers = dashboards.PanelAnswers(harness.prometheus, dashboards.questions())
         count = len(answers.left)
-        wait_for(lambda: not any(one.seldom is None for one in answers.look()), str(answers.left))
-        wait_for(lambda: not any("guess" in one.seldom for one in answers.look() if one.seldom), str(answers.left))
+        wait_for(lambda: not any(one.seldom is None for one in answers.poll()), str(answers.left))
+        wait_for(lambda: not any("guess" in one.seldom for one in answers.poll() if one.seldom), str(answers.left))
 
     # What comes in is wrong: half the rows of some jobs, another job as a whole, a record.
     harness.has_no_backlog()
@@ -238,7 +240,7 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
     producer = KafkaProducer(bootstrap_servers=harness.kafka.bootstrap, enable_idempotence=False)
     producer.send(f"{harness.prefix}.requests", b"not json").get(HANG_SECONDS)
     producer.close()
-    with Again(lambda: harness.batch(bad, tokenmill={"on_invalid": "row"}), pause=1):
+    with RepeatedCall(lambda: harness.batch(bad, tokenmill={"on_invalid": "row"}), pause=1):
         incident("TokenmillRowsFail", "TokenmillJobsFail", "TokenmillDeadLetters")
     harness.is_silent("TokenmillRowsFail", "TokenmillJobsFail", "TokenmillDeadLetters")
 
@@ -258,10 +260,10 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
 
     # The worker of a job is killed; another lives, and can't take its shards, which wait.
     harness.batch([row(f"k{number}", 60) for number in range(3_000)])
-    wait_for(lambda: harness.watching.ask('sum(tokenmill_shards{state="held"}) > 0'), "no shard is held")
+    wait_for(lambda: harness.prometheus.query('sum(tokenmill_shards{state="held"}) > 0'), "no shard is held")
     harness.end("worker", signal.SIGKILL)
     incident("TokenmillProcessDown", "TokenmillNoWorkers", "TokenmillWorkStalls", "TokenmillStandardWorkWaits")
-    answers.look()
+    answers.poll()
     harness.start_worker(1)
     harness.is_silent(
         "TokenmillProcessDown", "TokenmillNoWorkers", "TokenmillWorkStalls", "TokenmillStandardWorkWaits", seconds=180
@@ -275,7 +277,10 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
     harness.batch([row(f"s{number}", 120) for number in range(3_000)])
     impatient = {"tokenmill": {"timeout": 1}}
     slow = ("TokenmillSlowFirstTokens", "TokenmillSlowTokens", "TokenmillAnswersFail", "TokenmillBacklogTooLong")
-    with Again(lambda: harness.chat(4, stream=True), threads=4), Again(lambda: harness.chat(4, **impatient), threads=2):
+    with (
+        RepeatedCall(lambda: harness.chat(4, stream=True), threads=4),
+        RepeatedCall(lambda: harness.chat(4, **impatient), threads=2),
+    ):
         incident(*slow)
     harness.end("worker")
     harness.start_worker(1)
@@ -285,9 +290,9 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
     # Nothing is left to do; then one of the two models has something.
     incident("TokenmillIdleWorkers")
     idle = 'ALERTS{alertname="TokenmillIdleWorkers",alertstate="firing",model="tiny"}'
-    wait_for(lambda: harness.watching.ask(idle), "it doesn't fire for each model")
-    with Again(harness.chat):
-        wait_for(lambda: not harness.watching.ask(idle), "it fires on")
+    wait_for(lambda: harness.prometheus.query(idle), "it doesn't fire for each model")
+    with RepeatedCall(harness.chat):
+        wait_for(lambda: not harness.prometheus.query(idle), "it fires on")
     assert fired | BY_PROMTOOL_ALONE == set(NAMES)
     assert {one.panel for one in answers.left} == dashboards.OF_RELEASES
-    print(f"{count - len(answers.left)} of {count} questions of dashboards had an answer; the others ask for releases")
+    print(f"{count - len(answers.left)} of {count} queries of dashboards had an answer; the others are about releases")

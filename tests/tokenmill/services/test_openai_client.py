@@ -1,8 +1,8 @@
 """All that OpenAI's own client does, with nothing changed but `base_url` and `api_key`, against an installation of
 processes: a gateway, a dispatcher, a worker with a model for text, and one with a model for embeddings.
 
-The whole is one story, told in the order of the file: the last test stops the gateway. Whatever the client was answered
-is held against the gateway's OpenAPI document too.
+The tests run in the order of the file on one installation: the last test stops the gateway. Each answer is also
+validated against the gateway's OpenAPI document.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class Served:
 def served(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, embedding_model: Path, redis_server: RedisServer
 ) -> Iterator[Served]:
-    place = tmp_path_factory.mktemp("served")
-    template = place / "tools.jinja"
+    folder = tmp_path_factory.mktemp("served")
+    template = folder / "tools.jinja"
     template.write_text(tool_templates.HERMES.replace("{{ t | tojson }}", "{{ t.function.name }}"))
-    keys = make_keys(place / "root")
+    keys = make_keys(folder / "root")
     processes = Processes(
-        place, TOKENMILL_REDIS_URL=redis_server.url, TOKENMILL_ROOT=str(place / "root"),
+        folder, TOKENMILL_REDIS_URL=redis_server.url, TOKENMILL_ROOT=str(folder / "root"),
         TOKENMILL_GATEWAY__MAX_UPLOAD_BYTES="2000000", TOKENMILL_GATEWAY__DRAIN_SECONDS=str(HANG_SECONDS),
         TOKENMILL_CHECKPOINT_SECONDS="0.2",
     )  # fmt: skip
@@ -124,14 +124,14 @@ def judge(witness: Witness, answer: httpx2.Response) -> None:
     witness.look(request.method, request.url.path, answer.status_code, answer.headers, body)
 
 
-def ask(number: int, **more: Any) -> dict[str, Any]:
+def chat(number: int, **more: Any) -> dict[str, Any]:
     message = {"role": "user", "content": f"number {number}"}
     return {"model": "tiny", "messages": [message], "max_tokens": 8, "temperature": 0, **more}
 
 
 def lines(count: int, **more: Any) -> bytes:
     return as_jsonl(
-        [{"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": ask(n, **more)} for n in range(count)]
+        [{"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": chat(n, **more)} for n in range(count)]
     )
 
 
@@ -165,9 +165,9 @@ def answers(served: Served) -> dict[str, str]:
 
 def test_a_batch_gives_the_answers_of_interactive_requests(served: Served, answers: dict[str, str]) -> None:
     assert sorted(answers) == sorted(f"r{number}" for number in range(ROWS))
-    whole = served.client.chat.completions.create(**ask(3))
+    whole = served.client.chat.completions.create(**chat(3))
     assert whole.choices[0].message.content == answers["r3"]
-    stream = served.client.chat.completions.create(**ask(3), stream=True, stream_options={"include_usage": True})
+    stream = served.client.chat.completions.create(**chat(3), stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
@@ -179,9 +179,9 @@ def test_a_batch_gives_the_answers_of_interactive_requests(served: Served, answe
 def test_many_callers_at_once_by_the_async_client(served: Served, answers: dict[str, str]) -> None:
     async def one(client: AsyncOpenAI, number: int) -> str:
         if number % 2:
-            answer = await client.chat.completions.create(**ask(number % ROWS))
+            answer = await client.chat.completions.create(**chat(number % ROWS))
             return answer.choices[0].message.content or ""
-        stream = await client.chat.completions.create(**ask(number % ROWS), stream=True)
+        stream = await client.chat.completions.create(**chat(number % ROWS), stream=True)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def all_of_them() -> list[str]:
@@ -240,7 +240,7 @@ def test_an_expired_batch_keeps_its_finished_rows(served: Served) -> None:
         assert batch.error_file_id is not None
         if batch.output_file_id is not None:
             break
-    assert batch.output_file_id is not None, "what was finished is kept"
+    assert batch.output_file_id is not None, "finished rows have an output file"
     answered = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
     missing = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
     assert {line["response"]["body"]["usage"]["completion_tokens"] for line in answered} == {60}
@@ -260,11 +260,11 @@ def test_a_batch_is_cancelled(served: Served) -> None:
     file = client.files.create(file=("long.jsonl", lines(LONG, max_tokens=60, ignore_eos=True)), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     wait_for(lambda: client.batches.retrieve(batch.id).status == "in_progress", "it does not begin")
-    asked = client.batches.cancel(batch.id)
-    assert (asked.status, asked.cancelled_at) == ("cancelling", None)
-    assert asked.cancelling_at is not None
+    cancelling = client.batches.cancel(batch.id)
+    assert (cancelling.status, cancelling.cancelled_at) == ("cancelling", None)
+    assert cancelling.cancelling_at is not None
     batch = ended(client, batch.id)
-    assert (batch.status, batch.cancelling_at) == ("cancelled", asked.cancelling_at)
+    assert (batch.status, batch.cancelling_at) == ("cancelled", cancelling.cancelling_at)
     assert batch.cancelled_at is not None
     assert batch.error_file_id is not None
     missing = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
@@ -298,9 +298,9 @@ def test_a_batch_with_an_invalid_line_fails_and_names_it(served: Served) -> None
 
 
 def test_an_answer_is_read_as_a_model_of_pydantic(served: Served) -> None:
-    parsed = served.client.chat.completions.parse(**ask(1, max_tokens=150), response_format=Order)
+    parsed = served.client.chat.completions.parse(**chat(1, max_tokens=150), response_format=Order)
     assert isinstance(parsed.choices[0].message.parsed, Order)
-    with served.client.chat.completions.stream(**ask(1, max_tokens=150), response_format=Order) as stream:
+    with served.client.chat.completions.stream(**chat(1, max_tokens=150), response_format=Order) as stream:
         last = stream.get_final_completion()
     assert last.choices[0].message.parsed == parsed.choices[0].message.parsed
 
@@ -310,35 +310,35 @@ TOOLS = [openai.pydantic_function_tool(Count, name=name) for name in ("count", "
 
 def test_tools_are_called_whole_and_streamed(served: Served) -> None:
     """The model has no end token, so some answers are cut off; both must have the same finish reason."""
-    asked = ask(1, max_tokens=200, tools=TOOLS, tool_choice="required", temperature=1, seed=4, n=8)
-    whole = served.client.chat.completions.create(**asked)
-    told = {choice.index: (choice.finish_reason, called(choice.message.tool_calls)) for choice in whole.choices}
-    assert max(len(calls) for _, calls in told.values()) > 1, "several at once"
-    made = [call for reason, calls in told.values() if reason == "tool_calls" for call in calls]
+    request = chat(1, max_tokens=200, tools=TOOLS, tool_choice="required", temperature=1, seed=4, n=8)
+    whole = served.client.chat.completions.create(**request)
+    answers = {choice.index: (choice.finish_reason, called(choice.message.tool_calls)) for choice in whole.choices}
+    assert max(len(calls) for _, calls in answers.values()) > 1, "several at once"
+    made = [call for reason, calls in answers.values() if reason == "tool_calls" for call in calls]
     assert {name for name, _ in made} == {"count", "add"}
     assert all(Count.model_validate_json(arguments) for _, arguments in made)
-    streamed = read_calls(served.client.chat.completions.create(**asked, stream=True))
-    assert streamed.keys() == told.keys()
+    streamed = read_calls(served.client.chat.completions.create(**request, stream=True))
+    assert streamed.keys() == answers.keys()
     for index, (reason, calls) in streamed.items():
-        assert reason == told[index][0]
+        assert reason == answers[index][0]
         if reason == "tool_calls":
-            assert calls == told[index][1]
+            assert calls == answers[index][1]
 
 
 def test_one_tool_is_called_and_its_arguments_are_read_as_a_model_of_pydantic(served: Served) -> None:
-    asked = ask(1, max_tokens=200, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, temperature=1)
+    request = chat(1, max_tokens=200, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, temperature=1)
     for seed in range(4):
-        whole = served.client.chat.completions.parse(**asked, seed=seed).choices[0]
-        with served.client.chat.completions.stream(**asked, seed=seed) as stream:
+        whole = served.client.chat.completions.parse(**request, seed=seed).choices[0]
+        with served.client.chat.completions.stream(**request, seed=seed) as stream:
             streamed = stream.get_final_completion().choices[0]
         assert whole.finish_reason == streamed.finish_reason == "tool_calls"
         (call,) = whole.message.tool_calls or []
         assert isinstance(call.function.parsed_arguments, Count)
         assert called(streamed.message.tool_calls) == called(whole.message.tool_calls)
     named = {"type": "function", "function": {"name": "add"}}
-    forced = served.client.chat.completions.create(**{**asked, "tool_choice": named})
+    forced = served.client.chat.completions.create(**{**request, "tool_choice": named})
     assert [name for name, _ in called(forced.choices[0].message.tool_calls)] == ["add"]
-    none = served.client.chat.completions.create(**{**asked, "tool_choice": "none", "max_tokens": 4})
+    none = served.client.chat.completions.create(**{**request, "tool_choice": "none", "max_tokens": 4})
     assert not none.choices[0].message.tool_calls
 
 
@@ -374,7 +374,7 @@ def test_a_result_of_a_tool_is_taken(served: Served) -> None:
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "1"},
     ]
-    answer = served.client.chat.completions.create(**{**ask(1), "messages": messages}, logprobs=True, top_logprobs=2)
+    answer = served.client.chat.completions.create(**{**chat(1), "messages": messages}, logprobs=True, top_logprobs=2)
     choice = answer.choices[0]
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
@@ -395,13 +395,13 @@ def test_texts_are_embedded_concurrently(served: Served) -> None:
 
 
 def test_texts_are_gone_on_with(served: Served) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": "a river", "max_tokens": 6, "temperature": 0, "logprobs": 1}
-    text = served.client.completions.create(**asked)
+    request: dict[str, Any] = {"model": "tiny", "prompt": "a river", "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    text = served.client.completions.create(**request)
     assert text.usage is not None
-    chunks = list(served.client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(served.client.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == text.choices[0].text
     assert (chunks[-2].choices[0].finish_reason, chunks[-1].usage) == (text.choices[0].finish_reason, text.usage)
-    echoed = served.client.completions.create(**asked, echo=True)
+    echoed = served.client.completions.create(**request, echo=True)
     assert echoed.choices[0].text == "a river" + text.choices[0].text
 
 
@@ -414,13 +414,13 @@ def test_each_error_is_the_clients_own_class(served: Served) -> None:
         served.with_key("files").batches.list()
     assert (lacking.value.status_code, lacking.value.code) == (403, "missing_scope")
     with pytest.raises(openai.NotFoundError) as unknown:
-        client.chat.completions.create(**{**ask(1), "model": "gpt-9"})
+        client.chat.completions.create(**{**chat(1), "model": "gpt-9"})
     assert (unknown.value.status_code, unknown.value.code, unknown.value.param) == (404, "model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(**ask(1, temperature=9))
+        client.chat.completions.create(**chat(1, temperature=9))
     assert (bad.value.status_code, bad.value.param, bad.value.type) == (400, "temperature", "invalid_request_error")
     with pytest.raises(openai.BadRequestError) as long:
-        client.chat.completions.create(**ask(1, max_tokens=5_000))
+        client.chat.completions.create(**chat(1, max_tokens=5_000))
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.APIStatusError) as large:
         client.files.create(file=("a.jsonl", b"x" * 2_200_000), purpose="batch")
@@ -431,7 +431,7 @@ def test_each_error_is_the_clients_own_class(served: Served) -> None:
         client.files.create(file=("a.jsonl", lines(2)), **same)
     assert (reused.value.status_code, reused.value.code) == (409, "idempotency_key_reused")
     with pytest.raises(openai.APITimeoutError):
-        client.chat.completions.create(**ask(1, max_tokens=400), timeout=0.01)
+        client.chat.completions.create(**chat(1, max_tokens=400), timeout=0.01)
     for error in (wrong, lacking, unknown, bad, long, large, reused):
         assert (error.value.request_id or "").startswith("req-")
 
@@ -450,11 +450,11 @@ def test_too_many_requests_are_refused_with_a_retry_after(served: Served) -> Non
 def test_a_caller_with_one_slot_is_never_refused_one_request_after_another(served: Served) -> None:
     client = served.with_key("single")
     for number in range(6):
-        whole = client.chat.completions.create(**ask(number))
-        stream = client.chat.completions.create(**ask(number), stream=True)
+        whole = client.chat.completions.create(**chat(number))
+        stream = client.chat.completions.create(**chat(number), stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
         with pytest.raises(openai.BadRequestError):
-            client.chat.completions.create(**ask(number, max_tokens=5_000))
+            client.chat.completions.create(**chat(number, max_tokens=5_000))
 
 
 def test_a_stopping_gateway_refuses_new_requests_and_ends_its_streams(served: Served) -> None:
@@ -463,7 +463,7 @@ def test_a_stopping_gateway_refuses_new_requests_and_ends_its_streams(served: Se
 
     def read() -> None:
         more: Any = {"stream": True, "extra_body": {"ignore_eos": True}}
-        stream = client.chat.completions.create(**ask(1, max_tokens=480), **more)
+        stream = client.chat.completions.create(**chat(1, max_tokens=480), **more)
         ends.append([chunk.choices[0].finish_reason for chunk in stream][-1])
 
     readers = [threading.Thread(target=read) for _ in range(STREAMS)]

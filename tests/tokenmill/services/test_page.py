@@ -29,8 +29,8 @@ TIMEOUT_MILLISECONDS = 60_000
 
 
 @pytest.fixture
-def processes(place: Path) -> Iterator[Processes]:
-    processes = Processes(place)
+def processes(folder: Path) -> Iterator[Processes]:
+    processes = Processes(folder)
     yield processes
     processes.close()
 

@@ -1,5 +1,5 @@
-"""New versions of a model beside the one that is served, as real processes: a bad one is caught and rolled back, a good
-one is promoted, and the jobs that run meanwhile have the answers of the version that they are pinned to."""
+"""New versions of a model alongside the served one, as real processes: a bad one is caught and rolled back, a good one
+is promoted, and the jobs that run meanwhile have the answers of the version that they are pinned to."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ from workers.model.loaded_model import model_digest
 ENGINE = ("--dtype", "float32", "--threads", 1, "--max-num-seqs", 2, "--speculate", "off")
 
 
-def another_version(model: Path, place: Path, *, noise: float) -> Path:
+def another_version(model: Path, folder: Path, *, noise: float) -> Path:
     """The model with each weight off by `noise` times its spread, drawn once."""
-    shutil.copytree(model, place)
+    shutil.copytree(model, folder)
     draw = torch.Generator().manual_seed(1)
-    (file,) = place.glob("*.safetensors")
+    (file,) = folder.glob("*.safetensors")
     weights = load_file(file)
     for name, weight in weights.items():
         weights[name] = weight + noise * weight.std() * torch.randn(weight.shape, generator=draw)
     save_file(weights, file, metadata={"format": "pt"})
-    return place
+    return folder
 
 
 @pytest.fixture
-def processes(place: Path, redis_server: RedisServer) -> Iterator[Processes]:
+def processes(folder: Path, redis_server: RedisServer) -> Iterator[Processes]:
     made = Processes(
-        place,
-        TOKENMILL_ROOT=str(place / "root"),
+        folder,
+        TOKENMILL_ROOT=str(folder / "root"),
         TOKENMILL_REDIS_URL=redis_server.url,
         TOKENMILL_CHECKPOINT_SECONDS="0.5",
     )
@@ -70,17 +70,17 @@ def processes(place: Path, redis_server: RedisServer) -> Iterator[Processes]:
 
 
 @pytest.fixture
-def world(place: Path) -> Iterator[World]:
-    with FolderStore(place / "root") as store:
+def world(folder: Path) -> Iterator[World]:
+    with FolderStore(folder / "root") as store:
         yield World(store, SystemClock(), SystemRandomness(), store.scratch)
 
 
 @pytest.mark.slow
 def test_given_a_differing_record_when_a_worker_starts_then_it_ends_with_71_and_is_in_no_catalog(
-    processes: Processes, world: World, model_folder: Path, tokenmill: Any, place: Path
+    processes: Processes, world: World, model_folder: Path, tokenmill: Any, folder: Path
 ) -> None:
     # given what the model answers, with one log-probability that it doesn't have
-    assert tokenmill("canary", "record", f"tiny={model_folder}", *ENGINE[:4], "--root", place / "root").code == 0
+    assert tokenmill("canary", "record", f"tiny={model_folder}", *ENGINE[:4], "--root", folder / "root").code == 0
     canaries = Canaries(world.store)
     (key,) = [info.key for info in world.store.list("canaries/")]
     record = CanaryRecord.model_validate_json(world.store.read(key))
@@ -117,7 +117,7 @@ class Installation:
         self.processes = processes
         self.world = world
         self.source = source
-        self.book = ModelRegistry(world.store)
+        self.registry = ModelRegistry(world.store)
         self._tokenmill = tokenmill
 
     @property
@@ -158,12 +158,12 @@ class Installation:
         manifest = Manifest.model_validate_json((self.root / "jobs" / job / "manifest.json").read_bytes())
         return manifest.finished_at > release.started_at + timedelta(seconds=1)
 
-    def outcome(self, look: Callable[[], None]) -> ReleaseState:
+    def outcome(self, poll: Callable[[], None]) -> ReleaseState:
         """The verdict of the last release; polls until it is decided."""
 
         def ended() -> ReleaseState | None:
-            look()
-            last = self.book.last("tiny")
+            poll()
+            last = self.registry.last("tiny")
             return last if last is not None and last.outcome is not None else None
 
         found = wait_for(ended, "the release isn't decided")
@@ -177,96 +177,96 @@ def read_answers(job: Path) -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def tell(capfd: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+def print_line(capfd: pytest.CaptureFixture[str]) -> Callable[[str], None]:
     """Prints to the test's runner, past the capture of the fixture `tokenmill`."""
 
-    def say(line: str) -> None:
+    def call(line: str) -> None:
         with capfd.disabled():
             print(f"\n{line}")
 
-    return say
+    return call
 
 
-class Watched:
-    """A Prometheus that asks the dispatcher, and which of the dashboards' questions about releases it could answer.
-    Where there is none, that is said, and nothing of it is tried."""
+class ReleasePanels:
+    """A Prometheus that scrapes the dispatcher, and which of the dashboards' questions about releases it could answer.
+    Where no Prometheus is installed, a line says so and nothing of it is checked."""
 
-    def __init__(self, place: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, print_line: Callable[[str], None]) -> None:
         self.port = free_port()
         self._prometheus = PrometheusServer(
-            place / "prometheus", {"tokenmill-dispatcher": [f"127.0.0.1:{self.port}"]}, ""
+            folder / "prometheus", {"tokenmill-dispatcher": [f"127.0.0.1:{self.port}"]}, ""
         )
-        asked = [one for one in dashboards.questions() if one.panel in dashboards.OF_RELEASES]
-        self._answers = dashboards.Answers(self._prometheus, asked)
+        questions = [one for one in dashboards.questions() if one.panel in dashboards.OF_RELEASES]
+        self._answers = dashboards.PanelAnswers(self._prometheus, questions)
         try:
             self._prometheus.start()
-            self._here = True
+            self._is_installed = True
         except MissingServer as error:
-            tell(f"NOT TESTED HERE: the dashboards' panels of releases, since {error}")
-            self._here = False
+            print_line(f"NOT TESTED HERE: the dashboards' panels of releases, since {error}")
+            self._is_installed = False
 
-    def __enter__(self) -> Watched:
+    def __enter__(self) -> ReleasePanels:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._prometheus.close()
 
-    def look(self) -> None:
-        if self._here:
-            self._answers.look()
+    def poll(self) -> None:
+        if self._is_installed:
+            self._answers.poll()
 
-    def saw_end(self, verdict: str) -> None:
+    def await_verdict(self, verdict: str) -> None:
         """The panel shows that a release ended like that."""
         (question,) = [one for one in dashboards.questions() if one.panel == "Releases" and "verdict" in one.text]
         text = question.real.replace("[10s]", "[60s]")
-        if self._here:
+        if self._is_installed:
             wait_for(
-                lambda: any(one["metric"]["verdict"] == verdict for one in self._prometheus.ask(f"{text} > 0")),
+                lambda: any(one["metric"]["verdict"] == verdict for one in self._prometheus.query(f"{text} > 0")),
                 f"no panel shows that it was {verdict}",
             )
 
-    def saw_all(self) -> None:
-        if self._here:
-            wait_for(lambda: not self._answers.look(), f"unanswered: {self._answers.left}")
+    def await_all(self) -> None:
+        if self._is_installed:
+            wait_for(lambda: not self._answers.poll(), f"unanswered: {self._answers.left}")
 
 
 @pytest.fixture
-def watched(place: Path, tell: Callable[[str], None]) -> Iterator[Watched]:
-    with Watched(place, tell) as made:
+def panels(folder: Path, print_line: Callable[[str], None]) -> Iterator[ReleasePanels]:
+    with ReleasePanels(folder, print_line) as made:
         yield made
 
 
 @pytest.mark.exhaustive
 def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     processes: Processes, world: World, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any,
-    place: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched, tell: Callable[[str], None],
+    folder: Path, monkeypatch: pytest.MonkeyPatch, panels: ReleasePanels, print_line: Callable[[str], None],
 ) -> None:  # fmt: skip
     # Both versions share two cores with everything else here, so time says little; a real pool has machines alike.
     for name, value in {"SHARE": "1.0", "SLOWER": "20", "MORE_ERRORS": "0.1"}.items():
         monkeypatch.setenv(f"TOKENMILL_RELEASES__{name}", value)
     source = write_lines(*[chat(f"r{n}", f"number {n}", max_tokens=60, ignore_eos=True) for n in range(200)])
-    bad = another_version(model_folder, place / "bad", noise=0.3)
-    good = another_version(model_folder, place / "good", noise=1e-6)
+    bad = another_version(model_folder, folder / "bad", noise=0.3)
+    good = another_version(model_folder, folder / "good", noise=1e-6)
     alone = {}
     for name, model in (("stable", model_folder), ("bad", bad), ("good", good)):
         assert tokenmill("run", source, "--output", name, "--model", f"tiny={model}", *ENGINE).code == 0
-        alone[name] = read_answers(place / name)
+        alone[name] = read_answers(folder / name)
     assert alone["bad"] != alone["stable"]
     harness = Installation(processes, world, tokenmill, source)
     harness.start("worker", "--model", f"tiny={model_folder}", *ENGINE)
-    harness.start("dispatcher", TOKENMILL_METRICS__PORT=str(watched.port))
+    harness.start("dispatcher", TOKENMILL_METRICS__PORT=str(panels.port))
     catalog = Catalog(world.store)
     wait_for(lambda: catalog.find("tiny"), "no worker is up")
 
     # A bad one: caught, and gone without a trace in what anybody reads.
     begun = time.monotonic()
     harness.release(bad, 1, "job-1")
-    first = harness.outcome(watched.look)
-    tell(f"rolled back {time.monotonic() - begun:.1f} s after its worker started: {first.outcome}")
+    first = harness.outcome(panels.poll)
+    print_line(f"rolled back {time.monotonic() - begun:.1f} s after its worker started: {first.outcome}")
     assert first.outcome is not None
     assert (first.outcome.verdict, first.outcome.by) == ("rolled_back", "comparison")
     assert any(reason.startswith("agreement of answers") for reason in first.outcome.reasons), first.outcome
-    watched.saw_end("rolled_back")
+    panels.await_verdict("rolled_back")
     assert catalog.find("tiny").pin.digest == model_digest(model_folder)
     assert harness.answers("job-1") == alone["stable"]
     assert harness.ran_meanwhile("job-1", first.release)
@@ -274,11 +274,11 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     # A good one: promoted, and jobs that came before keep the version that they are pinned to.
     begun = time.monotonic()
     harness.release(good, 2, "job-2")
-    second = harness.outcome(watched.look)
-    tell(f"promoted {time.monotonic() - begun:.1f} s after its worker started: {second.outcome}")
+    second = harness.outcome(panels.poll)
+    print_line(f"promoted {time.monotonic() - begun:.1f} s after its worker started: {second.outcome}")
     assert second.outcome is not None
     assert (second.outcome.verdict, second.outcome.by) == ("promoted", "comparison"), second.outcome
-    watched.saw_end("promoted")
+    panels.await_verdict("promoted")
     assert harness.answers("job-2") == alone["stable"]
     assert harness.ran_meanwhile("job-2", second.release)
     wait_for(lambda: catalog.find("tiny").pin.digest == model_digest(good), "the name means the old version still")
@@ -293,7 +293,7 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     assert pinned == {
         "job-1": model_digest(model_folder), "job-2": model_digest(model_folder), "job-3": model_digest(good),
     }  # fmt: skip
-    workers = {name: makers(harness.parts(name)) for name in pinned}
+    workers = {name: workers_of(harness.parts(name)) for name in pinned}
     assert workers["job-1"] == workers["job-2"]
     assert len(workers["job-1"]) == 1
     assert not workers["job-3"] & workers["job-1"]
@@ -306,12 +306,12 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     assert record is not None
     key = f"canaries/{record.pin.key}.json"
     wrong = record.answers[0].model_copy(update={"logprobs": tuple(one - 0.2 for one in record.answers[0].logprobs)})
-    kept = world.store.read(key)
+    stored = world.store.read(key)
     world.store.replace(key, record.model_copy(update={"answers": (wrong, *record.answers[1:])}).to_json())
     number = harness.start("worker", "--model", f"tiny={good}", *ENGINE)
     assert processes.running[number].wait(HANG_SECONDS) == 71
-    world.store.replace(key, kept)
-    watched.saw_all()
+    world.store.replace(key, stored)
+    panels.await_all()
 
     # And back, by hand: the old version's worker is there still.
     back = tokenmill("release", "rollback", "tiny", "--root", harness.root)
@@ -322,8 +322,8 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     assert [one["verdict"] for one in shown["releases"]] == ["rolled_back", "promoted", "promoted"]
 
 
-def makers(parts: list[Path]) -> set[str]:
-    """The workers that made these."""
+def workers_of(parts: list[Path]) -> set[str]:
+    """The workers that computed these parts."""
     footers = [pq.read_metadata(part).metadata for part in parts]
     texts = [value for footer in footers for value in footer.values() if value.startswith(b'{"version"')]
     return {json.loads(text)["worker"] for text in texts}

@@ -1,8 +1,8 @@
 """New processes in place of old ones while clients stream: gateways and workers are stopped and started again one after
 the other, and every stream has its whole text.
 
-A proxy (Caddy) stands before the gateways and asks them for /readyz. The clients are OpenAI's, as they are: they ask
-again when they are told to (503 with Retry-After), and notice nothing else.
+A proxy (Caddy) stands before the gateways and polls their /readyz. The clients are OpenAI's, as they are: they retry
+when they are answered 503 with Retry-After, and notice nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.cluster.lane_cluster import LaneCluster, lane_cluster, request
-from tests.cluster.null_worker import Answers
+from tests.cluster.null_worker import ExpectedAnswers
 from tests.servers.caddy import Caddy
 from tests.servers.plugin import started
 from tests.servers.redis import RedisServer
@@ -37,12 +37,12 @@ QUESTIONS = 500
 
 
 @dataclass(slots=True)
-class Ended:
-    """A stream. `asked`, `first`: `time.monotonic` of its request and of its first event; `wrong`: what isn't as it
+class StreamResult:
+    """A stream. `sent_at`, `first`: `time.monotonic` of its request and of its first event; `wrong`: what isn't as it
     must be."""
 
     number: int
-    asked: float
+    sent_at: float
     first: float = 0.0
     wrong: str = ""
 
@@ -61,7 +61,7 @@ class Traffic:
     seconds: float
     bodies: list[dict[str, Any]]
     texts: list[str]
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[StreamResult] = field(default_factory=list)
     refused: list[tuple[int, str, str | None]] = field(default_factory=list)
     enough: threading.Event = field(default_factory=threading.Event)
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -84,24 +84,24 @@ class Traffic:
         async with AsyncOpenAI(
             base_url=f"{self.url}/v1", timeout=HANG_SECONDS, api_key="none", http_client=http
         ) as client:
-            await asyncio.gather(*(self._one_after_the_other(client, place) for place in range(self.streams)))
+            await asyncio.gather(*(self._one_after_the_other(client, index) for index in range(self.streams)))
 
-    async def _one_after_the_other(self, client: AsyncOpenAI, place: int) -> None:
-        await asyncio.sleep(self.seconds * place / self.streams)
+    async def _one_after_the_other(self, client: AsyncOpenAI, index: int) -> None:
+        await asyncio.sleep(self.seconds * index / self.streams)
         while not self.enough.is_set():
-            one = Ended(next(self.numbers), time.monotonic())
+            one = StreamResult(next(self.numbers), time.monotonic())
             try:
                 one.wrong = await self._read(client, one)
             except Exception as error:  # noqa: BLE001 - whatever befalls a stream is the test's finding
                 one.wrong = f"{type(error).__name__}: {error}"
             self.ended.append(one)
 
-    async def _read(self, client: AsyncOpenAI, one: Ended) -> str:
+    async def _read(self, client: AsyncOpenAI, one: StreamResult) -> str:
         body, text = self.bodies[one.number % QUESTIONS], self.texts[one.number % QUESTIONS]
         plain = {name: value for name, value in body.items() if name != "ignore_eos"}
         said, reason, last = "", None, ""
-        asking = client.chat.completions.with_streaming_response
-        async with asking.create(**plain, stream=True, extra_body={"ignore_eos": True}) as response:
+        api = client.chat.completions.with_streaming_response
+        async with api.create(**plain, stream=True, extra_body={"ignore_eos": True}) as response:
             async for line in response.iter_lines():
                 if not line.startswith("data: "):
                     continue
@@ -126,7 +126,7 @@ class Traffic:
 
     def longest_wait(self) -> float:
         """Seconds from a request to its answer's first event, refusals and the client's pauses included."""
-        return max(one.first - one.asked for one in self.ended)
+        return max(one.first - one.sent_at for one in self.ended)
 
     def summary(self) -> str:
         """The traffic's counts in one line."""
@@ -135,7 +135,7 @@ class Traffic:
             "until the first event"
         )
 
-    def assert_nobody_noticed(self) -> None:
+    def assert_no_stream_failed(self) -> None:
         assert [(one.number, one.wrong) for one in self.ended if one.wrong] == []
         assert set(self.refused) <= {(503, "draining", "1")}
 
@@ -149,7 +149,7 @@ class Harness:
         self.cluster = cluster
         bodies = [request(number, tokens) for number in range(QUESTIONS)]
         seconds = tokens * step_ms / 1000
-        self.traffic = Traffic(proxy.url, streams, seconds, bodies, Answers(model).texts(bodies))
+        self.traffic = Traffic(proxy.url, streams, seconds, bodies, ExpectedAnswers(model).texts(bodies))
 
     def replace(self, name: str) -> None:
         """Stop it in order, and start it again."""
@@ -157,8 +157,8 @@ class Harness:
         self.cluster.start(name)
 
     def kill(self, name: str) -> None:
-        """Kill it, and start it again when others have what it had. That takes until it is missed; whoever comes
-        meanwhile is served by others at once."""
+        """Kill it, and start it again when others have what it had. That takes until its lease ends; requests
+        that come meanwhile are served by others at once."""
         self.cluster.kill(name)
         answer = httpx2.post(f"{self.traffic.url}/v1/chat/completions", json=request(0, 5), timeout=HANG_SECONDS)
         assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 5)
@@ -170,11 +170,13 @@ class Harness:
         return sum(self.cluster.log(name).count(f"why='{why}'") for name in ("gateway-1", "gateway-2"))
 
 
-MakeHouse = Callable[..., AbstractContextManager[Harness]]
+MakeHarness = Callable[..., AbstractContextManager[Harness]]
 
 
 @pytest.fixture
-def make_house(tmp_path: Path, redis_server: RedisServer, model_folder: Path, pytestconfig: pytest.Config) -> MakeHouse:
+def make_harness(
+    tmp_path: Path, redis_server: RedisServer, model_folder: Path, pytestconfig: pytest.Config
+) -> MakeHarness:
     @contextmanager
     def make(streams: int, tokens: int, step_ms: int, **variables: str) -> Iterator[Harness]:
         engine = ("--model", f"null={model_folder}", "--max-num-seqs", streams, "--step-ms", step_ms)
@@ -191,19 +193,19 @@ HANDED_BACK = "handed back by its worker"
 
 
 @pytest.mark.exhaustive
-def test_streams_survive_a_rolling_restart_of_gateways_and_a_worker(make_house: MakeHouse) -> None:
-    with make_house(20, 60, 30, TOKENMILL_LANE__DRAIN_SECONDS="0.2") as harness:
+def test_streams_survive_a_rolling_restart_of_gateways_and_a_worker(make_harness: MakeHarness) -> None:
+    with make_harness(20, 60, 30, TOKENMILL_LANE__DRAIN_SECONDS="0.2") as harness:
         with harness.traffic.running():
-            assert_it_sends_away_and_ends_what_it_has(harness, "gateway-1")
+            assert_gateway_drains(harness, "gateway-1")
             harness.cluster.start("gateway-1")
             for name in ("gateway-2", "worker-1"):
                 harness.replace(name)
-        harness.traffic.assert_nobody_noticed()
+        harness.traffic.assert_no_stream_failed()
         assert harness.sent_again(HANDED_BACK)
 
 
-def assert_it_sends_away_and_ends_what_it_has(harness: Harness, name: str) -> None:
-    """Stop a gateway that has streams. `Harness.traffic` knows how these ended."""
+def assert_gateway_drains(harness: Harness, name: str) -> None:
+    """Stop a gateway that has streams. `Harness.traffic` records how these ended."""
     url = harness.cluster.url(name)
     assert httpx2.get(f"{url}/readyz", timeout=HANG_SECONDS).status_code == 200
     wait_for(lambda: streams_at(url) > 5, "it gets no streams")
@@ -229,15 +231,17 @@ def streams_at(url: str) -> int:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("grace", [0, 20])
-def test_two_hundred_streams_survive_a_rolling_restart_and_killed_workers(make_house: MakeHouse, grace: int) -> None:
+def test_two_hundred_streams_survive_a_rolling_restart_and_killed_workers(
+    make_harness: MakeHarness, grace: int
+) -> None:
     """With a grace of 20 s workers complete their requests; without, they hand all of them back."""
-    with make_house(200, 250, 40, TOKENMILL_LANE__DRAIN_SECONDS=str(grace)) as harness:
+    with make_harness(200, 250, 40, TOKENMILL_LANE__DRAIN_SECONDS=str(grace)) as harness:
         with harness.traffic.running():
             for name in ("gateway-1", "gateway-2", "worker-1", "worker-2"):
                 harness.replace(name)
             harness.kill("worker-1")
             harness.kill("worker-2")
-        harness.traffic.assert_nobody_noticed()
+        harness.traffic.assert_no_stream_failed()
         assert (harness.sent_again(HANDED_BACK) > 100) == (grace == 0)
         assert harness.sent_again("lost") > 50
         print(harness.traffic.summary())

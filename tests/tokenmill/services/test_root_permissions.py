@@ -32,8 +32,8 @@ def fill(store: FolderStore) -> None:
 
 
 def modes(root: Path) -> dict[str, str]:
-    kept = [path for path in sorted(root.rglob("*")) if ".tmp" not in path.parts]
-    return {str(path.relative_to(root)): f"{stat.S_IMODE(path.stat().st_mode):04o}" for path in kept}
+    stored = [path for path in sorted(root.rglob("*")) if ".tmp" not in path.parts]
+    return {str(path.relative_to(root)): f"{stat.S_IMODE(path.stat().st_mode):04o}" for path in stored}
 
 
 def opened(root: Path) -> list[str]:

@@ -32,12 +32,12 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(place: Path) -> Iterator[Start]:
+def start(folder: Path) -> Iterator[Start]:
     """Starts a command as a process of its own; all are killed at the end."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
-        log = (place / f"process-{len(processes)}.log").open("w")
+        log = (folder / f"process-{len(processes)}.log").open("w")
         process = subprocess.Popen(
             [sys.executable, "-m", "tokenmill", *map(str, arguments)],
             stdout=log, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": ROOT, **variables},
@@ -49,7 +49,7 @@ def start(place: Path) -> Iterator[Start]:
     for number, process in enumerate(processes):
         process.kill()
         process.wait()
-        print(f"-- process {number}: {process.args}\n{(place / f'process-{number}.log').read_text()}")
+        print(f"-- process {number}: {process.args}\n{(folder / f'process-{number}.log').read_text()}")
 
 
 def wait_until(what: Callable[[], Any], *living: subprocess.Popen[str]) -> Any:
@@ -78,19 +78,19 @@ def drop(source: Path, inbox: Path, name: str) -> None:
 
 @pytest.mark.exhaustive
 def test_ingested_files_are_answered_as_by_run_and_the_end_is_graceful(
-    start: Start, place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
+    start: Start, folder: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
 ) -> None:
     source = write_lines(*[chat(f"r{n}", f"number {n}", max_tokens=20) for n in range(30)], "not json")
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
     assert tokenmill("run", source, "--output", "alone", *engine).code == 0
     served = start("serve", "--data", "data", "--port", 0, "--settle", 0.2, *engine)
-    root = place / "data"
+    root = folder / "data"
     wait_until((root / "incoming").is_dir, served)
     for inbox, name in (("incoming", "a.jsonl"), ("incoming/bulk", "b.jsonl")):
         drop(source, root / inbox, name)
     done = wait_until(lambda: outcomes(root, 2), served)
     assert [manifest["status"] for manifest in done] == ["completed"] * 2
-    alone = [(row["custom_id"], row["text"], row["error_code"]) for row in results(place / "alone")]
+    alone = [(row["custom_id"], row["text"], row["error_code"]) for row in results(folder / "alone")]
     for job in root.glob("jobs/*"):
         assert [(row["custom_id"], row["text"], row["error_code"]) for row in results(job)] == alone
     tiers = {json.loads((job / "job.json").read_text())["tier"] for job in root.glob("jobs/*")}
@@ -109,7 +109,7 @@ def test_ingested_files_are_answered_as_by_run_and_the_end_is_graceful(
 @pytest.mark.slow
 def test_two_workers_and_two_dispatchers_lose_nothing_when_one_of_each_is_killed(
     start: Start,
-    place: Path,
+    folder: Path,
     model_folder: Path,
     chat: Any,
     write_lines: Any,
@@ -122,32 +122,32 @@ def test_two_workers_and_two_dispatchers_lose_nothing_when_one_of_each_is_killed
     assert tokenmill("run", source, "--output", "alone", *engine).code == 0
     variables = {
         "TOKENMILL_REDIS_URL": redis_server.url,
-        "TOKENMILL_ROOT": str(place / "root"),
+        "TOKENMILL_ROOT": str(folder / "root"),
         "TOKENMILL_CHECKPOINT_SECONDS": "0.2",
     }
     workers = [start("worker", *engine, **variables) for _ in range(2)]
     dispatchers = [start("dispatcher", **variables) for _ in range(2)]
-    with FolderStore(place / "root") as store:
+    with FolderStore(folder / "root") as store:
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         wait_until(Catalog(store).entries, *workers)
         intake = Intake(world, IntakeSettings(plan=PlanSettings(max_shard_rows=20)))
         draft = JobDraft(pin_uri(str(source)), JobOptions(), "default", "job-1")
         intake.accept(draft)
-        parts = place / "root/jobs/job-1/results"
+        parts = folder / "root/jobs/job-1/results"
         wait_until(lambda: len(list(parts.glob("part-*.parquet"))) > 2, *workers, *dispatchers)
         workers[0].kill()
         dispatchers[0].kill()
-        (manifest,) = wait_until(lambda: outcomes(place / "root", 1), workers[1], dispatchers[1])
+        (manifest,) = wait_until(lambda: outcomes(folder / "root", 1), workers[1], dispatchers[1])
         assert intake.accept(draft).created is False
     assert manifest["status"] == "completed"
     assert manifest["counts"]["succeeded"] == 200
-    told = [(row["custom_id"], row["text"]) for row in results(place / "root/jobs/job-1")]
-    assert told == [(row["custom_id"], row["text"]) for row in results(place / "alone")]
+    found = [(row["custom_id"], row["text"]) for row in results(folder / "root/jobs/job-1")]
+    assert found == [(row["custom_id"], row["text"]) for row in results(folder / "alone")]
     workers[1].send_signal(signal.SIGTERM)
     assert workers[1].wait(HANG_SECONDS) == 0
 
 
-def test_a_worker_without_redis_reports_it(tokenmill: Any, place: Path) -> None:
+def test_a_worker_without_redis_reports_it(tokenmill: Any, folder: Path) -> None:
     ended = tokenmill("dispatcher", "--root", "root")
     assert (ended.code, "TOKENMILL_REDIS_URL is not set" in ended.error) == (1, True)
     ended = tokenmill("dispatcher")

@@ -49,10 +49,10 @@ JOBS = (
 
 
 @pytest.fixture
-def cluster(place: Path, redis_server: RedisServer) -> Iterator[Cluster]:
+def cluster(folder: Path, redis_server: RedisServer) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        store = stack.enter_context(FolderStore(place / "root"))
-        yield Cluster(place, store, redis_server, stack)
+        store = stack.enter_context(FolderStore(folder / "root"))
+        yield Cluster(folder, store, redis_server, stack)
 
 
 def simulated() -> list[float]:

@@ -44,8 +44,8 @@ def test_of_two_hundred_streams_those_that_hang_up_or_stop_reading_end_alone(
     cluster: LaneCluster, model_folder: Path
 ) -> None:
     cluster.start("gateway-1", "worker-1")
-    asked = readers(model_folder, kinds(7), tokens=400, ramp=1.0, until=2.5, n=CHOICES)
-    clients = run_clients(Plan(cluster.url("gateway-1"), tuple(asked), wake=3.0))
+    streams = readers(model_folder, kinds(7), tokens=400, ramp=1.0, until=2.5, n=CHOICES)
+    clients = run_clients(Plan(cluster.url("gateway-1"), tuple(streams), wake=3.0))
     wait_for(lambda: read_running(cluster.meters) == ROWS, "they are not all computed at once")
     before = memory(cluster)
     wait_for(lambda: len(dropped(cluster.log("worker-1"))) == STALLS + LEAVES, "the worker goes on with them")

@@ -66,7 +66,7 @@ def test_given_an_unsupported_value_then_the_variable_and_valid_values_are_named
         wants_traces(ENDPOINT | {name: value})
 
 
-def sent_for() -> tuple[str, str]:
+def remote_trace() -> tuple[str, str]:
     """A trace that begins elsewhere: its id, and the header."""
     trace = secrets.token_hex(16)
     return trace, f"00-{trace}-{secrets.token_hex(8)}-01"
@@ -83,15 +83,15 @@ def receiver() -> Iterator[OtlpReceiver]:
 class Harness:
     """All of an installation on a folder, Redis and Kafka, with traces and JSON logs."""
 
-    def __init__(self, place: Path, redis: RedisServer, kafka: KafkaBroker, model: Path, otlp: OtlpReceiver) -> None:
-        self.place, self.redis, self.kafka = place, redis, kafka
+    def __init__(self, folder: Path, redis: RedisServer, kafka: KafkaBroker, model: Path, otlp: OtlpReceiver) -> None:
+        self.folder, self.redis, self.kafka = folder, redis, kafka
         self.hook = Receiver()
         hook = {"url": self.hook.url(), "secret": "whsec_" + "c2VjcmV0" * 4, "events": ["batch.completed"]}
         hooks = {"endpoints": {"default": [hook]}, "allow_private": True, "allow_http": True}
         self.prefix = f"t{secrets.token_hex(4)}"
         self.processes = Processes(
-            place,
-            TOKENMILL_ROOT=str(place / "root"),
+            folder,
+            TOKENMILL_ROOT=str(folder / "root"),
             TOKENMILL_REDIS_URL=redis.url,
             TOKENMILL_KAFKA__BOOTSTRAP_SERVERS=f'["{kafka.bootstrap}"]',
             TOKENMILL_KAFKA__TOPIC_PREFIX=self.prefix,
@@ -106,7 +106,7 @@ class Harness:
             OTEL_BSP_SCHEDULE_DELAY="100",
             OTEL_RESOURCE_ATTRIBUTES="deployment.environment.name=test",
         )
-        (place / "root").mkdir()
+        (folder / "root").mkdir()
         admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)
         names = ("requests", "jobs", "results", "events", "deadletter")
         admin.create_topics([NewTopic(f"{self.prefix}.{name}", 1, 1) for name in names])
@@ -138,9 +138,9 @@ class Harness:
 
 @pytest.fixture
 def harness(
-    place: Path, redis_server: RedisServer, kafka_broker: KafkaBroker, model_folder: Path, receiver: OtlpReceiver
+    folder: Path, redis_server: RedisServer, kafka_broker: KafkaBroker, model_folder: Path, receiver: OtlpReceiver
 ) -> Iterator[Harness]:
-    made = Harness(place, redis_server, kafka_broker, model_folder, receiver)
+    made = Harness(folder, redis_server, kafka_broker, model_folder, receiver)
     yield made
     made.close()
 
@@ -163,7 +163,7 @@ def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_an
     harness: Harness, receiver: OtlpReceiver
 ) -> None:
     # HTTP: a batch, with the webhook of its end.
-    trace, parent = sent_for()
+    trace, parent = remote_trace()
     upload = httpx2.post(f"{harness.url}/v1/files", files={"file": ("in.jsonl", line("a"))}, data={"purpose": "batch"})
     batch = {"input_file_id": upload.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     made = harness.post("/v1/batches", batch, parent).json()
@@ -177,15 +177,15 @@ def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_an
     assert harness.hook.received[0].headers["traceparent"].split("-")[1:3] == [trace, hook.span]
 
     # HTTP: a caller who waits, over the lane.
-    trace, parent = sent_for()
+    trace, parent = remote_trace()
     chat = json.loads(line("b"))["body"]
     answer = harness.post("/v1/chat/completions", chat | {"stream": True}, parent)
     assert answer.text.rstrip().endswith("[DONE]")
     first = receiver.wait("POST /v1/chat/completions", of_trace(trace))
     check_lane(receiver, first)
 
-    # Kafka: records of one trace, and what is told of them.
-    trace, parent = sent_for()
+    # Kafka: records of one trace, and the messages about them.
+    trace, parent = remote_trace()
     producer = KafkaProducer(bootstrap_servers=harness.kafka.bootstrap, enable_idempotence=False)
     producer.send(f"{harness.prefix}.requests", line("c"), headers=[("traceparent", parent.encode())]).get(HANG_SECONDS)
     first = receiver.wait("kafka batch", of_trace(trace))
@@ -199,7 +199,7 @@ def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_an
     assert dict(next(results).headers)["traceparent"].decode().split("-")[1:3] == [trace, first.span]
     results.close()
     # Of two traces: linked with both.
-    for name, (_, one) in (("d", first := sent_for()), ("e", second := sent_for())):
+    for name, (_, one) in (("d", first := remote_trace()), ("e", second := remote_trace())):
         producer.send(f"{harness.prefix}.requests", line(name), headers=[("traceparent", one.encode())])
     producer.flush(30)
     linked = receiver.wait("kafka batch", lambda span: len(span.links) == 2 or span.trace in (first[0], second[0]))
@@ -209,20 +209,21 @@ def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_an
 
     # Celery: a job, and an answer.
     caller = Celery("a-caller", broker=harness.redis.url, backend=harness.redis.url, set_as_current=False)
-    trace, parent = sent_for()
+    trace, parent = remote_trace()
     how = {"queue": harness.prefix, "headers": {"traceparent": parent}}
     job = caller.send_task("tokenmill.submit", args=[[json.loads(line("f"))]], **how).get(timeout=HANG_SECONDS)
     first = receiver.wait("tokenmill.submit", of_trace(trace))
     check_job(receiver, trace, job, first)
-    trace, parent = sent_for()
+    trace, parent = remote_trace()
     how["headers"] = {"traceparent": parent}
-    told = caller.send_task("tokenmill.generate", args=[json.loads(line("g"))["body"]], **how).get(timeout=HANG_SECONDS)
-    assert "choices" in told
+    body = json.loads(line("g"))["body"]
+    answer = caller.send_task("tokenmill.generate", args=[body], **how).get(timeout=HANG_SECONDS)
+    assert "choices" in answer
     check_lane(receiver, receiver.wait("tokenmill.generate", of_trace(trace)))
     caller.close()
 
     harness.end()
-    check_nothing_is_told(harness, receiver)
+    check_nothing_secret_is_exported(harness, receiver)
     check_logs(harness)
 
 
@@ -251,7 +252,7 @@ def check_lane(receiver: OtlpReceiver, first: Received) -> None:
     assert (work.events, work.attributes["tokenmill.tokens.completion"]) == (("first token",), 20)
 
 
-def check_nothing_is_told(harness: Harness, receiver: OtlpReceiver) -> None:
+def check_nothing_secret_is_exported(harness: Harness, receiver: OtlpReceiver) -> None:
     """No word of a prompt, and nothing secret."""
     assert receiver.raw
     for body in receiver.raw:
@@ -270,8 +271,8 @@ def check_logs(harness: Harness) -> None:
         assert {one["command"] for one in documents} == {command}
         assert SECRET not in "".join(lines)
         if (event := BELONGING.get(command)) is not None:
-            told = [one for one in documents if one["event"] == event]
-            assert [one for one in told if len(one.get("trace_id", "")) == 32], (command, told)
+            within_span = [one for one in documents if one["event"] == event]
+            assert [one for one in within_span if len(one.get("trace_id", "")) == 32], (command, within_span)
 
 
 def test_given_an_unreachable_collector_then_remaining_spans_are_discarded_in_time(

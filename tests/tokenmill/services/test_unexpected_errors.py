@@ -50,7 +50,7 @@ GUARD_SECONDS = 240
 """Against hanging only."""
 
 
-class Unforeseen(Exception):
+class UnexpectedError(Exception):
     """A mistake of ours, of a class that nothing catches by name."""
 
 
@@ -75,7 +75,7 @@ def backends(root: Root) -> Backends:
     return in_process_backends(root)
 
 
-class Planted:
+class FailingOnce:
     """Raises at the first call; later it calls the replaced function, or only waits (`waits`)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, waits: bool) -> None:
@@ -87,7 +87,7 @@ class Planted:
         def call(*arguments: Any, **more: Any) -> Any:
             if not planted._raised:
                 planted._raised = True
-                raise Unforeseen("planted")
+                raise UnexpectedError("planted")
             result = (None,) if waits else planted._real(*arguments, **more)
             planted.works.set()
             if waits:
@@ -118,11 +118,11 @@ def finalizer(root: Root, _backends: Backends) -> Part:
 
 
 def webhooks(root: Root, _backends: Backends) -> Part:
-    class Nobody:
+    class NoSender:
         async def send(self, *_: Any) -> None:
-            raise AssertionError("there is nobody to notify")
+            raise AssertionError("there is no endpoint to notify")
 
-    return Notifier(root.world, [], Nobody(), NotifierSettings(poll_interval_seconds=0.01)).run  # type: ignore[arg-type]
+    return Notifier(root.world, [], NoSender(), NotifierSettings(poll_interval_seconds=0.01)).run  # type: ignore[arg-type]
 
 
 def lane_calls(root: Root, backends: Backends) -> Part:
@@ -163,7 +163,7 @@ PARTS: dict[str, tuple[Any, str, Make]] = {
     "celery": (CeleryIngestWorker, "_serve", celery),
 }  # fmt: skip
 WAITING = ("kafka", "celery", "spot notice")
-"""Parts whose next turn would ask a server that isn't there: it is seen that it comes."""
+"""Parts whose next turn would call a server that isn't there: only that the turn comes is checked."""
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -171,35 +171,35 @@ def test_given_an_unexpected_error_then_its_part_is_restarted(
     root: Root, backends: Backends, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     where, name, make = PARTS[part]
-    planted = Planted(monkeypatch, where, name, waits=part in WAITING)
+    planted = FailingOnce(monkeypatch, where, name, waits=part in WAITING)
     stop, others = StopSignal(), threading.Event()
 
     def another(stop: threading.Event) -> None:
         stop.wait(GUARD_SECONDS)
         others.set()
 
-    together = ThreadPoolExecutor(1).submit(
+    process = ThreadPoolExecutor(1).submit(
         run_until_stopped, stop, root.world, wait_for_stop, {part: make(root, backends), "another": another}
     )
     try:
         assert planted.works.wait(GUARD_SECONDS), "there was no next turn"
-        assert not together.done()
+        assert not process.done()
         assert not others.is_set()
     finally:
         planted.over.set()
         stop.set()
-        together.result(GUARD_SECONDS)
+        process.result(GUARD_SECONDS)
     assert sum(root.world.errors.counts().values()) == 1
-    told = Samples()
-    metric_collectors.unexpected_errors(root.world.errors)(told)
-    assert sum(float(str(value)) for value in told.values["tokenmill_unexpected_errors_total"].values()) == 1
+    samples = Samples()
+    metric_collectors.unexpected_errors(root.world.errors)(samples)
+    assert sum(float(str(value)) for value in samples.values["tokenmill_unexpected_errors_total"].values()) == 1
 
 
 def test_given_interactive_tasks_when_one_poll_fails_then_the_next_one_works(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The part of Celery ingest that serves `tokenmill.generate`."""
-    planted = Planted(monkeypatch, GenerateCalls, "run", waits=True)
+    planted = FailingOnce(monkeypatch, GenerateCalls, "run", waits=True)
     stop = threading.Event()
     calls = GenerateCalls.__new__(GenerateCalls)
     thread = threading.Thread(target=supervise, args=("celery generate", lambda _: calls.run(stop), stop, root.world))
@@ -216,7 +216,7 @@ def test_given_interactive_tasks_when_one_poll_fails_then_the_next_one_works(
 def test_given_a_part_that_cant_go_on_then_the_process_ends_with_its_reason(
     root: Root, backends: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(_door: KafkaIngest) -> None:
+    def stopped(_ingest: KafkaIngest) -> None:
         raise KafkaIngestStopped("kafka: no valid offset")
 
     monkeypatch.setattr(KafkaIngest, "step", stopped)
@@ -228,7 +228,7 @@ def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
     """The loss of the process's main part: a worker's engine."""
 
     def lost(_stop: threading.Event) -> None:
-        raise Unforeseen("the engine is gone")
+        raise UnexpectedError("the engine is gone")
 
     ended = threading.Event()
 
@@ -236,6 +236,6 @@ def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
         stop.wait(GUARD_SECONDS)
         ended.set()
 
-    with pytest.raises(Unforeseen):
+    with pytest.raises(UnexpectedError):
         run_until_stopped(StopSignal(), root.world, lost, {"other": other})
     assert ended.is_set()

@@ -38,7 +38,7 @@ ROWS_PER_PART = 3
 
 
 @pytest.fixture
-def start(place: Path, model_folder: Path) -> Iterator[Start]:
+def start(folder: Path, model_folder: Path) -> Iterator[Start]:
     """Starts a run in a process of its own, that computes one row at a time; it is killed at the test's end."""
     environment = {
         **os.environ,
@@ -50,10 +50,10 @@ def start(place: Path, model_folder: Path) -> Iterator[Start]:
 
     def begin(path: Path, *more: object) -> subprocess.Popen[str]:
         run = [sys.executable, "-m", "tokenmill", "run", path, "--model", f"tiny={model_folder}"]
-        run += ["-o", place / "out", "--threads", "1", "--max-num-seqs", "1", *more]
+        run += ["-o", folder / "out", "--threads", "1", "--max-num-seqs", "1", *more]
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            [str(word) for word in run], cwd=place, env=environment, text=True, stdout=pipe, stderr=pipe
+            [str(word) for word in run], cwd=folder, env=environment, text=True, stdout=pipe, stderr=pipe
         )
         started.append(process)
         return process
@@ -92,9 +92,9 @@ def status_of(out: Path) -> JobStatus:
 
 
 def test_given_an_active_run_when_cancelled_then_it_ends_the_job_and_keeps_finished_rows(
-    tokenmill: Cli, place: Path, chat: Chat, write_lines: Write, results: Results, start: Start
+    tokenmill: Cli, folder: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
     process = start(write_lines(*long_requests(chat), "not json"))
     wait_for(lambda: list(out.glob("results/part-00001.parquet")), process)
 
@@ -117,15 +117,15 @@ def test_given_an_active_run_when_cancelled_then_it_ends_the_job_and_keeps_finis
 
 
 def test_given_a_stopped_run_when_cancelled_then_it_is_ended_at_once_with_logged_rows(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results, start: Start
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
     path = write_lines(*long_requests(chat))
     process = start(path)
     wait_for(lambda: list(out.glob("results/part-00001.parquet")) and finished_rows(out), process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    kept = len(results(out)) + finished_rows(out)
+    finished = len(results(out)) + finished_rows(out)
 
     done = tokenmill("jobs", "cancel", out, "--json")
     document = done.json()
@@ -134,7 +134,7 @@ def test_given_a_stopped_run_when_cancelled_then_it_is_ended_at_once_with_logged
     assert document["status"] == "cancelled"
     counts = document["tokenmill"]["counts"]
     assert counts["succeeded"] + counts["cancelled"] == ROWS
-    assert counts["succeeded"] == kept >= ROWS_PER_PART
+    assert counts["succeeded"] == finished >= ROWS_PER_PART
     assert counts["cancelled"] > 0
     assert [row["row"] for row in results(out)] == list(range(ROWS))
     assert json.loads((out / "manifest.json").read_bytes())["repeated_at_most"] > 0
@@ -144,17 +144,17 @@ def test_given_a_stopped_run_when_cancelled_then_it_is_ended_at_once_with_logged
     again = tokenmill("jobs", "cancel", out)
     assert (again.code, "was cancelled before" in again.err) == (0, True)
     rerun = start(path, "--json")
-    told, err = rerun.communicate(timeout=HANG_SECONDS)
+    out_text, err = rerun.communicate(timeout=HANG_SECONDS)
     assert rerun.returncode == 0, err
-    assert '"status": "cancelled"' in told
+    assert '"status": "cancelled"' in out_text
     assert "jobs retry" in err
     assert {file: file.stat().st_mtime_ns for file in out.glob("results/*")} == before
 
 
 def test_given_a_job_of_which_nothing_is_planned_when_cancelled_then_every_line_gets_its_row(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
     path = write_lines(chat("a"), "", "{", chat("b"), chat("a"))
     run = ("run", path, "--model", f"tiny={model_folder}", "-o", out)
     assert tokenmill(*run).code == 0
@@ -173,14 +173,14 @@ def test_given_a_job_of_which_nothing_is_planned_when_cancelled_then_every_line_
 
 
 def test_given_a_job_that_has_ended_when_cancelled_then_nothing_changes_and_the_exit_code_is_1(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
     assert tokenmill("run", write_lines(chat("a")), "--model", f"tiny={model_folder}", "-o", out).code == 0
 
     ended = tokenmill("jobs", "cancel", out)
-    nothing = tokenmill("jobs", "cancel", place)
-    nowhere = tokenmill("jobs", "cancel", place / "nowhere")
+    nothing = tokenmill("jobs", "cancel", folder)
+    nowhere = tokenmill("jobs", "cancel", folder / "nowhere")
 
     assert ended.code == 1
     assert "has ended already (completed)" in ended.error
@@ -188,21 +188,21 @@ def test_given_a_job_that_has_ended_when_cancelled_then_nothing_changes_and_the_
     assert (nothing.code, nowhere.code) == (1, 1)
     assert "no job" in nothing.error
     assert "no such folder" in nowhere.error
-    assert not (place / ".tmp").exists(), "a folder that is no job is left as it is"
+    assert not (folder / ".tmp").exists(), "a folder that is no job is left as it is"
 
 
 def test_given_a_run_that_holds_the_job_and_then_dies_when_cancelled_then_it_is_ended_all_the_same(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
     assert tokenmill("run", write_lines(chat("a")), "--model", f"tiny={model_folder}", "-o", out).code == 0
     for file in [*out.glob("results/part-00001*"), out / "manifest.json"]:
         file.unlink()
     lock = RunLock(out)
     lock.acquire()
 
-    patience = cancel_job(out, wait=0.5)
-    assert patience.manifest is None
+    timed_out = cancel_job(out, wait=0.5)
+    assert timed_out.manifest is None
     assert status_of(out) is JobStatus.CANCELLING
     threading.Timer(0.5, lock.release).start()
     done = cancel_job(out, wait=60.0)
@@ -214,7 +214,7 @@ def test_given_a_run_that_holds_the_job_and_then_dies_when_cancelled_then_it_is_
 @pytest.mark.exhaustive
 def test_given_a_deadline_when_it_passes_then_the_run_succeeds_and_reports_expired_rows(
     tokenmill: Cli,
-    place: Path,
+    folder: Path,
     model_folder: Path,
     chat: Chat,
     write_lines: Write,
@@ -222,7 +222,7 @@ def test_given_a_deadline_when_it_passes_then_the_run_succeeds_and_reports_expir
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out, path = place / "out", write_lines(*long_requests(chat))
+    out, path = folder / "out", write_lines(*long_requests(chat))
     process = start(path, "--deadline", "3s")
     _, err = process.communicate(timeout=HANG_SECONDS)
 
@@ -246,9 +246,9 @@ def test_given_a_deadline_when_it_passes_then_the_run_succeeds_and_reports_expir
 
 
 def test_given_a_deadline_that_passed_while_nothing_ran_when_run_again_then_no_model_is_loaded(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
     run = ("run", write_lines(chat("a"), chat("b")), "--model", f"tiny={model_folder}", "-o", out, "--deadline", "1s")
     first = tokenmill(*run)
     assert first.code == 0
@@ -264,8 +264,8 @@ def test_given_a_deadline_that_passed_while_nothing_ran_when_run_again_then_no_m
 
 
 def test_given_a_deadline_far_away_when_run_then_nothing_expires(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
-    run = ("run", write_lines(chat("a")), "--model", f"tiny={model_folder}", "-o", place / "out", "--deadline", "2d")
+    run = ("run", write_lines(chat("a")), "--model", f"tiny={model_folder}", "-o", folder / "out", "--deadline", "2d")
     assert "1 of 1 rows succeeded, 0 failed" in tokenmill(*run).err.splitlines()[-1]
     assert "was done before" in tokenmill(*run).err

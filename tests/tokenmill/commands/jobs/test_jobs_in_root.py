@@ -42,17 +42,17 @@ REPOSITORY = str(Path(__file__).parents[4])
 
 
 @pytest.fixture
-def on_folder(place: Path) -> Iterator[Installation]:
+def on_folder(folder: Path) -> Iterator[Installation]:
     with (
-        FolderStore(place / "root") as store,
-        installation(str(place / "root"), store, store.scratch, place / "inputs") as made,
+        FolderStore(folder / "root") as store,
+        installation(str(folder / "root"), store, store.scratch, folder / "inputs") as made,
     ):
         yield made
 
 
 @pytest.fixture(params=["a folder", "a bucket"])
 def root(
-    request: pytest.FixtureRequest, place: Path, unique_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, folder: Path, unique_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Installation]:
     """Named by TOKENMILL_ROOT."""
     if request.param == "a folder":
@@ -70,10 +70,10 @@ def root(
         "AWS_DEFAULT_REGION": server.region,
     }.items():
         monkeypatch.setenv(name, value)
-    settings = S3Settings(endpoint=server.endpoint, region=server.region, scratch=place)
+    settings = S3Settings(endpoint=server.endpoint, region=server.region, scratch=folder)
     with (
         S3Store.from_url(url, settings) as store,
-        installation(url, store, store.scratch, place / "inputs") as made,
+        installation(url, store, store.scratch, folder / "inputs") as made,
     ):
         yield made
 
@@ -83,7 +83,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_given_an_open_job_when_cancelled_retried_watched_and_exported_then_each_row_is_answered_once(
-    tokenmill: Cli, place: Path, root: Installation
+    tokenmill: Cli, folder: Path, root: Installation
 ) -> None:
     job = root.submit(10, "not json")
     root.start_dispatcher()
@@ -119,7 +119,7 @@ def test_given_an_open_job_when_cancelled_retried_watched_and_exported_then_each
     assert watched.json()["request_counts"] == {"total": 10, "completed": 8, "failed": 2}
     assert watched.err.splitlines()[-1].endswith("8 of 10 rows succeeded, 2 failed")
 
-    to = place / "out.jsonl"
+    to = folder / "out.jsonl"
     merged = tokenmill("jobs", "export", job, retry, "--merged", "--to", to)
     assert merged.code == 0, merged.err
     found = lines_of(to)
@@ -127,7 +127,7 @@ def test_given_an_open_job_when_cancelled_retried_watched_and_exported_then_each
     answered = [line["error"]["code"] if line["error"] else line["response"]["body"]["id"] for line in found]
     refused = "context_length_exceeded"
     assert answered == [*(f"r{n}" for n in range(4)), refused, *(f"r{n}" for n in range(5, 9)), refused, "invalid_json"]
-    alone = tokenmill("jobs", "export", retry, "--to", to, "--errors-to", place / "bad.jsonl", "--json")
+    alone = tokenmill("jobs", "export", retry, "--to", to, "--errors-to", folder / "bad.jsonl", "--json")
     assert (alone.json()["succeeded"], alone.json()["others"]) == (8, 2)
 
 
@@ -143,7 +143,7 @@ def test_given_a_running_job_when_watched_then_its_progress_is_reported_until_it
         until = time.monotonic() + HANG_SECONDS
         while time.monotonic() < until and ((now := root.ledger(job).progress()) is None or now.shards_done < 1):
             time.sleep(0.02)
-        time.sleep(0.6)  # some looks of the watcher
+        time.sleep(0.6)  # the watcher polls several times
         permits.release(2)
 
     helper = threading.Thread(target=let_go_on)
@@ -151,13 +151,13 @@ def test_given_a_running_job_when_watched_then_its_progress_is_reported_until_it
     watched = tokenmill("jobs", "watch", job, "--every", "0.1")
     helper.join()
     assert watched.code == 0, watched.err
-    told = watched.err.splitlines()
-    assert any(f"{job}: in_progress, 4 of 12 rows done, " in line for line in told), told
-    assert len(told) == len(set(told)), "a line that says nothing new"
-    assert told[-1].endswith("10 of 12 rows succeeded, 2 failed")
+    lines = watched.err.splitlines()
+    assert any(f"{job}: in_progress, 4 of 12 rows done, " in line for line in lines), lines
+    assert len(lines) == len(set(lines)), "a line that says nothing new"
+    assert lines[-1].endswith("10 of 12 rows succeeded, 2 failed")
     assert watched.out == ""
     again = tokenmill("jobs", "watch", job)
-    assert (again.code, again.err.splitlines()) == (0, told[-1:])
+    assert (again.code, again.err.splitlines()) == (0, lines[-1:])
 
 
 def test_given_a_job_that_was_refused_as_a_whole_when_watched_then_the_exit_code_is_1_with_the_reason(
@@ -207,9 +207,9 @@ def test_given_many_jobs_when_listed_then_the_newest_come_first_and_nothing_is_w
 
 
 def test_given_no_job_when_shown_then_the_error_names_folder_and_root(
-    tokenmill: Cli, root: Installation, place: Path, monkeypatch: pytest.MonkeyPatch
+    tokenmill: Cli, root: Installation, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for words in (("show",), ("watch",), ("cancel",), ("retry",), ("export", "--to", place / "x.jsonl")):
+    for words in (("show",), ("watch",), ("cancel",), ("retry",), ("export", "--to", folder / "x.jsonl")):
         command, *more = words
         unknown = tokenmill("jobs", command, "job-nothing", *more)
         assert unknown.code == 1
@@ -220,7 +220,7 @@ def test_given_no_job_when_shown_then_the_error_names_folder_and_root(
     nowhere = tokenmill("jobs", "show", "job-nothing")
     assert nowhere.code == 1
     assert "give a job's folder, or its id with --root ROOT (or TOKENMILL_ROOT)" in nowhere.error
-    assert not (place / "x.jsonl").exists()
+    assert not (folder / "x.jsonl").exists()
 
 
 def test_given_options_of_engines_when_a_roots_job_is_retried_then_they_are_refused_and_nothing_is_made(
@@ -300,9 +300,9 @@ def test_given_a_jobs_folder_below_a_root_when_cancelled_then_it_is_the_roots_jo
 
 
 def test_given_an_output_folder_when_watched_then_its_run_is_reported_until_it_ends(
-    tokenmill: Cli, place: Path, monkeypatch: pytest.MonkeyPatch
+    tokenmill: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FolderStore(place / "out") as store:
+    with FolderStore(folder / "out") as store:
         world, ledger = World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store)
         plan_by_hand(ledger, world, [], rejected=[0, 1])
         dispatcher = Dispatcher(world, MemoryQueue(), MemoryHeartbeats(world.clock, 10.0))
@@ -311,19 +311,19 @@ def test_given_an_output_folder_when_watched_then_its_run_is_reported_until_it_e
         monkeypatch.setattr("tokenmill.jobs.watch.time", SimpleNamespace(sleep=lambda _: dispatcher.tick()))
         watched = tokenmill("jobs", "watch", "out", "--every", "0.1")
     assert watched.code == 0, watched.err
-    assert watched.err.splitlines()[0].startswith(f"{place / 'out'}: finalizing, 2 of 2 rows done, 2 failed")
-    assert watched.err.splitlines()[-1] == f"{place / 'out'}/results: 0 of 2 rows succeeded, 2 failed"
+    assert watched.err.splitlines()[0].startswith(f"{folder / 'out'}: finalizing, 2 of 2 rows done, 2 failed")
+    assert watched.err.splitlines()[-1] == f"{folder / 'out'}/results: 0 of 2 rows succeeded, 2 failed"
 
 
-def test_given_a_missing_root_when_looked_at_then_it_is_not_made(tokenmill: Cli, place: Path) -> None:
+def test_given_a_missing_root_when_looked_at_then_it_is_not_made(tokenmill: Cli, folder: Path) -> None:
     for command in (("list",), ("show", "job-1"), ("cancel", "job-1")):
-        gone = tokenmill("jobs", *command, "--root", place / "typo")
+        gone = tokenmill("jobs", *command, "--root", folder / "typo")
         assert (gone.code, "no such folder" in gone.error) == (1, True)
-    assert not (place / "typo").exists()
+    assert not (folder / "typo").exists()
 
 
 def test_given_a_watcher_when_stopped_by_ctrl_c_then_it_reports_that_the_job_goes_on(
-    place: Path, on_folder: Installation
+    folder: Path, on_folder: Installation
 ) -> None:
     job = on_folder.submit(3)
     process = subprocess.Popen(

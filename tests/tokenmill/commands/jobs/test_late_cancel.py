@@ -16,9 +16,9 @@ Write = Callable[..., Path]
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_given_a_job_that_lacks_only_its_manifest_when_cancelled_then_it_is_completed_and_the_exit_code_says_so(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, more: tuple[str, ...]
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, more: tuple[str, ...]
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
     run = ("run", write_lines(chat("a")), "--model", f"tiny={model_folder}", "-o", out)
     assert tokenmill(*run).code == 0
     (out / "manifest.json").unlink()

@@ -66,7 +66,7 @@ def bad_lines(chat: Chat) -> list[tuple[dict[str, Any] | str | bytes, str]]:
 
 
 def test_given_every_kind_of_bad_line_when_run_then_good_rows_succeed_and_bad_rows_have_reasons(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
     bad = bad_lines(chat)
     lines: list[Any] = [chat("good-0")]
@@ -74,9 +74,9 @@ def test_given_every_kind_of_bad_line_when_run_then_good_rows_succeed_and_bad_ro
         lines += [line, "", chat(f"good-{number}", text=f"question {number}")]
     path = write_lines(*lines)
 
-    ended = tokenmill("run", path, "--model", f"tiny={model_folder}", "--output", place / "out", "--dtype", "float32")
+    ended = tokenmill("run", path, "--model", f"tiny={model_folder}", "--output", folder / "out", "--dtype", "float32")
 
-    rows = results(place / "out")
+    rows = results(folder / "out")
     failed = [row for row in rows if row["status"] == "failed"]
     assert ended.code == 0, ended.err
     assert ended.err.splitlines()[-1].endswith(
@@ -94,75 +94,75 @@ def test_given_every_kind_of_bad_line_when_run_then_good_rows_succeed_and_bad_ro
 
 
 def test_given_a_file_of_only_bad_lines_when_run_then_it_ends_well_and_all_rows_failed(
-    tokenmill: Cli, place: Path, model_folder: Path, write_lines: Write, results: Results
+    tokenmill: Cli, folder: Path, model_folder: Path, write_lines: Write, results: Results
 ) -> None:
-    ended = tokenmill("run", write_lines("{", "}"), "--model", model_folder, "--output", place / "out")
+    ended = tokenmill("run", write_lines("{", "}"), "--model", model_folder, "--output", folder / "out")
 
     assert ended.code == 0, ended.err
     assert "0 of 2 rows succeeded, 2 failed" in ended.err.splitlines()[-1]
-    assert [row["error_code"] for row in results(place / "out")] == ["invalid_json", "invalid_json"]
+    assert [row["error_code"] for row in results(folder / "out")] == ["invalid_json", "invalid_json"]
 
 
 def test_given_an_empty_file_when_run_then_it_ends_well_with_no_rows(
-    tokenmill: Cli, place: Path, model_folder: Path, results: Results
+    tokenmill: Cli, folder: Path, model_folder: Path, results: Results
 ) -> None:
-    path = place / "empty.jsonl"
+    path = folder / "empty.jsonl"
     path.touch()
 
-    ended = tokenmill("run", path, "--model", model_folder, "--output", place / "out")
+    ended = tokenmill("run", path, "--model", model_folder, "--output", folder / "out")
 
     assert ended.code == 0
     assert "0 of 0 rows succeeded, 0 failed" in ended.err.splitlines()[-1]
     assert "done before" not in ended.err
-    assert results(place / "out") == []
+    assert results(folder / "out") == []
 
 
 def test_given_an_invalid_input_when_it_was_corrected_then_the_same_command_succeeds(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     """No job is made of a file that can't be one, so the same command runs with the right file."""
     packed = gzip.compress(json.dumps(chat("a")).encode())
-    pq.write_table(pa.table({"id": ["a"], "prompt": ["one"]}), place / "in.parquet")
-    cases = ((write_lines(packed), "is compressed"), (place / "in.parquet", "lacks the column custom_id"))
+    pq.write_table(pa.table({"id": ["a"], "prompt": ["one"]}), folder / "in.parquet")
+    cases = ((write_lines(packed), "is compressed"), (folder / "in.parquet", "lacks the column custom_id"))
     for path, message in cases:
-        arguments = ("run", path, "--model", f"tiny={model_folder}", "-o", place / path.stem, "--max-output-tokens", 6)
+        arguments = ("run", path, "--model", f"tiny={model_folder}", "-o", folder / path.stem, "--max-output-tokens", 6)
         ended = tokenmill(*arguments)
         assert ended.code == 1
         assert message in ended.error
-        assert not (place / path.stem).exists()
+        assert not (folder / path.stem).exists()
 
     write_lines(chat("a"))
-    assert tokenmill("run", cases[0][0], "--model", f"tiny={model_folder}", "-o", place / "requests").code == 0
+    assert tokenmill("run", cases[0][0], "--model", f"tiny={model_folder}", "-o", folder / "requests").code == 0
 
 
 def test_given_few_long_requests_when_run_then_the_cache_is_no_larger_than_they_can_use(
-    place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("a", text="word " * 40, ignore_eos=True), chat("b", n=2, temperature=1.0))
     model = ChosenModel("tiny", sources.ModelSource("tiny", model_folder, None, 0))
     plan = RunPlan(
-        inputs=pin_input(path), models=(model,), output=place / "out", tier=Tier.STANDARD,
+        inputs=pin_input(path), models=(model,), output=folder / "out", tier=Tier.STANDARD,
         settings=JobSettings(), engine=EngineOptions(dtype="float32", threads=1),
     )  # fmt: skip
-    told: list[tuple[int | None, int | None]] = []
+    cache_sizes: list[tuple[int | None, int | None]] = []
 
     def load(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
         loaded = load_model(plan, pin, segments)
         cache = loaded.engine.config.cache
-        told.append((cache.sequences, cache.tokens_per_sequence))
+        cache_sizes.append((cache.sequences, cache.tokens_per_sequence))
         return loaded
 
     done = run_job(plan, RunTracker(), threading.Event(), load)
 
     assert done.counts.succeeded == 2
-    assert told == [(3, 256)]
+    assert cache_sizes == [(3, 256)]
 
 
 def test_given_on_invalid_job_when_a_line_is_bad_then_the_job_is_refused_before_anything_is_computed(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("a"), chat("b", temperature=-1), "{", chat("c"))
-    arguments = ("run", path, "--model", f"tiny={model_folder}", "--output", place / "out")
+    arguments = ("run", path, "--model", f"tiny={model_folder}", "--output", folder / "out")
 
     ended = tokenmill(*arguments, "--on-invalid", "job")
 
@@ -170,7 +170,7 @@ def test_given_on_invalid_job_when_a_line_is_bad_then_the_job_is_refused_before_
     assert "2 lines are invalid" in ended.error
     assert "line 2: invalid_request: temperature" in ended.err
     assert "line 3: invalid_json" in ended.err
-    assert list((place / "out").glob("results/*.parquet")) == []
+    assert list((folder / "out").glob("results/*.parquet")) == []
 
     write_lines(chat("a"), chat("c"))
     assert tokenmill(*arguments, "--on-invalid", "job").code == 0
@@ -178,15 +178,15 @@ def test_given_on_invalid_job_when_a_line_is_bad_then_the_job_is_refused_before_
 
 @pytest.mark.slow
 def test_given_a_finished_job_when_the_same_command_runs_again_then_nothing_is_computed_or_changed(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("a"), chat("b", temperature=1.0), chat("c", temperature=0.9, seed=4, n=2))
-    arguments = ("run", path, "--model", f"tiny={model_folder}", "--output", place / "out")
+    arguments = ("run", path, "--model", f"tiny={model_folder}", "--output", folder / "out")
     assert tokenmill(*arguments).code == 0
-    before = digests(place / "out")
+    before = digests(folder / "out")
 
     again = tokenmill(*arguments)
-    unchanged = digests(place / "out")
+    unchanged = digests(folder / "out")
     other = tokenmill(*arguments, "--seed", "5")
     fresh = tokenmill(*arguments, "--seed", "5", "--fresh")
 
@@ -197,16 +197,16 @@ def test_given_a_finished_job_when_the_same_command_runs_again_then_nothing_is_c
     assert "settings.seed was 0, now 5" in other.error
     assert "--fresh" in other.error
     assert fresh.code == 0
-    assert before != digests(place / "out")  # the fresh run answered anew
+    assert before != digests(folder / "out")  # the fresh run answered anew
 
 
 def test_given_json_when_a_job_ends_then_stdout_is_one_document_with_its_outcome(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("a"), chat("a-again"), chat("b", text="something else"), "{")
 
     ended = tokenmill(
-        "run", path, "--model", f"tiny={model_folder}", "-o", place / "out", "--json", "--price-per-hour", "2"
+        "run", path, "--model", f"tiny={model_folder}", "-o", folder / "out", "--json", "--price-per-hour", "2"
     )
 
     outcome = ended.json()
@@ -223,17 +223,17 @@ def test_given_json_when_a_job_ends_then_stdout_is_one_document_with_its_outcome
 
 @pytest.mark.slow
 def test_given_names_limits_and_a_template_when_run_then_each_option_is_obeyed(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
     lines = [chat("a", model="gpt-4o-mini", ignore_eos=True), chat("b", model="gpt-4o-mini", max_tokens=9), chat("c")]
-    template = place / "template.jinja"
+    template = folder / "template.jinja"
     template.write_text("{{ messages[0]['content'] }}")
     common = ("run", write_lines(*lines), "--model", f"gpt-4o-mini={model_folder}")
 
-    assert tokenmill(*common, "-o", place / "one", "--limit", "2", "--max-output-tokens", "8").code == 0
-    assert tokenmill(*common, "-o", place / "two", "--limit", "1", "--chat-template", template).code == 0
+    assert tokenmill(*common, "-o", folder / "one", "--limit", "2", "--max-output-tokens", "8").code == 0
+    assert tokenmill(*common, "-o", folder / "two", "--limit", "1", "--chat-template", template).code == 0
 
-    one, two = results(place / "one"), results(place / "two")
+    one, two = results(folder / "one"), results(folder / "two")
     assert [(row["custom_id"], row["error_code"]) for row in one] == [("a", None), ("b", "invalid_request")]
     assert one[0]["completion_tokens"] == 6
     assert len(two) == 1
@@ -241,16 +241,16 @@ def test_given_names_limits_and_a_template_when_run_then_each_option_is_obeyed(
 
 
 def test_given_parquet_when_run_then_other_columns_are_carried_through(
-    tokenmill: Cli, place: Path, model_folder: Path, results: Results
+    tokenmill: Cli, folder: Path, model_folder: Path, results: Results
 ) -> None:
     table = pa.table({"custom_id": ["a", "b"], "prompt": ["one", "two"], "topic": ["x", "y"], "text": ["p", "q"]})
-    pq.write_table(table, place / "in.parquet")
+    pq.write_table(table, folder / "in.parquet")
 
     ended = tokenmill(
-        "run", place / "in.parquet", "--model", model_folder, "-o", place / "out", "--max-output-tokens", "4"
+        "run", folder / "in.parquet", "--model", model_folder, "-o", folder / "out", "--max-output-tokens", "4"
     )
 
-    rows = results(place / "out")
+    rows = results(folder / "out")
     assert ended.code == 0, ended.err
     assert [(row["topic"], row["input_text"], row["status"]) for row in rows] == [
         ("x", "p", "succeeded"),
@@ -259,23 +259,23 @@ def test_given_parquet_when_run_then_other_columns_are_carried_through(
 
 
 def test_given_something_that_cannot_run_when_it_is_run_then_the_error_is_one_line_with_a_remedy(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("a"))
-    file = place / "a-file"
+    file = folder / "a-file"
     file.touch()
-    broken = place / "broken"
+    broken = folder / "broken"
     broken.mkdir()
     (broken / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
     tiny = f"tiny={model_folder}"
     cases = {
-        ("nowhere.jsonl", tiny, place / "out"): "nowhere.jsonl: no such file or folder",
-        (write_lines(name="notes.txt"), tiny, place / "out"): "no .jsonl or .parquet file",
-        ("ftp://host/in.jsonl", tiny, place / "out"): "inputs come from a path or from s3://bucket/key",
-        (path, "nowhere", place / "out"): "no model at nowhere",
-        (path, "tiny=", place / "out"): "give MODEL, or NAME=MODEL",
-        (path, broken, place / "out"): "amba",
-        ("", tiny, place / "out"): "INPUT is empty",
+        ("nowhere.jsonl", tiny, folder / "out"): "nowhere.jsonl: no such file or folder",
+        (write_lines(name="notes.txt"), tiny, folder / "out"): "no .jsonl or .parquet file",
+        ("ftp://host/in.jsonl", tiny, folder / "out"): "inputs come from a path or from s3://bucket/key",
+        (path, "nowhere", folder / "out"): "no model at nowhere",
+        (path, "tiny=", folder / "out"): "give MODEL, or NAME=MODEL",
+        (path, broken, folder / "out"): "amba",
+        ("", tiny, folder / "out"): "INPUT is empty",
         (path, tiny, file): "a-file: a file is in the way",
         (path, tiny, file / "below"): "below: a file is in the way",
     }
@@ -284,14 +284,14 @@ def test_given_something_that_cannot_run_when_it_is_run_then_the_error_is_one_li
         assert ended.code == 1, (given, model, out)
         assert message in ended.error
         assert len(ended.error) < 400
-    assert not (place / "out").exists() or not list((place / "out").rglob("*.parquet"))
+    assert not (folder / "out").exists() or not list((folder / "out").rglob("*.parquet"))
 
 
 def test_given_an_output_in_use_when_run_then_it_is_never_taken_over(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
-    with RunLock(place / "out"):
-        ended = tokenmill("run", write_lines(chat("a")), "--model", f"tiny={model_folder}", "-o", place / "out")
+    with RunLock(folder / "out"):
+        ended = tokenmill("run", write_lines(chat("a")), "--model", f"tiny={model_folder}", "-o", folder / "out")
 
     assert ended.code == 1
     assert "another run" in ended.error
@@ -355,69 +355,87 @@ def other_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory, ti
 
 @pytest.mark.slow
 def test_given_several_models_when_run_then_each_row_is_answered_by_the_model_that_it_names(
-    tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write, results: Results
+    tokenmill: Cli,
+    folder: Path,
+    model_folder: Path,
+    other_model: Path,
+    chat: Chat,
+    write_lines: Write,
+    results: Results,
 ) -> None:
     lines = [chat(f"r{n}", f"question {n // 2}", model="ab"[n % 2], ignore_eos=True) for n in range(8)]
     models = ("-m", f"a={model_folder}", "-m", f"b={other_model}")
 
-    both = tokenmill("run", write_lines(*lines), *models, "-o", place / "both", "--dtype", "float32", "--json")
-    texts = {row["custom_id"]: row["text"] for row in results(place / "both")}
+    both = tokenmill("run", write_lines(*lines), *models, "-o", folder / "both", "--dtype", "float32", "--json")
+    texts = {row["custom_id"]: row["text"] for row in results(folder / "both")}
 
     assert both.code == 0, both.err
     assert both.json()["counts"]["succeeded"] == 8
     assert [one["model"] for one in both.json()["spending"]] == ["a", "b"]
-    for name, folder in (("a", model_folder), ("b", other_model)):
+    for name, model in (("a", model_folder), ("b", other_model)):
         own = [line for line in lines if line["body"]["model"] == name]
-        alone = ("run", write_lines(*own), "-m", f"{name}={folder}", "-o", place / name, "--dtype", "float32")
+        alone = ("run", write_lines(*own), "-m", f"{name}={model}", "-o", folder / name, "--dtype", "float32")
         assert tokenmill(*alone).code == 0
-        answers = {row["custom_id"]: row["text"] for row in results(place / name)}
+        answers = {row["custom_id"]: row["text"] for row in results(folder / name)}
         assert answers == {row: text for row, text in texts.items() if row in answers}
     assert texts["r0"] != texts["r1"], "the same question, to another model"
 
 
 @pytest.mark.slow
 def test_given_replicas_and_several_models_when_run_then_both_models_answer(
-    tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write, results: Results
+    tokenmill: Cli,
+    folder: Path,
+    model_folder: Path,
+    other_model: Path,
+    chat: Chat,
+    write_lines: Write,
+    results: Results,
 ) -> None:
     path = write_lines(*(chat(f"r{n}", f"question {n}", model="ab"[n % 2]) for n in range(6)))
 
     ended = tokenmill(
-        "run", path, "-m", f"a={model_folder}", "-m", f"b={other_model}", "-o", place / "out", "--replicas", 2
+        "run", path, "-m", f"a={model_folder}", "-m", f"b={other_model}", "-o", folder / "out", "--replicas", 2
     )
 
     assert ended.code == 0, ended.err
-    assert [row["status"] for row in results(place / "out")] == ["succeeded"] * 6
+    assert [row["status"] for row in results(folder / "out")] == ["succeeded"] * 6
 
 
 @pytest.mark.slow
 def test_given_a_job_of_several_models_when_rows_are_retried_then_its_models_answer_or_those_named_in_their_place(
-    tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write, results: Results
+    tokenmill: Cli,
+    folder: Path,
+    model_folder: Path,
+    other_model: Path,
+    chat: Chat,
+    write_lines: Write,
+    results: Results,
 ) -> None:
     long = chat("long", text="word " * 2000, model="b")
     path = write_lines(chat("a", model="a"), long)
-    assert tokenmill("run", path, "-m", f"a={model_folder}", "-m", f"b={other_model}", "-o", place / "out").code == 0
+    assert tokenmill("run", path, "-m", f"a={model_folder}", "-m", f"b={other_model}", "-o", folder / "out").code == 0
 
-    retry = ("jobs", "retry", place / "out")
-    again = tokenmill(*retry, "-o", place / "again", "--include-invalid")
-    other = tokenmill(*retry, "-o", place / "other", "-m", f"b={model_folder}")
-    wrong = tokenmill(*retry, "-o", place / "wrong", "-m", f"c={model_folder}")
+    retry = ("jobs", "retry", folder / "out")
+    again = tokenmill(*retry, "-o", folder / "again", "--include-invalid")
+    other = tokenmill(*retry, "-o", folder / "other", "-m", f"b={model_folder}")
+    wrong = tokenmill(*retry, "-o", folder / "wrong", "-m", f"c={model_folder}")
 
     assert (again.code, other.code, wrong.code) == (0, 0, 1), again.err + other.err
     assert "has the models a, b" in wrong.error
     for out in ("again", "other"):
-        assert [(row["custom_id"], row["error_code"]) for row in results(place / out)] == [
+        assert [(row["custom_id"], row["error_code"]) for row in results(folder / out)] == [
             ("long", "context_length_exceeded")
         ]
 
 
 def test_given_one_name_for_two_models_when_run_then_it_is_refused_as_wrong_usage(
-    tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write
 ) -> None:
     path = write_lines(chat("a"))
-    twice = tokenmill("run", path, "-m", f"tiny={model_folder}", "-m", f"tiny={other_model}", "-o", place / "out")
+    twice = tokenmill("run", path, "-m", f"tiny={model_folder}", "-m", f"tiny={other_model}", "-o", folder / "out")
     single = tokenmill("estimate", path, "-m", f"tiny={model_folder}", "-m", f"b={other_model}")
 
     assert (twice.code, single.code) == (2, 2)
     assert "two models are named 'tiny'" in twice.error
     assert "takes one model, not 2" in single.error
-    assert not (place / "out").exists()
+    assert not (folder / "out").exists()

@@ -35,7 +35,7 @@ def answers(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def test_an_object_is_answered_as_the_same_file_is(
-    s3_server: MotoServer, bucket: str, place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any,
+    s3_server: MotoServer, bucket: str, folder: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any,
     results: Any,
 ) -> None:  # fmt: skip
     # Given more rows than the first segment has, so that a process of its own reads the rest,
@@ -45,11 +45,11 @@ def test_an_object_is_answered_as_the_same_file_is(
     url = f"s3://{bucket}/in/rows.jsonl"
     assert tokenmill("run", source, "--output", "alone", *engine).code == 0
     assert tokenmill("run", url, "--output", "out", *engine).code == 0
-    assert answers(results(place / "out")) == answers(results(place / "alone"))
+    assert answers(results(folder / "out")) == answers(results(folder / "alone"))
     assert "was done before" in tokenmill("run", url, "--output", "out", *engine).err
     # a prefix is a folder,
     assert tokenmill("run", f"s3://{bucket}/in/", "--output", "prefix", *engine).code == 0
-    assert len(results(place / "prefix")) == 11
+    assert len(results(folder / "prefix")) == 11
     # it is estimated,
     amount = tokenmill("estimate", url, "--model", f"tiny={model_folder}", "--json").json()
     assert amount["rows"] == tokenmill("estimate", source, "--model", f"tiny={model_folder}", "--json").json()["rows"]
@@ -60,7 +60,7 @@ def test_an_object_is_answered_as_the_same_file_is(
 
 
 def test_a_job_from_s3_that_was_cut_off_is_cancelled_and_tried_again(
-    s3_server: MotoServer, bucket: str, place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any,
+    s3_server: MotoServer, bucket: str, folder: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any,
     results: Any,
 ) -> None:  # fmt: skip
     source = write_lines(*[chat(f"r{n}", f"number {n}") for n in range(10)])
@@ -68,15 +68,15 @@ def test_a_job_from_s3_that_was_cut_off_is_cancelled_and_tried_again(
     s3_server.client().put_object(Bucket=bucket, Key="rows.jsonl", Body=source.read_bytes())
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
     assert tokenmill("run", url, "--output", "out", *engine).code == 0
-    alone = answers(results(place / "out"))
-    out = place / "out"
+    alone = answers(results(folder / "out"))
+    out = folder / "out"
     for path in (*out.glob("plan/0000[12].json"), *out.glob("results/part-*.parquet"), out / "manifest.json"):
         path.unlink()  # as if it had been killed when the first segment stood
     assert tokenmill("jobs", "cancel", "out").code == 0
     assert {row["status"] for row in results(out)} == {"cancelled"}
     assert len(results(out)) == 10, "those that were not planned yet, too"
     assert tokenmill("jobs", "retry", "out", "--output", "new", "--threads", 1).code == 0
-    assert answers(results(place / "new")) == alone
+    assert answers(results(folder / "new")) == alone
     s3_server.client().put_object(
         Bucket=bucket, Key="rows.jsonl", Body=source.read_bytes().replace(b"number", b"figure")
     )

@@ -36,16 +36,16 @@ Start = Callable[[tuple[str, ...]], subprocess.Popen[str]]
 
 
 @pytest.fixture
-def command(place: Path, model_folder: Path, chat: Chat, write_lines: Callable[..., Path]) -> list[str]:
+def command(folder: Path, model_folder: Path, chat: Chat, write_lines: Callable[..., Path]) -> list[str]:
     """A run with many small parts, and a few bad lines."""
     lines: list[Any] = [chat(f"r{i}", text=f"number {i}", max_tokens=200, ignore_eos=True) for i in range(ROWS)]
     path = write_lines(*lines, "not json", chat("r0"))
     run = [sys.executable, "-m", "tokenmill", "run", str(path), "--model", f"tiny={model_folder}"]
-    return [*run, "--output", str(place / "out"), "--threads", "1"]
+    return [*run, "--output", str(folder / "out"), "--threads", "1"]
 
 
 @pytest.fixture
-def start(place: Path, command: list[str]) -> Iterator[Start]:
+def start(folder: Path, command: list[str]) -> Iterator[Start]:
     """Starts the run; it is killed at the test's end."""
     environment = {**os.environ, "TOKENMILL_PLAN__MAX_SHARD_ROWS": str(ROWS_PER_PART)}
     environment["PYTHONPATH"] = str(Path(__file__).parents[4])
@@ -53,7 +53,7 @@ def start(place: Path, command: list[str]) -> Iterator[Start]:
 
     def begin(how: tuple[str, ...]) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*command, *how], cwd=place, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*command, *how], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         started.append(process)
         return process
@@ -91,9 +91,9 @@ def custom_ids(out: Path) -> dict[str, list[str | None]]:
 
 
 def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command_goes_on(
-    place: Path, start: Start
+    folder: Path, start: Start
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
 
     first = start(SLOWLY)
     wait_for_parts(first, out, 4)
@@ -114,11 +114,11 @@ def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command
     assert not (out / "manifest.json").exists()
 
     second = start(FAST)
-    told, err = second.communicate(timeout=HANG_SECONDS)
+    printed, err = second.communicate(timeout=HANG_SECONDS)
 
     # What was committed was not touched; everything is there once; every reader agrees.
     assert second.returncode == 0, err
-    assert told == ""
+    assert printed == ""
     assert "\x1b" not in err
     assert "had a result from an earlier run" in err
     after = parts(out)
@@ -127,7 +127,7 @@ def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command
     for reader, names in custom_ids(out).items():
         assert sorted(name for name in names if name is not None) == expected, reader
         assert names.count(None) == 1, reader
-    # A shard computed twice would have lost against its part, and its tokens would be told.
+    # A shard computed twice would have lost against its part, and its tokens would be counted as repeated.
     assert json.loads((out / "manifest.json").read_text())["usage"].get("repeated", 0) == 0
     assert list(out.glob("work/0*/*")) == []
     assert f"{ROWS} of {ROWS + 2} rows succeeded, 2 failed" in err.splitlines()[-1]
@@ -135,9 +135,9 @@ def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command
 
 @pytest.mark.exhaustive
 def test_given_a_killed_run_when_the_same_command_runs_then_it_finishes_and_committed_parts_stand(
-    place: Path, start: Start
+    folder: Path, start: Start
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
     first = start(SLOWLY)
     wait_for_parts(first, out, 3)
     first.send_signal(signal.SIGKILL)
@@ -171,7 +171,7 @@ def test_given_a_killed_run_when_the_same_command_runs_then_it_finishes_and_comm
         "models pull",
     ],
 )
-def test_given_help_when_called_then_it_is_printed_and_nothing_heavy_is_imported(place: Path, arguments: str) -> None:
+def test_given_help_when_called_then_it_is_printed_and_nothing_heavy_is_imported(folder: Path, arguments: str) -> None:
     script = (
         "import sys; from tokenmill.cli import main; code = main(sys.argv[1:]); "
         "heavy = {'torch', 'transformers', 'pyarrow', 'pydantic_settings', 'numpy'} & set(sys.modules); "
@@ -179,7 +179,7 @@ def test_given_help_when_called_then_it_is_printed_and_nothing_heavy_is_imported
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments.split(), "--help"],
-        cwd=place,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])},
         capture_output=True,
         text=True,

@@ -34,9 +34,9 @@ def run(model_folder: Path, chat: Chat, write_lines: Write) -> tuple[object, ...
 
 
 def test_given_quantization_when_run_then_job_and_manifest_record_it(
-    tokenmill: Cli, place: Path, run: tuple[object, ...], results: Results
+    tokenmill: Cli, folder: Path, run: tuple[object, ...], results: Results
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
     ended = tokenmill(*run, "-o", out, "--quantize", "int8-weight-only", "--kv-dtype", "int8")
 
     assert ended.code == 0, ended.err
@@ -51,9 +51,9 @@ def test_given_quantization_when_run_then_job_and_manifest_record_it(
 
 
 def test_given_a_job_when_its_command_comes_with_other_quantization_then_it_is_refused(
-    tokenmill: Cli, place: Path, run: tuple[object, ...]
+    tokenmill: Cli, folder: Path, run: tuple[object, ...]
 ) -> None:
-    out = place / "out"
+    out = folder / "out"
     assert tokenmill(*run, "-o", out).code == 0
 
     weights = tokenmill(*run, "-o", out, "--quantize", "int8")
@@ -65,67 +65,67 @@ def test_given_a_job_when_its_command_comes_with_other_quantization_then_it_is_r
 
 
 def test_given_a_job_when_it_is_retried_then_it_keeps_its_quantization_unless_overridden(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     # Given a quantized job that was cancelled
     path = write_lines(chat("a"), chat("b"))
     quantized = ("--quantize", "int8-weight-only", "--kv-dtype", "int8", "--dtype", "float32")
     model = ("--model", f"tiny={model_folder}", "--threads", "1")
-    assert tokenmill("run", path, *model, "-o", place / "out", *quantized, "--limit", "1").code == 0
-    (place / "out/results/part-00001.parquet").unlink()
-    (place / "out/manifest.json").unlink()
-    assert tokenmill("jobs", "cancel", place / "out").code == 0
-    # When it is retried, with nothing said and with another wish
-    same = tokenmill("jobs", "retry", place / "out", "-o", place / "same", "--threads", "1")
+    assert tokenmill("run", path, *model, "-o", folder / "out", *quantized, "--limit", "1").code == 0
+    (folder / "out/results/part-00001.parquet").unlink()
+    (folder / "out/manifest.json").unlink()
+    assert tokenmill("jobs", "cancel", folder / "out").code == 0
+    # When it is retried, without options and with other ones
+    same = tokenmill("jobs", "retry", folder / "out", "-o", folder / "same", "--threads", "1")
     other = tokenmill(
-        "jobs", "retry", place / "out", "-o", place / "other", "--threads", "1", "--quantize", "none", "--kv-dtype",
+        "jobs", "retry", folder / "out", "-o", folder / "other", "--threads", "1", "--quantize", "none", "--kv-dtype",
         "auto",
     )  # fmt: skip
     assert (same.code, other.code) == (0, 0), same.err + other.err
-    pins = [json.loads((place / name / "job.json").read_text())["models"][0] for name in ("same", "other")]
+    pins = [json.loads((folder / name / "job.json").read_text())["models"][0] for name in ("same", "other")]
     assert [(pin["quantization"], pin["kv_dtype"]) for pin in pins] == [("int8-weight-only", "int8"), ("none", "auto")]
 
 
 @pytest.mark.parametrize("option", [("--quantize", "int3"), ("--kv-dtype", "fp4")])
 @pytest.mark.parametrize("command", ["run", "estimate", "bench"])
 def test_given_a_value_that_is_not_known_then_one_line_names_those_that_are(
-    tokenmill: Cli, place: Path, run: tuple[object, ...], option: tuple[str, str], command: str
+    tokenmill: Cli, folder: Path, run: tuple[object, ...], option: tuple[str, str], command: str
 ) -> None:
-    given = {"run": (*run, "-o", place / "out"), "estimate": ("estimate", *run[1:4]), "bench": ("bench",)}[command]
+    given = {"run": (*run, "-o", folder / "out"), "estimate": ("estimate", *run[1:4]), "bench": ("bench",)}[command]
     ended = tokenmill(*given, *option)
 
     assert ended.code == 2
     assert option[0] in ended.error
     assert repr(option[1]) in ended.error
     assert "'int8'" in ended.error
-    assert not (place / "out").exists()
+    assert not (folder / "out").exists()
 
 
 def test_given_no_native_kernels_when_an_int8_cache_is_requested_then_it_is_refused_with_the_reason(
-    tokenmill: Cli, place: Path, run: tuple[object, ...]
+    tokenmill: Cli, folder: Path, run: tuple[object, ...]
 ) -> None:
-    ended = tokenmill(*run, "-o", place / "out", "--dtype", "float16", "--kv-dtype", "int8")
+    ended = tokenmill(*run, "-o", folder / "out", "--dtype", "float16", "--kv-dtype", "int8")
     assert ended.code == 1
     assert "kv_dtype 'int8' is not available here: the native kernels compute in bfloat16 and float32" in ended.error
 
 
 def test_given_an_instruction_set_in_the_settings_when_run_then_it_serves_and_is_no_part_of_the_order(
-    tokenmill: Cli, place: Path, run: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+    tokenmill: Cli, folder: Path, run: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENMILL_INSTRUCTION_SET", "avx2")
-    assert tokenmill(*run, "-o", place / "out").code == 0
-    manifest = json.loads((place / "out/manifest.json").read_text())
+    assert tokenmill(*run, "-o", folder / "out").code == 0
+    manifest = json.loads((folder / "out/manifest.json").read_text())
     assert manifest["engine"]["attention"] == "native (avx2)"
     monkeypatch.delenv("TOKENMILL_INSTRUCTION_SET")
-    assert "was done before" in tokenmill(*run, "-o", place / "out").err
+    assert "was done before" in tokenmill(*run, "-o", folder / "out").err
     monkeypatch.setenv("TOKENMILL_INSTRUCTION_SET", "mmx")
-    wrong = tokenmill(*run, "-o", place / "other")
+    wrong = tokenmill(*run, "-o", folder / "other")
     assert wrong.code == 1
     assert "setting instruction_set is wrong" in wrong.error
 
 
 def test_given_a_bench_of_a_quantized_model_then_only_a_quantized_estimate_uses_it(
-    tokenmill: Cli, place: Path, run: tuple[object, ...], model_folder: Path
+    tokenmill: Cli, folder: Path, run: tuple[object, ...], model_folder: Path
 ) -> None:
     how = ("--dtype", "float32", "--threads", "1")
     quantized = (*how, "--quantize", "int8-weight-only", "--kv-dtype", "int8")

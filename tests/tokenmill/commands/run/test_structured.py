@@ -40,8 +40,8 @@ def lines_of(chat: Chat, count: int, **body: Any) -> list[dict[str, Any]]:
     """Rows with a schema, two of them alike, one that can't be compiled, and rows with tools."""
     notes = ["80 notebooks, before 14 October 2025", "Two hammers. No rush.", "Two hammers. No rush."]
     rule = {"role": "system", "content": "Read the note and answer with a JSON object: item, quantity, due."}
-    asked = [[rule, {"role": "user", "content": note}] for note in notes]
-    formed = [chat(f"formed-{n}", messages=asked[n % 3], response_format=FORMAT, **body) for n in range(count)]
+    conversations = [[rule, {"role": "user", "content": note}] for note in notes]
+    formed = [chat(f"formed-{n}", messages=conversations[n % 3], response_format=FORMAT, **body) for n in range(count)]
     called = [
         chat(
             f"called-{n}",
@@ -79,17 +79,17 @@ def check(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def test_given_formats_and_tools_when_run_then_answers_follow_them_and_a_bad_schema_fails_its_row_only(
-    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
     path = write_lines(*lines_of(chat, 4, max_tokens=250))
-    template = place / "tools.jinja"
+    template = folder / "tools.jinja"
     template.write_text(tool_templates.HERMES, encoding="utf-8")
     run = ("run", path, "--model", f"tiny={model_folder}", "--dtype", "float32", "--chat-template", template)
 
-    ended = tokenmill(*run, "--output", place / "out")
+    ended = tokenmill(*run, "--output", folder / "out")
 
     assert ended.code == 0, ended.err
-    rows = results(place / "out")
+    rows = results(folder / "out")
     assert check(rows)["formed"] >= 3
     # and equal requests are computed once
     assert rows[1]["text"] == rows[2]["text"]
@@ -106,15 +106,15 @@ def demo() -> Path:
 
 @pytest.mark.slow
 def test_given_the_demo_model_when_it_must_answer_in_a_form_then_it_does(
-    demo: Path, tokenmill: Cli, place: Path, chat: Chat, write_lines: Write, results: Results
+    demo: Path, tokenmill: Cli, folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
-    template = place / "tools.jinja"
+    template = folder / "tools.jinja"
     chatml = tool_templates.HERMES.replace("<turn>", "<|im_start|>").replace("<end>", "<|im_end|>")
     template.write_text(chatml, encoding="utf-8")
     path = write_lines(*lines_of(chat, 9, max_tokens=200))
-    run = ("run", path, "--model", f"tiny={demo}", "--output", place / "out", "--chat-template", template)
+    run = ("run", path, "--model", f"tiny={demo}", "--output", folder / "out", "--chat-template", template)
 
     ended = tokenmill(*run)
 
     assert ended.code == 0, ended.err
-    assert check(results(place / "out")) == {"formed": 9, "called": 2}
+    assert check(results(folder / "out")) == {"formed": 9, "called": 2}
