@@ -36,7 +36,7 @@ from benchmarks.process_meter import Meter, sample
 from benchmarks.throughput import machine
 from tests.cluster.lane_cluster import dropped, lane_cluster, readers
 from tests.cluster.null_worker import read_meters, read_running
-from tests.cluster.stream_clients import Kind, Plan, Seen, report_of, run_clients
+from tests.cluster.stream_clients import ClientReport, Kind, Plan, report_of, run_clients
 from tests.servers.redis import RedisServer
 from tokenmill.config.job_options import choose_model
 from tokenmill.settings import read_settings
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, kinds: list[Kind], folder: Path, **variables: 
         cluster.start("gateway-1", "worker-1")
         pids = {name.partition("-")[0]: process.pid for name, process in cluster.processes.items()}
         pids["redis"] = redis.pid
-        plan = Plan(cluster.url("gateway-1"), tuple(asked), patience=600.0, wake=args.wake)
+        plan = Plan(cluster.url("gateway-1"), tuple(asked), timeout_seconds=600.0, wake=args.wake)
         warm = [reader for reader in asked if reader.kind == "reads"][:WARM_UP]
         judge(report_of(run_clients(Plan(plan.url, tuple(warm)))))
         idle = {name: one.rss for name, pid in pids.items() if (one := sample(pid))}
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, kinds: list[Kind], folder: Path, **variables: 
     return found | {"others_cores": others}
 
 
-def judge(seen: list[Seen]) -> list[Seen]:
+def judge(seen: list[ClientReport]) -> list[ClientReport]:
     """The same; raises `SystemExit` when a stream is not as it must be."""
     wrong = [(number, one.kind, one.wrong) for number, one in enumerate(seen) if one.wrong]
     if wrong:
@@ -110,7 +110,7 @@ def judge(seen: list[Seen]) -> list[Seen]:
     return seen
 
 
-def metrics(seen: Sequence[Seen], looks: Sequence[StatePoller]) -> dict[str, Any]:
+def metrics(seen: Sequence[ClientReport], looks: Sequence[StatePoller]) -> dict[str, Any]:
     """What those saw who read to the end, and what the worker did while all were there."""
     good = [one for one in seen if one.kind == "reads"]
     last_come, first_gone = max(one.arrivals[0] for one in seen), min(one.ended for one in seen)
@@ -128,7 +128,7 @@ def metrics(seen: Sequence[Seen], looks: Sequence[StatePoller]) -> dict[str, Any
     }
 
 
-def disturbed(seen: Sequence[Seen], looks: Sequence[StatePoller], log: str) -> dict[str, Any]:
+def disturbed(seen: Sequence[ClientReport], looks: Sequence[StatePoller], log: str) -> dict[str, Any]:
     """How those ended who hung up or stopped reading; raises `SystemExit` when the worker went on with one, or memory
     went on growing."""
     gone = {one.stream: one.ended for one in seen if one.kind == "leaves"}

@@ -32,7 +32,7 @@ def imported() -> dict[str, set[str]]:
 
 
 def declared() -> set[str]:
-    """Distributions that the product asks for, in any extra; normalized."""
+    """Distributions that the product requires, in any extra; normalized."""
     wanted = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
     return {normalized(re.split(r"[\[<>=;~! ]", one, maxsplit=1)[0]) for one in wanted}
 
@@ -42,10 +42,10 @@ def normalized(name: str) -> str:
 
 
 def test_given_the_products_imports_when_they_are_looked_up_then_each_is_of_a_declared_distribution() -> None:
-    known, asked_for = packages_distributions(), declared()
+    known, required = packages_distributions(), declared()
     missing = {
         name: sorted(files)
         for name, files in imported().items()
-        if asked_for.isdisjoint(normalized(one) for one in known.get(name, [name]))
+        if required.isdisjoint(normalized(one) for one in known.get(name, [name]))
     }
     assert missing == {}, "declare what is imported in pyproject.toml, and pin it in infra/images/constraints.txt"

@@ -77,16 +77,16 @@ def test_given_every_text_of_the_repository_when_it_names_a_variable_then_it_is_
     } == set()
 
 
-def test_given_the_questions_to_prometheus_when_their_names_are_read_then_each_is_told() -> None:
+def test_given_the_queries_of_the_metrics_page_when_their_names_are_read_then_each_is_a_metric() -> None:
     section = METRICS_PAGE.read_text(encoding="utf-8").partition("<!-- metrics")[0]
 
-    told = {metric.name for metric in METRICS}
-    told |= {
+    exported = {metric.name for metric in METRICS}
+    exported |= {
         f"{metric.name}_{end}" for metric in METRICS if metric.kind == "histogram" for end in ("bucket", "sum", "count")
     }
-    asked = set(re.findall(r"tokenmill_[a-z_]+[a-z]", section))
-    assert len(asked) >= 10
-    assert asked <= told
+    queried = set(re.findall(r"tokenmill_[a-z_]+[a-z]", section))
+    assert len(queried) >= 10
+    assert queried <= exported
 
 
 def words(page: str) -> list[str]:

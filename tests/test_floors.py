@@ -53,13 +53,13 @@ def test_given_a_worker_when_it_is_imported_then_no_modelling_code_and_no_server
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel as a user would get it, built from the working tree."""
-    place = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
-        [*command, "--wheel-dir", str(place), str(REPOSITORY)], capture_output=True, text=True, check=False
+        [*command, "--wheel-dir", str(folder), str(REPOSITORY)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return zipfile.ZipFile(next(place.glob("tokenmill-*.whl")))
+    return zipfile.ZipFile(next(folder.glob("tokenmill-*.whl")))
 
 
 def test_given_the_wheel_when_it_is_opened_then_it_holds_the_five_packages_and_nothing_else(

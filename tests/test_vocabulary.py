@@ -93,12 +93,12 @@ def test_names_are_the_fields_words() -> None:
 
 
 def test_a_public_class_name_exists_once() -> None:
-    places = defaultdict(list)
+    files = defaultdict(list)
     for path in modules():
         for node in definitions(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(str(path.relative_to(REPOSITORY)))
-    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+                files[node.name].append(str(path.relative_to(REPOSITORY)))
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}
 
 
 def test_no_folder_is_a_heap_of_modules() -> None:

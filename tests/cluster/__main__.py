@@ -40,7 +40,7 @@ def main() -> int:
             wait_for(lambda: list(cluster.store().list("catalog/")), "no worker is up", seconds=120)
             begun = time.monotonic()
             send(cluster, args.input)
-            print(f"{args.input.name} was sent in by five ways")
+            print(f"{args.input.name} was sent to five ingest sources")
             rows = sum(bool(line.strip()) for line in args.input.read_bytes().splitlines())
             try:
                 wait_for(lambda: all_done(cluster, rows), "the jobs did not end", seconds=args.seconds)

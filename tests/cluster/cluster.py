@@ -36,7 +36,7 @@ class Cluster:
 
     Attributes:
         variables: settings of all processes.  engine: options of workers.
-        wire: what stands between the processes and S3 (SQS too), if anything does.
+        wire: the fault proxy between the processes and S3 (SQS too), if there is one.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class Cluster:
         return f"s3://{BUCKET}"
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Start (again) the process of this name; what stands before its "-" is the command, or "null" for a null
+        """Start (again) the process of this name; the part before its "-" is the command, or "null" for a null
         worker, which gets the options of workers too."""
         command = name.partition("-")[0]
         program = NULL_WORKER if command == "null" else ("-m", "tokenmill", command)
@@ -115,8 +115,8 @@ def running_cluster(
     Args:
         processes: such as "worker-1", "null-1", "intake-1".
         s3_kind: one without SQS sends no notifications: ingest finds files by listing.
-        faulty: the seed of what stands between processes and S3, which can fail; the broker then keeps its log in a
-            bucket, and can be killed. None: neither.
+        faulty: the seed of the fault proxy between processes and S3; its log is then in a bucket, so
+            that the broker can be killed. None: neither.
     """
     with ExitStack() as stack:
 
@@ -131,9 +131,7 @@ def running_cluster(
         wire = storage = None
         if faulty is not None:
             wire = stack.enter_context(FaultyHttp(s3.endpoint, faulty, remember=False))
-            storage = _log_storage(
-                server(MotoServer, "kafka-s3")
-            )  # of its own: what befalls the other is not its fault
+            storage = _log_storage(server(MotoServer, "kafka-s3"))  # a server of its own, which the faults don't affect
         kafka = server(lambda folder: KafkaBroker(folder, storage), "kafka")
         s3.ensure_bucket(BUCKET)
         cluster = Cluster(
@@ -177,7 +175,7 @@ def settings_of(s3: S3Server) -> S3Settings:
 
 
 def _log_storage(s3: MotoServer) -> BucketStorage:
-    """Where a broker keeps its log, so that it may be killed."""
+    """The bucket of a broker's log, so that it may be killed."""
     s3.ensure_bucket("kafka")
     return BucketStorage(s3.endpoint, "kafka", s3.access_key, s3.secret_key, s3.region)
 

@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def names(self) -> dict[str, str]:
-        """Of the plan's processes, the cluster's: null workers bear another."""
+        """Names of the plan's processes -> of the cluster's: null workers have another."""
         workers = "null" if self.worker == "null" else "worker"
         return {name: name.replace("worker", workers) for name in PROCESSES}
 
@@ -118,7 +118,7 @@ def run(setup: Setup) -> Outcome:
                 injector.close()
         ended = time.monotonic()
         by_kafka = sum(sending.rows for sending in senders.sent if sending.source.startswith("kafka"))
-        told = read_topic(cluster, "tokenmill.results", by_kafka)
+        published = read_topic(cluster, "tokenmill.results", by_kafka)
         others = {name: read_topic(cluster, f"tokenmill.{name}") for name in ("requests", "jobs", "deadletter")}
         codes = cluster.stop()
         jobs = copy_jobs(cluster, setup.folder / "jobs")
@@ -129,7 +129,7 @@ def run(setup: Setup) -> Outcome:
             jobs=jobs,
             requests=others["requests"],
             references=others["jobs"],
-            results=told,
+            results=published,
             dead_letters=others["deadletter"],
             seen={key.removeprefix("jobs/"): digest for key, digest in watch.digests.items()},
             complaints=tuple(watch.complaints),
@@ -143,10 +143,12 @@ def run(setup: Setup) -> Outcome:
 
 
 def _calm_seconds(probe: Sending, senders: Senders, watch: Watch) -> float:
-    """How long a small job takes before anything strikes."""
+    """How long a small job takes before the first fault."""
     begun = time.monotonic()
     senders.send(probe)
-    done = wait_for(lambda: watch.done_at(probe), f"{probe.label} did not end in peace", seconds=CALM_SECONDS)
+    done = wait_for(
+        lambda: watch.done_at(probe), f"{probe.label} did not end before the first fault", seconds=CALM_SECONDS
+    )
     assert done is not None
     return done - begun
 

@@ -1,6 +1,6 @@
 """Checks a run from outside, by its inputs: reads Kafka, Parquet and the jobs' records with json and pyarrow.
 
-It shares no code with the ledger, the results' readers or the announcer, and reads no internal objects of jobs.
+It shares no code with the ledger, the results' readers or the publisher, and reads no internal objects of jobs.
 
     I1  each line has one terminal result in its job, and its text is that of an undisturbed run; a row is cancelled or
         expired only if closing.json has that reason; an input becomes one job for each time it was sent, and a retry
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 @dataclass
 class CopiedJob:
-    """A job as it lies there. `rows`: all of its results, in order."""
+    """A job as it is stored. `rows`: all of its results, in order."""
 
     name: str
     rows: list[Row]
@@ -66,11 +66,11 @@ class Checker:
     outcomes: Counter[str] = field(default_factory=Counter)
     rows: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
-    repeats_told: int = 0
+    repeats_published: int = 0
     notes: list[str] = field(default_factory=list)
 
     def judge(self) -> list[str]:
-        """All that is wrong."""
+        """All violations."""
         self.broken += self.evidence.complaints
         self._check_seen()
         folder = self.evidence.jobs
@@ -87,7 +87,7 @@ class Checker:
                 self._check_records(sending, found)
             else:
                 self._check_file(sending, found)
-        self._check_told(sent, jobs)
+        self._check_published(sent, jobs)
         self._check_dead_letters(sent)
         self._check_sampled()
         return self.broken
@@ -162,7 +162,7 @@ class Checker:
 
     def _check_file(self, sending: Sending, jobs: list[CopiedJob]) -> None:
         times = 1
-        if sending.source == "kafka jobs":  # each record that stands in the topic is a job of its own
+        if sending.source == "kafka jobs":  # each record in the topic is a job of its own
             name = f"/{sending.label}.jsonl".encode()
             times = sum(name in record.value for record in self.evidence.references)
         if not times <= len(jobs) <= times + sending.retries:
@@ -223,14 +223,14 @@ class Checker:
         if line.error is not None:
             return
         want = self.evidence.reference[line.custom_id or ""]
-        told = json.loads(row["response"])["choices"][0]["message"]["content"]
+        content = json.loads(row["response"])["choices"][0]["message"]["content"]
         facts = (row["text"], row["finish_reason"], row["completion_tokens"])
-        if facts != (want.text, want.finish_reason, want.completion_tokens) or told != want.text:
+        if facts != (want.text, want.finish_reason, want.completion_tokens) or content != want.text:
             self._report_violation("I1", f"{where} says {facts}, but an undisturbed run says {want}")
 
     # -- Kafka
 
-    def _check_told(self, sent: dict[str, Sending], jobs: list[CopiedJob]) -> None:
+    def _check_published(self, sent: dict[str, Sending], jobs: list[CopiedJob]) -> None:
         """Exactly the results of the jobs from Kafka are published, as committed."""
         by_kafka = {"kafka records", "kafka jobs"}
         rows = {(job.name, row["row"]): row for job in jobs for row in job.rows}
@@ -242,16 +242,16 @@ class Checker:
         }
         sources = {record.location: record.value for record in self.evidence.requests}
         values: dict[bytes, bytes] = {}
-        told: dict[tuple[str, int], bytes] = {}
+        published: dict[tuple[str, int], bytes] = {}
         for record in self.evidence.results:
             number = record.headers["result_id"]
-            self.repeats_told += number in values
+            self.repeats_published += number in values
             if values.setdefault(number, record.value) != record.value:
                 self._report_violation("I1", f"result {number.decode()} is published in two versions")
                 continue
             message = json.loads(record.value)
             at = (message["job"], message["row"])
-            if told.setdefault(at, number) != number:
+            if published.setdefault(at, number) != number:
                 self._report_violation("I1", f"row {at[1]} of job {at[0]} is published as two results")
             if at not in rows:
                 self._report_violation(
@@ -264,7 +264,7 @@ class Checker:
                 self._report_violation(
                     "I1", f"what is published at {record.location} has the source {source}, which is another request"
                 )
-        for name, at in sorted(wanted - told.keys()):
+        for name, at in sorted(wanted - published.keys()):
             self._report_violation("I1", f"row {at} of job {name} came by Kafka and is not published there")
 
     def _check_message(self, message: dict[str, Any], row: Row, record: TopicRecord) -> None:

@@ -17,7 +17,7 @@ QUIET_SECONDS: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an undisturbed run gives."""
+    """A row's answer in an undisturbed run."""
 
     text: str
     finish_reason: str
@@ -62,7 +62,7 @@ class Evidence:
 
 
 def copy_jobs(cluster: Cluster, to: Path) -> Path:
-    """The results and papers of all jobs, as `aws s3 sync` would bring them."""
+    """The results and records of all jobs, as `aws s3 sync` would bring them."""
     s3 = cluster.s3.client()
     for page in s3.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix="jobs/"):
         for entry in page.get("Contents", []):
@@ -74,8 +74,10 @@ def copy_jobs(cluster: Cluster, to: Path) -> Path:
     return to
 
 
-def read_topic(cluster: Cluster, topic: str, at_least: int = 0, patience: float = 60.0) -> tuple[TopicRecord, ...]:
-    """All of a topic: until nothing more comes and `at_least` different results are there, or patience ends."""
+def read_topic(
+    cluster: Cluster, topic: str, at_least: int = 0, timeout_seconds: float = 60.0
+) -> tuple[TopicRecord, ...]:
+    """All of a topic: until nothing more comes and `at_least` different results are there, or the timeout ends."""
     from kafka import KafkaConsumer
 
     consumer = KafkaConsumer(
@@ -83,7 +85,7 @@ def read_topic(cluster: Cluster, topic: str, at_least: int = 0, patience: float 
     )
     found: list[TopicRecord] = []
     known: set[bytes] = set()
-    until, last = time.monotonic() + patience, time.monotonic()
+    until, last = time.monotonic() + timeout_seconds, time.monotonic()
     try:
         while time.monotonic() < last + QUIET_SECONDS or (len(known) < at_least and time.monotonic() < until):
             for records in consumer.poll(500).values():

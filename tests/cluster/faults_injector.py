@@ -44,13 +44,13 @@ class Strike:
 
 @dataclass
 class Injector:
-    """Strikes, and sees to it that what was struck comes back.
+    """Injects faults, and restarts or resumes what they hit.
 
     Attributes:
         names: of the plan's processes -> of the cluster's.
         probes, races: jobs that are sent with a fault, by its number.
         ended: processes that ended without being stopped, with the end of their logs.
-        unsent: why something could not be sent, cancelled or tried again.
+        unsent: reasons why an input could not be sent, cancelled or retried.
     """
 
     cluster: Cluster
@@ -73,7 +73,7 @@ class Injector:
         self._heartbeats = RedisHeartbeats(RedisSettings(self.cluster.redis.url), lifetime=SILENCE)
 
     def send(self, sending: Sending) -> None:
-        """Have it sent."""
+        """Send it on a thread of the pool."""
         self._waiting.append(self._pool.submit(self.senders.send, sending))
 
     def strike(self, fault: Fault) -> bool:
@@ -118,7 +118,7 @@ class Injector:
 
     @property
     def busy(self) -> bool:
-        """Something is still to come back, or to be sent."""
+        """Whether a restart, a resume or an input is still due."""
         return bool(self._due or self._waiting or self._down)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from tests.cluster.cluster import BUCKET, Cluster
 from tests.cluster.faults_plan import Sending
 
-PATIENCE: Final = 120.0
+SEND_TIMEOUT_SECONDS: Final = 120.0
 """Seconds after which a sender gives up; no outage lasts as long."""
 
 ANSWER_SECONDS: Final = 8.0
@@ -32,11 +32,11 @@ Entry = tuple[bytes, bytes, list[tuple[str, bytes]]]
 
 
 class NotSent(Exception):
-    """Raised when a source took nothing within `PATIENCE`."""
+    """Raised when a source took nothing within `SEND_TIMEOUT_SECONDS`."""
 
 
 class Senders:
-    """All sources of a cluster. Threads may share one. `sent`: what went in, in the order in which it began to.
+    """All sources of a cluster. Threads may share one. `sent`: all inputs, in the order in which sending began.
 
     Attributes:
         again: how often an input was sent again because it was unconfirmed.
@@ -51,7 +51,7 @@ class Senders:
         self.again = 0
 
     def send(self, sending: Sending) -> None:
-        """Return when the source has it for certain. Raises `NotSent`."""
+        """Send it, and return when the source has confirmed it. Raises `NotSent`."""
         with self._lock:
             self.sent.append(sending)
         deadline = None if sending.deadline is None else f"{sending.deadline}s"
@@ -80,18 +80,18 @@ class Senders:
         """Cancel a job by Celery; the status that it then has."""
         return str(self.call("cancel", f"cancel-{name}", job)["status"])
 
-    def call(self, task: str, name: str, asked: Any, options: dict[str, str] | None = None) -> Any:
-        """What a task answers. Its id is derived from `name`, so it is the same task however often it is sent. Raises
+    def call(self, task: str, name: str, argument: Any, options: dict[str, str] | None = None) -> Any:
+        """The task's answer. Its id is derived from `name`, so it is the same task however often it is sent. Raises
         `NotSent`."""
-        until, why = time.monotonic() + PATIENCE, "no answer"
+        until, why = time.monotonic() + SEND_TIMEOUT_SECONDS, "no answer"
         while time.monotonic() < until:
             caller = Celery(f"caller-{name}", broker=self._cluster.redis.url, backend=self._cluster.redis.url)
             try:
-                asking = caller.send_task(
-                    f"tokenmill.{task}", [asked], options or {}, queue="tokenmill", task_id=f"{self._seed}-{name}",
+                result = caller.send_task(
+                    f"tokenmill.{task}", [argument], options or {}, queue="tokenmill", task_id=f"{self._seed}-{name}",
                     retry=False,
                 )  # fmt: skip
-                return asking.get(timeout=ANSWER_SECONDS)
+                return result.get(timeout=ANSWER_SECONDS)
             except (CeleryError, KombuError, RedisError, OSError) as error:
                 why = f"{type(error).__name__}: {error}"
                 self._count_again()
@@ -106,7 +106,7 @@ class Senders:
 
     def _produce(self, topic: str, entries: list[Entry]) -> None:
         """Not idempotent: this broker would confirm what it then loses with its process."""
-        until, why, left = time.monotonic() + PATIENCE, "", entries
+        until, why, left = time.monotonic() + SEND_TIMEOUT_SECONDS, "", entries
         while left and time.monotonic() < until:
             left, why = self._try_producing(topic, left, why)
             if left:

@@ -29,7 +29,7 @@ class Outcome:
     """A run that has ended; times are monotonic.
 
     Attributes:
-        calm: seconds that small jobs took before anything struck.
+        calm: seconds that small jobs took before the first fault.
         broken: invariants that do not hold, a line each.
     """
 
@@ -47,7 +47,7 @@ class Outcome:
     broken: list[str] = field(default_factory=list)
 
     def judge(self, left: Sequence[str], codes: Mapping[str, int]) -> None:
-        """Add what the checker can't see to what it found."""
+        """Add the violations that the checker can't see to those that it found."""
         self.broken += self.checker.broken
         if left:
             self.broken.append(f"I7: not done in time after the last fault: {', '.join(sorted(left))}")
@@ -55,19 +55,19 @@ class Outcome:
         self.broken += [f"I7: {ended}, without being stopped" for ended in self.injector.ended]
         self.broken += [f"I7: {name}, when stopped, ended with {code}" for name, code in sorted(codes.items()) if code]
         for strike in self.injector.strikes:
-            felt = self.felt(strike)
+            felt = self.effect_seconds(strike)
             if felt is None or felt > RECOVERY_SECONDS:
                 shown = "for ever" if felt is None else f"for {felt:.0f} s"
                 self.broken.append(f"I7: fault {strike.fault.number} ({strike.fault.name}) was felt {shown}")
 
-    def felt(self, strike: Strike) -> float | None:
+    def effect_seconds(self, strike: Strike) -> float | None:
         """Seconds from the fault until the small job that was sent then had ended."""
         done = self.watch.done_at(self.injector.probes[strike.fault.number])
         return None if done is None else done - strike.at
 
     def orphaned(self, strike: Strike) -> float | None:
-        """Seconds from the fault until the last of the shards that the victim held was committed by anybody; None: it
-        held none."""
+        """Seconds from the fault until the last of the shards that the victim held was committed by any worker; None:
+        it held none."""
         at = [self.watch.part_at(job, shard) for job, shard in strike.held]
         return max((found - strike.at for found in at if found is not None and found > strike.at), default=None)
 
@@ -78,7 +78,7 @@ def by_kind(outcome: Outcome) -> dict[str, dict[str, Any]]:
     orphaned: defaultdict[str, list[float]] = defaultdict(list)
     counts = Counter(strike.fault.name for strike in outcome.injector.strikes)
     for strike in outcome.injector.strikes:
-        for seconds, into in ((outcome.felt(strike), felt), (outcome.orphaned(strike), orphaned)):
+        for seconds, into in ((outcome.effect_seconds(strike), felt), (outcome.orphaned(strike), orphaned)):
             if seconds is not None:
                 into[strike.fault.name].append(seconds)
     return {
@@ -90,7 +90,7 @@ def by_kind(outcome: Outcome) -> dict[str, dict[str, Any]]:
 def document(outcome: Outcome) -> dict[str, Any]:
     """The run as JSON."""
     checker, strikes = outcome.checker, outcome.injector.strikes
-    felt = [seconds for strike in strikes if (seconds := outcome.felt(strike)) is not None]
+    felt = [seconds for strike in strikes if (seconds := outcome.effect_seconds(strike)) is not None]
     orphaned = [seconds for strike in strikes if (seconds := outcome.orphaned(strike)) is not None]
     return {
         "seed": outcome.seed,
@@ -107,7 +107,7 @@ def document(outcome: Outcome) -> dict[str, Any]:
         "jobs": dict(sorted(checker.outcomes.items())),
         "rows": dict(sorted(checker.rows.items())),
         "tokens": dict(checker.tokens),
-        "results_told": {"times": len(checker.evidence.results), "repeats": checker.repeats_told},
+        "results_told": {"times": len(checker.evidence.results), "repeats": checker.repeats_published},
         "sent_again": outcome.senders.again,
         "looks_by_reader": outcome.watch.polls,
         "strikes": [
@@ -117,7 +117,7 @@ def document(outcome: Outcome) -> dict[str, Any]:
                 "kind": strike.fault.kind,
                 "target": strike.fault.target,
                 "seconds": strike.fault.seconds,
-                "felt": _rounded(outcome.felt(strike)),
+                "felt": _rounded(outcome.effect_seconds(strike)),
                 "held": len(strike.held),
                 "orphaned": _rounded(outcome.orphaned(strike)),
             }
@@ -140,7 +140,7 @@ def show(outcome: Outcome) -> None:
     for name, row in rows.items():
         spread = [_shown(row[what]) for what in ("felt", "orphaned")]
         print(f"{name:18} {row['count']:5}   {spread[0]:>19}   {spread[1]:>19}")
-    print(f"a small job took {facts['small_job_undisturbed_seconds']} s before anything struck")
+    print(f"a small job took {facts['small_job_undisturbed_seconds']} s before the first fault")
     print(f"all was done {facts['seconds']['from_last_fault_to_end']} s after the last fault")
     print(f"jobs: {facts['jobs']}; rows: {facts['rows']}")
     tokens = facts["tokens"]
@@ -163,7 +163,7 @@ def show(outcome: Outcome) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What ran this: processor, cores, and versions of what was in play."""
+    """The machine: processor, cores, and versions of what was in play."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
     return {

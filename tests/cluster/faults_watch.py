@@ -1,8 +1,7 @@
 """A reader that polls the results during a run, as users may at any moment, and records what it reads and when.
 
 Its records are evidence: a part that it has read must be unchanged at the end, and each read must be whole. It reads
-    the
-objects of users (results, manifest, progress) directly, not through the failing proxy.
+the objects of users (results, manifest, progress) directly, not through the failing proxy.
 """
 
 from __future__ import annotations
@@ -107,15 +106,15 @@ class Watch:
             self.complaints.append(f"the reader ended: {error!r}")
 
     def poll(self) -> None:
-        """At every job that hasn't ended."""
+        """Read every job that hasn't ended."""
         for name in self._folders():
             with self._lock:
                 job = self._jobs.setdefault(name, SeenJob())
             if job.ended_at is None:
-                self._look_at(name, job)
+                self._poll_job(name, job)
         self.polls += 1
 
-    def _look_at(self, name: str, job: SeenJob) -> None:
+    def _poll_job(self, name: str, job: SeenJob) -> None:
         manifest = self._read(f"{JOBS}{name}/{MANIFEST}")  # first: the parts that are listed then are all there are
         standing = {info["Key"]: info for info in self._list(f"{JOBS}{name}/{RESULTS}")}
         for key, (size, tag, _) in job.parts.items():
@@ -123,16 +122,16 @@ class Watch:
             if now is None or (now["Size"], now["ETag"]) != (size, tag):
                 self.complaints.append(f"I2: {key} {'is gone' if now is None else 'has changed'}")
         for key in sorted(standing.keys() - job.parts.keys()):
-            self._look_into(key, job)
+            self._read_part(key, job)
             with self._lock:
                 job.parts[key] = (standing[key]["Size"], standing[key]["ETag"], time.monotonic())
-        for paper, data in ((MANIFEST, manifest), (PROGRESS, self._read(f"{JOBS}{name}/{PROGRESS}"))):
+        for record, data in ((MANIFEST, manifest), (PROGRESS, self._read(f"{JOBS}{name}/{PROGRESS}"))):
             if data is not None:
-                self._check_counts(f"{name}/{paper}", json.loads(data)["counts"])
+                self._check_counts(f"{name}/{record}", json.loads(data)["counts"])
         if manifest is not None:
             job.ended_at = time.monotonic()
 
-    def _look_into(self, key: str, job: SeenJob) -> None:
+    def _read_part(self, key: str, job: SeenJob) -> None:
         data = self._read(key)
         if data is None:
             self.complaints.append(f"I2: {key} was listed, and is gone")

@@ -55,9 +55,9 @@ class LaneCluster:
                 self.processes[name] = subprocess.Popen(
                     [sys.executable, *map(str, program)], stdout=log, stderr=log, env={**os.environ, **self.variables}
                 )
-        said = {name: self._beginnings(name) for name in names}
+        starts = {name: self._count_starts(name) for name in names}
         for name in names:
-            wait_for(partial(self._is_up, name, said[name]), f"{name} is not up")
+            wait_for(partial(self._is_up, name, starts[name]), f"{name} is not up")
 
     def url(self, name: str) -> str:
         """Of a gateway."""
@@ -69,7 +69,7 @@ class LaneCluster:
         return self.processes[name].wait(seconds)
 
     def kill(self, name: str) -> None:
-        """Without a last word."""
+        """Kill it (SIGKILL)."""
         self.processes[name].kill()
         self.processes[name].wait()
 
@@ -80,14 +80,14 @@ class LaneCluster:
     def _log_of(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def _beginnings(self, name: str) -> int:
-        """How often one has logged that it is up."""
+    def _count_starts(self, name: str) -> int:
+        """How often a process of this name has logged that it is up."""
         return len(re.findall(r"^(?:serving|working for) ", self.log(name), re.MULTILINE))
 
-    def _is_up(self, name: str, said_before: int) -> bool:
+    def _is_up(self, name: str, starts_before: int) -> bool:
         if self.processes[name].poll() is not None:
             raise ChildProcessError(f"{name} ended:\n{self.log(name)[-2_000:]}")
-        return self._beginnings(name) > said_before
+        return self._count_starts(name) > starts_before
 
 
 @contextmanager
@@ -126,12 +126,12 @@ def request(number: int, tokens: int) -> dict[str, Any]:
 
 
 def readers(model: Path, kinds: Sequence[Kind], tokens: int, ramp: float, until: float, n: int = 1) -> list[Reader]:
-    """One client of each kind, with what it must be answered.
+    """One client of each kind, with its expected answer.
 
     Args:
         ramp: seconds over which they come.
-        until: seconds after all have come when those who don't read to the end stop.
-        n: choices that those ask for who will stop reading, so that more is written to them.
+        until: seconds after all have come when clients that don't read to the end stop.
+        n: choices that clients request that will stop reading, so that more is written to them.
     """
     bodies = [request(number, tokens) for number in range(len(kinds))]
     texts = ExpectedAnswers(model).texts(bodies)

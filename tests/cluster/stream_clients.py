@@ -39,7 +39,7 @@ class Reader:
     """One client.
 
     Attributes:
-        body: what it asks for.  text: what it must be answered.
+        body: of its request.  text: the expected answer.
         delay: seconds after the beginning when it comes.
         until: seconds after all clients have got something when it stops reading, or hangs up.
     """
@@ -56,19 +56,19 @@ class Plan:
     """All clients of a process.
 
     Attributes:
-        url: of the gateway.  patience: seconds after which a client gives up.
+        url: of the gateway.  timeout_seconds: seconds after which a client gives up.
         wake: seconds after which clients that stopped reading read the rest; None: never.
     """
 
     url: str
     readers: tuple[Reader, ...]
-    patience: float = 120.0
+    timeout_seconds: float = 120.0
     wake: float | None = None
 
 
 @dataclass(slots=True)
-class Seen:
-    """What a client saw. Times are `time.monotonic` of this machine.
+class ClientReport:
+    """What a client received. Times are `time.monotonic` of this machine.
 
     Attributes:
         stream: its id.
@@ -101,12 +101,12 @@ def run_clients(plan: Plan) -> subprocess.Popen[bytes]:
     return process
 
 
-def report_of(process: subprocess.Popen[bytes]) -> list[Seen]:
-    """What its clients saw, once all are done; in the plan's order."""
+def report_of(process: subprocess.Popen[bytes]) -> list[ClientReport]:
+    """The reports of its clients, once all are done; in the plan's order."""
     assert process.stdout is not None
     report = process.stdout.read()
     assert process.wait() == 0, "the clients' process failed"
-    return [Seen(**one) for one in orjson.loads(report)]
+    return [ClientReport(**one) for one in orjson.loads(report)]
 
 
 class _Arrivals:
@@ -131,20 +131,20 @@ class _Client:
         self._arrivals = arrivals
         self._plan = plan
         self._begin = begin
-        self._seen = Seen(reader.kind)
+        self._report = ClientReport(reader.kind)
         self._data = bytearray()
 
-    async def run(self) -> Seen:
+    async def run(self) -> ClientReport:
         await asyncio.sleep(max(0.0, self._begin + self._reader.delay - time.monotonic()))
         try:
-            async with asyncio.timeout(self._plan.patience):
+            async with asyncio.timeout(self._plan.timeout_seconds):
                 await self._talk()
         except TimeoutError:
-            self._seen.wrong.append(f"no end within {self._plan.patience:g} s")
+            self._report.wrong.append(f"no end within {self._plan.timeout_seconds:g} s")
         except OSError as error:
-            self._seen.wrong.append(f"{type(error).__name__}: {error}")
-        self._seen.ended = time.monotonic()
-        return self._seen
+            self._report.wrong.append(f"{type(error).__name__}: {error}")
+        self._report.ended = time.monotonic()
+        return self._report
 
     async def _talk(self) -> None:
         loop, url = asyncio.get_running_loop(), urlsplit(self._plan.url)
@@ -153,7 +153,7 @@ class _Client:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LITTLE)
             sock.setblocking(False)
             await loop.sock_connect(sock, (url.hostname, url.port))
-            self._seen.begun = time.monotonic()
+            self._report.begun = time.monotonic()
             body = orjson.dumps(self._reader.body)
             head = (
                 f"POST {CHAT} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
@@ -161,12 +161,12 @@ class _Client:
             )
             await loop.sock_sendall(sock, head.encode() + body)
             while more := await loop.sock_recv(sock, 65_536):
-                if not self._seen.arrivals:
+                if not self._report.arrivals:
                     self._arrivals.record()
-                self._seen.arrivals.append(time.monotonic())
+                self._report.arrivals.append(time.monotonic())
                 self._data += more
-                if self._reader.kind != "reads" and not self._seen.stopped and self._is_time():
-                    self._seen.stopped = self._seen.arrivals[-1]
+                if self._reader.kind != "reads" and not self._report.stopped and self._is_time():
+                    self._report.stopped = self._report.arrivals[-1]
                     if self._reader.kind == "leaves" or self._plan.wake is None:
                         return
                     await asyncio.sleep(self._plan.wake)
@@ -174,36 +174,36 @@ class _Client:
     def _is_time(self) -> bool:
         return time.monotonic() >= self._arrivals.last + self._reader.until
 
-    def judge(self) -> Seen:
+    def judge(self) -> ClientReport:
         """Check the received events."""
-        seen, wrong = self._seen, self._seen.wrong
+        report, wrong = self._report, self._report.wrong
         head, _, chunked = bytes(self._data).partition(b"\r\n\r\n")
-        seen.status = int(head.split(b" ", 2)[1]) if head else 0
-        if seen.status != 200:
-            wrong.append(f"status {seen.status}: {chunked[:200]!r}")
-            return seen
-        seen.stream = re.search(rb"\r\nx-stream-id: (\S+)", head)[1].decode()  # type: ignore[index]
+        report.status = int(head.split(b" ", 2)[1]) if head else 0
+        if report.status != 200:
+            wrong.append(f"status {report.status}: {chunked[:200]!r}")
+            return report
+        report.stream = re.search(rb"\r\nx-stream-id: (\S+)", head)[1].decode()  # type: ignore[index]
         body, whole = _unchunked(chunked)
         events = body.split(b"\n\n")[:-1]
         numbers, datas = _parsed(events)
-        seen.events = len(datas)
+        report.events = len(datas)
         if numbers != list(range(len(numbers))):
             wrong.append(f"events are numbered {numbers[:50]}")
         self._judge_text([orjson.loads(data) for data in datas if data != b"[DONE]"])
-        if seen.kind == "leaves" or (seen.kind == "stalls" and self._plan.wake is None):
-            return seen
+        if report.kind == "leaves" or (report.kind == "stalls" and self._plan.wake is None):
+            return report
         if not whole or datas[-1:] != [b"[DONE]"]:
-            wrong.append("it ends bare")
-        return seen
+            wrong.append("it ends without [DONE]")
+        return report
 
     def _judge_text(self, chunks: Sequence[Mapping[str, Any]]) -> None:
         """All choices have the same text. Clients that read to the end have all of it, the others its beginning."""
-        seen, expected = self._seen, self._reader.text
+        report, expected = self._report, self._reader.text
         texts: defaultdict[int, str] = defaultdict(str)
         reasons: dict[int, str] = {}
         for chunk in chunks:
             if "error" in chunk:
-                seen.code = chunk["error"]["code"]
+                report.code = chunk["error"]["code"]
                 continue
             for choice in chunk["choices"]:
                 texts[choice["index"]] += choice["delta"].get("content") or ""
@@ -212,11 +212,15 @@ class _Client:
         for text in texts.values():
             if not expected.startswith(text):
                 at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(expected, text, strict=False)))
-                seen.wrong.append(f"another text from character {at} on: {text[at:][:40]!r}")
-            elif seen.kind == "reads" and text != expected:
-                seen.wrong.append(f"{len(text)} of {len(expected)} characters")
-        if seen.kind == "reads" and (set(reasons.values()), len(reasons), seen.code) != ({"length"}, len(texts), None):
-            seen.wrong.append(f"it ended by {reasons}, error {seen.code}")
+                report.wrong.append(f"another text from character {at} on: {text[at:][:40]!r}")
+            elif report.kind == "reads" and text != expected:
+                report.wrong.append(f"{len(text)} of {len(expected)} characters")
+        if report.kind == "reads" and (set(reasons.values()), len(reasons), report.code) != (
+            {"length"},
+            len(texts),
+            None,
+        ):
+            report.wrong.append(f"it ended by {reasons}, error {report.code}")
 
 
 def _unchunked(data: bytes) -> tuple[bytes, bool]:
@@ -245,7 +249,7 @@ def _parsed(events: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
     return numbers, datas
 
 
-async def _run(plan: Plan) -> list[Seen]:
+async def _run(plan: Plan) -> list[ClientReport]:
     begin, arrivals = time.monotonic(), _Arrivals(len(plan.readers))
     clients = [_Client(reader, plan, begin, arrivals) for reader in plan.readers]
     await asyncio.gather(*(client.run() for client in clients))

@@ -149,7 +149,7 @@ def copy(tmp_path: Path) -> Copy:
     made.requests = [
         TopicRecord(f"requests/0/{n}", None, one.text, {}) for n, one in enumerate((*made.sent[1].lines, NOT_JSON))
     ]
-    made.dead_letters = [TopicRecord("letters/0/0", None, NOT_JSON.text, {})] * 2
+    made.dead_letters = [TopicRecord("deadletter/0/0", None, NOT_JSON.text, {})] * 2
     made.published = [
         result_record("job-b", row, n) for n, row in enumerate([*rows, rows[0]])
     ]  # one is published twice, alike
@@ -169,7 +169,7 @@ def test_a_sound_copy_passes_and_is_counted(copy: Copy) -> None:
     assert checker.outcomes == {"completed": 3, "cancelled": 1}
     assert checker.rows == {"succeeded": 10, "failed": 1, "cancelled": 2}
     assert checker.tokens == {"committed": 12, "repeated": 20, "at most": 36}
-    assert (checker.repeats_told, checker.notes) == (1, [])
+    assert (checker.repeats_published, checker.notes) == (1, [])
 
 
 def lose_a_row(copy: Copy) -> None:
@@ -209,11 +209,11 @@ def cancel_without_a_closing(copy: Copy) -> None:
     del copy.closings["job-c"]
 
 
-def try_a_finished_row_again(copy: Copy) -> None:
+def retry_a_finished_row(copy: Copy) -> None:
     copy.parts["job-d"]["part-00001.parquet"].insert(0, result("r02/0", 0))
 
 
-def leave_a_row_untried(copy: Copy) -> None:
+def leave_a_row_without_retry(copy: Copy) -> None:
     del copy.parts["job-d"]["part-00001.parquet"][0]
 
 
@@ -249,7 +249,7 @@ def publish_a_row_under_two_ids(copy: Copy) -> None:
     copy.published[3] = replace(copy.published[3], headers=headers)
 
 
-def say_that_it_is_of_another_record(copy: Copy) -> None:
+def name_another_source_record(copy: Copy) -> None:
     copy.published[2] = replace(copy.published[2], headers={**copy.published[2].headers, "source": b"requests/0/0"})
 
 
@@ -261,8 +261,8 @@ def lose_a_dead_letter(copy: Copy) -> None:
     copy.dead_letters.clear()
 
 
-def bury_a_request(copy: Copy) -> None:
-    copy.dead_letters.append(TopicRecord("letters/0/9", None, copy.sent[1].lines[0].text, {}))
+def make_a_request_a_dead_letter(copy: Copy) -> None:
+    copy.dead_letters.append(TopicRecord("deadletter/0/9", None, copy.sent[1].lines[0].text, {}))
 
 
 def miscount(copy: Copy) -> None:
@@ -289,8 +289,8 @@ def repeat_without_bound(copy: Copy) -> None:
         (make_a_second_job, "I1: input w00 (bucket) came 1 times, but is 2 jobs"),
         (make_a_job_without_input, "I1: job job-e is of no input"),
         (cancel_without_a_closing, "I1: row 1 of job job-c is cancelled, but closing.json says None"),
-        (try_a_finished_row_again, "I1: 1 rows of job-d were never sent, such as [0]"),
-        (leave_a_row_untried, "I1: 1 rows of job-d have no result, such as [1]"),
+        (retry_a_finished_row, "I1: 1 rows of job-d were never sent, such as [0]"),
+        (leave_a_row_without_retry, "I1: 1 rows of job-d have no result, such as [1]"),
         (blame_the_engine, "I1: row 0 of job job-a ended as failed (engine_error"),
         (lose_a_record, "I1: 1 rows of w01 have no result"),
         (double_a_record, "I1: 1 rows of w01 are there twice"),
@@ -301,10 +301,10 @@ def repeat_without_bound(copy: Copy) -> None:
         (publish_another_result, "I1: what is published at results/0/1 is not what is committed"),
         (publish_two_versions_of_a_result, "I1: result job-b-0 is published in two versions"),
         (publish_a_row_under_two_ids, "I1: row 0 of job job-b is published as two results"),
-        (say_that_it_is_of_another_record, "which is another request"),
+        (name_another_source_record, "which is another request"),
         (withhold_a_result, "I1: row 1 of job job-b came by Kafka and is not published there"),
         (lose_a_dead_letter, "I1: b'not JSON' is no request and no dead letter"),
-        (bury_a_request, "is a dead letter, but a request"),
+        (make_a_request_a_dead_letter, "is a dead letter, but a request"),
         (miscount, "I3: job job-a counts"),
         (end_as_something_else, "I3: job job-c ended as completed, but its rows say cancelled"),
         (repeat_without_bound, "I5: job job-a reports 5 repeated tokens, but at most 4"),
@@ -349,7 +349,7 @@ def test_a_job_that_has_not_ended_and_a_complaint_are_named(copy: Copy) -> None:
     assert {"I4: torn when it was seen", "I7: job job-a has not ended"} <= set(Checker(evidence).judge())
 
 
-def test_what_the_broker_lost_is_noted_and_not_held_against_the_pipeline(copy: Copy) -> None:
+def test_what_the_broker_lost_is_noted_and_is_no_violation_of_the_pipeline(copy: Copy) -> None:
     copy.requests = copy.requests[:2]
     del copy.parts["job-b"]["part-00001.parquet"][2], copy.published[2]
     copy.dead_letters.clear()

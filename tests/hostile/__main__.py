@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--quiet", type=float, default=60.0, help="seconds before the attacks")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the processes")
     parser.add_argument("--folder", type=Path, help="for logs and data; default: one that is removed")
-    parser.add_argument("--json", type=Path, help="where to write the run, and FILE.md beside it")
+    parser.add_argument("--json", type=Path, help="where to write the run, and FILE.md next to it")
     parser.add_argument("--before", type=Path, help="the JSON of an earlier run, for the columns before")
     parser.add_argument("--list", action="store_true", help="only name the attacks")
     args = parser.parse_args()

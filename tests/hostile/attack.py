@@ -46,7 +46,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one hostile input.
+    """The outcome of one hostile input.
 
     Attributes:
         kind: "http", "job", "dead_letter", "websocket", "closed", "timeout" or "check".

@@ -47,7 +47,7 @@ def send(
         connection.close()
 
 
-def ask(target: Target, method: str, path: str, body: object = None, **options: Any) -> Answer:
+def request(target: Target, method: str, path: str, body: object = None, **options: Any) -> Answer:
     """The same as an `Answer`; never raises for what the network or the gateway does."""
     try:
         return answer_of(*send(target, method, path, body, **options))

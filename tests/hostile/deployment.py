@@ -23,7 +23,7 @@ from pipeline.ports import ObjectStore, World
 from schemas.requests.limits import RateLimits
 from tests.cluster.cluster import NULL_WORKER, ROOT, running_cluster, settings_of
 from tests.hostile.attack import Answer, Form, Target
-from tests.hostile.client import CHAT, ask, chat
+from tests.hostile.client import CHAT, chat, request
 from tests.hostile.memory import Memory
 from tests.hostile.objects import Objects
 from tests.servers.process import free_port
@@ -123,10 +123,10 @@ class Deployment:
 
     def answers(self) -> bool:
         """Whether a chat of a bystander is answered now."""
-        return self.ask("POST", CHAT, chat("are you ready"), key="other", seconds=30.0).status == "200"
+        return self.request("POST", CHAT, chat("are you ready"), key="other", seconds=30.0).status == "200"
 
-    def ask(self, method: str, path: str, body: object = None, *, key: str, seconds: float = 60.0) -> Answer:
-        return ask(self.target(0, 0, 0), method, path, body, key=key, seconds=seconds)
+    def request(self, method: str, path: str, body: object = None, *, key: str, seconds: float = 60.0) -> Answer:
+        return request(self.target(0, 0, 0), method, path, body, key=key, seconds=seconds)
 
     def await_ready(self) -> None:
         wait_for(self.answers, f"the deployment ({self.form}) answers no chat; logs in {self.folder}")

@@ -51,9 +51,9 @@ def linked_sidecar(target: Target) -> list[Answer]:
     secret = Path(target.scratch) / "secret.json"
     secret.write_text(json.dumps({SECRET_KEY: "x"}))
     objects = objects_of(target)
-    (_incoming(target) / "beside.job.json").symlink_to(secret)
-    objects.write("incoming/beside.jsonl", line("beside"))
-    found = dead_letter_about(objects, "beside.")
+    (_incoming(target) / "linked-sidecar.job.json").symlink_to(secret)
+    objects.write("incoming/linked-sidecar.jsonl", line("linked-sidecar"))
+    found = dead_letter_about(objects, "linked-sidecar.")
     leaked = SECRET_KEY in json.dumps(list(objects.dead_letters()))
     return [
         found,
@@ -68,7 +68,7 @@ def pipe(target: Target) -> list[Answer]:
 
 
 def link_to_pipe(target: Target) -> list[Answer]:
-    """A sidecar that is a link to a pipe: who opens it waits for ever."""
+    """A sidecar that is a link to a pipe: a process that opens it waits for ever."""
     os.mkfifo(Path(target.scratch) / "fifo")
     (_incoming(target) / "held.job.json").symlink_to(Path(target.scratch) / "fifo")
     objects = objects_of(target)

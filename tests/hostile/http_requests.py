@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from tests.hostile.attack import Answer, Attack, Expected, Target, tally
-from tests.hostile.client import CHAT, ask, chat, create_batch, dial, flood, form_of, line, rest_of, send, upload
+from tests.hostile.client import CHAT, chat, create_batch, dial, flood, form_of, line, request, rest_of, send, upload
 
 HEAD: Final = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 SLOW_SECONDS: Final = 45.0
@@ -46,11 +46,11 @@ def traversal(target: Target) -> list[Answer]:
         "..%5c..%5cx",
     )
     kinds = ("/v1/files/{}", "/v1/files/{}/content", "/v1/batches/{}", "/v1/batches/{}/results", "/v1/models/{}")
-    return tally(ask(target, "GET", kind.format(name)) for kind in kinds for name in names)
+    return tally(request(target, "GET", kind.format(name)) for kind in kinds for name in names)
 
 
 def two_authorizations(target: Target) -> list[Answer]:
-    """A proxy may have looked at the other one."""
+    """A proxy may have used the other one."""
     pairs = (("bad", "good"), ("bad", "none"), ("none", "bad"))
     keys = {**target.keys, "none": "tm-none"}
     heads = ("".join(f"Authorization: Bearer {keys[name]}\r\n" for name in pair) for pair in pairs)
@@ -63,7 +63,7 @@ def two_authorizations(target: Target) -> list[Answer]:
 def unknown_keys(target: Target) -> list[Answer]:
     """2,000 keys of the right form that were never made."""
     made = (f"tm-{secrets.token_hex(8)}-{secrets.token_hex(32)}" for _ in range(2_000))
-    return flood((partial(ask, target, "GET", "/v1/models", key=key) for key in made), 16)
+    return flood((partial(request, target, "GET", "/v1/models", key=key) for key in made), 16)
 
 
 def gzip_body(target: Target) -> list[Answer]:
@@ -71,7 +71,7 @@ def gzip_body(target: Target) -> list[Answer]:
 
     packed = gzip.compress(b'{"model": "demo", "x": "' + b"a" * (64 << 20) + b'"}')
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-    return [ask(target, "POST", CHAT, packed, headers=headers)]
+    return [request(target, "POST", CHAT, packed, headers=headers)]
 
 
 def smuggled(target: Target) -> list[Answer]:
@@ -121,7 +121,7 @@ def absurd_parameters(target: Target) -> list[Answer]:
         {"tokenmill": {"timeout": 1e308}}, {"chat_template": "{{ x }}"}, {"model": "/etc/passwd"}, {"model": "s3://a/b"},
         {"messages": [{"role": "user", "content": ["x"] * 9_000}]}, {"messages": []},
     )  # fmt: skip
-    return tally(ask(target, "POST", CHAT, chat("x") | more) for more in given)
+    return tally(request(target, "POST", CHAT, chat("x") | more) for more in given)
 
 
 def json_bombs(target: Target) -> list[Answer]:
@@ -131,7 +131,7 @@ def json_bombs(target: Target) -> list[Answer]:
         b'{"model": "demo", "seed": ' + b"9" * 100_000 + b"}", b'"' + b"a" * (11 << 20) + b'"',
     )  # fmt: skip
     headers = {"Content-Type": "application/json"}
-    return tally(ask(target, "POST", CHAT, body, headers=headers) for body in bodies)
+    return tally(request(target, "POST", CHAT, body, headers=headers) for body in bodies)
 
 
 def idempotency_reuse(target: Target) -> list[Answer]:
@@ -146,13 +146,13 @@ def others_objects(target: Target) -> list[Answer]:
     file, _ = upload(target, line("mine"), "mine.jsonl", key="other")
     if file is None:
         return [Answer("check", "no file of the other tenant")]
-    answers = [ask(target, method, f"/v1/files/{file}{end}")
+    answers = [request(target, method, f"/v1/files/{file}{end}")
                for method, end in (("GET", ""), ("GET", "/content"), ("DELETE", ""))]  # fmt: skip
     return tally([*answers, create_batch(target, file)[1]])
 
 
 def metrics(target: Target) -> list[Answer]:
-    return [ask(target, "GET", "/metrics")]
+    return [request(target, "GET", "/metrics")]
 
 
 def status_of_others(target: Target) -> list[Answer]:
@@ -164,10 +164,10 @@ def status_of_others(target: Target) -> list[Answer]:
         status, data = send(target, "GET", "/v1/status")
         if status != 200:
             return ""
-        return json.dumps([worker.get("figures") or worker.get("metrics") for worker in json.loads(data)["workers"]])
+        return json.dumps([worker.get("metrics") for worker in json.loads(data)["workers"]])
 
     first = shown()
-    usage = [ask(target, "POST", CHAT, chat("status of others " * 20, 7), key="other") for _ in range(3)]
+    usage = [request(target, "POST", CHAT, chat("status of others " * 20, 7), key="other") for _ in range(3)]
     time.sleep(8.0)
     if any(answer.status != "200" for answer in usage):
         return usage

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from tests.hostile.attack import Answer, Attack, Expected, Target
-from tests.hostile.client import CHAT, COMPLETIONS, ask, chat, flood
+from tests.hostile.client import CHAT, COMPLETIONS, chat, flood, request
 
 LONG: Final = 9_900_000
 SECONDS: Final = 110.0
@@ -19,7 +19,7 @@ def bad_request(message: str, code: str = ".*") -> tuple[Expected, ...]:
 
 def _completion(target: Target, prompt: str, **more: Any) -> Answer:
     body = {"model": "demo", "prompt": prompt, "max_tokens": 1, **more}
-    return ask(target, "POST", COMPLETIONS, body, seconds=SECONDS)
+    return request(target, "POST", COMPLETIONS, body, seconds=SECONDS)
 
 
 def _schemas(target: Target, schemas: list[dict[str, Any]], max_tokens: int = 5) -> list[Answer]:
@@ -47,7 +47,7 @@ def long_emoji(target: Target) -> list[Answer]:
 def many_messages(target: Target) -> list[Answer]:
     """A chat of 10,000 messages of 500 bytes."""
     messages = [{"role": "user", "content": "word " * 100}] * 10_000
-    return [ask(target, "POST", CHAT, chat("x") | {"messages": messages}, seconds=SECONDS)]
+    return [request(target, "POST", CHAT, chat("x") | {"messages": messages}, seconds=SECONDS)]
 
 
 def schema_flood(target: Target) -> list[Answer]:
@@ -97,36 +97,36 @@ def grammar_bombs(target: Target) -> list[Answer]:
 def choices_flood(target: Target) -> list[Answer]:
     """200 chats of eight long choices each, given up after 40 seconds."""
     body = chat("tell me a long story", 1_000, n=8, ignore_eos=True) | {"temperature": 1}
-    return flood((partial(ask, target, "POST", CHAT, body, seconds=40.0) for _ in range(200)), 200)
+    return flood((partial(request, target, "POST", CHAT, body, seconds=40.0) for _ in range(200)), 200)
 
 
 def short_flood(target: Target) -> list[Answer]:
     """300 chats of one token, 32 at once."""
-    calls = (partial(ask, target, "POST", CHAT, chat(f"flood {number}")) for number in range(300))
+    calls = (partial(request, target, "POST", CHAT, chat(f"flood {number}")) for number in range(300))
     return flood(calls, 32)
 
 
 def cancelled_flood(target: Target) -> list[Answer]:
     """300 long chats, each hung up on after 50 ms."""
     body = chat("cancel me", 500, ignore_eos=True)
-    return flood((partial(ask, target, "POST", CHAT, body, seconds=0.05) for _ in range(300)), 16)
+    return flood((partial(request, target, "POST", CHAT, body, seconds=0.05) for _ in range(300)), 16)
 
 
 def cache_eviction(target: Target) -> list[Answer]:
     """Answers of the attacker, until the cache is full many times over; another tenant's must still be there."""
-    mine = chat("kept by the other tenant", 2, tokenmill={"cache": True})
-    ask(target, "POST", CHAT, mine, key="other")
+    mine = chat("cached for the other tenant", 2, tokenmill={"cache": True})
+    request(target, "POST", CHAT, mine, key="other")
     bodies = (
         chat(f"evict {number}", 8, logprobs=True, top_logprobs=20, tokenmill={"cache": True}) for number in range(300)
     )
-    answers = flood((partial(ask, target, "POST", CHAT, body) for body in bodies), 12)
+    answers = flood((partial(request, target, "POST", CHAT, body) for body in bodies), 12)
     import json  # noqa: PLC0415
 
     from tests.hostile.client import send  # noqa: PLC0415
 
     status, data = send(target, "POST", CHAT, mine, key="other")
-    kept = status == 200 and json.loads(data)["usage"].get("tokenmill_cached") is True
-    return [*answers, Answer("check", "kept" if kept else "evicted", message="the other tenant's cached answer")]
+    is_cached = status == 200 and json.loads(data)["usage"].get("tokenmill_cached") is True
+    return [*answers, Answer("check", "cached" if is_cached else "evicted", message="the other tenant's cached answer")]
 
 
 FLOODED: Final = (Expected("http", "200"), Expected("http", "429", "rate_limit_exceeded|lane_full", "."))
@@ -158,7 +158,7 @@ TABLE: Final = (
     Attack("model: 300 chats, 32 at once", short_flood, FLOODED, limit_seconds=240),
     Attack("model: 300 chats hung up on", cancelled_flood, (*FLOODED, Expected("timeout", "no answer"))),
     Attack(
-        "model: eviction from the answer cache", cache_eviction, (*FLOODED, Expected("check", "kept", required=True)),
+        "model: eviction from the answer cache", cache_eviction, (*FLOODED, Expected("check", "cached", required=True)),
         ("serve",),
     ),
 )  # fmt: skip

@@ -108,7 +108,7 @@ class Campaign:
     def __init__(self, deployment: Deployment, options: Options) -> None:
         self._deployment = deployment
         self._options = options
-        self._kept: set[str] = set()
+        self._good_batches: set[str] = set()
         self._outcome = Outcome(deployment.form, options)
 
     def run(self, attacks: Sequence[Attack]) -> Outcome:
@@ -188,14 +188,14 @@ class Campaign:
         return [Answer(**answer) for answer in json.loads(read[0])], None
 
     def _clean(self, result: Result, deaths: int) -> str | None:
-        """End what the attack left open, so that the next one is judged by itself; what had to be done by hand."""
+        """End what the attack left open, so that the next one is judged by itself; returns the manual steps."""
         deployment, objects, attack = self._deployment, self._deployment.objects, result.attack
         until = time.monotonic() + (DAMAGED_SECONDS if attack.leaves_jobs else CLEAN_SECONDS)
-        left = objects.open_jobs() - self._kept
+        left = objects.open_jobs() - self._good_batches
         self._cancel(left)
         while left and time.monotonic() < until and len(deployment.deaths) - deaths < MAX_DEATHS:
             time.sleep(1.0)
-            left = objects.open_jobs() - self._kept
+            left = objects.open_jobs() - self._good_batches
         untaken = any(answer.status in ("open", "none") for answer in result.answers)
         hung = attack.name.startswith("drop:") and result.wrong is not None and untaken
         removed = None
@@ -210,13 +210,13 @@ class Campaign:
         try:
             deployment.await_ready()
         except TimeoutError:
-            deployment.restart_without(objects.open_jobs() - self._kept, f"{attack.name}: no answer afterwards")
+            deployment.restart_without(objects.open_jobs() - self._good_batches, f"{attack.name}: no answer afterwards")
             return "no chat was answered afterwards"
         return removed
 
     def _cancel(self, jobs: set[str]) -> None:
-        """By every tenant who may own them."""
-        calls = [partial(self._deployment.ask, "POST", f"/v1/batches/{job}/cancel", key=key, seconds=10.0)
+        """Cancel by every tenant that may own them."""
+        calls = [partial(self._deployment.request, "POST", f"/v1/batches/{job}/cancel", key=key, seconds=10.0)
                  for job in sorted(jobs) for key in ("bad", "other", "limited")]  # fmt: skip
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: call(), calls))
@@ -226,7 +226,7 @@ class Campaign:
         drawn = random.Random(self._options.seed)
         for _ in range(LONG_PROMPTS):
             words = " ".join(str(drawn.randrange(1_000_000)) for _ in range(LONG_PROMPT_WORDS))
-            self._deployment.ask("POST", CHAT, chat(words), key="good")
+            self._deployment.request("POST", CHAT, chat(words), key="good")
 
     def _send_batch(self) -> str | None:
         """The well-behaved tenant's batch."""
@@ -236,7 +236,7 @@ class Campaign:
         )
         file, _ = upload(self._target(), b"".join(rows), "good.jsonl", key="good")
         batch = None if file is None else create_batch(self._target(), file, key="good")[0]
-        self._kept |= {batch} if batch else set()
+        self._good_batches |= {batch} if batch else set()
         return batch
 
     def _texts(self, batch: str | None) -> dict[str, str]:

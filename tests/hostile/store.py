@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.hostile.attack import Answer, Attack, Expected, Target
-from tests.hostile.client import CHAT, ask, batch_end, chat, create_batch, line, upload
+from tests.hostile.client import CHAT, batch_end, chat, create_batch, line, request, upload
 from tests.hostile.objects import Objects, objects_of
 from tests.waiting import HANG_SECONDS
 
@@ -148,7 +148,7 @@ def stopped_worker(target: Target) -> list[Answer]:
 
         with ThreadPoolExecutor(1) as pool:
             time.sleep(1.0)
-            waiting = pool.submit(ask, target, "POST", CHAT, chat("are you there"), key="other", seconds=90)
+            waiting = pool.submit(request, target, "POST", CHAT, chat("are you there"), key="other", seconds=90)
             time.sleep(max(0.0, begun + STOPPED_SECONDS - time.monotonic()))
             os.kill(target.pids["worker"], signal.SIGCONT)
             return [waiting.result()]

@@ -240,7 +240,7 @@ TABLE: Final = (
         (Expected("websocket", "error", message="."), Expected("websocket", "1003|1007|1009"), CLOSED), quick=True,
     ),
     Attack(
-        "websocket: streams that nobody reads", slow_reader,
+        "websocket: streams that no client reads", slow_reader,
         (Expected("websocket", "held"), Expected("http", "429|503"), CLOSED),
     ),
 )  # fmt: skip

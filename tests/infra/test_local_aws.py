@@ -14,7 +14,9 @@ from infra.iam_check import Policy, Right, denied, rights_for
 from infra.local_aws import AwsRequest, MiniStack, cut_out
 
 
-def asked(service: str, method: str, path: str, query: dict[str, list[str]] | None = None, **more: Any) -> AwsRequest:
+def aws_request(
+    service: str, method: str, path: str, query: dict[str, list[str]] | None = None, **more: Any
+) -> AwsRequest:
     fields = {"target": "", "body": b"", "status": 200} | more
     return AwsRequest("intake", service, method, path, query or {}, **fields)
 
@@ -59,7 +61,11 @@ def test_given_a_resources_address_then_its_block_is_known(address: str, block: 
 
 
 def test_given_reads_when_the_policy_covers_only_some_then_the_others_are_denied() -> None:
-    requests = [asked("s3", "GET", "/b/jobs/1"), asked("s3", "GET", "/b/files/1"), asked("s3", "PUT", "/b/jobs/1")]
+    requests = [
+        aws_request("s3", "GET", "/b/jobs/1"),
+        aws_request("s3", "GET", "/b/files/1"),
+        aws_request("s3", "PUT", "/b/jobs/1"),
+    ]
     assert denied(policy(READ), requests) == [
         Right("s3:GetObject", "arn:aws:s3:::b/files/1"),
         Right("s3:PutObject", "arn:aws:s3:::b/jobs/1"),
@@ -67,13 +73,13 @@ def test_given_reads_when_the_policy_covers_only_some_then_the_others_are_denied
 
 
 def test_given_nothing_at_a_key_then_the_right_to_list_is_needed_too() -> None:
-    absent = asked("s3", "GET", "/b/jobs/1", status=404)
+    absent = aws_request("s3", "GET", "/b/jobs/1", status=404)
     assert denied(policy(READ), [absent]) == [Right("s3:ListBucket", "arn:aws:s3:::b")]
     assert denied(policy(READ, LIST), [absent]) == []
 
 
-def test_given_one_version_is_asked_for_then_that_is_a_right_of_its_own() -> None:
-    assert denied(policy(READ), [asked("s3", "GET", "/b/jobs/1", {"versionId": ["v"]})]) == [
+def test_given_one_version_is_requested_then_that_is_a_right_of_its_own() -> None:
+    assert denied(policy(READ), [aws_request("s3", "GET", "/b/jobs/1", {"versionId": ["v"]})]) == [
         Right("s3:GetObjectVersion", "arn:aws:s3:::b/jobs/1")
     ]
 
@@ -81,7 +87,7 @@ def test_given_one_version_is_asked_for_then_that_is_a_right_of_its_own() -> Non
 def test_given_many_objects_are_deleted_at_once_then_each_needs_the_right() -> None:
     body = b"<Delete><Object><Key>jobs/1</Key></Object><Object><Key>keys/2</Key></Object></Delete>"
     allowed = policy({"Effect": "Allow", "Action": "s3:DeleteObject", "Resource": "arn:aws:s3:::b/jobs/*"})
-    assert denied(allowed, [asked("s3", "POST", "/b", {"delete": [""]}, body=body)]) == [
+    assert denied(allowed, [aws_request("s3", "POST", "/b", {"delete": [""]}, body=body)]) == [
         Right("s3:DeleteObject", "arn:aws:s3:::b/keys/2")
     ]
 
@@ -95,7 +101,7 @@ def test_given_metrics_of_another_namespace_then_the_condition_denies_them(pack:
 
     def put(namespace: str) -> AwsRequest:
         body = pack(json.dumps({"Namespace": namespace}).encode())
-        return asked("monitoring", "POST", "/", target="GraniteServiceVersion20100801.PutMetricData", body=body)
+        return aws_request("monitoring", "POST", "/", target="GraniteServiceVersion20100801.PutMetricData", body=body)
 
     assert denied(policy(statement), [put("tokenmill")]) == []
     assert [right.action for right in denied(policy(statement), [put("elsewhere")])] == ["cloudwatch:PutMetricData"]
@@ -109,13 +115,13 @@ def test_given_a_denial_then_it_wins() -> None:
 
 def test_given_rights_that_no_request_needed_then_they_are_reported() -> None:
     made = policy(READ, LIST)
-    assert denied(made, [asked("s3", "GET", "/b/jobs/1")]) == []
+    assert denied(made, [aws_request("s3", "GET", "/b/jobs/1")]) == []
     assert made.unused() == [("s3:ListBucket", "arn:aws:s3:::b")]
 
 
 def test_given_messages_in_a_batch_then_the_right_is_that_to_one() -> None:
     body = json.dumps({"QueueUrl": "http://here/000000000000/drops"}).encode()
-    request = asked("sqs", "POST", "/", target="AmazonSQS.DeleteMessageBatch", body=body)
+    request = aws_request("sqs", "POST", "/", target="AmazonSQS.DeleteMessageBatch", body=body)
     assert list(rights_for(request)) == [Right("sqs:DeleteMessage", "arn:aws:sqs:us-east-1:000000000000:drops")]
 
 

@@ -123,7 +123,7 @@ def test_given_the_targets_of_prometheus_then_they_are_services_of_compose() -> 
         assert services[name]["environment"]["TOKENMILL_METRICS__PORT"] == "9100"
         assert services[name]["environment"]["TOKENMILL_METRICS__HOST"] == "0.0.0.0"
     for name in ("prometheus", "grafana"):
-        assert services[name]["profiles"] == ["observability"], "it comes only when asked for"
+        assert services[name]["profiles"] == ["observability"], "it starts only when its profile is requested"
         for volume in services[name]["volumes"]:
             if volume.startswith("./"):
                 assert (ROOT / volume.partition(":")[0]).exists(), volume
@@ -145,8 +145,8 @@ def test_given_promtool_then_rules_and_settings_are_valid_and_each_alert_fires_a
 def test_given_the_synthetic_series_then_each_alert_is_tested_both_silent_and_firing() -> None:
     seen: dict[str, set[bool]] = {name: set() for name in NAMES}
     for case in yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text())["tests"]:
-        for looked in case["promql_expr_test"]:
-            name = re.search(r'alertname="(\w+)"', looked["expr"])
+        for checked in case["promql_expr_test"]:
+            name = re.search(r'alertname="(\w+)"', checked["expr"])
             assert name is not None
-            seen[name[1]].add(looked["exp_samples"][0]["value"] > 0)
+            seen[name[1]].add(checked["exp_samples"][0]["value"] > 0)
     assert [name for name in NAMES if seen[name] != {True, False}] == []

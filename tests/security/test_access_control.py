@@ -17,7 +17,7 @@ from pipeline.gateway.http.api_keys import Scope
 from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 
 OPEN = {"/", "/static/{name}", "/healthz", "/readyz", "/openapi.json"}
-"""What everybody may ask for. Nothing of any tenant is in it."""
+"""Routes that need no key. Their answers hold nothing of any tenant."""
 NEEDS_NO_SCOPE = {"/v1/models", "/v1/models/{model}"}
 OF_A_TENANT = ("{file_id}", "{batch_id}", "{stream_id}")
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
@@ -68,7 +68,7 @@ def routes(harness: HttpHarness) -> list[Route]:
 
 
 @dataclass(frozen=True)
-class Settled:
+class AcmeGateway:
     """A gateway with a file, a batch and a stream of the tenant acme."""
 
     harness: HttpHarness
@@ -76,7 +76,7 @@ class Settled:
     names: dict[str, str]
     http: Any
 
-    def ask(self, route: Route, key: str | None, **names: str) -> Any:
+    def request(self, route: Route, key: str | None, **names: str) -> Any:
         """The answer's status and body, whatever it is."""
         path = route.at(**{**self.names, **names})
         headers = {} if key is None else {"Authorization": key if " " in key else f"Bearer {key}"}
@@ -90,7 +90,7 @@ class Settled:
 
 
 @pytest.fixture(scope="module")
-def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settled]:
+def acme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AcmeGateway]:
     with run_http_harness(tmp_path_factory.mktemp("harness")) as harness:
         _, key = harness.keys.create("acme", tuple(Scope))
         client = harness.client(key)
@@ -103,7 +103,7 @@ def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settled]:
             stream = http.post("/v1/chat/completions", json=body).headers["x-stream-id"]
         names = {"file_id": file.id, "batch_id": batch.id, "stream_id": stream, "model": "tiny"}
         with harness.http() as http:
-            yield Settled(harness, key, names, http)
+            yield AcmeGateway(harness, key, names, http)
 
 
 def wrong_keys(harness: HttpHarness, real: str) -> dict[str, str | None]:
@@ -115,76 +115,76 @@ def wrong_keys(harness: HttpHarness, real: str) -> dict[str, str | None]:
         "no Bearer": f"Token {real}",
         "nonsense": "sk-1234",
         "another scheme": f"Basic {real}",
-        "one letter is wrong": real[:-1] + ("0" if real[-1] != "0" else "1"),
+        "one character is wrong": real[:-1] + ("0" if real[-1] != "0" else "1"),
         "another's secret": revoked_text[:20] + real[20:],
         "expired": expired,
         "revoked": revoked_text,
     }
 
 
-def test_no_route_answers_without_a_valid_key(settled: Settled) -> None:
-    found = routes(settled.harness)
+def test_no_route_answers_without_a_valid_key(acme: AcmeGateway) -> None:
+    found = routes(acme.harness)
     assert len(found) >= 17, "routes are not found"
-    for what, key in wrong_keys(settled.harness, settled.key).items():
+    for what, key in wrong_keys(acme.harness, acme.key).items():
         for route in found:
-            status, body = settled.ask(route, key)
+            status, body = acme.request(route, key)
             assert (status, b"invalid_api_key" in body) == (401, True), (what, route, status)
-    with settled.harness.http(settled.key) as http:
-        assert http.get(f"/v1/files/{settled.names['file_id']}").status_code == 200, "nothing was removed meanwhile"
+    with acme.harness.http(acme.key) as http:
+        assert http.get(f"/v1/files/{acme.names['file_id']}").status_code == 200, "nothing was removed meanwhile"
 
 
-def test_a_key_has_access_to_the_routes_of_its_scopes_only(settled: Settled) -> None:
-    keys = {scope: settled.harness.keys.create("acme", (scope,))[1] for scope in Scope if scope is not Scope.ADMIN}
-    for route in routes(settled.harness):
+def test_a_key_has_access_to_the_routes_of_its_scopes_only(acme: AcmeGateway) -> None:
+    keys = {scope: acme.harness.keys.create("acme", (scope,))[1] for scope in Scope if scope is not Scope.ADMIN}
+    for route in routes(acme.harness):
         if route.path.replace(":path}", "}") in NEEDS_NO_SCOPE:
             continue
         for scope, key in keys.items():
             if scope is not route.scope:
-                status, body = settled.ask(route, key)
+                status, body = acme.request(route, key)
                 assert (status, b"missing_scope" in body) == (403, True), (scope, route, status)
 
 
-def test_objects_of_other_tenants_are_not_found(settled: Settled) -> None:
-    _, stranger = settled.harness.keys.create("stranger", tuple(Scope))
+def test_objects_of_other_tenants_are_not_found(acme: AcmeGateway) -> None:
+    _, stranger = acme.harness.keys.create("stranger", tuple(Scope))
     tried = 0
-    for route in routes(settled.harness):
+    for route in routes(acme.harness):
         if not any(name in route.path for name in OF_A_TENANT):
             continue
-        status, body = settled.ask(route, stranger)
+        status, body = acme.request(route, stranger)
         assert status == 404, route
-        nobody = {"file_id": "file-" + "0" * 25, "batch_id": "job-" + "0" * 17, "stream_id": "http-" + "0" * 32}
-        same, other = settled.ask(route, stranger, **nobody)
-        for name, value in nobody.items():
-            body, other = body.replace(settled.names[name].encode(), b"ID"), other.replace(value.encode(), b"ID")
+        unknown = {"file_id": "file-" + "0" * 25, "batch_id": "job-" + "0" * 17, "stream_id": "http-" + "0" * 32}
+        same, other = acme.request(route, stranger, **unknown)
+        for name, value in unknown.items():
+            body, other = body.replace(acme.names[name].encode(), b"ID"), other.replace(value.encode(), b"ID")
         assert (status, body) == (same, other), "the response reveals that it is another's"
         tried += 1
     assert tried >= 8
-    with settled.harness.http(stranger) as http:
+    with acme.harness.http(stranger) as http:
         for path in ("/v1/files", "/v1/batches"):
             assert http.get(path).json()["data"] == []
         wanted = {
-            "input_file_id": settled.names["file_id"], "endpoint": "/v1/chat/completions", "completion_window": "24h",
+            "input_file_id": acme.names["file_id"], "endpoint": "/v1/chat/completions", "completion_window": "24h",
         }  # fmt: skip
         assert http.post("/v1/batches", json=wanted).status_code == 404
-    with settled.harness.http(settled.key) as http:
-        assert http.get(f"/v1/files/{settled.names['file_id']}").status_code == 200
-        assert http.get(f"/v1/batches/{settled.names['batch_id']}").json()["status"] != "cancelled"
+    with acme.harness.http(acme.key) as http:
+        assert http.get(f"/v1/files/{acme.names['file_id']}").status_code == 200
+        assert http.get(f"/v1/batches/{acme.names['batch_id']}").json()["status"] != "cancelled"
 
 
-def test_no_id_allows_path_traversal(settled: Settled) -> None:
-    root = settled.harness.world.scratch.parent.parent
+def test_no_id_allows_path_traversal(acme: AcmeGateway) -> None:
+    root = acme.harness.world.scratch.parent.parent
     secret = root.parent / "secret"
     secret.write_text("hunter2")
     before = {path for path in root.parent.rglob("*") if path.is_file()}
-    page = settled.http.get("/").content
+    page = acme.http.get("/").content
     static = Route("GET", "/static/{name}")
-    for route in [*routes(settled.harness), static]:
+    for route in [*routes(acme.harness), static]:
         if "{" not in route.path:
             continue
         for trick in TRICKS:
             quoted = quote(trick, safe="%/")
-            status, body = settled.ask(route, settled.key, name=quoted, **dict.fromkeys(settled.names, quoted))
-            # A client that shortens the path itself asks for a list, or for the page.
+            status, body = acme.request(route, acme.key, name=quoted, **dict.fromkeys(acme.names, quoted))
+            # A client that shortens the path itself requests a list, or the page.
             assert 400 <= status < 500 or (status == 200 and (b'"object":"list"' in body or body == page)), (
                 route, trick, status,
             )  # fmt: skip
@@ -194,14 +194,14 @@ def test_no_id_allows_path_traversal(settled: Settled) -> None:
     assert all(root in path.parents for path in after - before), "something was written elsewhere"
 
 
-def test_other_headers_and_fields_dont_change_the_tenant(settled: Settled) -> None:
-    """Only the key says who asks."""
-    _, stranger = settled.harness.keys.create("stranger", tuple(Scope))
+def test_other_headers_and_fields_dont_change_the_tenant(acme: AcmeGateway) -> None:
+    """Only the key determines the tenant."""
+    _, stranger = acme.harness.keys.create("stranger", tuple(Scope))
     tricks: list[Callable[[Any], Any]] = [
         lambda http: http.get("/v1/files", headers={"X-Tenant": "acme", "OpenAI-Organization": "acme"}),
-        lambda http: http.get("/v1/files?tenant=acme&key=" + settled.key),
-        lambda http: http.get("/v1/files", headers={"Cookie": f"key={settled.key}", "X-Api-Key": settled.key}),
+        lambda http: http.get("/v1/files?tenant=acme&key=" + acme.key),
+        lambda http: http.get("/v1/files", headers={"Cookie": f"key={acme.key}", "X-Api-Key": acme.key}),
     ]
-    with settled.harness.http(stranger) as http:
+    with acme.harness.http(stranger) as http:
         for trick in tricks:
             assert trick(http).json()["data"] == []

@@ -24,7 +24,7 @@ UPSTREAM_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Fault:
-    """What befalls a request.
+    """A rule: what happens to a matching request.
 
     Attributes:
         kind: "status": answered so, and not passed on.  "slow": passed on after `seconds`.
@@ -57,8 +57,8 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A request that came, and what became of it: a status, or the kind of fault that ended it."""
+class ProxiedRequest:
+    """A received request and its outcome: a status, or the kind of fault that ended it."""
 
     method: str
     path: str
@@ -87,12 +87,10 @@ class FaultyHttp:
         assert parts.hostname is not None
         self.host, self.upstream_port = parts.hostname, parts.port or 80
         self.faults: list[Fault] = []
-        self.seen: list[Seen] = []
+        self.seen: list[ProxiedRequest] = []
         self.watch = watch
         self.remember = remember
-        self.strip: set[tuple[str, str]] = (
-            set()
-        )  # (method, header in small letters) that are not forwarded to the server
+        self.strip: set[tuple[str, str]] = set()  # (method, header in lower case) that are not forwarded to the server
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -138,7 +136,7 @@ class FaultyHttp:
                     return fault
         return None
 
-    def record(self, seen: Seen) -> None:
+    def record(self, seen: ProxiedRequest) -> None:
         if self.remember:
             with self._lock:
                 self.seen.append(seen)
@@ -205,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _note(self, outcome: int | str) -> None:
         """Record the request before the client gets its response, so that a test with a response finds the record."""
-        self.server.proxy.record(Seen(self.command, self.path, dict(self.headers.items()), outcome))
+        self.server.proxy.record(ProxiedRequest(self.command, self.path, dict(self.headers.items()), outcome))
 
     def _pass_on(self, body: bytes, kind: str, late: float) -> None:
         """Forward the request and its response, unless the response is to be lost; an unreachable server is a

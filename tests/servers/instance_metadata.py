@@ -16,7 +16,7 @@ class MetadataServer:
     Attributes:
         said: name below /latest/meta-data/ -> its value; other names are not found.
         notices: codes and bodies for the notice of a spot instance, one for each question, and the last one for ever.
-        noticed: how often that was asked for.
+        noticed: how often that was requested.
         silent: while it is set, questions are taken and not answered.
     """
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.servers.process import MissingServer, ServerProcess, answers
 
-# ApiVersions, version 0: what every client asks first. Size; then key, version, correlation, no client id.
+# ApiVersions, version 0: the first request of every client. Size; then key, version, correlation, no client id.
 QUESTION = struct.pack(">ihhih", 10, 18, 0, 1, -1)
 
 

@@ -15,7 +15,7 @@ from tests.servers.process import MissingServer, ServerProcess, answers
 
 
 class PrometheusServer(ServerProcess):
-    """Asks `targets` (job -> "host:port", …) often, and judges by the rules of `rules`."""
+    """Scrapes `targets` (job -> "host:port", …) often, and evaluates the rules of `rules`."""
 
     name = "prometheus"
 
@@ -28,10 +28,10 @@ class PrometheusServer(ServerProcess):
             "scrape_configs": [
                 {
                     "job_name": job,
-                    "static_configs": [{"targets": places}],
+                    "static_configs": [{"targets": addresses}],
                     "metric_relabel_configs": [{"source_labels": ["worker"], "regex": ".+", "action": "drop"}],
                 }
-                for job, places in targets.items()
+                for job, addresses in targets.items()
             ],
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -48,10 +48,10 @@ class PrometheusServer(ServerProcess):
     def is_ready(self) -> bool:
         return answers(self.port, b"GET /-/ready HTTP/1.0\r\n\r\n", b"HTTP/1.0 200")
 
-    def query(self, question: str) -> list[dict[str, Any]]:
-        """What it answers now: [{"metric": labels, "value": (moment, text)}]."""
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The result now: [{"metric": labels, "value": (moment, text)}]."""
         with urlopen(
-            f"http://127.0.0.1:{self.port}/api/v1/query?{urlencode({'query': question})}", timeout=10
+            f"http://127.0.0.1:{self.port}/api/v1/query?{urlencode({'query': expression})}", timeout=10
         ) as answer:
             found = json.load(answer)
         assert found["status"] == "success", found

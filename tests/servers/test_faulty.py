@@ -103,14 +103,14 @@ def test_chance_hits_some_and_the_same_seed_the_same(s3_server: MotoServer) -> N
     assert outcomes() == first
 
 
-def ask(connection: socket.socket, words: bytes = b"PING\r\n") -> bytes:
+def send_command(connection: socket.socket, words: bytes = b"PING\r\n") -> bytes:
     connection.sendall(words)
     return connection.recv(4096)
 
 
 def closed(connection: socket.socket) -> bool:
     try:
-        return ask(connection) == b""
+        return send_command(connection) == b""
     except ConnectionError:
         return True
 
@@ -121,17 +121,17 @@ def connect(wire: FaultyTcp) -> socket.socket:
 
 def test_a_wire_delays_cuts_refuses_and_falls_silent(wire: FaultyTcp) -> None:
     with connect(wire) as connection:
-        assert ask(connection) == b"+PONG\r\n"
+        assert send_command(connection) == b"+PONG\r\n"
         wire.delay = 0.1
         began = time.monotonic()
-        assert ask(connection) == b"+PONG\r\n"
+        assert send_command(connection) == b"+PONG\r\n"
         assert time.monotonic() - began >= 0.2
         wire.restore()
 
         wire.silence()
         connection.settimeout(0.2)
         with pytest.raises(TimeoutError):
-            ask(connection)
+            send_command(connection)
         connection.settimeout(1.0)
         wire.restore()
         assert connection.recv(4096) == b"+PONG\r\n"
@@ -144,4 +144,4 @@ def test_a_wire_delays_cuts_refuses_and_falls_silent(wire: FaultyTcp) -> None:
         assert closed(connection)
     wire.restore()
     with connect(wire) as connection:
-        assert ask(connection) == b"+PONG\r\n"
+        assert send_command(connection) == b"+PONG\r\n"

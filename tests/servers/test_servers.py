@@ -41,7 +41,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def ask(server: RedisServer, *words: str) -> bytes:
+def send_command(server: RedisServer, *words: str) -> bytes:
     """One command, one answer."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_SECONDS) as connection:
         connection.sendall(" ".join(words).encode() + b"\r\n")
@@ -53,25 +53,25 @@ def test_given_a_server_that_was_killed_when_it_starts_again_then_it_is_on_its_p
     redis_server: RedisServer,
 ) -> None:
     port, first = redis_server.port, redis_server.pid
-    assert ask(redis_server, "SET", "key", "value") == b"+OK\r\n"
+    assert send_command(redis_server, "SET", "key", "value") == b"+OK\r\n"
 
     redis_server.kill()
     with pytest.raises(OSError, match="refused"):
-        ask(redis_server, "PING")
+        send_command(redis_server, "PING")
     redis_server.start()
 
     assert (redis_server.port, redis_server.pid != first) == (port, True)
-    assert ask(redis_server, "GET", "key") == b"$5\r\nvalue\r\n"
+    assert send_command(redis_server, "GET", "key") == b"$5\r\nvalue\r\n"
     redis_server.start_empty()
-    assert ask(redis_server, "GET", "key") == b"$-1\r\n"
+    assert send_command(redis_server, "GET", "key") == b"$-1\r\n"
 
 
 def test_given_a_paused_server_then_nothing_answers_until_it_is_resumed(redis_server: RedisServer) -> None:
     redis_server.pause()
     with pytest.raises(TimeoutError):
-        ask(redis_server, "PING")
+        send_command(redis_server, "PING")
     redis_server.resume()
-    assert ask(redis_server, "PING") == b"+PONG\r\n"
+    assert send_command(redis_server, "PING") == b"+PONG\r\n"
 
 
 def test_given_a_server_that_a_test_left_killed_or_paused_when_it_is_revived_then_it_answers(
@@ -79,10 +79,10 @@ def test_given_a_server_that_a_test_left_killed_or_paused_when_it_is_revived_the
 ) -> None:
     redis_server.pause()
     redis_server.revive()
-    assert ask(redis_server, "PING") == b"+PONG\r\n"
+    assert send_command(redis_server, "PING") == b"+PONG\r\n"
     redis_server.kill()
     redis_server.revive()
-    assert ask(redis_server, "PING") == b"+PONG\r\n"
+    assert send_command(redis_server, "PING") == b"+PONG\r\n"
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -135,7 +135,7 @@ def test_each_server_starts_answers_and_ends(
     durable_s3_server: SeaweedServer,
     kafka_broker: KafkaBroker,
 ) -> None:
-    """The session's own are asked for so that one that is not installed is reported as such."""
+    """The session's own are requested so that one that is not installed is reported as such."""
     with kind(tmp_path) as server:
         assert server.is_ready()
         pid = server.pid
@@ -169,7 +169,7 @@ def test_given_a_broker_on_s3_that_was_killed_when_it_starts_again_then_it_has_i
     assert found == [b"0", b"1", b"2", b"3", b"4"]
 
 
-class MissingOne(RedisServer):
+class MissingServerProgram(RedisServer):
     """A server whose package isn't installed."""
 
     def command(self) -> list[str]:
@@ -181,7 +181,7 @@ def test_a_missing_server_is_an_error_in_ci_and_a_skip_elsewhere(
 ) -> None:
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match="some-package; in CI every server must be there"):
-        next(started(MissingOne(tmp_path), pytestconfig))
+        next(started(MissingServerProgram(tmp_path), pytestconfig))
     monkeypatch.delenv("CI")
     with pytest.raises(pytest.skip.Exception, match="NOT TESTED HERE: nothing-of-this-name is missing"):
-        next(started(MissingOne(tmp_path), pytestconfig))
+        next(started(MissingServerProgram(tmp_path), pytestconfig))

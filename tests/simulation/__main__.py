@@ -2,7 +2,7 @@
 
 python -m tests.simulation --seeds 2000           seeds 0 … 1999 of each kind over all cores; fails if a history breaks
 python -m tests.simulation --kind root 4711       one seed, with its trace; kinds are "job" and "root"
-python -m tests.simulation kept/NAME.json         one that was kept
+python -m tests.simulation kept/NAME.json         a stored one
 python -m tests.simulation 4711 --minimise FILE   the smallest scenario that breaks in the same way
 """
 
@@ -18,7 +18,7 @@ from tests.simulation.history import Outcome
 
 
 def main() -> int:
-    """Run as told; 1 when a history broke."""
+    """Run as the command line says; 1 when a history broke."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
     parser.add_argument("which", nargs="?", help="a seed, or a file with a scenario")
     parser.add_argument("--kind", choices=KINDS, help="of histories: one job alone, or a whole root; of seeds: both")
@@ -53,13 +53,13 @@ def main() -> int:
 def _campaign(seeds: range, kind: str, processes: int | None) -> int:
     begun = time.monotonic()
 
-    def tell(summary: Summary, outcome: Outcome) -> None:
+    def report(summary: Summary, outcome: Outcome) -> None:
         if outcome.broken is not None:
             print(f"{kind} {outcome.seed}: {outcome.broken}", file=sys.stderr)
         if summary.histories % 500 == 0:
             print(f"{kind}: {summary.histories:,} of {len(seeds):,}, {len(summary.broken)} broken", file=sys.stderr)
 
-    summary = run_seeds(seeds, kind=kind, processes=processes, tell=tell)
+    summary = run_seeds(seeds, kind=kind, processes=processes, on_outcome=report)
     seconds = time.monotonic() - begun
     print(f"-- {kind}")
     for line in summary.lines():

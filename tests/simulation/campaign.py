@@ -40,7 +40,7 @@ def run_scenario(scenario: AnyScenario) -> Outcome:
 
 
 def read_scenario(text: str) -> AnyScenario:
-    """A scenario that was written down."""
+    """A scenario from its JSON."""
     return RootScenario.from_json(text) if "root" in json.loads(text) else Scenario.from_json(text)
 
 
@@ -95,18 +95,18 @@ def run_seeds(
     *,
     kind: str = "job",
     processes: int | None = None,
-    tell: Callable[[Summary, Outcome], None] | None = None,
+    on_outcome: Callable[[Summary, Outcome], None] | None = None,
 ) -> Summary:
     """Simulate the histories of these seeds.
 
     Args:
-        kind: of `KINDS`.  processes: how many at once; None: one for each core.  tell: called after each.
+        kind: of `KINDS`.  processes: how many at once; None: one for each core.  on_outcome: called after each.
     """
     summary = Summary(KINDS[kind].faults)
     for outcome in _outcomes(seeds, kind, processes or os.cpu_count() or 1):
         summary.add(outcome)
-        if tell is not None:
-            tell(summary, outcome)
+        if on_outcome is not None:
+            on_outcome(summary, outcome)
     return summary
 
 

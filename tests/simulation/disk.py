@@ -1,7 +1,7 @@
 """A simulated disk that loses data which was not synced.
 
-Files really lie in a folder (in memory, where the machine has such a place), so the store's reading is the real one.
-What is kept beside them is what a power cut may take back: bytes of files never synced, and names that appeared or
+The files are in a real folder (in memory, where the machine has one), so the store's reads are real. Recorded next to
+them is what a power cut may take back: bytes of files never synced, and names that appeared or
 vanished since their folder was last synced. Each may be lost alone: POSIX promises no order.
 """
 
@@ -26,10 +26,10 @@ class _File:
 
 
 @dataclass(frozen=True, eq=False)
-class _Gone:
-    """A file whose removal is not synced; it really lies at `kept`."""
+class _UnsyncedRemoval:
+    """A file whose removal is not synced; `stored_at` has its bytes."""
 
-    kept: Path
+    stored_at: Path
     file: _File
 
 
@@ -46,7 +46,9 @@ class Device:
         self._attic = attic
         self._chance = chance
         self._files: dict[Path, _File] = {}
-        self._before: dict[Path, dict[str, _Gone | None]] = {}  # folder -> name -> what it was when last synced
+        self._before: dict[
+            Path, dict[str, _UnsyncedRemoval | None]
+        ] = {}  # folder -> name -> what it was when last synced
         self._count = 0
 
     def appears(self, path: Path, file: _File | None = None) -> None:
@@ -69,9 +71,9 @@ class Device:
                 del changes[path.name]
             return
         self._count += 1
-        kept = self._attic / str(self._count)
-        path.rename(kept)
-        changes[path.name] = _Gone(kept, file)
+        stored_at = self._attic / str(self._count)
+        path.rename(stored_at)
+        changes[path.name] = _UnsyncedRemoval(stored_at, file)
 
     def moves(self, source: Path, target: Path) -> None:
         """Rename, over another file if need be."""
@@ -92,7 +94,7 @@ class Device:
         """The folder's names are on the disk."""
         for gone in self._before.pop(folder, {}).values():
             if gone is not None:
-                gone.kept.unlink()
+                gone.stored_at.unlink()
 
     def unsynced(self, folder: Path) -> set[str]:
         """Names in `folder` that a power cut may take back; all, when it may take the folder itself."""
@@ -116,13 +118,13 @@ class Device:
         self._before.clear()
         self._files = {path: file for path, file in self._files.items() if path.exists()}
 
-    def _restore(self, path: Path, before: _Gone | None) -> None:
+    def _restore(self, path: Path, before: _UnsyncedRemoval | None) -> None:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
         if before is not None:
-            before.kept.rename(path)
+            before.stored_at.rename(path)
             self._files[path] = before.file
 
     def _tear(self, path: Path) -> None:
@@ -162,7 +164,7 @@ class ProcessDisk:
     def sync_file(self, path: Path) -> None:
         self._point("sync_file", path)
         path.stat()
-        self._need_space()  # where space is given late, a file that was written may still find none
+        self._need_space()  # where space is allocated late, a file that was written may still find none
         self._device.file(path).synced = True
 
     def sync_folder(self, path: Path) -> None:

@@ -33,7 +33,7 @@ from workers.shards.worker import ShardWorker
 JOB = "job-1"
 PREFIX = f"jobs/{JOB}/"
 IDLE_SECONDS = 0.5
-"""A worker that has nothing to do looks so often: sleeping longer than asked is what machines do."""
+"""Poll interval of an idle worker: a machine may sleep for longer than requested."""
 
 
 @dataclass
@@ -52,8 +52,8 @@ class JobHarness:
     """The state that the processes of one history share.
 
     Attributes:
-        input: the job's, pinned.  acknowledged: objects that some process was told to stand.
-        starting_anew: a door was told to forget the job, and has not done so yet; it is alone then, as a lock sees to.
+        input: the job's, pinned.  acknowledged: objects whose creation was reported to a process.
+        starting_anew: an ingest source is to start the job afresh and has not done so yet; it holds the lock then.
         over: planners and dispatchers have come to their end, so the workers may go.
     """
 
@@ -94,7 +94,7 @@ class JobHarness:
             yield ProcessPorts(process, world, JobLedger(store, PREFIX), queue, heartbeats)
 
     def order(self) -> JobOrder:
-        """What every door orders."""
+        """The job that every ingest source orders."""
         scenario = self.scenario
         settings = PlanSettings(
             segment_rows=scenario.segment_rows, max_shard_rows=scenario.shard_rows, shard_tokens=scenario.shard_tokens
@@ -108,8 +108,8 @@ class JobHarness:
         )
 
     def plan(self, process: Process) -> None:
-        """A door and its planner: the first segment, then the rest. Each life counts tokens in its own way, so plans
-        that race are different ones."""
+        """An ingest source and its planner: first segment, then the rest. Each life counts tokens in its own way, so
+        plans that race are different ones."""
         self._wait_for_the_lock(process)
         with self.ports(process) as ports:
             job = submit(self.order(), ports.ledger, ports.world, job_id=JOB, fresh=self.starting_anew).job
@@ -134,7 +134,7 @@ class JobHarness:
             while ports.ledger.find_job() is None:
                 ports.world.clock.sleep(1.0)
             dispatcher.add(ports.ledger)
-            dispatcher.run(cast(Any, _Never()))
+            dispatcher.run(cast(Any, _NeverStopped()))
 
     def work(self, process: Process) -> None:
         """A worker, until the others have ended."""
@@ -163,7 +163,7 @@ class JobHarness:
                 heartbeat_timer=timer_of(process) if process.threaded else None,
             )  # fmt: skip
             try:
-                worker.run(cast(Any, _Asked(process)))
+                worker.run(cast(Any, _StopRequested(process)))
             finally:
                 if isinstance(helper, SecondThread):
                     self.watch.waited(process, helper.longest)
@@ -171,7 +171,7 @@ class JobHarness:
                 helper.shutdown(cancel_futures=True)
 
     def cancel(self, process: Process) -> None:
-        """A user who has had enough."""
+        """A user who cancels the job."""
         self._wait_for_the_lock(process)
         with self.ports(process) as ports:
             while ports.ledger.find_job() is None:
@@ -180,7 +180,7 @@ class JobHarness:
                 ports.ledger.create_closing(Closing(kind="cancel", at=ports.world.clock.now()))
 
     def _wait_for_the_lock(self, process: Process) -> None:
-        """While a job is being forgotten, nobody else is at it."""
+        """While a job is started afresh, no other process works on it."""
         while self.starting_anew and process.name != "planner":
             process.sleep(1.0)
 
@@ -190,13 +190,13 @@ class JobHarness:
             submit(self.order(), ports.ledger, ports.world, job_id=JOB)
 
 
-class _Never:
+class _NeverStopped:
     def is_set(self) -> bool:
         return False
 
 
-class _Asked:
-    """Set once the process was asked to end."""
+class _StopRequested:
+    """Set once the process is to stop."""
 
     def __init__(self, process: Process) -> None:
         self._process = process

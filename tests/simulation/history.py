@@ -39,7 +39,7 @@ class Outcome:
     """What became of a history.
 
     Attributes:
-        broken: the promise that was broken, or None.  digest: of the trace, and of every byte that was left.
+        broken: the invariant that was violated, or None.  digest: of the trace, and of every byte that was left.
         seconds: simulated, from the end of the last fault to the end of the job.
     """
 
@@ -58,9 +58,9 @@ class Outcome:
 
 
 def memory_folder() -> Path | None:
-    """Where files cost no disk access, if the machine has such a place."""
-    place = Path("/dev/shm")
-    return place if place.is_dir() else None
+    """A folder in memory, where files cost no disk access, if the machine has one."""
+    folder = Path("/dev/shm")
+    return folder if folder.is_dir() else None
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -75,7 +75,7 @@ def simulate(scenario: Scenario) -> Outcome:
 
 @contextmanager
 def silent_logs() -> Iterator[None]:
-    """Nothing is logged in the block. The configuration is the process's: it is restored for whoever comes after."""
+    """Nothing is logged in the block. The configuration is the process's: it is restored after the block."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
@@ -107,10 +107,10 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
     def cut_power() -> None:
         look()
         unsynced = device.unsynced(oracle.folder / "results")
-        papers = device.unsynced(oracle.folder)
+        records = device.unsynced(oracle.folder)
         device.cut_power()
         broker.clear()
-        oracle.power_was_cut(unsynced, papers)
+        oracle.power_was_cut(unsynced, records)
         look()
 
     def start_anew(process: Process, fault: Fault) -> None:
@@ -150,7 +150,7 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
 
 
 def _list_jobs(root: Path, *, exact: bool) -> None:
-    """Look as a user of the command line does: whatever stands at this moment must be readable."""
+    """List jobs as the command line does: all that is stored at this moment must be readable."""
     ledger = JobLedger(FolderStore(root, read_only=True), PREFIX)
     try:
         summarize_job(ledger, exact=exact)

@@ -34,7 +34,7 @@ class Killed(BaseException):
 
 
 class Broken(BaseException):
-    """Raised when a history breaks a promise. Nothing of the pipeline's may catch it."""
+    """Raised when a history violates an invariant. Nothing of the pipeline's may catch it."""
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Process:
     Attributes:
         wake: machine time before which none of its threads goes on.
         dead: this life has ended; every call of it raises.
-        stopping: it was asked to end by itself.  troubled: it met a full disk in this life.
+        stopping: it is to end by itself.  troubled: it met a full disk in this life.
         failing: steps of its engine that are still to fail; infinite: all of them, in this life.
         threaded: it has a second thread.  threads: those that live, the one that runs the body first.
         open_files: descriptors to be closed at death.
@@ -144,7 +144,7 @@ class ProcessClock:
 
     def now(self) -> datetime:
         machine = self._process.machine
-        if self._process.threaded:  # parts are built around a look at the clock: here they may stay half built
+        if self._process.threaded:  # parts are built around a read of the clock: here they may stay half built
             self._process.point("clock.now")
         return START + timedelta(seconds=round(machine.now + machine.wall_offset, 6))
 
@@ -170,7 +170,7 @@ class Machine:
     """Runs processes until all are done.
 
     Args:
-        faults: each strikes once, at its call; what strikes is told to `strike`, which the owner sets.
+        faults: each strikes once, at its call; kinds that the machine doesn't know are in `strikes`.
         look: called at random moments, between two turns: after one of them with `look_chance`.
     """
 

@@ -49,11 +49,11 @@ FindPoison = Callable[[str], Poison | None]
 @functools.cache
 def tokenizer() -> Tokenizer:
     """Byte-level, without merges: each character is a token."""
-    dead_letters = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     as_written = {chr(code): chr(code) for code in range(33, 127)} | {" ": "Ġ", "\n": "Ċ"}
     vocabulary = {text: at for at, text in enumerate(SPECIALS)}
     for character, letter in as_written.items():
-        assert letter in dead_letters
+        assert letter in alphabet
         vocabulary[letter] = FIRST_CHARACTER + ord(character)
     vocabulary |= {f"Ġw{word:02d}": FIRST_WORD + word for word in range(WORDS)}
     rust = RustTokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -67,10 +67,10 @@ def tokenizer() -> Tokenizer:
 
 
 class FaultyRunner:
-    """The null runner, whose steps fail or end the process when they are told to or meet what is poisonous.
+    """The null runner, whose steps fail or end the process on a fault or at a poison row.
 
     Args:
-        poison: what happens to whoever computes the request of this id, if anything does.
+        poison: what a process that computes the request of this id meets, if the request is poison.
     """
 
     def __init__(self, rows: RowState, process: Process, poison: FindPoison, watch: EngineWatch) -> None:
@@ -145,7 +145,7 @@ class SteppedEngine:
 
     def step(self) -> list[Completion]:
         self._process.point("engine.step")
-        self._process.machine.counters["steps beside a second thread"] += len(self._process.threads) > 1
+        self._process.machine.counters["steps alongside a second thread"] += len(self._process.threads) > 1
         before = self._engine.stats().generated
         completions = self._engine.step()
         probed = sum(done.generated_tokens for done in completions if done.request_id == PROBE)

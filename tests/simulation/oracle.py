@@ -3,8 +3,8 @@ pyarrow and json. It shares no code with the ledger's, the results' or the manif
 
 At random moments, after each death and at the end (`look`):
     I4  all that lies under results/ is a whole Parquet file under a part's name
-    I1  no row is in two parts or twice in one, none is unknown, and each has the text and status that its line asks for
-    I2  a part that was seen never changes; none that a process was told to stand vanishes; nor does the manifest
+    I1  no row is in two parts or twice in one, none is unknown, and each has the text and status that its line requires
+    I2  a part that was seen never changes; none whose creation was acknowledged vanishes; nor does the manifest
     I3  the counts of progress.json and manifest.json sum to their total
     I1  the manifest stands only when all rows are there; a row is cancelled or expired only if closing.json says so
     I7  a job that is open is marked as such
@@ -45,7 +45,7 @@ END = FIRST_WORD + WORDS - 1
 PART = re.compile(r"part-\d{5}\.parquet")
 COINCIDENT_DEATHS = (5, 3)
 """An innocent row may be blamed when so many lives ended while it was computed, so many of them while nothing else was:
-two in silence, one or more in company, and alone until it is certain."""
+two in silence, one or more with other rows in the batch, and alone until it is certain."""
 COINCIDENT_FAILURES = (2, 1)
 """Likewise for steps that failed."""
 
@@ -70,20 +70,20 @@ def expected(line: Line) -> Expected:
     assert line.body is not None
     body = line.body
     if "messages" in body:
-        asked = [1, *_ids("user\n" + body["messages"][0]["content"]), 2, *_ids("\n"), 3, *_ids("assistant:")]
+        prompt = [1, *_ids("user\n" + body["messages"][0]["content"]), 2, *_ids("\n"), 3, *_ids("assistant:")]
     else:
-        asked = _ids(body["prompt"])
-    text, finish, sampled = _answer(len(asked), asked[-1], body["max_tokens"], body.get("stop", []))
+        prompt = _ids(body["prompt"])
+    text, finish, sampled = _answer(len(prompt), prompt[-1], body["max_tokens"], body.get("stop", []))
     choices = body.get("n", 1)
-    return Expected("succeeded", None, line.custom_id, (text,) * choices, finish, len(asked), sampled * choices)
+    return Expected("succeeded", None, line.custom_id, (text,) * choices, finish, len(prompt), sampled * choices)
 
 
 def _ids(text: str) -> list[int]:
-    return [FIRST_CHARACTER + ord(letter) for letter in text]
+    return [FIRST_CHARACTER + ord(character) for character in text]
 
 
 def _answer(known: int, last: int, most: int, stops: list[str]) -> tuple[str, str, int]:
-    """Text, finish reason, and tokens sampled: each depends on the last one and on its place."""
+    """Text, finish reason, and tokens sampled: each depends on the previous token and on its position."""
     text = ""
     for sampled in range(1, most + 1):
         last = FIRST_WORD + (last * 31 + known * 7) % WORDS
@@ -106,7 +106,7 @@ class Oracle:
         costs: row -> tokens of its prompt and of its answer, if nothing goes wrong.
         blamed: rows with an engine error.  coincidences: of them, those that were with what happened each time.
         over_the_bound: more was lost than `repeated_at_most`, which goes by the intervals that were logged.
-        alone: no other job's rows are computed beside, so that what was sampled is known.
+        alone: no other job's rows are computed in the same engines, so that what was sampled is known.
     """
 
     scenario: Scenario
@@ -117,7 +117,7 @@ class Oracle:
     parts: dict[str, bytes] = field(default_factory=dict)
     rows: dict[int, str] = field(default_factory=dict)
     statuses: Counter[str] = field(default_factory=Counter)
-    papers: dict[str, bytes] = field(default_factory=dict)
+    records: dict[str, bytes] = field(default_factory=dict)
     outcome: str = "unfinished"
     looks: int = 0
     costs: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -146,8 +146,8 @@ class Oracle:
         standing = {path.name: path for path in results.iterdir()} if results.is_dir() else {}
         for key in self.acknowledged:
             mine = key.startswith(self.prefix)
-            place = self.folder / key.removeprefix(self.prefix) if mine else self.folder.parent.parent / key
-            if not place.is_file():
+            path = self.folder / key.removeprefix(self.prefix) if mine else self.folder.parent.parent / key
+            if not path.is_file():
                 raise Broken(f"I2: {key} was reported to stand, and is gone")
         for name in self.parts:
             if name not in standing:
@@ -158,7 +158,7 @@ class Oracle:
                 raise Broken(f"I2: results/{name} has changed")
             if self.parts[name] is data:
                 self._read_part(name, data)
-        self._look_at_papers()
+        self._check_records()
         if self.alone:  # in a root a sweep may take the marker of a job that is just being made, and makes it again
             check_marker(self.folder)
 
@@ -167,19 +167,19 @@ class Oracle:
         self.acknowledged.clear()
         self.parts.clear()
         self.rows.clear()
-        self.papers.clear()
+        self.records.clear()
         self.blamed.clear()
         self.coincidences = 0
 
-    def power_was_cut(self, unsynced: set[str], papers: set[str]) -> None:
-        """Names in results/, and beside it, that may be gone: no process was told that they stand."""
+    def power_was_cut(self, unsynced: set[str], records: set[str]) -> None:
+        """Names in results/, and next to it, that may be gone: their creation was not acknowledged."""
         for name in unsynced & self.parts.keys():
             if not (self.folder / "results" / name).exists():
                 del self.parts[name]
                 self.rows = {row: part for row, part in self.rows.items() if part != name}
-        for name in papers & self.papers.keys():
+        for name in records & self.records.keys():
             if not (self.folder / name).exists():
-                del self.papers[name]
+                del self.records[name]
 
     def _read_part(self, name: str, data: bytes) -> None:
         if not PART.fullmatch(name):
@@ -244,17 +244,17 @@ class Oracle:
         closing = _parse("closing.json", _bytes(self.folder / "closing.json") or b"{}")
         return closing.get("kind") == {"cancelled": "cancel", "expired": "expire"}[status]
 
-    def _look_at_papers(self) -> None:
+    def _check_records(self) -> None:
         for name in ("job.json", "closing.json", "manifest.json"):
             data = _bytes(self.folder / name)
-            if name in self.papers and data != self.papers[name]:
+            if name in self.records and data != self.records[name]:
                 raise Broken(f"I2: {name} has changed or is gone")
-            if data is None or name in self.papers:
+            if data is None or name in self.records:
                 continue
-            self.papers[name] = data
-            paper = _parse(name, data)
+            self.records[name] = data
+            record = _parse(name, data)
             if name == "manifest.json":
-                _check_sum(name, paper["counts"])
+                _check_sum(name, record["counts"])
                 if self._missing():
                     raise Broken(f"I1: manifest.json stands, but rows {self._missing()} have no result")
         progress = _bytes(self.folder / "progress.json")
@@ -270,7 +270,7 @@ class Oracle:
 
     def _is_closed_unplanned(self) -> bool:
         """Whether the job was closed before any of it was planned: it has no rows then."""
-        data = self.papers.get("manifest.json")
+        data = self.records.get("manifest.json")
         if data is None or self.rows or not (self.folder / "closing.json").exists():
             return False
         if any((self.folder / "plan").glob("*.json")):
@@ -283,11 +283,11 @@ class Oracle:
     def judge(self) -> None:
         """Check the outcome."""
         self.look()
-        if "manifest.json" not in self.papers:
+        if "manifest.json" not in self.records:
             raise Broken("I7: the job has no outcome")
         if self._missing():
             raise Broken(f"I1: rows {self._missing()} have no result")
-        manifest = _parse("manifest.json", self.papers["manifest.json"])
+        manifest = _parse("manifest.json", self.records["manifest.json"])
         self.outcome = manifest["status"]
         self._check_files(manifest)
         self._check_counts(manifest)
@@ -336,7 +336,7 @@ class Oracle:
             self._check_repeated(completion, usage.get("repeated", 0), manifest.get("repeated_at_most", 0))
 
     def _check_repeated(self, committed: int, repeated: int, at_most: int) -> None:
-        """Hold what was sampled twice to what was logged, and what is told of it to what was."""
+        """Compare tokens that were sampled twice with the logs, and the reported count with them."""
         watch = self.watch
         wasted = watch.sampled - committed
         if self.alone and repeated > max(0, wasted):
@@ -383,10 +383,10 @@ def _bytes(path: Path) -> bytes | None:
 
 def _parse(name: str, data: bytes) -> dict[str, Any]:
     try:
-        paper: dict[str, Any] = json.loads(data)
+        record: dict[str, Any] = json.loads(data)
     except ValueError as error:
         raise Broken(f"I4: {name} is not whole: {error}") from error
-    return paper
+    return record
 
 
 def _check_sum(name: str, counts: dict[str, int]) -> None:

@@ -8,7 +8,7 @@ from tests.simulation.machine import Broken
 
 
 def check_marker(job: Path) -> None:
-    """At any moment a job that was accepted and has not ended is marked, or nobody would find it again."""
+    """At any moment a job that was accepted and has not ended is marked, or no dispatcher would find it again."""
     if (job / "job.json").exists() and not (job / "manifest.json").exists() and not _marker(job).exists():
         raise Broken(f"I7: the job is open, but {_marker(job).name} is not in active/")
 

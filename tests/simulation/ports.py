@@ -80,7 +80,7 @@ class ProcessStore:
 
 @dataclass(slots=True)
 class Broker:
-    """What queue and heartbeats are to all processes: loses, repeats, delays and reorders when told to."""
+    """The queue and heartbeats that all processes share: loses, repeats, delays and reorders on faults."""
 
     machine: Machine
     clock: Clock
@@ -155,11 +155,11 @@ class ProcessHeartbeats:
         self._broker.beats.leave(worker)
 
     def report_metrics(self, worker: str, metrics: WorkerMetrics) -> None:
-        self._process.point("heartbeats.tell", worker)
+        self._process.point("heartbeats.report_metrics", worker)
         self._broker.beats.report_metrics(worker, metrics)
 
     def metrics(self) -> dict[str, WorkerMetrics]:
-        self._process.point("heartbeats.figures")
+        self._process.point("heartbeats.metrics")
         return self._broker.beats.metrics()
 
     def workers(self) -> list[WorkerState]:

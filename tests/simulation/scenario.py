@@ -1,6 +1,6 @@
 """The scenario of a seed: a job's input, its plan, its processes, and the faults with their times.
 
-A scenario can be written down whole, so a history that was kept stays what it is when other scenarios are drawn.
+A scenario can be written down whole, so a stored history stays what it is when other scenarios are drawn.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """What the row's line asks for can't be computed: at its `token`th token (from 1) the step fails, or, when it
+    """The row's request can't be computed: at its `token`th token (from 1) the step fails, or, when it
     `kills`, the process ends."""
 
     row: int
@@ -115,7 +115,7 @@ class Scenario:
         return {at: poison for poison in self.poison for at in self.copies(poison.row)}
 
     def copies(self, row: int) -> list[int]:
-        """All rows that ask for what this one asks for."""
+        """All rows with the same request as this one."""
         line = self.lines[row]
         return [at for at, other in enumerate(self.lines) if (other.url, other.body) == (line.url, line.body)]
 

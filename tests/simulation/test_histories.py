@@ -20,7 +20,7 @@ from tests.simulation.scenario import Scenario, draw
 from tests.simulation.watch import Watch
 
 HERE = Path(__file__).parent
-KEPT = sorted((HERE / "kept").glob("*.json"))
+STORED = sorted((HERE / "kept").glob("*.json"))
 SEEDS = range(20, 70)
 """In which everything that is looked for happens."""
 
@@ -38,7 +38,7 @@ def test_given_faults_of_every_kind_when_50_histories_are_over_then_no_promise_i
         "died of a full disk",
         "tokens resumed",
         "shards taken again",
-        "steps beside a second thread",
+        "steps alongside a second thread",
         "steps failed",
         "ended with a broken engine",
         "rows blamed",
@@ -48,7 +48,7 @@ def test_given_faults_of_every_kind_when_50_histories_are_over_then_no_promise_i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
+@pytest.mark.parametrize("path", STORED, ids=[path.stem for path in STORED])
 def test_a_history_that_once_broke_does_not_break_again(path: Path) -> None:
     assert simulate(Scenario.from_json(path.read_text())).broken is None
 
@@ -69,8 +69,8 @@ def test_one_seed_is_one_history_to_the_byte() -> None:
 def test_given_a_planned_job_that_ended_without_rows_then_the_oracle_finds_it(tmp_path: Path) -> None:
     scenario = draw(3)
     manifest = {"status": "cancelled", "counts": {"total": 0}}
-    for name, paper in (("closing.json", {"kind": "cancel"}), ("manifest.json", manifest)):
-        (tmp_path / name).write_text(json.dumps(paper))
+    for name, record in (("closing.json", {"kind": "cancel"}), ("manifest.json", manifest)):
+        (tmp_path / name).write_text(json.dumps(record))
     Oracle(scenario, tmp_path, set(), "", Watch(scenario, tmp_path), alone=False).look()
     (tmp_path / "plan").mkdir()
     (tmp_path / "plan" / "00000.json").write_text("{}")

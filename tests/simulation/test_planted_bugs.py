@@ -20,11 +20,11 @@ PACKAGES = ("schemas", "engine", "pipeline", "workers", "tests/simulation")
 SEEDS = 1_000
 
 FOUND_AS = {
-    "announcer-that-marks-before-it-sends": r"I2: .* is marked as told, but was not",
+    "announcer-that-marks-before-it-sends": r"I2: .* is marked as published, but was not",
     "collector-that-takes-logs-of-open-jobs": r"I2: jobs/.*/(work|plans)/.* is removed, but is still needed",
     "commit-before-the-bytes-are-durable": r"I[24]: results/",
     "consumer-that-leaves-jobs-to-the-next": r"I1: a record that was sent \d times is 0 rows",
-    "dispatcher-that-trusts-an-emptied-server": r"I5: \d+ tokens were sampled twice, though nobody died",
+    "dispatcher-that-trusts-an-emptied-server": r"I5: \d+ tokens were sampled twice, though no process died",
     "floor-that-never-comes": r"I7: zoe's bulk work was kept waiting",
     "controller-that-takes-an-unfinished-plan": r"I7: ",
     "intake-that-names-a-job-anew": r"I1: drop-\d.jsonl became another job",

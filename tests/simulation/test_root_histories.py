@@ -1,4 +1,4 @@
-"""Simulated histories of whole roots: many jobs of many tenants, from their doors to what is announced of them."""
+"""Simulated histories of whole roots: many jobs of many tenants, from ingest to published messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.simulation.campaign import Summary, read_scenario, run_scenario, run_
 from tests.simulation.root.history import simulate_root
 from tests.simulation.root.scenario import RootScenario, draw_root
 
-KEPT = sorted((Path(__file__).parent / "kept" / "roots").glob("*.json"))
+STORED = sorted((Path(__file__).parent / "kept" / "roots").glob("*.json"))
 SEEDS = 16
 MORE_SEEDS = 400
 
@@ -43,7 +43,7 @@ def test_given_faults_of_every_kind_when_400_histories_are_over_then_each_has_st
         "ended as expired",
         "tokens resumed",
         "shards taken again",
-        "steps beside a second thread",
+        "steps alongside a second thread",
         "rows blamed",
         "jobs tried again",
         "jobs removed",
@@ -55,7 +55,7 @@ def test_given_faults_of_every_kind_when_400_histories_are_over_then_each_has_st
         assert summary.counters[what], f"it never happened: {what}"
 
 
-@pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
+@pytest.mark.parametrize("path", STORED, ids=[path.stem for path in STORED])
 def test_a_root_that_once_broke_does_not_break_again(path: Path) -> None:
     assert run_scenario(read_scenario(path.read_text())).broken is None
 
@@ -74,7 +74,7 @@ def test_a_root_is_written_down_whole() -> None:
         assert json.loads(scenario.to_json())["root"]["seed"] == seed
 
 
-def test_given_no_faults_when_several_jobs_come_in_then_each_token_is_sampled_once_and_all_are_announced() -> None:
+def test_given_no_faults_when_several_jobs_come_in_then_each_token_is_sampled_once_and_all_are_published() -> None:
     for seed in range(4):
         drawn = draw_root(seed)
         drops = tuple(

@@ -85,7 +85,7 @@ class SecondThread(Executor):
                 future, task = self._tasks.popleft()
                 try:
                     result = task()
-                except Exception as error:  # noqa: BLE001 - a future carries it to whoever asks
+                except Exception as error:  # noqa: BLE001 - the future's reader raises it
                     future.set_exception(error)
                 else:
                     future.set_result(result)

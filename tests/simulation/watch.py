@@ -62,7 +62,7 @@ class Life:
 
 
 class EngineWatch(Protocol):
-    """What a worker's engine tells, see `Watch`."""
+    """Events that a worker's engine reports, see `Watch`."""
 
     def added(self, process: Process, request: Request) -> None: ...
 
@@ -81,7 +81,7 @@ class Watch:
         folder: the job's, in the store.
 
     Attributes:
-        costs: row -> tokens that its answer takes, if it must succeed; told by the oracle.
+        costs: row -> tokens that its answer takes, if it must succeed; set by the oracle.
         blind: a log was damaged on purpose, so that less may be known than was logged.
         deaths, lonely_deaths: row -> lives that ended while it was in the engine, and while nothing else was.
         failures, lonely_failures: likewise of steps.

@@ -1,4 +1,4 @@
-"""The processes of a root's history: intakes, consumers, job controllers, workers, announcers, collectors and users.
+"""The processes of a root's history: intakes, consumers, job controllers, workers, publishers, collectors and users.
 Each runs the real parts over simulated ports."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from workers.settings import WorkerSettings
 from workers.shards.worker import ShardWorker
 
 IDLE_SECONDS = 0.5
-"""Whoever has nothing to do looks so often."""
+"""Poll interval of an idle process."""
 
 SETTLE = 6.0
 """Seconds of heartbeats without a break, before silence means anything: two of them."""
@@ -100,7 +100,7 @@ class RootHarness:
         """Add the processes to the machine."""
         scenario, add = self.scenario, self.machine.add
         if len(set(scenario.worker_models)) > 1:  # else the first jobs wait for the first worker
-            add("catalog", self.publish)
+            add("catalog", self.publish_catalog)
         delays = (0.0, 0.0, 0.3, 4.0)
         for number in range(scenario.intakes):
             add(f"intake{number}", self.take_in(number), self.machine.chance.choice(delays))
@@ -108,11 +108,11 @@ class RootHarness:
             for number in range(scenario.intakes):
                 add(f"consumer{number}", self.consume)
         for number in range(scenario.foremen):
-            add(f"foreman{number}", self.lead)
+            add(f"foreman{number}", self.control_jobs)
         for number, name in enumerate(scenario.worker_models):
             add(f"worker{number}", self.work(PINS[name]), self.machine.chance.choice(delays))
         for number in range(scenario.announcers):
-            add(f"announcer{number}", self.announce)
+            add(f"announcer{number}", self.publish_messages)
         for number in range(scenario.collectors):
             add(f"collector{number}", self.collect)
 
@@ -130,17 +130,17 @@ class RootHarness:
             yield ProcessPorts(process, world, self.broker, self.watch)
 
     def stop(self, process: Process) -> Any:
-        """Set when the process was asked to end, or all has ended."""
+        """Set when the process is to stop, or all jobs have ended."""
         return cast(Any, _Stop(process, lambda: process.stopping or self.oracle.over))
 
-    def publish(self, process: Process) -> None:
-        """Workers of yesterday have told which models there are."""
+    def publish_catalog(self, process: Process) -> None:
+        """Workers of an earlier run have published their models."""
         with self.ports(process) as ports:
             for name in self.scenario.worker_models:
                 Catalog(ports.world.store).publish(CatalogEntry(pin=PINS[name], max_model_len=model.CONTEXT))
 
     def intake(self, ports: ProcessPorts) -> Intake:
-        """What doors make jobs with. How jobs are cut was changed at some time: those that stand are what they are."""
+        """The intake of all ingest sources. Its settings change between lives: jobs that exist stay as they are."""
         scenario, changed = self.scenario, ports.process.life % 2
         plan = PlanSettings(
             segment_rows=scenario.segment_rows, max_shard_rows=scenario.shard_rows, shard_tokens=100_000
@@ -149,7 +149,7 @@ class RootHarness:
         return Intake(ports.world, IntakeSettings(plan=plan, caps=caps, default_max_tokens=4_096 + changed))
 
     def take_in(self, number: int) -> Callable[[Process], None]:
-        """The doors of dropped files, one for each tenant's place."""
+        """The ingest sources of dropped files, one for each tenant's folder."""
 
         def run(process: Process) -> None:
             with self.ports(process) as ports:
@@ -158,10 +158,10 @@ class RootHarness:
                 intake = self.intake(ports)
                 tenants = sorted({drop.tenant for drop in self.scenario.drops})
                 inboxes = {tenant: Inbox(tenant, self.scenario.drops, process) for tenant in tenants}
-                doors = {tenant: FileIngestSource(inbox, intake, ports.world) for tenant, inbox in inboxes.items()}
-                events = Events(number, self.scenario.drops, doors, process, self.oracle.settled)
+                sources = {tenant: FileIngestSource(inbox, intake, ports.world) for tenant, inbox in inboxes.items()}
+                events = Events(number, self.scenario.drops, sources, process, self.oracle.settled)
                 watch = WatchSettings(sweep_interval_seconds=20.0, retry_seconds=1.0)
-                FileIngestWatcher(list(doors.values()), ports.world, watch, events).run(self.stop(process))
+                FileIngestWatcher(list(sources.values()), ports.world, watch, events).run(self.stop(process))
 
         return run
 
@@ -173,8 +173,8 @@ class RootHarness:
             records, messages = self.scenario.records, RootMessages(self.broker, process)
             Consumer(records, ports.world, self.intake(ports), messages, self.broker, process).run(self.stop(process))
 
-    def lead(self, process: Process) -> None:
-        """A dispatcher: plans and hands out what is open."""
+    def control_jobs(self, process: Process) -> None:
+        """A job controller with its dispatcher: plans and dispatches open jobs."""
         with self.ports(process, idle=IDLE_SECONDS) as ports:
             settings = DispatchSettings(
                 backlog=self.scenario.backlog, retry_timeout_seconds=20.0, settle_seconds=SETTLE,
@@ -183,7 +183,7 @@ class RootHarness:
             dispatcher = Dispatcher(ports.world, ports.queue, ports.heartbeats, settings=settings)
             process.threaded = self.scenario.threaded
             planners = SecondThread(process) if process.threaded else InlineExecutor()
-            foreman = JobController(
+            controller = JobController(
                 ports.world,
                 dispatcher,
                 self.open_input,
@@ -196,7 +196,7 @@ class RootHarness:
                 RootLease(self.broker, process),
                 planners,
             )
-            foreman.run(self.stop(process))
+            controller.run(self.stop(process))
 
     def work(self, pin: ModelPin) -> Callable[[Process], None]:
         """A worker that owns a model."""
@@ -230,8 +230,8 @@ class RootHarness:
 
         return run
 
-    def announce(self, process: Process) -> None:
-        """Tells topics of all jobs."""
+    def publish_messages(self, process: Process) -> None:
+        """Publishes messages about all jobs."""
         with self.ports(process) as ports:
             settings = PublisherSettings(
                 all_jobs=True, poll_interval_seconds=1.0, sweep_interval_seconds=40.0, rows_at_once=3
@@ -239,7 +239,7 @@ class RootHarness:
             Publisher(ports.world, RootMessages(self.broker, process), settings).run(self.stop(process))
 
     def collect(self, process: Process) -> None:
-        """Removes what nobody needs any more, now and then."""
+        """Removes objects that are not needed any more, at intervals."""
         with self.ports(process) as ports:
             stop = self.stop(process)
             while not stop.is_set():
@@ -248,41 +248,41 @@ class RootHarness:
 
     def collect_once(self, ports: ProcessPorts) -> None:
         """One collection."""
-        kept = self.scenario.kept
-        outputs = None if kept is None else timedelta(seconds=kept)
+        seconds = self.scenario.kept
+        outputs = None if seconds is None else timedelta(seconds=seconds)
         try:
             RetentionSweep(ports.world, RetentionSettings(outputs=outputs)).run()
         except PipelineError:
             self.machine.counters["collections that failed"] += 1
 
     def open_input(self, pinned: InputRef) -> PinnedInput:
-        """The input, where it really lies."""
-        files = tuple(file.model_copy(update={"uri": str(self.oracle.place_of(file.uri))}) for file in pinned.files)
+        """The input at its real path."""
+        files = tuple(file.model_copy(update={"uri": str(self.oracle.path_of(file.uri))}) for file in pinned.files)
         return open_pinned(pinned.model_copy(update={"files": files}))
 
     def _wait_for_models(self, ports: ProcessPorts) -> None:
-        """Until all are told of: which model a row may name depends on it."""
+        """Wait until all models are published: which model a row may name depends on it."""
         wanted = set(self.scenario.worker_models)
         while True:
             try:
                 if {entry.pin.name for entry in Catalog(ports.world.store).entries()} >= wanted:
                     return
             except PipelineError:
-                self.machine.counters["looks at the catalog that failed"] += 1
+                self.machine.counters["reads of the catalog that failed"] += 1
             ports.world.clock.sleep(1.0)
 
 
 class _Stop:
     """`threading.Event`, as the parts use it."""
 
-    def __init__(self, process: Process, asked: Callable[[], bool]) -> None:
+    def __init__(self, process: Process, is_stopping: Callable[[], bool]) -> None:
         self._process = process
-        self._asked = asked
+        self._is_stopping = is_stopping
 
     def is_set(self) -> bool:
-        return self._asked()
+        return self._is_stopping()
 
     def wait(self, timeout: float) -> bool:
         self._process.point("clock.sleep")
         self._process.sleep(timeout)
-        return self._asked()
+        return self._is_stopping()

@@ -25,8 +25,8 @@ from tests.simulation.root.watch import RootWatch
 from tests.simulation.scenario import Fault
 
 LIMIT = 600.0
-"""Simulated seconds from the end of the last fault, and of what comes from outside, to the end of all jobs. A door that
-was frozen for 40 s doesn't sweep for ten times as long, and an event may be lost."""
+"""Simulated seconds from the end of the last fault, and of what comes from outside, to the end of all jobs. An
+ingest source that was frozen for 40 s doesn't sweep for ten times as long, and an event may be lost."""
 
 
 def simulate_root(scenario: RootScenario) -> Outcome:
@@ -44,8 +44,8 @@ class _History:
         self.scenario = scenario
         self.folder = folder
         self.root, attic, inputs = folder / "root", folder / "attic", folder / "inputs"
-        for place in (self.root, attic, inputs):
-            place.mkdir()
+        for path in (self.root, attic, inputs):
+            path.mkdir()
         for drop in scenario.drops:
             (inputs / f"{drop.tenant}-{drop.name}").write_bytes(content(drop.lines))
         self.device = Device(self.root, attic, random.Random(f"{scenario.seed}/disk"))

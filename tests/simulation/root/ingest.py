@@ -27,7 +27,7 @@ from tests.simulation.root.scenario import KAFKA_TENANT, Drop, RecordLine
 from tests.simulation.scenario import Line
 
 DROPS = "/drops/"
-"""Where the dropped files lie, for who is told."""
+"""The URI prefix of the dropped files."""
 
 TOPIC = "requests"
 
@@ -58,7 +58,7 @@ class Inbox:
         return iter([self._entry(drop) for drop in there])
 
     def find(self, name: str, version: str | None = None) -> FileVersion | None:
-        self._process.point("drops.look", name)
+        self._process.point("drops.find", name)
         drop = self._drops.get(name)
         if drop is None or drop.at > self._process.machine.now:
             return None
@@ -90,17 +90,17 @@ class Events:
     """`Polls` of one intake.
 
     Args:
-        settled: events that were told and are forgotten, as (drop, number); shared by all lives.
+        settled: events that were received and deleted, as (drop, number); shared by all lives.
     """
 
     def __init__(
-        self, intake: int, drops: Sequence[Drop], doors: Mapping[str, FileIngestSource], process: Process,
+        self, intake: int, drops: Sequence[Drop], sources: Mapping[str, FileIngestSource], process: Process,
         settled: set[tuple[str, int]],
     ) -> None:  # fmt: skip
         self._mine = [
             (at, drop, number) for drop in drops for number, (at, whose) in enumerate(drop.told) if whose == intake
         ]
-        self._doors = doors
+        self._sources = sources
         self._process = process
         self._settled = settled
 
@@ -113,8 +113,8 @@ class Events:
             process.sleep(1.0)
             return 0
         _, drop, number = process.machine.chance.choice(due)
-        if self._doors[drop.tenant].take(drop.name, "v1").settled:
-            process.point("door.settle", drop.name)
+        if self._sources[drop.tenant].take(drop.name, "v1").settled:
+            process.point("ingest.settle", drop.name)
             self._settled.add((drop.name, number))
         else:
             process.sleep(1.0)
@@ -133,20 +133,20 @@ class Consumer:
             world, messages, settings.deadletter_topic, settings.deadletter_retry_timeout_seconds
         )
         self._batches = RequestBatches(world, intake, dead_letters, settings)
-        self._place = PartitionId("cluster", TOPIC, 0, KAFKA_TENANT)
+        self._partition = PartitionId("cluster", TOPIC, 0, KAFKA_TENANT)
         self._records = [(one.at, as_record(offset, one)) for offset, one in enumerate(records)]
         self._broker = broker
         self._process = process
         self._world = world
-        self._most = 1 + (process.life + len(process.name)) % 3
+        self._max_records = 1 + (process.life + len(process.name)) % 3
 
     def run(self, stop: threading.Event) -> None:
-        """Until told to stop."""
+        """Consume until `stop` is set."""
         position: int | None = None
         while not stop.is_set():
             try:
                 if position is None:
-                    position = self._batches.begin(self._place, self._broker.committed)
+                    position = self._batches.begin(self._partition, self._broker.committed)
                 position = self._step(position)
             except PipelineError:
                 position = None
@@ -158,7 +158,7 @@ class Consumer:
         if not there:
             self._world.clock.sleep(1.0)
             return position
-        end = self._batches.store(self._place, position, there[: self._most])
+        end = self._batches.store(self._partition, position, there[: self._max_records])
         self._process.point("kafka.commit", f"{end}")
         self._broker.committed = end
         self._process.point("kafka.committed")

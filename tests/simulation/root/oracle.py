@@ -3,11 +3,11 @@
 Each job is held to all that a job alone is held to (`Oracle`), and the root to this:
     I1  each dropped file is one job, with the tenant, tier and deadline that it was given; each record is a row of
         one job, and a resend of none
-    I2  what a process was told to stand stands, until what it was for is over; nothing goes before (`deleted`)
+    I2  an object whose creation was acknowledged stays until it is not needed any more (`deleted`)
     I4  a listing of the jobs can be read at any moment
-    I5  what is told of repeated work is no more than was done; where nobody died and no message came twice, none was
-    I7  all that came in has ended, and is announced, and no tenant or tier waited for the others' end
-    the committed offset is never ahead of what is durable; nothing is marked as sent that was not (`Announced`)
+    I5  no more repeated work is reported than was done; where no process died and no message came twice, none was
+    I7  all that came in has ended, and is published, and no tenant or tier waited for the others' end
+    the committed offset is never ahead of what is durable; nothing is marked as sent that was not (`PublishedMessages`)
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.jobs.summaries import list_jobs
 from tests.simulation.machine import Broken, Machine
 from tests.simulation.oracle import Oracle
-from tests.simulation.root.announced import Announced
 from tests.simulation.root.ingest import DROPS, TOPIC, uri_of
 from tests.simulation.root.ports import ROOT, Broker
+from tests.simulation.root.published import PublishedMessages
 from tests.simulation.root.scenario import KAFKA_TENANT, Drop, RootScenario
 from tests.simulation.scenario import Line, Poison
 from tests.simulation.watch import Watch
 
-LOOK_EVERY = 0.5
-"""Simulated seconds between two looks whether all is over."""
+OVER_POLL_SECONDS = 0.5
+"""Simulated seconds between two polls whether all is over."""
 
 
 class RootOracle:
@@ -45,9 +45,9 @@ class RootOracle:
 
     Attributes:
         oracles: of the jobs that were met.  watches: theirs.  drops: job -> the drop that it is of.
-        retried: jobs that are second tries.  removed: jobs that somebody removed.
+        retried: jobs that are second tries.  removed: jobs that a user removed.
         settled: events that came to an end, see `Events`.
-        sampled, commits: as `RootWatch` has them, told at the end.
+        sampled, commits: as `RootWatch` has them, given at the end.
     """
 
     def __init__(self, scenario: RootScenario, root: Path, inputs: Path, broker: Broker, machine: Machine) -> None:
@@ -63,17 +63,17 @@ class RootOracle:
         self._inputs = inputs
         self._broker = broker
         self._machine = machine
-        self._announced = Announced(root, broker)
+        self._published = PublishedMessages(root, broker)
         self._by_uri = {uri_of(drop): drop for drop in scenario.drops}
         self._over = False
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self._plans: dict[Path, bytes] = {}
         self._covered = 0  # the highest offset that was seen to be committed, and covered
 
-    # -- what the processes ask
+    # -- queries of the processes
 
-    def place_of(self, uri: str) -> Path:
-        """Where an input really lies."""
+    def path_of(self, uri: str) -> Path:
+        """The real path of an input."""
         if uri.startswith(DROPS):
             return self._inputs / uri.removeprefix(DROPS).replace("/", "-")
         return self.root / uri.removeprefix(ROOT)
@@ -99,8 +99,8 @@ class RootOracle:
     def over(self) -> bool:
         """Whether all that came in has come to its end."""
         now = self._machine.now
-        if now >= self._next_look or self._over:
-            self._next_look = now + LOOK_EVERY
+        if now >= self._next_poll or self._over:
+            self._next_poll = now + OVER_POLL_SECONDS
             self._over = next(self.unfinished(), None) is None
         return self._over
 
@@ -119,7 +119,7 @@ class RootOracle:
             if (folder / "job.json").exists() and not (folder / "manifest.json").exists():
                 yield f"{job} is open"
             elif job not in self.removed and not (self.root / "announced" / "jobs" / job).exists():
-                yield f"{job} is not announced"
+                yield f"{job} is not published"
 
     # -- meeting jobs
 
@@ -130,41 +130,43 @@ class RootOracle:
         path = self.root / "jobs" / job / "job.json"
         if not path.exists():
             return
-        paper = json.loads(path.read_bytes())
-        if paper["id"] != job:
-            raise Broken(f"I1: jobs/{job} holds job {paper['id']}")
-        lines, poison = self._input_of(job, paper)
-        asked = tuple(self._asked(paper, lines))
-        scenario = self.scenario.as_job(asked, tuple(one for one in poison if asked[one.row].text))
+        stored_job = json.loads(path.read_bytes())
+        if stored_job["id"] != job:
+            raise Broken(f"I1: jobs/{job} holds job {stored_job['id']}")
+        lines, poison = self._input_of(job, stored_job)
+        requested = tuple(self._requested(stored_job, lines))
+        scenario = self.scenario.as_job(requested, tuple(one for one in poison if requested[one.row].text))
         watch = Watch(scenario, path.parent)
         oracle = Oracle(scenario, path.parent, set(), f"jobs/{job}/", watch, alone=False)
         self.watches[job], self.oracles[job] = watch, oracle
 
-    def _input_of(self, job: str, paper: dict[str, Any]) -> tuple[tuple[Line, ...], tuple[Poison, ...]]:
-        """The lines that a job is to answer; checks what it was given besides."""
-        uri = paper["input"]["uri"]
+    def _input_of(self, job: str, stored_job: dict[str, Any]) -> tuple[tuple[Line, ...], tuple[Poison, ...]]:
+        """The lines that a job is to answer; checks its tenant, tier and deadline too."""
+        uri = stored_job["input"]["uri"]
         drop = self._by_uri.get(uri)
         if drop is None:
-            return self._records_of(job, paper), ()
-        if paper.get("retry_of") is not None:
+            return self._records_of(job, stored_job), ()
+        if stored_job.get("retry_of") is not None:
             self.retried.add(job)
         elif any(found is drop for other, found in self.drops.items() if other not in self.retried | self.removed):
             raise Broken(f"I1: {drop.name} became another job, {job}")
         self.drops[job] = drop
-        if (paper["tenant"], paper["tier"]) != (drop.tenant, drop.tier):
-            raise Broken(f"I1: {job} is {paper['tenant']}'s {paper['tier']}, but {drop.name} was {drop.tenant}'s")
-        if paper.get("retry_of") is None:
+        if (stored_job["tenant"], stored_job["tier"]) != (drop.tenant, drop.tier):
+            raise Broken(
+                f"I1: {job} is {stored_job['tenant']}'s {stored_job['tier']}, but {drop.name} was {drop.tenant}'s"
+            )
+        if stored_job.get("retry_of") is None:
             span = None
-            if "deadline" in paper:
-                moments = [datetime.fromisoformat(paper[name]) for name in ("created_at", "deadline")]
+            if "deadline" in stored_job:
+                moments = [datetime.fromisoformat(stored_job[name]) for name in ("created_at", "deadline")]
                 span = (moments[1] - moments[0]).total_seconds()
             if span != drop.deadline:
                 raise Broken(f"I1: {job} has {span} s, but {drop.name} was given {drop.deadline}")
         return drop.lines, drop.poison
 
-    def _records_of(self, job: str, paper: dict[str, Any]) -> tuple[Line, ...]:
+    def _records_of(self, job: str, stored_job: dict[str, Any]) -> tuple[Line, ...]:
         """The lines of a batch of records."""
-        path = self.place_of(paper["input"]["files"][0]["uri"])
+        path = self.path_of(stored_job["input"]["files"][0]["uri"])
         known = {one.line.text: one for one in self.scenario.records}
         found = [known.get(text) for text in path.read_text().splitlines()]
         tiers = {one.line.text: set[str]() for one in self.scenario.records}
@@ -172,15 +174,16 @@ class RootOracle:
             tiers[one.line.text].add(one.tier or "standard")
         for one in found:
             if one is None:
-                raise Broken(f"I1: {job} holds a line that nobody sent")
-            if paper["tenant"] != KAFKA_TENANT or paper["tier"] not in tiers[one.line.text]:
-                raise Broken(f"I1: {job} is {paper['tenant']}'s {paper['tier']}, but a record of it was not")
+                raise Broken(f"I1: {job} holds a line that no client sent")
+            tenant, tier = stored_job["tenant"], stored_job["tier"]
+            if tenant != KAFKA_TENANT or tier not in tiers[one.line.text]:
+                raise Broken(f"I1: {job} is {tenant}'s {tier}, but a record of it was not")
         return tuple(one.line for one in found if one is not None)
 
-    def _asked(self, paper: dict[str, Any], lines: tuple[Line, ...]) -> Iterator[Line]:
+    def _requested(self, stored_job: dict[str, Any], lines: tuple[Line, ...]) -> Iterator[Line]:
         """The lines, but for those that a second try leaves out; models that the job doesn't know are not found."""
-        chosen = _selected(paper["settings"].get("rows"), len(lines))
-        models = {pin["name"] for pin in paper["models"]}
+        chosen = _selected(stored_job["settings"].get("rows"), len(lines))
+        models = {pin["name"] for pin in stored_job["models"]}
         for row, line in enumerate(lines):
             if not chosen[row]:
                 yield Line("")
@@ -200,7 +203,7 @@ class RootOracle:
             if job not in self.removed and not self._is_buried(job):
                 oracle.look()
         self._check_plans()
-        self._announced.look()
+        self._published.check()
         self._check_offset()
         if self.looks % 4 == 0:
             self._list_jobs()
@@ -214,7 +217,7 @@ class RootOracle:
                     raise Broken(f"I2: plan/{path.name} of {job} has changed")
 
     def check_stands(self, acknowledged: set[str]) -> None:
-        """Objects that stand for ever, as processes were told."""
+        """Objects whose permanent creation was acknowledged."""
         for key in acknowledged:
             if not (self.root / key).is_file() and not self._may_go(key):
                 raise Broken(f"I2: {key} was reported to stand, and is gone")
@@ -243,12 +246,12 @@ class RootOracle:
         return name.startswith(("results/", "plan/", "progress.json")) and self._is_buried(job)
 
     def forget_lost(self, lost: dict[str, tuple[set[str], set[str]]]) -> None:
-        """After a power cut. `lost`: job -> names in its results/, and beside it, that may be gone."""
+        """After a power cut. `lost`: job -> names in its results/, and next to it, that may be gone."""
         self._plans = {path: data for path, data in self._plans.items() if path.exists()}
-        for job, (unsynced, papers) in lost.items():
-            if (self.root / "jobs" / job / "job.json").exists() or "job.json" not in papers:
-                self.oracles[job].power_was_cut(unsynced, papers)
-            else:  # nobody was told that it stands
+        for job, (parts, records) in lost.items():
+            if (self.root / "jobs" / job / "job.json").exists() or "job.json" not in records:
+                self.oracles[job].power_was_cut(parts, records)
+            else:  # its creation was not acknowledged
                 del self.oracles[job], self.watches[job]
                 self.drops.pop(job, None)
 
@@ -290,16 +293,16 @@ class RootOracle:
         for job, oracle in self.oracles.items():
             if job not in self.removed and not self._is_buried(job):
                 oracle.judge()
-                self._announced.judge(job, oracle.folder)
+                self._published.judge(job, oracle.folder)
         for job in self.removed:
             if (self.root / "active" / job).exists():
                 raise Broken(f"I7: {job} was removed, and is marked as open")
         self._check_records()
         self._check_repeated(sampled)
-        self._check_turns(commits)
+        self._check_dispatch_order(commits)
 
     def _check_records(self) -> None:
-        """Each record is a row once; one that was sent again may be one more where nobody could know."""
+        """Each record is a row once; one that was sent again may be one more where no consumer could know."""
         lines = Counter[str]()
         for job, oracle in self.oracles.items():
             if job not in self.drops:
@@ -311,8 +314,8 @@ class RootOracle:
                 raise Broken(f"I1: a record that was sent {times} times is {lines[text]} rows: {text}")
 
     def _check_repeated(self, sampled: int) -> None:
-        papers = [json.loads(path.read_bytes()) for path in sorted(self.root.glob("jobs/*/manifest.json"))]
-        usages = [paper["usage"] for paper in papers]
+        manifests = [json.loads(path.read_bytes()) for path in sorted(self.root.glob("jobs/*/manifest.json"))]
+        usages = [manifest["usage"] for manifest in manifests]
         committed, repeated = (sum(usage.get(name, 0) for usage in usages) for name in ("completion", "repeated"))
         if repeated > max(0, sampled - committed):
             raise Broken(f"I5: {repeated} tokens are reported as repeated, but {sampled - committed} were")
@@ -323,10 +326,10 @@ class RootOracle:
                 for drop in scenario.drops
             )
             if not bothered:
-                raise Broken(f"I5: {sampled - committed} tokens were sampled twice, though nobody died")
+                raise Broken(f"I5: {sampled - committed} tokens were sampled twice, though no process died")
 
-    def _check_turns(self, commits: list[tuple[str, int]]) -> None:
-        """In a flood the little one's first shard is done long before the flood's last; where both are as urgent, all
+    def _check_dispatch_order(self, commits: list[tuple[str, int]]) -> None:
+        """In a flood the small job's first shard is done long before the flood's last; where both are as urgent, all
         of its shards are."""
         if not self.scenario.flood or len(self.scenario.drops) < 2:
             return

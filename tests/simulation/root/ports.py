@@ -1,7 +1,7 @@
 """The ports of a root's processes: a store that fails, queues by name, a lease, topics and a partition of records.
 
 What all processes share lies in `Broker`: it may lose, repeat, delay and forget, but for the topics and the committed
-offset, which a real broker keeps.
+offset, which a real broker stores durably.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ LIFETIME = 12.0
 
 LEASE_SECONDS = 6.0
 ROOT = "/root/"
-"""Where the store says that its objects lie, in whatever folder they really do."""
+"""The URI prefix that the store reports for its objects, wherever their files are."""
 
 
 @dataclass
 class Broker:
-    """What queues, beats, lease and topics are to all processes.
+    """The queues, heartbeats, lease and topics that all processes share.
 
     Attributes:
-        holder: of the lease, until when.  split_until: till then each contender is told that it holds it.
-        away_until: till then neither queues, beats nor lease can be asked.
-        refuse, after: calls of the store that are still to fail, before and after they do what they are asked.
+        holder: of the lease, until when.  split_until: until then each contender gets the answer that it holds it.
+        away_until: until then queues, heartbeats and lease can't be reached.
+        refuse, after: calls of the store that are still to fail, before and after they take effect.
         silent, mute: sends that are still to fail, likewise.
         topics: messages, in order.  committed: the partition's offset.
     """
@@ -72,7 +72,7 @@ class Broker:
         self.forget()
 
     def check(self, what: str) -> None:
-        """Raises `ServiceUnavailable` while nothing can be asked."""
+        """Raises `ServiceUnavailable` while the broker is away."""
         if self.machine.now < self.away_until:
             raise ServiceUnavailable(f"the broker can't be reached to {what}")
 
@@ -201,12 +201,12 @@ class RootHeartbeats:
         self._broker.beats.leave(worker)
 
     def report_metrics(self, worker: str, metrics: WorkerMetrics) -> None:
-        self._process.point("heartbeats.tell", worker)
-        self._broker.check("tell figures")
+        self._process.point("heartbeats.report_metrics", worker)
+        self._broker.check("report metrics")
         self._broker.beats.report_metrics(worker, metrics)
 
     def metrics(self) -> dict[str, WorkerMetrics]:
-        self._process.point("heartbeats.figures")
+        self._process.point("heartbeats.metrics")
         return self._broker.beats.metrics()
 
     def workers(self) -> list[WorkerState]:
@@ -215,7 +215,7 @@ class RootHeartbeats:
         return self._broker.beats.workers()
 
     def since(self) -> float:
-        self._broker.check("ask since when beats are kept")
+        self._broker.check("read since when heartbeats are stored")
         return self._broker.beats.since()
 
 
@@ -248,7 +248,7 @@ class RootLease:
 
 
 class RootMessages:
-    """`Messages` of one process: a topic keeps what it took, whether it said so or not."""
+    """`Messages` of one process: a topic stores each record that it received, confirmed or not."""
 
     max_bytes = 1 << 20
 

@@ -1,6 +1,6 @@
 """The scenario of a seed for a whole root: jobs of several tenants that arrive under faults, and the processes.
 
-Like the scenario of one job it can be written down whole, so that a history that was kept stays what it is.
+Like the scenario of one job it can be written down whole, so that a stored history stays what it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KAFKA_TENANT = "kim"
 
 CALLS = ("store.create", "store.read", "store.info", "store.list", "store.open", "store.delete", "store.replace",
          "queue.put", "queue.take", "heartbeats.beat", "heartbeats.workers", "engine.step", "clock.sleep", "clock.now",
-         "lease.renew", "messages.send", "door.settle", "kafka.commit", "disk.link", "disk.sync_folder")  # fmt: skip
+         "lease.renew", "messages.send", "ingest.settle", "kafka.commit", "disk.link", "disk.sync_folder")  # fmt: skip
 
 WEIGHTS = {
     "kill": 10, "restart": 3, "pause": 6, "stop": 4, "slow": 4, "lose": 3, "double": 3, "late": 3, "reorder": 2,
@@ -27,23 +27,23 @@ WEIGHTS = {
 }  # fmt: skip
 """How often each kind of fault is drawn. Those of the machine, and:
     restart     all processes die, and queues, beats and lease are empty
-    forget      the server is emptied of queues, beats and lease;  away: it can't be asked for a while
+    forget      the server is emptied of queues, beats and lease;  away: it can't be reached for a while
     split       each dispatcher believes that it holds the lease, for a while;  unled: whose it is, is forgotten
-    refuse      the store fails, and has done nothing;  after: it fails, and has done what was asked
+    refuse      the store fails, and has done nothing;  after: it fails, and the call has taken effect
     silent      a message is not confirmed, and was not sent;  mute: it is not confirmed, and was sent
-    power       the power is cut (of a folder; a bucket keeps what it said), and all begin anew
+    power       the power is cut (of a folder; a bucket loses nothing that it acknowledged), and all begin anew
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A file of requests, dropped in a tenant's place.
+    """A file of requests, dropped in a tenant's folder.
 
     Attributes:
         at: seconds from the beginning.  deadline: seconds from its acceptance.  model: given for the whole file.
-        told: when which intake is told of it, each a second and an intake's number; nobody is, where events get lost.
+        told: its events, each a second and the number of the intake that receives it; empty, where events get lost.
         cancel_at, retry: when its user cancels it, and whether what failed is tried again as a new job.
-        remove_at: when somebody removes the job, whatever it is at.
+        remove_at: when a user removes the job, in any state.
     """
 
     name: str
@@ -76,7 +76,7 @@ class RootScenario:
     Attributes:
         folder: the root is a folder, whose disk forgets what was not synced; else a bucket.
         worker_models: for each worker, the model that it serves.
-        kept: seconds for which results are kept; None: for ever.
+        kept: seconds for which results are retained; None: for ever.
         flood: a history without faults, with more of one tenant's and tier's work than of all others'.
     """
 
@@ -160,15 +160,15 @@ def _simpler(drop: Drop) -> Iterator[Drop]:
 
 
 def _drop(values: dict[str, object]) -> Drop:
-    lines, poison, told = values.pop("lines"), values.pop("poison"), values.pop("told")
+    lines, poison, events = values.pop("lines"), values.pop("poison"), values.pop("told")
     assert isinstance(lines, list)
     assert isinstance(poison, list)
-    assert isinstance(told, list)
+    assert isinstance(events, list)
     return Drop(
         **values,  # type: ignore[arg-type]
         lines=tuple(Line(**line) for line in lines),
         poison=tuple(Poison(**one) for one in poison),
-        told=tuple((at, intake) for at, intake in told),
+        told=tuple((at, intake) for at, intake in events),
     )
 
 
@@ -213,10 +213,10 @@ def _drops(chance: random.Random, models: tuple[str, ...], intakes: int) -> Iter
     for number in range(chance.randint(1, 4)):
         lines = tuple(draw_lines(chance, chance.randint(1, 6), Style(f"d{number}-", models)))
         at = round(chance.choice((0.0, chance.uniform(0.0, 30.0))), 2)
-        told = []
+        events = []
         for _ in range(chance.choice((0, 1, 2, 3))):
             later = chance.choice((0.0, 0.05, chance.uniform(0.0, 20.0)))
-            told.append((round(at + later, 2), chance.randrange(intakes)))
+            events.append((round(at + later, 2), chance.randrange(intakes)))
         plain = all(f'"{MODELS[1]}"' not in line.text for line in lines)
         yield Drop(
             name=f"drop-{number}.jsonl",
@@ -224,7 +224,7 @@ def _drops(chance: random.Random, models: tuple[str, ...], intakes: int) -> Iter
             tier=chance.choice(("standard", "standard", "bulk")),
             at=at,
             lines=lines,
-            told=tuple(sorted(told)),
+            told=tuple(sorted(events)),
             model=models[0] if plain and chance.random() < 0.4 else None,
             deadline=float(chance.randint(1, 60)) if chance.random() < 0.12 else None,
             cancel_at=round(at + chance.uniform(0.0, 25.0), 2) if chance.random() < 0.15 else None,

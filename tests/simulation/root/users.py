@@ -74,8 +74,8 @@ def _retry(harness: RootHarness, ports: ProcessPorts, job: str, drop: Drop) -> b
 
 def _remove(harness: RootHarness, ports: ProcessPorts, job: str, drop: Drop) -> bool:
     """Once no event of it will come any more: its event would make it anew. Again, when that was interrupted."""
-    told = {(drop.name, number) for number in range(len(drop.told))}
-    if not told <= harness.oracle.settled:
+    events = {(drop.name, number) for number in range(len(drop.told))}
+    if not events <= harness.oracle.settled:
         return False
     harness.oracle.removed.add(job)
     clear(ports.ledger(job))

@@ -23,7 +23,7 @@ class RootWatch:
 
     Attributes:
         sampled: tokens, of all jobs.
-        acknowledged: keys of objects that some process was told to stand for ever.
+        acknowledged: keys of objects whose permanent creation was reported to a process.
         commits: jobs and shards in the order in which their parts came to be.
         lives: worker's life -> the jobs that it has had rows of.
     """
@@ -67,7 +67,7 @@ class RootWatch:
         if watch is not None:
             watch.took(process, task.shard)
 
-    # -- told by engines
+    # -- reported by engines
 
     def added(self, process: Process, request: Request) -> None:
         """An engine was given a request. Raises `Broken`."""
@@ -106,7 +106,7 @@ class RootWatch:
 
 
 GOES = ("active/", "close/", "announced/", "intake/origins/", "taken/")
-"""Keys of what goes when it has served."""
+"""Prefixes of objects that are deleted once they are not needed any more."""
 
 GOES_OF_JOBS = ("/work/", "/plans/")
 

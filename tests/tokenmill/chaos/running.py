@@ -47,7 +47,7 @@ class Setup:
 
 
 def write_requests(path: Path, model: str, rows: int, max_tokens: int) -> None:
-    """Chat requests of all kinds, one broken line among them, and two that ask the same."""
+    """Chat requests of all kinds, one broken line among them, and two with the same request."""
     lines = []
     for row in range(rows):
         topic = f"the number {row if row != rows - 1 else 0} and what it means"

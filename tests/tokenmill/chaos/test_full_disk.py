@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.tokenmill.chaos.running import GRACE, Setup, write_requests
-from tests.tokenmill.chaos.watching import REFUSED, answers, look, parts
+from tests.tokenmill.chaos.watching import REFUSED, answers, parts, read_with_every_reader
 
 pytestmark = pytest.mark.slow
 
@@ -41,12 +41,12 @@ def source(setup: Setup, folder: Path) -> Path:
 
 
 @pytest.fixture
-def calm(setup: Setup, source: Path, folder: Path) -> Path:
+def undisturbed(setup: Setup, source: Path, folder: Path) -> Path:
     """The job as it goes when nothing happens to it."""
-    process = setup.start(source, folder / "calm", *FAST)
+    process = setup.start(source, folder / "undisturbed", *FAST)
     _, err = process.communicate()
     assert process.returncode == 0, err
-    return folder / "calm"
+    return folder / "undisturbed"
 
 
 def stop_in_the_middle(process: subprocess.Popen[str], out: Path) -> None:
@@ -80,7 +80,7 @@ def resize(disk: Path, size: int) -> None:
 
 @pytest.mark.exhaustive
 def test_given_a_full_disk_when_there_is_room_again_then_the_same_command_goes_on(
-    setup: Setup, source: Path, calm: Path, disk: Path
+    setup: Setup, source: Path, undisturbed: Path, disk: Path
 ) -> None:
     out = disk / "out"
     full = setup.start(source, out, *SLOWLY, TOKENMILL_CHECKPOINT_SECONDS="1")
@@ -96,7 +96,7 @@ def test_given_a_full_disk_when_there_is_room_again_then_the_same_command_goes_o
     assert str(disk) in err.splitlines()[-1], "it says where"
     committed = {file.name: file.read_bytes() for file in parts(out)}
     assert len(committed.keys() - {REFUSED}) >= 2, "shards were committed before the disk was full"
-    assert look(out) < ROWS
+    assert read_with_every_reader(out) < ROWS
 
     resize(disk, 40 << 20)
     again = setup.start(source, out, *FAST)
@@ -104,7 +104,7 @@ def test_given_a_full_disk_when_there_is_room_again_then_the_same_command_goes_o
 
     assert again.returncode == 0, err
     assert {name: (out / "results" / name).read_bytes() for name in committed} == committed
-    assert answers(out) == answers(calm)
+    assert answers(out) == answers(undisturbed)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def memory() -> Iterator[Callable[[int, int], None]]:
 
 @pytest.mark.exhaustive
 def test_given_a_process_that_the_kernel_kills_for_memory_when_started_again_then_it_goes_on(
-    setup: Setup, source: Path, calm: Path, folder: Path, memory: Callable[[int, int], None]
+    setup: Setup, source: Path, undisturbed: Path, folder: Path, memory: Callable[[int, int], None]
 ) -> None:
     """Only pages that it touches from then on count, so it dies while it works."""
     out = folder / "out"
@@ -147,9 +147,9 @@ def test_given_a_process_that_the_kernel_kills_for_memory_when_started_again_the
     process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=GRACE)
     assert process.returncode == -signal.SIGKILL, err
-    assert 0 < look(out) < ROWS, "it died in the middle"
+    assert 0 < read_with_every_reader(out) < ROWS, "it died in the middle"
 
     again = setup.start(source, out, *FAST)
     _, err = again.communicate(timeout=GRACE)
     assert again.returncode == 0, err
-    assert answers(out) == answers(calm)
+    assert answers(out) == answers(undisturbed)

@@ -104,7 +104,7 @@ def test_serve_embeds_for_the_official_client(processes: Processes, embedding_mo
     )
     client = OpenAI(base_url=f"{processes.url(served)}/v1", timeout=HANG_SECONDS, api_key="none")
     texts = [f"text number {number}" for number in range(5)]
-    packed = client.embeddings.create(model="tiny", input=texts)  # the client asks for base64 by itself
+    packed = client.embeddings.create(model="tiny", input=texts)  # the client requests base64 by itself
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
     assert [one.index for one in packed.data] == [0, 1, 2, 3, 4]
     vectors = [one.embedding for one in plain.data]

@@ -15,7 +15,7 @@ import pytest
 Cli = Callable[..., Any]
 
 
-def ask(custom_id: str, given: Any, **body: Any) -> dict[str, Any]:
+def embedding_row(custom_id: str, given: Any, **body: Any) -> dict[str, Any]:
     body = {"model": "tiny", "input": given, **body}
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/embeddings", "body": body}
 
@@ -23,9 +23,9 @@ def ask(custom_id: str, given: Any, **body: Any) -> dict[str, Any]:
 def test_given_a_file_of_texts_when_run_then_each_row_has_its_vector_and_bad_rows_have_reasons(
     tokenmill: Cli, folder: Path, embedding_model: Path, chat: Any, write_lines: Any, results: Any
 ) -> None:
-    lines = [ask(f"text-{number}", f"text number {number}") for number in range(20)]
-    lines += [ask("again", "text number 3"), ask("several", ["text number 3", "text number 4"])]
-    lines += [ask("long", "word " * 40), chat("talk")]
+    lines = [embedding_row(f"text-{number}", f"text number {number}") for number in range(20)]
+    lines += [embedding_row("again", "text number 3"), embedding_row("several", ["text number 3", "text number 4"])]
+    lines += [embedding_row("long", "word " * 40), chat("talk")]
     path = write_lines(*lines)
 
     ended = tokenmill("run", path, "--model", f"tiny={embedding_model}", "--output", folder / "out", "--json")
@@ -76,7 +76,7 @@ def test_given_parquet_with_a_column_of_inputs_when_run_then_it_is_embedded(
 def test_given_an_option_that_an_encoder_can_not_follow_when_run_then_nothing_is_begun(
     tokenmill: Cli, folder: Path, embedding_model: Path, write_lines: Any, options: tuple[str, str], says: str
 ) -> None:
-    path = write_lines(ask("a", "x"))
+    path = write_lines(embedding_row("a", "x"))
     ended = tokenmill("run", path, "--model", f"tiny={embedding_model}", "--output", folder / "out", *options)
     assert ended.code == 1
     assert says in ended.error
@@ -87,7 +87,9 @@ def test_given_an_encoder_without_pooling_when_run_then_the_error_is_one_line(
     tokenmill: Cli, folder: Path, tiny_encoders: Any, write_lines: Any
 ) -> None:
     model = tiny_encoders.make_embedding_model("bert", folder / "plain", pooling=None)
-    ended = tokenmill("run", write_lines(ask("a", "x")), "--model", f"tiny={model}", "--output", folder / "out")
+    ended = tokenmill(
+        "run", write_lines(embedding_row("a", "x")), "--model", f"tiny={model}", "--output", folder / "out"
+    )
     assert ended.code == 1
     assert "is an encoder without pooling settings (modules.json)" in ended.error
 
@@ -95,7 +97,12 @@ def test_given_an_encoder_without_pooling_when_run_then_the_error_is_one_line(
 def test_given_a_file_of_texts_when_estimated_then_tokens_are_counted(
     tokenmill: Cli, embedding_model: Path, write_lines: Any
 ) -> None:
-    path = write_lines(ask("a", "one text"), ask("b", "one text"), ask("c", ["two", "texts"]), ask("d", [5, 6, 7]))
+    path = write_lines(
+        embedding_row("a", "one text"),
+        embedding_row("b", "one text"),
+        embedding_row("c", ["two", "texts"]),
+        embedding_row("d", [5, 6, 7]),
+    )
     ended = tokenmill("estimate", path, "--model", f"tiny={embedding_model}", "--exact", "--json")
     assert ended.code == 0, ended.err
     amount = ended.json()

@@ -1,4 +1,4 @@
-"""Rows with a form or tools as a user meets them: in the results, and in the error of the one that asks too much."""
+"""Rows with a form or tools as a user meets them: in the results, and in the error of a row whose form is too large."""
 
 from __future__ import annotations
 

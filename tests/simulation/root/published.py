@@ -1,4 +1,4 @@
-"""Checks announced messages against stored objects: sent at least once, never before the commit, and identical."""
+"""Checks published messages against stored objects: sent at least once, never before the commit, and identical."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS = "tokenmill.results"
 EVENTS = "tokenmill.events"
 
 
-class Announced:
+class PublishedMessages:
     """Reads the topics as they grow.
 
     Args:
@@ -35,7 +35,7 @@ class Announced:
         self._by_job: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
         self._marked: set[str] = set()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Read what is new. Raises `Broken`."""
         for message in self._broker.topics[self._read :]:
             if message.topic == RESULTS:
@@ -50,56 +50,56 @@ class Announced:
             part = self._root / "jobs" / job / "results" / f"part-{number}.parquet"
             if part.exists():
                 self._marked.add(name)
-                self._check_told(job, part)
+                self._check_published(job, part)
         for event in self._markers("events"):
             if event not in self._events:
                 raise Broken(f"I2: event {event} is marked as sent, but was not")
 
     def _markers(self, kind: str) -> list[str]:
-        """What is marked as sent: JOB/NAME."""
-        place = self._root / "announced" / kind
-        jobs = sorted(os.listdir(place)) if place.is_dir() else []
-        return [f"{job}/{name}" for job in jobs for name in sorted(os.listdir(place / job))]
+        """The markers of sent messages: JOB/NAME."""
+        folder = self._root / "announced" / kind
+        jobs = sorted(os.listdir(folder)) if folder.is_dir() else []
+        return [f"{job}/{name}" for job in jobs for name in sorted(os.listdir(folder / job))]
 
     def judge(self, job: str, folder: Path) -> None:
-        """All of a job that has ended was told."""
+        """All rows and events of a job that has ended were published."""
         for part in sorted((folder / "results").glob("*")):  # a job that was closed before it was planned has none
-            self._check_told(job, part)
+            self._check_published(job, part)
             event = f"{job}/{part.stem}"
             if event not in self._events:
-                raise Broken(f"I7: {event} was never told")
+                raise Broken(f"I7: {event} was never published")
         wanted = ["accepted", "ended"] + ["cancelling"] * _is_cancelled(folder)
         for name in wanted:
             if f"{job}/{name}" not in self._events:
-                raise Broken(f"I7: {job}/{name} was never told")
+                raise Broken(f"I7: {job}/{name} was never published")
         ended = json.loads(self._events[f"{job}/ended"].value or b"")
         manifest = json.loads((folder / "manifest.json").read_bytes())
         if (ended["status"], ended["counts"]) != (manifest["status"], manifest["counts"]):
-            raise Broken(f"I3: {job} was told to have ended with {ended['counts']}, but has {manifest['counts']}")
+            raise Broken(f"I3: {job} was published as ended with {ended['counts']}, but has {manifest['counts']}")
 
     def _result(self, message: Message) -> None:
         value = json.loads(message.value or b"")
         at = (value["job"], value["row"])
         if self._results.setdefault(at, message) != message:
-            raise Broken(f"I2: row {at[1]} of {at[0]} was told twice, and not the same")
+            raise Broken(f"I2: row {at[1]} of {at[0]} was published twice, and not the same")
         self._by_job[at[0]][at[1]] = value
 
     def _event(self, message: Message) -> None:
         value = json.loads(message.value or b"")
         if self._events.setdefault(value["id"], message) != message:
-            raise Broken(f"I2: event {value['id']} was told twice, and not the same")
+            raise Broken(f"I2: event {value['id']} was published twice, and not the same")
 
-    def _check_told(self, job: str, part: Path) -> None:
-        """Each row of the part was told, as it stands there."""
+    def _check_published(self, job: str, part: Path) -> None:
+        """Each row of the part was published, as it is stored there."""
         columns = ["row", "custom_id", "status"]
-        told = self._by_job[job]
+        published = self._by_job[job]
         table = pq.ParquetFile(io.BytesIO(part.read_bytes())).read(columns=columns, use_threads=False)
         for row in table.to_pylist():
-            found = told.get(row["row"])
+            found = published.get(row["row"])
             if found is None:
-                raise Broken(f"I2: row {row['row']} of {job} is marked as told, but was not")
+                raise Broken(f"I2: row {row['row']} of {job} is marked as published, but was not")
             if (found["custom_id"], found["status"]) != (row["custom_id"], row["status"]):
-                raise Broken(f"I2: row {row['row']} of {job} is {row}, but was told as {found['status']}")
+                raise Broken(f"I2: row {row['row']} of {job} is {row}, but was published as {found['status']}")
 
 
 def _is_cancelled(folder: Path) -> bool:
