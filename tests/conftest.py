@@ -38,7 +38,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def threads_of_a_test_are_its_own() -> Iterator[None]:
-    """Torch's number of threads is the process's: a test that wants two must not leave them to all that come after it,
+    """Torch's number of threads is the process's: a test that sets two must not leave them to all that come after it,
     where two processes of tests share two cores, and threads that wait for each other spin."""
     yield
     wanted, torch = int(os.environ.get("OMP_NUM_THREADS", "1")), sys.modules.get("torch")
@@ -70,7 +70,7 @@ def _module(name: str) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny_models() -> ModuleType:
-    """The module that makes tiny models, for tests that want changed ones."""
+    """The module that makes tiny models, for tests that need changed ones."""
     return _module("tiny_models")
 
 

@@ -1,4 +1,4 @@
-"""What is written is what is: the command line's page, the error table, and the links between pages."""
+"""The docs match the code: the command line's page, the error table, and the links between pages."""
 
 from __future__ import annotations
 

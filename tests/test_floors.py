@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom, and what is shipped."""
+"""The import contracts between packages, and the contents of the wheel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGES = {"tokenmill", "workers", "pipeline", "engine", "schemas"}
 
 
-def test_given_the_import_contracts_when_they_are_checked_then_every_floor_holds() -> None:
+def test_given_the_import_contracts_when_they_are_checked_then_all_are_kept() -> None:
     lint_imports = Path(sys.executable).parent / "lint-imports"
 
     done = subprocess.run([lint_imports, "--no-cache"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -26,8 +26,8 @@ def test_given_the_import_contracts_when_they_are_checked_then_every_floor_holds
 def test_given_the_control_side_when_it_is_imported_then_torch_stays_out_of_the_process() -> None:
     names = [
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
-        for room in ("pipeline", "schemas")
-        for path in sorted((REPOSITORY / room).rglob("*.py"))
+        for package in ("pipeline", "schemas")
+        for path in sorted((REPOSITORY / package).rglob("*.py"))
     ]
     script = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
     script += "found = {'torch', 'transformers', 'engine', 'workers', 'tokenmill'} & set(sys.modules)\n"

@@ -115,8 +115,8 @@ def running_cluster(
     Args:
         processes: such as "worker-1", "null-1", "intake-1".
         s3_kind: one without SQS sends no notifications: ingest finds files by listing.
-        faulty: the seed of the fault proxy between processes and S3; its log is then in a bucket, so
-            that the broker can be killed. None: neither.
+        faulty: the seed of the fault proxy between processes and S3; the broker's log is then in a bucket, so that
+            it can be killed. None: neither.
     """
     with ExitStack() as stack:
 

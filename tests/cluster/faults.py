@@ -36,8 +36,8 @@ from tests.cluster.faults_plan import (
     PROCESSES,
     SCALES,
     Fault,
+    JobInput,
     Scale,
-    Sending,
     draw_faults,
     draw_probes,
     draw_races,
@@ -117,7 +117,7 @@ def run(setup: Setup) -> Outcome:
             finally:
                 injector.close()
         ended = time.monotonic()
-        by_kafka = sum(sending.rows for sending in senders.sent if sending.source.startswith("kafka"))
+        by_kafka = sum(job_input.rows for job_input in senders.sent if job_input.source.startswith("kafka"))
         published = read_topic(cluster, "tokenmill.results", by_kafka)
         others = {name: read_topic(cluster, f"tokenmill.{name}") for name in ("requests", "jobs", "deadletter")}
         codes = cluster.stop()
@@ -142,7 +142,7 @@ def run(setup: Setup) -> Outcome:
     return outcome
 
 
-def _calm_seconds(probe: Sending, senders: Senders, watch: Watch) -> float:
+def _calm_seconds(probe: JobInput, senders: Senders, watch: Watch) -> float:
     """How long a small job takes before the first fault."""
     begun = time.monotonic()
     senders.send(probe)
@@ -155,12 +155,12 @@ def _calm_seconds(probe: Sending, senders: Senders, watch: Watch) -> float:
 
 def _attack(injector: Injector, faults: Sequence[Fault], setup: Setup) -> None:
     """Strike with all faults, one after the other, while enough jobs are open."""
-    work, given = draw_work(setup.seed, setup.sizes), list[Sending]()
+    work, given = draw_work(setup.seed, setup.sizes), list[JobInput]()
     for fault in faults:
         at = time.monotonic() + fault.gap
         while time.monotonic() < at or not injector.strike(fault):
             injector.poll()
-            given = [sending for sending in given if injector.watch.done_at(sending) is None]
+            given = [job_input for job_input in given if injector.watch.done_at(job_input) is None]
             if len(given) < setup.sizes.at_once:
                 given.append(next(work))
                 injector.send(given[-1])
@@ -173,7 +173,7 @@ def _await_end(injector: Injector) -> list[str]:
     until = time.monotonic() + END_SECONDS
     while time.monotonic() < until:
         injector.poll()
-        left = [sending.label for sending in injector.senders.sent if injector.watch.done_at(sending) is None]
+        left = [job_input.label for job_input in injector.senders.sent if injector.watch.done_at(job_input) is None]
         left += injector.watch.still_open()
         if not left and not injector.busy:
             return []
@@ -181,9 +181,9 @@ def _await_end(injector: Injector) -> list[str]:
     return left or ["a process or a sender"]
 
 
-def reference(setup: Setup, sent: Sequence[Sending]) -> dict[str, Answer]:
+def reference(setup: Setup, sent: Sequence[JobInput]) -> dict[str, Answer]:
     """What an undisturbed run answers, by custom_id: worked out for null workers, computed for a model."""
-    lines = [line for sending in sent for line in sending.lines if line.error is None]
+    lines = [line for job_input in sent for line in job_input.lines if line.error is None]
     if setup.worker == "null":
         bodies = [json.loads(line.text)["body"] for line in lines]
         texts = ExpectedAnswers(Path(setup.model)).texts(bodies)

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.cluster.faults_evidence import Evidence, TopicRecord
-from tests.cluster.faults_plan import Line, Sending
+from tests.cluster.faults_plan import JobInput, Line
 
 PART = re.compile(r"part-\d{5}\.parquet")
 STATUSES = ("succeeded", "failed", "expired", "cancelled")
@@ -78,15 +78,15 @@ class Checker:
         by_label: defaultdict[str, list[CopiedJob]] = defaultdict(list)
         for job in jobs:
             by_label[job.label].append(job)
-        sent = {sending.label: sending for sending in self.evidence.sent}
+        sent = {job_input.label: job_input for job_input in self.evidence.sent}
         for job in (job for label, of_it in by_label.items() if label not in sent for job in of_it):
             self._report_violation("I1", f"job {job.name} is of no input")
-        for label, sending in sent.items():
+        for label, job_input in sent.items():
             found = sorted(by_label[label], key=lambda job: (job.created_at, job.name))
-            if sending.source == "kafka records":
-                self._check_records(sending, found)
+            if job_input.source == "kafka records":
+                self._check_records(job_input, found)
             else:
-                self._check_file(sending, found)
+                self._check_file(job_input, found)
         self._check_published(sent, jobs)
         self._check_dead_letters(sent)
         self._check_sampled()
@@ -160,23 +160,23 @@ class Checker:
 
     # -- an input and its jobs
 
-    def _check_file(self, sending: Sending, jobs: list[CopiedJob]) -> None:
+    def _check_file(self, job_input: JobInput, jobs: list[CopiedJob]) -> None:
         times = 1
-        if sending.source == "kafka jobs":  # each record in the topic is a job of its own
-            name = f"/{sending.label}.jsonl".encode()
+        if job_input.source == "kafka jobs":  # each record in the topic is a job of its own
+            name = f"/{job_input.label}.jsonl".encode()
             times = sum(name in record.value for record in self.evidence.references)
-        if not times <= len(jobs) <= times + sending.retries:
+        if not times <= len(jobs) <= times + job_input.retries:
             self._report_violation(
-                "I1", f"input {sending.label} ({sending.source}) came {times} times, but is {len(jobs)} jobs"
+                "I1", f"input {job_input.label} ({job_input.source}) came {times} times, but is {len(jobs)} jobs"
             )
-        lines = dict(enumerate(sending.lines))
+        lines = dict(enumerate(job_input.lines))
         for job in jobs[:times]:
-            self._check_rows(job, sending, lines)
+            self._check_rows(job, job_input, lines)
         for job in jobs[times:]:
             left = {row["row"] for row in jobs[0].rows if row["status"] in ENDINGS}
-            self._check_rows(job, sending, {at: line for at, line in lines.items() if at in left})
+            self._check_rows(job, job_input, {at: line for at, line in lines.items() if at in left})
 
-    def _check_rows(self, job: CopiedJob, sending: Sending, lines: dict[int, Line]) -> None:
+    def _check_rows(self, job: CopiedJob, job_input: JobInput, lines: dict[int, Line]) -> None:
         """Each line has one result, and it is right."""
         found = Counter(row["row"] for row in job.rows)
         self._compare(
@@ -185,34 +185,34 @@ class Checker:
         for row in job.rows:
             line = lines.get(row["row"])
             if line is not None:
-                self._check_row(f"row {row['row']} of job {job.name}", row, line, job, sending)
+                self._check_row(f"row {row['row']} of job {job.name}", row, line, job, job_input)
 
-    def _check_records(self, sending: Sending, jobs: list[CopiedJob]) -> None:
+    def _check_records(self, job_input: JobInput, jobs: list[CopiedJob]) -> None:
         """Each request has one result among all jobs that its label has become."""
         stored = {record.value for record in self.evidence.requests}
-        lost = [line for line in sending.lines if line.text not in stored]
+        lost = [line for line in job_input.lines if line.text not in stored]
         if lost:
-            self.notes.append(f"the broker has lost {len(lost)} confirmed records of {sending.label}")
-        lines = {line.custom_id: line for line in sending.lines if line.error is None and line.text in stored}
+            self.notes.append(f"the broker has lost {len(lost)} confirmed records of {job_input.label}")
+        lines = {line.custom_id: line for line in job_input.lines if line.error is None and line.text in stored}
         found = Counter(row["custom_id"] for job in jobs for row in job.rows)
         doubled = {name for name, many in found.items() if many > 1}
-        self._compare(sending.label, doubled, lines.keys() - found, found.keys() - lines.keys())
+        self._compare(job_input.label, doubled, lines.keys() - found, found.keys() - lines.keys())
         for job in jobs:
             for row in job.rows:
                 if row["custom_id"] in lines:
-                    self._check_row(f"row {row['custom_id']}", row, lines[row["custom_id"]], job, sending)
+                    self._check_row(f"row {row['custom_id']}", row, lines[row["custom_id"]], job, job_input)
 
     def _compare(self, where: str, doubled: Any, missing: Any, unknown: Any) -> None:
         for what, odd in (("are there twice", doubled), ("have no result", missing), ("were never sent", unknown)):
             if odd:
                 self._report_violation("I1", f"{len(odd)} rows of {where} {what}, such as {sorted(odd, key=str)[:5]}")
 
-    def _check_row(self, where: str, row: Row, line: Line, job: CopiedJob, sending: Sending) -> None:
+    def _check_row(self, where: str, row: Row, line: Line, job: CopiedJob, job_input: JobInput) -> None:
         if row["custom_id"] != line.custom_id:
             self._report_violation("I1", f"{where} bears {row['custom_id']!r} instead of {line.custom_id!r}")
         ended = (row["status"], row["error_code"])
         if ended in CLOSED:
-            if not CLOSED[ended] == job.closing == sending.closes:
+            if not CLOSED[ended] == job.closing == job_input.closes:
                 self._report_violation("I1", f"{where} is {row['status']}, but closing.json says {job.closing}")
             return
         if ended != (("succeeded", None) if line.error is None else ("failed", line.error)):
@@ -230,7 +230,7 @@ class Checker:
 
     # -- Kafka
 
-    def _check_published(self, sent: dict[str, Sending], jobs: list[CopiedJob]) -> None:
+    def _check_published(self, sent: dict[str, JobInput], jobs: list[CopiedJob]) -> None:
         """Exactly the results of the jobs from Kafka are published, as committed."""
         by_kafka = {"kafka records", "kafka jobs"}
         rows = {(job.name, row["row"]): row for job in jobs for row in job.rows}
@@ -275,11 +275,11 @@ class Checker:
         if facts != (row["custom_id"], row["status"], row["text"], row["error_code"]):
             self._report_violation("I1", f"what is published at {record.location} is not what is committed: {facts}")
 
-    def _check_dead_letters(self, sent: dict[str, Sending]) -> None:
+    def _check_dead_letters(self, sent: dict[str, JobInput]) -> None:
         """Exactly the invalid requests are dead letters."""
         dead_letters = {record.value for record in self.evidence.dead_letters}
         stored = {record.value for record in self.evidence.requests}
-        wrong = {line.text for sending in sent.values() for line in sending.lines if line.error == "invalid_json"}
+        wrong = {line.text for job_input in sent.values() for line in job_input.lines if line.error == "invalid_json"}
         for value in sorted((stored & wrong) - dead_letters):
             self._report_violation("I1", f"{value[:60]!r} is no request and no dead letter")
         for value in sorted(dead_letters - (stored & wrong)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.cluster.cluster import BUCKET, Cluster
-from tests.cluster.faults_plan import Sending
+from tests.cluster.faults_plan import JobInput
 
 QUIET_SECONDS: Final = 3.0
 """A topic without a record for this long is read to its end, because this broker's end offsets are unreliable."""
@@ -49,7 +49,7 @@ class Evidence:
         sampled: tokens that all workers have sampled, if they were counted.
     """
 
-    sent: tuple[Sending, ...]
+    sent: tuple[JobInput, ...]
     reference: Mapping[str, Answer]
     jobs: Path
     requests: tuple[TopicRecord, ...] = ()

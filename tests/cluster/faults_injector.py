@@ -19,7 +19,7 @@ from pipeline.adapters.redis.heartbeats import RedisHeartbeats
 from pipeline.runtime.availability import ServiceUnavailable
 from tests.cluster.cluster import BUCKET, Cluster
 from tests.cluster.faults_load import Senders
-from tests.cluster.faults_plan import SILENCE, Fault, Sending
+from tests.cluster.faults_plan import SILENCE, Fault, JobInput
 from tests.cluster.faults_races import Races
 from tests.cluster.faults_watch import Watch
 
@@ -34,7 +34,7 @@ S3_FAULTS: Final[dict[str, dict[str, Any]]] = {
 
 
 @dataclass(slots=True)
-class Strike:
+class InjectedFault:
     """A fault that has struck; `at`: when (monotonic). `held`: shards that the victim held then."""
 
     fault: Fault
@@ -57,9 +57,9 @@ class Injector:
     senders: Senders
     watch: Watch
     names: dict[str, str]
-    probes: dict[int, Sending]
-    races: dict[int, Sending]
-    strikes: list[Strike] = field(default_factory=list)
+    probes: dict[int, JobInput]
+    races: dict[int, JobInput]
+    strikes: list[InjectedFault] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     unsent: list[str] = field(default_factory=list)
 
@@ -72,15 +72,15 @@ class Injector:
         self._races = Races(self.cluster, self.senders, self.watch)
         self._heartbeats = RedisHeartbeats(RedisSettings(self.cluster.redis.url), lifetime=SILENCE)
 
-    def send(self, sending: Sending) -> None:
+    def send(self, job_input: JobInput) -> None:
         """Send it on a thread of the pool."""
-        self._waiting.append(self._pool.submit(self.senders.send, sending))
+        self._waiting.append(self._pool.submit(self.senders.send, job_input))
 
     def strike(self, fault: Fault) -> bool:
         """False: its victim is down; try again."""
         if fault.target and self.names[fault.target] in self._down:
             return False
-        strike = Strike(fault, time.monotonic(), self._held(fault))
+        strike = InjectedFault(fault, time.monotonic(), self._held(fault))
         self.strikes.append(strike)
         if fault.kind in ("kill", "stop"):
             self._hit(self.names[fault.target], fault)

@@ -19,7 +19,7 @@ from kombu.exceptions import KombuError
 from redis.exceptions import RedisError
 
 from tests.cluster.cluster import BUCKET, Cluster
-from tests.cluster.faults_plan import Sending
+from tests.cluster.faults_plan import JobInput
 
 SEND_TIMEOUT_SECONDS: Final = 120.0
 """Seconds after which a sender gives up; no outage lasts as long."""
@@ -47,34 +47,36 @@ class Senders:
         self._seed = seed
         self._s3 = cluster.s3.client()
         self._lock = threading.Lock()
-        self.sent: list[Sending] = []
+        self.sent: list[JobInput] = []
         self.again = 0
 
-    def send(self, sending: Sending) -> None:
+    def send(self, job_input: JobInput) -> None:
         """Send it, and return when the source has confirmed it. Raises `NotSent`."""
         with self._lock:
-            self.sent.append(sending)
-        deadline = None if sending.deadline is None else f"{sending.deadline}s"
+            self.sent.append(job_input)
+        deadline = None if job_input.deadline is None else f"{job_input.deadline}s"
         options = {} if deadline is None else {"deadline": deadline}
-        if sending.source in ("bucket", "bucket bulk"):
-            folder = "incoming/bulk/" if sending.source == "bucket bulk" else "incoming/"
-            self._put(f"{folder}{sending.label}.jsonl", sending, {f"tokenmill-{k}": v for k, v in options.items()})
-        elif sending.source == "kafka jobs":
-            uri = self._put(f"elsewhere/{sending.label}.jsonl", sending)
+        if job_input.source in ("bucket", "bucket bulk"):
+            folder = "incoming/bulk/" if job_input.source == "bucket bulk" else "incoming/"
+            self._put(f"{folder}{job_input.label}.jsonl", job_input, {f"tokenmill-{k}": v for k, v in options.items()})
+        elif job_input.source == "kafka jobs":
+            uri = self._put(f"elsewhere/{job_input.label}.jsonl", job_input)
             value = json.dumps({"uri": uri, "options": options}).encode()
-            self._produce("tokenmill.jobs", [(sending.label.encode(), value, [])])
-        elif sending.source == "kafka records":
-            headers = [("job", sending.label.encode()), *((name, value.encode()) for name, value in options.items())]
-            lines = sending.lines
+            self._produce("tokenmill.jobs", [(job_input.label.encode(), value, [])])
+        elif job_input.source == "kafka records":
+            headers = [("job", job_input.label.encode()), *((name, value.encode()) for name, value in options.items())]
+            lines = job_input.lines
             # The same request again goes to the same partition, where it is known.
             records = [(line.custom_id or "none", line.text) for line in lines]
             self._produce("tokenmill.requests", [(key.encode(), text, headers) for key, text in records])
-        elif sending.source == "celery uri":
+        elif job_input.source == "celery uri":
             self.call(
-                "submit", f"submit-{sending.label}", self._put(f"by-task/{sending.label}.jsonl", sending), options
+                "submit", f"submit-{job_input.label}", self._put(f"by-task/{job_input.label}.jsonl", job_input), options
             )
         else:
-            self.call("submit", f"submit-{sending.label}", [json.loads(line.text) for line in sending.lines], options)
+            self.call(
+                "submit", f"submit-{job_input.label}", [json.loads(line.text) for line in job_input.lines], options
+            )
 
     def cancel(self, job: str, name: str) -> str:
         """Cancel a job by Celery; the status that it then has."""
@@ -100,12 +102,12 @@ class Senders:
                 caller.close()
         raise NotSent(f"tokenmill.{task} for {name}: {why}")
 
-    def _put(self, key: str, sending: Sending, metadata: dict[str, str] | None = None) -> str:
-        self._s3.put_object(Bucket=BUCKET, Key=key, Body=sending.data, Metadata=metadata or {})
+    def _put(self, key: str, job_input: JobInput, metadata: dict[str, str] | None = None) -> str:
+        self._s3.put_object(Bucket=BUCKET, Key=key, Body=job_input.data, Metadata=metadata or {})
         return f"s3://{BUCKET}/{key}"
 
     def _produce(self, topic: str, entries: list[Entry]) -> None:
-        """Not idempotent: this broker would confirm what it then loses with its process."""
+        """Not idempotent: this broker would confirm records that it then loses with its process."""
         until, why, left = time.monotonic() + SEND_TIMEOUT_SECONDS, "", entries
         while left and time.monotonic() < until:
             left, why = self._try_producing(topic, left, why)

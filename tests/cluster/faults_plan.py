@@ -114,8 +114,9 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
-    """One input and the way it goes. `label` begins each custom_id, so each result can be traced to its input.
+class JobInput:
+    """One input of a job and the ingest source that receives it. `label` begins each custom_id, so each result can be
+    traced to its input.
 
     Attributes:
         role: "work", "probe" (sent when a fault strikes, to see when it is answered), or the race that it is for.
@@ -167,14 +168,14 @@ def _fault(chance: random.Random, number: int, kind: str, targets: Sequence[str]
     )
 
 
-def draw_work(seed: int, scale: Scale) -> Iterator[Sending]:
+def draw_work(seed: int, scale: Scale) -> Iterator[JobInput]:
     """An endless rotation of jobs over all ingest sources."""
     for number in itertools.count():
         rows = random.Random(f"rows {seed} {number}").randint(*scale.rows)
         yield _sending(seed, f"w{number:02d}", SOURCES[number % len(SOURCES)], rows, scale)
 
 
-def draw_races(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, Sending]:
+def draw_races(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, JobInput]:
     """The jobs that are closed while they run, by the fault's number."""
     found = {}
     for fault in faults:
@@ -187,7 +188,7 @@ def draw_races(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, Se
     return found
 
 
-def draw_probes(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, Sending]:
+def draw_probes(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, JobInput]:
     """A small, urgent job for each fault, by the fault's number. 0, -1 and -2 are sent before anything strikes."""
     sources = {0: "bucket", -1: "kafka records", -2: "celery requests"}
     for fault in faults:
@@ -202,7 +203,7 @@ def draw_probes(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, S
 
 def _sending(
     seed: int, label: str, source: str, rows: int, scale: Scale, role: str = "work", deadline: int | None = None
-) -> Sending:
+) -> JobInput:
     chance = random.Random(f"{seed} {label}")
     lines: list[Line] = []
     for number in range(rows):
@@ -216,7 +217,7 @@ def _sending(
             same = random.Random(f"{seed} {label} {chance.randrange(number + 1) if luck < 0.05 else number}")
             text = f"{label}: {' '.join(same.choices(WORDS, k=12))}"
             lines.append(Line(_line(custom_id, text, same.randint(*scale.max_tokens)), custom_id))
-    return Sending(label, source, tuple(lines), role, deadline)
+    return JobInput(label, source, tuple(lines), role, deadline)
 
 
 def _line(custom_id: str, text: str, max_tokens: int) -> bytes:

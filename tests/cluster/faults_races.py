@@ -15,7 +15,7 @@ from pipeline.ports import World
 from schemas.jobs.outcome import JobStatus
 from tests.cluster.cluster import Cluster, settings_of
 from tests.cluster.faults_load import Senders
-from tests.cluster.faults_plan import Sending
+from tests.cluster.faults_plan import JobInput
 from tests.cluster.faults_watch import Watch
 from tests.waiting import wait_for
 
@@ -34,21 +34,21 @@ class Races:
         self._senders = senders
         self._watch = watch
 
-    def cancel(self, sending: Sending) -> str:
+    def cancel(self, job_input: JobInput) -> str:
         """Cancel it twice at once; the job."""
-        self._senders.send(sending)
+        self._senders.send(job_input)
         jobs = wait_for(
-            lambda: self._watch.jobs_of(sending.label), f"{sending.label} has no rows", seconds=BEGIN_SECONDS
+            lambda: self._watch.jobs_of(job_input.label), f"{job_input.label} has no rows", seconds=BEGIN_SECONDS
         )
         job = min(jobs)
         with ThreadPoolExecutor(2) as pool:
-            for found in [pool.submit(self._senders.cancel, job, f"{sending.label}-{n}") for n in range(2)]:
+            for found in [pool.submit(self._senders.cancel, job, f"{job_input.label}-{n}") for n in range(2)]:
                 found.result()
         return job
 
-    def retry(self, sending: Sending) -> None:
+    def retry(self, job_input: JobInput) -> None:
         """Cancel it, and try its rows again as soon as it has ended: two at once, of whom one makes the job."""
-        job = self.cancel(sending)
+        job = self.cancel(job_input)
         with ThreadPoolExecutor(2) as pool:
             made = [pool.submit(self._retry, job) for _ in range(2)]
             ids = {found.result() for found in made}

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Final
 
 from tests.cluster.faults_checker import Checker
-from tests.cluster.faults_injector import Injector, Strike
+from tests.cluster.faults_injector import InjectedFault, Injector
 from tests.cluster.faults_load import Senders
 from tests.cluster.faults_plan import Fault
 from tests.cluster.faults_watch import Watch
@@ -60,12 +60,12 @@ class Outcome:
                 shown = "for ever" if felt is None else f"for {felt:.0f} s"
                 self.broken.append(f"I7: fault {strike.fault.number} ({strike.fault.name}) was felt {shown}")
 
-    def effect_seconds(self, strike: Strike) -> float | None:
+    def effect_seconds(self, strike: InjectedFault) -> float | None:
         """Seconds from the fault until the small job that was sent then had ended."""
         done = self.watch.done_at(self.injector.probes[strike.fault.number])
         return None if done is None else done - strike.at
 
-    def orphaned(self, strike: Strike) -> float | None:
+    def orphaned(self, strike: InjectedFault) -> float | None:
         """Seconds from the fault until the last of the shards that the victim held was committed by any worker; None:
         it held none."""
         at = [self.watch.part_at(job, shard) for job, shard in strike.held]

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from pipeline.ledger.ledger import JOBS, MANIFEST, PROGRESS, RESULTS
 from tests.cluster.cluster import BUCKET, Cluster
-from tests.cluster.faults_plan import Sending
+from tests.cluster.faults_plan import JobInput
 
 EVERY: Final = 1.0
 """Poll interval in seconds."""
@@ -70,17 +70,17 @@ class Watch:
         self._stop.set()
         self._thread.join()
 
-    # -- what was seen
+    # -- observations
 
     def jobs_of(self, label: str) -> dict[str, SeenJob]:
         """Jobs of an input."""
         with self._lock:
             return {name: job for name, job in self._jobs.items() if job.label == label}
 
-    def done_at(self, sending: Sending) -> float | None:
+    def done_at(self, job_input: JobInput) -> float | None:
         """When all of the input's rows stood in jobs that have ended; None: not yet."""
-        ended = [job for job in self.jobs_of(sending.label).values() if job.ended_at is not None]
-        if sum(sum(job.rows.values()) for job in ended) < sending.rows:
+        ended = [job for job in self.jobs_of(job_input.label).values() if job.ended_at is not None]
+        if sum(sum(job.rows.values()) for job in ended) < job_input.rows:
             return None
         return max(job.ended_at or 0.0 for job in ended)
 

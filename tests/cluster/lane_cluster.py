@@ -92,7 +92,7 @@ class LaneCluster:
 
 @contextmanager
 def lane_cluster(folder: Path, engine: Sequence[object], redis: RedisServer, **variables: str) -> Iterator[LaneCluster]:
-    """Nothing runs in it yet but Redis; what was started ends with the block."""
+    """Only Redis runs in it yet; all started processes end with the block."""
     (folder / "meters").mkdir(parents=True)
     made = LaneCluster(
         folder,

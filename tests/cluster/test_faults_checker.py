@@ -16,7 +16,7 @@ import pytest
 
 from tests.cluster.faults_checker import Checker
 from tests.cluster.faults_evidence import Answer, Evidence, TopicRecord
-from tests.cluster.faults_plan import SCALES, Line, Sending, draw_faults, draw_races, draw_work
+from tests.cluster.faults_plan import SCALES, JobInput, Line, draw_faults, draw_races, draw_work
 
 SCHEMA = pa.schema(
     [
@@ -57,11 +57,11 @@ def result(custom_id: str | None, row: int, error: str | None = None) -> dict[st
 
 
 @dataclass
-class Copy:
+class CopiedJobs:
     """A copy of jobs, and all that goes with it; `write` makes it evidence."""
 
     folder: Path
-    sent: list[Sending] = field(default_factory=list)
+    sent: list[JobInput] = field(default_factory=list)
     parts: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
     closings: dict[str, str] = field(default_factory=dict)
     manifests: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Copy:
             (self.folder / job / "manifest.json").write_text(json.dumps(manifest))
             if job in self.closings:
                 (self.folder / job / "closing.json").write_text(json.dumps({"kind": self.closings[job]}))
-        ids = [line.custom_id for sending in self.sent for line in sending.lines if line.custom_id]
+        ids = [line.custom_id for job_input in self.sent for line in job_input.lines if line.custom_id]
         reference = {custom_id: Answer(f"answer to {custom_id}", "length", 3) for custom_id in ids}
         seen = {str(path.relative_to(self.folder)): digest(path) for path in self.folder.glob("*/results/*")}
         return Evidence(
@@ -132,18 +132,18 @@ def result_record(job: str, row: dict[str, Any], offset: int) -> TopicRecord:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Copy:
+def copy(tmp_path: Path) -> CopiedJobs:
     """A job from the bucket, one from Kafka whose records were published, and one that was cancelled and tried
     again."""
-    made = Copy(tmp_path)
+    made = CopiedJobs(tmp_path)
     lines = [line(f"w00/{n}") for n in range(4)]
-    made.sent.append(Sending("w00", "bucket", (*lines, NOT_JSON)))
+    made.sent.append(JobInput("w00", "bucket", (*lines, NOT_JSON)))
     made.parts["job-a"] = {
         "part-00000.parquet": [result(None, 4, "invalid_json")],
         "part-00001.parquet": [result(f"w00/{n}", n) for n in range(2)],
         "part-00002.parquet": [result(f"w00/{n}", n) for n in (2, 3)],
     }
-    made.sent.append(Sending("w01", "kafka records", (*(line(f"w01/{n}") for n in range(3)), NOT_JSON)))
+    made.sent.append(JobInput("w01", "kafka records", (*(line(f"w01/{n}") for n in range(3)), NOT_JSON)))
     rows = [result(f"w01/{n}", n) for n in range(3)]
     made.parts["job-b"] = {"part-00000.parquet": [], "part-00001.parquet": rows}
     made.requests = [
@@ -153,7 +153,7 @@ def copy(tmp_path: Path) -> Copy:
     made.published = [
         result_record("job-b", row, n) for n, row in enumerate([*rows, rows[0]])
     ]  # one is published twice, alike
-    made.sent.append(Sending("r02", "celery uri", tuple(line(f"r02/{n}") for n in range(3)), "retry"))
+    made.sent.append(JobInput("r02", "celery uri", tuple(line(f"r02/{n}") for n in range(3)), "retry"))
     made.parts["job-c"] = {
         "part-00000.parquet": [],
         "part-00001.parquet": [result("r02/0", 0), *(result(f"r02/{n}", n, "batch_cancelled") for n in (1, 2))],
@@ -163,7 +163,7 @@ def copy(tmp_path: Path) -> Copy:
     return made
 
 
-def test_a_sound_copy_passes_and_is_counted(copy: Copy) -> None:
+def test_a_sound_copy_passes_and_is_counted(copy: CopiedJobs) -> None:
     checker = Checker(copy.write())
     assert checker.judge() == []
     assert checker.outcomes == {"completed": 3, "cancelled": 1}
@@ -172,108 +172,108 @@ def test_a_sound_copy_passes_and_is_counted(copy: Copy) -> None:
     assert (checker.repeats_published, checker.notes) == (1, [])
 
 
-def lose_a_row(copy: Copy) -> None:
+def lose_a_row(copy: CopiedJobs) -> None:
     del copy.parts["job-a"]["part-00002.parquet"][0]
 
 
-def double_a_row(copy: Copy) -> None:
+def double_a_row(copy: CopiedJobs) -> None:
     copy.parts["job-a"]["part-00002.parquet"].insert(0, result("w00/1", 1))
 
 
-def change_a_text(copy: Copy) -> None:
+def change_a_text(copy: CopiedJobs) -> None:
     copy.parts["job-a"]["part-00001.parquet"][0]["text"] = "another answer"
 
 
-def change_a_response(copy: Copy) -> None:
+def change_a_response(copy: CopiedJobs) -> None:
     copy.parts["job-a"]["part-00001.parquet"][0]["response"] = result("w00/3", 0)["response"]
 
 
-def swap_two_rows(copy: Copy) -> None:
+def swap_two_rows(copy: CopiedJobs) -> None:
     first, second = copy.parts["job-a"]["part-00001.parquet"]
     first["row"], second["row"] = second["row"], first["row"]
 
 
-def add_a_row_that_was_never_sent(copy: Copy) -> None:
+def add_a_row_that_was_never_sent(copy: CopiedJobs) -> None:
     copy.parts["job-a"]["part-00002.parquet"].append(result("w00/9", 9))
 
 
-def make_a_second_job(copy: Copy) -> None:
+def make_a_second_job(copy: CopiedJobs) -> None:
     copy.parts["job-e"] = copy.parts["job-a"]
 
 
-def make_a_job_without_input(copy: Copy) -> None:
+def make_a_job_without_input(copy: CopiedJobs) -> None:
     copy.parts["job-e"] = {"part-00000.parquet": [], "part-00001.parquet": [result("w99/0", 0)]}
 
 
-def cancel_without_a_closing(copy: Copy) -> None:
+def cancel_without_a_closing(copy: CopiedJobs) -> None:
     del copy.closings["job-c"]
 
 
-def retry_a_finished_row(copy: Copy) -> None:
+def retry_a_finished_row(copy: CopiedJobs) -> None:
     copy.parts["job-d"]["part-00001.parquet"].insert(0, result("r02/0", 0))
 
 
-def leave_a_row_without_retry(copy: Copy) -> None:
+def leave_a_row_without_retry(copy: CopiedJobs) -> None:
     del copy.parts["job-d"]["part-00001.parquet"][0]
 
 
-def blame_the_engine(copy: Copy) -> None:
+def blame_the_engine(copy: CopiedJobs) -> None:
     copy.parts["job-a"]["part-00001.parquet"][0].update(result("w00/0", 0, "engine_error"))
 
 
-def lose_a_record(copy: Copy) -> None:
+def lose_a_record(copy: CopiedJobs) -> None:
     del copy.parts["job-b"]["part-00001.parquet"][1]
     del copy.published[1]
 
 
-def double_a_record(copy: Copy) -> None:
+def double_a_record(copy: CopiedJobs) -> None:
     row = result("w01/0", 0)
     copy.parts["job-e"] = {"part-00000.parquet": [], "part-00001.parquet": [row]}
     copy.published.append(result_record("job-e", row, 9))
 
 
-def publish_an_uncommitted_row(copy: Copy) -> None:
+def publish_an_uncommitted_row(copy: CopiedJobs) -> None:
     copy.published.append(result_record("job-b", result("w01/7", 7), 9))
 
 
-def publish_another_result(copy: Copy) -> None:
+def publish_another_result(copy: CopiedJobs) -> None:
     copy.published[1] = result_record("job-b", result("w01/1", 1, "engine_error"), 1)
 
 
-def publish_two_versions_of_a_result(copy: Copy) -> None:
+def publish_two_versions_of_a_result(copy: CopiedJobs) -> None:
     copy.published[3] = replace(copy.published[3], value=copy.published[1].value)
 
 
-def publish_a_row_under_two_ids(copy: Copy) -> None:
+def publish_a_row_under_two_ids(copy: CopiedJobs) -> None:
     headers = {**copy.published[3].headers, "result_id": b"other"}
     copy.published[3] = replace(copy.published[3], headers=headers)
 
 
-def name_another_source_record(copy: Copy) -> None:
+def name_another_source_record(copy: CopiedJobs) -> None:
     copy.published[2] = replace(copy.published[2], headers={**copy.published[2].headers, "source": b"requests/0/0"})
 
 
-def withhold_a_result(copy: Copy) -> None:
+def withhold_a_result(copy: CopiedJobs) -> None:
     del copy.published[1]
 
 
-def lose_a_dead_letter(copy: Copy) -> None:
+def lose_a_dead_letter(copy: CopiedJobs) -> None:
     copy.dead_letters.clear()
 
 
-def make_a_request_a_dead_letter(copy: Copy) -> None:
+def make_a_request_a_dead_letter(copy: CopiedJobs) -> None:
     copy.dead_letters.append(TopicRecord("deadletter/0/9", None, copy.sent[1].lines[0].text, {}))
 
 
-def miscount(copy: Copy) -> None:
+def miscount(copy: CopiedJobs) -> None:
     copy.manifests["job-a"] = {"counts": {"total": 5, "succeeded": 5, "failed": 0}}
 
 
-def end_as_something_else(copy: Copy) -> None:
+def end_as_something_else(copy: CopiedJobs) -> None:
     copy.manifests["job-c"] = {"status": "completed"}
 
 
-def repeat_without_bound(copy: Copy) -> None:
+def repeat_without_bound(copy: CopiedJobs) -> None:
     copy.manifests["job-a"] = {"repeated_at_most": 4}
 
 
@@ -310,13 +310,13 @@ def repeat_without_bound(copy: Copy) -> None:
         (repeat_without_bound, "I5: job job-a reports 5 repeated tokens, but at most 4"),
     ],
 )
-def test_each_damage_is_named(copy: Copy, damage: Callable[[Copy], None], finding: str) -> None:
+def test_each_damage_is_named(copy: CopiedJobs, damage: Callable[[CopiedJobs], None], finding: str) -> None:
     damage(copy)
     broken = Checker(copy.write()).judge()
     assert any(finding in line for line in broken), broken
 
 
-def test_what_was_changed_after_a_reader_saw_it_is_named(copy: Copy) -> None:
+def test_what_was_changed_after_a_reader_saw_it_is_named(copy: CopiedJobs) -> None:
     evidence = copy.write()
     part = copy.folder / "job-b/results/part-00000.parquet"
     pq.write_table(pa.Table.from_pylist([result("w01/0", 0)], schema=SCHEMA), part)
@@ -326,7 +326,7 @@ def test_what_was_changed_after_a_reader_saw_it_is_named(copy: Copy) -> None:
     assert "I2: job-b/results/part-00000.parquet is not what was seen" in broken
 
 
-def test_what_is_torn_or_no_part_is_named(copy: Copy) -> None:
+def test_what_is_torn_or_no_part_is_named(copy: CopiedJobs) -> None:
     evidence = copy.write()
     part = copy.folder / "job-a/results/part-00001.parquet"
     part.write_bytes(part.read_bytes()[:-8])
@@ -337,19 +337,19 @@ def test_what_is_torn_or_no_part_is_named(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize(("sampled", "sound"), [(31, False), (32, True), (48, True), (49, False)])
-def test_repeated_work_must_be_reported_and_bounded(copy: Copy, sampled: int, sound: bool) -> None:
+def test_repeated_work_must_be_reported_and_bounded(copy: CopiedJobs, sampled: int, sound: bool) -> None:
     broken = Checker(replace(copy.write(), sampled=sampled)).judge()
     assert (broken == []) is sound
     assert sound or broken[0].startswith(f"I5: {sampled - 12} tokens are in no answer")
 
 
-def test_a_job_that_has_not_ended_and_a_complaint_are_named(copy: Copy) -> None:
+def test_a_job_that_has_not_ended_and_a_complaint_are_named(copy: CopiedJobs) -> None:
     evidence = replace(copy.write(), complaints=("I4: torn when it was seen",))
     (copy.folder / "job-a/manifest.json").unlink()
     assert {"I4: torn when it was seen", "I7: job job-a has not ended"} <= set(Checker(evidence).judge())
 
 
-def test_what_the_broker_lost_is_noted_and_is_no_violation_of_the_pipeline(copy: Copy) -> None:
+def test_what_the_broker_lost_is_noted_and_is_no_violation_of_the_pipeline(copy: CopiedJobs) -> None:
     copy.requests = copy.requests[:2]
     del copy.parts["job-b"]["part-00001.parquet"][2], copy.published[2]
     copy.dead_letters.clear()

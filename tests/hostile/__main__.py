@@ -54,7 +54,7 @@ def main() -> int:
         attacks = {form: chosen(form, args.attacks) for form in args.form or FORMS}
     except ValueError as error:
         parser.error(str(error))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes end, too
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     load, outcomes = os.getloadavg(), list[Outcome]()
     settings = dict(one.split("=", 1) for one in args.set)

@@ -55,7 +55,7 @@ VARIABLES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class ProcessDeath:
     """A process that ended without SIGTERM; `at`: `time.monotonic`; `log_end`: the end of its log."""
 
     name: str
@@ -87,7 +87,7 @@ class Deployment:
     keys: dict[str, str] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     pids: dict[str, int] = field(default_factory=dict)
-    deaths: list[Death] = field(default_factory=list)
+    deaths: list[ProcessDeath] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -184,7 +184,7 @@ class Deployment:
                 dead = [name for name, process in self.processes.items() if process.poll() is not None]
                 for name in dead:
                     code = self.processes[name].returncode
-                    self.deaths.append(Death(name, code, time.monotonic(), self.log(name)[-600:]))
+                    self.deaths.append(ProcessDeath(name, code, time.monotonic(), self.log(name)[-600:]))
                     self._stop.wait(RESTART_SECONDS)
                     self._start(name)
 

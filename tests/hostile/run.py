@@ -18,7 +18,7 @@ from typing import Any, Final
 from tests.cluster.cluster import ROOT
 from tests.hostile.attack import Answer, Attack, Target, unexpected
 from tests.hostile.client import CHAT, batch_end, chat, create_batch, line, send, upload
-from tests.hostile.deployment import Death, Deployment
+from tests.hostile.deployment import Deployment, ProcessDeath
 from tests.hostile.judging import Verdict, judge
 from tests.hostile.well_behaved import GIVE_UP_SECONDS, Sample
 
@@ -64,7 +64,7 @@ class Result:
     wrong: str | None = None
     begun: float = 0.0
     ended: float = 0.0
-    deaths: list[Death] = field(default_factory=list)
+    deaths: list[ProcessDeath] = field(default_factory=list)
     peaks: dict[str, int] = field(default_factory=dict)
     child_peaks: dict[str, int] = field(default_factory=dict)
     removed: str | None = None
@@ -89,7 +89,7 @@ class Outcome:
     memory_after: dict[str, int] = field(default_factory=dict)
     pids_before: dict[str, int] = field(default_factory=dict)
     pids_after: dict[str, int] = field(default_factory=dict)
-    deaths: list[Death] = field(default_factory=list)
+    deaths: list[ProcessDeath] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
     batch: Answer | None = None
     batch_wrong: str | None = "it was not sent"

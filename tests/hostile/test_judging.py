@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from tests.hostile.attack import Answer, Attack, Expected, tally, unexpected
-from tests.hostile.deployment import Death
+from tests.hostile.deployment import ProcessDeath
 from tests.hostile.judging import MAX_GROWTH_BYTES, ttft_quantile
 from tests.hostile.parquet_files import mutated
 from tests.hostile.report import document, markdown
@@ -43,7 +43,7 @@ def test_a_run_in_which_all_held_is_not_broken() -> None:
 
 def test_a_death_breaks_a_run_and_so_does_another_pid() -> None:
     run = good_run()
-    run.deaths = [Death("serve", 1, 110.0, "")]
+    run.deaths = [ProcessDeath("serve", 1, 110.0, "")]
     assert broken(run) == ["all"]
     assert broken(replace(good_run(), pids_after={"serve": 8})) == ["all"]
     assert broken(replace(good_run(), restarts=["by hand"])) == ["all"]
@@ -97,7 +97,7 @@ def test_a_required_answer_must_be_there() -> None:
 
 def test_a_table_of_two_runs_has_the_columns_of_both() -> None:
     run = good_run()
-    before = document([replace(run, deaths=[Death("serve", 1, 110.0, "")])], "demo", (0.1, 0.2, 0.3))
+    before = document([replace(run, deaths=[ProcessDeath("serve", 1, 110.0, "")])], "demo", (0.1, 0.2, 0.3))
     shown = markdown(document([run], "demo", (0.1, 0.2, 0.3)), before)
     assert "**broken**: 1 deaths (serve), 0 restarts by hand | holds: 0 deaths, 0 restarts by hand |" in shown
     assert "| an attack | http 4.. /names the cause/ | as expected | 0.50 | as expected | 0.50 |" in shown

@@ -14,14 +14,14 @@ class MetadataServer:
     """Listens on a port of its own, until it is closed.
 
     Attributes:
-        said: name below /latest/meta-data/ -> its value; other names are not found.
-        notices: codes and bodies for the notice of a spot instance, one for each question, and the last one for ever.
+        metadata: name below /latest/meta-data/ -> its value; other names are not found.
+        notices: codes and bodies for the notice of a spot instance, one for each request, and the last one for ever.
         noticed: how often that was requested.
-        silent: while it is set, questions are taken and not answered.
+        silent: while it is set, requests are accepted and not answered.
     """
 
     def __init__(self) -> None:
-        self.said = {"instance-type": "g6.xlarge", "placement/region": "us-east-1", "instance-life-cycle": "spot"}
+        self.metadata = {"instance-type": "g6.xlarge", "placement/region": "us-east-1", "instance-life-cycle": "spot"}
         self.notices: list[tuple[int, str]] = [(404, "")]
         self.noticed = 0
         self.silent = threading.Event()
@@ -60,7 +60,7 @@ class MetadataServer:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def close(self) -> None:
-        """Let go of those who wait, and end."""
+        """Release waiting requests, and stop."""
         self._over.set()
         self._server.shutdown()
         self._server.server_close()
@@ -71,4 +71,4 @@ class MetadataServer:
         if name == NOTICE:
             self.noticed += 1
             return self.notices.pop(0) if len(self.notices) > 1 else self.notices[0]
-        return (200, self.said[name]) if name in self.said else (404, "")
+        return (200, self.metadata[name]) if name in self.metadata else (404, "")

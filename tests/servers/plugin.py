@@ -70,7 +70,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Con
 
 @pytest.fixture(scope="session")
 def durable_s3_server(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[SeaweedServer]:
-    """S3 that keeps what it acknowledged over a kill."""
+    """S3 whose acknowledged objects survive a kill."""
     yield from started(SeaweedServer(tmp_path_factory.mktemp("seaweedfs")), pytestconfig)
 
 

@@ -12,7 +12,7 @@ PARTS = ("master", "volume", "filer", "admin")
 
 
 class SeaweedServer(S3Server):
-    """S3 at `endpoint`; what was acknowledged is there again after `kill` and `start`. Checks credentials.
+    """S3 at `endpoint`; acknowledged objects survive `kill` and `start`. Checks credentials.
 
     Writers that meet at one key wait for each other for a second: its own lock.
     """

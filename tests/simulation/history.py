@@ -24,7 +24,7 @@ from pipeline.ports import PipelineError
 from schemas.jobs.inputs import InputRef
 from tests.simulation.disk import Device
 from tests.simulation.harness import JOB, PREFIX, JobHarness, input_file
-from tests.simulation.machine import Broken, Machine, Process, ProcessClock
+from tests.simulation.machine import InvariantViolated, Machine, Process, ProcessClock
 from tests.simulation.oracle import Oracle
 from tests.simulation.ports import Broker
 from tests.simulation.scenario import Fault, Scenario
@@ -132,7 +132,7 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
         machine.add("sweeper", harness.sweep)
         machine.run()
         oracle.judge()
-    except Broken as error:
+    except InvariantViolated as error:
         broken = str(error)
     finally:
         machine.end()
@@ -157,7 +157,7 @@ def _list_jobs(root: Path, *, exact: bool) -> None:
     except JobNotFound:
         return
     except PipelineError as error:
-        raise Broken(f"I4: a listing fails: {error}") from error
+        raise InvariantViolated(f"I4: a listing fails: {error}") from error
 
 
 def pinned(path: Path) -> InputRef:

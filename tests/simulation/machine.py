@@ -29,17 +29,17 @@ MAX_POISONED = 40
 """Processes that a history's rows may end before they must have been found."""
 
 
-class Killed(BaseException):
+class ProcessKilled(BaseException):
     """The process is gone: SIGKILL, or the power."""
 
 
-class Broken(BaseException):
+class InvariantViolated(BaseException):
     """Raised when a history violates an invariant. Nothing of the pipeline's may catch it."""
 
 
 @dataclass(eq=False)
 class Thread:
-    """One thread of a process: it goes on at `wake` (machine time), when what it waits for is there."""
+    """One thread of a process: it continues at `wake` (machine time), once `ready` holds."""
 
     run: greenlet
     wake: float = 0.0
@@ -76,27 +76,27 @@ class Process:
 
     def point(self, call: str, about: str = "", *, locked: bool = False) -> None:
         """A port call is about to be made; `locked`: under a lock, so no other thread of the process may go on before
-        it is over. Raises `Killed`."""
+        it is over. Raises `ProcessKilled`."""
         if self.dead:
-            raise Killed
+            raise ProcessKilled
         self.machine.at_point(self, call, about, locked)
 
     def sleep(self, seconds: float) -> None:
-        """Let others go on, this thread for so long not. Raises `Killed`."""
+        """Let others go on, this thread for so long not. Raises `ProcessKilled`."""
         thread = self._thread()
         thread.wake = max(thread.wake, self.machine.now + seconds)
         self._yield()
 
     def pause(self, seconds: float, *, locked: bool) -> None:
         """Stop all threads for so long; `locked`: this one goes on before the others, which would wait for its lock and
-        block the one real thread. Raises `Killed`."""
+        block the one real thread. Raises `ProcessKilled`."""
         self.wake = max(self.wake, self.machine.now + seconds)
         self.goes_first = self._thread() if locked else None
         self._yield()
         self.goes_first = None
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Let others go on until `ready`. Raises `Killed`."""
+        """Let others go on until `ready`. Raises `ProcessKilled`."""
         while not ready():
             thread = self._thread()
             thread.ready = ready
@@ -104,14 +104,14 @@ class Process:
             thread.ready = None
 
     def start(self, body: Callable[[], None]) -> Thread:
-        """A second thread, which begins at some other turn. Raises `Killed`."""
+        """A second thread, which begins at some other turn. Raises `ProcessKilled`."""
         if self.dead:
-            raise Killed
+            raise ProcessKilled
 
         def run() -> None:
             try:
                 body()
-            except Killed:
+            except ProcessKilled:
                 return
             finally:
                 if thread in self.threads:  # else it ended its own life, and the first thread has gone before it
@@ -123,16 +123,16 @@ class Process:
 
     def _thread(self) -> Thread:
         if self.dead:
-            raise Killed
+            raise ProcessKilled
         current = greenlet.getcurrent()
         return next(thread for thread in self.threads if thread.run is current)
 
     def _yield(self) -> None:
         if self.dead:
-            raise Killed
+            raise ProcessKilled
         self.machine.hub.switch()
         if self.dead:
-            raise Killed
+            raise ProcessKilled
 
 
 class ProcessClock:
@@ -218,14 +218,16 @@ class Machine:
         self._bury(process, again)
 
     def poison(self, process: Process, what: str) -> None:
-        """What a process computes ends it. Raises `Killed`."""
+        """What a process computes ends it. Raises `ProcessKilled`."""
         self.counters["killed by a row"] += 1
         if self.counters["killed by a row"] > MAX_POISONED:
-            raise Broken(f"I7: {MAX_POISONED} processes ended, the last with {what}, and it is still computed")
+            raise InvariantViolated(
+                f"I7: {MAX_POISONED} processes ended, the last with {what}, and it is still computed"
+            )
         self.record(f"POISON {what} ends {process.name}")
         self.last_fault = max(self.last_fault, self.now)
         self.kill(process, again=self.chance.uniform(0.2, 3.0))
-        raise Killed
+        raise ProcessKilled
 
     def kill_all(self, again: float) -> None:
         """All processes die at once, the running one last; each begins anew after about so long."""
@@ -259,7 +261,7 @@ class Machine:
             process.body(process)
             process.done = not process.stopping
             self._bury(process, 1.0)
-        except Killed:
+        except ProcessKilled:
             return
         except Exception as error:
             if process.dead:  # raised on the way out, by what tidies up
@@ -269,7 +271,7 @@ class Machine:
             broken = process.failing and name == "BrokenEngineError"
             if not (full or broken):
                 last = traceback.format_exc(limit=-6)
-                raise Broken(f"{process.name} (life {life}) failed: {name}: {error}\n{last}") from error
+                raise InvariantViolated(f"{process.name} (life {life}) failed: {name}: {error}\n{last}") from error
             self.counters["died of a full disk" if full else "ended with a broken engine"] += 1
             self.deaths += 1
             self._bury(process, 2.0)
@@ -280,7 +282,7 @@ class Machine:
     # -- turns
 
     def run(self) -> None:
-        """Take turns until every process is done. Raises `Broken`."""
+        """Take turns until every process is done. Raises `InvariantViolated`."""
         try:
             while True:
                 waiting = [process for process in self.processes if not process.done]
@@ -288,13 +290,13 @@ class Machine:
                     return
                 turns = [turn for process in waiting for turn in _turns(process)]
                 if not turns:
-                    raise Broken(f"I7: {_names(waiting)} wait for themselves")
+                    raise InvariantViolated(f"I7: {_names(waiting)} wait for themselves")
                 ready = [(process, thread) for wake, process, thread in turns if wake <= self.now]
                 if not ready:
                     self.now = min(wake for wake, _, _ in turns)
                     continue
                 if self.now - self.last_fault > self._limit:
-                    raise Broken(
+                    raise InvariantViolated(
                         f"I7: {self._limit:.0f} s after the last fault {_names(waiting)} have not come to an end"
                     )
                 self._live(*self.chance.choice(ready))
@@ -313,19 +315,19 @@ class Machine:
             process.open_files.clear()
 
     def at_point(self, process: Process, call: str, about: str, locked: bool) -> None:
-        """What befalls a process at a port call."""
+        """Count a port call of a process, and inject the faults that are due."""
         self.now += POINT_SECONDS
         self.calls[""] += 1
         self.calls[call] += 1
         if self.calls[""] > MAX_POINTS:
-            raise Broken(f"I7: {MAX_POINTS} calls, and no end")
+            raise InvariantViolated(f"I7: {MAX_POINTS} calls, and no end")
         self.record(f"{process.name} {call} {about}")
         for name in ("", call):
             for fault in self._due.pop((name, self.calls[name]), ()):
                 if not (locked and fault.kind == "slow"):
                     self._strike(process, fault, locked)
         if process.dead:
-            raise Killed
+            raise ProcessKilled
         if locked and process.threaded:
             return
         if self.chance.random() < self._switch:
@@ -386,4 +388,4 @@ def _end_threads(process: Process) -> None:
     for thread in list(process.threads):
         if thread.run and thread.run is not current:
             thread.run.parent = current
-            thread.run.throw(Killed)
+            thread.run.throw(ProcessKilled)

@@ -33,7 +33,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.simulation.machine import Broken
+from tests.simulation.machine import InvariantViolated
 from tests.simulation.oracle_leftovers import check_ended, check_marker
 from tests.simulation.scenario import Line, Scenario
 from tests.simulation.watch import Watch
@@ -51,7 +51,7 @@ COINCIDENT_FAILURES = (2, 1)
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedResult:
     """What a row's result must be."""
 
     status: str
@@ -63,10 +63,10 @@ class Expected:
     sampled: int = 0
 
 
-def expected(line: Line) -> Expected:
+def expected(line: Line) -> ExpectedResult:
     """Works a line's result out."""
     if line.error is not None:
-        return Expected("failed", line.error, line.custom_id)
+        return ExpectedResult("failed", line.error, line.custom_id)
     assert line.body is not None
     body = line.body
     if "messages" in body:
@@ -75,7 +75,7 @@ def expected(line: Line) -> Expected:
         prompt = _ids(body["prompt"])
     text, finish, sampled = _answer(len(prompt), prompt[-1], body["max_tokens"], body.get("stop", []))
     choices = body.get("n", 1)
-    return Expected("succeeded", None, line.custom_id, (text,) * choices, finish, len(prompt), sampled * choices)
+    return ExpectedResult("succeeded", None, line.custom_id, (text,) * choices, finish, len(prompt), sampled * choices)
 
 
 def _ids(text: str) -> list[int]:
@@ -133,14 +133,14 @@ class Oracle:
         for row, poison in self.scenario.poisonous.items():
             want = self.wanted[row]
             if want.sampled >= poison.token * len(want.texts):
-                self.wanted[row] = Expected("failed", "engine_error", want.custom_id)
+                self.wanted[row] = ExpectedResult("failed", "engine_error", want.custom_id)
                 self.poisonous.add(row)
         self.watch.costs.update((row, want.sampled) for row, want in self.wanted.items() if want.error is None)
 
     # -- at any moment
 
     def look(self) -> None:
-        """Check what a reader sees now. Raises `Broken`."""
+        """Check what a reader sees now. Raises `InvariantViolated`."""
         self.looks += 1
         results = self.folder / "results"
         standing = {path.name: path for path in results.iterdir()} if results.is_dir() else {}
@@ -148,14 +148,14 @@ class Oracle:
             mine = key.startswith(self.prefix)
             path = self.folder / key.removeprefix(self.prefix) if mine else self.folder.parent.parent / key
             if not path.is_file():
-                raise Broken(f"I2: {key} was reported to stand, and is gone")
+                raise InvariantViolated(f"I2: {key} was reported to stand, and is gone")
         for name in self.parts:
             if name not in standing:
-                raise Broken(f"I2: results/{name} is gone")
+                raise InvariantViolated(f"I2: results/{name} is gone")
         for name, path in sorted(standing.items()):
             data = path.read_bytes()
             if self.parts.setdefault(name, data) != data:
-                raise Broken(f"I2: results/{name} has changed")
+                raise InvariantViolated(f"I2: results/{name} has changed")
             if self.parts[name] is data:
                 self._read_part(name, data)
         self._check_records()
@@ -183,42 +183,44 @@ class Oracle:
 
     def _read_part(self, name: str, data: bytes) -> None:
         if not PART.fullmatch(name):
-            raise Broken(f"I4: results/{name} is no part")
+            raise InvariantViolated(f"I4: results/{name} is no part")
         try:
             rows = pq.ParquetFile(io.BytesIO(data)).read(use_threads=False).to_pylist()
         except (pa.ArrowInvalid, OSError) as error:
-            raise Broken(f"I4: results/{name} is not a whole Parquet file: {error}") from error
+            raise InvariantViolated(f"I4: results/{name} is not a whole Parquet file: {error}") from error
         if [row["row"] for row in rows] != sorted({row["row"] for row in rows}):
-            raise Broken(f"I1: the rows of results/{name} repeat, or are out of order")
+            raise InvariantViolated(f"I1: the rows of results/{name} repeat, or are out of order")
         for row in rows:
             at = row["row"]
             if at in self.rows:
-                raise Broken(f"I1: row {at} is in {self.rows[at]} and in {name}")
+                raise InvariantViolated(f"I1: row {at} is in {self.rows[at]} and in {name}")
             self.rows[at] = name
             self._check_row(at, row)
 
     def _check_row(self, at: int, row: dict[str, Any]) -> None:
         want = self.wanted.get(at)
         if want is None:
-            raise Broken(f"I1: row {at} has a result, but no line")
+            raise InvariantViolated(f"I1: row {at} has a result, but no line")
         if row["custom_id"] != want.custom_id:
-            raise Broken(f"I1: row {at} bears {row['custom_id']!r} instead of {want.custom_id!r}")
+            raise InvariantViolated(f"I1: row {at} bears {row['custom_id']!r} instead of {want.custom_id!r}")
         if self._closed(row["status"], row["error_code"]):
             return
         if row["error_code"] == "engine_error":
             self._check_blame(at, row["error_message"])
             return
         if (row["status"], row["error_code"]) != (want.status, want.error):
-            raise Broken(f"I1: row {at} ended as {row['status']} ({row['error_code']}: {row['error_message']})")
+            raise InvariantViolated(
+                f"I1: row {at} ended as {row['status']} ({row['error_code']}: {row['error_message']})"
+            )
         if want.error is not None:
             return
         found = (row["text"], row["finish_reason"], row["prompt_tokens"], row["completion_tokens"])
         if found != (want.texts[0], want.finish, want.prompt_tokens, want.sampled):
-            raise Broken(f"I1: row {at} is {found}, but should be {want}")
+            raise InvariantViolated(f"I1: row {at} is {found}, but should be {want}")
         choices = json.loads(row["response"])["choices"]
         texts = tuple(c["text"] if "text" in c else c["message"]["content"] for c in choices)
         if texts != want.texts:
-            raise Broken(f"I1: row {at}: its response says {texts}, but should say {want.texts}")
+            raise InvariantViolated(f"I1: row {at}: its response says {texts}, but should say {want.texts}")
 
     def _check_blame(self, at: int, why: str) -> None:
         """A row may be blamed if it is poison, or was there each time when something else happened."""
@@ -231,7 +233,7 @@ class Oracle:
             counted = (watch.failures, watch.lonely_failures, COINCIDENT_FAILURES)
         together, alone, least = counted
         if not any(together[row] >= least[0] and alone[row] >= least[1] for row in same):
-            raise Broken(
+            raise InvariantViolated(
                 f"I6: row {at} is blamed ({why}), but was there {max(together[row] for row in same)} times only, "
                 f"{max(alone[row] for row in same)} alone"
             )
@@ -248,7 +250,7 @@ class Oracle:
         for name in ("job.json", "closing.json", "manifest.json"):
             data = _bytes(self.folder / name)
             if name in self.records and data != self.records[name]:
-                raise Broken(f"I2: {name} has changed or is gone")
+                raise InvariantViolated(f"I2: {name} has changed or is gone")
             if data is None or name in self.records:
                 continue
             self.records[name] = data
@@ -256,7 +258,7 @@ class Oracle:
             if name == "manifest.json":
                 _check_sum(name, record["counts"])
                 if self._missing():
-                    raise Broken(f"I1: manifest.json stands, but rows {self._missing()} have no result")
+                    raise InvariantViolated(f"I1: manifest.json stands, but rows {self._missing()} have no result")
         progress = _bytes(self.folder / "progress.json")
         if progress is not None:
             try:
@@ -284,9 +286,9 @@ class Oracle:
         """Check the outcome."""
         self.look()
         if "manifest.json" not in self.records:
-            raise Broken("I7: the job has no outcome")
+            raise InvariantViolated("I7: the job has no outcome")
         if self._missing():
-            raise Broken(f"I1: rows {self._missing()} have no result")
+            raise InvariantViolated(f"I1: rows {self._missing()} have no result")
         manifest = _parse("manifest.json", self.records["manifest.json"])
         self.outcome = manifest["status"]
         self._check_files(manifest)
@@ -294,18 +296,18 @@ class Oracle:
         root = self.folder.parent.parent
         left = sorted(str(path.relative_to(root)) for path in (root / ".tmp").rglob("*"))
         if left:
-            raise Broken(f"I7: a sweep leaves {left}")
+            raise InvariantViolated(f"I7: a sweep leaves {left}")
         check_ended(self.folder)
 
     def _check_files(self, manifest: dict[str, Any]) -> None:
         listed = {entry["path"]: entry for entry in manifest["files"]}
         if listed.keys() != {f"results/{name}" for name in self.parts}:
-            raise Broken(f"I3: the manifest lists {sorted(listed)}")
+            raise InvariantViolated(f"I3: the manifest lists {sorted(listed)}")
         for name, data in self.parts.items():
             entry = listed[f"results/{name}"]
             facts = (len(data), hashlib.sha256(data).hexdigest(), list(self.rows.values()).count(name))
             if (entry["size"], entry["sha256"], entry["rows"]) != facts:
-                raise Broken(f"I3: the manifest's entry of {name} is not what its bytes are")
+                raise InvariantViolated(f"I3: the manifest's entry of {name} is not what its bytes are")
 
     def _check_counts(self, manifest: dict[str, Any]) -> None:
         if self._is_closed_unplanned():
@@ -319,10 +321,10 @@ class Oracle:
             answered |= {row["row"] for row in rows if row["status"] == "succeeded"}
         shown = {name: counts.get(name, 0) for name in ("succeeded", "failed", "expired", "cancelled")}
         if counts["total"] != len(self.wanted) or {k: v for k, v in shown.items() if v} != dict(statuses):
-            raise Broken(f"I3: the manifest counts {counts}, but there are {dict(statuses)}")
+            raise InvariantViolated(f"I3: the manifest counts {counts}, but there are {dict(statuses)}")
         ended = next((name for name in ("cancelled", "expired") if statuses[name]), "completed")
         if manifest["status"] != ended:
-            raise Broken(f"I3: the job ended as {manifest['status']}, but its rows say {ended}")
+            raise InvariantViolated(f"I3: the job ended as {manifest['status']}, but its rows say {ended}")
         usage = manifest["usage"]
         computed = self._computed(answered)
         facts = (sum(want.prompt_tokens for want in computed), sum(want.sampled for want in computed))
@@ -331,7 +333,7 @@ class Oracle:
         more = [self.costs[row] for row in self.blamed]
         most = [fact + sum(cost[at] for cost in more) for at, fact in enumerate(facts)]
         if not (facts[0] <= prompt <= most[0] and facts[1] <= completion <= most[1]):
-            raise Broken(f"I3: the manifest's usage is {usage}, but should be {facts}, or up to {most}")
+            raise InvariantViolated(f"I3: the manifest's usage is {usage}, but should be {facts}, or up to {most}")
         if not self.watch.blind:
             self._check_repeated(completion, usage.get("repeated", 0), manifest.get("repeated_at_most", 0))
 
@@ -340,10 +342,12 @@ class Oracle:
         watch = self.watch
         wasted = watch.sampled - committed
         if self.alone and repeated > max(0, wasted):
-            raise Broken(f"I5: {repeated} tokens are reported as repeated, but {wasted} were")
+            raise InvariantViolated(f"I5: {repeated} tokens are reported as repeated, but {wasted} were")
         proven = watch.durable_when_whole - committed
         if repeated < proven and not self.coincidences:
-            raise Broken(f"I5: {repeated} tokens are reported as repeated, but logs and parts prove {proven}")
+            raise InvariantViolated(
+                f"I5: {repeated} tokens are reported as repeated, but logs and parts prove {proven}"
+            )
         if (
             not self.alone
             or self.scenario.workers > 1
@@ -354,18 +358,22 @@ class Oracle:
             return
         lost = sum(life.lost for life in watch.lives.values())
         if wasted > lost:
-            raise Broken(f"I5: {wasted} tokens were sampled twice, but {lost} only were in no log when a life ended")
+            raise InvariantViolated(
+                f"I5: {wasted} tokens were sampled twice, but {lost} only were in no log when a life ended"
+            )
         for (name, number), life in watch.lives.items():
             # An interval, what the second thread was late with this checkpoint and the next, and two steps.
             seconds = self.scenario.checkpoint_seconds + 2 * life.waited + 2 * self.scenario.step_seconds
             most = math.ceil(seconds / self.scenario.step_seconds) * self.scenario.max_num_seqs
             if life.lost > most:
-                raise Broken(f"I5: {name} lost {life.lost} tokens in life {number}, which is more than {most}")
+                raise InvariantViolated(
+                    f"I5: {name} lost {life.lost} tokens in life {number}, which is more than {most}"
+                )
         self.over_the_bound = wasted > at_most
 
-    def _computed(self, answered: set[int]) -> list[Expected]:
+    def _computed(self, answered: set[int]) -> list[ExpectedResult]:
         """One for each request that was computed: copies within a segment are not."""
-        seen: dict[tuple[int, str], Expected] = {}
+        seen: dict[tuple[int, str], ExpectedResult] = {}
         for row, want in self.wanted.items():
             line = self.scenario.lines[row]
             if row in answered:
@@ -385,11 +393,11 @@ def _parse(name: str, data: bytes) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(data)
     except ValueError as error:
-        raise Broken(f"I4: {name} is not whole: {error}") from error
+        raise InvariantViolated(f"I4: {name} is not whole: {error}") from error
     return record
 
 
 def _check_sum(name: str, counts: dict[str, int]) -> None:
     parts = sum(value for key, value in counts.items() if key != "total")
     if parts != counts.get("total", 0):
-        raise Broken(f"I3: the counts of {name} do not sum to their total: {counts}")
+        raise InvariantViolated(f"I3: the counts of {name} do not sum to their total: {counts}")

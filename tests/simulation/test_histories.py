@@ -14,7 +14,7 @@ import pytest
 
 from tests.simulation.campaign import run_seeds
 from tests.simulation.history import simulate
-from tests.simulation.machine import Broken
+from tests.simulation.machine import InvariantViolated
 from tests.simulation.oracle import Oracle
 from tests.simulation.scenario import Scenario, draw
 from tests.simulation.watch import Watch
@@ -74,7 +74,7 @@ def test_given_a_planned_job_that_ended_without_rows_then_the_oracle_finds_it(tm
     Oracle(scenario, tmp_path, set(), "", Watch(scenario, tmp_path), alone=False).look()
     (tmp_path / "plan").mkdir()
     (tmp_path / "plan" / "00000.json").write_text("{}")
-    with pytest.raises(Broken, match=r"I1: manifest.json stands, but rows .* have no result"):
+    with pytest.raises(InvariantViolated, match=r"I1: manifest.json stands, but rows .* have no result"):
         Oracle(scenario, tmp_path, set(), "", Watch(scenario, tmp_path), alone=False).look()
 
 

@@ -1,4 +1,4 @@
-"""The oracle's own reading of checkpoints: what it makes of bytes that the pipeline really writes."""
+"""The oracle's own reader of checkpoints, on bytes that the pipeline really writes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from engine.request import Request
-from tests.simulation.machine import Broken, Process
+from tests.simulation.machine import InvariantViolated, Process
 from tests.simulation.scenario import Scenario
 
 CHECKPOINT = re.compile(r"([0-9a-f]{16})-(\d{6,})")
@@ -151,7 +151,7 @@ class Watch:
                 life.durable[shard, row] = tokens - life.resumed.get((shard, row), 0)
 
     def added(self, process: Process, request: Request) -> None:
-        """An engine was given a request. Raises `Broken` when it is to compute what was logged."""
+        """An engine was given a request. Raises `InvariantViolated` when it is to compute what was logged."""
         shard, row = (int(number) for number in request.request_id.rsplit("/", 2)[-2:])
         life = self._life(process)
         life.running[request.request_id] = row
@@ -162,9 +162,11 @@ class Watch:
             return
         log = life.taken.get(shard, Log())
         if row in log.finished:
-            raise Broken(f"I5: row {row} is computed again, but was logged as finished")
+            raise InvariantViolated(f"I5: row {row} is computed again, but was logged as finished")
         if resumed < log.running.get(row, 0):
-            raise Broken(f"I5: row {row} goes on from {resumed} tokens, but {log.running[row]} of it were logged")
+            raise InvariantViolated(
+                f"I5: row {row} goes on from {resumed} tokens, but {log.running[row]} of it were logged"
+            )
 
     def left(self, process: Process, requests: Iterable[str]) -> None:
         """These requests have left the engine."""

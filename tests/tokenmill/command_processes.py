@@ -44,12 +44,12 @@ class Processes:
     def url(self, number: int) -> str:
         """The URL of a gateway process, from its output."""
 
-        def said() -> str | None:
+        def logged_url() -> str | None:
             assert self.running[number].poll() is None, self.log(number).read_text()
             found = re.search(r"(http://[0-9.:]+)/v1", self.log(number).read_text())
             return None if found is None else found[1]
 
-        return wait_for(said, "it serves nothing") or ""
+        return wait_for(logged_url, "it serves nothing") or ""
 
     def close(self) -> None:
         for number, process in enumerate(self.running):

@@ -14,7 +14,7 @@ from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ledger.active_index import sweep
 from tests.simulation.disk import Device
 from tests.simulation.history import Outcome, memory_folder, silent_logs
-from tests.simulation.machine import Broken, Machine, Process, ProcessClock
+from tests.simulation.machine import InvariantViolated, Machine, Process, ProcessClock
 from tests.simulation.root.harness import RootHarness
 from tests.simulation.root.ingest import Inbox, content
 from tests.simulation.root.oracle import RootOracle
@@ -80,7 +80,7 @@ class _History:
                 self.bucket.close()
             self.look()
             self.oracle.judge(self.watch.sampled, self.watch.commits)
-        except Broken as error:
+        except InvariantViolated as error:
             unfinished = "; ".join(self.oracle.unfinished()) if str(error).startswith("I7") else ""
             broken = f"{error}\n{unfinished}".strip()
         finally:
@@ -112,7 +112,7 @@ class _History:
         self.look()
 
     def sweep(self, process: Process) -> None:
-        """All events once more, after the end, and what is done now and then."""
+        """All events once more, after the end, and the periodic sweeps."""
         with self.harness.ports(process) as ports:
             intake = self.harness.intake(ports)
             for drop in self.scenario.drops:

@@ -122,7 +122,7 @@ class Events:
 
 
 class Consumer:
-    """Reads the partition from the committed offset on, has batches stored, and commits what is durable."""
+    """Reads the partition from the committed offset on, stores them in batches, and commits durable offsets."""
 
     def __init__(
         self, records: Sequence[RecordLine], world: World, intake: Intake, messages: RootMessages, broker: Broker,
@@ -166,7 +166,7 @@ class Consumer:
 
 
 def as_record(offset: int, one: RecordLine) -> Record:
-    """As it lies in the topic."""
+    """The record as the topic has it."""
     headers = () if one.tier is None else (("tier", one.tier.encode()),)
     value = one.line.text.encode()
     return Record(offset, int((START.timestamp() + one.at) * 1000), f"key-{offset}".encode(), value, headers)

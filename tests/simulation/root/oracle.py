@@ -24,7 +24,7 @@ from typing import Any
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.jobs.summaries import list_jobs
-from tests.simulation.machine import Broken, Machine
+from tests.simulation.machine import InvariantViolated, Machine
 from tests.simulation.oracle import Oracle
 from tests.simulation.root.ingest import DROPS, TOPIC, uri_of
 from tests.simulation.root.ports import ROOT, Broker
@@ -124,7 +124,7 @@ class RootOracle:
     # -- meeting jobs
 
     def meet(self, job: str) -> None:
-        """Get to know a job that stands."""
+        """Create the oracle and the watch of a stored job."""
         if job in self.oracles or job in self.removed:
             return
         path = self.root / "jobs" / job / "job.json"
@@ -132,7 +132,7 @@ class RootOracle:
             return
         stored_job = json.loads(path.read_bytes())
         if stored_job["id"] != job:
-            raise Broken(f"I1: jobs/{job} holds job {stored_job['id']}")
+            raise InvariantViolated(f"I1: jobs/{job} holds job {stored_job['id']}")
         lines, poison = self._input_of(job, stored_job)
         requested = tuple(self._requested(stored_job, lines))
         scenario = self.scenario.as_job(requested, tuple(one for one in poison if requested[one.row].text))
@@ -149,10 +149,10 @@ class RootOracle:
         if stored_job.get("retry_of") is not None:
             self.retried.add(job)
         elif any(found is drop for other, found in self.drops.items() if other not in self.retried | self.removed):
-            raise Broken(f"I1: {drop.name} became another job, {job}")
+            raise InvariantViolated(f"I1: {drop.name} became another job, {job}")
         self.drops[job] = drop
         if (stored_job["tenant"], stored_job["tier"]) != (drop.tenant, drop.tier):
-            raise Broken(
+            raise InvariantViolated(
                 f"I1: {job} is {stored_job['tenant']}'s {stored_job['tier']}, but {drop.name} was {drop.tenant}'s"
             )
         if stored_job.get("retry_of") is None:
@@ -161,7 +161,7 @@ class RootOracle:
                 moments = [datetime.fromisoformat(stored_job[name]) for name in ("created_at", "deadline")]
                 span = (moments[1] - moments[0]).total_seconds()
             if span != drop.deadline:
-                raise Broken(f"I1: {job} has {span} s, but {drop.name} was given {drop.deadline}")
+                raise InvariantViolated(f"I1: {job} has {span} s, but {drop.name} was given {drop.deadline}")
         return drop.lines, drop.poison
 
     def _records_of(self, job: str, stored_job: dict[str, Any]) -> tuple[Line, ...]:
@@ -174,14 +174,14 @@ class RootOracle:
             tiers[one.line.text].add(one.tier or "standard")
         for one in found:
             if one is None:
-                raise Broken(f"I1: {job} holds a line that no client sent")
+                raise InvariantViolated(f"I1: {job} holds a line that no client sent")
             tenant, tier = stored_job["tenant"], stored_job["tier"]
             if tenant != KAFKA_TENANT or tier not in tiers[one.line.text]:
-                raise Broken(f"I1: {job} is {tenant}'s {tier}, but a record of it was not")
+                raise InvariantViolated(f"I1: {job} is {tenant}'s {tier}, but a record of it was not")
         return tuple(one.line for one in found if one is not None)
 
     def _requested(self, stored_job: dict[str, Any], lines: tuple[Line, ...]) -> Iterator[Line]:
-        """The lines, but for those that a second try leaves out; models that the job doesn't know are not found."""
+        """The lines, but for those that a second try leaves out; models that the job doesn't have are not found."""
         chosen = _selected(stored_job["settings"].get("rows"), len(lines))
         models = {pin["name"] for pin in stored_job["models"]}
         for row, line in enumerate(lines):
@@ -195,7 +195,7 @@ class RootOracle:
     # -- at any moment
 
     def look(self) -> None:
-        """Check what a reader sees now. Raises `Broken`."""
+        """Check what a reader sees now. Raises `InvariantViolated`."""
         self.looks += 1
         for job in self._jobs():
             self.meet(job)
@@ -209,23 +209,23 @@ class RootOracle:
             self._list_jobs()
 
     def _check_plans(self) -> None:
-        """A part of a plan that was seen is what it was."""
+        """A plan segment that was seen never changes."""
         for job in self.oracles:
             for path in () if job in self.removed else sorted((self.root / "jobs" / job / "plan").glob("*.json")):
                 data = path.read_bytes()
                 if self._plans.setdefault(path, data) != data:
-                    raise Broken(f"I2: plan/{path.name} of {job} has changed")
+                    raise InvariantViolated(f"I2: plan/{path.name} of {job} has changed")
 
     def check_stands(self, acknowledged: set[str]) -> None:
         """Objects whose permanent creation was acknowledged."""
         for key in acknowledged:
             if not (self.root / key).is_file() and not self._may_go(key):
-                raise Broken(f"I2: {key} was reported to stand, and is gone")
+                raise InvariantViolated(f"I2: {key} was reported to stand, and is gone")
 
     def deleted(self, key: str) -> None:
         """An object is about to go: whether it may."""
         if (self.root / key).is_file() and not self._may_go(key):
-            raise Broken(f"I2: {key} is removed, but is still needed")
+            raise InvariantViolated(f"I2: {key} is removed, but is still needed")
 
     def _may_go(self, key: str) -> bool:
         kind, _, rest = key.partition("/")
@@ -266,7 +266,7 @@ class RootOracle:
         """As a user of the command line does."""
         for summary in list_jobs(FolderStore(self.root, read_only=True)):
             if summary.problem is not None and summary.id not in self.removed and summary.id in self.oracles:
-                raise Broken(f"I4: a listing fails: {summary.problem}")
+                raise InvariantViolated(f"I4: a listing fails: {summary.problem}")
 
     def _check_offset(self) -> None:
         """All records before the committed offset are in batches that stand."""
@@ -279,7 +279,7 @@ class RootOracle:
             if batch["first"] <= end:
                 end = max(end, batch["last"] + 1)
         if offset > end:
-            raise Broken(f"I2: offset {offset} is committed, but what is durable ends at {end}")
+            raise InvariantViolated(f"I2: offset {offset} is committed, but what is durable ends at {end}")
         self._covered = offset
 
     # -- at the end
@@ -289,14 +289,14 @@ class RootOracle:
         self.look()
         left = [what for what in self.unfinished() if not what.startswith("user")]
         if left:
-            raise Broken(f"I7: {left}")
+            raise InvariantViolated(f"I7: {left}")
         for job, oracle in self.oracles.items():
             if job not in self.removed and not self._is_buried(job):
                 oracle.judge()
                 self._published.judge(job, oracle.folder)
         for job in self.removed:
             if (self.root / "active" / job).exists():
-                raise Broken(f"I7: {job} was removed, and is marked as open")
+                raise InvariantViolated(f"I7: {job} was removed, and is marked as open")
         self._check_records()
         self._check_repeated(sampled)
         self._check_dispatch_order(commits)
@@ -311,14 +311,14 @@ class RootOracle:
         jumped = any(fault.kind == "jump" for fault in self.scenario.faults)
         for text, times in sent.items():
             if not 1 <= lines[text] <= (times if jumped else 1):
-                raise Broken(f"I1: a record that was sent {times} times is {lines[text]} rows: {text}")
+                raise InvariantViolated(f"I1: a record that was sent {times} times is {lines[text]} rows: {text}")
 
     def _check_repeated(self, sampled: int) -> None:
         manifests = [json.loads(path.read_bytes()) for path in sorted(self.root.glob("jobs/*/manifest.json"))]
         usages = [manifest["usage"] for manifest in manifests]
         committed, repeated = (sum(usage.get(name, 0) for usage in usages) for name in ("completion", "repeated"))
         if repeated > max(0, sampled - committed):
-            raise Broken(f"I5: {repeated} tokens are reported as repeated, but {sampled - committed} were")
+            raise InvariantViolated(f"I5: {repeated} tokens are reported as repeated, but {sampled - committed} were")
         scenario = self.scenario
         if {fault.kind for fault in scenario.faults} <= {"forget"} and scenario.foremen == 1 and sampled != committed:
             bothered = any(
@@ -326,7 +326,7 @@ class RootOracle:
                 for drop in scenario.drops
             )
             if not bothered:
-                raise Broken(f"I5: {sampled - committed} tokens were sampled twice, though no process died")
+                raise InvariantViolated(f"I5: {sampled - committed} tokens were sampled twice, though no process died")
 
     def _check_dispatch_order(self, commits: list[tuple[str, int]]) -> None:
         """In a flood the small job's first shard is done long before the flood's last; where both are as urgent, all
@@ -340,7 +340,9 @@ class RootOracle:
         done = mine[0] if few.tier == "bulk" else mine[-1]
         if done > last - 4:
             who = f"{few.tenant}'s {few.tier} work"
-            raise Broken(f"I7: {who} was kept waiting for {much.tenant}'s: its parts are {mine} of {len(order)}")
+            raise InvariantViolated(
+                f"I7: {who} was kept waiting for {much.tenant}'s: its parts are {mine} of {len(order)}"
+            )
 
 
 def _selected(rows: dict[str, Any] | None, count: int) -> list[bool]:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from pipeline.ports import Message
-from tests.simulation.machine import Broken
+from tests.simulation.machine import InvariantViolated
 from tests.simulation.root.ports import Broker
 
 RESULTS = "tokenmill.results"
@@ -36,7 +36,7 @@ class PublishedMessages:
         self._marked: set[str] = set()
 
     def check(self) -> None:
-        """Read what is new. Raises `Broken`."""
+        """Read what is new. Raises `InvariantViolated`."""
         for message in self._broker.topics[self._read :]:
             if message.topic == RESULTS:
                 self._result(message)
@@ -53,7 +53,7 @@ class PublishedMessages:
                 self._check_published(job, part)
         for event in self._markers("events"):
             if event not in self._events:
-                raise Broken(f"I2: event {event} is marked as sent, but was not")
+                raise InvariantViolated(f"I2: event {event} is marked as sent, but was not")
 
     def _markers(self, kind: str) -> list[str]:
         """The markers of sent messages: JOB/NAME."""
@@ -67,27 +67,29 @@ class PublishedMessages:
             self._check_published(job, part)
             event = f"{job}/{part.stem}"
             if event not in self._events:
-                raise Broken(f"I7: {event} was never published")
+                raise InvariantViolated(f"I7: {event} was never published")
         wanted = ["accepted", "ended"] + ["cancelling"] * _is_cancelled(folder)
         for name in wanted:
             if f"{job}/{name}" not in self._events:
-                raise Broken(f"I7: {job}/{name} was never published")
+                raise InvariantViolated(f"I7: {job}/{name} was never published")
         ended = json.loads(self._events[f"{job}/ended"].value or b"")
         manifest = json.loads((folder / "manifest.json").read_bytes())
         if (ended["status"], ended["counts"]) != (manifest["status"], manifest["counts"]):
-            raise Broken(f"I3: {job} was published as ended with {ended['counts']}, but has {manifest['counts']}")
+            raise InvariantViolated(
+                f"I3: {job} was published as ended with {ended['counts']}, but has {manifest['counts']}"
+            )
 
     def _result(self, message: Message) -> None:
         value = json.loads(message.value or b"")
         at = (value["job"], value["row"])
         if self._results.setdefault(at, message) != message:
-            raise Broken(f"I2: row {at[1]} of {at[0]} was published twice, and not the same")
+            raise InvariantViolated(f"I2: row {at[1]} of {at[0]} was published twice, and not the same")
         self._by_job[at[0]][at[1]] = value
 
     def _event(self, message: Message) -> None:
         value = json.loads(message.value or b"")
         if self._events.setdefault(value["id"], message) != message:
-            raise Broken(f"I2: event {value['id']} was published twice, and not the same")
+            raise InvariantViolated(f"I2: event {value['id']} was published twice, and not the same")
 
     def _check_published(self, job: str, part: Path) -> None:
         """Each row of the part was published, as it is stored there."""
@@ -97,9 +99,11 @@ class PublishedMessages:
         for row in table.to_pylist():
             found = published.get(row["row"])
             if found is None:
-                raise Broken(f"I2: row {row['row']} of {job} is marked as published, but was not")
+                raise InvariantViolated(f"I2: row {row['row']} of {job} is marked as published, but was not")
             if (found["custom_id"], found["status"]) != (row["custom_id"], row["status"]):
-                raise Broken(f"I2: row {row['row']} of {job} is {row}, but was published as {found['status']}")
+                raise InvariantViolated(
+                    f"I2: row {row['row']} of {job} is {row}, but was published as {found['status']}"
+                )
 
 
 def _is_cancelled(folder: Path) -> bool:

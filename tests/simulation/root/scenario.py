@@ -116,7 +116,7 @@ class RootScenario:
         return cls(**values)
 
     def as_job(self, lines: tuple[Line, ...], poison: tuple[Poison, ...] = ()) -> Scenario:
-        """One of its jobs, as the watch and the oracle of one job want it."""
+        """One of its jobs, as the watch and the oracle of one job need it."""
         return Scenario(
             seed=self.seed, lines=lines, segment_rows=self.segment_rows, shard_rows=self.shard_rows,
             shard_tokens=100_000, planners=self.foremen, dispatchers=self.foremen,

@@ -29,7 +29,7 @@ def build_users(harness: RootHarness) -> None:
 def _user(
     harness: RootHarness, drop: Drop, act: Callable[[RootHarness, ProcessPorts, str, Drop], bool]
 ) -> Callable[[Process], None]:
-    """Somebody who does it once the drop is a job, and again when it could not be done."""
+    """A user who acts once the drop is a job, and retries when the action failed."""
 
     def run(process: Process) -> None:
         with harness.ports(process) as ports:

@@ -57,7 +57,7 @@ class RootWatch:
             watch.created(process, key, data)
 
     def deleted(self, key: str) -> None:
-        """An object is to go. Raises `Broken` when it must not."""
+        """An object is to go. Raises `InvariantViolated` when it must not."""
         self._judge_removal(key)
         self.acknowledged.discard(key)
 
@@ -70,7 +70,7 @@ class RootWatch:
     # -- reported by engines
 
     def added(self, process: Process, request: Request) -> None:
-        """An engine was given a request. Raises `Broken`."""
+        """An engine was given a request. Raises `InvariantViolated`."""
         job = _job(request.request_id)
         watch = self._find(job)
         if watch is not None:

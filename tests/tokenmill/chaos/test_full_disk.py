@@ -109,7 +109,7 @@ def test_given_a_full_disk_when_there_is_room_again_then_the_same_command_goes_o
 
 @pytest.fixture
 def memory() -> Iterator[Callable[[int, int], None]]:
-    """Gives a process so many bytes of memory (a control group of its own); the kernel kills it when it wants more."""
+    """Limits a process to so many bytes of memory (a control group); the kernel kills it when it allocates more."""
     untested = "NOT TESTED HERE: a run that the kernel kills for memory; "
     root = Path("/sys/fs/cgroup/memory")
     group = (root if root.is_dir() else root.parent) / f"tokenmill-test-{os.getpid()}"

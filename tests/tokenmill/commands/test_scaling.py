@@ -73,11 +73,11 @@ def processes(folder: Path) -> Iterator[Processes]:
 def metrics_url(processes: Processes, number: int) -> str:
     """The URL of a process's metrics, from its log."""
 
-    def said() -> str | None:
+    def logged_url() -> str | None:
         found = re.search(r"http://[0-9.:]+/metrics", processes.log(number).read_text())
         return None if found is None else found[0]
 
-    return wait_for(said, "no metrics URL is logged") or ""
+    return wait_for(logged_url, "no metrics URL is logged") or ""
 
 
 def fetched(url: str) -> Any:

@@ -27,7 +27,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no tokenmill.toml lies."""
+    """The working folder has no tokenmill.toml."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -53,9 +53,9 @@ def test_given_an_instance_that_the_book_lacks_then_it_is_an_error() -> None:
 
 
 def test_given_an_ec2_instance_when_queried_then_type_region_and_market_are_known(metadata: MetadataServer) -> None:
-    assert price_of_worker(asking()) == 0.268
-    metadata.said["instance-life-cycle"] = "on-demand"
-    assert price_of_worker(asking()) == 0.8048
+    assert price_of_worker(settings_with_metadata()) == 0.268
+    metadata.metadata["instance-life-cycle"] = "on-demand"
+    assert price_of_worker(settings_with_metadata()) == 0.8048
 
 
 def test_given_a_service_that_never_answers_then_the_call_fails_with_a_message(
@@ -64,4 +64,4 @@ def test_given_a_service_that_never_answers_then_the_call_fails_with_a_message(
     monkeypatch.setattr(instance_metadata, "TIMEOUT", 0.2)
     metadata.silent.set()
     with pytest.raises(UserError, match=r"find this machine's type .*TOKENMILL_INSTANCE__USE_EC2_METADATA"):
-        price_of_worker(asking())
+        price_of_worker(settings_with_metadata())

@@ -36,7 +36,7 @@ def plan(folder: Path, bodies: list[dict[str, Any]]) -> list[PlanSegment]:
 def test_no_more_rows_than_the_work_fills_until_the_longest_answer_ends(tmp_path: Path) -> None:
     # Given one answer of 1,000 tokens that nothing can end, and 39 of up to 500,
     bodies = [{"max_tokens": 1000, "ignore_eos": True}, *({"max_tokens": 500} for _ in range(39))]
-    # then 20,500 tokens in 1,000 steps want 20.5 rows, and with the margin two tiles.
+    # then 20,500 tokens in 1,000 steps need 20.5 rows, and with the margin two tiles.
     rows = rows_at_once(plan(tmp_path, bodies))
     assert rows == 32
     assert EngineOptions().config(rows=rows).schedule.max_num_seqs == 32

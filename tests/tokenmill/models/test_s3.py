@@ -47,7 +47,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def quiet(_said: str) -> None:
+def ignore_message(_message: str) -> None:
     """For tests that ignore the messages."""
 
 
@@ -58,7 +58,7 @@ def test_given_a_model_in_a_bucket_when_it_is_pulled_then_its_files_are_in_the_c
     weights.put("models/tiny/pytorch_model.bin", b"pickle")
     weights.put("models/tiny-other/config.json", b"other")
 
-    source = pull(weights.url, tmp_path, quiet)
+    source = pull(weights.url, tmp_path, ignore_message)
 
     assert files_in(source.path) == FILES  # neither code nor pickles, and nothing of a folder that begins alike
     assert source.size == sum(len(data) for data in FILES.values())
@@ -76,14 +76,14 @@ def test_given_a_pulled_model_when_it_is_pulled_again_then_nothing_is_fetched(we
 def test_given_another_state_in_the_bucket_when_it_is_pulled_then_it_has_another_revision(
     weights: Weights, tmp_path: Path
 ) -> None:
-    first = pull(weights.url, tmp_path, quiet)
+    first = pull(weights.url, tmp_path, ignore_message)
     weights.put("models/tiny/model.safetensors", WEIGHTS[::-1])
 
-    second = pull(weights.url, tmp_path, quiet)
+    second = pull(weights.url, tmp_path, ignore_message)
 
     assert second.revision != first.revision
     assert files_in(second.path)["model.safetensors"] == WEIGHTS[::-1]
-    assert files_in(first.path) == FILES  # who runs with it keeps it
+    assert files_in(first.path) == FILES  # a process that runs with it still has it
 
 
 def test_given_a_model_that_changes_while_it_is_pulled_then_nothing_of_it_is_stored(
@@ -117,7 +117,7 @@ def test_given_two_pulls_at_once_when_both_end_then_both_have_the_model(weights:
 def test_given_one_gguf_file_when_it_is_pulled_then_its_path_is_given(weights: Weights, tmp_path: Path) -> None:
     weights.put("models/one.gguf", b"GGUF" + WEIGHTS)
     weights.put("models/one.gguf.json", b"{}")
-    source = pull(f"s3://{weights.bucket}/models/one.gguf", tmp_path, quiet)
+    source = pull(f"s3://{weights.bucket}/models/one.gguf", tmp_path, ignore_message)
     assert source.path.name == "one.gguf"
     assert source.path.read_bytes() == b"GGUF" + WEIGHTS
     assert [one.path for one in cached(tmp_path)] == [source.path]
@@ -130,7 +130,7 @@ def test_given_a_name_that_leads_out_of_the_folder_when_it_is_pulled_then_it_is_
     weights.put(f"models/tiny/{name}", b"evil")
     cache = tmp_path / "deep" / "cache"
     with pytest.raises(ModelError, match="can't be a file's"):
-        pull(weights.url, cache, quiet)
+        pull(weights.url, cache, ignore_message)
     assert files_in(tmp_path) == {}
 
 
@@ -139,12 +139,12 @@ def test_given_no_model_there_when_it_is_pulled_then_it_is_an_error(
     weights: Weights, tmp_path: Path, below: str
 ) -> None:
     with pytest.raises(ModelError, match="there is no model"):
-        pull(f"s3://{weights.bucket}/{below}", tmp_path, quiet)
+        pull(f"s3://{weights.bucket}/{below}", tmp_path, ignore_message)
 
 
 def test_given_no_bucket_when_a_model_is_pulled_then_the_error_has_a_remedy(weights: Weights, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no such bucket; create it or correct the URL"):
-        pull(f"s3://{weights.bucket}-not/models", tmp_path, quiet)
+        pull(f"s3://{weights.bucket}-not/models", tmp_path, ignore_message)
 
 
 def test_given_too_small_a_disk_when_a_model_is_pulled_then_it_is_refused_before(
@@ -155,4 +155,4 @@ def test_given_too_small_a_disk_when_a_model_is_pulled_then_it_is_refused_before
 
     monkeypatch.setattr(bucket_models.shutil, "disk_usage", lambda _: Usage())
     with pytest.raises(ModelError, match="of room"):
-        pull(weights.url, tmp_path, quiet)
+        pull(weights.url, tmp_path, ignore_message)

@@ -16,19 +16,19 @@ REPOSITORY = Path(__file__).parents[3]
 AS_MODULE = "import runpy; runpy.run_module('tokenmill', run_name='__main__', alter_sys=True)"
 
 WRAPPED = """exec('''
-class Late:
+class SignalOnSetName:
     def __set_name__(self, owner, name):
         signal.raise_signal(signal.SIGINT)
-class Made:
-    late = Late()
+class Owner:
+    attribute = SignalOnSetName()
 ''', globals())"""
 """Python 3.11 replaces an exception of `__set_name__` by a RuntimeError."""
 
 FINALIZED = """exec('''
-class Late:
+class SignalOnDelete:
     def __del__(self):
         signal.raise_signal(signal.SIGINT)
-Late()
+SignalOnDelete()
 ''', globals())"""
 """Python swallows an exception of a finalizer, and prints a traceback."""
 

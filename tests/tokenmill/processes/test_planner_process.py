@@ -101,7 +101,7 @@ def test_given_an_input_that_vanishes_while_it_is_planned_then_the_run_fails_wit
 
 
 @contextmanager
-def begun_in(out: Path, source: Path) -> Iterator[tuple[Output, Job]]:
+def started_job_in(out: Path, source: Path) -> Iterator[tuple[Output, Job]]:
     """A job of which the first segment is planned."""
     with open_output(out) as output:
         pin = ModelPin(name="tiny", source="tiny", dtype="float32")
@@ -112,14 +112,14 @@ def begun_in(out: Path, source: Path) -> Iterator[tuple[Output, Job]]:
 
 
 @pytest.fixture
-def begun(folder: Path, source: Path) -> Iterator[tuple[Output, Job]]:
-    """Such a job, held."""
-    with begun_in(folder / "out", source) as begun:
-        yield begun
+def started_job(folder: Path, source: Path) -> Iterator[tuple[Output, Job]]:
+    """A job of which the first segment is planned, with its lock held."""
+    with started_job_in(folder / "out", source) as started_job:
+        yield started_job
 
 
-def test_the_planner_reports_each_segment_once(begun: tuple[Output, Job], folder: Path) -> None:
-    output, job = begun
+def test_the_planner_reports_each_segment_once(started_job: tuple[Output, Job], folder: Path) -> None:
+    output, job = started_job
     reported: list[PlanSegment] = []
     ended = threading.Event()
 
@@ -136,9 +136,9 @@ def test_the_planner_reports_each_segment_once(begun: tuple[Output, Job], folder
 
 
 def test_given_a_changed_input_when_it_is_planned_then_the_planner_fails_once_with_a_remedy(
-    begun: tuple[Output, Job], folder: Path, source: Path
+    started_job: tuple[Output, Job], folder: Path, source: Path
 ) -> None:
-    output, job = begun
+    output, job = started_job
     source.write_text(source.read_text() + "more\n")
     failed = threading.Event()
     with PlannerProcess(
@@ -151,9 +151,9 @@ def test_given_a_changed_input_when_it_is_planned_then_the_planner_fails_once_wi
 
 
 def test_given_an_input_rewritten_at_the_same_size_when_it_is_planned_then_the_planner_fails_with_a_remedy(
-    begun: tuple[Output, Job], folder: Path, source: Path
+    started_job: tuple[Output, Job], folder: Path, source: Path
 ) -> None:
-    output, job = begun
+    output, job = started_job
     time.sleep(0.02)  # a later tick of the file system's clock
     source.write_text(source.read_text().replace("word", "lord"))
     failed = threading.Event()
@@ -172,7 +172,7 @@ def test_given_a_changed_input_when_the_job_is_cancelled_then_it_is_ended_only_w
     tokenmill: Cli, folder: Path, source: Path, results: Results
 ) -> None:
     out, text = folder / "out", source.read_text()
-    with begun_in(out, source):
+    with started_job_in(out, source):
         pass
     time.sleep(0.02)
     source.write_text(text.replace("id-", "ID-"))
@@ -197,9 +197,9 @@ def test_given_a_changed_input_when_the_job_is_cancelled_then_it_is_ended_only_w
 
 
 def test_given_a_planner_that_is_stopped_then_it_is_gone_with_all_it_was_building(
-    begun: tuple[Output, Job], folder: Path
+    started_job: tuple[Output, Job], folder: Path
 ) -> None:
-    output, job = begun
+    output, job = started_job
     private = folder / "out" / ".tmp"
     own = set(private.iterdir())
     with PlannerProcess(

@@ -29,18 +29,18 @@ SOON = 30.0
 """Seconds for an end in order, on a machine that has other things to do."""
 RAISED = "signal.raise_signal(signal.SIGTERM)"
 WRAPPED = """
-class Late:
+class SignalOnSetName:
     def __set_name__(self, owner, name):
         signal.raise_signal(signal.SIGTERM)
-class Made:
-    late = Late()
+class Owner:
+    attribute = SignalOnSetName()
 """
 """Python 3.11 replaces an exception of `__set_name__` by a RuntimeError."""
 FINALIZED = """
-class Late:
+class SignalOnDelete:
     def __del__(self):
         signal.raise_signal(signal.SIGTERM)
-Late()
+SignalOnDelete()
 """
 """Python swallows an exception of a finalizer, and prints a traceback."""
 PARTS = ("serve", "worker", "dispatcher", "intake", "gateway")

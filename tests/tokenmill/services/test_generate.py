@@ -82,7 +82,7 @@ class Harness:
     def send(self, body: Any, *args: Any, task_id: str | None = None, **options: Any) -> AsyncResult:
         return self.caller.send_task("tokenmill.generate", [body, *args], options, queue=QUEUE, task_id=task_id)
 
-    def begun(self) -> dict[str, str]:
+    def running_requests(self) -> dict[str, str]:
         """Requests with an answer that has begun and not ended -> the worker that computes them."""
         found = {}
         for key in self.redis.scan_iter("tokenmill:lane:wanted:*"):
@@ -137,11 +137,11 @@ def test_concurrent_requests_are_answered_and_a_revoked_one_frees_its_slot(harne
     long = [
         harness.send(chat("", f"long {n}", max_tokens=400, ignore_eos=True)["body"], "interactive") for n in range(4)
     ]
-    wait_for(lambda: len(harness.begun()) == 4, "they did not begin")
+    wait_for(lambda: len(harness.running_requests()) == 4, "they did not begin")
     began = time.monotonic()
     for one in long:
         one.revoke()
-    wait_for(lambda: not harness.begun(), "they were not cancelled")
+    wait_for(lambda: not harness.running_requests(), "they were not cancelled")
     bulk_answer = harness.send(bodies[0], "bulk").get(timeout=HANG_SECONDS)
     print(f"revoked, and another answered, within {time.monotonic() - began:.1f} s")
     assert content(bulk_answer) == ExpectedAnswers(harness.model).texts(bodies[:1])[0]
@@ -158,7 +158,7 @@ def test_answers_outlive_orderly_stops_of_worker_and_intake(harness: Harness, ch
     harness.wait_for_model()
     bodies = [chat("", f"number {n}", max_tokens=150, ignore_eos=True)["body"] for n in range(6)]
     waiting = [harness.send(body) for body in bodies]
-    wait_for(lambda: len(harness.begun()) == 6, "they did not begin")
+    wait_for(lambda: len(harness.running_requests()) == 6, "they did not begin")
     harness.null_worker()
     for process in (first, intake):
         process.send_signal(signal.SIGTERM)
@@ -173,8 +173,10 @@ def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_answers(harne
     harness.wait_for_model()
     bodies = [chat("", f"number {n}", max_tokens=200, ignore_eos=True)["body"] for n in range(6)]
     waiting = [harness.send(body) for body in bodies]
-    begun = wait_for(lambda: len(harness.begun()) == 6 and harness.begun(), "they did not begin")
-    victim = harness.worker_of(next(iter(begun.values())))
+    running = wait_for(
+        lambda: len(harness.running_requests()) == 6 and harness.running_requests(), "they did not begin"
+    )
+    victim = harness.worker_of(next(iter(running.values())))
     time.sleep(0.5)
     victim.kill()
     killed = time.monotonic()

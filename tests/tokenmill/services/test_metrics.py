@@ -45,13 +45,13 @@ def processes(folder: Path) -> Iterator[Processes]:
 def metrics_url(processes: Processes, number: int) -> str:
     """The URL of a process's metrics, from its log."""
 
-    def said() -> str | None:
+    def logged_url() -> str | None:
         assert processes.running[number].poll() is None, processes.log(number).read_text()
         plain = re.sub(r"\x1b\[[0-9;]*m", "", processes.log(number).read_text())
         found = re.search(r"url='?(http://[^\s']+/metrics)", plain)
         return None if found is None else found[1]
 
-    return wait_for(said, "no metrics URL is logged") or ""
+    return wait_for(logged_url, "no metrics URL is logged") or ""
 
 
 def scrape_until(url: str, so: Callable[[Scrape], bool], **how: Any) -> Scrape:

@@ -60,7 +60,7 @@ class Count(BaseModel):
 
 
 @dataclass
-class Served:
+class InstallationUnderTest:
     """The gateway, which is the first of the processes, and a client for it."""
 
     processes: Processes
@@ -76,7 +76,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, embedding_model: Path, redis_server: RedisServer
-) -> Iterator[Served]:
+) -> Iterator[InstallationUnderTest]:
     folder = tmp_path_factory.mktemp("served")
     template = folder / "tools.jinja"
     template.write_text(tool_templates.HERMES.replace("{{ t | tojson }}", "{{ t.function.name }}"))
@@ -98,7 +98,7 @@ def served(
         seen = DefaultHttpxClient(event_hooks={"response": [lambda answer: judge(witness, answer)]})
         client = OpenAI(base_url=f"{url}/v1", timeout=HANG_SECONDS, api_key=keys["all"], http_client=seen)
         wait_for(lambda: len(client.models.list().data) == 2, "the models are not served")
-        yield Served(processes, url, client, keys, witness)
+        yield InstallationUnderTest(processes, url, client, keys, witness)
         assert not witness.untrue, "\n".join(witness.untrue)
         for process in processes.running:
             process.send_signal(signal.SIGTERM)
@@ -136,7 +136,7 @@ def lines(count: int, **more: Any) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def answers(served: Served) -> dict[str, str]:
+def answers(served: InstallationUnderTest) -> dict[str, str]:
     """A batch from upload to download: the text of each row."""
     client = served.client
     file = client.files.create(file=("requests.jsonl", lines(ROWS)), purpose="batch")
@@ -163,7 +163,9 @@ def answers(served: Served) -> dict[str, str]:
     return {name: body["choices"][0]["message"]["content"] for name, body in found.items()}
 
 
-def test_a_batch_gives_the_answers_of_interactive_requests(served: Served, answers: dict[str, str]) -> None:
+def test_a_batch_gives_the_answers_of_interactive_requests(
+    served: InstallationUnderTest, answers: dict[str, str]
+) -> None:
     assert sorted(answers) == sorted(f"r{number}" for number in range(ROWS))
     whole = served.client.chat.completions.create(**chat(3))
     assert whole.choices[0].message.content == answers["r3"]
@@ -176,7 +178,7 @@ def test_a_batch_gives_the_answers_of_interactive_requests(served: Served, answe
     assert chunks[-1].usage == whole.usage
 
 
-def test_many_callers_at_once_by_the_async_client(served: Served, answers: dict[str, str]) -> None:
+def test_many_callers_at_once_by_the_async_client(served: InstallationUnderTest, answers: dict[str, str]) -> None:
     async def one(client: AsyncOpenAI, number: int) -> str:
         if number % 2:
             answer = await client.chat.completions.create(**chat(number % ROWS))
@@ -203,7 +205,7 @@ def test_many_callers_at_once_by_the_async_client(served: Served, answers: dict[
     assert asyncio.run(all_of_them()) == [answers[f"r{number % ROWS}"] for number in range(CALLERS)]
 
 
-def test_files_are_listed_page_by_page_and_deleted(served: Served) -> None:
+def test_files_are_listed_page_by_page_and_deleted(served: InstallationUnderTest) -> None:
     client = served.client
     made = [client.files.create(file=(f"{n}.jsonl", lines(1)), purpose="batch") for n in range(5)]
     ids = [file.id for file in made]
@@ -223,7 +225,7 @@ def test_files_are_listed_page_by_page_and_deleted(served: Served) -> None:
     assert not set(ids) & {file.id for file in client.files.list()}
 
 
-def test_an_expired_batch_keeps_its_finished_rows(served: Served) -> None:
+def test_an_expired_batch_keeps_its_finished_rows(served: InstallationUnderTest) -> None:
     """On a machine that has much else to do nothing may be finished in a few seconds: then it gets more time."""
     client = served.client
     file = client.files.create(file=("long.jsonl", lines(LONG, max_tokens=60, ignore_eos=True)), purpose="batch")
@@ -255,7 +257,7 @@ def test_an_expired_batch_keeps_its_finished_rows(served: Served) -> None:
     assert over.value.code == "batch_ended"
 
 
-def test_a_batch_is_cancelled(served: Served) -> None:
+def test_a_batch_is_cancelled(served: InstallationUnderTest) -> None:
     client = served.client
     file = client.files.create(file=("long.jsonl", lines(LONG, max_tokens=60, ignore_eos=True)), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
@@ -275,7 +277,7 @@ def test_a_batch_is_cancelled(served: Served) -> None:
     assert client.files.delete(file.id).deleted
 
 
-def test_batches_are_listed_page_by_page(served: Served, answers: dict[str, str]) -> None:
+def test_batches_are_listed_page_by_page(served: InstallationUnderTest, answers: dict[str, str]) -> None:
     client = served.client
     newest = [one.id for one in client.batches.list(limit=1)]
     assert len(newest) >= 3
@@ -288,7 +290,7 @@ def test_batches_are_listed_page_by_page(served: Served, answers: dict[str, str]
     assert [one.id for one in oldest] == newest[::-1]
 
 
-def test_a_batch_with_an_invalid_line_fails_and_names_it(served: Served) -> None:
+def test_a_batch_with_an_invalid_line_fails_and_names_it(served: InstallationUnderTest) -> None:
     client = served.client
     file = client.files.create(file=("bad.jsonl", lines(2) + b'{"custom_id": 1}\n'), purpose="batch")
     batch = ended(client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id)
@@ -297,7 +299,7 @@ def test_a_batch_with_an_invalid_line_fails_and_names_it(served: Served) -> None
     assert [(one.line, one.code) for one in batch.errors.data or []] == [(3, "invalid_request")]
 
 
-def test_an_answer_is_read_as_a_model_of_pydantic(served: Served) -> None:
+def test_an_answer_is_read_as_a_model_of_pydantic(served: InstallationUnderTest) -> None:
     parsed = served.client.chat.completions.parse(**chat(1, max_tokens=150), response_format=Order)
     assert isinstance(parsed.choices[0].message.parsed, Order)
     with served.client.chat.completions.stream(**chat(1, max_tokens=150), response_format=Order) as stream:
@@ -308,7 +310,7 @@ def test_an_answer_is_read_as_a_model_of_pydantic(served: Served) -> None:
 TOOLS = [openai.pydantic_function_tool(Count, name=name) for name in ("count", "add")]
 
 
-def test_tools_are_called_whole_and_streamed(served: Served) -> None:
+def test_tools_are_called_whole_and_streamed(served: InstallationUnderTest) -> None:
     """The model has no end token, so some answers are cut off; both must have the same finish reason."""
     request = chat(1, max_tokens=200, tools=TOOLS, tool_choice="required", temperature=1, seed=4, n=8)
     whole = served.client.chat.completions.create(**request)
@@ -325,7 +327,7 @@ def test_tools_are_called_whole_and_streamed(served: Served) -> None:
             assert calls == answers[index][1]
 
 
-def test_one_tool_is_called_and_its_arguments_are_read_as_a_model_of_pydantic(served: Served) -> None:
+def test_one_tool_is_called_and_its_arguments_are_read_as_a_model_of_pydantic(served: InstallationUnderTest) -> None:
     request = chat(1, max_tokens=200, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, temperature=1)
     for seed in range(4):
         whole = served.client.chat.completions.parse(**request, seed=seed).choices[0]
@@ -367,7 +369,7 @@ def read_calls(stream: Any) -> dict[int, tuple[str | None, list[tuple[str, str]]
     return {index: (reasons[index], calls[index]) for index in calls}
 
 
-def test_a_result_of_a_tool_is_taken(served: Served) -> None:
+def test_a_result_of_a_tool_is_taken(served: InstallationUnderTest) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "count", "arguments": '{"n": 1}'}}
     messages = [
         {"role": "user", "content": "how many?"},
@@ -382,7 +384,7 @@ def test_a_result_of_a_tool_is_taken(served: Served) -> None:
     assert len(choice.logprobs.content) in (answer.usage.completion_tokens, answer.usage.completion_tokens - 1)
 
 
-def test_texts_are_embedded_concurrently(served: Served) -> None:
+def test_texts_are_embedded_concurrently(served: InstallationUnderTest) -> None:
     texts = ["a river", "a stream"]
     made = served.client.embeddings.create(model="embeds", input=texts, encoding_format="float")
     assert [(one.index, len(one.embedding)) for one in made.data] == [(0, 32), (1, 32)]
@@ -394,7 +396,7 @@ def test_texts_are_embedded_concurrently(served: Served) -> None:
     assert len(short.data[0].embedding) == 8
 
 
-def test_texts_are_gone_on_with(served: Served) -> None:
+def test_texts_are_gone_on_with(served: InstallationUnderTest) -> None:
     request: dict[str, Any] = {"model": "tiny", "prompt": "a river", "max_tokens": 6, "temperature": 0, "logprobs": 1}
     text = served.client.completions.create(**request)
     assert text.usage is not None
@@ -405,7 +407,7 @@ def test_texts_are_gone_on_with(served: Served) -> None:
     assert echoed.choices[0].text == "a river" + text.choices[0].text
 
 
-def test_each_error_is_the_clients_own_class(served: Served) -> None:
+def test_each_error_is_the_clients_own_class(served: InstallationUnderTest) -> None:
     client = served.client.with_options(max_retries=0)
     with pytest.raises(openai.AuthenticationError) as wrong:
         client.with_options(api_key="tm-wrong").models.list()
@@ -436,7 +438,7 @@ def test_each_error_is_the_clients_own_class(served: Served) -> None:
         assert (error.value.request_id or "").startswith("req-")
 
 
-def test_too_many_requests_are_refused_with_a_retry_after(served: Served) -> None:
+def test_too_many_requests_are_refused_with_a_retry_after(served: InstallationUnderTest) -> None:
     client = served.with_key("slow")
     answer = client.models.with_raw_response.list()
     assert answer.headers["x-ratelimit-limit-requests"] == "1"
@@ -447,7 +449,7 @@ def test_too_many_requests_are_refused_with_a_retry_after(served: Served) -> Non
     assert 1 <= int(limited.value.response.headers["retry-after"]) <= 120
 
 
-def test_a_caller_with_one_slot_is_never_refused_one_request_after_another(served: Served) -> None:
+def test_a_caller_with_one_slot_is_never_refused_one_request_after_another(served: InstallationUnderTest) -> None:
     client = served.with_key("single")
     for number in range(6):
         whole = client.chat.completions.create(**chat(number))
@@ -457,7 +459,7 @@ def test_a_caller_with_one_slot_is_never_refused_one_request_after_another(serve
             client.chat.completions.create(**chat(number, max_tokens=5_000))
 
 
-def test_a_stopping_gateway_refuses_new_requests_and_ends_its_streams(served: Served) -> None:
+def test_a_stopping_gateway_refuses_new_requests_and_ends_its_streams(served: InstallationUnderTest) -> None:
     client = served.client.with_options(max_retries=0)
     ends: list[str | None] = []
 

@@ -258,7 +258,7 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     catalog = Catalog(world.store)
     wait_for(lambda: catalog.find("tiny"), "no worker is up")
 
-    # A bad one: caught, and gone without a trace in what anybody reads.
+    # A bad one: detected, and rolled back without a trace in any results.
     begun = time.monotonic()
     harness.release(bad, 1, "job-1")
     first = harness.outcome(panels.poll)

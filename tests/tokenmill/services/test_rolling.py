@@ -92,7 +92,7 @@ class Traffic:
             one = StreamResult(next(self.numbers), time.monotonic())
             try:
                 one.wrong = await self._read(client, one)
-            except Exception as error:  # noqa: BLE001 - whatever befalls a stream is the test's finding
+            except Exception as error:  # noqa: BLE001 - any failure of a stream is the test's finding
                 one.wrong = f"{type(error).__name__}: {error}"
             self.ended.append(one)
 

@@ -17,7 +17,7 @@ from tests.waiting import wait_for
 
 READS, STALLS, LEAVES = 160, 20, 20
 CHOICES = 8
-"""Of those who will stop reading, so that more is written to them."""
+"""Choices of clients that will stop reading, so that more is written to them."""
 ROWS = READS + STALLS * CHOICES + LEAVES
 SMALL = {"TOKENMILL_GATEWAY__MAX_STREAM_BUFFER_BYTES": "8192", "TOKENMILL_GATEWAY__MAX_UNSENT_BYTES": "8192"}
 """Buffers that a stream of this test fills."""

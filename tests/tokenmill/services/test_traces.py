@@ -176,7 +176,7 @@ def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_an
     hook = receiver.wait("webhook", of_trace(trace))
     assert harness.hook.received[0].headers["traceparent"].split("-")[1:3] == [trace, hook.span]
 
-    # HTTP: a caller who waits, over the lane.
+    # HTTP: an interactive request over the lane.
     trace, parent = remote_trace()
     chat = json.loads(line("b"))["body"]
     answer = harness.post("/v1/chat/completions", chat | {"stream": True}, parent)
