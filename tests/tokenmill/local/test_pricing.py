@@ -31,7 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def asking(**more: Any) -> Settings:
+def settings_with_metadata(**more: Any) -> Settings:
     return load_settings(instance=InstanceOptions(use_ec2_metadata=True), **more)
 
 

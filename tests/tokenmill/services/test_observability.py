@@ -168,7 +168,7 @@ def harness(
 ) -> Iterator[Harness]:
     made = Harness(folder, redis_server, kafka_broker, model_folder)
     yield made
-    made.watching.close()
+    made.prometheus.close()
     made.processes.close()
 
 
