@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +55,10 @@ class Outcome:
         """What was broken, without where: failures of one kind are likely to have one cause."""
         words = (self.broken or "").splitlines()[:1]
         return re.sub(r"[0-9a-f]{16}|\d+", "#", words[0])[:60] if words else ""
+
+    def calls_never_made(self, faults: Iterable[Fault]) -> set[str]:
+        """The calls at which `faults` strike, but which no port has made: such a fault tests nothing."""
+        return {fault.call for fault in faults if fault.call} - {line.split(" ", 3)[2] for line in self.trace}
 
 
 def memory_folder() -> Path | None:

@@ -50,7 +50,10 @@ def test_given_faults_of_every_kind_when_50_histories_are_over_then_no_promise_i
 @pytest.mark.slow
 @pytest.mark.parametrize("path", STORED, ids=[path.stem for path in STORED])
 def test_a_history_that_once_broke_does_not_break_again(path: Path) -> None:
-    assert simulate(Scenario.from_json(path.read_text())).broken is None
+    scenario = Scenario.from_json(path.read_text())
+    outcome = simulate(scenario)
+    assert outcome.broken is None
+    assert outcome.calls_never_made(scenario.faults) == set()
 
 
 @pytest.mark.slow

@@ -57,7 +57,10 @@ def test_given_faults_of_every_kind_when_400_histories_are_over_then_each_has_st
 
 @pytest.mark.parametrize("path", STORED, ids=[path.stem for path in STORED])
 def test_a_root_that_once_broke_does_not_break_again(path: Path) -> None:
-    assert run_scenario(read_scenario(path.read_text())).broken is None
+    scenario = read_scenario(path.read_text())
+    outcome = run_scenario(scenario)
+    assert outcome.broken is None
+    assert outcome.calls_never_made(scenario.faults) == set()
 
 
 def test_one_seed_is_one_root_to_the_byte() -> None:
