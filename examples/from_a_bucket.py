@@ -5,13 +5,13 @@ python examples/from_a_bucket.py BUCKET MODEL   needs boto3; AWS_ENDPOINT_URL na
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import time
 from typing import Any
 
 import boto3
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 
@@ -40,7 +40,7 @@ def main(bucket: str, model: str) -> None:
     print(f"{prefix}: {json.loads(manifest)['counts']}")
     for item in s3.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}results/")["Contents"]:
         part = s3.get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
-        for row in pq.read_table(io.BytesIO(part)).to_pylist():
+        for row in pq.read_table(pa.BufferReader(part)).to_pylist():
             print(f"{row['custom_id']}: {(row['text'] or row['error_message'])!r}")
 
 

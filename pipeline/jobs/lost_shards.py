@@ -94,7 +94,9 @@ def _rows_of_others(ledger: JobLedger, segment: PlanSegment, lost: ShardRef) -> 
 
 def _rows_of_part(ledger: JobLedger, number: int) -> NDArray[np.int64]:
     with ledger.store.open(ledger.prefix + part_key(number)) as stream:
-        rows: NDArray[np.int64] = pq.read_table(stream, columns=["row"])["row"].to_numpy()
+        # Not `read_table`: its threads may outlive the call with the Python file, and then the process hangs or aborts
+        # when it ends (github.com/apache/arrow, issues 33975 and 34314).
+        rows: NDArray[np.int64] = pq.ParquetFile(stream).read(["row"], use_threads=False)["row"].to_numpy()
     return rows
 
 

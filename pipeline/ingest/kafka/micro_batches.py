@@ -209,7 +209,7 @@ def drafts(store: ObjectStore, batch: KafkaBatch) -> list[JobDraft]:
 
 def group_records(store: ObjectStore, group: KafkaGroup, columns: Sequence[str]) -> pa.Table:
     """The records behind a group's lines, in row order."""
-    return pq.read_table(io.BytesIO(store.read(group.records)), columns=list(columns))
+    return pq.read_table(pa.BufferReader(store.read(group.records)), columns=list(columns))
 
 
 def original_records(store: ObjectStore, group: KafkaGroup) -> Iterator[Record]:

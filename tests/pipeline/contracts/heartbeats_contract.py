@@ -21,7 +21,8 @@ from schemas.workers.metrics import (
 )
 
 MakeHeartbeats = Callable[[float], Heartbeats]
-LIFETIME = 0.8
+LIFETIME = 4.0
+"""Long beside the pauses of a busy machine."""
 
 WHOLE = WorkerState(
     "gpu-7.rack/2",

@@ -35,7 +35,7 @@ def prefix(unique_name: Callable[[], str]) -> str:
 
 @pytest.fixture
 def open_lane(redis_server: RedisServer, prefix: str) -> OpenRedisLane:
-    where = RedisSettings(redis_server.url, prefix=prefix, timeout_seconds=0.3, connect_timeout_seconds=0.3)
+    where = RedisSettings(redis_server.url, prefix=prefix, timeout_seconds=1.0, connect_timeout_seconds=1.0)
     return lambda settings: RedisLane(where, SystemClock(), settings)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -31,8 +32,8 @@ TOKENS_PER_SECOND = 0.02
 
 
 @pytest.fixture
-def root(folder: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A root with a model, a job for it, and a worker that is slow: hours of work."""
+def root(folder: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A root with a model, a job for it, and a live worker that is slow: hours of work."""
     monkeypatch.setenv("TOKENMILL_REDIS_URL", redis_server.url)
     monkeypatch.setenv("TOKENMILL_ROOT", str(folder / "root"))
     source = folder / "in.jsonl"
@@ -42,10 +43,20 @@ def root(folder: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatc
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=64))
         Intake(world).accept(JobDraft(pin_uri(str(source)), JobOptions(model="owner/m"), "default", "job"))
-    beats = RedisHeartbeats(RedisSettings(redis_server.url), lifetime=HANG_SECONDS)
-    beats.send_heartbeat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=TOKENS_PER_SECOND))
+    beats, stop = RedisHeartbeats(RedisSettings(redis_server.url), lifetime=HANG_SECONDS), threading.Event()
+    worker = WorkerState("w", frozenset({PIN.key}), tokens_per_second=TOKENS_PER_SECOND)
+
+    def live() -> None:  # a reader judges the last heartbeat by a lifetime of its own
+        while not stop.wait(0.5):
+            beats.send_heartbeat(worker)
+
+    beats.send_heartbeat(worker)
+    thread = threading.Thread(target=live)
+    thread.start()
+    yield folder / "root"
+    stop.set()
+    thread.join()
     beats.close()
-    return folder / "root"
 
 
 @pytest.mark.usefixtures("root")

@@ -14,12 +14,13 @@ from pipeline.runtime.availability import ServiceUnavailable
 from tests.servers.redis import RedisServer
 
 OpenLease = Callable[[], RedisLease]
-LIFETIME = 0.6
+LIFETIME = 3.0
+"""Long beside the pauses of a busy machine."""
 
 
 @pytest.fixture
 def open_lease(redis_server: RedisServer, unique_name: Callable[[], str]) -> OpenLease:
-    settings = RedisSettings(redis_server.url, prefix=unique_name(), timeout_seconds=0.3, connect_timeout_seconds=0.3)
+    settings = RedisSettings(redis_server.url, prefix=unique_name(), timeout_seconds=2.0, connect_timeout_seconds=2.0)
     return lambda: RedisLease(settings, "dispatcher", LIFETIME, SystemClock(), SystemRandomness())
 
 

@@ -39,7 +39,7 @@ from tests.pipeline.made_jobs import MODELS, PIN, computed, report
 from tests.servers.redis import RedisServer
 from tests.waiting import HANG_SECONDS
 
-WAIT = 40.0
+WAIT = HANG_SECONDS
 
 
 def requests(count: int) -> list[dict[str, Any]]:

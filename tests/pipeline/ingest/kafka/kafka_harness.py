@@ -173,7 +173,7 @@ class KafkaHarness:
         finally:
             producer.close()
 
-    def consume(self, topic: str, count: int, seconds: float = 10.0) -> list[Any]:
+    def consume(self, topic: str, count: int, seconds: float = HANG_SECONDS) -> list[Any]:
         """At least so many messages of a topic, from its beginning, and those that arrive within a moment after."""
         consumer = KafkaConsumer(bootstrap_servers=self.bootstrap, auto_offset_reset="earliest")
         found: list[Any] = []
