@@ -448,7 +448,7 @@ def check_peers(parts: dict[str, Any]) -> None:
     assert parts["ratios"]["ours / transformers"] == pytest.approx(ratio, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_a_bare_machine_when_a_stage_runs_then_all_is_imported_and_the_file_says_that_there_is_no_gpu(
     bare: dict[str, str], tmp_path: Path
 ) -> None:

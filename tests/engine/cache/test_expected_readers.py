@@ -220,7 +220,7 @@ def computed_positions(h: Harness) -> Counter[bytes]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=100, deadline=None)
 @given(prompts(), st.integers(1, 6), st.data())
 def test_each_shared_prefix_is_computed_once_when_the_pool_is_large_enough(

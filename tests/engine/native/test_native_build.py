@@ -121,7 +121,7 @@ def test_a_compiler_that_is_not_there_is_named(cache: Path, monkeypatch: pytest.
         build()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_was_built_is_taken_again_and_needs_no_compiler(
     cache: Path, quick_compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

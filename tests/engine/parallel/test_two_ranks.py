@@ -370,6 +370,7 @@ def test_a_rank_that_hangs_ends_the_engine_when_its_time_is_over(tiny_model: Cal
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_ends_the_engine_within_seconds_with_an_error(
     rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:

@@ -72,7 +72,7 @@ def test_a_copy_to_the_host_is_complete_once_it_was_waited_for_and_not_before() 
         assert device.waits == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_graphs_and_steps_ahead_give_the_same_answers_and_wait_for_nothing(tiny_model: TinyModel) -> None:
     """By Triton's kernels: decoding and mixed steps, stops of all kinds, several choices, seeds and filters."""
     path, work = tiny_model("llama"), list(islice(plain_work(), 8))

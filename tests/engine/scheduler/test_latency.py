@@ -82,6 +82,7 @@ def check_histogram(counted: LatencyCounts, samples: list[float]) -> None:
     assert counted.seconds == pytest.approx(sum(samples))
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(harness=harnesses(), history=histories(), times=st.lists(st.sampled_from([0.0005, 0.01, 0.07, 3.0]), min_size=1))
 def test_every_wait_is_counted_once_under_any_history(

@@ -41,7 +41,7 @@ def test_attention_compiles_and_fits(capability: int, tmp_path: Path) -> None:
     assert [each for each in found if each["shared"] > SHARED[capability]] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_steps_of_any_size_share_a_few_kernels(tmp_path: Path) -> None:
     """One for decoding rows and one for chunks, whatever the addresses, widths and numbers of a step are divisible by;
     and graphs take the same ones."""

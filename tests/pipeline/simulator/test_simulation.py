@@ -57,6 +57,7 @@ def test_given_deadlines_of_hours_then_they_are_met_within_15_percent_of_the_lea
     assert found.deadlines_met < found.deadlines or all_rows(outcome)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_given_deadlines_near_a_cold_start_then_they_are_met_within_15_percent_too(pattern: Pattern) -> None:
     near = replace(drawn(0.15, 32), deadlines=(900.0, 3_600.0))

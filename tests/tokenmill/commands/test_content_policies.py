@@ -183,6 +183,7 @@ def processes(folder: Path) -> Iterator[Processes]:
     made.close()
 
 
+@pytest.mark.exhaustive
 def test_serve_ends_streams_and_withholds_answers_for_the_official_client(
     processes: Processes, model_folder: Path, chat: Chat, rules: str
 ) -> None:

@@ -142,7 +142,7 @@ def test_given_each_service_then_its_memory_is_limited_and_so_are_redis_data() -
     assert "--maxmemory" in SERVICES["redis"]["command"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_the_commands_of_compose_when_they_run_then_drops_records_and_http_are_answered(compose: Compose) -> None:
     for _ in range(2):  # the second run finds all of it there
         ended = compose.run("setup", str(ROOT / SERVICES["setup"]["volumes"][0].partition(":")[0]))

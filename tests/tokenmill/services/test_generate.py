@@ -185,7 +185,7 @@ def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_answers(harne
     harness.wait_for_model()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_answers_are_those_of_run_while_bulk_work_fills_the_batch(
     harness: Harness, chat: Any, write_lines: Callable[..., Path], tokenmill: Any, results: Any
 ) -> None:

@@ -129,6 +129,7 @@ def test_serve_counts_rows_and_tokens_exactly(
         assert other.all(name) == port.all(name) == found.all(name)
 
 
+@pytest.mark.exhaustive
 def test_each_process_of_an_installation_exports_exactly_its_own_metrics(
     processes: Processes, redis_server: RedisServer, model_folder: Path, chat: Any, folder: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_given_one_worker_of_two_models_then_both_are_served_in_rotation(
     assert worker.wait(HANG_SECONDS) == 0
 
 
+@pytest.mark.exhaustive
 def test_given_an_engine_that_is_stuck_then_its_worker_ends_and_another_does_the_work(
     cluster: Cluster, model_folder: Path, chat: Any, write_lines: Callable[..., Path], results: Any
 ) -> None:

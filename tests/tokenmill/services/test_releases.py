@@ -75,7 +75,7 @@ def world(folder: Path) -> Iterator[World]:
         yield World(store, SystemClock(), SystemRandomness(), store.scratch)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_a_differing_record_when_a_worker_starts_then_it_ends_with_71_and_is_in_no_catalog(
     processes: Processes, world: World, model_folder: Path, tokenmill: Any, folder: Path
 ) -> None:

@@ -158,7 +158,7 @@ def below(span: Received, above: Received) -> bool:
     return (span.trace, span.parent) == (above.trace, above.span)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_a_trace_at_any_ingest_source_then_it_reaches_the_workers_shard_and_the_published_events(
     harness: Harness, receiver: OtlpReceiver
 ) -> None:

@@ -60,6 +60,7 @@ def embedded(folder: Path, kit: Any, texts: list[str]) -> np.ndarray:
     return np.stack([row.embedding for row in rows])
 
 
+@pytest.mark.exhaustive
 def test_vectors_are_those_of_the_definition(minilm: Path, kit: Any) -> None:
     # Given each text by itself, through transformers' tokenizer and model, the mean over its tokens, length 1
     tokenizer = AutoTokenizer.from_pretrained(minilm)

@@ -20,7 +20,7 @@ JOBS = {"before": 0, "batch": 0, "job": 1, "stored": 2, "committed": 2}
 """Moment of the crash -> jobs that exist then."""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_consumers_that_are_killed_at_different_moments_when_others_come_then_each_record_is_taken_once(
     kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def status_of(out: Path) -> JobStatus:
         return JobLedger(store).status()
 
 
+@pytest.mark.exhaustive
 def test_given_an_active_run_when_cancelled_then_it_ends_the_job_and_keeps_finished_rows(
     tokenmill: Cli, folder: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:

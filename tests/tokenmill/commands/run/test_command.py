@@ -381,7 +381,7 @@ def test_given_several_models_when_run_then_each_row_is_answered_by_the_model_th
     assert texts["r0"] != texts["r1"], "the same question, to another model"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_replicas_and_several_models_when_run_then_both_models_answer(
     tokenmill: Cli,
     folder: Path,

@@ -59,6 +59,7 @@ def test_an_object_is_answered_as_the_same_file_is(
     assert (other.code, "holds job" in other.error, "input.etag was" in other.error) == (1, True, True)
 
 
+@pytest.mark.exhaustive
 def test_a_job_from_s3_that_was_cut_off_is_cancelled_and_tried_again(
     s3_server: MotoServer, bucket: str, folder: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any,
     results: Any,
