@@ -13,7 +13,7 @@ at its end; a request that shares only its first part hits there only while thos
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,14 +106,15 @@ class CacheTables:
                     agreed[i + 1] = False
         return max(i for i, ok in enumerate(agreed) if ok)
 
-    def expect_reader(self, digests: Iterable[bytes]) -> None:
-        """Register a sequence that will read the blocks with these digests: other blocks are evicted first."""
-        for digest in digests:
+    def expect_reader(self, digests: Sequence[bytes]) -> None:
+        """Register a sequence that will read the blocks with these digests, in their order: other blocks are evicted
+        first. Of these the last is evicted first: without its beginning, the rest of a prefix hits nothing."""
+        for digest in reversed(digests):
             self._requeue(self.index.expect(digest))
 
-    def dismiss_reader(self, digests: Iterable[bytes]) -> None:
+    def dismiss_reader(self, digests: Sequence[bytes]) -> None:
         """Unregister one `expect_reader`: blocks without registered readers are evicted first."""
-        for digest in digests:
+        for digest in reversed(digests):
             self._requeue(self.index.dismiss(digest))
 
     def _requeue(self, node: PrefixNode | None) -> None:

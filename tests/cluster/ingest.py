@@ -51,7 +51,7 @@ def answers(cluster: Cluster, job: str) -> list[dict[str, Any]]:
 
 
 def num_messages(cluster: Cluster, expected: int) -> int:
-    """Results that Kafka's topic holds, once there are as many as expected."""
+    """Distinct results that Kafka's topic holds, once there are as many as expected and no more come."""
     from kafka import KafkaConsumer
 
     consumer = KafkaConsumer(
@@ -59,8 +59,11 @@ def num_messages(cluster: Cluster, expected: int) -> int:
     )
     found: set[bytes] = set()
     until = time.monotonic() + HANG_SECONDS
-    while len(found) < expected and time.monotonic() < until:
-        for records in consumer.poll(500).values():
+    while time.monotonic() < until:
+        polled = consumer.poll(500)
+        if len(found) >= expected and not polled:
+            break
+        for records in polled.values():
             for record in records:
                 found.add(dict(record.headers)["result_id"])
     consumer.close()

@@ -83,6 +83,8 @@ class TestMemoryTouched:
             h.scheduler.add(make_request(f"r{i}", tokens(i, 16), 16, readers_known=True, expected_tokens=1), 0.0)
         finish(h)
         assert sum(end.preemptions for end in h.finished.values()) > 0
+        # It computed 24 tokens before; another row took the blocks of the last 8.
+        assert h.scheduler.stats.prefix_hit_tokens == 16
 
 
 class TestEviction:
@@ -98,6 +100,21 @@ class TestEviction:
         finish(h)
         # then the prompt is still there, though it was freed before all others.
         assert cached_tokens(h, "reader") == 16
+
+    def test_of_a_prefix_whose_reader_left_the_end_is_evicted_first(self) -> None:
+        # Given the 4 blocks of a prompt, and a reader that is cancelled before it reads them,
+        h, prompt = harness(rows=1, blocks=14), tokens(1, 16)
+        h.scheduler.add(make_request("first", prompt), 0.0)
+        h.run()
+        h.scheduler.add(make_request("leaves", [*prompt, 3, 4]), 0.0)
+        assert h.scheduler.cancel("leaves")
+        # when another sequence needs 2 of the blocks,
+        h.scheduler.add(make_request("other", tokens(2, 44)), 0.0)
+        h.run()
+        h.scheduler.add(make_request("late", [*prompt, 3, 4]), 0.0)
+        finish(h)
+        # then the beginning is still there, without which the end hits nothing.
+        assert cached_tokens(h, "late") == 8
 
     def test_the_plans_count_of_readers_keeps_a_prefix_for_those_that_have_not_arrived(self) -> None:
         h, prompt = harness(rows=1, blocks=14), tokens(1, 16)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.tokenmill.command_processes import Processes, as_jsonl
+from tests.waiting import HANG_SECONDS
 
 pytest.importorskip("playwright", reason="playwright is not installed: the page is not tested in a browser")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -25,7 +26,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: the page is not tested in a browser")
 
 HOSTILE = "<img src=x onerror=\"document.title='injected'\"><script>document.title='injected'</script>"
-TIMEOUT_MILLISECONDS = 60_000
+TIMEOUT_MILLISECONDS = HANG_SECONDS * 1000
+expect.set_options(timeout=TIMEOUT_MILLISECONDS)
 
 
 @pytest.fixture

@@ -571,7 +571,7 @@ def test_a_worker_sends_heartbeats(host: Any, run_worker: Any, kit: Any) -> None
 def test_given_a_slow_write_to_the_store_then_heartbeats_are_still_sent(blocked: str, host: Any, kit: Any) -> None:
     # Given a write that is not through before three heartbeats were sent after it began
     clock, beats = kit.FakeClock(), threading.Condition()
-    stop = threading.Event()
+    stop, written = threading.Event(), threading.Event()
 
     class SlowSink(kit.MemorySink):  # type: ignore[misc,name-defined]
         def send_heartbeat(self, *args: Any) -> None:
@@ -587,6 +587,7 @@ def test_given_a_slow_write_to_the_store_then_heartbeats_are_still_sent(blocked:
                 clock.sleep(1.0)
                 with beats:
                     if len(self.held) >= then + 3:
+                        written.set()
                         return
                     beats.wait(0.02)
             raise AssertionError("heartbeats wait for the write")
@@ -620,6 +621,7 @@ def test_given_a_slow_write_to_the_store_then_heartbeats_are_still_sent(blocked:
     shards = [kit.make_work([kit.chat(max_tokens=100)], shard=n, first_row=n) for n in (1, 2)]
     shards[0] = kit.make_work([kit.chat(max_tokens=2)], shard=1) if blocked in ("commit", "give_up") else shards[0]
     ShardWorker(model, kit.ListSource(shards), sink, clock).run(stop)
+    assert written.is_set(), f"no {blocked} was slow"
     assert stop.is_set() or sorted([*sink.parts, *sink.given_up]) == [1, 2]
 
 
