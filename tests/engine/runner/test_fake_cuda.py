@@ -126,10 +126,15 @@ def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
 )
 def test_quantized_weights_are_multiplied_where_they_lie(quantize: str, tiny_model: TinyModel) -> None:
     path, work = tiny_model("llama"), list(islice(plain_work(), 2))
+    want = answers(load(path, "cpu", attention="paged-sdpa", quantize=quantize), work)
     with fake_cuda() as device:
         engine = load(path, "cuda", attention="paged-sdpa", quantize=quantize)
         device.waits.clear()
-        assert [error for *_, error, _ in answers(engine, work)] == [None, None]
+        got = answers(engine, work)
+        if quantize == "fp8":  # whose inputs are rounded on a device, and on a CPU are not
+            assert [error for *_, error, _ in got] == [None, None]
+        else:
+            assert got == want
         assert set(device.waits) <= {"_to_copy"}, "torch's attention copies its ranges; nothing else waits"
 
 
