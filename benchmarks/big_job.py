@@ -109,7 +109,7 @@ class Null:
 
 
 def child(args: argparse.Namespace) -> None:
-    """One run; a line of JSON says what it took. Logs go elsewhere: nobody reads a pipe before the run has ended."""
+    """One run; a line of JSON says what it took. Logs go elsewhere: the pipe is read after the run has ended."""
     log_to_stderr()
     null = Null()
     out = Path(args.output)

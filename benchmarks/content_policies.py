@@ -4,7 +4,7 @@
 
 The rules are 1,000 made-up keywords and four regexes, none of which matches, on English prose. `judged` calls the
 policy alone; `prepared` is all that makes a row of a chat: body, template, tokens, and with rules the judging of what
-was rendered and of the message. `told` is what a stream does with each token that comes alone. The best of `ROUNDS`
+was rendered and of the message. `streamed` is what a stream does with each token that comes alone. The best of `ROUNDS`
 rounds, with and without rules in turn.
 """
 
@@ -83,7 +83,7 @@ def prepared(model: LoadedModel, policies: Policies, characters: int) -> dict[st
     return {name: round(min(found), 1) for name, found in times.items()}
 
 
-def told(model: LoadedModel, policies: Policies, tokens: int = 400) -> dict[str, float]:
+def streamed(model: LoadedModel, policies: Policies, tokens: int = 400) -> dict[str, float]:
     text = PROSE.read_text(encoding="utf-8")
     ids = model.tokenizer.encode_batch([text[: 8 * tokens]], add_special_tokens=False)[0][:tokens]
     request = LaneRequest("r", "m", {"model": "m", "messages": [{"role": "user", "content": "x"}]})
@@ -115,7 +115,7 @@ def main() -> None:
             "off, a row": round(microseconds(lambda: NO_POLICIES.guard(about), 100_000), 3),
             "judged, a text": {str(length): round(judged(policies, length), 1) for length in (300, 1_000, 4_000)},
             "prepared, a row": {str(length): prepared(model, policies, length) for length in (300, 1_000, 4_000)},
-            "told, a token": told(model, policies),
+            "streamed, a token": streamed(model, policies),
         }
     print(json.dumps(report, indent=2))
     if args.json:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.dispatcher_loop --store folder|s3 --jobs 1 --shards 10000 [--json OUT.json]
 
-Jobs of one row a shard are planned by hand into a folder or a SeaweedFS server. Then the foreman's loop runs for some
+Jobs of one row a shard are planned by hand into a folder or a SeaweedFS server. Then the job controller runs for some
 seconds, as in `tokenmill dispatcher`, with Redis's part in this process, while a thread takes shards and commits them
 at a steady pace. Reported: the turns' times, and how soon a cancelled job is seen.
 """
@@ -115,13 +115,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for threads in (MAX_CONCURRENT_REQUESTS, MAX_BACKGROUND_REQUESTS)
         )
         dispatcher = Dispatcher(world, queue, beats, settings=settings, together=together, beside=beside)
-        foreman = JobController(world, dispatcher)
+        controller = JobController(world, dispatcher)
         client = ShardClient(
             "w", world, lambda job: JobLedger(world.store, f"{JOBS}{job}/"), queue, beats, lambda: False,
             models=[PIN.key],
         )  # fmt: skip
         started = time.perf_counter()
-        foreman.tick()
+        controller.tick()
         first = time.perf_counter() - started
         stop, done = threading.Event(), [0]
 
@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         thread.start()
         try:
             used = time.process_time()
-            times = turns(foreman.tick, args.seconds, 0.2)
+            times = turns(controller.tick, args.seconds, 0.2)
             used = time.process_time() - used
         finally:
             stop.set()
@@ -153,8 +153,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "shards_committed": done[0],
         }
         if args.jobs > 1:
-            facts["seconds_to_cancel"] = round(until_seen(foreman.tick, ledgers[-1], world, 0.2), 2)
-        foreman.close()
+            facts["seconds_to_cancel"] = round(until_seen(controller.tick, ledgers[-1], world, 0.2), 2)
+        controller.close()
         together.shutdown()
         beside.shutdown()
         return facts
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=10_000, help="of each job")
     parser.add_argument("--seconds", type=float, default=45.0)
     parser.add_argument("--pace", type=float, default=5.0, help="shards committed a second, at most")
-    parser.add_argument("--json", type=Path, default=None, help="figures are added to those that are there")
+    parser.add_argument("--json", type=Path, default=None, help="results are added to those in the file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="dispatcher-loop-") as folder:
         facts = measure(args, Path(folder))

@@ -5,7 +5,7 @@
 Time is the engine's, from a run's first step to its last: what a worker is paid for while it computes. Tokens are
 prompts and answers. The ratio is the estimate over what was measured. `mixed`, `prefix` and `varied` are those of
 `workloads/`; the others are made here of their texts: `fewshot`, in which half of the rows share one of three headers
-of worked examples; `long`, prompts of some 1,500 tokens that nobody shares, and short answers; and `ending`, in which
+of worked examples; `long`, prompts of some 1,500 tokens of their own, and short answers; and `ending`, in which
 the model ends its answers itself. Elsewhere end tokens are ignored, so lengths of answers are known. Those of `ending`
 are guessed; `corrected` says what the estimate is once a run has shown which part of max_tokens answers use.
 """

@@ -204,7 +204,7 @@ class Run:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One run from servers to figures."""
+    """One run from servers to results."""
     engine = ("--model", f"model={args.model}", "--max-num-batched-tokens", "8192")
     variables = {"TOKENMILL_CELERY__QUEUES": "{}", "TOKENMILL_BUCKET__SWEEP_INTERVAL_SECONDS": "2"}
     with running_cluster(folder, engine, PROCESSES, SERVERS[args.s3], **variables) as cluster:
@@ -242,12 +242,12 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             facts["results_announced"] = run.check_announced()
         codes = cluster.stop()
         if any(codes.values()):
-            raise SystemExit(f"error: told to stop, processes ended with {codes}")
+            raise SystemExit(f"error: after the stop, processes ended with {codes}")
     return facts
 
 
 def report(args: argparse.Namespace, facts: dict[str, Any]) -> None:
-    """Print, and put this door's figures beside the others in the file."""
+    """Print, and add the results of this ingest source to the file."""
     print(f"{args.door}: {facts['rows']} rows in {facts['seconds']} s: {facts['rows_per_second']} rows/s")
     for name, used in sorted(facts["processes"].items()):
         print(f"  {name:18} {used['cpu_seconds_per_1000_rows']:.3f} s per 1,000 rows, MB {used['rss_mb_by_quarter']}")

@@ -6,7 +6,7 @@
 One engine at a time. Its batch is full of bulk rows, and more of them wait; requests of class 0 come at random times (a
 Poisson process with a fixed seed), each with a prompt and a length of the workload's. A request's time to its first
 token begins when it comes, which most often is in the middle of a step; times between tokens are those at which they
-could be told.
+could be emitted.
 
 idle      no bulk work.
 none      bulk work, and requests are of its class: they queue behind it.
@@ -76,7 +76,7 @@ class Reader:
         self.given, self.last = tokens, now
 
 
-class House:
+class EngineUnderLoad:
     """An engine with bulk work, and readers who come."""
 
     def __init__(self, engine: Engine, prompts: list[Prompt], bulk: bool, priority: int) -> None:
@@ -113,24 +113,24 @@ class House:
         completions = self.engine.step()
         self.steps += 1
         now = self.engine.clock()
-        told = 0
+        emitted = 0
         for completion in completions:
             reader = readers.get(completion.request_id)
             if reader is not None:
                 tokens = len(completion.choices[0].token_ids)
-                told += tokens - reader.given
+                emitted += tokens - reader.given
                 reader.see(tokens, now)
                 ended.append(completion.request_id)
         for reader in readers.values():
             for choice in self.engine.partial(reader.request):
-                told += len(choice.token_ids) - reader.given
+                emitted += len(choice.token_ids) - reader.given
                 reader.see(len(choice.token_ids), now)
         for name in before:
             if self._has_row(name):
                 readers[name].steps_to_row = self.steps - readers[name].step
             else:
                 readers[name].behind = any(self._has_row(other) for other in beginning - {name})
-        self.bulk_tokens += self.engine.stats().generated - generated - told
+        self.bulk_tokens += self.engine.stats().generated - generated - emitted
         return ended
 
     def _has_row(self, name: str) -> bool:
@@ -144,12 +144,12 @@ def serve(
     engine: Engine, prompts: list[Prompt], args: argparse.Namespace, *, bulk: bool, priority: int
 ) -> dict[str, Any]:
     """Let all readers come and be served; what they saw."""
-    house = House(engine, prompts, bulk, priority)
+    loaded = EngineUnderLoad(engine, prompts, bulk, priority)
     begun = engine.clock()
     while engine.clock() - begun < (WARM_UP if bulk else 1.0):
-        house.fill()
+        loaded.fill()
         if engine.has_work:
-            house.step({})
+            loaded.step({})
         else:
             time.sleep(0.01)
     running = engine.num_running
@@ -160,7 +160,7 @@ def serve(
         coming.append((at, prompts[number * 37 % len(prompts)]))
     readers: dict[str, Reader] = {}
     done: list[Reader] = []
-    house.bulk_tokens, start = 0, engine.clock()
+    loaded.bulk_tokens, start = 0, engine.clock()
     serial = 0
     while coming or readers:
         now = engine.clock()
@@ -173,14 +173,14 @@ def serve(
             params = SamplingParams(max_tokens=min(prompt.max_tokens, LONGEST), ignore_eos=True)
             request = Request(name, as_token_ids(prompt.token_ids), params, priority=priority, salt=name.encode())
             engine.add(request)
-            readers[name] = Reader(request, due, house.steps)
-        house.fill()
+            readers[name] = Reader(request, due, loaded.steps)
+        loaded.fill()
         if not engine.has_work:
             time.sleep(max(0.0, min(0.01, coming[0][0] - now)) if coming else 0)
             continue
-        done += [readers.pop(name) for name in house.step(readers)]
+        done += [readers.pop(name) for name in loaded.step(readers)]
     seconds = engine.clock() - start
-    return report(done, len(readers) + len(coming), seconds, house.bulk_tokens, running, engine)
+    return report(done, len(readers) + len(coming), seconds, loaded.bulk_tokens, running, engine)
 
 
 def report(done: list[Reader], left: int, seconds: float, bulk: int, running: int, engine: Engine) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def prose_windows(model: Path, size: int, tokens: int) -> list[list[int]]:
     """Windows of the prose as the model's tokenizer has it; each begins with what that puts before every text."""
     text = PROSE.read_text(encoding="utf-8")
     if hashlib.sha256(text.encode()).hexdigest() != PROSE_SHA256:
-        raise SystemExit(f"error: {PROSE} is not the text that other figures were measured on; restore it")
+        raise SystemExit(f"error: {PROSE} is not the text of the other measurements; restore it")
     tokenizer = Tokenizer.load(model)
     ids = tokenizer.encode_batch([text], add_special_tokens=False)[0].tolist()
     start = tokenizer.encode_batch([""], add_special_tokens=True)[0].tolist()

@@ -8,7 +8,7 @@ each (shared blocks once for all), and those written. Operations: two a paramete
 parameter and logits row, and two a (query, key) pair, head and dimension for the scores, and again for the values; of
 the last layer only keys and values are computed for positions without logits, for nothing else of theirs is read.
 Activations, norms, sampling and the scheduler count nothing, so the limit is never reached. Bandwidth and peaks are
-measured in the same run, before it and after it, and the higher figures count.
+measured in the same run, before it and after it, and the higher values count.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def cases(worker: WorkerModel, largest: int) -> Iterator[Case]:
 
 
 def met_as_they_come(tasks: list[OracleJob], most: int, ready: float) -> int:
-    """Deadlines that the oracle's machines meet when they are told of a job only when it comes: at each arrival and
+    """Deadlines that the oracle's machines meet when they learn of a job only when it arrives: at each arrival and
     each end `plan_shedding` says which are given up, and of the others the earliest deadline goes first."""
     left = [task.work / most for task in tasks]
     coming = sorted(range(len(tasks)), key=lambda place: tasks[place].arrival)
@@ -88,7 +88,7 @@ def met_as_they_come(tasks: list[OracleJob], most: int, ready: float) -> int:
 
 
 def played(case: Case, worker: WorkerModel) -> dict[str, Any]:
-    """The figures that tell."""
+    """The metrics of one case."""
     trace = draw_trace(case.pattern, TraceSettings(case.requests, deadlines=case.deadlines), case.seed)
     settings = SimulationSettings(
         worker, ScalingLimits(max_workers=case.gpus, gather_seconds=case.gather), seed=case.seed

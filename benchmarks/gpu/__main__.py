@@ -131,7 +131,7 @@ def context_of(args: argparse.Namespace, deadline: float) -> Any:
 
 
 def line_of(finding: dict[str, Any]) -> str:
-    """A finding on one line: its figures, and of what lies deeper the shares and ratios."""
+    """A finding on one line: its numbers, and of what lies deeper the shares and ratios."""
     for name in ("error", "skipped"):
         if name in finding:
             return f"{name}: {finding[name]}"

@@ -82,7 +82,7 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> Made:
     starts, counts = np.array(case.starts, np.int32), np.array(case.counts, np.int32)
     ends = starts + counts
     held = -(-ends // case.block_size)
-    blocks = int(held.sum()) + 3  # block 0 belongs to nobody, and two more stay free
+    blocks = int(held.sum()) + 3  # block 0 is no sequence's, and two more stay free
     tables = np.zeros((len(starts), int(held.max())), np.int32)
     order = rng.permutation(np.arange(1, blocks))
     for row, (first, count) in enumerate(zip(np.cumsum(held) - held, held, strict=True)):

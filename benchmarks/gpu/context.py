@@ -18,11 +18,11 @@ from benchmarks.gpu.roofline import Rates
 T = TypeVar("T")
 
 Part = tuple[str, dict[str, Any]]
-"""A finding under its name; one that could not be made has "error" or "skipped" instead of figures."""
+"""A finding under its name; one that could not be made has "error" or "skipped" instead of numbers."""
 
 
 class Skipped(Exception):
-    """Raised when a part can't be made here, which is nobody's mistake: a library is not installed."""
+    """Raised when a part can't be made here, by no mistake of the code: a library is not installed."""
 
 
 class OutOfTime(Skipped):
@@ -87,7 +87,7 @@ def parts(work: Mapping[str, Callable[[], dict[str, Any]]]) -> Iterator[Part]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has done its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,6 +1,6 @@
 """Stage `machine`: what this is, how fast it copies, and how fast it multiplies in bf16 and fp8.
 
-Datasheets are leads; the rooflines of all other stages stand on these figures. Random numbers, never zeros: products of
+Datasheets are leads; the rooflines of all other stages rest on these numbers. Random numbers, never zeros: products of
 zeros run faster than any real ones.
 """
 

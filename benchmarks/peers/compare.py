@@ -64,15 +64,15 @@ def compare(
             if row.reason:
                 continue
             before = {name: run_one() for name, run_one in ours.items()}
-            told = ", ".join(f"{name} {measured.rate:.1f}" for name, measured in before.items())
+            rates = ", ".join(f"{name} {measured.rate:.1f}" for name, measured in before.items())
             try:
                 result = run()
             except Failed as error:
                 done[i] = replace(row, pairs=[*row.pairs, Pair(None, before)], reason=str(error))
-                say(f"round {turn}: {told}; {row.engine} {row.setting}: no result: {error}")
+                say(f"round {turn}: {rates}; {row.engine} {row.setting}: no result: {error}")
             else:
                 done[i] = replace(row, pairs=[*row.pairs, Pair(result, before)])
-                say(f"round {turn}: {told}; {row.engine} {row.setting} {result.rate:.1f} output tok/s")
+                say(f"round {turn}: {rates}; {row.engine} {row.setting} {result.rate:.1f} output tok/s")
             keep(done)
     return done
 

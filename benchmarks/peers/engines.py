@@ -76,11 +76,11 @@ def run_ours(bench: Bench, name: str, options: str) -> Measured:
         command += ["--threads", str(len(bench.cpus)), "--warmup", "1", "--runs", "1"]
         command += [*shlex.split(options), "--json", str(report), "--keep-lengths", str(lengths)]
         done = bench.run(f"tokenmill-{name}", command, {"PYTHONPATH": str(ROOT)})
-        told = json.loads(report.read_text(encoding="utf-8"))
+        document = json.loads(report.read_text(encoding="utf-8"))
         made = json.loads(lengths.read_text(encoding="utf-8"))
-    run = told["runs"][0]
+    run = document["runs"][0]
     result = {"wall_seconds": run["wall_seconds"], "output_lengths": made[0], "cached_tokens": run["cached_tokens"]}
-    return bench.measured(result | {"settings": told["settings"], "dtype": told["dtype"]}, done)
+    return bench.measured(result | {"settings": document["settings"], "dtype": document["dtype"]}, done)
 
 
 def run_peer(bench: Bench, peer: Peer, setting: Setting, python: Path, model: Path) -> Measured:
@@ -97,7 +97,7 @@ def run_peer(bench: Bench, peer: Peer, setting: Setting, python: Path, model: Pa
         result = last_json(done.stdout)
     except ValueError as error:
         raise Failed(f"{error}; its last line: {last_line(done.log)}") from error
-    # What was wanted and isn't there is told, not passed over: without it the peer is slower.
+    # A library that is missing is reported: without it the peer is slower.
     result["preloaded"] = [path.name for path in libraries]
     result["not_preloaded"] = [name for name in setting.preload if name not in result["preloaded"]]
     return bench.measured(result, done)

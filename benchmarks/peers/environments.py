@@ -24,8 +24,8 @@ class Unavailable(Exception):
 def last_line(text: str) -> str:
     """The line that says what went wrong: the last that speaks of an error, or else the last."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "error" in line.lower()]
-    return (told or lines or ["no output"])[-1][:300]
+    found = [line for line in lines if "error" in line.lower()]
+    return (found or lines or ["no output"])[-1][:300]
 
 
 def first_error(text: str) -> str | None:

@@ -129,12 +129,12 @@ def verdict(rows: Sequence[Row], ours: Sequence[str]) -> list[str]:
 
     Nearest by the median ratio: the highest rate alone may be that of the quietest minute.
     """
-    told = []
+    comparisons = []
     for name in ours:
         compared = [(ratios(row, name), row) for row in rows if ratios(row, name)]
         if not compared:
-            told.append(f"{name}: no peer gave a result")
+            comparisons.append(f"{name}: no peer gave a result")
             continue
         found, best = min(compared, key=lambda pair: statistics.median(pair[0]))
-        told.append(f"{name} / best peer ({best.engine} {best.setting}): {spread(found, 2)}")
-    return told
+        comparisons.append(f"{name} / best peer ({best.engine} {best.setting}): {spread(found, 2)}")
+    return comparisons

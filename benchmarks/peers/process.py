@@ -140,5 +140,5 @@ def run(
     # The kernel's account has only those whose parent waited for them, what was seen has nothing of the last moment.
     own = max(children_seconds() - used, sum(computed.values()))
     others = (busy_seconds() - busy - own) / seconds
-    text, told = out.read_text(errors="replace"), log.read_text(errors="replace")
-    return Finished(returncode, text, told, seconds, peak, max(0.0, others))
+    text, logged = out.read_text(errors="replace"), log.read_text(errors="replace")
+    return Finished(returncode, text, logged, seconds, peak, max(0.0, others))
