@@ -201,7 +201,7 @@ class OpenJob:
                 self.unread_parts.append(number)
             elif self.is_planned:
                 raise LedgerError(
-                    f"{self.ledger.place(part_key(number))}: no such part is planned, but readers would count it; "
+                    f"{self.ledger.location(part_key(number))}: no such part is planned, but readers would count it; "
                     "move it elsewhere"
                 )
 

@@ -290,7 +290,7 @@ class Publisher:
         message = Message(topic, _value(job.id, number, result), key, tuple(headers))
         if message.size <= self._messages.max_bytes:
             return message
-        where = {"uri": ledger.place(part_key(part)), "row": result["row"]}
+        where = {"uri": ledger.location(part_key(part)), "row": result["row"]}
         short = orjson.dumps(_facts(job.id, number, result) | {"response": None, "error": None, "result_in": where})
         message = Message(topic, short, key, tuple(headers))
         if message.size <= self._messages.max_bytes:

@@ -32,11 +32,11 @@ def read_table(ledger: JobLedger, shard: ShardRef) -> pa.Table:
     try:
         return pq.read_table(pa.BufferReader(ledger.read_shard(shard)))
     except ObjectNotFound as error:
-        raise LedgerError(f"{ledger.place(shard.key)}: is missing, but the plan refers to it") from error
+        raise LedgerError(f"{ledger.location(shard.key)}: is missing, but the plan refers to it") from error
     except MemoryError:  # pyarrow's too: it doesn't mean that the file is damaged
         raise
     except (pa.ArrowException, OSError) as error:
-        raise LedgerError(f"{ledger.place(shard.key)}: can't be read as Parquet ({error})") from error
+        raise LedgerError(f"{ledger.location(shard.key)}: can't be read as Parquet ({error})") from error
 
 
 def read_or_recover_table(ledger: JobLedger, segment: PlanSegment, shard: ShardRef, finished: pa.Table) -> pa.Table:

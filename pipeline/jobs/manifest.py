@@ -67,10 +67,10 @@ def check_parts(ledger: JobLedger, job: Job, segments: Sequence[PlanSegment], pa
     wanted = {number: rows for segment in segments for number, rows in segment.parts.items()}
     if wanted.keys() != parts.keys():
         different = sorted(wanted.keys() ^ parts.keys())[:5]
-        raise BrokenInvariant(f"{ledger.place()}: parts and plan differ, first in {different}; the job is not ended")
+        raise BrokenInvariant(f"{ledger.location()}: parts and plan differ, first in {different}; the job is not ended")
     for number, rows in wanted.items():
         part = parts[number]
-        where = ledger.place(part_key(number))
+        where = ledger.location(part_key(number))
         if part.rows != rows:
             raise BrokenInvariant(f"{where}: holds {part.rows} results for {rows} rows; the job is not ended")
         if part.summary.job != job.id:
@@ -80,7 +80,7 @@ def check_parts(ledger: JobLedger, job: Job, segments: Sequence[PlanSegment], pa
     counts = PartTotals(parts.values()).counts()
     if not rows_in == rows_out == counts.total:
         raise BrokenInvariant(
-            f"{ledger.place()}: {rows_in} rows in, {rows_out} rows out, {counts.total} counted; the job is not ended"
+            f"{ledger.location()}: {rows_in} rows in, {rows_out} rows out, {counts.total} counted; the job is not ended"
         )
 
 

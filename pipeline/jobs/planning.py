@@ -111,7 +111,7 @@ class LedgerPlanSink:
         if segment is not None:
             if segment.job != self._job.id:
                 raise LedgerError(
-                    f"{self._ledger.place(segment_key(index))}: is of job {segment.job}, not of {self._job.id}, "
+                    f"{self._ledger.location(segment_key(index))}: is of job {segment.job}, not of {self._job.id}, "
                     "which lies here; start anew with --fresh"
                 )
             commit_rejects(self._ledger, segment, self._world)
@@ -129,7 +129,7 @@ class LedgerPlanSink:
             raise StoreError(f"{path}: can't write a shard: {error.strerror or error}; free some space") from error
         stored = StoredShard(key, hashlib.sha256(data).hexdigest(), len(data))
         if not self._ledger.create(key, path):
-            raise LedgerError(f"{self._ledger.place(key)}: a shard of this planning attempt exists already")
+            raise LedgerError(f"{self._ledger.location(key)}: a shard of this planning attempt exists already")
         self._world.on_progress()
         return stored
 
@@ -156,7 +156,7 @@ class LedgerPlanSink:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             stored = StoredShard(key, digest, stream.tell())
         if not self._ledger.create(key, writer.path):
-            raise LedgerError(f"{self._ledger.place(key)}: refused rows of this planning attempt exist already")
+            raise LedgerError(f"{self._ledger.location(key)}: refused rows of this planning attempt exist already")
         self._rejects = None
         return stored
 
@@ -169,7 +169,7 @@ class LedgerPlanSink:
         standing = self.existing_segment(segment.index)
         if standing is None:
             raise LedgerError(
-                f"{self._ledger.place(segment_key(segment.index))}: vanished; is something deleting here?"
+                f"{self._ledger.location(segment_key(segment.index))}: vanished; is something deleting here?"
             )
         return standing
 

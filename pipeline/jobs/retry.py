@@ -104,14 +104,14 @@ def choose_rows(
     job, manifest = ledger.job(), ledger.manifest()
     if manifest is None:
         raise NothingToRetry(
-            f"{ledger.place()}: the job has not ended; the command that began it goes on, 'jobs cancel' ends it"
+            f"{ledger.location()}: the job has not ended; the command that began it goes on, 'jobs cancel' ends it"
         )
     if manifest.status is JobStatus.FAILED:
-        raise NothingToRetry(f"{ledger.place()}: the job was refused as a whole; correct its input and run it")
+        raise NothingToRetry(f"{ledger.location()}: the job was refused as a whole; correct its input and run it")
     if manifest.ended_by is not None and not manifest.counts.total:
         status = RowStatus.EXPIRED if manifest.status is JobStatus.EXPIRED else RowStatus.CANCELLED
         if status not in only:
-            raise NothingToRetry(f"{ledger.place()}: no row is worth another try: all of them are {status.value}")
+            raise NothingToRetry(f"{ledger.location()}: no row is worth another try: all of them are {status.value}")
         return Retry(job, None, {})
     ledger.check_results()
     refused = LINE_REFUSALS if other_model else LINE_REFUSALS | MODEL_REFUSALS
@@ -136,7 +136,7 @@ def choose_rows(
     if selection is None:
         why = ", ".join(f"{number} {code}" for code, number in sorted(left_out.items()))
         raise NothingToRetry(
-            f"{ledger.place()}: no row is worth another try"
+            f"{ledger.location()}: no row is worth another try"
             + (f" ({why}: refused for what they are; --include-invalid tries them all the same)" if why else "")
         )
     return Retry(job, selection, dict(left_out))

@@ -107,7 +107,7 @@ def submit(
         standing = ledger.job()  # another process was first
     differences = _differences(standing, order)
     if differences:
-        raise DifferentJob(ledger.place(), standing.id, differences)
+        raise DifferentJob(ledger.location(), standing.id, differences)
     if ledger.manifest() is None:
         mark(ledger)
         _record_run(ledger, world, now)
@@ -176,7 +176,7 @@ def _check_location(ledger: JobLedger, standing: Job | None) -> None:
         name = info.key.removeprefix(ledger.prefix + RESULTS)
         if "/" in name or part_number(name) is None:
             raise LedgerError(
-                f"{ledger.place(RESULTS + name)}: is not tokenmill's, and readers would take it for results; "
+                f"{ledger.location(RESULTS + name)}: is not tokenmill's, and readers would take it for results; "
                 "move it elsewhere or choose another output"
             )
     if standing is None:
@@ -184,7 +184,7 @@ def _check_location(ledger: JobLedger, standing: Job | None) -> None:
             found = next(ledger.store.list(ledger.prefix + folder), None)
             if found is not None and ledger.find_job() is None:  # else another process has just been first
                 raise LedgerError(
-                    f"{ledger.place(found.key.removeprefix(ledger.prefix))}: belongs to no job ({JOB} is missing); "
+                    f"{ledger.location(found.key.removeprefix(ledger.prefix))}: belongs to no job ({JOB} is missing); "
                     "remove it or choose another output"
                 )
 

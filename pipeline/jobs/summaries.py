@@ -22,7 +22,7 @@ class JobSummary:
     """One line of a listing.
 
     Attributes:
-        place: the job's location.  id: its name in its root, even when `job` can't be read.
+        location: of the job.  id: its name in its root, even when `job` can't be read.
         problem: why the job can't be read; the rest is then empty.
         counts, usage: of the committed parts, as of `as_of`.
         cost: of the committed parts; None: not known.
@@ -33,7 +33,7 @@ class JobSummary:
     """
 
     id: str
-    place: str
+    location: str
     problem: str | None = None
     job: Job | None = None
     status: JobStatus | None = None
@@ -89,7 +89,7 @@ def summarize_for_listing(ledger: JobLedger) -> JobSummary:
     try:
         return summarize_job(ledger, exact=False)
     except PipelineError as error:
-        return JobSummary(id=ledger.name, place=ledger.place(), problem=str(error))
+        return JobSummary(id=ledger.name, location=ledger.location(), problem=str(error))
 
 
 def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
@@ -106,7 +106,7 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
         done = sum(file.rows > 0 for file in manifest.files[1:])
         tombstone = ledger.tombstone()
         return JobSummary(
-            job.id, ledger.place(), job=job, status=manifest.status, counts=manifest.counts, usage=manifest.usage,
+            job.id, ledger.location(), job=job, status=manifest.status, counts=manifest.counts, usage=manifest.usage,
             cost=manifest.cost, shards_done=done, shards_total=done, manifest=manifest, as_of=manifest.finished_at,
             results_removed_at=None if tombstone is None else tombstone.at,
         )  # fmt: skip
@@ -130,7 +130,7 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
     tally = PartTotals(read_part(ledger, number) for number in parts)
     return JobSummary(
         job.id,
-        ledger.place(),
+        ledger.location(),
         job=job,
         status=status,
         counts=tally.counts(_total(segments)),
@@ -145,7 +145,7 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
 
 def _summarize_cached(ledger: JobLedger, job: Job, status: JobStatus, cached: Progress) -> JobSummary:
     return JobSummary(
-        job.id, ledger.place(), job=job, status=status, counts=cached.counts, usage=cached.usage, cost=cached.cost,
+        job.id, ledger.location(), job=job, status=status, counts=cached.counts, usage=cached.usage, cost=cached.cost,
         shards_done=cached.shards_done, shards_total=cached.shards_total, as_of=cached.as_of, eta=cached.eta,
         attention=cached.attention,
     )  # fmt: skip

@@ -134,7 +134,7 @@ class JobLedger:
         """The job's order; raises `JobNotFound`."""
         found = self._read(JOB, Job)
         if found is None:
-            raise JobNotFound(f"{self.place()}: there is no job here ({JOB} is missing)")
+            raise JobNotFound(f"{self.location()}: there is no job here ({JOB} is missing)")
         return found
 
     def find_job(self) -> Job | None:
@@ -184,7 +184,7 @@ class JobLedger:
         tombstone = self.tombstone()
         if tombstone is not None:
             raise ResultsRemoved(
-                f"{self.place(RESULTS)}: the results were removed at {tombstone.at.isoformat(timespec='seconds')}, "
+                f"{self.location(RESULTS)}: the results were removed at {tombstone.at.isoformat(timespec='seconds')}, "
                 "after their retention period; submit the input again to have it answered anew"
             )
 
@@ -211,7 +211,7 @@ class JobLedger:
         except LedgerError as error:
             raise PlanDamaged(str(error)) from error
         if segment is not None and segment.index != index:
-            raise PlanDamaged(f"{self.place(segment_key(index))}: says that it is segment {segment.index}")
+            raise PlanDamaged(f"{self.location(segment_key(index))}: says that it is segment {segment.index}")
         return segment
 
     def segments(self, start: int = 0) -> Iterator[PlanSegment]:
@@ -221,8 +221,8 @@ class JobLedger:
         while (segment := self.segment(start if before is None else before.index + 1)) is not None:
             if before is not None and (segment.job, segment.first_row) != (before.job, before.end_row):
                 raise PlanDamaged(
-                    f"{self.place(segment_key(segment.index))}: begins job {segment.job} at row {segment.first_row}, "
-                    f"but job {before.job} goes on at row {before.end_row}: another plan; start anew with --fresh"
+                    f"{self.location(segment_key(segment.index))}: begins job {segment.job} at row {segment.first_row}"
+                    f", but job {before.job} goes on at row {before.end_row}: another plan; start anew with --fresh"
                 )
             yield segment
             if segment.last:
@@ -238,7 +238,7 @@ class JobLedger:
         data = self.store.read(self.prefix + shard.key)
         if hashlib.sha256(data).hexdigest() != shard.sha256:
             raise LedgerError(
-                f"{self.place(shard.key)}: its bytes are not those that were planned; the disk may be bad"
+                f"{self.location(shard.key)}: its bytes are not those that were planned; the disk may be bad"
             )
         return data
 
@@ -386,7 +386,7 @@ class JobLedger:
             complete = segment.last
         return numbers if complete else None
 
-    def place(self, key: str = "") -> str:
+    def location(self, key: str = "") -> str:
         """The location of the job, or of one of its objects, for messages."""
         return self.store.locate(self.prefix + key)
 
@@ -425,7 +425,7 @@ class JobLedger:
             data = self.store.read(self.prefix + key)
         except ObjectNotFound:
             return None
-        return parse_stored(self.place(key), data, kind)
+        return parse_stored(self.location(key), data, kind)
 
 
 def parse_stored(where: str, data: bytes, kind: type[SomeRecord]) -> SomeRecord:

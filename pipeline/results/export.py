@@ -112,7 +112,7 @@ def order_retries(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLe
     done = [ledger.job().id]
     for job, one in sorted(((one.job(), one) for one in retries), key=lambda pair: (pair[0].created_at, pair[0].id)):
         if job.id in left or job.id in done:
-            raise NotItsRetry(f"{one.place()}: holds job {job.id}, which is given already; name each folder once")
+            raise NotItsRetry(f"{one.location()}: holds job {job.id}, which is given already; name each folder once")
         left[job.id] = (job, one)
     ordered: list[JobLedger] = []
     while left:
@@ -121,8 +121,8 @@ def order_retries(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLe
             job, one = min(left.values(), key=lambda pair: pair[0].retry_of in left)  # the first missing link
             of = "no retry" if job.retry_of is None else f"a retry of {job.retry_of}"
             raise NotItsRetry(
-                f"{one.place()}: holds {of}, not one of {ledger.place()}; name the first job's folder first, and all "
-                "retries between"
+                f"{one.location()}: holds {of}, not one of {ledger.location()}; name the first job's folder first, and "
+                "all retries between"
             )
         ordered.append(left.pop(following)[1])
         done.append(following)

@@ -121,7 +121,7 @@ def part_schema(shard: pa.Schema) -> pa.Schema:
 
 def read_part(ledger: JobLedger, number: int) -> PartEntry:
     """Read a committed part's entry, from its footer only; raises `LedgerError` when it isn't tokenmill's."""
-    where = ledger.place(part_key(number))
+    where = ledger.location(part_key(number))
     with ledger.store.open(ledger.prefix + part_key(number)) as stream:
         try:
             footer = pq.read_metadata(stream)

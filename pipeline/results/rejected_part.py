@@ -32,11 +32,11 @@ def commit_rejects(ledger: JobLedger, segment: PlanSegment, world: World) -> boo
                 copy.write(chunk)
         if digest.hexdigest() != rejects.sha256:
             raise LedgerError(
-                f"{ledger.place(rejects.key)}: its bytes are not those that were planned; the disk may be bad"
+                f"{ledger.location(rejects.key)}: its bytes are not those that were planned; the disk may be bad"
             )
         return ledger.create_part(rejects.number, path)
     except ObjectNotFound as error:
-        raise LedgerError(f"{ledger.place(rejects.key)}: is missing, but the plan refers to it") from error
+        raise LedgerError(f"{ledger.location(rejects.key)}: is missing, but the plan refers to it") from error
     except OSError as error:
         raise StoreError(f"{path}: can't write results: {error.strerror or error}; free some space") from error
     finally:

@@ -142,7 +142,7 @@ def _read(ledger: JobLedger, key: str) -> Checkpoint | None:
     except ObjectNotFound:  # its attempt has just committed, and deletes its checkpoints
         return None
     except DamagedCheckpoint as error:
-        logger.warning("a checkpoint is damaged: its rows are computed again", at=ledger.place(key), why=str(error))
+        logger.warning("a checkpoint is damaged: its rows are computed again", at=ledger.location(key), why=str(error))
         return None
 
 

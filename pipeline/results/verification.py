@@ -36,7 +36,7 @@ def check_files(ledger: JobLedger, manifest: Manifest, *, hashes: bool = False) 
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise ResultsDamaged(
-            f"{ledger.place(RESULTS)}: the results are damaged: {'; '.join(wrong[:SHOWN])}{more}. Restore the files "
+            f"{ledger.location(RESULTS)}: the results are damaged: {'; '.join(wrong[:SHOWN])}{more}. Restore the files "
             "from a copy, or compute the job again ('run --fresh', or submit its input anew)"
         )
     return len(manifest.files)

@@ -365,7 +365,9 @@ class ShardClient:
                 known.shards.update((shard.number, shard) for shard in segment.shards)
                 known.segments = segment.index + 1
         if task.shard not in known.shards:
-            raise UnplannedShard(f"{known.ledger.place()}: shard {task.shard} was queued, but no plan segment has it")
+            raise UnplannedShard(
+                f"{known.ledger.location()}: shard {task.shard} was queued, but no plan segment has it"
+            )
         return known
 
     def _forget_jobs(self) -> None:

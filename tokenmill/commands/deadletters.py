@@ -45,7 +45,7 @@ def list_dead_letters(
         url = opened.url
     shown = found[:limit]
     if as_json:
-        output.print_json({"letters": [_document(one) for one in shown], "more": len(found) > limit})
+        output.print_json({"dead_letters": [_document(one) for one in shown], "more": len(found) > limit})
         return
     rows = [
         (

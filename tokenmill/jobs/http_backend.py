@@ -126,9 +126,9 @@ def submit(given: str, url: str, options: Mapping[str, Any], endpoint: str | Non
             "tokenmill": chosen,
         }
         batch = gateway.post("/v1/batches", body, key=f"batch-{uuid.uuid4().hex}")
-        place = f"{gateway.url}/v1/files/{file['id']}"
-    document = {"job": batch["id"], "submitted": place, "root": None}
-    return NewJob(batch["id"], document, [f"{place}: submitted"], HttpJobs(url, batch["id"]).watch)
+        location = f"{gateway.url}/v1/files/{file['id']}"
+    document = {"job": batch["id"], "submitted": location, "root": None}
+    return NewJob(batch["id"], document, [f"{location}: submitted"], HttpJobs(url, batch["id"]).watch)
 
 
 def _window(deadline: timedelta | None) -> str | None:

@@ -100,7 +100,7 @@ class _LedgerJobs(ABC):
             rows.append((job.location, summary.id, summary.status or summary.problem, *numbers, due))
         return JobList(
             [job.batch for job in found if job.batch is not None],
-            ("place", "job", "status", "rows", "done", "failed", "should be done"),
+            ("location", "job", "status", "rows", "done", "failed", "should be done"),
             rows,
             f"no open jobs in {where}" if active else f"no jobs in {where}; 'tokenmill run' makes one",
         )
@@ -124,7 +124,7 @@ class _LedgerJobs(ABC):
 
     def watch(self, interval_seconds: float = POLL_SECONDS) -> JobEnd:
         with self.open_ledger() as ledger:
-            return end_of(follow_ledger(ledger, interval_seconds), ledger.place(), self._batch)
+            return end_of(follow_ledger(ledger, interval_seconds), ledger.location(), self._batch)
 
     def _batch(self) -> Batch:
         with self.open_ledger() as ledger:
@@ -151,7 +151,7 @@ class _LedgerJobs(ABC):
             for file in (request.to, request.errors_to):
                 if results is not None and file is not None and file.resolve().is_relative_to(results):
                     raise UserError(
-                        f"{file}: lies among the job's results, which programs read as one; name another place"
+                        f"{file}: lies among the job's results, which programs read as one; name another file"
                     )
         with ExitStack() as stack:
             first, *others = [stack.enter_context(job.open_ledger()) for job in jobs]
@@ -171,8 +171,10 @@ class _LedgerJobs(ABC):
         with self.open_ledger() as ledger:
             manifest = ledger.manifest()
             if manifest is None:
-                raise UserError(f"{ledger.place()}: the job has not ended, and has no manifest yet; wait for its end")
-            return manifest, ledger.place(), check_files(ledger, manifest, hashes=True)
+                raise UserError(
+                    f"{ledger.location()}: the job has not ended, and has no manifest yet; wait for its end"
+                )
+            return manifest, ledger.location(), check_files(ledger, manifest, hashes=True)
 
 
 class FolderJobs(_LedgerJobs):
@@ -258,7 +260,7 @@ class RootJobs(_LedgerJobs):
         from tokenmill.jobs.cancel import cancel_in_root
 
         with self.open_ledger() as ledger:  # before anything is written, even where a root is probed
-            where = ledger.place().rstrip("/")
+            where = ledger.location().rstrip("/")
             ledger.job()
         with open_root(self.location, self._settings) as root:
             return cancel_in_root(root, self.name), where
@@ -298,7 +300,7 @@ def locate(given: str, root_url: str | None, settings: Settings) -> FolderJobs |
 def locate_list(folder: str | None, root_url: str | None, settings: Settings) -> FolderJobs | RootJobs:
     """The folder or root whose jobs are listed. Raises `UserError` for both, `InputUnusable` for a missing folder."""
     if folder is not None and root_url is not None:
-        raise UserError(f"{folder}: --root names another place; give one of them")
+        raise UserError(f"{folder}: --root names another root; give one of them")
     if folder is not None and folder.startswith(S3):
         folder, root_url = None, folder
     url = root_url or settings.root
@@ -351,7 +353,7 @@ def _say_missing_models(job: Job, store: ObjectStore) -> None:
 
 def _facts(summary: JobSummary) -> list[tuple[str, object]]:
     """A summary for people: names and values."""
-    found: list[tuple[str, object]] = [("job", summary.id), ("status", summary.status), ("place", summary.place)]
+    found: list[tuple[str, object]] = [("job", summary.id), ("status", summary.status), ("location", summary.location)]
     if summary.attention is not None:
         found.append(("needs attention", summary.attention))
     if summary.job is not None:

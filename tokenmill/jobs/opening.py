@@ -43,5 +43,5 @@ def _open_gateway_jobs(url: str, job: str, folder: str | None, root_url: str | N
 
     if folder is not None or root_url is not None:
         other = folder if folder is not None else f"--root {root_url}"
-        raise UserError(f"{other}: --url {url} names another place; give one of them")
+        raise UserError(f"{other}: --url {url} names another root; give one of them")
     return HttpJobs(url, job)

@@ -86,7 +86,7 @@ def follow_ledger(
             return WAITING, None
         return describe(summary), summary.manifest
 
-    return follow(ledger.name or ledger.place().rstrip("/"), poll, interval_seconds)
+    return follow(ledger.name or ledger.location().rstrip("/"), poll, interval_seconds)
 
 
 def end_of(manifest: Manifest, where: str, batch: Callable[[], Any]) -> JobEnd:

@@ -51,7 +51,7 @@ def _bucket(root: Root, settings: Settings) -> Part:
     assert root.s3 is not None  # an s3:// root has one
     intake, connection = open_intake(root, settings), root.s3
     inboxes = [
-        BucketInbox(connection, bucket, f"{above}{place}", tenant) for place, tenant in settings.bucket.prefixes.items()
+        BucketInbox(connection, bucket, f"{above}{below}", tenant) for below, tenant in settings.bucket.prefixes.items()
     ]
     sources = [FileIngestSource(inbox, intake, root.world) for inbox in inboxes]
     events = None

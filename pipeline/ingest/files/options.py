@@ -90,24 +90,24 @@ def format_of(name: str) -> InputFormat:
 
 
 def options_of(
-    name: str, metadata: Mapping[str, str], sidecars: Sequence[tuple[str, bytes]], *, place: str
+    name: str, metadata: Mapping[str, str], sidecars: Sequence[tuple[str, bytes]], *, location: str
 ) -> JobOptions:
     """All options of an ingested file.
 
     Args:
         name: path relative to the inbox.  metadata: of the object.  sidecars: name and content of existing sidecars.
-        place: the file's location, for messages.
+        location: the file's location, for messages.
 
     Raises:
         IntakeRefused: an option is unknown, can't be used, or is given twice with different values.
     """
     folder = name.rpartition("/")[0]
     sources = [OptionSource("its folder", {"tier": folder} if folder else {})]
-    sources.append(OptionSource("its metadata", _from_metadata(metadata, place)))
+    sources.append(OptionSource("its metadata", _from_metadata(metadata, location)))
     sources += [OptionSource(sidecar, _from_sidecar(sidecar, data)) for sidecar, data in sidecars]
     chosen: dict[str, tuple[str, Any]] = {}
     for source in sources:
-        options = _checked(source, place)
+        options = _checked(source, location)
         for field in sorted(options.model_fields_set):
             value = getattr(options, field)
             if value is None:
@@ -116,7 +116,7 @@ def options_of(
             if other != value:
                 raise IntakeRefused(
                     "conflicting_options",
-                    f"{place}: {field} is {_shown(other)} by {where}, but {_shown(value)} by {source.where}; "
+                    f"{location}: {field} is {_shown(other)} by {where}, but {_shown(value)} by {source.where}; "
                     "say it once",
                 )
     try:
@@ -124,22 +124,22 @@ def options_of(
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         raise IntakeRefused(
-            "invalid_option", f"{place}: the options can't be used together: {detail['msg']}"
+            "invalid_option", f"{location}: the options can't be used together: {detail['msg']}"
         ) from error
 
 
-def announces_sidecar(metadata: Mapping[str, str], place: str) -> bool:
+def announces_sidecar(metadata: Mapping[str, str], location: str) -> bool:
     """Whether the file's metadata announce a sidecar. Raises `IntakeRefused` for a value that is no boolean."""
     for key, value in metadata.items():
         if key.lower().removeprefix(_PREFIX) == _SIDECAR_FLAG:
             flag = value.strip().lower()
             if flag not in _YES | _NO:
-                raise IntakeRefused("invalid_option", f"{place}: metadata {key} is {value!r}; give true or false")
+                raise IntakeRefused("invalid_option", f"{location}: metadata {key} is {value!r}; give true or false")
             return flag in _YES
     return False
 
 
-def _from_metadata(metadata: Mapping[str, str], place: str) -> dict[str, Any]:
+def _from_metadata(metadata: Mapping[str, str], location: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in metadata.items():
         name = key.lower().removeprefix(_PREFIX)
@@ -147,9 +147,9 @@ def _from_metadata(metadata: Mapping[str, str], place: str) -> dict[str, Any]:
         if name == _SIDECAR_FLAG:
             continue
         if field in PartialJobOptions.model_fields:
-            found[field] = _json(value, f"{place}: metadata {key}") if field == "metadata" else value
+            found[field] = _json(value, f"{location}: metadata {key}") if field == "metadata" else value
         elif key.lower().startswith(_PREFIX):
-            raise IntakeRefused("unknown_option", f"{place}: metadata {key} is no option; remove or correct it")
+            raise IntakeRefused("unknown_option", f"{location}: metadata {key} is no option; remove or correct it")
     return found
 
 
@@ -169,7 +169,7 @@ def _json(data: str | bytes, where: str) -> Any:
         raise IntakeRefused("invalid_option", f"{where}: is not JSON ({error})") from error
 
 
-def _checked(source: OptionSource, place: str) -> PartialJobOptions:
+def _checked(source: OptionSource, location: str) -> PartialJobOptions:
     try:
         return PartialJobOptions.model_validate(source.values)
     except ValidationError as error:
@@ -178,7 +178,7 @@ def _checked(source: OptionSource, place: str) -> PartialJobOptions:
         unknown = detail["type"] == "extra_forbidden"
         raise IntakeRefused(
             "unknown_option" if unknown else "invalid_option",
-            f"{place}: {field}, given by {source.where}, "
+            f"{location}: {field}, given by {source.where}, "
             + ("is no option; remove or correct it" if unknown else f"can't be used: {detail['msg']}"),
         ) from error
 

@@ -261,7 +261,7 @@ class FileIngestSource:
                 )
             if not self._may_try(file, pinned.identity):
                 return IngestResult.KNOWN
-            options = options_of(name, metadata, sidecars, place=uri)
+            options = options_of(name, metadata, sidecars, location=uri)
             submitted = self._intake.accept(JobDraft(pinned.input, options, self.inbox.tenant, job_id))
         except IntakeRefused as refused:
             if refused.code == NO_MODEL:  # the first worker will register its models
@@ -325,9 +325,9 @@ class FileIngestSource:
             self._marked_until = now + self._settings.refresh_interval_seconds
 
 
-def marker_prefix(place: str) -> str:
-    """The prefix of an inbox's markers. `place`: the inbox's URI."""
-    return f"{TAKEN}{_hash(place.rstrip('/'))}/"
+def marker_prefix(uri: str) -> str:
+    """The prefix of an inbox's markers. `uri`: of the inbox."""
+    return f"{TAKEN}{_hash(uri.rstrip('/'))}/"
 
 
 def marker_key(inbox: Inbox, entry: Entry) -> str:

@@ -204,19 +204,20 @@ class _MessageBuilder:
         return Message(self.topic, b"", None, (*reason, (f"{HEADER}original-in", where)))
 
 
-def _owed_key(letter: str) -> str:
-    return f"{OWED}{letter}.json"
+def _owed_key(dead_letter: str) -> str:
+    return f"{OWED}{dead_letter}.json"
 
 
 def replay(messages: Messages) -> Send:
     """A `Send` that sends a dead letter's original to its source topic, with its key and headers."""
 
-    def send(letter: DeadLetter, original: bytes) -> str:
-        topic = letter.place.rpartition("/")[2]
-        message = Message(topic, original, letter.record_key(), tuple(letter.record_headers()))
+    def send(dead_letter: DeadLetter, original: bytes) -> str:
+        topic = dead_letter.place.rpartition("/")[2]
+        message = Message(topic, original, dead_letter.record_key(), tuple(dead_letter.record_headers()))
         if message.size > messages.max_bytes:
             raise CannotReplay(
-                f"{letter.id}: its record has {letter.size} bytes, more than a message may have; send a reference"
+                f"{dead_letter.id}: its record has {dead_letter.size} bytes, more than a message may have; "
+                "send a reference"
             )
         messages.send([message])
         return f"sent to {topic} again"

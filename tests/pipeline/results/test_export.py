@@ -204,7 +204,7 @@ def test_an_output_folder_is_its_job_and_looking_writes_nothing(world: World, tm
     looking = FolderStore(out, read_only=True)
     (summary,) = list_jobs(looking)
     assert (summary.id, summary.status, summary.shards_done) == (job.id, JobStatus.COMPLETED, 1)
-    assert summary.place.rstrip("/") == str(out)
+    assert summary.location.rstrip("/") == str(out)
     assert find_ledger(looking, job.id).job() == job
     assert sorted(path for path in out.rglob("*")) == before
 

@@ -61,7 +61,7 @@ def test_given_a_refused_file_when_listed_shown_and_replayed_then_it_is_ingested
     table = tokenmill("deadletters", "list", "--root", root)
     assert "model_not_found" in table.out
     assert "bad.jsonl" in table.out
-    (listed,) = tokenmill("deadletters", "list", "--root", root, "--json").json()["letters"]
+    (listed,) = tokenmill("deadletters", "list", "--root", root, "--json").json()["dead_letters"]
     assert (listed["reason_code"], listed["replays"], listed["ingest_source"]) == ("model_not_found", 0, "folder")
 
     shown = tokenmill("deadletters", "show", listed["id"], "--root", root)
@@ -72,7 +72,7 @@ def test_given_a_refused_file_when_listed_shown_and_replayed_then_it_is_ingested
     assert tokenmill("deadletters", "replay", listed["id"], "--root", root).code == 0
     with FolderStore(root) as store:
         assert take(store) == 2
-    (again,) = tokenmill("deadletters", "list", "--root", root, "--json").json()["letters"]
+    (again,) = tokenmill("deadletters", "list", "--root", root, "--json").json()["dead_letters"]
     assert again["replays"] == 1
     twice = tokenmill("deadletters", "replay", listed["id"], "--root", root)
     assert twice.code == 1
@@ -134,7 +134,7 @@ def test_given_no_dead_letters_then_a_message_says_so(tokenmill: Cli, folder: Pa
     assert nothing.code == 0
     assert "no dead letters in" in nothing.err
     assert tokenmill("deadletters", "list", "--root", folder / "root", "--json").json() == {
-        "letters": [],
+        "dead_letters": [],
         "more": False,
     }
     nowhere = tokenmill("deadletters", "list")
@@ -189,7 +189,7 @@ def test_given_dead_letters_and_tickets_when_collected_then_they_go_by_their_age
     monkeypatch.setenv("TOKENMILL_RETENTION__DEADLETTERS", "1d")
     monkeypatch.setenv("TOKENMILL_RETENTION__INTAKE", "3650d")
     assert collected() == {"letter": 1}
-    assert tokenmill("deadletters", "list", "--root", root, "--json").json()["letters"] == []
+    assert tokenmill("deadletters", "list", "--root", root, "--json").json()["dead_letters"] == []
     assert collected("--intake-expires-after", "1d") == {"ticket": 1}
     assert collected("--intake-expires-after", "1d") == {}
 

@@ -134,7 +134,7 @@ def test_a_refused_file_ends_the_watching_with_its_dead_letter(world: World, sou
     with doing(work):
         ended = tokenmill("submit", source, "--to", "root", "--model", "gpt-9", "--watch")
     assert ended.code == 1
-    (dead_letter,) = tokenmill("deadletters", "list", "--root", "root", "--json").json()["letters"]
+    (dead_letter,) = tokenmill("deadletters", "list", "--root", "root", "--json").json()["dead_letters"]
     assert f"'tokenmill deadletters show {dead_letter['id']} --root " in ended.error
 
 

@@ -16,7 +16,7 @@ def verify(job: JobGiven, root_url: RootUrl = None, as_json: Json = False, _debu
 
     manifest, where, files = locate(job, root_url, read_settings()).verify()
     if as_json:
-        output.print_json({"job": manifest.job, "place": where, "files": files, "rows": manifest.counts.total})
+        output.print_json({"job": manifest.job, "location": where, "files": files, "rows": manifest.counts.total})
     else:
         output.stdout().print(
             f"{where}: {output.count(files)} files with {output.count(manifest.counts.total)} rows are as committed",

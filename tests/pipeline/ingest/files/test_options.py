@@ -17,7 +17,7 @@ URI = "s3://b/incoming/a.jsonl"
 
 def refusal(name: str, metadata: dict[str, str], *sidecars: bytes) -> IntakeRefused:
     with pytest.raises(IntakeRefused) as caught:
-        options_of(name, metadata, [(f"sidecar {at}", data) for at, data in enumerate(sidecars)], place=URI)
+        options_of(name, metadata, [(f"sidecar {at}", data) for at, data in enumerate(sidecars)], location=URI)
     return caught.value
 
 
@@ -27,7 +27,7 @@ def test_given_metadata_with_and_without_prefix_then_both_are_options_and_other_
         "tokenmill-output-expires-after": "30d",
         "On-Invalid": "job", "tokenmill-metadata": '{"team": "search"}', "s3cmd-attrs": "x", "mtime": "1",
     }  # fmt: skip
-    assert options_of("bulk/a.jsonl", metadata, [], place=URI) == JobOptions(
+    assert options_of("bulk/a.jsonl", metadata, [], location=URI) == JobOptions(
         model="tiny",
         tier=Tier.BULK,
         deadline=timedelta(hours=6),
@@ -40,19 +40,19 @@ def test_given_metadata_with_and_without_prefix_then_both_are_options_and_other_
 
 
 def test_given_nothing_said_then_the_settings_decide() -> None:
-    assert options_of("a.jsonl", {}, [], place=URI) == JobOptions()
-    assert options_of("a.jsonl", {}, [("x", b'{"model": null}')], place=URI) == JobOptions()
+    assert options_of("a.jsonl", {}, [], location=URI) == JobOptions()
+    assert options_of("a.jsonl", {}, [("x", b'{"model": null}')], location=URI) == JobOptions()
 
 
 def test_given_the_same_said_twice_then_it_counts_once() -> None:
     found = options_of(
-        "bulk/a.jsonl", {"tier": "bulk", "seed": "1"}, [("x", b'{"tier": "bulk", "seed": 1}')], place=URI
+        "bulk/a.jsonl", {"tier": "bulk", "seed": "1"}, [("x", b'{"tier": "bulk", "seed": 1}')], location=URI
     )
     assert found == JobOptions(tier=Tier.BULK, seed=1)
 
 
 def test_given_options_that_need_each_other_in_two_sources_then_both_count() -> None:
-    found = options_of("a.jsonl", {"tokenmill-refuse-late": "true"}, [("x", b'{"deadline": "6h"}')], place=URI)
+    found = options_of("a.jsonl", {"tokenmill-refuse-late": "true"}, [("x", b'{"deadline": "6h"}')], location=URI)
     assert found == JobOptions(refuse_late=True, deadline=timedelta(hours=6))
 
 
