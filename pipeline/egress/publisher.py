@@ -143,7 +143,7 @@ class Publisher:
                     self._back_off(name, news=len(self._announced.get(name, ())) != known_before)
             except Exception as error:  # noqa: BLE001 - concerns one job; the others go on
                 self.failures += 1
-                reason = reason_of(error, "announcer", self._world, job=name)
+                reason = reason_of(error, "publisher", self._world, job=name)
                 logger.error("not_announced", job=name, reason=reason)
                 if isinstance(error, NotConfirmed) and not error.final:
                     break  # the others would only wait for the same brokers

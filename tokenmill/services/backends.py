@@ -107,7 +107,7 @@ def publisher_lease(settings: Settings, world: World) -> Iterator[Lease | None]:
         yield None
         return
     connection = RedisSettings(settings.redis_url.get_secret_value())
-    lease = RedisLease(connection, "announcer", LEASE_SECONDS, world.clock, world.random)
+    lease = RedisLease(connection, "publisher", LEASE_SECONDS, world.clock, world.random)
     try:
         yield lease
     finally:

@@ -111,7 +111,7 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
             Publisher(root.world, sender, publishing, lease).run(stop)
 
     releases = ReleaseEventPublisher(root.world.store, sender, publishing.events_topic)
-    return {"kafka": ingest, "announcer": publish, "release news": releases.run}
+    return {"kafka": ingest, "publisher": publish, "release events": releases.run}
 
 
 def kafka_connection(options: KafkaOptions) -> KafkaConnection:

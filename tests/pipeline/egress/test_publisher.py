@@ -289,7 +289,7 @@ def test_given_two_publishers_that_contend_for_a_lease_when_one_ends_then_the_ot
     source.write_bytes(b"".join(request(f"a{n}") + b"\n" for n in range(5)))
     clock, random = SystemClock(), SystemRandomness()
     redis = RedisSettings(redis_server.url, prefix=harness.name)
-    leases = [RedisLease(redis, "announcer", 6.0, clock, random) for _ in range(2)]
+    leases = [RedisLease(redis, "publisher", 6.0, clock, random) for _ in range(2)]
     counted, stops = [CountingMessages(harness.sender) for _ in leases], [threading.Event() for _ in leases]
     every = settings(harness, all_jobs=True, poll_interval_seconds=0.02)
     publishers = [

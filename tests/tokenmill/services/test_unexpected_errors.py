@@ -149,12 +149,12 @@ PARTS: dict[str, tuple[Any, str, Make]] = {
     "housekeeping": (RetentionSweep, "run", housekeeping),
     "autoscaler": (Autoscaler, "decide_once", autoscaler),
     "releases": (RolloutController, "poll", lambda root, _: RolloutController(root.world).run),
-    "release news": (
+    "release events": (
         ReleaseEventPublisher,
         "poll",
         lambda root, _: ReleaseEventPublisher(root.world.store, NoMessages(), "t").run,
     ),
-    "announcer": (Publisher, "poll", lambda root, _: Publisher(root.world, NoMessages()).run),
+    "publisher": (Publisher, "poll", lambda root, _: Publisher(root.world, NoMessages()).run),
     "finalizer": (Finalizer, "poll", finalizer),
     "webhooks": (Notifier, "_find", webhooks),
     "spot notice": (spot_notice, "ask", lambda *_: spot_notice.watch_for_notice),
