@@ -11,9 +11,9 @@ from urllib.parse import quote
 
 import pytest
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 
 from pipeline.gateway.http.api_keys import Scope
+from tests.patient_websocket import connect
 from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
 
 OPEN = {"/", "/static/{name}", "/healthz", "/readyz", "/openapi.json"}

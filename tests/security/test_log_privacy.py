@@ -9,9 +9,9 @@ from typing import Any
 
 import openai
 import pytest
-from websockets.sync.client import connect
 
 from pipeline.gateway.http.api_keys import Scope
+from tests.patient_websocket import connect
 from tests.pipeline.gateway.http_harness import run_http_harness
 from tests.waiting import HANG_SECONDS
 

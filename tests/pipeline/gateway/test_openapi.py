@@ -22,7 +22,7 @@ from pipeline.ports import StoreFull
 from schemas.requests.limits import RateLimits
 from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
-from tests.waiting import wait_for
+from tests.waiting import HANG_SECONDS, wait_for
 
 CHAT = "/v1/chat/completions"
 HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -60,7 +60,7 @@ class OperationClient:
     def say(self, method: str, path: str, head: str, body: bytes = b"") -> None:
         """Send a raw request that no client library would send."""
         host, port = self.harness.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), 10) as connection:
+        with socket.create_connection((host, int(port)), HANG_SECONDS) as connection:
             path = path.format(**UNKNOWN)
             wanted = f"{method.upper()} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self.key}\r\n{head}\r\n"
             connection.sendall(wanted.encode() + body)
@@ -94,7 +94,7 @@ def test_each_documented_response_occurs(harness: HttpHarness, monkeypatch: pyte
     _good(operations_client)
     _refused_by_every_route(operations_client, monkeypatch)
     _conflicts(operations_client, monkeypatch)
-    with run_http_harness(tmp_path, permits=0) as stopping:
+    with run_http_harness(tmp_path, permits=0, settings=GatewayOptions(drain_seconds=HANG_SECONDS)) as stopping:
         _while_it_stops(OperationClient(stopping))
     missing = harness.witness.documented() - harness.witness.seen - stopping.witness.seen
     assert not missing, sorted(missing)
@@ -208,7 +208,7 @@ def _while_it_stops(operations_client: OperationClient) -> None:
     assert operations_client.client.batches.cancel(batch.id).cancelling_at
     harness.worker.pause = 0.05
     reading = threading.Thread(target=lambda: list(operations_client.client.chat.completions.create(
-        **HELLO, max_tokens=60, stream=True)))  # fmt: skip
+        **HELLO, max_tokens=2_000, stream=True)))  # fmt: skip
     reading.start()
     wait_for(lambda: harness.worker.requests, "it did not begin")
     harness.stop.set()

@@ -12,12 +12,12 @@ import openai
 import orjson
 import pytest
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 
 from pipeline.gateway.http.api_keys import ApiKeys, KeyNotFound, Scope
 from pipeline.gateway.http.auth import Authority, require_scope
 from pipeline.gateway.http.errors import ApiError
 from pipeline.ports import ObjectInfo, World
+from tests.patient_websocket import connect
 from tests.pipeline.gateway.http_harness import lines, run_http_harness
 from tests.pipeline.simulation import MemoryStore
 from tests.waiting import HANG_SECONDS

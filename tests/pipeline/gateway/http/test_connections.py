@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Authority
@@ -25,6 +25,7 @@ from pipeline.gateway.inference.models import ServedModels
 from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.routes import websocket
 from schemas.settings.gateway import GatewayOptions
+from tests.patient_websocket import connect
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.waiting import HANG_SECONDS, wait_for
 
@@ -241,13 +242,13 @@ def upgrade(connection: socket.socket, more: str = "") -> bytes:
 def stream_of(harness: HttpHarness, key: str | None = None) -> ClientConnection:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     address = harness.url.replace("http", "ws") + "/v1/stream"
-    return connect(address, additional_headers=headers, ping_interval=None)  # a busy machine may be late with pongs
+    return connect(address, additional_headers=headers)
 
 
 def close_code(socket: ClientConnection) -> int:
     """By which the gateway closes the connection, whatever it sends before."""
     with pytest.raises(ConnectionClosedError) as closed:
-        list(iter(lambda: socket.recv(60), None))
+        list(iter(lambda: socket.recv(HANG_SECONDS), None))
     assert closed.value.rcvd is not None
     return closed.value.rcvd.code
 
@@ -322,7 +323,7 @@ def test_a_peer_that_sends_pings_and_reads_nothing_gets_no_further_pongs(tmp_pat
     with run_http_harness(tmp_path) as harness, dial(harness) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
         upgrade(connection)
-        connection.settimeout(120)
+        connection.settimeout(HANG_SECONDS)
         for _ in range(pings // batch):
             connection.sendall((b"\x89\xfd\0\0\0\0" + b"x" * 125) * batch)
         connection.sendall(b"\x88\x82\0\0\0\0" + (1000).to_bytes(2))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 from websockets.typing import Origin
 
 from pipeline.gateway.http.api_keys import Scope
 from schemas.settings.gateway import GatewayOptions
+from tests.patient_websocket import connect
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 
 OURS = (

@@ -14,7 +14,6 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from websockets.sync.client import connect
 
 from pipeline.gateway.http.bodies import parse_object, parse_object_off_loop
 from pipeline.gateway.http.errors import ApiError
@@ -22,6 +21,7 @@ from pipeline.gateway.http.json_limits import MAX_CONTAINERS_AND_KEYS, MAX_VALUE
 from pipeline.gateway.limits.rate_limits import RateSettings
 from pipeline.planner.readers.jsonl import nested_deeper
 from schemas.requests.limits import RateLimits
+from tests.patient_websocket import connect
 from tests.pipeline.gateway.http_harness import run_http_harness
 from tests.waiting import HANG_SECONDS
 

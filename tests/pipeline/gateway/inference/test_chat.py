@@ -14,7 +14,6 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.request_builder import InferenceSettings
@@ -22,6 +21,7 @@ from pipeline.gateway.inference.responses import StreamSettings
 from schemas.jobs.job import Tier
 from schemas.settings.gateway import GatewayOptions
 from schemas.workers.lane import LaneRequest
+from tests.patient_websocket import connect
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
 from tests.waiting import HANG_SECONDS, wait_for
@@ -402,7 +402,7 @@ def test_shutdown_drains_running_requests_and_refuses_new_ones(tmp_path: Path) -
 def refused_at_length(url: str) -> bytes:
     """The answer to a request whose body is larger than what is read of it before it is refused."""
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as client:
+    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as client:
         client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 900000\r\n\r\n".encode())
         client.sendall(b"x" * 900_000)
         answer = b""

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import orjson
 import pytest
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.gateway.http.api_keys import Scope
@@ -20,6 +20,7 @@ from pipeline.gateway.limits.concurrency import MemoryConcurrencySlots
 from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
 from schemas.requests.limits import RateLimits
 from schemas.settings.gateway import GatewayOptions
+from tests.patient_websocket import connect
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
 from tests.waiting import HANG_SECONDS, wait_for
