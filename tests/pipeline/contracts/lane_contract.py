@@ -392,7 +392,7 @@ class LaneContract:
 
     def test_what_is_cancelled_behind_its_deadline_leaves_room(self, make_lane: MakeLane) -> None:
         lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_waiting=2))
-        deadline = datetime.now(UTC) + timedelta(seconds=0.3)
+        deadline = datetime.now(UTC) + timedelta(seconds=3.0)
         late = [request(name, deadline=deadline) for name in ("r0", "r1")]
         for one in late:
             lane.send(one)
