@@ -137,6 +137,7 @@ def test_a_peer_that_takes_too_long_has_no_result(bench: Bench, tmp_path: Path) 
         run_peer(replace(bench, limit=1), peer, Setting("best", "", "any"), Path(sys.executable), bench.model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_our_engine_runs_the_same_ids_and_is_checked_likewise(bench: Bench) -> None:
     result = run_ours(bench, "f32", "--dtype float32 --block-size 16")

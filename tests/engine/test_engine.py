@@ -67,7 +67,9 @@ SAMPLED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gemma3", "gpt2"))]
+)
 def test_an_answer_depends_on_its_request_alone(family: str, tiny_model: TinyModel, prompts: list[list[int]]) -> None:
     # Given requests with all kinds of sampling, when they run one by one, all at once, in small chunks, in small
     # blocks without the prefix cache, and in a pool that preempts, then every answer is the same each time

@@ -92,7 +92,9 @@ def test_every_cut_of_the_work_gives_the_same_tokens(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["paged-sdpa", *INSTRUCTION_SETS])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3", "gpt2"))]
+)
 def test_every_path_gives_the_same_tokens(
     family: str, path: str, tiny_model: TinyModel, prompts: list[list[int]], answers: Callable[[str], list[Answer]]
 ) -> None:
@@ -110,7 +112,15 @@ def test_every_path_gives_the_same_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama3-rope", "mistral", "qwen2", "qwen3", *FALLBACKS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama3-rope",
+        "qwen3",
+        "phi",
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("mistral", "qwen2", "gpt2")),
+    ],
+)
 def test_every_family_is_as_exact(
     family: str, tiny_model: TinyModel, prompts: list[list[int]], answers: Callable[[str], list[Answer]]
 ) -> None:

@@ -138,7 +138,13 @@ SMALL: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [("llama", "native"), ("llama", "paged-sdpa"), ("gemma3", "native"), ("gemma3", "paged-sdpa"), ("phi", "auto")],
+    [
+        ("llama", "paged-sdpa"),
+        ("gemma3", "native"),
+        pytest.param("llama", "native", marks=pytest.mark.exhaustive),
+        pytest.param("gemma3", "paged-sdpa", marks=pytest.mark.exhaustive),
+        pytest.param("phi", "auto", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_given_any_kind_of_request_when_tokens_are_drafted_then_answers_are_those_without(
     family: str, attention: str, tiny_model: TinyModel
@@ -166,7 +172,7 @@ def test_given_any_kind_of_request_when_tokens_are_drafted_then_answers_are_thos
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("longest", [1, 5])
+@pytest.mark.parametrize("longest", [pytest.param(1, marks=pytest.mark.exhaustive), 5])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_given_few_blocks_when_tokens_are_drafted_then_answers_are_those_without(
     longest: int, prefix_caching: bool, tiny_model: TinyModel
@@ -254,7 +260,7 @@ def test_given_a_cancelled_request_when_it_has_drafts_in_flight_then_only_known_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ngram", "auto"])
+@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.exhaustive), "auto"])
 def test_given_answers_that_repeat_ended_ones_when_ngrams_are_drafted_then_they_are_copied(
     method: str, tiny_model: TinyModel
 ) -> None:
@@ -294,7 +300,10 @@ def with_draft(path: Path, draft: Path, **changes: Any) -> Engine:
     return load(path, "off", speculation=SpeculationConfig("draft", str(draft), longest=5), **changes)
 
 
-@pytest.mark.parametrize(("family", "attention"), [("llama", "native"), ("llama", "paged-sdpa"), ("gemma3", "native")])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [pytest.param("llama", "native", marks=pytest.mark.exhaustive), ("llama", "paged-sdpa"), ("gemma3", "native")],
+)
 def test_given_the_model_itself_as_its_draft_then_nearly_all_drafts_are_accepted_sampled_ones_too(
     family: str, attention: str, tiny_model: TinyModel
 ) -> None:
@@ -316,7 +325,7 @@ def test_given_the_model_itself_as_its_draft_then_nearly_all_drafts_are_accepted
     ("draft", "family"),
     [
         ("llama", "gemma3"),
-        ("gemma3", "llama"),
+        pytest.param("gemma3", "llama", marks=pytest.mark.exhaustive),
         pytest.param("llama", "llama", marks=pytest.mark.exhaustive),
         pytest.param("gemma3", "gemma3", marks=pytest.mark.exhaustive),
     ],

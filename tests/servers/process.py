@@ -18,9 +18,6 @@ from pathlib import Path
 
 from tests.waiting import HANG_SECONDS
 
-READY_SECONDS = 30.0
-"""Timeout of a server's start, in seconds. Most take well under one."""
-
 LOOK_SECONDS = 0.02
 GUARD = Path(__file__).with_name("guard.py")
 
@@ -77,7 +74,7 @@ class ServerProcess(ABC):
         """Start it, on the port that it had before, and return when it answers.
 
         Raises:
-            ServerFailed: it ended, or doesn't answer within `READY_SECONDS`.
+            ServerFailed: it ended, or doesn't answer within `HANG_SECONDS`.
         """
         if self.running:
             return

@@ -21,12 +21,12 @@ from tests.simulation.watch import Watch
 
 HERE = Path(__file__).parent
 STORED = sorted((HERE / "kept").glob("*.json"))
-SEEDS = range(20, 70)
-"""In which everything that is looked for happens."""
+SEEDS = range(43, 63)
+"""Twenty in which everything that is looked for happens; `make simulate` draws thousands."""
 
 
 @pytest.mark.slow
-def test_given_faults_of_every_kind_when_50_histories_are_over_then_no_promise_is_broken() -> None:
+def test_given_faults_of_every_kind_when_20_histories_are_over_then_no_promise_is_broken() -> None:
     summary = run_seeds(SEEDS, processes=min(2, os.cpu_count() or 1))
     assert summary.broken == {}
     assert summary.missing == []

@@ -14,7 +14,8 @@ from tests.simulation.root.history import simulate_root
 from tests.simulation.root.scenario import RootScenario, draw_root
 
 STORED = sorted((Path(__file__).parent / "kept" / "roots").glob("*.json"))
-SEEDS = 16
+SEEDS = range(11, 17)
+"""In which processes die often; `make simulate` draws more."""
 MORE_SEEDS = 400
 
 
@@ -23,12 +24,12 @@ def run(seeds: range) -> Summary:
 
 
 @pytest.mark.slow
-def test_given_roots_where_all_can_fail_when_16_histories_are_over_then_no_promise_is_broken() -> None:
-    summary = run(range(SEEDS))
+def test_given_roots_where_all_can_fail_when_6_histories_are_over_then_no_promise_is_broken() -> None:
+    summary = run(SEEDS)
     assert summary.broken == {}
-    assert summary.counters["deaths"] > SEEDS
-    assert summary.counters["jobs"] > SEEDS
-    assert summary.counters["completed"] > SEEDS
+    assert summary.counters["deaths"] > len(SEEDS)
+    assert summary.counters["jobs"] > len(SEEDS)
+    assert summary.counters["completed"] > len(SEEDS)
     assert summary.counters["records"]
 
 

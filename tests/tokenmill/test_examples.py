@@ -37,6 +37,7 @@ def test_a_file_is_answered_on_this_machine(folder: Path, model_folder: Path) ->
     assert pq.read_table(folder / "out/capitals/job/results").column("status").to_pylist() == ["succeeded"] * 4
 
 
+@pytest.mark.exhaustive
 def test_texts_are_embedded_and_compared(folder: Path, embedding_model: Path) -> None:
     printed = run_example(folder, "embed_texts", embedding_model)
 
@@ -60,6 +61,7 @@ def test_the_openai_client_streams_a_chat_and_runs_a_batch(folder: Path, model_f
     assert [line.partition(":")[0] for line in printed[-3:]] == ["count-to-3", "count-to-4", "count-to-5"]
 
 
+@pytest.mark.exhaustive
 def test_a_bucket_kafka_and_celery_are_answered_by_an_installation(folder: Path, model_folder: Path) -> None:
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", "1")
     with running_cluster(folder / "cluster", engine, ("dispatcher-1", "intake-1", "worker-1")) as cluster:

@@ -205,6 +205,7 @@ def prompts(draw: st.DrawFn) -> list[list[int]]:
     return made
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=80, deadline=None)
 @given(prompts(), st.integers(1, 5), st.integers(12, 40), st.data())
 def test_nothing_that_will_be_read_is_evicted_while_there_is_something_else(

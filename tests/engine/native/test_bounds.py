@@ -74,7 +74,9 @@ print("the same")
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("gemma3", "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [pytest.param("llama", "float32", marks=pytest.mark.exhaustive), ("gemma3", "bfloat16")]
+)
 def test_a_step_reads_nothing_behind_its_arrays(
     family: str, dtype: str, instructions: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

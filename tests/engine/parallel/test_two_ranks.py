@@ -33,6 +33,7 @@ from engine.parallel.rank_group import RankGroupProcesses
 from engine.runner.device_memory import MemoryUse
 from tests.engine.oracle import Setting, engine_answers, make_prompts, tokens_of
 from tests.engine.quant.packing import pack_awq, pack_gptq, write
+from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def rank_group() -> Iterator[RankGroupProcesses]:
-    rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=60)
+    rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=HANG_SECONDS)
     yield rank_group
     rank_group.close()
 
@@ -80,7 +81,10 @@ def all_tokens(completions: list[Completion]) -> list[list[int]]:
     return [tokens_of(completion) for completion in completions]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each in ("llama", "gemma3") else pytest.mark.exhaustive) for each in FAMILIES],
+)
 def test_every_family_answers_as_one_process_does(
     name: str, rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
@@ -339,7 +343,7 @@ def test_on_gpus_the_cache_takes_what_the_fullest_rank_has_left() -> None:
 
 def test_a_step_in_which_a_rank_dies_gives_no_tokens(tiny_model: Callable[[str], Path]) -> None:
     """On GPUs only the host reports a dead rank: the pending collectives of the others are aborted, and they go on."""
-    rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=30)
+    rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=HANG_SECONDS)
     engine = shared(tiny_model("llama"), rank_group)
     engine.add(Request("a", as_token_ids([3, 4, 5]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
     assert engine.step() == []
@@ -357,6 +361,7 @@ def test_a_step_in_which_a_rank_dies_gives_no_tokens(tiny_model: Callable[[str],
         engine.step()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_engine_when_its_time_is_over(tiny_model: Callable[[str], Path]) -> None:
     rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=8)

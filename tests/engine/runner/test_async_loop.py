@@ -148,7 +148,7 @@ def check_idle(engine: Engine) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("blocks", [200, 30])
+@pytest.mark.parametrize("blocks", [pytest.param(200, marks=pytest.mark.exhaustive), 30])
 def test_a_step_ahead_gives_the_same_answers(family: str, blocks: int, tiny_model: TinyModel) -> None:
     """Stops of all kinds, prefixes, windows, choices, scores, masks and penalties; in a pool that preempts as well."""
     path = tiny_model(family)

@@ -87,7 +87,7 @@ def load(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_graph_gives_the_same_answers(
     family: str, ahead: bool, recorder: FakeRecorder, tiny_model: TinyModel
 ) -> None:

@@ -96,7 +96,9 @@ def likely_and_unlikely(params: SamplingParams) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.exhaustive if each == "penalties" else ()) for each in SETTINGS]
+)
 def test_given_any_settings_when_drafts_are_checked_then_tokens_come_as_often_as_the_target_says(name: str) -> None:
     params = SETTINGS[name]
     likely, unlikely = likely_and_unlikely(params)

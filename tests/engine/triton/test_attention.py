@@ -103,7 +103,9 @@ def test_agrees_with_the_oracle(dtype: torch.dtype, device: torch.device, upcast
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 16), ((9, 3), 24), ((6, 1), 64)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [pytest.param((4, 4), 16, marks=pytest.mark.exhaustive), ((9, 3), 24), ((6, 1), 64)]
+)
 def test_heads_share_keys_in_any_number(
     heads: tuple[int, int], head_dim: int, device: torch.device, upcast: bool
 ) -> None:
@@ -111,7 +113,7 @@ def test_heads_share_keys_in_any_number(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [1, 5, 37])
+@pytest.mark.parametrize("window", [1, pytest.param(5, marks=pytest.mark.exhaustive), 37])
 def test_windows_hide_earlier_positions(window: int, device: torch.device, upcast: bool) -> None:
     compare(device, upcast, seed=3, window=window)
 
@@ -122,7 +124,7 @@ def test_blocks_have_any_size(block_size: int, device: torch.device, upcast: boo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.exhaustive), 60])
 def test_keys_of_few_long_sequences_are_split(
     window: int | None, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +207,9 @@ def filled(batch: AttentionBatch, rows: int) -> AttentionBatch:
 
 
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
-@pytest.mark.parametrize("dtype", [*TOLERANCE, FP8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(each, marks=pytest.mark.exhaustive) for each in TOLERANCE), FP8], ids=str
+)
 def test_rows_that_only_fill_a_graph_read_and_write_nothing(
     dtype: torch.dtype, splits: int, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +263,7 @@ def test_rows_that_only_fill_a_graph_read_and_write_nothing(
 
 
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.exhaustive), 9])
 def test_a_reserved_step_is_filled_again_and_again(
     mixed: bool, window: int | None, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,9 @@ PHASES = "examples,fuzzing,stateful"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [True, False], ids=["with keys", "without keys"])
+@pytest.mark.parametrize(
+    "keys", [pytest.param(True, id="with keys"), pytest.param(False, id="without keys", marks=pytest.mark.exhaustive)]
+)
 def test_no_fuzzed_request_gets_an_undocumented_response(tmp_path: Path, keys: bool) -> None:
     with fuzzed_harness(tmp_path) as harness:
         found = fuzz(harness, 3 if keys else 1, SEED, "--phases", PHASES if keys else "fuzzing", keys=keys)

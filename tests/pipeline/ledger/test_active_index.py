@@ -30,7 +30,7 @@ MakeWorld = Callable[[], World]
 MARKER = "active/job-1"
 
 
-@pytest.fixture(params=["memory", "folder"])
+@pytest.fixture(params=["memory", pytest.param("folder", marks=pytest.mark.exhaustive)])
 def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeWorld]:
     """Worlds with empty stores."""
     folders = list[FolderStore]()

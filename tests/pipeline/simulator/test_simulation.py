@@ -153,6 +153,7 @@ def test_given_a_deadline_that_cannot_be_met_then_the_job_expires_and_others_go_
     assert outcome.jobs[0].ended == 300
 
 
+@pytest.mark.exhaustive
 def test_given_a_large_fleet_then_short_queues_would_leave_it_idle() -> None:
     # 400 workers whose shards take 3 s finish 27 in each turn of the dispatcher's loop.
     jobs = (TracedJob(at=0, rows=500_000),)

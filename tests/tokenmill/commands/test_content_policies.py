@@ -85,6 +85,7 @@ def test_given_rules_when_run_then_the_table_has_the_refused_rows_and_all_others
     assert manifest["engine"]["content_policies"].startswith("rules (")
 
 
+@pytest.mark.exhaustive
 def test_given_a_job_when_its_command_comes_with_other_policies_then_it_is_another_order(
     tokenmill: Cli, folder: Path, run: tuple[object, ...], rules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,6 @@ from tokenmill.root import Root, open_root
 from tokenmill.services.backends import Backends, in_process_backends
 from tokenmill.services.parts import dispatcher_part
 
-SECONDS = 240
 STUCK_SECONDS = 600.0
 MEMORY = 512 << 20
 SIXTEEN_BYTES = b"PAR1\xff\xff\xff\xff\x04\0\0\0PAR1"

@@ -87,6 +87,7 @@ def test_a_job_of_many_segments_is_planned_while_it_is_computed(
     assert len(list((folder / "out" / "plan").iterdir())) == 6
 
 
+@pytest.mark.exhaustive
 def test_given_an_input_that_vanishes_while_it_is_planned_then_the_run_fails_with_a_message_and_can_go_on(
     folder: Path, model_folder: Path, source: Path, results: Results
 ) -> None:

@@ -60,6 +60,7 @@ def lines(chat: Any, write_lines: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
+@pytest.mark.exhaustive
 def test_two_replicas_divide_a_job_and_write_the_table_of_one(
     lines: Path, folder: Path, model_folder: Path, tokenmill: Tokenmill, results: Any
 ) -> None:

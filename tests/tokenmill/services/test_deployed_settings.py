@@ -56,6 +56,7 @@ def idles_for(url: str, timeout: float) -> float | None:
         return time.monotonic() - begun
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_given_a_keep_alive_when_a_gateway_serves_then_idle_connections_stay_open_that_long(
     processes: Processes,

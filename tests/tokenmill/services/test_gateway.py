@@ -40,6 +40,7 @@ def receiver() -> Iterator[Receiver]:
     made.kill()
 
 
+@pytest.mark.exhaustive
 def test_serve_answers_the_official_client_as_run_would(
     processes: Processes,
     model_folder: Path,

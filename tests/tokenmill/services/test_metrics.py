@@ -186,6 +186,7 @@ def test_each_process_of_an_installation_exports_exactly_its_own_metrics(
     assert "tokenmill_workers" not in left.names
 
 
+@pytest.mark.exhaustive
 def test_the_metrics_port_serves_nothing_else_and_withstands_silent_clients(
     processes: Processes, redis_server: RedisServer, folder: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_ingested_files_are_answered_as_by_run_and_the_end_is_graceful(
     assert len(list(root.glob("jobs/*"))) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_workers_and_two_dispatchers_lose_nothing_when_one_of_each_is_killed(
     start: Start,

@@ -38,6 +38,7 @@ from pipeline.runtime.supervision import supervise
 from pipeline.scaling.autoscaler import Autoscaler
 from pipeline.scaling.backlog import BacklogReader
 from schemas.settings.settings import RetentionOptions, Settings
+from tests.waiting import HANG_SECONDS
 from tokenmill.processes.runtime import Part, run_until_stopped, wait_for_stop
 from tokenmill.processes.signals import StopSignal
 from tokenmill.root import Root, open_root
@@ -45,9 +46,6 @@ from tokenmill.services import spot_interruption as spot_notice
 from tokenmill.services.backends import Backends, in_process_backends
 from tokenmill.services.intake import ingest_services
 from tokenmill.services.parts import dispatcher_part, folder_part, housekeeping_part
-
-GUARD_SECONDS = 240
-"""Against hanging only."""
 
 
 class UnexpectedError(Exception):
@@ -91,7 +89,7 @@ class FailingOnce:
             result = (None,) if waits else planted._real(*arguments, **more)
             planted.works.set()
             if waits:
-                planted.over.wait(GUARD_SECONDS)
+                planted.over.wait(HANG_SECONDS)
             return result
 
         self.over = threading.Event()
@@ -175,20 +173,20 @@ def test_given_an_unexpected_error_then_its_part_is_restarted(
     stop, others = StopSignal(), threading.Event()
 
     def another(stop: threading.Event) -> None:
-        stop.wait(GUARD_SECONDS)
+        stop.wait(HANG_SECONDS)
         others.set()
 
     process = ThreadPoolExecutor(1).submit(
         run_until_stopped, stop, root.world, wait_for_stop, {part: make(root, backends), "another": another}
     )
     try:
-        assert planted.works.wait(GUARD_SECONDS), "there was no next turn"
+        assert planted.works.wait(HANG_SECONDS), "there was no next turn"
         assert not process.done()
         assert not others.is_set()
     finally:
         planted.over.set()
         stop.set()
-        process.result(GUARD_SECONDS)
+        process.result(HANG_SECONDS)
     assert sum(root.world.errors.counts().values()) == 1
     samples = Samples()
     metric_collectors.unexpected_errors(root.world.errors)(samples)
@@ -205,11 +203,11 @@ def test_given_interactive_tasks_when_one_poll_fails_then_the_next_one_works(
     thread = threading.Thread(target=supervise, args=("celery generate", lambda _: calls.run(stop), stop, root.world))
     thread.start()
     try:
-        assert planted.works.wait(GUARD_SECONDS)
+        assert planted.works.wait(HANG_SECONDS)
     finally:
         planted.over.set()
         stop.set()
-        thread.join(GUARD_SECONDS)
+        thread.join(HANG_SECONDS)
     assert root.world.errors.counts() == {"celery generate": 1}
 
 
@@ -233,7 +231,7 @@ def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
     ended = threading.Event()
 
     def other(stop: threading.Event) -> None:
-        stop.wait(GUARD_SECONDS)
+        stop.wait(HANG_SECONDS)
         ended.set()
 
     with pytest.raises(UnexpectedError):

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.workers.lane import LaneRequest
+from tests.waiting import HANG_SECONDS
 from workers.lane.preparation import LARGE_BYTES, MAX_OVERTAKEN, PreparationQueue, is_large
-
-HANG_SECONDS = 120.0
-"""Timeout of a wait, in seconds."""
 
 
 def request(name: str, tenant: str = "a", size: int = 1, attempt: int = 1) -> LaneRequest:

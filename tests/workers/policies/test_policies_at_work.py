@@ -162,6 +162,7 @@ def test_other_rows_of_a_shard_with_a_refused_one_are_answered_as_without_polici
     assert "content_policies" not in plain.reports[1].engine
 
 
+@pytest.mark.exhaustive
 def test_a_refused_answer_is_withheld_and_its_row_has_succeeded(model: LoadedModel, birds: Policies, kit: Any) -> None:
     sink = rows_of(
         kit,
@@ -334,7 +335,7 @@ def test_a_stream_ends_before_the_word_and_nothing_more_is_computed(
     assert WORD not in repr(logs).lower()
 
 
-@pytest.mark.parametrize("stop", [None, f"{WORD} c", "lake"])
+@pytest.mark.parametrize("stop", [pytest.param(None, marks=pytest.mark.exhaustive), f"{WORD} c", "lake"])
 def test_allowed_text_is_emitted_as_without_policies(
     model: LoadedModel, birds: Policies, kit: Any, stop: str | None
 ) -> None:
@@ -386,7 +387,7 @@ def test_a_call_is_emitted_up_to_the_refused_word(model: LoadedModel, birds: Pol
     check_cut(json.loads(f'{arguments}"}}')["t"])
 
 
-@pytest.mark.parametrize("first", ["with", "without"])
+@pytest.mark.parametrize("first", ["with", pytest.param("without", marks=pytest.mark.exhaustive)])
 def test_a_resumed_attempt_emits_the_rest_and_finds_a_word_that_had_begun(
     model: LoadedModel, birds: Policies, kit: Any, first: str
 ) -> None:

@@ -174,6 +174,7 @@ def test_given_deaths_at_any_moment_when_workers_resume_then_results_are_those_o
     assert not [key for key in left if key.endswith(tuple("0123456789"))], "checkpoints are removed with the commit"
 
 
+@pytest.mark.exhaustive
 def test_given_rare_checkpoints_when_workers_die_then_only_unlogged_tokens_are_computed_again(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
@@ -345,6 +346,7 @@ def test_given_kills_while_a_shard_waits_then_its_rows_are_not_suspects(
     )
 
 
+@pytest.mark.exhaustive
 def test_given_a_run_that_ends_with_an_error_when_it_is_resumed_then_no_row_is_a_suspect(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:

@@ -166,7 +166,7 @@ def mixed_job(seed: int, groups: int = 6, loners: float = 0.25, most: int = 1000
     return requests
 
 
-@pytest.mark.parametrize("loners", [0.25, 0.0])
+@pytest.mark.parametrize("loners", [0.25, pytest.param(0.0, marks=pytest.mark.exhaustive)])
 def test_each_shared_block_is_computed_once_and_the_tail_is_short(run: Callable[..., JobRun], loners: float) -> None:
     requests = mixed_job(1, loners=loners)
     done = run(requests)
@@ -175,6 +175,7 @@ def test_each_shared_block_is_computed_once_and_the_tail_is_short(run: Callable[
     assert done.mean_rows > 0.95 * ROWS
 
 
+@pytest.mark.exhaustive
 def test_in_a_pool_for_half_of_them_little_is_lost(run: Callable[..., JobRun]) -> None:
     requests = mixed_job(2, groups=20, loners=0.0)
     done = run(requests, blocks=2500)
@@ -197,6 +198,7 @@ def test_the_longest_answer_is_the_last_to_end_only_by_its_own_length(run: Calla
     assert len(done.steps) <= 1000 + 20
 
 
+@pytest.mark.exhaustive
 def test_the_order_is_a_function_of_the_plan(run: Callable[..., JobRun]) -> None:
     requests = mixed_job(4)
     assert run(requests, blocks=3000).steps == run(requests, blocks=3000).steps

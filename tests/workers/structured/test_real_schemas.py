@@ -50,7 +50,7 @@ def written(made: Grammar, tokens: list[bytes], chance: random.Random) -> str | 
 
 @pytest.mark.parametrize(
     "seed",
-    [0, *(pytest.param(seed, marks=pytest.mark.slow if seed < 3 else pytest.mark.exhaustive) for seed in range(1, 6))],
+    [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 6))],
 )
 def test_a_complete_answer_follows_its_schema(
     byte_level: Tokenizer, schemas: list[tuple[str, dict[str, Any]]], seed: int

@@ -98,8 +98,8 @@ def sampling_like(request: Request, vocab_size: int) -> Callable[[Tensor, int], 
     ("kind", "family", "attention", "layers"),
     [
         ("midlayer", "llama", "native", [0, 1, 2]),
-        ("midlayer", "gemma3", "paged-sdpa", [1, 3, 4]),
-        ("speculators", "llama", "paged-sdpa", [1, 2, 3]),
+        pytest.param("midlayer", "gemma3", "paged-sdpa", [1, 3, 4], marks=pytest.mark.exhaustive),
+        pytest.param("speculators", "llama", "paged-sdpa", [1, 2, 3], marks=pytest.mark.exhaustive),
         ("speculators", "gemma3", "native", [0, 2, 4]),
     ],
 )
@@ -152,7 +152,7 @@ def test_given_a_random_head_when_it_drafts_then_its_drafts_are_those_of_the_pap
     ("family", "attention", "prefix_caching"),
     [
         pytest.param("llama", "native", True, marks=pytest.mark.exhaustive),
-        ("llama", "paged-sdpa", False),
+        pytest.param("llama", "paged-sdpa", False, marks=pytest.mark.exhaustive),
         ("gemma3", "native", True),
         pytest.param("qwen3", "native", False, marks=pytest.mark.exhaustive),
     ],
@@ -208,7 +208,7 @@ def acceptance_rates(engine: Engine) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
+@pytest.mark.parametrize("attention", ["native", pytest.param("paged-sdpa", marks=pytest.mark.exhaustive)])
 def test_given_a_trained_head_when_it_drafts_then_most_drafts_are_accepted(
     trained: TrainedHead, attention: str
 ) -> None:
@@ -221,7 +221,7 @@ def test_given_a_trained_head_when_it_drafts_then_most_drafts_are_accepted(
     assert engine.stats().steps < 0.6 * plain.stats().steps
 
 
-@pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
+@pytest.mark.parametrize("attention", ["native", pytest.param("paged-sdpa", marks=pytest.mark.exhaustive)])
 def test_given_a_head_that_reads_other_states_than_in_training_then_few_drafts_are_accepted(
     trained: TrainedHead, attention: str, tmp_path: Path
 ) -> None:
@@ -304,7 +304,7 @@ def test_given_a_head_without_an_embedding_then_it_reads_the_model_s(trained: Tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
+@pytest.mark.parametrize("attention", ["native", pytest.param("paged-sdpa", marks=pytest.mark.exhaustive)])
 def test_given_a_head_that_overflows_when_it_drafts_then_only_its_drafts_are_lost(
     trained: TrainedHead, attention: str, tmp_path: Path
 ) -> None:

@@ -111,7 +111,7 @@ def test_given_more_answers_than_there_is_room_for_then_the_oldest_go_and_the_ne
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunks", [1, 3, 40])
+@pytest.mark.parametrize("chunks", [*(pytest.param(each, marks=pytest.mark.exhaustive) for each in (1, 3)), 40])
 def test_given_a_text_read_in_pieces_then_it_is_indexed_as_if_read_at_once(chunks: int) -> None:
     chance = random.Random(chunks)
     text = as_token_ids([chance.randrange(6) for _ in range(700)])

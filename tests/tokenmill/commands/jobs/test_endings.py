@@ -117,6 +117,7 @@ def test_given_an_active_run_when_cancelled_then_it_ends_the_job_and_keeps_finis
     assert status_of(out) is JobStatus.CANCELLED
 
 
+@pytest.mark.exhaustive
 def test_given_a_stopped_run_when_cancelled_then_it_is_ended_at_once_with_logged_rows(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:

@@ -50,7 +50,7 @@ def on_folder(folder: Path) -> Iterator[Installation]:
         yield made
 
 
-@pytest.fixture(params=["a folder", "a bucket"])
+@pytest.fixture(params=["a folder", pytest.param("a bucket", marks=pytest.mark.exhaustive)])
 def root(
     request: pytest.FixtureRequest, folder: Path, unique_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Installation]:
@@ -175,6 +175,7 @@ def test_given_a_job_that_was_refused_as_a_whole_when_watched_then_the_exit_code
     assert (retried.code, "refused as a whole" in retried.error) == (1, True)
 
 
+@pytest.mark.parametrize("root", ["a folder", "a bucket"], indirect=True)
 def test_given_many_jobs_when_listed_then_the_newest_come_first_and_nothing_is_written(
     tokenmill: Cli, root: Installation
 ) -> None:
@@ -340,6 +341,7 @@ def test_given_a_watcher_when_stopped_by_ctrl_c_then_it_reports_that_the_job_goe
     assert on_folder.ledger(job).status() is JobStatus.VALIDATING
 
 
+@pytest.mark.exhaustive
 def test_given_a_machine_without_engines_when_a_roots_jobs_are_steered_then_none_is_loaded(
     on_folder: Installation,
 ) -> None:

@@ -116,6 +116,7 @@ def test_given_a_retry_when_it_asks_for_less_or_for_more_then_those_rows_are_tri
     assert [row["error_code"] for row in results(folder / "c")] == ["context_length_exceeded"]
 
 
+@pytest.mark.exhaustive
 def test_given_a_changed_input_or_model_when_retried_then_the_error_is_one_line(
     tokenmill: Cli, folder: Path, cancelled: tuple[Path, Path], path: Path, model_folder: Path
 ) -> None:
