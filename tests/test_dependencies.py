@@ -9,6 +9,8 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
+
 from tests.syntax import parsed
 
 REPOSITORY = Path(__file__).parent.parent
@@ -41,6 +43,7 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+@pytest.mark.slow
 def test_given_the_products_imports_when_they_are_looked_up_then_each_is_of_a_declared_distribution() -> None:
     known, required = packages_distributions(), declared()
     missing = {

@@ -321,6 +321,7 @@ def test_given_the_model_itself_as_its_draft_then_nearly_all_drafts_are_accepted
     assert source.accepted[0] > 0.97 * source.drafted[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "family"),
     [

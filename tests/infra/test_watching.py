@@ -134,6 +134,7 @@ def test_given_the_targets_of_prometheus_then_they_are_services_of_compose() -> 
     assert mounted == [f"./infra/grafana/dashboards:{provided['providers'][0]['options']['path']}:ro"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PROMTOOL is None, reason="NOT TESTED HERE: promtool is not installed")
 def test_given_promtool_then_rules_and_settings_are_valid_and_each_alert_fires_and_resolves() -> None:
     assert PROMTOOL is not None

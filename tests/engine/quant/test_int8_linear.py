@@ -92,6 +92,7 @@ def test_rows_and_weights_of_zeros_are_zero() -> None:
     assert Int8Linear(torch.ones(8, 16))(torch.ones(0, 16)).shape == (0, 8)
 
 
+@pytest.mark.slow
 def test_where_torchs_int8_product_is_cut_off_it_is_not_used() -> None:
     """On processors without VNNI pairs of products are added in 16 bits; torch can be set to compute like one."""
     program = (

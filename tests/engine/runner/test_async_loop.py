@@ -403,6 +403,7 @@ def test_a_row_that_fits_no_step_fails_with_the_reason(ahead: bool, llama: Path)
     check_idle(engine)
 
 
+@pytest.mark.slow
 @seed(1)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
 @given(data=st.data())

@@ -42,6 +42,7 @@ def load(path: Path, device: str, **changes: Any) -> Engine:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_fake_device_refuses_the_same_calls_as_a_device() -> None:
     with fake_cuda() as device:
         there = torch.arange(6.0, device=DEVICE).view(2, 3)
@@ -89,6 +90,7 @@ def test_graphs_and_steps_ahead_give_the_same_answers_and_wait_for_nothing(tiny_
         assert stats.steps_ahead >= stats.steps - 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "speculation"),
     [
@@ -118,6 +120,7 @@ def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
             np.testing.assert_allclose(done.pooled, want[done.request_id], atol=1e-5)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "quantize",
     [

@@ -102,6 +102,7 @@ def test_a_graph_gives_the_same_answers(
         assert blocks == 90 or stats.preemptions > 0
 
 
+@pytest.mark.slow
 def test_it_does_with_the_triton_kernels(recorder: FakeRecorder, tiny_model: TinyModel) -> None:
     pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -177,6 +177,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_reference_is_rejected(name: str) -> None:
     params, wrong = WRONG[name]

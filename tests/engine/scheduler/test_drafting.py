@@ -91,6 +91,7 @@ def test_given_no_room_behind_the_last_token_then_nothing_is_drafted_there() -> 
     assert h.scheduler.stats.speculation.drafted == 0
 
 
+@pytest.mark.slow
 def test_given_rows_that_fail_at_an_accepted_draft_then_no_later_draft_of_theirs_reaches_other_rows() -> None:
     """Here the model itself generates the poisonous token, so a draft of it is accepted: the drafts behind it are
     poisonous as well, in blocks that other rows get in the next step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -111,6 +112,7 @@ def histories(draw: st.DrawFn) -> list[Event]:
     return sorted(events, key=lambda event: event.step)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(harness=harnesses(), history=histories())
 def test_every_answer_is_what_the_model_dictates_under_any_history(harness: Harness, history: list[Event]) -> None:

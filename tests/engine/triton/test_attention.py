@@ -206,6 +206,7 @@ def filled(batch: AttentionBatch, rows: int) -> AttentionBatch:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.parametrize(
     "dtype", [*(pytest.param(each, marks=pytest.mark.exhaustive) for each in TOLERANCE), FP8], ids=str
@@ -262,6 +263,7 @@ def test_rows_that_only_fill_a_graph_read_and_write_nothing(
         attend_both(0, sequences.batch(members, [1] * len(members)), padded=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.exhaustive), 9])
 def test_a_reserved_step_is_filled_again_and_again(
@@ -293,6 +295,7 @@ def test_a_reserved_step_is_filled_again_and_again(
             torch.testing.assert_close(got[: len(fused)].cpu(), want, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_an_engine_with_it_gives_the_oracles_tokens(tiny_model: Callable[[str], Path], device: torch.device) -> None:
     """Chunks, a prefix that is found again, and decoding rows of one model, through the whole engine."""
     cache = CacheConfig(num_blocks=64, block_size=4)
@@ -323,6 +326,7 @@ class _ReferenceInFp8(ReferenceAttention):
         return super().attend(layer, q, scaled(k)[2], scaled(v)[2], scale, step)
 
 
+@pytest.mark.slow
 def test_an_engine_with_an_fp8_cache_gives_the_tokens_of_one_that_rounds(
     tiny_model: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

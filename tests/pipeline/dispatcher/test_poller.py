@@ -110,6 +110,7 @@ def test_given_a_slow_store_many_requests_run_concurrently(store: SlowStore, wor
     assert store.most >= 8
 
 
+@pytest.mark.slow
 def test_given_a_large_job_that_is_taken_up_then_its_parts_are_read_over_several_ticks(
     store: SlowStore, world: World
 ) -> None:

@@ -15,6 +15,7 @@ from tests.pipeline.s3_stores import open_s3, settings_for
 from tests.servers.moto import MotoServer
 
 
+@pytest.mark.slow
 def test_a_batch_on_a_bucket(s3_server: MotoServer, unique_name: Callable[[], str], tmp_path: Path) -> None:
     bucket, scratch = unique_name(), tmp_path / "scratch"
     s3_server.make_bucket(bucket)

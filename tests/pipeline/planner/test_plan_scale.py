@@ -87,6 +87,7 @@ def test_fifty_thousand_rows(tools: Any) -> None:
     assert summary.segments[0].prefix_groups == 50
 
 
+@pytest.mark.slow
 def test_memory_does_not_follow_the_bodies(tools: Any) -> None:
     """Given twice the rows of 20 kB each, then the peak grows by numbers only, far less than by their bodies."""
     peaks = []

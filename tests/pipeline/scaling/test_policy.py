@@ -191,6 +191,7 @@ def test_given_a_target_that_grows_each_second_then_it_cools_down_between() -> N
     assert pool.decide(Demand(50 * HOUR, 2 * HOUR)).desired > first
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0, 4e5), st.floats(60, 4e4), st.integers(0, 120)), min_size=40, max_size=200))
 def test_given_any_history_then_changes_an_hour_are_bounded_and_limits_hold(
     history: list[tuple[float, float, int]],

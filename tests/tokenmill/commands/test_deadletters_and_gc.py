@@ -169,6 +169,7 @@ def test_given_an_old_job_when_collected_then_its_results_are_removed_and_jobs_s
     assert listed["tokenmill"]["results_removed_at"] is not None
 
 
+@pytest.mark.slow
 def test_given_dead_letters_and_tickets_when_collected_then_they_go_by_their_age(
     tokenmill: Cli, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

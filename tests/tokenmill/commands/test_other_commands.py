@@ -33,6 +33,7 @@ def job(tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_line
     return out
 
 
+@pytest.mark.slow
 def test_given_a_folder_of_jobs_when_listed_and_shown_then_people_and_programs_see_how_they_stand(
     tokenmill: Cli, job: Path
 ) -> None:
@@ -53,6 +54,7 @@ def test_given_a_folder_of_jobs_when_listed_and_shown_then_people_and_programs_s
     assert "requests.jsonl" in shown.out
 
 
+@pytest.mark.slow
 def test_given_a_job_when_exported_then_the_lines_have_openai_form_and_the_requested_order(
     tokenmill: Cli, job: Path, folder: Path
 ) -> None:
@@ -131,6 +133,7 @@ def test_given_a_small_context_when_measured_then_prompts_fit_it(
     assert found["pipeline_rows_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_given_a_bench_when_it_ends_then_its_results_are_printed_and_estimate_uses_them(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
@@ -243,6 +246,7 @@ def test_given_no_command_when_called_then_the_help_is_shown_and_the_exit_code_i
         assert "Usage: tokenmill" in ended.out
 
 
+@pytest.mark.slow
 def test_given_results_that_are_damaged_then_show_run_and_verify_name_the_file_and_fail(
     tokenmill: Cli, job: Path, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:

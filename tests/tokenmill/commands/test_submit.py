@@ -165,6 +165,7 @@ def test_an_invalid_submission_is_an_error_of_one_line(
     assert list((folder / "root" / "incoming").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("versioned", [False, True])
 def test_a_bucket_gets_the_object_with_its_options_and_the_id_is_the_jobs(
     s3_server: MotoServer, unique_name: Callable[[], str], source: Path, tokenmill: Any,

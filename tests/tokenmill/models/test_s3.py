@@ -97,6 +97,7 @@ def test_given_a_model_that_changes_while_it_is_pulled_then_nothing_of_it_is_sto
     assert files_in(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_given_two_pulls_at_once_when_both_end_then_both_have_the_model(weights: Weights, tmp_path: Path) -> None:
     together = threading.Barrier(2)
     found: list[ModelSource] = []

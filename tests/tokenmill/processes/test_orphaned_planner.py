@@ -93,6 +93,7 @@ def orphan(folder: Path, chat: Chat, write_lines: Write) -> Iterator[Orphan]:
             os.kill(planner, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_given_a_planner_that_outlives_its_run_when_run_again_then_it_is_waited_for_and_then_refused_with_the_reason(
     folder: Path, orphan: Orphan
 ) -> None:

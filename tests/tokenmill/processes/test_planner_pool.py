@@ -146,6 +146,7 @@ def being_planned(root: Root, pool: PlannerPool, tmp_path: Path) -> Iterator[tup
         yield large, planning
 
 
+@pytest.mark.slow
 def test_given_a_planner_that_is_killed_then_its_job_is_blamed_and_another_process_goes_on(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_given_processes_that_cant_open_the_root_then_no_job_is_blamed(
         away.plan(job, in_time=True)
 
 
+@pytest.mark.slow
 def test_given_a_plan_under_way_when_it_is_cancelled_then_its_process_ends_without_blame_and_others_are_planned(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
@@ -226,6 +228,7 @@ def planning_of(pool: PlannerPool, job: JobLedger, thread: ThreadPoolExecutor) -
     return planning
 
 
+@pytest.mark.slow
 def test_given_a_stopped_planner_when_it_reports_no_progress_for_too_long_then_it_is_killed_and_its_job_is_blamed(
     root: Root, pool: PlannerPool, clock: ManualClock, tmp_path: Path
 ) -> None:
@@ -281,6 +284,7 @@ def test_given_a_large_input_that_moves_on_then_its_planner_is_not_killed_howeve
     assert reports > 4, "the plan was too short to show anything"
 
 
+@pytest.mark.slow
 def test_given_a_stopped_planner_when_its_job_is_cancelled_then_it_is_killed_without_blame(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
@@ -345,6 +349,7 @@ class Installed:
             thread.join()
 
 
+@pytest.mark.slow
 def test_given_a_damaged_file_of_16_bytes_when_it_is_served_then_its_job_fails_and_others_complete_also_after_a_restart(
     root: Root, tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_stream_is_judged_as_the_whole_text_for_each_cut(tmp_path: Path, text:
             check_growing(judge, BOUNDED[:9], text, cuts)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     text=st.text("ab é日🎉\n", max_size=30),

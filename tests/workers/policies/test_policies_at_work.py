@@ -353,6 +353,7 @@ def test_allowed_text_is_emitted_as_without_policies(
     assert emitted[0][1] == (FINE if stop is None else LEAD if stop != "lake" else f"{LEAD}heron circling over the ")
 
 
+@pytest.mark.slow
 def test_a_refused_choice_ends_and_the_others_continue(model: LoadedModel, birds: Policies, kit: Any) -> None:
     with serving_worker(kit, model, NO_POLICIES) as send:
         for seed in range(1, 20):
@@ -409,6 +410,7 @@ def test_a_resumed_attempt_emits_the_rest_and_finds_a_word_that_had_begun(
             assert end_of(more).response["choices"][0]["finish_reason"] == "content_filter"
 
 
+@pytest.mark.slow
 def test_a_refused_request_and_one_that_can_t_be_judged_end_with_errors(
     model: LoadedModel, birds: Policies, kit: Any
 ) -> None:

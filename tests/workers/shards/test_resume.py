@@ -151,6 +151,7 @@ def rounded(value: Any) -> Any:
     return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
 
 
+@pytest.mark.slow
 def test_given_deaths_at_any_moment_when_workers_resume_then_results_are_those_of_an_unbroken_run(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
@@ -195,6 +196,7 @@ def test_given_rare_checkpoints_when_workers_die_then_only_unlogged_tokens_are_c
     assert lost > 50
 
 
+@pytest.mark.slow
 def test_given_damaged_or_lost_checkpoints_when_resuming_then_their_rows_are_computed_again(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
@@ -217,6 +219,7 @@ def test_given_damaged_or_lost_checkpoints_when_resuming_then_their_rows_are_com
     assert rows_of(broken) == rows_of(unbroken)
 
 
+@pytest.mark.slow
 def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts_as_lost(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
@@ -293,6 +296,7 @@ def poisoned(model: LoadedModel, poison: int, tokens: int, world: World) -> Load
     return replace(model, engine=WrappedEngine(model.engine, recording_add, dying_step))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seconds", [0.75, 4.2, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (0.2, 2.1, 8.2))]
 )
@@ -329,6 +333,7 @@ def killed_after(model: LoadedModel, seconds: float, world: World) -> LoadedMode
     return replace(model, engine=WrappedEngine(model.engine, model.engine.add, dying_step))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_given_kills_while_a_shard_waits_then_its_rows_are_not_suspects(
     tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:

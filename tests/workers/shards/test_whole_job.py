@@ -166,6 +166,7 @@ def mixed_job(seed: int, groups: int = 6, loners: float = 0.25, most: int = 1000
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loners", [0.25, pytest.param(0.0, marks=pytest.mark.exhaustive)])
 def test_each_shared_block_is_computed_once_and_the_tail_is_short(run: Callable[..., JobRun], loners: float) -> None:
     requests = mixed_job(1, loners=loners)

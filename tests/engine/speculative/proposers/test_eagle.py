@@ -148,6 +148,7 @@ def test_given_a_random_head_when_it_drafts_then_its_drafts_are_those_of_the_pap
     assert len({tuple(recorded.drafts) for recorded in nonempty}) > 30  # not always the same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "attention", "prefix_caching"),
     [

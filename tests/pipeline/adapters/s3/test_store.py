@@ -146,6 +146,7 @@ def test_given_a_conflict_of_writers_then_the_write_is_repeated_until_an_object_
     assert unfinished(s3_server, store) == []
 
 
+@pytest.mark.slow
 def test_given_a_server_that_is_killed_in_the_middle_of_an_upload_when_it_is_back_then_the_object_is_whole(
     durable_s3_server: SeaweedServer, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:

@@ -303,6 +303,7 @@ def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: P
         assert not harness.app.bodies._by_sender
 
 
+@pytest.mark.slow
 def test_a_message_of_many_empty_fragments_is_refused_as_too_large(tmp_path: Path) -> None:
     long_timeout = GatewayOptions(idle_seconds=HANG_SECONDS)  # else a slow machine ends the message for its age
     with run_http_harness(tmp_path, settings=long_timeout) as harness, stream_of(harness) as socket:

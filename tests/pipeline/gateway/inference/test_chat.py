@@ -74,6 +74,7 @@ def test_a_stream_has_openais_format(harness: HttpHarness) -> None:
     assert texts[-1].choices[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_concurrent_streams_lose_and_mix_no_events(harness: HttpHarness) -> None:
     import asyncio  # noqa: PLC0415
 

@@ -342,6 +342,7 @@ def test_a_concurrency_slot_in_memory_expires(world: World) -> None:
     assert not running.enter("a", "3", 1, 10.0)
 
 
+@pytest.mark.slow
 def test_openais_client_waits_for_retry_after_and_then_succeeds(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, rates=RateSettings(key=RateLimits(requests_per_minute=2), window=2)) as harness:
         _, text = harness.keys.create("acme", ALL)

@@ -213,6 +213,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
+@pytest.mark.slow
 def test_files_of_a_few_kilobytes_that_stand_for_gigabytes_are_read_in_bounded_memory(tmp_path: Path) -> None:
     large = "A" * (1 << 20)
     files = {
