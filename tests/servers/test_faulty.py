@@ -13,6 +13,7 @@ from tests.servers.faulty_http import FaultyHttp
 from tests.servers.faulty_tcp import FaultyTcp
 from tests.servers.moto import MotoServer
 from tests.servers.redis import RedisServer
+from tests.waiting import HANG_SECONDS
 
 SIGNED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"
 """A signature that moto accepts."""
@@ -31,7 +32,7 @@ def wire(redis_server: RedisServer) -> Iterator[FaultyTcp]:
 
 
 def request(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_SECONDS)
     try:
         connection.request(method, path, body, {"Authorization": SIGNED})
         answer = connection.getresponse()
@@ -116,7 +117,7 @@ def closed(connection: socket.socket) -> bool:
 
 
 def connect(wire: FaultyTcp) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", wire.port), timeout=1.0)
+    return socket.create_connection(("127.0.0.1", wire.port), timeout=HANG_SECONDS)
 
 
 def test_a_wire_delays_cuts_refuses_and_falls_silent(wire: FaultyTcp) -> None:
@@ -132,7 +133,7 @@ def test_a_wire_delays_cuts_refuses_and_falls_silent(wire: FaultyTcp) -> None:
         connection.settimeout(0.2)
         with pytest.raises(TimeoutError):
             send_command(connection)
-        connection.settimeout(1.0)
+        connection.settimeout(HANG_SECONDS)
         wire.restore()
         assert connection.recv(4096) == b"+PONG\r\n"
 

@@ -41,11 +41,11 @@ def lives(pid: int) -> bool:
         return False
 
 
-def send_command(server: RedisServer, *words: str) -> bytes:
+def send_command(server: RedisServer, *words: str, timeout_seconds: float = HANG_SECONDS) -> bytes:
     """One command, one answer."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_SECONDS) as connection:
         connection.sendall(" ".join(words).encode() + b"\r\n")
-        connection.settimeout(0.5)
+        connection.settimeout(timeout_seconds)
         return connection.recv(4096)
 
 
@@ -69,7 +69,7 @@ def test_given_a_server_that_was_killed_when_it_starts_again_then_it_is_on_its_p
 def test_given_a_paused_server_then_nothing_answers_until_it_is_resumed(redis_server: RedisServer) -> None:
     redis_server.pause()
     with pytest.raises(TimeoutError):
-        send_command(redis_server, "PING")
+        send_command(redis_server, "PING", timeout_seconds=0.5)
     redis_server.resume()
     assert send_command(redis_server, "PING") == b"+PONG\r\n"
 
