@@ -71,11 +71,6 @@ class BlockPool:
         return len(self._spent) + len(self._cached) + len(self._awaited)
 
     @property
-    def num_awaited(self) -> int:
-        """Free blocks that registered sequences will read."""
-        return len(self._awaited)
-
-    @property
     def refs(self) -> NDArray[np.int32]:
         """References of every block, int32 [num_blocks] (a view; read only)."""
         view = np.frombuffer(self._refs, dtype=np.int32)

@@ -132,11 +132,6 @@ class WatchedInput:
         return stream
 
 
-def source_files(pinned: InputRef) -> list[SourceFile]:
-    """The files of a pinned input, see `WatchedInput.files`."""
-    return WatchedInput(pinned).files()
-
-
 def _pin(path: Path, hashed: Mapping[str, InputFile], open_file: OpenFile) -> InputFile:
     known = hashed.get(str(path))
     with open_file(path) as stream:

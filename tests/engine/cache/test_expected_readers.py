@@ -150,11 +150,11 @@ class TestEviction:
         h.step()
         h.scheduler.add(make_request("reader", [*prompt, 3], prefix_group=1, prefix_readers=3), 0.0)
         [pool] = h.scheduler._cache.pools
-        assert pool.num_awaited == 4
+        assert len(pool._awaited) == 4
         h.scheduler.cancel("reader")
-        assert pool.num_awaited == 4, "three are still to come"
+        assert len(pool._awaited) == 4, "three are still to come"
         h.scheduler.cancel("running")
-        assert pool.num_awaited == 0, "no work is left: no reader is expected"
+        assert len(pool._awaited) == 0, "no work is left: no reader is expected"
 
 
 class EvictionCheckingPool(BlockPool):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.inputs.pinning import pin_again, pin_input, source_files
+from pipeline.inputs.pinning import WatchedInput, pin_again, pin_input
 from pipeline.jobs.submit import DifferentJob, submit
 from pipeline.ledger.ledger import JobLedger
 from pipeline.planner import InputError
@@ -126,6 +126,6 @@ def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(InputError, match=r"a\.jsonl: is no regular file"):
-        source_files(pinned)[0].open()
+        WatchedInput(pinned).files()[0].open()
     with pytest.raises(InputError, match=r"a\.jsonl: is no regular file"):
         pin_again(pinned)

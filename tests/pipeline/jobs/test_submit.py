@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.system_clock import SystemClock, SystemRandomness
-from pipeline.inputs.pinning import pin_input, source_files
+from pipeline.inputs.pinning import WatchedInput, pin_input
 from pipeline.jobs.submit import DifferentJob, SubmittedJob, clear, new_job_id, submit
 from pipeline.ledger.ledger import JobLedger, LedgerError
 from pipeline.planner import InputError
@@ -244,7 +244,7 @@ def test_an_input_that_is_missing_or_changed_is_said_to_be(tmp_path: Path) -> No
         pin_input(tmp_path / "none.jsonl")
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"1\n")
-    (source,) = source_files(pin_input(path))
+    (source,) = WatchedInput(pin_input(path)).files()
     path.write_bytes(b"12\n")
     with pytest.raises(InputError, match=r"has 3 bytes, but had 2 .*--fresh"):
         source.open()

@@ -19,9 +19,9 @@ from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine
 from engine.errors import EngineError
 from schemas.jobs.results import RowStatus
+from tests.workers.model.scoring import score, windows
 from workers.errors import WorkerError
 from workers.model.loaded_model import LoadedModel, library_versions, model_digest, model_path
-from workers.model.scoring import score, windows
 from workers.shards.worker import ShardWorker
 
 CONFIG = EngineConfig(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from engine import Engine, EngineConfig, as_token_ids
+from tests.workers.model.scoring import score
 from workers.errors import WorkerError
 from workers.model.quality import TokenScores, compare, read_windows, token_scores
-from workers.model.scoring import score
 
 
 class CharacterTokenizer:
