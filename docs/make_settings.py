@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Iterator
 from datetime import timedelta
@@ -86,7 +87,8 @@ def default_of(field: FieldInfo, *, in_bytes: bool = False) -> str:
     if value is None:
         return "none"
     if isinstance(value, Path):
-        return f"`{value}`".replace(str(Path.home()), "~")
+        cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        return f"`{value}`".replace(cache, "~/.cache").replace(str(Path.home()), "~")
     if isinstance(value, timedelta):
         days, seconds = value.days, value.seconds
         return f"`{days}d`" if not seconds else f"`{seconds // 3600}h`"
