@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from engine.config import EngineConfig, ScheduleConfig
 from engine.request import Request
-from schemas.requests.requests import EMBEDDINGS_URL, EmbeddingBody, parse_body
+from schemas.requests.parsing import EMBEDDINGS_URL, EmbeddingBody, parse_body
 from workers.model.loaded_model import LoadedModel
 from workers.translation.embeddings import EmbeddingReader
 from workers.translation.requests import JobRules

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from workload import read_workload
 
 from engine import Engine, Request, SamplingParams, as_token_ids
-from schemas.requests.requests import ChatMessage
+from schemas.requests.parsing import ChatMessage
 from tests.engine.oracle import (
     Answer,
     Setting,

@@ -51,7 +51,7 @@ from tokenmill.local.run_plan import rows_at_once, sequences, tokens_per_sequenc
 from tokenmill.models.sources import ModelSource
 from tokenmill.processes.logging import log_to_stderr
 from workers.model.loaded_model import LoadedModel
-from workers.shards.state import HINTS
+from workers.shards.shard_reader import HINTS
 from workers.shards.worker import ShardWorker
 
 RunOrder = Literal["plan", "arrival"]

@@ -28,7 +28,7 @@ from pipeline.inputs.pinning import pin_input
 from schemas.jobs.job import JobSettings, Tier
 from schemas.jobs.plan import PlanSegment
 from schemas.models import ModelPin
-from schemas.requests.requests import ChatMessage
+from schemas.requests.parsing import ChatMessage
 from tokenmill.config.engine_options import EngineOptions
 from tokenmill.config.job_options import ChosenModel
 from tokenmill.local.run_job import run_job

@@ -110,7 +110,7 @@ def counts(engine: Engine) -> dict[str, Any]:
 
 
 def copying(args: argparse.Namespace) -> dict[str, Any]:
-    from schemas.requests.requests import ChatMessage
+    from schemas.requests.parsing import ChatMessage
     from workers.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(args.model)

@@ -50,7 +50,7 @@ def load_prompts(path: Path, model: Path, limit: int | None = None) -> list[Prom
     """
     if path.suffix == ".json":
         return read_prompts(path)[:limit]
-    from schemas.requests.requests import ChatMessage
+    from schemas.requests.parsing import ChatMessage
     from workers.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(model)

@@ -10,7 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Final
 
 from pipeline.counters import DeadLetterCounts, UnexpectedErrors
-from pipeline.dispatcher.metrics import JOB_BOUNDS, DispatchMetrics
+from pipeline.dispatcher.dispatch_counts import JOB_BOUNDS, DispatchMetrics
 from pipeline.observability.histogram import Histogram, LatencyRecorder
 from pipeline.observability.metric_definitions import OTHER
 from pipeline.observability.samples import Samples, Source

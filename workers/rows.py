@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine.request import Completion, Request
 from schemas.requests.errors import RowError
-from schemas.requests.requests import Body
+from schemas.requests.parsing import Body
 from workers.policies.policy import PolicyGuard
 
 

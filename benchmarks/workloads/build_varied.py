@@ -250,7 +250,7 @@ def _chat(system: str, user: str) -> Messages:
 
 
 def main() -> None:
-    from schemas.requests.requests import ChatMessage
+    from schemas.requests.parsing import ChatMessage
     from workers.text.tokenizer import Tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

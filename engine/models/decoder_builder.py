@@ -21,7 +21,7 @@ from engine.errors import CorruptWeights
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
 from engine.quant.base import DenseLinear, Linear, dense, packs
-from engine.quant.int8 import Int8Linear
+from engine.quant.int8_linear import Int8Linear
 from engine.quant.linear import fast_kernel, int8_weight_only, quantized_linear
 from engine.quant.rtn import AT_LOAD, at_load, round_to_nearest
 from engine.quant.weight import QWeight, stack

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.quant.base import Linear
-from engine.quant.fp8 import Fp8Kernel, GroupedFp8Kernel, multiplies_fp8
+from engine.quant.fp8_linear import Fp8Kernel, GroupedFp8Kernel, multiplies_fp8
 from engine.quant.humming import HummingKernel
-from engine.quant.int8 import Int8Linear, Int8WeightLinear, multiplies_int8, quantize_rows
+from engine.quant.int8_linear import Int8Linear, Int8WeightLinear, multiplies_int8, quantize_rows
 from engine.quant.small_weights import SmallWeightKernel
 from engine.quant.weight import QWeight
 

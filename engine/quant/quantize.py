@@ -18,7 +18,7 @@ from engine.errors import UnsupportedModel
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.load import OpenedModel, load_model, open_model
-from engine.quant.gptq import PRODUCTS, CalibratingBuilder, by_module
+from engine.quant.gptq_rounding import PRODUCTS, CalibratingBuilder, by_module
 from engine.quant.rtn import round_to_nearest
 from engine.quant.smoothing import NotingBuilder, factors, run_in_one_step, run_over, smoothed
 from engine.quant.weight import QWeight

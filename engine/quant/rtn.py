@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.quant.formats.base import affine, halves
-from engine.quant.fp8 import multiplies_fp8
+from engine.quant.fp8_linear import multiplies_fp8
 from engine.quant.weight import Activations, Form, QWeight, stack
 
 _ELEMENTS_AT_ONCE = 1 << 22

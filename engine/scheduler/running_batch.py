@@ -13,7 +13,7 @@ from engine.cache.prefix import HashChain, PrefixNode
 from engine.cache.tables import CacheTables
 from engine.plan import RowState
 from engine.scheduler.sequence import CLASSES, Sequence, SequenceState, class_of
-from engine.scheduler.stop_conditions import StopTable
+from engine.scheduler.stop_tokens import StopTable
 
 
 class RunningBatch:

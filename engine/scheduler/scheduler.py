@@ -59,7 +59,7 @@ from engine.scheduler.sequence import FinishedSequence, Sequence, SequenceState
 from engine.scheduler.slo_control import URGENT, SloController, StepContents
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler.step_planner import StepPlanner
-from engine.scheduler.stop_conditions import StopTable
+from engine.scheduler.stop_tokens import StopTable
 from engine.scheduler.token_budget import TokenBudget
 from engine.scheduler.waiting_queue import WaitingQueue
 from engine.speculative.base import Proposer

@@ -112,7 +112,7 @@ def _grouped_product(  # type: ignore[no-untyped-def]
 
 
 def quantize_rows(x: Tensor, scale: float | None = None, interpreted: bool = False) -> tuple[Tensor, Tensor]:
-    """As `engine.quant.fp8.quantize_rows_fp8`, in one launch: x [rows, k] -> float8_e4m3fn, and float32 [rows, 1].
+    """As `engine.quant.fp8_linear.quantize_rows_fp8`, in one launch: x [rows, k] -> float8_e4m3fn, float32 [rows, 1].
 
     Args:
         interpreted: by Triton's interpreter, which rounds to float8 wrongly.

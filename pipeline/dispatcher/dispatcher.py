@@ -22,6 +22,7 @@ from datetime import datetime
 
 import structlog
 
+from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.eta import EtaForecaster, Tokens
 from pipeline.dispatcher.fair_share import FairShares
 from pipeline.dispatcher.job_state import (
@@ -33,9 +34,8 @@ from pipeline.dispatcher.job_state import (
     ShardId,
     estimated_tokens,
 )
-from pipeline.dispatcher.metrics import DispatchMetrics
-from pipeline.dispatcher.ordering import backlog_for, dispatch_order, is_deadline_at_risk
 from pipeline.dispatcher.poller import StatePoller
+from pipeline.dispatcher.shard_order import backlog_for, dispatch_order, is_deadline_at_risk
 from pipeline.dispatcher.spend_limiter import SpendLimiter, SpendSettings
 from pipeline.dispatcher.stalled_jobs import StalledJobs
 from pipeline.jobs.event_sink import EventSink, NoEvents

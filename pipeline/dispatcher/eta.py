@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from pipeline.dispatcher.forecast import JobLoad, forecast
 from pipeline.dispatcher.job_state import OpenJob, estimated_tokens
 from pipeline.dispatcher.load_shedding import JobDeadline, SheddingPlan, plan_shedding
-from pipeline.dispatcher.ordering import urgency
+from pipeline.dispatcher.shard_order import urgency
 from pipeline.ports import WorkerState
 from pipeline.scaling.tenant_backlog import BYTES_PER_TOKEN
 from schemas.jobs.job import Job, Tier

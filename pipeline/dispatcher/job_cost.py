@@ -8,7 +8,7 @@ from datetime import UTC
 
 from pipeline.jobs.cost import JobCost, part_cost
 from pipeline.ledger.ledger import JobLedger
-from pipeline.results.parts import PartEntry
+from pipeline.results.part_files import PartEntry
 from pipeline.results.shard_history import read_worked
 
 

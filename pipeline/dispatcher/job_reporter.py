@@ -10,7 +10,7 @@ from typing import Final
 from pipeline.jobs.event_sink import EventSink
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import Clock
-from pipeline.results.parts import PartEntry
+from pipeline.results.part_files import PartEntry
 from schemas.jobs.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.jobs.outcome import JobStatus
 from schemas.jobs.progress import Progress

@@ -20,7 +20,7 @@ from pipeline.jobs.manifest import PartTotals, build_manifest, failed_manifest
 from pipeline.ledger.active_index import clean_up
 from pipeline.ledger.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.ports import ObjectNotFound, World, queue_name
-from pipeline.results.parts import PartEntry, read_part
+from pipeline.results.part_files import PartEntry, read_part
 from pipeline.results.rejected_part import commit_rejects
 from schemas.jobs.job import Closing, Job
 from schemas.jobs.outcome import JobError, JobStatus, Manifest

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from pipeline.dispatcher.job_state import NewPart, OpenJob, ShardId
-from pipeline.results.parts import PartEntry
+from pipeline.results.part_files import PartEntry
 from pipeline.runtime.inline_executor import MAX_CONCURRENT_REQUESTS
 
 MAX_DEFERRABLE_READS: Final = MAX_CONCURRENT_REQUESTS

@@ -36,7 +36,7 @@ from pipeline.ingest.kafka.micro_batches import (
 from pipeline.ledger.active_index import ACTIVE
 from pipeline.ledger.ledger import JOBS, JobLedger, LedgerError, part_key
 from pipeline.ports import Lease, Message, Messages, NotConfirmed, ObjectStore, PipelineError, World
-from pipeline.results.parts import read_part
+from pipeline.results.part_files import read_part
 from pipeline.runtime.leader_election import LeaderElection
 from pipeline.runtime.supervision import reason_of
 from pipeline.tracing import TRACEPARENT

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
-from pipeline.gateway.http.bodies import BodyBudget
+from pipeline.gateway.http.body_reading import BodyBudget
 from pipeline.gateway.http.csrf import HostGuard
 from pipeline.gateway.http.errors import (
     ApiError,

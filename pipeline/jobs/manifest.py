@@ -19,7 +19,7 @@ from pipeline.jobs.cost import JobCost, cost_by_model, per_million, worker_times
 from pipeline.ledger.ledger import JobLedger, part_key
 from pipeline.ledger.records import EngineFacts, PartSummary
 from pipeline.ports import PipelineError
-from pipeline.results.parts import PartEntry
+from pipeline.results.part_files import PartEntry
 from pipeline.results.shard_history import read_history
 from schemas.jobs.job import Job
 from schemas.jobs.outcome import Counts, FileEntry, JobError, JobStatus, Manifest, Usage, WorkerTime

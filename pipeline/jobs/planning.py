@@ -35,7 +35,7 @@ from pipeline.planner import (
     plan,
 )
 from pipeline.ports import PipelineError, StoreError, World
-from pipeline.results.parts import COMPRESSION, PartWriter, read_part
+from pipeline.results.part_files import COMPRESSION, PartWriter, read_part
 from pipeline.results.rejected_part import commit_rejects
 from pipeline.tracing import Span, trace_job, working_for
 from schemas.jobs.arrow_schemas import result_schema

@@ -10,7 +10,7 @@ from pipeline.jobs.manifest import PartTotals
 from pipeline.ledger.active_index import open_jobs
 from pipeline.ledger.ledger import JOB, JOBS, JobLedger, JobNotFound, LedgerError
 from pipeline.ports import ObjectStore, PipelineError
-from pipeline.results.parts import read_part
+from pipeline.results.part_files import read_part
 from schemas.jobs.job import Job
 from schemas.jobs.outcome import Counts, JobStatus, Manifest, Usage
 from schemas.jobs.plan import PlanSegment

@@ -22,7 +22,7 @@ from pipeline.planner.ports import (
 from pipeline.planner.rejected_lines import error_rows
 from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.segment import SegmentBuilder, SegmentTexts
-from pipeline.planner.sizes import SegmentSizes
+from pipeline.planner.segment_sizes import SegmentSizes
 from pipeline.planner.tokens import TokenEstimator
 from pipeline.planner.validate import CheckedBatch, Validator
 from pipeline.ports import World

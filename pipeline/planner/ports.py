@@ -9,7 +9,7 @@ from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 
-from pipeline.planner.sizes import SegmentSizes
+from pipeline.planner.segment_sizes import SegmentSizes
 from pipeline.ports import PipelineError
 from schemas.jobs.outcome import JobError
 from schemas.jobs.plan import PlanSegment

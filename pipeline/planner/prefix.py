@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
 
-from schemas.requests.requests import Body, ChatBody, ChatMessage, CompletionBody, EmbeddingBody
+from schemas.requests.parsing import Body, ChatBody, ChatMessage, CompletionBody, EmbeddingBody
 
 HASHED_MESSAGES = 4
 MASK = 2**63 - 1

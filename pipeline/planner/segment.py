@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.planner.cut import ShardLimits, cut
-from pipeline.planner.order import NO_GROUP, PrefixChains, RunningOrder, arrange, find_leaders
+from pipeline.planner.row_order import NO_GROUP, PrefixChains, RunningOrder, arrange, find_leaders
+from pipeline.planner.shard_cut import ShardLimits, cut
 from pipeline.planner.validate import CheckedBatch, ValidRow
 from pipeline.ports import StoreError
 from schemas.jobs.arrow_schemas import SHARD_FIELDS, shard_schema

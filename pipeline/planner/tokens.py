@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.planner.ports import TokenCounter
 from pipeline.planner.prefix import message_text, tools_text
-from schemas.requests.requests import Body, CompletionBody, EmbeddingBody
+from schemas.requests.parsing import Body, CompletionBody, EmbeddingBody
 
 DEFAULT_TOKENS_PER_BYTE = 0.25  # English text, common vocabularies
 SAMPLED_PROMPTS = 64

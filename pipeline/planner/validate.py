@@ -18,7 +18,7 @@ from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.tokens import TokenEstimator
 from schemas.jobs.job import Job
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import (
+from schemas.requests.parsing import (
     BODIES,
     Body,
     ChatBody,

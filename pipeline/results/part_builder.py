@@ -14,7 +14,7 @@ import pyarrow as pa
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ledger.records import PartSummary, ShardReport
 from pipeline.ports import World
-from pipeline.results.parts import PartWriter, committed_tokens, part_schema, shard_results
+from pipeline.results.part_files import PartWriter, committed_tokens, part_schema, shard_results
 from pipeline.results.shard_history import ShardHistory
 from schemas.jobs.outcome import WorkerTime
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pipeline.dispatcher.dispatcher import DispatchSettings
 from pipeline.dispatcher.fair_share import FairShares
 from pipeline.dispatcher.load_shedding import JobDeadline, SheddingPlan, plan_shedding
-from pipeline.dispatcher.ordering import backlog_for, dispatch_order, is_deadline_at_risk, urgency
+from pipeline.dispatcher.shard_order import backlog_for, dispatch_order, is_deadline_at_risk, urgency
 from pipeline.simulator.workers import SimJob
 from pipeline.worker_client.ports import BY_URGENCY
 from schemas.jobs.job import Tier

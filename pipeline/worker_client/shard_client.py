@@ -30,7 +30,7 @@ from pipeline.ports import (
     queue_name,
 )
 from pipeline.results.part_builder import PartMaker, commit_part
-from pipeline.results.parts import read_part
+from pipeline.results.part_files import read_part
 from pipeline.results.shard_history import ShardHistory, checkpoint_key, note_key, read_history
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.runtime.supervision import reason_of

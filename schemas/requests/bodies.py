@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields, plus vLLM's usual extensions.
 
 Validation is strict: a bool is not a number, "5" is not 5, and an unknown field is refused. Known but unsupported
-fields are refused in `schemas.requests.requests`, with a message of their own.
+fields are refused in `schemas.requests.parsing`, with a message of their own.
 """
 
 from __future__ import annotations

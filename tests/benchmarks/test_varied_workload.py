@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from schemas.requests.requests import ChatBody, load_body
+from schemas.requests.parsing import ChatBody, load_body
 
 WORKLOADS = Path(__file__).parents[2] / "benchmarks" / "workloads"
 VARIED = WORKLOADS / "varied.jsonl"

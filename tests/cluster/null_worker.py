@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from engine.config import EngineConfig, ScheduleConfig
 from engine.models.load import describe_model
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
-from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL, ChatBody, CompletionBody, load_body
+from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, ChatBody, CompletionBody, load_body
 from tokenmill.config.job_options import choose_model
 from tokenmill.services import worker as working
 from tokenmill.settings import read_settings

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.worker_client.ports import ShardWork

@@ -33,7 +33,7 @@ from pipeline.ledger.records import (
     Tombstone,
     UnreadableRecord,
 )
-from pipeline.results.parts import FOOTER_KEY
+from pipeline.results.part_files import FOOTER_KEY
 from schemas.jobs.arrow_schemas import SHARD_FIELDS, result_schema, shard_schema
 from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, LoggedLogprobs, decode, encode
 from schemas.jobs.events import JobChanged, ProgressMade, ReleaseEnded, ShardCommitted, read_event

@@ -49,6 +49,7 @@ def send_command(server: RedisServer, *words: str, timeout_seconds: float = HANG
         return connection.recv(4096)
 
 
+@pytest.mark.slow
 def test_given_a_server_that_was_killed_when_it_starts_again_then_it_is_on_its_port_with_its_data(
     redis_server: RedisServer,
 ) -> None:

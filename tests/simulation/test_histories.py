@@ -86,6 +86,7 @@ def test_a_scenario_is_written_down_whole() -> None:
         assert Scenario.from_json(draw(seed).to_json()) == draw(seed)
 
 
+@pytest.mark.slow
 def test_without_faults_nothing_is_lost_and_nothing_repeated() -> None:
     for seed in range(5):
         outcome = simulate(replace(draw(seed), faults=(), poison=(), deadline=None))

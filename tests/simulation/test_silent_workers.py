@@ -42,6 +42,7 @@ def undisturbed() -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [60, 90, 121])
 def test_given_a_pause_beyond_the_silence_limit_then_work_is_repeated_for_an_interval_at_most(
     step: int, undisturbed: Outcome

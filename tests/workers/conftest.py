@@ -27,7 +27,7 @@ from schemas.jobs.job import Job, JobSettings, Tier
 from schemas.jobs.outcome import Usage
 from schemas.jobs.results import ResultRow
 from schemas.models import ModelPin
-from schemas.requests.requests import dump_body, parse_body
+from schemas.requests.parsing import dump_body, parse_body
 from workers.text.tokenizer import Tokenizer
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -96,7 +96,7 @@ def serve(
     """
     from pipeline import metric_collectors
     from pipeline.adapters.folder.locks import RunLock
-    from pipeline.dispatcher.metrics import DispatchMetrics
+    from pipeline.dispatcher.dispatch_counts import DispatchMetrics
     from tokenmill.config.engine_options import engine_options
     from tokenmill.config.job_options import content_policies
     from tokenmill.local.pricing import price_of_worker
@@ -108,7 +108,7 @@ def serve(
     from tokenmill.root import open_root
     from tokenmill.services.backends import in_process_backends
     from tokenmill.services.gateway import GatewayService
-    from tokenmill.services.parts import dispatcher_part, folder_part, housekeeping_part
+    from tokenmill.services.service_parts import dispatcher_part, folder_part, housekeeping_part
     from tokenmill.services.worker import WorkerService
 
     settings = read_settings()
@@ -216,7 +216,7 @@ def dispatcher(
 ) -> None:
     """Plan open jobs, dispatch their shards to workers, and end the jobs, until stopped. Several may run."""
     from pipeline import metric_collectors
-    from pipeline.dispatcher.metrics import DispatchMetrics
+    from pipeline.dispatcher.dispatch_counts import DispatchMetrics
     from pipeline.models.rollout_controller import RolloutController
     from tokenmill.local.pricing import price_of_worker
     from tokenmill.processes.logging import log_to_stderr
@@ -226,7 +226,7 @@ def dispatcher(
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
     from tokenmill.services.backends import redis_backends
-    from tokenmill.services.parts import backlog_part, dispatcher_part, housekeeping_part
+    from tokenmill.services.service_parts import backlog_part, dispatcher_part, housekeeping_part
 
     settings = read_settings()
     report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "dispatcher")

@@ -141,7 +141,7 @@ def template_tokens(path: Path) -> TemplateTokens:
     """The tokens that the model's chat template adds; an estimate where it has none or refuses the sample messages."""
     from pipeline.planner.tokens import TemplateTokens
     from schemas.requests.errors import RowError
-    from schemas.requests.requests import ChatMessage
+    from schemas.requests.parsing import ChatMessage
     from workers.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(path)

@@ -1,6 +1,6 @@
 """The `jobs` commands' port: a job in a folder of its own, in the root of an installation, or behind a gateway.
 
-An implementation is bound to one job, or to a location whose jobs are listed; see `tokenmill.jobs.opening`.
+An implementation is bound to one job, or to a location whose jobs are listed; see `tokenmill.jobs.job_location`.
 """
 
 from __future__ import annotations

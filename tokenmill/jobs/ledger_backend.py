@@ -1,7 +1,6 @@
 """Jobs whose ledger can be opened: in a folder of their own, or in the root of an installation.
 
-A job's own folder below a local root (`ROOT/jobs/ID`) is the root's job: dispatcher and workers compute it, so commands
-reach it through its root.
+`tokenmill.jobs.job_location` decides which of them a command means.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import typer
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.gateway.batches.serialization import serialize_batch
 from pipeline.ingest.intake import Intake
-from pipeline.jobs.summaries import JobSummary, find_ledger, summarize_job
-from pipeline.ledger.ledger import JOB, JOBS, RESULTS, JobLedger, LedgerError
+from pipeline.jobs.summaries import JobSummary, summarize_job
+from pipeline.ledger.ledger import JOB, JOBS, RESULTS, JobLedger
 from schemas.jobs.batch import Batch
 from schemas.jobs.job import Job, Tier
 from schemas.jobs.outcome import JobStatus, Manifest
@@ -37,12 +36,11 @@ from tokenmill.jobs.backend import (
     JobView,
     NewJob,
     RetryRequest,
-    is_id,
 )
 from tokenmill.jobs.listing import ListedJob, jobs_below, jobs_in
 from tokenmill.jobs.watch import end_of, follow_ledger
 from tokenmill.local.summary import last_line, summary_table
-from tokenmill.root import S3, intake_settings, open_root
+from tokenmill.root import intake_settings, open_root
 
 if TYPE_CHECKING:
     from pipeline.jobs.retry import Retry
@@ -144,6 +142,7 @@ class _LedgerJobs(ABC):
 
     def export(self, request: ExportRequest) -> ExportResult:
         from pipeline.results.export import export
+        from tokenmill.jobs.job_location import locate
 
         jobs = [self, *(locate(given, request.root_url, self._settings) for given in request.retries)]
         for job in jobs:
@@ -273,45 +272,6 @@ class RootJobs(_LedgerJobs):
             return root.url, jobs_in(root.world.store, root.url, limit, active=active, as_json=as_json)
 
 
-def locate(given: str, root_url: str | None, settings: Settings) -> FolderJobs | RootJobs:
-    """The job that the user calls `given`: an existing folder is itself, anything else is an id in a root. Only in a
-    folder it is checked that there is a job.
-
-    Raises:
-        InputUnusable: it is no folder, and no root is named or it can't be an id.
-        JobNotFound: there is no job in the folder, or there are several.
-    """
-    folder = Path(given).expanduser()
-    if given and folder.is_dir():
-        return _of_folder(given, folder, settings)
-    url = root_url or settings.root
-    if not url:
-        raise InputUnusable(
-            f"{given}: no such folder, and no root is named; give a job's folder, or its id with --root ROOT "
-            "(or TOKENMILL_ROOT)"
-        )
-    if not is_id(given):
-        raise InputUnusable(
-            f"{given}: no such folder, and not a job's id; 'tokenmill jobs list --root {url}' shows them"
-        )
-    return RootJobs(url, given, settings)
-
-
-def locate_list(folder: str | None, root_url: str | None, settings: Settings) -> FolderJobs | RootJobs:
-    """The folder or root whose jobs are listed. Raises `UserError` for both, `InputUnusable` for a missing folder."""
-    if folder is not None and root_url is not None:
-        raise UserError(f"{folder}: --root names another root; give one of them")
-    if folder is not None and folder.startswith(S3):
-        folder, root_url = None, folder
-    url = root_url or settings.root
-    if folder is None and url:
-        return RootJobs(url, "", settings)
-    local = Path(folder or "").expanduser()
-    if not local.is_dir():
-        raise InputUnusable(f"{folder}: no such folder; give the OUT of a run, or name a root with --root ROOT")
-    return FolderJobs(str(local), local, settings)
-
-
 def retry_notes(first: Retry) -> Sequence[str]:
     """Which rows are tried again, and which aren't."""
     rows = "all rows" if first.count is None else f"{output.count(first.count)} rows"
@@ -320,25 +280,6 @@ def retry_notes(first: Retry) -> Sequence[str]:
         why = ", ".join(f"{output.count(count)} {code}" for code, count in sorted(first.left_out.items()))
         notes.append(f"left out, since they would be refused again: {why}; --include-invalid tries them all the same")
     return notes
-
-
-def _of_folder(given: str, folder: Path, settings: Settings) -> FolderJobs | RootJobs:
-    with FolderStore(folder, read_only=True) as store:
-        ledger = find_ledger(store)
-        if ledger.in_root:
-            return RootJobs(str(store.root), ledger.name, settings)
-        above = store.root.parent
-        if above.name == JOBS.rstrip("/") and _is_called(ledger, store.root.name):
-            return RootJobs(str(above.parent), store.root.name, settings)
-    return FolderJobs(given, folder, settings)
-
-
-def _is_called(ledger: JobLedger, name: str) -> bool:
-    """Whether the job's id is its folder's name, as in a root. A job that can't be read isn't known to be in one."""
-    try:
-        return ledger.job().id == name
-    except LedgerError:
-        return False
 
 
 def _say_missing_models(job: Job, store: ObjectStore) -> None:

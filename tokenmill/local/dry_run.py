@@ -25,7 +25,7 @@ from tokenmill.config.engine_options import EngineOptions
 from tokenmill.local.run_plan import MIN_TOKENS_PER_SEQUENCE, rows_for
 from workers.model.loaded_model import LoadedModel
 from workers.shards.dry_run import DryRunResult, ShardDryRun
-from workers.shards.state import ShardReader
+from workers.shards.shard_reader import ShardReader
 
 ENOUGH_BYTES = 1 << 60
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from pipeline.gateway.inference.request_builder import InferenceSettings
     from pipeline.gateway.inference.response_cache import ResponseCache, ResponseStore
-    from pipeline.gateway.limits.concurrency import ConcurrencySlots
-    from pipeline.gateway.limits.rate_limits import RateSettings
+    from pipeline.gateway.limits.admission import RateSettings
+    from pipeline.gateway.limits.concurrency_slots import ConcurrencySlots
     from pipeline.gateway.webhooks.service import Notifier
     from pipeline.observability.samples import Source
     from pipeline.ports import Lease
@@ -99,7 +99,7 @@ class GatewayService:
         from pipeline.gateway.inference.models import ServedModels
         from pipeline.gateway.inference.request_builder import InferenceRequestBuilder
         from pipeline.gateway.inference.responses import StreamSettings
-        from pipeline.gateway.limits.rate_limits import RateLimiter
+        from pipeline.gateway.limits.admission import RateLimiter
         from pipeline.gateway.routes.dependencies import GatewayDependencies
         from pipeline.gateway.status import Status
         from pipeline.lane.client import CallSettings
@@ -223,7 +223,7 @@ def _check_open(settings: Settings, host: str, has_keys: bool) -> None:
 
 
 def _rates(root: Root, settings: Settings, backends: Backends, batch_rows: int | None) -> RateSettings:
-    from pipeline.gateway.limits.rate_limits import RateSettings
+    from pipeline.gateway.limits.admission import RateSettings
     from pipeline.gateway.limits.storage_quota import StorageQuota
     from pipeline.gateway.limits.tenant_capacity import TenantCapacity
 

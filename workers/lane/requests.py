@@ -16,7 +16,7 @@ from typing import Final
 from engine.request import FinishReason, PartialChoice, Request, as_token_ids
 from schemas.jobs.job import JobSettings, Tier
 from schemas.requests.limits import Limits
-from schemas.requests.requests import BODIES, CHAT_URL, EmbeddingBody, parse_body, unsupported_url
+from schemas.requests.parsing import BODIES, CHAT_URL, EmbeddingBody, parse_body, unsupported_url
 from schemas.workers.lane import LaneRequest
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard

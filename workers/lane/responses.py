@@ -17,7 +17,7 @@ import orjson
 from engine.request import Choice, Completion, PartialChoice
 from schemas.jobs.results import ResultRow
 from schemas.requests.errors import STATUS_CODES, RowError
-from schemas.requests.requests import ChatBody, EmbeddingBody
+from schemas.requests.parsing import ChatBody, EmbeddingBody
 from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
 from workers.lane.requests import PREFIX
 from workers.policies.policy import PolicyGuard

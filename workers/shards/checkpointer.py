@@ -18,8 +18,8 @@ from pipeline.worker_client.ports import CheckpointWork, ShardSink
 from schemas.jobs.checkpoints import FinishedRows, LoggedChoice
 from schemas.jobs.outcome import Usage
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow
+from workers.shards.open_shard import OpenShard
 from workers.shards.resume import logged_choice, unfinished
-from workers.shards.state import OpenShard
 from workers.translation.responses import ResponseBuilder
 
 NO_USAGE: Final = Usage()

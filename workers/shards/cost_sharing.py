@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.embedding.embedder import StepEngine
-from workers.shards.state import OpenShard
+from workers.shards.open_shard import OpenShard
 
 
 def shares_of_step(

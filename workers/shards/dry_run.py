@@ -15,7 +15,8 @@ from pipeline.worker_client.ports import ShardWork
 from workers.rows import PreparedRow
 from workers.settings import WorkerSettings
 from workers.shards.lookahead import Lookahead, engine_has_all
-from workers.shards.state import OpenShard, PreparedShard, ShardReader
+from workers.shards.open_shard import OpenShard, PreparedShard
+from workers.shards.shard_reader import ShardReader
 
 
 @dataclass(frozen=True, slots=True)

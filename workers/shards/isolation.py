@@ -14,12 +14,13 @@ from typing import Final
 import structlog
 
 from engine.request import Completion, Request, SamplingParams, as_token_ids
+from schemas.requests.errors import RowError, RowErrorCode
 from workers.errors import BrokenEngineError
 from workers.model.loaded_model import LoadedModel
 from workers.rows import ComputedRow, PreparedRow
 from workers.shards.bisect import SuspectBisection
+from workers.shards.open_shard import OpenShard
 from workers.shards.resume import resume_failed
-from workers.shards.state import OpenShard
 
 PROOF_SECONDS: Final = 2.0
 """How long a worker must have computed probes or other suspects before it computes a row alone that may have ended a
@@ -30,6 +31,11 @@ times."""
 
 SUSPECT_AFTER: Final = 2
 """Consecutive attempts that died without progress, after which a shard's rows are tried apart."""
+
+CONDEMNED_AFTER: Final = 3
+"""Deaths of a process that computed one row alone, after which the row fails. One or two may be chance. The proofs
+before the second and the third death (`PROOF_SECONDS`) differ by more than the time until a row's first
+checkpoint, so a fault that ends workers a certain time after their start can't coincide with the row in both."""
 
 MAX_FAILED_PROOFS: Final = 3
 """Consecutive failures of the probe, after which the engine counts as broken."""
@@ -205,3 +211,13 @@ def probe(model: LoadedModel) -> Request:
         return Request(PROBE, PROBE_TOKENS, PROBE_PARAMS)
     params = SamplingParams(max_tokens=0, temperature=0.0)
     return Request(PROBE, PROBE_TOKENS, params, pooling=embedding.pooling)
+
+
+def condemn(deaths: int) -> RowError | None:
+    """The final error of a row with which alone a process died `deaths` times; None while the row may be tried."""
+    if deaths < CONDEMNED_AFTER:
+        return None
+    return RowError(
+        RowErrorCode.ENGINE_ERROR,
+        f"the process died {deaths} times while it computed this row and no other; see the system's log for the reason",
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from workers.shards.state import OpenShard
+from workers.shards.open_shard import OpenShard
 
 MAX_BATCHES_AHEAD: Final = 16
 """Limit of the remaining rows that the engine gets, in running batches: a checkpoint visits each row in the engine."""

@@ -13,7 +13,8 @@ from pipeline.ports import Clock
 from pipeline.worker_client.ports import BY_URGENCY, ShardSink, ShardSource
 from schemas.jobs.job import Tier
 from workers.errors import ModelMismatchError
-from workers.shards.state import PreparedShard, ShardReader
+from workers.shards.open_shard import PreparedShard
+from workers.shards.shard_reader import ShardReader
 
 
 class ShardFetcher:

@@ -15,7 +15,7 @@ from workers.observability.metrics import MetricsReader
 from workers.observability.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
 from workers.rows import RejectedRow
 from workers.shards.heartbeats import HeartbeatSender
-from workers.shards.state import OpenShard, PreparedShard
+from workers.shards.open_shard import OpenShard, PreparedShard
 from workers.side_work import SideWork
 from workers.translation.responses import failure_of
 

@@ -42,10 +42,11 @@ from workers.shards.cost_sharing import shares_of_step
 from workers.shards.heartbeats import HEARTBEAT_THREADS, HeartbeatSender, Timer, thread_timer
 from workers.shards.isolation import PROBE, Member, RowIsolation, probe
 from workers.shards.lookahead import Lookahead, engine_has_all
+from workers.shards.open_shard import OpenShard, PreparedShard
 from workers.shards.prefetch import ShardFetcher
 from workers.shards.reporter import WorkerReporter
-from workers.shards.state import OpenShard, PreparedShard, ShardReader
-from workers.shards.writer import RunningRow, ShardWriter
+from workers.shards.shard_reader import ShardReader
+from workers.shards.write_queue import RunningRow, ShardWriter
 from workers.side_work import NoSideWork, SideWork, drain_side_work
 from workers.translation.responses import failure_of
 

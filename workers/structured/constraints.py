@@ -12,7 +12,7 @@ import re
 from typing import Any, Final
 
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import ChatBody, CompletionBody, EmbeddingBody
+from schemas.requests.parsing import ChatBody, CompletionBody, EmbeddingBody
 from schemas.requests.structured import NamedTool, Tool
 from workers.structured.grammar import GrammarSource
 from workers.structured.json_schema import adapt_schema, check_depth, json_rule

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import ChatMessage
+from schemas.requests.parsing import ChatMessage
 from schemas.requests.structured import Tool, ToolCall
 from workers.errors import TokenizerError
 from workers.text.prompt_bounds import bound_of, component_state

@@ -18,7 +18,7 @@ from engine.models.encoders.settings import EmbeddingSettings
 from engine.request import Request, SamplingParams
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import EmbeddingBody
+from schemas.requests.parsing import EmbeddingBody
 from workers.rows import ComputedRow, Envelope, RowName
 from workers.text.tokenizer import TokenIds, Tokenizer
 from workers.translation.requests import JobRules, ModelLimits, encodable

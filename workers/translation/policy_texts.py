@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schemas.requests.requests import ChatBody, ChatMessage, CompletionBody
+from schemas.requests.parsing import ChatBody, ChatMessage, CompletionBody
 from workers.text.tokenizer import SPELT, TokenIds, Tokenizer
 from workers.translation.embeddings import Input
 

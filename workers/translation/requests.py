@@ -18,10 +18,10 @@ from engine.models.encoders.settings import EmbeddingSettings
 from engine.request import Request, SamplingParams
 from schemas.jobs.job import Tier
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import EMBEDDINGS_URL, ChatBody, CompletionBody
+from schemas.requests.parsing import EMBEDDINGS_URL, ChatBody, CompletionBody
 from workers.structured.constraints import grammar_of, shown_tokens, tool_format
 from workers.structured.grammar import Grammar, Grammars
-from workers.text.detokenizer import StopStringWatcher
+from workers.text.stop_strings import StopStringWatcher
 from workers.text.tokenizer import TokenIds, Tokenizer
 
 PRIORITIES: Final = {Tier.INTERACTIVE: 0, Tier.STANDARD: 1, Tier.BULK: 2}

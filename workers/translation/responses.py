@@ -20,7 +20,7 @@ import structlog
 from engine.request import Choice, Completion, FinishReason
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import ChatBody, CompletionBody, EmbeddingBody
+from schemas.requests.parsing import ChatBody, CompletionBody, EmbeddingBody
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RejectedRow, RowName
 from workers.structured.constraints import shown_tokens
 from workers.structured.grammar import Grammar, too_complex

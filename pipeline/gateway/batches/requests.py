@@ -14,7 +14,7 @@ from pipeline.gateway.http.errors import ApiError, bad_request
 from pipeline.ingest.validation import first_mistake
 from schemas.jobs.job import MetadataKey, MetadataValue, OnInvalid
 from schemas.jobs.job_options import AMOUNT_PATTERN, JobOptions, parse_amount
-from schemas.requests.requests import BODIES
+from schemas.requests.parsing import BODIES
 
 EXTENSION: Final = "tokenmill"
 """The field for options that OpenAI's API doesn't have."""

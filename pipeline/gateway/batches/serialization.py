@@ -10,7 +10,7 @@ from pipeline.jobs.serialization import serialize_job
 from pipeline.jobs.summaries import JobSummary
 from pipeline.ledger.ledger import REJECTS, JobLedger, SomeRecord, parse_stored
 from pipeline.ports import ObjectNotFound, ObjectStore
-from pipeline.results.parts import read_part
+from pipeline.results.part_files import read_part
 from schemas.jobs.batch import Batch, unix_time
 from schemas.jobs.outcome import JobStatus, Manifest
 

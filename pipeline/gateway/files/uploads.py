@@ -18,7 +18,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from pipeline.gateway.http.bodies import pieces
+from pipeline.gateway.http.body_reading import pieces
 from pipeline.gateway.http.errors import ApiError, bad_request, storage_full
 from pipeline.ports import World, failure_type
 from schemas.jobs.inputs import InputFormat

@@ -15,7 +15,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.gateway.http.bodies import BodyBudget
+from pipeline.gateway.http.body_reading import BodyBudget
 from pipeline.gateway.http.csrf import HostGuard, check_origin
 from pipeline.gateway.http.errors import (
     ApiError,

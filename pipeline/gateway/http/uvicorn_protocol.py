@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from pipeline.gateway.http.bodies import BodyBudget, sender_of
+from pipeline.gateway.http.body_reading import BodyBudget, sender_of
 from pipeline.gateway.http.errors import ApiError, bad_request, unavailable
 from pipeline.gateway.http.middleware import REQUEST_ID
 

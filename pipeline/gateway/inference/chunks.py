@@ -14,7 +14,7 @@ import orjson
 
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.inference.request_builder import InferenceRequest
-from schemas.requests.requests import CHAT_URL
+from schemas.requests.parsing import CHAT_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
 
 DONE: Final = b"[DONE]"

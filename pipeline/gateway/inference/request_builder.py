@@ -15,7 +15,7 @@ from pipeline.gateway.batches.requests import EXTENSION
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError, bad_request, unavailable
 from pipeline.gateway.inference.response_cache import ResponseCache, cache_key
-from pipeline.gateway.limits.rate_limits import AdmittedRequest, RateLimiter
+from pipeline.gateway.limits.admission import AdmittedRequest, RateLimiter
 from pipeline.ingest.validation import first_mistake
 from pipeline.models.catalog import Catalog
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
@@ -26,7 +26,7 @@ from schemas.models import CatalogEntry
 from schemas.requests.bodies import Body
 from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.limits import Limits
-from schemas.requests.requests import CHAT_URL, CompletionBody, GenerationBody, dump_body, parse_body
+from schemas.requests.parsing import CHAT_URL, CompletionBody, GenerationBody, dump_body, parse_body
 from schemas.workers.lane import EndEvent, LaneRequest
 
 _CATALOG_CACHE_SECONDS: Final = 5.0

@@ -15,7 +15,7 @@ from pipeline.gateway.response_models import Error
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
 from schemas.requests.fields import NULL, TEXT, TEXTS, one_of
-from schemas.requests.requests import BODIES, EMBEDDINGS_URL, NO_CHANGE
+from schemas.requests.parsing import BODIES, EMBEDDINGS_URL, NO_CHANGE
 
 Json = dict[str, Any]
 

@@ -13,10 +13,10 @@ from pipeline.gateway.batches.service import Batches
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Authority, Caller, require_scope
-from pipeline.gateway.http.bodies import BodyBudget, read_object
+from pipeline.gateway.http.body_reading import BodyBudget, read_object
 from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.models import ServedModels
-from pipeline.gateway.limits.rate_limits import RateLimiter
+from pipeline.gateway.limits.admission import RateLimiter
 from pipeline.gateway.status import Status
 from pipeline.observability.exposition import Metrics
 from pipeline.ports import World

@@ -15,7 +15,7 @@ from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.inference.sse import STREAM_ID, EventStream, wait_for_disconnect
 from pipeline.gateway.openapi.document import BODY, document_body, document_responses
 from pipeline.gateway.routes.dependencies import add_headers, authenticated_caller, json_body
-from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
+from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
 InferenceCaller = Annotated[Caller, authenticated_caller(Scope.INFERENCE)]
 Body = Annotated[dict[str, Any], json_body()]

@@ -24,7 +24,7 @@ from starlette.websockets import WebSocketState
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller, require_scope
-from pipeline.gateway.http.bodies import parse_object_off_loop
+from pipeline.gateway.http.body_reading import parse_object_off_loop
 from pipeline.gateway.http.errors import (
     RETRY_SECONDS,
     ApiError,
@@ -40,7 +40,7 @@ from pipeline.gateway.inference.responses import InferenceResponses, Stream
 from pipeline.gateway.inference.sse import read_items
 from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.ports import PipelineError
-from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL
+from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL
 from schemas.settings.gateway import GatewayOptions
 
 _INTERNAL_ERROR: Final = 1011

@@ -26,7 +26,7 @@ from pipeline.tracing import NO_TRACES, Traces, current_traceparent
 from schemas.jobs.job import Tier
 from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode, error_body
 from schemas.requests.limits import Limits
-from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, dump_body, parse_body
+from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, dump_body, parse_body
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 GENERATE: Final = "tokenmill.generate"

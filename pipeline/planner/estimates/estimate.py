@@ -13,7 +13,7 @@ from pipeline.planner.plan import limited
 from pipeline.planner.ports import RowSource, TokenCounter
 from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.segment import SegmentBuilder, SegmentTexts
-from pipeline.planner.sizes import SegmentSizes
+from pipeline.planner.segment_sizes import SegmentSizes
 from pipeline.planner.tokens import TemplateTokens, TokenEstimator
 from pipeline.planner.validate import Validator
 from pipeline.ports import World

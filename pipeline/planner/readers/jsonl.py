@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import orjson
 
 from pipeline.planner.ports import InputError, SourceBatch, SourceFile, SourceRow, TooManyRows
-from pipeline.planner.sizes import SegmentSizes
+from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
 

@@ -16,10 +16,10 @@ from pipeline.planner.ports import InputError, SourceBatch, SourceFile, SourceRo
 from pipeline.planner.readers.jsonl import BATCH_BYTES, BATCH_ROWS, BLANK, parse_json
 from pipeline.planner.readers.parquet_cells import cells_of, row_bytes
 from pipeline.planner.readers.parquet_decoding import decoding, read_footer, read_tables
-from pipeline.planner.sizes import SegmentSizes
+from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
-from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
+from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
 CONTENT = ("body", "messages", "prompt")
 TO_EMBED = "input"

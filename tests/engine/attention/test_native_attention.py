@@ -100,6 +100,7 @@ def test_a_row_in_a_chunk_is_the_row_that_decodes(path: str) -> None:
         assert torch.equal(torch.cat(got), in_chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_long_contexts_spread_over_threads_change_no_bit(path: str) -> None:
     table = list(range(1, 130))

@@ -18,7 +18,7 @@ from engine.models.load import load_model
 from engine.models.native import NativeBuilder
 from engine.native.linear import NativeLinear
 from engine.native.structs import ElementKind
-from engine.quant.int8 import Int8Linear, Int8WeightLinear, quantize_rows
+from engine.quant.int8_linear import Int8Linear, Int8WeightLinear, quantize_rows
 from tests.native_paths import native_path
 
 CPU = torch.device("cpu")

@@ -65,18 +65,24 @@ def library(request: pytest.FixtureRequest) -> NativeLibrary:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_those_of_the_weights(name: str, shape: tuple[int, int], library: NativeLibrary) -> None:
+def test_products_and_their_argmax_are_those_of_the_weights(
+    name: str, shape: tuple[int, int], library: NativeLibrary
+) -> None:
     kind, dtype, most = KINDS[name]
     for rows in ROWS:
-        for with_bias in (True, False):
-            weight, bias, x = random_inputs(*shape, rows, dtype)
-            linear = NativeLinear.dense(library, kind, weight, bias if with_bias else None)
+        weight, bias, x = random_inputs(*shape, rows, dtype)
+        # Below zero the padding's zeros would be the largest.
+        for number, added in enumerate((bias, None, bias - 50.0)):
+            linear = NativeLinear.dense(library, kind, weight, added)
             y = product(linear, x)
             assert (y.shape, y.dtype) == ((rows, shape[0]), torch.float32)
             # Few quantized elements can be further off than many.
             allowed = most if most < 1e-4 else most * (1 + 40 / math.prod((*shape, rows)))
-            assert relative_error(y, exact(x, weight, bias if with_bias else None, kind)) < allowed, (rows, with_bias)
+            assert relative_error(y, exact(x, weight, added, kind)) < allowed, (rows, number)
             assert torch.equal(linear(x), y.to(dtype))
+            best, finite = argmax(linear, x)
+            assert torch.equal(best, y.argmax(dim=1)), (rows, number)
+            assert finite.all()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -113,20 +119,6 @@ def test_threads_change_no_bit(name: str, threads: int, library: NativeLibrary) 
     ours, theirs = (NativeLinear.dense(each, kind, weight, bias) for each in (library, other))
     assert torch.equal(product(ours, x), product(theirs, x))
     assert torch.equal(argmax(ours, x)[0], argmax(theirs, x)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_argmax_is_that_of_the_products(name: str, shape: tuple[int, int], library: NativeLibrary) -> None:
-    kind, dtype, _ = KINDS[name]
-    for rows in ROWS:
-        for shift in (0.0, -50.0):  # below zero, where the padding's zeros would win
-            weight, bias, x = random_inputs(*shape, rows, dtype)
-            linear = NativeLinear.dense(library, kind, weight, bias + shift)
-            best, finite = argmax(linear, x)
-            assert torch.equal(best, product(linear, x).argmax(dim=1)), (rows, shift)
-            assert finite.all()
 
 
 @pytest.mark.parametrize("name", KINDS)

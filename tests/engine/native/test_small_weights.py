@@ -61,6 +61,7 @@ def test_products_are_those_of_the_dequantized_weight(name: str, dtype: str, lib
             assert torch.equal(product(linear, x[:rows]), want[:rows]), (n, k, group, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["int4, two levels (Q4_K)", "int8, float32", "fp8"])
 def test_every_number_of_rows_gives_the_same_bits(name: str, dtype: str, library: NativeLibrary) -> None:
@@ -94,6 +95,7 @@ def test_the_argmax_is_that_of_the_dequantized_weight(name: str, library: Native
         assert torch.equal(best, dense(library, weight, torch.bfloat16).argmax(x, space)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [32, 45, 100])
 @pytest.mark.parametrize("name", WEIGHT_KINDS)
 def test_gate_and_up_are_interleaved_as_dense_ones_are(name: str, inner: int, library: NativeLibrary) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.quant.fp8 import Fp8Kernel, Fp8Product, multiplies_rowwise, quantize_rows_fp8
+from engine.quant.fp8_linear import Fp8Kernel, Fp8Product, multiplies_rowwise, quantize_rows_fp8
 from engine.quant.rtn import Rounding, round_to_nearest
 from engine.quant.weight import Activations, QWeight
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.quant.gptq import CalibratingBuilder, by_module, gptq
+from engine.quant.gptq_rounding import CalibratingBuilder, by_module, gptq
 from engine.quant.rtn import Rounding, round_to_nearest
 from engine.quant.weight import QWeight
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.quant.int8 import Int8Linear, Int8WeightLinear, int8_product, quantize_rows
+from engine.quant.int8_linear import Int8Linear, Int8WeightLinear, int8_product, quantize_rows
 
 SHAPES = ((1, 1), (33, 7), (96, 576), (576, 96))
 ROWS = (1, 2, 17, 130)
@@ -96,7 +96,7 @@ def test_rows_and_weights_of_zeros_are_zero() -> None:
 def test_where_torchs_int8_product_is_cut_off_it_is_not_used() -> None:
     """On processors without VNNI pairs of products are added in 16 bits; torch can be set to compute like one."""
     program = (
-        "import torch; from engine.quant.int8 import Int8Linear\n"
+        "import torch; from engine.quant.int8_linear import Int8Linear\n"
         "x = torch.full((3, 64), 2.0)\n"
         "print(Int8Linear(torch.ones(4, 64))(x).tolist() == [[128.0] * 4] * 3)"
     )

@@ -18,7 +18,7 @@ from engine.models.decoder_builder import DecoderBuilder, TorchBuilder
 from engine.models.hf_check import DenseAttend
 from engine.models.load import load_model
 from engine.models.native import NativeBuilder
-from engine.quant.fp8 import multiplies_rowwise
+from engine.quant.fp8_linear import multiplies_rowwise
 from engine.quant.linear import QuantizedLinear, fast_at_load
 from engine.quant.rtn import AT_LOAD, at_load, round_to_nearest
 from engine.quant.weight import Activations

@@ -15,7 +15,7 @@ from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, S
 from engine.config import SpeculationConfig
 from engine.device_transfer import PinnedTransfer, make_transfer
 from engine.errors import EngineError, EngineLost
-from engine.quant.int8 import Int8Linear, Int8WeightLinear
+from engine.quant.int8_linear import Int8Linear, Int8WeightLinear
 from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
 from engine.quant.weight import Activations, QWeight
 from tests.engine.quant.test_fp8_product import BY_ROWS

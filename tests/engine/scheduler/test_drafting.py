@@ -37,6 +37,7 @@ def run(h: Harness, made: list[Request]) -> None:
     h.check_empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8])
 def test_given_rejected_drafts_that_fill_blocks_then_no_block_is_published_under_them(block_size: int) -> None:
     # Given a cache whose named blocks are compared with their names after each step (see the harness),

@@ -118,6 +118,7 @@ def test_windows_hide_earlier_positions(window: int, device: torch.device, upcas
     compare(device, upcast, seed=3, window=window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 4, 96])
 def test_blocks_have_any_size(block_size: int, device: torch.device, upcast: bool) -> None:
     compare(device, upcast, seed=4, block_size=block_size, window=20)

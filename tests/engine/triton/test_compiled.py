@@ -49,8 +49,9 @@ def test_steps_of_any_size_share_a_few_kernels(tmp_path: Path) -> None:
     assert found == {"store_tokens": 1, "attend_tiles": 2}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, pytest.param(89, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("capability", [90, 89])
 def test_products_compile_and_fit_and_depend_on_their_tile_alone(capability: int, tmp_path: Path) -> None:
     found = compiled("products", capability, tmp_path)
     assert [each for each in found if each["shared"] > SHARED[capability]] == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.quant.fp8 import multiplies_groups, multiplies_rowwise, quantize_rows_fp8
+from engine.quant.fp8_linear import multiplies_groups, multiplies_rowwise, quantize_rows_fp8
 from engine.quant.linear import fast_kernel
 from engine.quant.rtn import Rounding, round_to_nearest
 from engine.quant.weight import Activations, QWeight

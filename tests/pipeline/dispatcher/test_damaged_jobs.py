@@ -12,9 +12,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatcher.job_state import MAX_RESUME_ATTEMPTS
-from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.jobs.serialization import serialize_job
 from pipeline.jobs.summaries import summarize_job
 from pipeline.ledger.ledger import JOB, REJECTS, JobLedger, part_key, segment_key

@@ -102,6 +102,7 @@ class ResettableHeartbeats:
         self.workers, self.since = self._heartbeats.workers, self._heartbeats.since
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

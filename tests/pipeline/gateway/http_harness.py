@@ -24,8 +24,8 @@ from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.controller import JobController, JobControllerSettings
+from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.gateway.app import make_app
 from pipeline.gateway.batches.finalizer import Finalizer
 from pipeline.gateway.batches.service import Batches
@@ -40,7 +40,7 @@ from pipeline.gateway.inference.models import ServedModels
 from pipeline.gateway.inference.request_builder import InferenceRequestBuilder, InferenceSettings
 from pipeline.gateway.inference.response_cache import MemoryResponseStore, ResponseCache
 from pipeline.gateway.inference.responses import InferenceResponses, StreamSettings
-from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
+from pipeline.gateway.limits.admission import RateLimiter, RateSettings
 from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.gateway.status import Status
 from pipeline.ingest.intake import Intake, IntakeSettings

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.lane.ports import OpenLane
-from schemas.requests.requests import EMBEDDINGS_URL
+from schemas.requests.parsing import EMBEDDINGS_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.pipeline.made_jobs import PIN
 

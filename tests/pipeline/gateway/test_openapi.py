@@ -67,6 +67,7 @@ class OperationClient:
             assert connection.recv(65_536)
 
 
+@pytest.mark.slow
 def test_it_is_an_openapi_document(harness: HttpHarness) -> None:
     with harness.http() as http:
         document = http.get("/openapi.json").json()

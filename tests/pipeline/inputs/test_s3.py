@@ -106,6 +106,7 @@ def plan_it(world: World, pinned: InputRef, s3: S3Connection, on_invalid: OnInva
     return ledger
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), [("in.jsonl", lines), ("in.parquet", parquet)])
 def test_given_an_object_in_s3_when_its_job_is_planned_then_the_plan_holds_its_rows(
     server: S3Server, bucket: str, s3: S3Connection, tmp_path: Path, versioned: bool, name: str,
@@ -122,6 +123,7 @@ def test_given_an_object_in_s3_when_its_job_is_planned_then_the_plan_holds_its_r
     assert prompts(plan_it(simulated_world(tmp_path), pinned, s3)) == [f"old {row}" for row in range(ROWS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), [("in.jsonl", lines), ("in.parquet", parquet)])
 def test_given_an_object_that_is_replaced_while_its_job_is_planned_then_the_two_are_never_mixed(
     server: S3Server, bucket: str, s3: S3Connection, tmp_path: Path, versioned: bool, name: str,
@@ -142,6 +144,7 @@ def test_given_an_object_that_is_replaced_while_its_job_is_planned_then_the_two_
         assert prompts(JobLedger(store)) == [f"old {row}" for row in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["replaced", "deleted"])
 def test_given_an_object_that_changed_after_it_was_pinned_when_it_is_looked_at_then_one_line_says_so(
     server: S3Server, bucket: str, s3: S3Connection, versioned: bool, change: str
@@ -189,6 +192,7 @@ def test_an_object_stored_by_ingest_may_be_pinned_by_its_hash(
         PinnedS3Input(pinned, s3)
 
 
+@pytest.mark.slow
 def test_the_files_below_a_prefix_are_one_input(server: S3Server, bucket: str, s3: S3Connection) -> None:
     for key in (
         "d/b.jsonl",

@@ -57,6 +57,7 @@ def check_what_stands(out: Path) -> None:
         assert summary.problem is None
 
 
+@pytest.mark.slow
 def test_given_kills_at_any_moment_when_the_run_is_repeated_then_it_ends_whole(tmp_path: Path, source: Path) -> None:
     """Of eight lives every second one is killed soon after a commit. None may commit more than one shard, of many."""
     out, chance, committed, done = tmp_path / "out", random.Random(5), {}, 0

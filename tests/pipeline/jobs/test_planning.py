@@ -20,7 +20,7 @@ from pipeline.jobs.summaries import summarize_job
 from pipeline.ledger.ledger import JobLedger, part_key
 from pipeline.planner import InputError, InvalidInput
 from pipeline.ports import ObjectInfo, StoreError, World
-from pipeline.results.parts import PartEntry, read_part
+from pipeline.results.part_files import PartEntry, read_part
 from schemas.jobs.job import Job, JobSettings, OnInvalid
 from schemas.jobs.outcome import JobStatus
 from schemas.requests.limits import PlanSettings

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.planner import PlanMismatch, segment
-from pipeline.planner.sizes import SegmentSizes
+from pipeline.planner.segment_sizes import SegmentSizes
 from pipeline.ports import StoreError
 from schemas.jobs.job import OnInvalid
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.planner.cut import ShardLimits, cut
+from pipeline.planner.shard_cut import ShardLimits, cut
 from pipeline.simulator.lower_bound import OracleJob
 from pipeline.simulator.oracle import best
 from pipeline.simulator.simulation import EPOCH

@@ -16,7 +16,7 @@ from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ledger.ledger import CLOSING, JobLedger, part_key, work_key
 from pipeline.ledger.records import AttemptRecord, ShardReport
 from pipeline.ports import ShardTask, StoreError, WorkerState, World
-from pipeline.results.parts import RowsMismatch, read_part
+from pipeline.results.part_files import RowsMismatch, read_part
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.worker_client import shard_client
 from pipeline.worker_client.ports import RevokedShards, ShardWork, WorkerLoad

@@ -12,7 +12,7 @@ from pipeline.planner.prefix import prompt_bytes
 from pipeline.planner.validate import stored_and_hash
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
-from schemas.requests.requests import CHAT_URL, ChatBody, dump_body, load_body, parse_body
+from schemas.requests.parsing import CHAT_URL, ChatBody, dump_body, load_body, parse_body
 
 INVALID, UNSUPPORTED = RowErrorCode.INVALID_REQUEST, RowErrorCode.UNSUPPORTED_PARAMETER
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b"]}

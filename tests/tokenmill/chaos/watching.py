@@ -13,7 +13,7 @@ import pandas as pd
 import polars as pl
 import pyarrow.parquet as pq
 
-from pipeline.results.parts import FOOTER_KEY
+from pipeline.results.part_files import FOOTER_KEY
 from schemas.jobs.checkpoints import CheckpointHead, decode
 
 REFUSED = "part-00000.parquet"

@@ -31,6 +31,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmill.commands.quantize.WINDOW", 64)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_given_a_model_when_quantized_then_a_job_runs_on_it(
     tokenmill: Cli, folder: Path, model_folder: Path, text: Path, chat: Any, write_lines: Any, results: Any

@@ -148,6 +148,7 @@ def test_given_no_bucket_when_a_model_is_pulled_then_the_error_has_a_remedy(weig
         pull(f"s3://{weights.bucket}-not/models", tmp_path, ignore_message)
 
 
+@pytest.mark.slow
 def test_given_too_small_a_disk_when_a_model_is_pulled_then_it_is_refused_before(
     weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.adapters.system_clock import SystemClock
-from pipeline.dispatcher.metrics import DispatchMetrics
+from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import PlanningCancelled, PlanningFailed, PlanOutcome
 from pipeline.jobs.submit import submit
@@ -33,7 +33,7 @@ from tests.waiting import HANG_SECONDS, wait_for
 from tokenmill.processes.planner_pool import PlannerPool
 from tokenmill.root import Root, open_root
 from tokenmill.services.backends import Backends, in_process_backends
-from tokenmill.services.parts import dispatcher_part
+from tokenmill.services.service_parts import dispatcher_part
 
 STUCK_SECONDS = 600.0
 MEMORY = 512 << 20
@@ -109,6 +109,7 @@ def wait_until(what: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_given_a_file_that_takes_more_memory_than_a_plan_may_then_it_fails_alone_and_the_next_is_planned(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_given_a_file_that_takes_more_memory_than_a_plan_may_then_it_fails_alone
     assert good.planned_parts() == {0, 1}
 
 
+@pytest.mark.slow
 def test_one_process_plans_many_jobs(root: Root, pool: PlannerPool, tmp_path: Path) -> None:
     pids = set()
     for number in range(5):
@@ -253,10 +255,9 @@ def test_given_a_stopped_planner_when_it_reports_no_progress_for_too_long_then_i
     assert large.planned_parts() is not None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["jsonl", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("parquet", "blank"))]
-)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "blank"])
 def test_given_a_large_input_that_moves_on_then_its_planner_is_not_killed_however_long_it_takes(
     root: Root, pool: PlannerPool, clock: ManualClock, tmp_path: Path, kind: str
 ) -> None:

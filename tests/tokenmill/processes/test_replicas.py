@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.ledger.ledger import JobLedger
-from pipeline.results.parts import read_part
+from pipeline.results.part_files import read_part
 from tests.waiting import HANG_SECONDS
 from tokenmill.config.engine_options import EngineOptions
 from tokenmill.errors import UserError

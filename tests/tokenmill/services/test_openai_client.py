@@ -465,7 +465,7 @@ def test_a_stopping_gateway_refuses_new_requests_and_ends_its_streams(served: In
 
     def read() -> None:
         more: Any = {"stream": True, "extra_body": {"ignore_eos": True}}
-        stream = client.chat.completions.create(**chat(1, max_tokens=480), **more)
+        stream = client.chat.completions.create(**chat(1, max_tokens=240), **more)
         ends.append([chunk.choices[0].finish_reason for chunk in stream][-1])
 
     readers = [threading.Thread(target=read) for _ in range(STREAMS)]

@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 
 from pipeline import metric_collectors
 from pipeline.dispatcher.controller import JobController
+from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.dispatcher import Dispatcher
-from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.egress.publisher import Publisher
 from pipeline.egress.release_events import ReleaseEventPublisher
 from pipeline.gateway.batches.finalizer import Finalizer
@@ -45,7 +45,7 @@ from tokenmill.root import Root, open_root
 from tokenmill.services import spot_interruption as spot_notice
 from tokenmill.services.backends import Backends, in_process_backends
 from tokenmill.services.intake import ingest_services
-from tokenmill.services.parts import dispatcher_part, folder_part, housekeeping_part
+from tokenmill.services.service_parts import dispatcher_part, folder_part, housekeeping_part
 
 
 class UnexpectedError(Exception):
@@ -164,6 +164,7 @@ WAITING = ("kafka", "celery", "spot notice")
 """Parts whose next turn would call a server that isn't there: only that the turn comes is checked."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_given_an_unexpected_error_then_its_part_is_restarted(
     root: Root, backends: Backends, monkeypatch: pytest.MonkeyPatch, part: str
@@ -222,6 +223,7 @@ def test_given_a_part_that_cant_go_on_then_the_process_ends_with_its_reason(
         run_until_stopped(StopSignal(), root.world, wait_for_stop, {"kafka": kafka(root, backends)})
 
 
+@pytest.mark.slow
 def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
     """The loss of the process's main part: a worker's engine."""
 

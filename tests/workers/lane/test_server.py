@@ -392,6 +392,7 @@ def test_unprepared_requests_are_handed_back_when_the_worker_ends(
     wait_until(lambda: bool(lane.read({"first": START}, 0)))
 
 
+@pytest.mark.slow
 def test_many_are_answered_at_once(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
     model, _ = host(max_num_seqs=4)
     work(model)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
-from schemas.requests.requests import ChatMessage
+from schemas.requests.parsing import ChatMessage
 from schemas.settings.settings import load_settings
 from tokenmill.models.sources import find
 from workers.model.loaded_model import LoadedModel

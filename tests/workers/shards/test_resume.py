@@ -255,6 +255,7 @@ def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts
     assert manifest.usage.completion == whole.usage.completion
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2, 10, 22])
 def test_given_a_row_that_kills_its_worker_when_tried_again_then_it_alone_fails(
     tokens: int, tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any

@@ -36,7 +36,7 @@ from workers.errors import BrokenEngineError, ModelMismatchError
 from workers.model.loaded_model import LoadedModel
 from workers.observability.progress import WorkerProgress
 from workers.settings import WorkerSettings
-from workers.shards.state import ShardReader
+from workers.shards.shard_reader import ShardReader
 from workers.shards.worker import ShardWorker
 from workers.text.tokenizer import Tokenizer
 from workers.translation.requests import ModelLimits

@@ -48,6 +48,7 @@ def written(made: Grammar, tokens: list[bytes], chance: random.Random) -> str | 
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed",
     [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 6))],

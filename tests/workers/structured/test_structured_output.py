@@ -19,7 +19,7 @@ from engine.config import CacheConfig, EngineConfig, ScheduleConfig, Speculation
 from pipeline.adapters.system_clock import SystemClock
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode
-from schemas.requests.requests import CHAT_URL, ChatBody, parse_body
+from schemas.requests.parsing import CHAT_URL, ChatBody, parse_body
 from schemas.workers.lane import EndEvent, LaneRequest, TokensEvent
 from tests.workers.structured import tool_templates
 from workers.lane.requests import LaneReader

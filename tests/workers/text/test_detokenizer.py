@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from workers.text.detokenizer import IncrementalDetokenizer, StopStringWatcher
+from workers.text.detokenizer import IncrementalDetokenizer
+from workers.text.stop_strings import StopStringWatcher
 from workers.text.tokenizer import NOTHING_SHOWN, TokenIds, Tokenizer
 
 PROMPT = np.array([1, 50, 60, 70, 80], dtype=np.int32)

@@ -13,11 +13,11 @@ import pytest
 
 from engine.config import EngineConfig
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import ChatMessage
+from schemas.requests.parsing import ChatMessage
 from workers.errors import TokenizerError
 from workers.model.loaded_model import LoadedModel
-from workers.shards.state import ShardReader
-from workers.text.detokenizer import StopStringWatcher
+from workers.shards.shard_reader import ShardReader
+from workers.text.stop_strings import StopStringWatcher
 from workers.text.tokenizer import SPELT, Tokenizer
 from workers.translation.requests import JobRules, ModelLimits, RowHints, Translator
 

@@ -16,7 +16,7 @@ from tokenizers import Regex as RustRegex
 from tokenizers import Tokenizer as RustTokenizer
 
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import ChatMessage, CompletionBody
+from schemas.requests.parsing import ChatMessage, CompletionBody
 from tests.workers.conftest import byte_level_tokenizer, sentencepiece_tokenizer
 from workers.text.prompt_bounds import JOINED_BY_COMPOSITION, bound_of
 from workers.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import ChatMessage
+from schemas.requests.parsing import ChatMessage
 from workers.errors import TokenizerError
 from workers.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine.request import Request
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import ChatBody, CompletionBody, parse_body
+from schemas.requests.parsing import ChatBody, CompletionBody, parse_body
 from workers.text.tokenizer import Tokenizer
 from workers.translation.requests import JobRules, ModelLimits, RowHints, StopWatchers, Translator, row_seed
 

@@ -14,7 +14,7 @@ import pytest
 from engine.request import Choice, Completion, FinishReason, Request, SamplingParams, TokenLogprobs
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import ChatBody, CompletionBody, parse_body
+from schemas.requests.parsing import ChatBody, CompletionBody, parse_body
 from workers.rows import ComputedRow, PreparedRow, RejectedRow, RowName
 from workers.text.logprobs import TokenTexts, completion_logprobs
 from workers.text.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenmill import output
 from tokenmill.config.cli_options import Debug, GatewayUrl, JobGiven, Json, RootUrl
-from tokenmill.jobs.opening import open_jobs
+from tokenmill.jobs.job_location import open_jobs
 
 
 def cancel(

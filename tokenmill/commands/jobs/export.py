@@ -11,7 +11,7 @@ from tokenmill import output
 from tokenmill.config.cli_options import Debug, GatewayUrl, JobGiven, Json, RootUrl
 from tokenmill.errors import UserError
 from tokenmill.jobs.backend import ExportRequest
-from tokenmill.jobs.opening import open_jobs
+from tokenmill.jobs.job_location import open_jobs
 
 
 def export(

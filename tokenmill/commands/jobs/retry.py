@@ -39,7 +39,7 @@ from tokenmill.config.cli_options import (
 )
 from tokenmill.errors import InputUnusable, ModelError, UserError
 from tokenmill.jobs.backend import RetryRequest
-from tokenmill.jobs.opening import open_jobs
+from tokenmill.jobs.job_location import open_jobs
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:

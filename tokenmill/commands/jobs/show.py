@@ -13,7 +13,7 @@ from tokenmill.commands.jobs.retry import retry
 from tokenmill.commands.jobs.verify import verify
 from tokenmill.config.cli_options import Debug, Every, GatewayUrl, JobGiven, Json, RootUrl
 from tokenmill.errors import EXIT_USAGE
-from tokenmill.jobs.opening import open_job_list, open_jobs
+from tokenmill.jobs.job_location import open_job_list, open_jobs
 
 app = typer.Typer(help="Jobs in local folders, and in the root of an installation.", rich_markup_mode=None)
 

@@ -12,7 +12,7 @@ def verify(job: JobGiven, root_url: RootUrl = None, as_json: Json = False, _debu
 
     Reads every byte. Exit code 1: a file is missing or is another, or the job has not ended.
     """
-    from tokenmill.jobs.ledger_backend import locate
+    from tokenmill.jobs.job_location import locate
 
     manifest, where, files = locate(job, root_url, read_settings()).verify()
     if as_json:

@@ -102,6 +102,7 @@ def test_given_one_operation_that_still_fails_when_another_succeeds_then_the_out
     assert logs[-1]["event"] == "S3 answers again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["AccessDenied", "ExpiredToken", "InvalidAccessKeyId"])
 def test_given_a_refusal_for_some_seconds_where_the_store_has_worked_then_it_is_waited_for(
     code: str, proxy: FaultyHttp, store: Callable[[Clock], S3Store]

@@ -69,6 +69,7 @@ def test_any_way_of_seeking_and_reading_gives_the_same_as_a_file(
             stream.seek(-1)
 
 
+@pytest.mark.slow
 def test_given_a_server_that_answers_with_other_bytes_than_requested_then_they_are_not_taken(
     proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def harness(tmp_path: Path) -> Any:
         yield harness
 
 
+@pytest.mark.slow
 def test_all_errors_are_openai_error_objects(harness: HttpHarness) -> None:
     with harness.http() as http:
         for method, path, status in (

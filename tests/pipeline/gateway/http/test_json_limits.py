@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.gateway.http.bodies import parse_object, parse_object_off_loop
+from pipeline.gateway.http.body_reading import parse_object, parse_object_off_loop
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.http.json_limits import MAX_CONTAINERS_AND_KEYS, MAX_VALUES, check_bounds
-from pipeline.gateway.limits.rate_limits import RateSettings
+from pipeline.gateway.limits.admission import RateSettings
 from pipeline.planner.readers.jsonl import nested_deeper
 from schemas.requests.limits import RateLimits
 from tests.patient_websocket import connect
@@ -51,7 +51,7 @@ def test_a_large_body_is_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPat
         parsers.append(threading.current_thread())
         return orjson.loads(data)
 
-    monkeypatch.setattr("pipeline.gateway.http.bodies.orjson", SimpleNamespace(loads=parse))
+    monkeypatch.setattr("pipeline.gateway.http.body_reading.orjson", SimpleNamespace(loads=parse))
     asyncio.run(parse_object_off_loop(BODIES["text"], 64))
     assert len(parsers) == 1
     assert parsers[0] is not threading.main_thread()
@@ -72,6 +72,7 @@ def test_bounds_are_checked_window_by_window(name: str, monkeypatch: pytest.Monk
     assert 0 < max(sizes) <= 64 << 10
 
 
+@pytest.mark.slow
 def test_bodies_with_too_many_values_are_refused() -> None:
     for name in ("lists", "objects", "strings", "quotes", "numbers", "keys"):
         with pytest.raises(ApiError) as refused:

@@ -112,6 +112,7 @@ def test_a_page_of_batches_has_the_same_cost_for_any_number_of_batches(world: Wo
     assert costs[0] == costs[1]
 
 
+@pytest.mark.slow
 @given(names=st.lists(NAMES, unique=True, max_size=20), after=st.none() | NAMES)
 @example(names=["a", "ab", "ab.", "aB", "y", "yy", "-".join("zz")], after="ab")
 @example(names=["job-1", "job-10", "job-2"], after="job-1")

@@ -23,7 +23,7 @@ from pipeline.gateway.inference.response_cache import (
     ResponseStore,
     cache_key,
 )
-from pipeline.gateway.limits.rate_limits import RateSettings
+from pipeline.gateway.limits.admission import RateSettings
 from pipeline.models.catalog import Catalog
 from schemas.models import CatalogEntry
 from schemas.requests.limits import RateLimits
@@ -191,6 +191,7 @@ def test_caching_can_be_the_default(tmp_path: Path) -> None:
         assert len(harness.worker.requests) == before + 2
 
 
+@pytest.mark.slow
 def test_a_cached_response_takes_no_tokens_and_no_slot(tmp_path: Path) -> None:
     limits = RateLimits(tokens_per_minute=200, running_requests=1)
     with run_http_harness(tmp_path, rates=RateSettings(tenant=limits)) as harness:

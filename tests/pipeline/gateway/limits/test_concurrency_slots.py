@@ -16,8 +16,8 @@ from websockets.sync.client import ClientConnection
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.responses import StreamSettings
-from pipeline.gateway.limits.concurrency import MemoryConcurrencySlots
-from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
+from pipeline.gateway.limits.admission import RateLimiter, RateSettings
+from pipeline.gateway.limits.concurrency_slots import MemoryConcurrencySlots
 from schemas.requests.limits import RateLimits
 from schemas.settings.gateway import GatewayOptions
 from tests.patient_websocket import connect

@@ -15,7 +15,7 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.http.pagination import PageRequest
-from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
+from pipeline.gateway.limits.admission import RateLimiter, RateSettings
 from pipeline.gateway.limits.storage_quota import NEAR_REFRESH_SECONDS, REFRESH_SECONDS, StorageQuota
 from pipeline.gateway.records import StoredFile, new_file_id
 from pipeline.ledger.tenant_index import files_of

@@ -273,6 +273,7 @@ def test_given_events_of_other_inboxes_when_they_come_then_they_are_ignored_left
     assert len(harness.dead_letters()) == 1
 
 
+@pytest.mark.slow
 def test_given_a_refused_message_when_it_is_replayed_then_it_is_on_the_queue_again(
     harness: NotifiedInboxHarness,
 ) -> None:

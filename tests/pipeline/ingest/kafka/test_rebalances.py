@@ -193,6 +193,7 @@ def test_given_fifty_rebalances_when_records_flow_then_each_is_taken_once(harnes
     check_taken(harness, rebalance(harness, times=25, every=0.5, seed=2))  # each member that comes also goes
 
 
+@pytest.mark.slow
 def test_given_the_broker_dies_and_comes_back_when_records_flow_then_none_is_lost(
     durable_kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ import pytest
 from pipeline.planner import BrokenInput, InputError, SourceFile, TooManyRows, open_source
 from pipeline.planner.readers import parquet_decoding as parquet_reading
 from pipeline.planner.readers.parquet import ParquetSource
-from pipeline.planner.sizes import SegmentSizes
+from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.jobs.inputs import InputFormat
 from schemas.requests.errors import RowError
 from schemas.requests.limits import Limits
@@ -200,7 +200,7 @@ READS = """
 import resource, sys
 from pathlib import Path
 from pipeline.planner import SourceFile, open_source
-from pipeline.planner.sizes import SegmentSizes
+from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.jobs.inputs import InputFormat
 from schemas.requests.limits import Limits
 from tests.waiting import HANG_SECONDS

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.planner import SourceBatch, SourceFile, TooManyRows
 from pipeline.planner.readers.jsonl import JsonlSource, nested_deeper
-from pipeline.planner.sizes import SegmentSizes
+from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.requests.errors import RowError
 from schemas.requests.limits import Limits
 

@@ -1,26 +1,25 @@
-"""Prepares shards for the engine, and holds the state of a shard while it is computed."""
+"""Prepares shards for the engine: reads bodies, renders chat templates, checks policies, tokenizes."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import structlog
 from pydantic import ValidationError
 
 from pipeline.worker_client.ports import ShardWork
-from schemas.jobs.checkpoints import LoggedChoice
-from schemas.jobs.outcome import Usage
-from schemas.jobs.results import ResultRow
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.requests import BODIES, CHAT_URL, Body, EmbeddingBody, load_body
+from schemas.requests.parsing import BODIES, CHAT_URL, Body, EmbeddingBody, load_body
 from workers.errors import ModelMismatchError
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
-from workers.rows import FinishedRow, PreparedRow, RejectedRow, RowName
+from workers.rows import PreparedRow, RejectedRow, RowName
+from workers.shards.isolation import condemn
+from workers.shards.open_shard import PreparedShard
 from workers.shards.resume import resume
 from workers.text.tokenizer import TokenIds
 from workers.translation.embeddings import EmbeddingReader, Input
@@ -31,90 +30,7 @@ from workers.translation.unexpected import unforeseen
 HINTS = ("prefix_group", "prefix_readers", "expected_tokens")
 COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", *HINTS)
 
-CONDEMNED_AFTER: Final = 3
-"""Deaths of a process that computed one row alone, after which the row fails. One or two may be chance. The proofs
-before the second and the third death (`isolation.PROOF_SECONDS`) differ by more than the time until a row's first
-checkpoint, so a fault that ends workers a certain time after their start can't coincide with the row in both."""
-
 logger = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedShard:
-    """A shard whose prompts are encoded. `waiting` are the rows for the engine, in the planner's order."""
-
-    work: ShardWork
-    waiting: tuple[PreparedRow, ...]
-    rejected: tuple[RejectedRow, ...]
-
-
-@dataclass(slots=True)
-class OpenShard:
-    """A shard that the engine computes.
-
-    Attributes:
-        waiting: rows not yet given to the engine.
-        finished: rows with an outcome that are not results yet.  num_finished: all rows with an outcome.
-        total: rows that are computed or rejected here (copies not counted).
-        built_rows, built_usages: results, and the tokens that each cost.
-        unlogged, generated: tokens sampled for the shard since the last snapshot, and before it.
-        first_start, last_end: of its computed rows, on the engine's clock (seconds).
-        retained: choices of rows that a failed step removed from the engine, for the next snapshot.
-        is_begun: the attempt's begin record is durable, so rows of the shard may be in the engine.
-        failure: why this attempt can't continue; it will be given up.
-        num_in_engine: its rows in the engine.  busy_seconds: its share of the engine's step time.
-        expected_tokens, longest_tokens: tokens that its rows are expected to generate: the sum, and the longest answer.
-    """
-
-    work: ShardWork
-    waiting: deque[PreparedRow]
-    finished: list[FinishedRow]
-    total: int
-    num_finished: int
-    built_rows: list[ResultRow] = field(default_factory=list)
-    built_usages: list[Usage] = field(default_factory=list)
-    unlogged: int = 0
-    generated: int = 0
-    first_start: float | None = None
-    last_end: float | None = None
-    retained: list[LoggedChoice] = field(default_factory=list)
-    is_begun: bool = False
-    failure: Exception | None = None
-    num_in_engine: int = 0
-    busy_seconds: float = 0.0
-    expected_tokens: int = 0
-    longest_tokens: int = 0
-
-    @classmethod
-    def open(cls, shard: PreparedShard) -> OpenShard:
-        total = len(shard.waiting) + len(shard.rejected)
-        opened = cls(shard.work, deque(shard.waiting), list(shard.rejected), total, len(shard.rejected))
-        for row in shard.waiting:
-            params, hint = row.request.params, row.request.expected_tokens
-            length = params.max_tokens if hint is None else hint
-            opened.expected_tokens += length * params.n
-            opened.longest_tokens = max(opened.longest_tokens, length)
-        return opened
-
-    @property
-    def expected_tokens_left(self) -> float:
-        """Tokens that the rows without an outcome are expected to generate."""
-        return self.expected_tokens * self.unfinished
-
-    @property
-    def unfinished(self) -> float:
-        """The share of its rows that have no outcome."""
-        return 1 - self.num_finished / self.total if self.total else 0.0
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all rows have an outcome."""
-        return self.num_finished == self.total
-
-    def record_times(self, started: float, finished: float) -> None:
-        """Record a computed row's start and end."""
-        self.first_start = started if self.first_start is None else min(self.first_start, started)
-        self.last_end = finished if self.last_end is None else max(self.last_end, finished)
 
 
 @dataclass(slots=True)
@@ -145,9 +61,7 @@ class ShardReader:
         """Prepare or refuse each row of the shard. Raises `ModelMismatchError` (see there)."""
         lines = self._lines(work)
         for line in lines:
-            deaths = work.history.blamed.get(line.names[0].row, 0)
-            if deaths >= CONDEMNED_AFTER:
-                line.error = RowError(RowErrorCode.ENGINE_ERROR, describe_deaths(deaths))
+            line.error = condemn(work.history.blamed.get(line.names[0].row, 0))
         model, rules = self.model, self._rules(work)
         translator = Translator(model.tokenizer, model.limits, rules, model.grammars)
         embeddings = EmbeddingReader(model.tokenizer, model.limits, rules)
@@ -296,13 +210,6 @@ class ShardReader:
             line.error = _unforeseen(error, "a row could not be prepared", line, work)
             return None
         return PreparedRow(line.names, line.parsed, request, line.guard)
-
-
-def describe_deaths(times: int) -> str:
-    """The message of a row that is not tried again."""
-    return (
-        f"the process died {times} times while it computed this row and no other; see the system's log for the reason"
-    )
 
 
 def _unforeseen(error: Exception, what: str, line: _Line, work: ShardWork) -> RowError:

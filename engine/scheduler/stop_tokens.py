@@ -1,4 +1,5 @@
-"""Stop conditions: end tokens, stop tokens and max_tokens, checked for all rows at once."""
+"""End tokens, stop tokens and max_tokens, checked for all rows at once. Stop strings need text: the worker checks them
+(`workers.text.stop_strings`)."""
 
 from __future__ import annotations
 

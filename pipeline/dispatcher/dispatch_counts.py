@@ -1,4 +1,5 @@
-"""Dispatcher metrics: the state of open jobs, and rows, tokens and costs committed while this dispatcher ran.
+"""The dispatcher's counts, from which its metrics are made: open jobs, and rows, tokens and costs committed while it
+ran. The metrics' names and help: `pipeline.observability.metric_definitions`.
 
 The thread that ticks writes; any thread reads. Counts start at zero with the dispatcher. Parts that a job had when the
 dispatcher added it were counted by another dispatcher, or before a restart.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.dispatcher import DispatchSettings
-from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.ledger.ledger import JobLedger
 from schemas.jobs.job import Closing, Tier
 from schemas.models import ModelPin

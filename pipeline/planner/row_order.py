@@ -1,4 +1,4 @@
-"""The running order of a segment's requests: duplicates once, shared prefixes adjacent, long answers first.
+"""The order of rows within a segment: duplicates once, shared prefixes adjacent, long answers first.
 
 Prefix chains form a forest: a node is a prefix that at least two requests share. Requests run in depth-first order, at
 each level the subtree with the longest expected answer first. So every shared prefix is computed once while its blocks

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from pipeline.dispatcher.fair_share import FairShares
-from pipeline.dispatcher.ordering import (
+from pipeline.dispatcher.shard_order import (
     DEADLINE_RISK_SECONDS,
     MAX_ADVANCE_SECONDS,
     backlog_for,

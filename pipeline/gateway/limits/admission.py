@@ -1,4 +1,5 @@
-"""Rate limits of tenants and keys: requests and tokens in a sliding window of a minute, and concurrent requests.
+"""Admission of requests by the limits of tenants and keys: requests and tokens in a sliding window of a minute (rate
+limits), concurrent requests and rows, open jobs.
 
 Tokens are taken when a request is admitted: the estimated prompt and the maximum output. Unused tokens are released
 when the request ends within the window in which they were taken. The `limits` library counts, on Redis for all gateways
@@ -23,7 +24,7 @@ from limits.strategies import SlidingWindowCounterRateLimiter
 
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.limits.concurrency import ConcurrencySlots, MemoryConcurrencySlots
+from pipeline.gateway.limits.concurrency_slots import ConcurrencySlots, MemoryConcurrencySlots
 from pipeline.gateway.limits.storage_quota import StorageQuota
 from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable

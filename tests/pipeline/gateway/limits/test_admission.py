@@ -21,15 +21,15 @@ from pipeline.adapters.system_clock import SystemClock
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.limits.concurrency import ConcurrencySlots, MemoryConcurrencySlots
-from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
+from pipeline.gateway.limits.admission import RateLimiter, RateSettings
+from pipeline.gateway.limits.concurrency_slots import ConcurrencySlots, MemoryConcurrencySlots
 from pipeline.gateway.limits.tenant_capacity import TenantCapacity
 from pipeline.ingest.intake import IntakeSettings
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
 from pipeline.ports import WorkerState, World
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.requests.limits import Limits, RateLimits
-from schemas.requests.requests import dump_body, parse_body
+from schemas.requests.parsing import dump_body, parse_body
 from schemas.settings.gateway import GatewayOptions
 from tests.pipeline.gateway.http_harness import lines, run_http_harness
 from tests.pipeline.simulation import SimulatedClock

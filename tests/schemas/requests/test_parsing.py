@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
-from schemas.requests.requests import (
+from schemas.requests.parsing import (
     CHAT_URL,
     COMPLETIONS_URL,
     EMBEDDINGS_URL,

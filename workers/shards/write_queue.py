@@ -1,4 +1,5 @@
-"""Writes a worker's open shards to the store: begin records, notes, checkpoints, parts and releases.
+"""The queue of writes of a worker's open shards: begin records, notes, checkpoints, parts and releases. Parquet is
+written in `pipeline.results.part_files`.
 
 One executor thread makes all these writes, in the order in which they are submitted. The worker's loop submits them and
 collects their outcomes between two steps of the engine. The loop waits only for writes that must be durable before it
@@ -21,7 +22,7 @@ from workers.model.loaded_model import LoadedModel, library_versions, speculatio
 from workers.rows import Envelope, PreparedRow
 from workers.settings import FIRST_CHECKPOINT_SECONDS, WorkerSettings
 from workers.shards.checkpointer import Checkpointer, ShardSnapshot
-from workers.shards.state import OpenShard
+from workers.shards.open_shard import OpenShard
 from workers.translation.responses import ResponseBuilder
 
 Result = TypeVar("Result")

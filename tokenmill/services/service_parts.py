@@ -11,8 +11,8 @@ from typing import Final
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.dispatcher.controller import JobController, JobControllerSettings
+from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.dispatcher.spend_limiter import SpendSettings
 from pipeline.ingest.files.folder_inbox import INCOMING, FolderInbox
 from pipeline.ingest.files.source import FileIngestSource

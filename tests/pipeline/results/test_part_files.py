@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.ledger.ledger import JobLedger, LedgerError, part_key
 from pipeline.ledger.records import PartSummary
-from pipeline.results.parts import PartWriter, RowsMismatch, part_schema, read_part, shard_results
+from pipeline.results.part_files import PartWriter, RowsMismatch, part_schema, read_part, shard_results
 from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.arrow_schemas import RESULT_FIELDS, result_schema
 from schemas.jobs.job import Job

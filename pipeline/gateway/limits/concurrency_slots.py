@@ -1,4 +1,5 @@
-"""Concurrency slots: the number of running requests of a name (a tenant or a key), counted for all gateways together.
+"""Concurrency slots: the running requests of a name (a tenant or a key), counted for all gateways together.
+`admission.py` has the limits.
 
 A slot expires after the longest time that a request can take, so slots of a gateway that was killed are released."""
 

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planner.cut import LARGEST_UNIT, ShardLimits, cut
-from pipeline.planner.order import find_leaders
 from pipeline.planner.prefix import prefix_chain
+from pipeline.planner.row_order import find_leaders
+from pipeline.planner.shard_cut import LARGEST_UNIT, ShardLimits, cut
 
 RULES = "Follow the rules. " * 20
 OTHER = "Answer in verse. " * 20
