@@ -6,6 +6,7 @@ That keeps a build at some 20 seconds, and makes a torch without those primitive
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shlex
@@ -13,8 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -83,14 +85,30 @@ def build(cache: Path | None = None) -> Path:
         return library
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
-            built = _compile(compiler, Path(folder))
-            built.replace(library)  # atomic, because other processes may build it at the same time
+        with _lock(cache):
+            if library.exists():
+                return library
+            with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
+                built = _compile(compiler, Path(folder))
+                built.replace(library)  # atomic, because a process without the lock may build it at the same time
     except OSError as error:
         raise NativeUnavailable(
             f"can't build in {cache}: {error.strerror or error}; set TOKENMILL_NATIVE_CACHE to a folder with room"
         ) from error
     return library
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Lock the cache, so that of several processes one compiles and the others wait for its library."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # Without locks, as on some network file systems, each process compiles for itself.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sources() -> list[Path]:

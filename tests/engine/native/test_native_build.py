@@ -48,14 +48,16 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real compiler without optimizations: seconds instead of half a minute."""
+def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The real compiler without optimizations: seconds instead of half a minute. Returns the log of its calls."""
     real = shutil.which("g++") or shutil.which("clang++")
     assert real is not None
     wrapper = tmp_path / "quick-c++"
-    wrapper.write_text(f'#!/bin/sh\nexec {real} "$@" -O0\n')
+    log = tmp_path / "compiled"
+    wrapper.write_text(f'#!/bin/sh\necho "$@" >>{log}\nexec {real} "$@" -O0\n')
     wrapper.chmod(0o755)
     monkeypatch.setenv("CXX", str(wrapper))
+    return log
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_a_compiler_that_is_not_there_is_named(cache: Path, monkeypatch: pytest.
 
 @pytest.mark.exhaustive
 def test_what_was_built_is_taken_again_and_needs_no_compiler(
-    cache: Path, quick_compiler: None, monkeypatch: pytest.MonkeyPatch
+    cache: Path, quick_compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a library that was built
     first = build()
@@ -164,7 +166,9 @@ def _build_and_load(barrier: object, results: object) -> None:
 
 
 @pytest.mark.exhaustive
-def test_two_processes_that_build_at_once_both_get_a_library_that_works(cache: Path, quick_compiler: None) -> None:
+def test_of_two_processes_that_build_at_once_one_compiles_and_both_get_its_library(
+    cache: Path, quick_compiler: Path
+) -> None:
     spawn = multiprocessing.get_context("spawn")
     barrier, results = spawn.Barrier(2), spawn.Queue()
     builders = [spawn.Process(target=_build_and_load, args=(barrier, results)) for _ in range(2)]
@@ -175,6 +179,7 @@ def test_two_processes_that_build_at_once_both_get_a_library_that_works(cache: P
         builder.join(HANG_SECONDS)
     assert got[0] == got[1]
     assert [str(file) for file in cache.iterdir()] == [got[0][0]]
+    assert quick_compiler.read_text().count("-shared") == 1
 
 
 def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
