@@ -26,7 +26,7 @@ from throughput import machine
 
 from engine.config import EngineConfig, ScheduleConfig
 from engine.request import Request, SamplingParams, TokenMask
-from engine.sampling.chain import fill_masks
+from engine.sampling.logits_processors import fill_masks
 from engine.sampling.sampler import Sampler
 from schemas.requests.errors import RowError
 from workers.model.loaded_model import LoadedModel

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from engine.embedding.embedder import StepEngine
 from engine.request import Completion
+from engine.step_engine import StepEngine
 from pipeline.ports import Clock
 from workers.observability.metrics import SideWorkMetrics
 

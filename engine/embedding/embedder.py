@@ -6,9 +6,8 @@ request, and the others of the request are cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,41 +18,10 @@ from engine.models.encoders.head import EmbeddingHead
 from engine.request import Choice, Completion, FinishReason, PartialChoice, Request, as_token_ids
 from engine.scheduler.latency import ClassStats
 from engine.scheduler.resume import ANSWERED
+from engine.step_engine import StepEngine
 
 _PART = "\0"
 """Separator of a request's id and a text's number."""
-
-
-class StepEngine(Protocol):
-    """The engine interface; implemented by `Engine`, `EncoderEngine` and `Embedder`."""
-
-    @property
-    def clock(self) -> Callable[[], float]: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    def add(self, request: Request) -> None: ...
-
-    def settle(self, *, more_to_come: bool) -> None: ...
-
-    def cancel(self, request_id: str, choice: int | None = None) -> bool: ...
-
-    def step(self) -> list[Completion]: ...
-
-    def take_ended(self) -> list[Completion]: ...
-
-    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def classes(self) -> tuple[ClassStats, ...]: ...
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.device_transfer import Transfer
 from engine.sampling.draw import DrawWorkspace
 from engine.sampling.filters import Filters, draw_from_largest, draw_from_sorted
-from engine.sampling.select import draw_from_selected
+from engine.sampling.radix_select import draw_from_selected
 
 NUCLEUS_WIDTHS = (64, 1024)  # logits listed for top_p, one list after the other, before the line is sorted
 MAX_LIST = 512  # a larger top_k is faster sorted

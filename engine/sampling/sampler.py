@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.device_transfer import make_transfer
 from engine.plan import NO_TOKEN
 from engine.request import Request
-from engine.sampling import chain
+from engine.sampling import logits_processors
 from engine.sampling.batch import DrawBatch
 from engine.sampling.draw import DrawWorkspace, argmax, block_max
 from engine.sampling.filters import Filters
@@ -151,9 +151,9 @@ class Sampler:
             tokens, alive = self._choose(logits, peaks, rows, positions)
             return tokens, alive, alive
         sound = torch.isfinite(peaks.amax(-1))
-        lines = chain.modified_lines(self._params, rows, num_outputs)
+        lines = logits_processors.modified_lines(self._params, rows, num_outputs)
         if len(lines):
-            chain.modify(self._params, logits, rows, num_outputs, lines, self._transfer)
+            logits_processors.modify(self._params, logits, rows, num_outputs, lines, self._transfer)
             (index,) = self._transfer.up(lines)
             peaks[index] = block_max(logits if len(lines) == len(rows) else logits[index])
         tokens, alive = self._choose(logits, peaks, rows, positions)

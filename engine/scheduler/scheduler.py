@@ -43,7 +43,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cache.demand import BlockDemand
+from engine.cache.block_demand import BlockDemand
 from engine.cache.prefix import Digest, chain_digest
 from engine.cache.tables import CacheTables
 from engine.config import ScheduleConfig

@@ -15,7 +15,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cache.demand import BlockDemand, BlockDemandForecast
+from engine.cache.block_demand import BlockDemand, BlockDemandForecast
 from engine.cache.prefix import PrefixNode
 from engine.plan import NewRow, StepPlan
 from engine.scheduler.drafting import Drafting

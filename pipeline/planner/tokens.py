@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.planner.ports import TokenCounter
-from pipeline.planner.prefix import message_text, tools_text
+from pipeline.planner.prefix_chain import message_text, tools_text
 from schemas.requests.parsing import Body, CompletionBody, EmbeddingBody
 
 DEFAULT_TOKENS_PER_BYTE = 0.25  # English text, common vocabularies

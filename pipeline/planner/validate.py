@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from pipeline.planner.ports import SourceBatch, SourceRow
-from pipeline.planner.prefix import PrefixChain, prefix_chain, prompt_bytes
+from pipeline.planner.prefix_chain import PrefixChain, prefix_chain, prompt_bytes
 from pipeline.planner.rejected_lines import RejectedLine
 from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.tokens import TokenEstimator

@@ -158,20 +158,21 @@ def metrics(target: Target) -> list[Answer]:
 def status_of_others(target: Target) -> list[Answer]:
     """Whether the answer of /v1/status to a tenant changes with the tokens of another."""
 
-    def shown() -> str:
+    def shown() -> str | None:
         import json  # noqa: PLC0415
 
         status, data = send(target, "GET", "/v1/status")
-        if status != 200:
-            return ""
-        return json.dumps([worker.get("metrics") for worker in json.loads(data)["workers"]])
+        return json.dumps([worker.get("metrics") for worker in json.loads(data)["workers"]]) if status == 200 else None
 
     first = shown()
     usage = [request(target, "POST", CHAT, chat("status of others " * 20, 7), key="other") for _ in range(3)]
     time.sleep(8.0)
     if any(answer.status != "200" for answer in usage):
         return usage
-    leaked = first != shown() or "usage" in first
+    then = shown()
+    if first is None or then is None:
+        return [Answer("check", "no status", message="/v1/status did not answer, so that nothing was compared")]
+    leaked = first != then or "usage" in first
     return [
         Answer("check", "leaked" if leaked else "not leaked", message="token counts of other tenants, in /v1/status")
     ]

@@ -133,7 +133,7 @@ def kafka_connection(options: KafkaOptions) -> KafkaConnection:
 
 def _celery(root: Root, settings: Settings) -> Part:
     from pipeline.adapters.redis.connection import RedisSettings
-    from pipeline.ingest.celery.generate import GenerateCalls, GenerateSettings
+    from pipeline.ingest.celery.generate_task import GenerateCalls, GenerateSettings
     from pipeline.ingest.celery.ingest_worker import CeleryIngestSettings, CeleryIngestWorker
     from pipeline.ingest.celery.tasks import CeleryTasks, TaskSettings
     from pipeline.lane.redis import RedisLane

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Literal, cast
 
 from engine.config import EngineConfig, KVDType, Quantize
-from engine.embedding.embedder import Embedder, StepEngine
+from engine.embedding.embedder import Embedder
 from engine.embedding.engine import EncoderEngine
 from engine.engine import Engine, resolve_device, resolve_model_dtype
 from engine.errors import UnsupportedModel
@@ -24,6 +24,7 @@ from engine.plan import RowState
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import StepRunner
 from engine.speculative.stats import SpeculationStats
+from engine.step_engine import StepEngine
 from schemas.models import ModelPin
 from workers.errors import WorkerError
 from workers.structured.grammar import Grammars

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.embedding.embedder import StepEngine
 from engine.engine import EngineStats
 from engine.request import Completion
 from engine.scheduler.latency import ClassStats, LatencyCounts
 from engine.scheduler.slo_control import SloStats, SloTerms
 from engine.speculative.stats import SpeculationStats
+from engine.step_engine import StepEngine
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (

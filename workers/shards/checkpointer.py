@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.embedding.embedder import StepEngine
 from engine.request import Completion, PartialChoice, Request
 from engine.scheduler.resume import resumed_tokens
+from engine.step_engine import StepEngine
 from pipeline.ports import StoreError
 from pipeline.worker_client.ports import CheckpointWork, ShardSink
 from schemas.jobs.checkpoints import FinishedRows, LoggedChoice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.embedding.embedder import StepEngine
+from engine.step_engine import StepEngine
 from workers.shards.open_shard import OpenShard
 
 

@@ -33,7 +33,7 @@ from celery.worker import state as worker_state
 
 from pipeline.adapters.celery.app import REDIS, private_app, scheme_of, security, socket_options
 from pipeline.adapters.celery.redis_transport import NAME as REDIS_TRANSPORT
-from pipeline.ingest.celery.generate import GENERATE, GenerateCalls
+from pipeline.ingest.celery.generate_task import GENERATE, GenerateCalls
 from pipeline.ingest.celery.tasks import CANCEL, STATUS, SUBMIT, CeleryTasks, TaskRefused, TryLater
 from pipeline.ports import Randomness, World
 from pipeline.runtime.availability import BadAddress, redacted

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.cache.block_demand import BlockDemand
 from engine.cache.blocks import BlockPool
-from engine.cache.demand import BlockDemand
 from engine.cache.prefix import HashChain, PrefixIndex, PrefixNode, chain_digest
 from engine.cache.tables import CacheTables
 from engine.plan import CacheGroup, RowState

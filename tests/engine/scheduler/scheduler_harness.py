@@ -131,6 +131,11 @@ class Harness:
             self._scripts[key] = script(request, choice, self.rope_original_max)
         return self._scripts[key]
 
+    @property
+    def in_flight(self) -> list[StepPlan]:
+        """Planned steps whose results the scheduler has not taken yet."""
+        return [plan for plan, _ in self._in_flight]
+
     def step(self, now: float = 0.0) -> StepPlan | None:
         """Plan and compute one step, and take the results of the oldest one when `depth` are under way."""
         plan = self.scheduler.schedule(now)

@@ -79,9 +79,21 @@ def test_given_a_full_pool_then_no_sequence_is_preempted_for_a_draft() -> None:
 
 
 def test_given_steps_planned_ahead_then_a_row_with_drafts_under_way_waits_for_what_comes_of_them() -> None:
-    h = harness(400, 5)
+    # Given so small a budget that not all rows fit a step, and others are planned while some wait
+    h = harness(400, 5, budget=8)
     h.depth = 3
-    run(h, requests(12))
+    for request in requests(24):
+        h.scheduler.add(request, 0.0)
+    waits = 0
+    while h.scheduler.has_work or h.in_flight:
+        drafting = {row for plan in h.in_flight if plan.drafts is not None for row in plan.rows[plan.drafts > 0]}
+        if (plan := h.step()) is not None:
+            assert drafting.isdisjoint(plan.rows)
+            waits += bool(drafting)
+    for end in h.finished.values():
+        h.check_end(end)
+    h.check_empty()
+    assert waits > 10
     assert h.scheduler.stats.speculation.accepted > 50
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planner.prefix import prefix_chain
+from pipeline.planner.prefix_chain import prefix_chain
 from pipeline.planner.row_order import find_leaders
 from pipeline.planner.shard_cut import LARGEST_UNIT, ShardLimits, cut
 

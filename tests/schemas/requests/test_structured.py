@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.planner.prefix import prompt_bytes
+from pipeline.planner.prefix_chain import prompt_bytes
 from pipeline.planner.validate import stored_and_hash
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits

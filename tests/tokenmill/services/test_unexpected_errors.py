@@ -25,7 +25,7 @@ from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.gateway.webhooks.service import Notifier, NotifierSettings
-from pipeline.ingest.celery.generate import GenerateCalls
+from pipeline.ingest.celery.generate_task import GenerateCalls
 from pipeline.ingest.celery.ingest_worker import CeleryIngestWorker
 from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ingest.kafka.consumer import KafkaIngest, KafkaIngestStopped

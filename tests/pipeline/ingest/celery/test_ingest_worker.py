@@ -22,7 +22,7 @@ from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.ingest.celery.generate import GenerateCalls
+from pipeline.ingest.celery.generate_task import GenerateCalls
 from pipeline.ingest.celery.ingest_worker import CeleryIngestSettings, CeleryIngestWorker, make_app
 from pipeline.ingest.celery.tasks import CeleryTasks, TaskSettings
 from pipeline.ingest.intake import Intake, IntakeSettings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.adapters.system_clock import SystemClock
-from pipeline.ingest.celery.generate import GenerateCalls, GenerateSettings
+from pipeline.ingest.celery.generate_task import GenerateCalls, GenerateSettings
 from pipeline.ingest.celery.tasks import TryLater
 from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LaneSettings

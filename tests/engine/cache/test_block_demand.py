@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cache.demand import BlockDemand, BlockDemandForecast
+from engine.cache.block_demand import BlockDemand, BlockDemandForecast
 from engine.cache.tables import CacheTables
 from engine.config import ScheduleConfig
 from engine.plan import CacheGroup, RowState

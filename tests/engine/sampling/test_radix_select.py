@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.request import Request, SamplingParams, as_token_ids
+from engine.sampling.radix_select import leading, order_keys
 from engine.sampling.sampler import Sampler
-from engine.sampling.select import leading, order_keys
 from tests.engine.runner.host_sync import ForbidHostSync
 
 VOCAB = 3000

@@ -1,0 +1,89 @@
+"""The engine interface: what a worker's loop calls, whichever engine computes.
+
+Token ids go in and come out; text, templates, policies and results are the worker's. One thread calls all methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from engine.request import Completion, PartialChoice, Request
+
+if TYPE_CHECKING:
+    from engine.engine import EngineStats
+    from engine.scheduler.latency import ClassStats
+
+
+class StepEngine(Protocol):
+    """Computes requests step by step; implemented by `Engine`, `EncoderEngine` and `Embedder`."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The engine's clock, in seconds: of deadlines, starts and ends."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another `step` is due."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not computed yet."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are computed."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Queue a request; those of a lower `priority` run first.
+
+        Raises:
+            RequestRefused: the request can't be computed here; nothing of it is queued.
+            ContextLengthExceeded: of these, its prompt and max_tokens never fit.
+        """
+        ...
+
+    def settle(self, *, more_to_come: bool) -> None:
+        """Set whether more requests may be added; if none will, the engine may plan for the end of the work."""
+        ...
+
+    def cancel(self, request_id: str, choice: int | None = None) -> bool:
+        """End a request, or one choice of it, with reason "cancelled". The next `step` returns its completion, or a
+        later one, when its other choices have ended. False: there is no such unfinished request or choice."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Compute one step and return the requests that ended with it, failed and cancelled ones included.
+
+        Raises:
+            EngineError: the step could not be computed. The rows of the step have ended with reason "error" and the
+                next call returns them; the engine is still usable.
+            EngineLost: the engine is not usable any more.
+        """
+        ...
+
+    def take_ended(self) -> list[Completion]:
+        """Take the requests that ended outside a successful step: with a failed one, or cancelled. Otherwise the next
+        `step` returns them."""
+        ...
+
+    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
+        """Return the choices of an unfinished request so far, to log them or to resume from them (`Request.partial`).
+
+        Args:
+            given: choice -> number of its tokens that the caller has already; only later ones are returned. Unfinished
+                choices without new tokens are left out.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made."""
+        ...
+
+    def classes(self) -> tuple[ClassStats, ...]:
+        """Latency statistics of each class of requests, the most urgent first."""
+        ...
