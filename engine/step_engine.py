@@ -1,6 +1,7 @@
 """The engine interface: what a worker's loop calls, whichever engine computes.
 
 Token ids go in and come out; text, templates, policies and results are the worker's. One thread calls all methods.
+`tests/engine/test_step_engine.py` is the contract, which every implementation passes.
 """
 
 from __future__ import annotations
