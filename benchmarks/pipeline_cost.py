@@ -106,6 +106,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
+    if args.pairs < 2:
+        parser.error("--pairs is at least 2: quartiles are reported")
     log_to_stderr()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "requests.jsonl"
