@@ -95,14 +95,15 @@ def test_given_a_batch_when_the_log_was_compacted_before_another_consumer_comes_
     assert len(partition.lines()) == 4
 
 
-def test_given_a_batch_when_the_log_begins_in_its_middle_then_the_next_consumer_reads_on_behind_it(
-    partition: Partition,
+@pytest.mark.parametrize("offset", [1, 2, 3, 4])
+def test_given_a_batch_when_the_log_begins_behind_its_first_record_then_the_next_consumer_reads_on_behind_its_last(
+    partition: Partition, offset: int
 ) -> None:
     one, two = partition.consumer(), partition.consumer()
     one.begin(PARTITION, 0)
     one.store(PARTITION, 0, records(0, 1, 2, 3))
 
-    assert two.begin(PARTITION, 2) == 4
+    assert two.begin(PARTITION, offset) == 4
     assert two.store(PARTITION, 4, records(4)) == 5
     assert len(partition.lines()) == 5
 
