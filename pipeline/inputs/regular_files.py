@@ -24,7 +24,12 @@ class IrregularFile(PipelineError):
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, also through links. Raises `IrregularFile`, and `OSError` when it can't be opened."""
-    return _checked(path, os.open(path, _FLAGS))
+    try:
+        return _checked(path, os.open(path, _FLAGS))
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise _irregular(path) from error
+        raise
 
 
 def open_regular_below(folder: Path, path: Path) -> BufferedReader:
@@ -52,7 +57,7 @@ def _open_at(path: Path, folder: int, name: str, more: int = 0) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and _is_link(name, folder)):
             raise IrregularFile(f"{path}: is a symbolic link, or lies below one; put the file itself there") from error
-        if error.errno == errno.ENXIO:
+        if error.errno == errno.ENXIO:  # a socket
             raise _irregular(path) from error
         raise
 

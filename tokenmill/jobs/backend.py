@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tokenmill.errors import UserError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from rich.table import Table
+
+    from pipeline.ledger.ledger import JobLedger
 
 JsonBatch = Any
 """A job as JSON: OpenAI's batch object (`schemas.jobs.batch`): the model, or what a gateway has sent."""
@@ -91,16 +95,23 @@ class CancelResult:
     lines: Sequence[str]
 
 
+class ExportSource(Protocol):
+    """A job whose results are exported from its ledger."""
+
+    def open_ledger(self) -> AbstractContextManager[JobLedger]: ...
+
+    def results_folder(self) -> Path | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """The options of an export; `retries` (folders, or ids in the root) are joined with the job if it is `merged`."""
+    """The options of an export; `retries` are joined with the job if it is `merged`."""
 
     to: Path
     errors_to: Path | None
     in_input_order: bool
     merged: bool
-    retries: Sequence[str]
-    root_url: str | None
+    retries: Sequence[ExportSource]
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class HttpJobs:
 
     def export(self, request: ExportRequest) -> ExportResult:
         """Files appear whole, or not at all."""
-        if request.merged or request.retries or request.in_input_order:
+        if request.merged or request.in_input_order:
             raise UserError("--merged and --in-input-order need the job's folder or root; leave them out with --url")
         done = [0, 0]
         with open_gateway(self._url) as gateway, ExitStack() as closing:

@@ -31,6 +31,7 @@ from tokenmill.jobs.backend import (
     CancelResult,
     ExportRequest,
     ExportResult,
+    ExportSource,
     JobEnd,
     JobList,
     JobView,
@@ -142,9 +143,8 @@ class _LedgerJobs(ABC):
 
     def export(self, request: ExportRequest) -> ExportResult:
         from pipeline.results.export import export
-        from tokenmill.jobs.job_location import locate
 
-        jobs = [self, *(locate(given, request.root_url, self._settings) for given in request.retries)]
+        jobs: list[ExportSource] = [self, *request.retries]
         for job in jobs:
             results = job.results_folder()
             for file in (request.to, request.errors_to):

@@ -181,6 +181,15 @@ def begin(ledger: JobLedger, name: str) -> AttemptRecord:
     )
 
 
+def test_shards_with_more_than_one_attempts_record_are_troubled(harness: PipelineHarness) -> None:
+    plan_by_hand(harness.ledger, harness.world, [[0], [1]])
+    assert harness.ledger.troubled() == set()
+    begin(harness.ledger, "x")
+    assert harness.ledger.troubled() == set()
+    begin(harness.ledger, "y")
+    assert harness.ledger.troubled() == {1}
+
+
 def test_attempts_are_numbered_and_retained_until_the_job_has_ended(harness: PipelineHarness) -> None:
     job, ledger = plan_by_hand(harness.ledger, harness.world, [[0]]), harness.ledger
     for name in "xyz":

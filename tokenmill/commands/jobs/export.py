@@ -11,7 +11,8 @@ from tokenmill import output
 from tokenmill.config.cli_options import Debug, GatewayUrl, JobGiven, Json, RootUrl
 from tokenmill.errors import UserError
 from tokenmill.jobs.backend import ExportRequest
-from tokenmill.jobs.job_location import open_jobs
+from tokenmill.jobs.job_location import locate, open_jobs
+from tokenmill.settings import read_settings
 
 
 def export(
@@ -40,14 +41,15 @@ def export(
 
     With --merged each line of JOB is there once: an answer if one of the jobs has it, else the last reason why not.
     """
-    if url is None and merged != bool(retries):
+    if (retries and not merged) or (url is None and merged and not retries):
         raise UserError(
             f"{job}: --merged joins a job with its retries; name their folders or ids behind JOB"
             if merged
             else f"{job}: more than one job is given; --merged joins them"
         )
-    request = ExportRequest(to, errors_to, in_input_order, merged, retries or (), root_url)
-    done = open_jobs(job, root_url, url).export(request)
+    source = open_jobs(job, root_url, url)
+    others = () if url is not None else [locate(retry, root_url, read_settings()) for retry in retries or ()]
+    done = source.export(ExportRequest(to, errors_to, in_input_order, merged, others))
     if as_json:
         output.print_json({"to": to, "errors_to": errors_to, "succeeded": done.succeeded, "others": done.others})
         return

@@ -171,6 +171,8 @@ def test_given_folders_of_unrelated_jobs_when_merged_then_they_are_refused(
 
     assert "name their folders or ids behind JOB" in alone.error
     assert "--merged joins them" in apart.error
+    elsewhere = tokenmill("jobs", "export", "one", "two", "--url", "http://127.0.0.1:1", *to)
+    assert (elsewhere.code, "--merged joins them" in elsewhere.error) == (apart.code, True)
     assert strangers.code == 1
     assert "given already" in strangers.error, "a copy of the same job is no retry"
     assert f"no/x.jsonl: can't export: there is no folder {folder / 'no'}; make it first" in nowhere.error
