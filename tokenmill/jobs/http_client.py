@@ -12,7 +12,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -128,7 +128,10 @@ class GatewayClient:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 request = self._client.build_request(method, path, headers=headers, timeout=times or TIMES, **what())
-                answer = self._client.send(request, stream=stream)
+                answer = self._client.send(request, stream=True)  # an error's body is read only up to a limit
+                if answer.status_code < 300 and not stream:
+                    with closing(answer):
+                        answer.read()
             except httpx2.HTTPError as error:
                 # Without a connection nothing was sent.
                 if attempt == ATTEMPTS or not (repeatable or isinstance(error, httpx2.ConnectError)):

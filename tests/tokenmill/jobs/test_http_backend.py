@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,34 @@ def test_a_gateway_that_stays_busy_is_given_up(faulty: FaultyHttp, tokenmill: An
         pytest.raises(UserError, match="can't be reached"),
     ):
         unreachable.get("/v1/models")
+
+
+class EndlessError(BaseHTTPRequestHandler):
+    """Answers with an error whose body never ends, until the client leaves."""
+
+    sent = 0
+
+    def do_GET(self) -> None:
+        self.send_response(418)
+        self.end_headers()
+        with suppress(OSError):
+            while True:
+                type(self).sent += self.wfile.write(b"x" * 65_536)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        pass
+
+
+def test_an_error_of_any_size_is_read_up_to_a_limit() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), EndlessError) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with (
+            GatewayClient(f"http://127.0.0.1:{server.server_port}") as gateway,
+            pytest.raises(UserError, match="answered with status 418; is a tokenmill gateway there"),
+        ):
+            gateway.get("/v1/models")
+        server.shutdown()
+    assert EndlessError.sent < 64 << 20, "a megabyte is read; the rest lies in buffers of sockets"
 
 
 def test_a_request_that_is_not_idempotent_is_not_retried_when_its_answer_is_lost(faulty: FaultyHttp) -> None:
