@@ -1,4 +1,4 @@
-"""A client of one S3 server, with retries and readable errors. Time-outs and numbers of retries: `settings.py`.
+"""A client of one S3 server, with retries and readable errors. Its time-outs, of retries too: `settings.py`.
 
 botocore retries a request a few times by itself. Beyond that an operation is retried, with growing, random waits, until
 its retry time-out. So the client rides out a server that restarts or is busy for a minute, and reports one that stays
