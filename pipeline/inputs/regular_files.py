@@ -24,12 +24,7 @@ class IrregularFile(PipelineError):
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, also through links. Raises `IrregularFile`, and `OSError` when it can't be opened."""
-    try:
-        return _checked(path, os.open(path, _FLAGS))
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket
-            raise _irregular(path) from error
-        raise
+    return _checked(path, _open(path, path))
 
 
 def open_regular_below(folder: Path, path: Path) -> BufferedReader:
@@ -53,10 +48,17 @@ def open_regular_below(folder: Path, path: Path) -> BufferedReader:
 
 def _open_at(path: Path, folder: int, name: str, more: int = 0) -> int:
     try:
-        return os.open(name, _FLAGS | os.O_NOFOLLOW | more, dir_fd=folder)
+        return _open(path, name, os.O_NOFOLLOW | more, folder)
     except OSError as error:
         if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and _is_link(name, folder)):
             raise IrregularFile(f"{path}: is a symbolic link, or lies below one; put the file itself there") from error
+        raise
+
+
+def _open(path: Path, name: str | Path, more: int = 0, folder: int | None = None) -> int:
+    try:
+        return os.open(name, _FLAGS | more, dir_fd=folder)
+    except OSError as error:
         if error.errno == errno.ENXIO:  # a socket
             raise _irregular(path) from error
         raise
