@@ -110,12 +110,15 @@ class StoreContract:
             expected = [ObjectInfo(key, len(key.encode())) for key in sorted(keys) if key.startswith(prefix)]
             assert list(store.list(prefix)) == expected, prefix
 
+    continued_keys = ("a-b", "a.json", "a/1", "a/10", "a/2/x", "a/2/y", "a0", "b/é", "b/z", "ab/c")
+    starts = ("", "a", "a/", "a/1", "a/15", "a/2", "a/2/", "a/2/x", "a/2/z", "a-", "ab", "b/é", "c")
+
     def test_a_listing_goes_on_behind_any_key(self, store: ObjectStore) -> None:
-        keys = ["a-b", "a.json", "a/1", "a/10", "a/2/x", "a/2/y", "a0", "b/é", "b/z", "ab/c"]
+        keys = self.continued_keys
         for key in keys:
             store.create(key, key.encode())
         for prefix in ("", "a", "a/", "b/"):
-            for after in ("", "a", "a/", "a/1", "a/15", "a/2", "a/2/", "a/2/x", "a/2/z", "a-", "ab", "b/é", "c"):
+            for after in self.starts:
                 expected = [key for key in sorted(keys) if key.startswith(prefix) and key > after]
                 assert [info.key for info in store.list(prefix, after)] == expected, (prefix, after)
 

@@ -28,6 +28,10 @@ class TestS3StoreOnSeaweed(S3StoreContract):
     def server(self, durable_s3_server: SeaweedServer) -> SeaweedServer:
         return durable_s3_server
 
+    # All in one folder, as those that the gateway's listings go on behind: "a" would skip the whole folder "a/" there.
+    continued_keys = ("a-b", "a.json", "a0", "ab", "b-é", "bz")
+    starts = ("", "a", "a-", "ab", "b-é", "c")
+
     def test_lists_in_key_order_by_any_prefix(self, store: ObjectStore) -> None:
         """SeaweedFS lists folder by folder: "a/1" before "a-b" and "a.json", which S3 does not. No two keys that a root
         is made of meet so; in a folder, and between folders of other names, the order is S3's."""
