@@ -437,6 +437,15 @@ class Engine:
             yield from self.step()
         self.settle(more_to_come=True)
 
+    def resumes(self, request: Request) -> bool:
+        """Return True: every request can go on from its tokens."""
+        return True
+
+    def close(self) -> None:
+        """End the ranks that share the model. Memory is released when the engine is dropped."""
+        if isinstance(self._runner, LeaderRunner):
+            self._runner.close()
+
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
         stats = self.scheduler.stats

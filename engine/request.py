@@ -147,6 +147,10 @@ class TokenLogprobs:
     top_ids: NDArray[np.int32]
     top: NDArray[np.float32]
 
+    def __getitem__(self, tokens: slice) -> TokenLogprobs:
+        """Those of some of the tokens."""
+        return TokenLogprobs(self.chosen[tokens], self.top_ids[tokens], self.top[tokens])
+
 
 @dataclass(frozen=True, slots=True)
 class PartialChoice:

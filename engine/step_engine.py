@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StepEngine(Protocol):
-    """Computes requests step by step; implemented by `Engine`, `EncoderEngine` and `Embedder`."""
+    """Computes requests step by step; implemented by `Engine`, `EncoderEngine`, `Embedder` and `VLLMEngine`."""
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -81,10 +81,19 @@ class StepEngine(Protocol):
         """
         ...
 
+    def resumes(self, request: Request) -> bool:
+        """Whether this request can go on from tokens that were sampled before (`Request.partial`). If not, it is
+        computed again from its beginning."""
+        ...
+
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
         ...
 
     def classes(self) -> tuple[ClassStats, ...]:
         """Latency statistics of each class of requests, the most urgent first."""
+        ...
+
+    def close(self) -> None:
+        """Release memory and processes; nothing else may be called after it."""
         ...

@@ -111,6 +111,14 @@ class Embedder:
         ready, self._ready = self._ready, []
         return ready
 
+    def resumes(self, request: Request) -> bool:
+        """See `Engine.resumes`."""
+        return self.engine.resumes(request)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.engine.close()
+
     def stats(self) -> EngineStats:
         """The engine's."""
         return self.engine.stats()

@@ -182,6 +182,13 @@ class EncoderEngine:
         self._step_times.add(time.perf_counter() - begun)
         return self.take_ended()
 
+    def resumes(self, request: Request) -> bool:
+        """Return True: there are no tokens to go on from."""
+        return True
+
+    def close(self) -> None:
+        """Do nothing: memory is released when the engine is dropped."""
+
     def take_ended(self) -> list[Completion]:
         """Take the requests that ended outside a successful step."""
         ended, self._ended = self._ended, []

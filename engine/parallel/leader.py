@@ -126,6 +126,10 @@ class LeaderRunner:
         self._rank_group.check()
         return output
 
+    def close(self) -> None:
+        """End the other ranks."""
+        self._rank_group.close()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParallelModel:

@@ -139,9 +139,9 @@ class SteppedEngine:
         resumed = sum(len(choice.token_ids) for choice in request.partial)
         self._process.machine.counters["tokens resumed"] += resumed
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, request_id: str, choice: int | None = None) -> bool:
         self._watch.left(self._process, [request_id])
-        return self._engine.cancel(request_id)
+        return self._engine.cancel(request_id, choice)
 
     def step(self) -> list[Completion]:
         self._process.point("engine.step")
@@ -163,6 +163,12 @@ class SteppedEngine:
 
     def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
         return self._engine.partial(request, given)
+
+    def resumes(self, request: Request) -> bool:
+        return self._engine.resumes(request)
+
+    def close(self) -> None:
+        self._engine.close()
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

@@ -1,8 +1,8 @@
 """Prepares requests of the lane for the engine. They are checked and refused exactly as rows of a job are.
 
 An attempt that follows another one resumes after the tokens that the caller has. If log-probabilities are requested, it
-computes those tokens again, because their log-probabilities are not stored. The tokens are the same, and are not
-emitted a second time.
+computes those tokens again, because their log-probabilities are not stored; likewise where the engine can't resume the
+request. The tokens are the same, and are not emitted a second time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Final
 
 from engine.request import FinishReason, PartialChoice, Request, as_token_ids
+from engine.step_engine import StepEngine
 from schemas.jobs.job import JobSettings, Tier
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import BODIES, CHAT_URL, EmbeddingBody, parse_body, unsupported_url
@@ -74,7 +75,7 @@ class LaneReader:
         prompt = self._encode(text, chat=request.url == CHAT_URL)
         engine_request = translator.request(engine_request_id(request), body, prompt, RowHints(_row_number(request.id)))
         engine_request = replace(engine_request, readers_known=False)  # more requests may share this prompt's prefix
-        return PreparedRow(names, body, _resume(engine_request, request.tokens), guard)
+        return PreparedRow(names, body, _resume(self._model.engine, engine_request, request.tokens), guard)
 
     def _embedding(self, request: LaneRequest, body: EmbeddingBody, guard: PolicyGuard | None) -> Request:
         reader = EmbeddingReader(self._model.tokenizer, self._model.limits, self._job_rules(request))
@@ -119,12 +120,12 @@ def _row_number(request_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=7).digest(), "big")
 
 
-def _resume(request: Request, tokens: Sequence[Sequence[int]]) -> Request:
+def _resume(engine: StepEngine, request: Request, tokens: Sequence[Sequence[int]]) -> Request:
     """The request, resumed after these tokens of each choice."""
     if request.params.logprobs is not None or not any(tokens):
         return request
     partial = [_partial(request, choice, ids) for choice, ids in enumerate(tokens) if ids]
-    return resume_from(request, tuple(partial))
+    return resume_from(engine, request, tuple(partial))
 
 
 def _partial(request: Request, choice: int, ids: Sequence[int]) -> PartialChoice:

@@ -220,7 +220,7 @@ class LaneServer:
         is_failed = is_failed and too_complex(completion.error or "") is None  # its grammar would fail again
         if is_failed and opened.tries < self._serving.max_tries:
             opened.tries += 1
-            opened.row = resume_failed(opened.row, completion)
+            opened.row = resume_failed(self._engine, opened.row, completion)
             self._arrived.append(opened)
         else:
             self._ended_requests.record(opened.request.tier, completion)

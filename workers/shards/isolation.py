@@ -14,6 +14,7 @@ from typing import Final
 import structlog
 
 from engine.request import Completion, Request, SamplingParams, as_token_ids
+from engine.step_engine import StepEngine
 from schemas.requests.errors import RowError, RowErrorCode
 from workers.errors import BrokenEngineError
 from workers.model.loaded_model import LoadedModel
@@ -58,7 +59,8 @@ class RowIsolation:
         max_num_seqs: rows of the engine's running batch; the first group of suspects is as large.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, engine: StepEngine, max_num_seqs: int) -> None:
+        self._engine = engine
         self._max_num_seqs = max_num_seqs
         self._suspects = SuspectBisection()
         self._owners: dict[str, OpenShard] = {}
@@ -183,7 +185,7 @@ class RowIsolation:
         outcome is final."""
         if not self._suspects.is_step_failure(completion.error):
             return False
-        if self._suspects.take(resume_failed(row, completion)):
+        if self._suspects.take(resume_failed(self._engine, row, completion)):
             self._owners[completion.request_id] = shard
         else:
             self._verdicts.append((shard, ComputedRow(row, completion)))

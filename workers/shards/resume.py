@@ -11,6 +11,7 @@ import structlog
 from engine.errors import RequestRefused
 from engine.request import Completion, FinishReason, PartialChoice, Request, TokenLogprobs
 from engine.scheduler.resume import ANSWERED, check_partial
+from engine.step_engine import StepEngine
 from schemas.jobs.checkpoints import LoggedChoice, LoggedLogprobs
 from workers.rows import PreparedRow
 from workers.translation.requests import StopWatchers
@@ -18,14 +19,14 @@ from workers.translation.requests import StopWatchers
 logger = structlog.get_logger(__name__)
 
 
-def resume(request: Request, logged: Iterable[LoggedChoice]) -> Request:
+def resume(engine: StepEngine, request: Request, logged: Iterable[LoggedChoice]) -> Request:
     """The request, resumed from its logged choices; unchanged (with a warning in the log) when these don't fit it."""
-    return resume_from(request, tuple(_partial(request, choice) for choice in logged))
+    return resume_from(engine, request, tuple(_partial(request, choice) for choice in logged))
 
 
-def resume_failed(row: PreparedRow, completion: Completion) -> PreparedRow:
+def resume_failed(engine: StepEngine, row: PreparedRow, completion: Completion) -> PreparedRow:
     """The row, resumed from the tokens that its choices had when a step with it failed."""
-    return replace(row, request=resume_from(row.request, tuple(unfinished(completion))))
+    return replace(row, request=resume_from(engine, row.request, tuple(unfinished(completion))))
 
 
 def unfinished(completion: Completion, given: Mapping[int, int] | None = None) -> list[PartialChoice]:
@@ -38,14 +39,17 @@ def unfinished(completion: Completion, given: Mapping[int, int] | None = None) -
         start, logprobs = (given or {}).get(choice.index, 0), choice.logprobs
         reason = choice.finish_reason if choice.finish_reason in ANSWERED else None
         if logprobs is not None:
-            logprobs = TokenLogprobs(logprobs.chosen[start:], logprobs.top_ids[start:], logprobs.top[start:])
+            logprobs = logprobs[start:]
         if len(choice.token_ids) > start or reason is not None:
             found.append(PartialChoice(choice.index, choice.token_ids[start:], logprobs, reason, choice.stop_token_id))
     return found
 
 
-def resume_from(request: Request, partial: tuple[PartialChoice, ...]) -> Request:
-    """The request, resumed from these choices; unchanged (with a warning in the log) when these don't fit it."""
+def resume_from(engine: StepEngine, request: Request, partial: tuple[PartialChoice, ...]) -> Request:
+    """The request, resumed from these choices; unchanged when the engine does not resume it, or (with a warning in the
+    log) when these don't fit it."""
+    if not engine.resumes(request):
+        return replace(request, partial=())
     if request.params.prompt_logprobs is not None:  # choice 0 returns them, so it can't have ended already
         partial = tuple(choice for choice in partial if choice.index or choice.finish_reason is None)
     resumed = replace(request, partial=partial)

@@ -200,7 +200,7 @@ class ShardReader:
             else:
                 assert isinstance(line.prompt, np.ndarray), "prompts are encoded before"
                 request = translator.request(request_id, line.parsed, line.prompt, line.hints)
-            request = request if logged is None else resume(request, logged)
+            request = request if logged is None else resume(self.model.engine, request, logged)
         except RowError as error:
             line.error = error
             return None

@@ -97,7 +97,7 @@ class ShardWorker:
         self._lookahead = Lookahead(model.max_num_seqs, self._settings.watermark, timed=timed)
         self._shards: list[OpenShard] = []  # the most urgent ones first
         self._running: dict[str, RunningRow] = {}  # by request id
-        self._isolation = RowIsolation(model.max_num_seqs)
+        self._isolation = RowIsolation(model.engine, model.max_num_seqs)
         self._probe = probe(model)
 
     def run(self, stop: threading.Event | None = None) -> WorkerProgress:

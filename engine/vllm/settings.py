@@ -1,0 +1,136 @@
+"""vLLM's settings: from the engine's own, and from options that are passed on by their names in `EngineArgs`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from engine.config import EngineConfig
+from engine.errors import UnsupportedModel
+
+OURS: Final[Mapping[str, str]] = {
+    "model": "give --model",
+    "tokenizer": "the model's own is used",
+    "served_model_name": "give --model NAME=MODEL",
+    "dtype": "give --dtype",
+    "quantize": "give the checkpoint's own form, or quantization=…",
+    "trust_remote_code": "a model's code is never executed",
+    "load_format": "weights are read from safetensors only",
+    "skip_tokenizer_init": "grammars need the tokenizer",
+    "scheduling_policy": "tiers need priorities",
+    "disable_log_stats": "metrics need them",
+    "generation_config": "a request's own settings count",
+    "runner": "the model decides",
+    "convert": "the model decides",
+    "logits_processors": "they are code",
+    "worker_cls": "it is code",
+    "worker_extension_cls": "it is code",
+    "scheduler_cls": "it is code",
+    "data_parallel_size": "give --replicas",
+}  # fmt: skip
+"""Arguments that tokenmill sets or refuses, with what to do instead."""
+
+RESOURCES: Final = frozenset(
+    {
+        "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes",
+        "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "swap_space", "cpu_offload_gb", "block_size",
+        "max_parallel_loading_workers", "distributed_executor_backend", "async_scheduling",
+    }
+)  # fmt: skip
+"""Arguments that change where and how fast answers are computed, so that they aren't part of a model's pin."""
+
+LANE_ROWS: Final = 64
+"""Rows beyond `max_num_seqs` for requests of class 0: vLLM preempts for memory, but not for a row."""
+
+
+class InvalidOption(UnsupportedModel):
+    """Raised for an option that vLLM does not have, or that tokenmill sets itself."""
+
+
+def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options: JSON where they are JSON, else strings; names as in `EngineArgs`, in lower case, also with
+    dashes. Raises `InvalidOption` for one that tokenmill sets itself."""
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        name = name.strip().lower().replace("-", "_")
+        if name in OURS:
+            raise InvalidOption(f"vLLM's option {name} can't be set: {OURS[name]}")
+        options[name] = _parsed(value) if isinstance(value, str) else value
+    return options
+
+
+def _parsed(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def pinned_options(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The options that may change answers, as NAME=JSON, sorted: they are part of a model's pin."""
+    return tuple(
+        f"{name}={json.dumps(value, sort_keys=True)}"
+        for name, value in sorted(options.items())
+        if name not in RESOURCES
+    )
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise `InvalidOption` for a name that the installed vLLM does not have."""
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - the package is optional
+
+    known = {one.name for one in dataclasses.fields(EngineArgs)} - OURS.keys()
+    for name in options:
+        if name not in known:
+            raise InvalidOption(f"vLLM has no option {name}; its options are those of 'vllm serve --help'")
+
+
+def engine_arguments(path: str, config: EngineConfig, options: Mapping[str, Any], *, pools: bool) -> dict[str, Any]:
+    """The arguments of `EngineArgs` for the model at `path`.
+
+    Raises `UnsupportedModel` for a setting of the engine that vLLM does not have.
+    """
+    _check(config)
+    cache, schedule = config.cache, config.schedule
+    arguments: dict[str, Any] = {
+        "model": path,
+        "dtype": config.dtype,
+        "seed": 0,
+        "max_model_len": config.max_model_len or -1,  # -1: the model's, or what the cache holds
+        "load_format": "safetensors",
+        "use_tqdm_on_load": False,
+        "trust_remote_code": False,
+        "generation_config": "vllm",
+        "scheduling_policy": "priority",
+        "enable_prefix_caching": cache.prefix_caching and not pools,
+        "max_num_seqs": schedule.max_num_seqs + min(schedule.max_num_seqs, LANE_ROWS),
+        "max_num_batched_tokens": schedule.max_num_batched_tokens,
+        "tensor_parallel_size": config.tensor_parallel,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "kv_cache_memory_bytes": cache.memory_bytes,
+        "enforce_eager": config.cuda_graphs is False,
+        "disable_log_stats": False,
+        "runner": "pooling" if pools else "generate",
+    }
+    if config.kv_dtype != "auto":
+        arguments["kv_cache_dtype"] = config.kv_dtype
+    if not pools:
+        arguments |= {"max_logprobs": -1, "structured_outputs_config": {"backend": "guidance"}}
+    return arguments | dict(options)
+
+
+def _check(config: EngineConfig) -> None:
+    refused = (
+        (config.quantize != "none", "--quantize", "give a quantized checkpoint, or --engine-option quantization=…"),
+        (config.kv_dtype == "int8", "--kv-dtype int8", "give fp8 on a GPU, or auto"),
+        (
+            config.speculation.method in ("draft", "eagle3"),
+            f"--speculate {config.speculation.method}",
+            "give --engine-option speculative_config={…}",
+        ),
+    )
+    for is_set, name, instead in refused:
+        if is_set:
+            raise UnsupportedModel(f"{name} is not available with vLLM: {instead}")
