@@ -65,6 +65,10 @@ logger = get_logger(__name__)
 CPU_CACHE_BYTES: Final = 4 << 30
 """Of the KV cache on a CPU, where nothing is given: vLLM's own share of the memory leaves too little for others."""
 
+CPU_STEP_TOKENS: Final = 16_384
+"""Of a step on a CPU, where prompts are computed whole: vLLM 0.32 can't take back the draw behind a chunk of a prompt
+from a CPU's generator, and its step fails. New prompts are handed over as slowly as the settings' budget says."""
+
 
 @dataclass(slots=True, eq=False)
 class _Choice:
@@ -94,6 +98,11 @@ class _Choice:
     stop_token_id: int | None = None
     error: str | None = None
     pooled: Any = None
+
+    @property
+    def prefilling(self) -> int:
+        """Tokens to compute before its next one; 0 after the first result."""
+        return 0 if self.cached is not None else len(self.owner.request.prompt_token_ids) + self.resumed
 
     def __lt__(self, other: _Choice) -> bool:
         return (self.owner.request.priority, self.serial) < (other.owner.request.priority, other.serial)
@@ -144,6 +153,9 @@ class VLLMEngine:
         self._llm = llm
         self._recorder = recorder
         self._max_rows: int = llm.vllm_config.scheduler_config.max_num_seqs
+        self._on_cpu = llm.vllm_config.device_config.device_type == "cpu"
+        self._longest_drawn: int = llm.vllm_config.scheduler_config.max_num_batched_tokens - self._max_rows
+        self._prefilling = 0  # tokens of handed choices without a first result
         self._open: dict[str, _Open] = {}
         self._waiting: list[_Choice] = []  # a heap
         self._handed: dict[str, _Choice] = {}  # by vLLM's id
@@ -195,6 +207,7 @@ class VLLMEngine:
         if device.type == "cpu":
             arguments["enforce_eager"] = options.get("enforce_eager", True)  # compiling takes minutes and gains little
             arguments["kv_cache_memory_bytes"] = arguments["kv_cache_memory_bytes"] or CPU_CACHE_BYTES
+            arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], CPU_STEP_TOKENS)
         arguments["skip_tokenizer_init"] = not any(path.glob("token*"))  # without one there are no grammars
         recorder = StepRecorder()
         try:
@@ -248,6 +261,12 @@ class VLLMEngine:
         limit = self.max_model_len if self.pools else min(self.max_model_len, self._blocks * self.block_size)
         if len(ids) + (0 if self.pools else max(1, params.max_tokens)) > limit:
             raise ContextLengthExceeded(len(ids), params.max_tokens, limit)
+        known = len(ids) + max((len(partial.token_ids) for partial in request.partial), default=0)
+        if self._on_cpu and not params.greedy and not self.pools and known > self._longest_drawn:
+            raise RequestRefused(
+                f"request {name!r}: temperature behind more than {self._longest_drawn} tokens is not available with "
+                "vLLM on a CPU; set temperature to 0"
+            )
 
     def _resume(self, choice: _Choice, partial: PartialChoice) -> None:
         request = choice.owner.request
@@ -344,7 +363,9 @@ class VLLMEngine:
             is_full = len(self._handed) >= self._max_rows or (
                 not urgent and len(self._handed) - self._urgent >= self.max_num_seqs
             )
-            if choice.reason is None and is_full:
+            length = len(choice.owner.request.prompt_token_ids) + len(choice.tokens)
+            budget = self.config.schedule.max_num_batched_tokens - self._prefilling - len(self._handed)
+            if choice.reason is None and (is_full or (self._on_cpu and self._prefilling and length > budget)):
                 return
             heapq.heappop(self._waiting)
             if choice.reason is None:
@@ -361,6 +382,7 @@ class VLLMEngine:
         choice.name = f"{request.request_id}\0{choice.index}\0{choice.serial}"
         opened.started_at = opened.started_at if opened.started_at is not None else now
         self._handed[choice.name] = choice
+        self._prefilling += choice.prefilling
         if self.pools:
             params: Any = pooling_params()
         else:
@@ -398,6 +420,7 @@ class VLLMEngine:
             return
         opened = choice.owner
         if choice.cached is None:
+            self._prefilling -= choice.prefilling
             choice.cached = output.num_cached_tokens or 0
             self._cached += choice.cached
             length = len(opened.request.prompt_token_ids)
@@ -513,6 +536,7 @@ class VLLMEngine:
         """Forget a choice that vLLM has ended or will end."""
         assert choice.name is not None
         del self._handed[choice.name]
+        self._prefilling -= choice.prefilling
         self._urgent -= choice.owner.request.priority <= 0
 
     def _fail(self, choice: _Choice, why: str) -> None:
