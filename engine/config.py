@@ -104,6 +104,7 @@ class EngineConfig:
     """All settings of `Engine.load` other than the model's path.
 
     Attributes:
+        own_models: compute the families that this engine has code for with that code; False: with transformers' code.
         dtype: of weights, activations and KV; "auto": bfloat16 where the CPU multiplies it natively, else float32.
         max_model_len: maximum tokens of one sequence; None: the model's own limit.
         threads: for compute; None: torch's default.
@@ -125,6 +126,7 @@ class EngineConfig:
         max_graph_tokens: maximum tokens of a step that uses a graph; larger ones take longer to compute than to launch.
     """
 
+    own_models: bool = True
     dtype: DType = "auto"
     device: Device = "auto"
     max_model_len: int | None = None

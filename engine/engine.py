@@ -242,7 +242,7 @@ class Engine:
             return cls._load_shared(path, config, dtype, device, rank_group)
         native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype, device)
-        load = partial(load_model, dtype=dtype, device=device, builder=builder)
+        load = partial(load_model, dtype=dtype, device=device, builder=builder, own_models=config.own_models)
         model = load(path, max_positions=config.max_model_len)
         spec = model.spec
         limit = spec.max_position

@@ -9,6 +9,9 @@ from pydantic import AwareDatetime, Field
 
 from schemas.stored import StoredModel
 
+EngineName = Literal["tokenmill", "transformers", "vllm"]
+"""What computes a model: this project's own kernels, transformers' code in this project's engine, or vLLM."""
+
 
 class ModelPin(StoredModel):
     """The exact weights that a job runs on. A worker without them refuses the shard.
@@ -20,6 +23,9 @@ class ModelPin(StoredModel):
         revision: of a hub repository.
         quantization: of the weights at load; "none": as they are stored, "int8" quantizes activations too.
         kv_dtype: of the KV cache; "auto" is the dtype's.
+        engine: that computes it.  engine_version: of an engine that is not ours; None: ours, whose answers are the same
+            from version to version.
+        engine_options: that may change answers, as NAME=VALUE, sorted.
     """
 
     name: str
@@ -29,13 +35,18 @@ class ModelPin(StoredModel):
     dtype: Literal["float32", "bfloat16", "float16"]
     quantization: Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"] = "none"
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    engine: EngineName = "tokenmill"
+    engine_version: str | None = None
+    engine_options: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
         """A short id of letters and digits, equal for equal weights and arithmetic."""
         weights = self.digest or f"{self.name}\0{self.source}\0{self.revision}"
-        facts = "\0".join((weights, self.dtype, self.quantization, self.kv_dtype))
-        return sha256(facts.encode()).hexdigest()[:16]
+        facts = [weights, self.dtype, self.quantization, self.kv_dtype]
+        if self.engine != "tokenmill":
+            facts += [self.engine, self.engine_version or "", *self.engine_options]
+        return sha256("\0".join(facts).encode()).hexdigest()[:16]
 
 
 class CatalogEntry(StoredModel):

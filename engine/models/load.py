@@ -6,6 +6,7 @@ that it supports, transformers' own code with this engine's attention the others
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,7 @@ def load_model(
     device: torch.device,
     max_positions: int | None = None,
     builder: DecoderBuilder | None = None,
+    own_models: bool = True,
 ) -> CausalModel:
     """Load a model, ready to compute.
 
@@ -62,6 +64,7 @@ def load_model(
         max_positions: maximum length of a sequence. Rotary tables are sized for it; models whose rotary
             frequencies can't follow each sequence's length are accepted only below their original context.
         builder: of a fused decoder's parts, or of the quantized layers of another model; None: torch's operators.
+        own_models: see `EngineConfig`.
 
     Raises:
         ModelNotFound: there is no model.  UnsupportedModel: it is not supported; names the reason.
@@ -69,7 +72,7 @@ def load_model(
     """
     path = _existing(path)
     try:
-        config, decoder, source = _open(path)
+        config, decoder, source = _open(path, own_models=own_models)
         if decoder is None:
             return load_transformers_model(
                 path, config, dtype, device, folder_end_tokens(path, config), max_positions, builder or TorchBuilder()
@@ -88,8 +91,10 @@ def load_model(
         raise OutOfMemory(f"the weights of {path} do not fit the memory of {device}: {error}") from error
 
 
-def describe_model(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> ModelDescription:
-    """Read a model's config and tensor names only.
+def describe_model(
+    path: str | Path, *, dtype: torch.dtype = torch.bfloat16, own_models: bool = True
+) -> ModelDescription:
+    """Read a model's config and tensor names only. `own_models`: see `EngineConfig`.
 
     Raises:
         ModelNotFound, UnsupportedModel, CorruptWeights: as `load_model`, as far as headers show it.
@@ -99,7 +104,7 @@ def describe_model(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> 
         required_settings(path)
         spec = describe_encoder(path, folder_config(path), dtype)
         return ModelDescription(spec, spec.num_parameters * dtype.itemsize, fused=False)
-    config, decoder, _ = _open(path)
+    config, decoder, _ = _open(path, own_models=own_models)
     if decoder is None:
         spec = describe_transformers_model(path, config, dtype, folder_end_tokens(path, config), folder_weights(path))
     else:
@@ -157,6 +162,33 @@ def _encodes(config: Any) -> bool:
     return bool(both_ways) or fused_family(config) is None
 
 
+def is_native(path: str | Path) -> bool:
+    """Whether this engine computes the model with code of its own, and not with transformers'.
+
+    Raises:
+        ModelNotFound: there is no model.  UnsupportedModel: its config can't be read.
+    """
+    path = _existing(path)
+    if path.is_file() or is_encoder(path):
+        return True
+    config = folder_config(path)
+    with usable(path / "config.json"):
+        return fused_family(config) is not None
+
+
+def architecture_of(path: str | Path) -> str | None:
+    """The first architecture that a folder's config.json names; None: it names none. Also of models that transformers
+    doesn't know. Raises `UnsupportedModel` when it can't be read."""
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+        return str(config["architectures"][0])
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{file} can't be read: {error}") from error
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
 def config_kv_dtype(path: str | Path) -> Literal["int8", "fp8"] | None:
     """Return the KV cache dtype of a model's config; None: not specified.
 
@@ -192,9 +224,11 @@ def _existing(path: str | Path) -> Path:
     return path
 
 
-def _open(path: Path) -> tuple[Any, DecoderSpec | None, WeightSource | None]:
+def _open(path: Path, *, own_models: bool = True) -> tuple[Any, DecoderSpec | None, WeightSource | None]:
     """Return the config, the fused decoder's spec (None: transformers' code), and a GGUF file's weights."""
     if path.is_file():
+        if not own_models:
+            raise UnsupportedModel(f"{path} is a GGUF file, which transformers' code does not compute here")
         from engine.models.gguf import GGUFCheckpoint  # noqa: PLC0415 - needs the package gguf, for nothing else
 
         with usable(path):
@@ -205,7 +239,7 @@ def _open(path: Path) -> tuple[Any, DecoderSpec | None, WeightSource | None]:
         headless = not has_head(config)
         if _encodes(config) or (headless and embedding_settings(path) is None):
             raise UnsupportedModel(f"{config.architectures[0]} is not a causal language model")
-        family = fused_family(config)
+        family = fused_family(config) if own_models else None
         if family is None:
             check_supported(config)  # before anything is said of its weights
             return config, None, None

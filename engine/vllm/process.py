@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # one is reserved otherwise, which halves the engine on two cores
     "HF_HUB_OFFLINE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # each start warns of its own binding of threads
 }
 """Defaults of vLLM's variables; those that the process has already stay."""
 
@@ -29,6 +30,7 @@ def prepare_process(config: EngineConfig, device: str) -> None:
     """Set the environment variables that vLLM reads when it is imported or started."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
     if device == "cpu":
         cpus = sorted(os.sched_getaffinity(0))
         threads = config.threads or int(os.environ.get("OMP_NUM_THREADS") or len(cpus))
@@ -36,13 +38,14 @@ def prepare_process(config: EngineConfig, device: str) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
 
 
-def preload_variable() -> str | None:
-    """The value of LD_PRELOAD for a process that runs vLLM on a CPU; None: nothing is missing in it."""
+def preload_variable(prefix: Path) -> str | None:
+    """The value of LD_PRELOAD for a process that runs vLLM on a CPU; None: nothing is missing in it. `prefix`: of the
+    environment that vLLM is installed in."""
     given = os.environ.get("LD_PRELOAD", "")
-    missing = [path for name in PRELOADED if name not in given and (path := _library(name)) is not None]
+    missing = [path for name in PRELOADED if name not in given and (path := _library(name, prefix)) is not None]
     return ":".join([*map(str, missing), *filter(None, [given])]) if missing else None
 
 
-def _library(name: str) -> Path | None:
-    folders = (Path(sys.prefix) / "lib", Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))
+def _library(name: str, prefix: Path) -> Path | None:
+    folders = (prefix / "lib", Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))
     return next((folder / name for folder in folders if (folder / name).exists()), None)

@@ -57,13 +57,15 @@ def list_page(data: Sequence[Item], has_more: bool) -> ListPage[Item]:
 
 
 class ModelExtension(ResponseModel):
-    """The exact weights, and their number formats."""
+    """The exact weights, their number formats, and the engine that computes them."""
 
     digest: str | None
     revision: str | None
     dtype: str
     quantization: str
     kv_dtype: str
+    engine: str
+    engine_version: str | None
 
 
 class Model(ResponseModel):

@@ -42,6 +42,7 @@ CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 DEFAULT_CONFIG = Path("tokenmill.toml")
 
 InstructionSet = Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"]
+Engine = Literal["auto", "tokenmill", "vllm", "transformers"]
 Attention = Literal["auto", "reference", "paged-sdpa", "native", "triton", "flash3", "flash2", "torch-varlen"]
 
 
@@ -100,6 +101,24 @@ class SloOptions(BaseModel):
     weight_utilisation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
     weight_drops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     min_batch_tokens: Positive = 1
+
+
+class VLLMOptions(BaseModel):
+    """vLLM as an engine: any further name is an option of vLLM's own (`EngineArgs`), such as tensor_parallel_size,
+    pipeline_parallel_size, quantization, gpu_memory_utilization or speculative_config (JSON).
+
+    Attributes:
+        python: the interpreter of an environment in which vLLM and tokenmill are installed; None: this one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    python: Path | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """vLLM's own options, by name."""
+        return dict(self.model_extra or {})
 
 
 class LaneOptions(BaseModel):
@@ -243,6 +262,9 @@ class Settings(BaseSettings):
         stuck_seconds: a worker without a step for so long exits, to be restarted.
         rank_timeout_seconds: longest wait in a step for the other ranks of a model, before the engine ends.
         spot_notice: a worker stops gracefully at Amazon's notice that its spot instance will be interrupted.
+        engine: that computes models; "auto": ours where it has kernels for the model, else vLLM where it is installed,
+            else transformers' code.
+        vllm: vLLM as an engine.
         instruction_set: of the native CPU kernels; "auto": the best of the processor.
         gpu: the engine on a CUDA device.
         attention: the attention kernels; "auto": the best that device, model and installed packages allow.
@@ -269,6 +291,8 @@ class Settings(BaseSettings):
     stuck_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     rank_timeout_seconds: float = Field(default=120.0, gt=0, allow_inf_nan=False)
     spot_notice: bool = False
+    engine: Engine = "auto"
+    vllm: VLLMOptions = VLLMOptions()
     instruction_set: InstructionSet = "auto"
     gpu: GpuOptions = GpuOptions()
     attention: Attention = "auto"

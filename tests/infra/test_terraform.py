@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -48,6 +48,12 @@ def is_setting(variable: str) -> bool:
 @pytest.mark.parametrize("name", ["TOKENMILL_KAFKA__BOOTSTRAPS", "TOKENMILL_NO__SUCH", "TOKENMILL_NOTHING"])
 def test_given_an_unknown_variable_then_the_check_finds_it(name: str) -> None:
     assert not is_setting(name)
+
+
+def test_given_the_engines_of_a_fleet_then_they_are_those_of_the_setting() -> None:
+    text = (TERRAFORM / "modules/workers/variables.tf").read_text(encoding="utf-8")
+    (engines,) = re.findall(r"contains\(\[(.+)\], var\.engine\)", text)
+    assert set(re.findall(r'"(\w+)"', engines)) == set(get_args(Settings.model_fields["engine"].annotation))
 
 
 def test_given_the_examples_then_both_pin_the_same_provider() -> None:

@@ -71,7 +71,7 @@ def bench(
     best = max(results[2 : 2 + len(batches)], key=lambda result: result.tokens_per_second)
     speed = bench_results.MeasuredSpeed(
         model=model_digest(path),
-        dtype=dtype_name(engine.spec),
+        dtype=dtype_name(engine.spec.dtype),
         threads=threads,
         machine=bench_results.this_machine(),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -109,7 +109,9 @@ def estimate(
     chosen = job_options.choose_model(job_options.only_model(model), settings.model_cache)
     path = model_path(chosen.source.path)
     spec = describe_model(path, dtype=resolve_model_dtype(path, dtype, resolve_device("auto"))).spec
-    pin = ModelPin(name=chosen.name, source=str(path), dtype=dtype_name(spec), quantization=quantize, kv_dtype=kv_dtype)
+    pin = ModelPin(
+        name=chosen.name, source=str(path), dtype=dtype_name(spec.dtype), quantization=quantize, kv_dtype=kv_dtype
+    )
     dry_runs = _DryRuns.of(inputs, pin, wanted, path, exact=exact)
     speed = bench_results.find_result(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from tokenmill import output
-from tokenmill.config.cli_options import Debug, Json
+from tokenmill.config.cli_options import Debug, EngineOption, Json
 from tokenmill.errors import EXIT_USAGE
 from tokenmill.models import sources
 from tokenmill.settings import read_settings
 
-app = typer.Typer(help="Models in the local cache: list them, pull more.", rich_markup_mode=None)
+app = typer.Typer(help="Models in the local cache: list them, pull more, show what computes one.", rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)
@@ -55,3 +55,33 @@ def pull_model(
         output.print_json(asdict(source))
     else:
         print(source.path)
+
+
+@app.command("show", short_help="What computes a model.")
+def show_model(
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="As in 'tokenmill run'; it is pulled if needed.")],
+    engine: EngineOption = None,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Show a model's architecture, and which engine would compute it on this machine, and why."""
+    from engine.models.load import architecture_of
+    from tokenmill.config.engine_choice import choose_engine
+    from workers.model.loaded_model import model_path
+
+    settings = read_settings()
+    source = sources.pull(name, settings.model_cache, output.say)
+    path = model_path(source.path)
+    choice = choose_engine(path, engine or settings.engine, settings.vllm.python)
+    facts = {
+        "path": path,
+        "architecture": architecture_of(path) if path.is_dir() else "GGUF",
+        "size": source.size,
+        "engine": choice.engine,
+        "why": choice.why,
+    }
+    if as_json:
+        output.print_json(facts)
+        return
+    cells = [(key, output.size(value) if key == "size" else value) for key, value in facts.items()]
+    output.stdout().print(output.table(None, ("", ""), cells))

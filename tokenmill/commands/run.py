@@ -14,6 +14,8 @@ from tokenmill.config.cli_options import (
     Debug,
     DeviceOption,
     DTypeOption,
+    EngineOption,
+    EngineOptionValues,
     Fresh,
     Input,
     Json,
@@ -50,6 +52,8 @@ def run(
     tier: Annotated[Tier, typer.Option(help="How urgent the job is.")] = "standard",
     deadline: Deadline = None,
     max_cost: MaxCost = None,
+    engine_name: EngineOption = None,
+    engine_option: EngineOptionValues = None,
     dtype: DTypeOption = "auto",
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
@@ -86,7 +90,7 @@ def run(
     settings = read_settings()
     engine = engine_options(
         settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        speculate, tensor_parallel, replicas,
+        speculate, tensor_parallel, replicas, engine_name, engine_option,
     )  # fmt: skip
     plan = _plan(
         input_, model, out, tier, engine, chat_template,
@@ -119,6 +123,7 @@ def _plan(
     """Validate the options and build the run's plan, before a job is created. Cheap checks come first."""
     from schemas.jobs.job import Tier as JobTier
     from tokenmill.config import job_options
+    from tokenmill.config.engine_choice import choose_engines
     from tokenmill.local.run_plan import RunPlan
     from workers.settings import WorkerSettings
 
@@ -129,9 +134,10 @@ def _plan(
     policies = job_options.content_policies(content_policy, settings)
     template = job_options.read_template(chat_template)
     inputs = job_options.read_input(input_, None if fresh else out.expanduser())
+    models = choose_engines(job_options.choose_models(model, settings.model_cache), engine)
     return RunPlan(
         inputs=inputs,
-        models=job_options.choose_models(model, settings.model_cache),
+        models=models,
         output=out.expanduser(),
         tier=JobTier(tier),
         settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),

@@ -17,6 +17,8 @@ from tokenmill.config.cli_options import (
     Debug,
     DeviceOption,
     DTypeOption,
+    EngineOption,
+    EngineOptionValues,
     KvCacheMemory,
     KvDTypeOption,
     LogForm,
@@ -67,6 +69,8 @@ def serve(
     data: Data = Path("tokenmill-data"),
     host: Host = "127.0.0.1",
     port: Port = 8000,
+    engine: EngineOption = None,
+    engine_option: EngineOptionValues = None,
     dtype: DTypeOption = "auto",
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
@@ -116,8 +120,9 @@ def serve(
     policies = content_policies(content_policy, settings)
     options = engine_options(
         settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        speculate, tensor_parallel,
+        speculate, tensor_parallel, engine=engine, engine_option=engine_option,
     )  # fmt: skip
+    loads = _loads(model, settings, options, chat_template)
     with (
         stop_on_signals() as stop,
         traces_of("serve") as traces,
@@ -133,7 +138,6 @@ def serve(
         )
         gateway = GatewayService(root, settings, backends, host, port, dispatching=sources, batch_rows=max_num_seqs)
         folders = folder_part(root, settings, settle)
-        loads = _loads(model, settings, options, chat_template)
         worker_service = WorkerService(root, backends, loads, settings, switch_after, policies, price)
         incoming = data.expanduser() / "incoming"
         report_up(
@@ -150,6 +154,8 @@ def serve(
 def worker(
     model: Models,
     root_url: RootUrl = None,
+    engine: EngineOption = None,
+    engine_option: EngineOptionValues = None,
     dtype: DTypeOption = "auto",
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
@@ -188,7 +194,7 @@ def worker(
     policies = content_policies(content_policy, settings)
     options = engine_options(
         settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        speculate, tensor_parallel, replicas,
+        speculate, tensor_parallel, replicas, engine, engine_option,
     )  # fmt: skip
     loads = _loads(model, settings, options, chat_template)
     price = price_of_worker(settings, price_per_hour)
@@ -337,11 +343,12 @@ def _loads(
     models: list[str], settings: Settings, options: EngineOptions, chat_template: Path | None
 ) -> list[Callable[[], LoadedModel]]:
     """A loader of each of the models. Raises what `choose_models` and `read_template` raise."""
+    from tokenmill.config.engine_choice import choose_engines
     from tokenmill.config.engine_options import slo_config
     from tokenmill.config.job_options import choose_models, read_template
     from tokenmill.services.worker import load_any
 
     options = replace(options, slo=slo_config(settings))
-    chosen = choose_models(models, settings.model_cache)
     template = read_template(chat_template)
-    return [partial(load_any, one, options.config(), template) for one in chosen]
+    chosen = choose_engines(choose_models(models, settings.model_cache), options)
+    return [partial(load_any, one, options.config(), template, options.vllm) for one in chosen]

@@ -116,6 +116,7 @@ JobGiven = Annotated[
 ]
 Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")]
 
+Engine = Literal["auto", "tokenmill", "vllm", "transformers"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantize = Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"]
@@ -125,6 +126,23 @@ OnInvalid = Literal["row", "job"]
 
 # How an engine runs: `run`, `serve` and `worker` share all of it.
 
+EngineOption = Annotated[
+    Engine | None,
+    typer.Option(
+        "--engine",
+        help="What computes the model. auto: tokenmill's own kernels where they know it, else vLLM where it is "
+        "installed, else transformers' code. [default: TOKENMILL_ENGINE, or auto]",
+    ),
+]
+EngineOptionValues = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-option",
+        metavar="NAME=VALUE",
+        help="An option of vLLM's own, such as tensor_parallel_size=2; JSON where it is no plain value. May be "
+        "repeated.",
+    ),
+]
 DTypeOption = Annotated[
     DType,
     typer.Option(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -20,7 +22,9 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.engine import resolve_device
-from schemas.settings.settings import GpuOptions, Settings
+from engine.vllm.settings import parse_options
+from schemas.settings.settings import Engine, GpuOptions, Settings
+from tokenmill.errors import UserError
 from tokenmill.models import sources
 from tokenmill.output import say
 from workers.model.loaded_model import model_path
@@ -47,6 +51,9 @@ class EngineOptions:
     tensor_parallel: int = 1  # devices that share the model
     rank_timeout_seconds: float = EngineConfig().rank_timeout_seconds
     replicas: int = 1  # engines, each with a share of the processor's threads, and of its memory
+    engine: Engine = "auto"
+    vllm: Mapping[str, Any] = field(default_factory=dict)  # its own options, by name
+    vllm_python: Path | None = None  # of an environment with vLLM
 
     def config(
         self, tokens_per_sequence: int | None = None, sequences: int | None = None, rows: int | None = None
@@ -115,12 +122,14 @@ def engine_options(
     speculate: str | None,
     tensor_parallel: int = 1,
     replicas: int = 1,
+    engine: Engine | None = None,
+    engine_option: Sequence[str] | None = None,
 ) -> EngineOptions:
-    """The engine's options, from a command's options and the settings. `kv_cache_memory` in bytes; `speculate`: None
-    is the settings' method.
+    """The engine's options, from a command's options and the settings. `kv_cache_memory` in bytes; `speculate` and
+    `engine`: None is the settings' one; `engine_option`: NAME=VALUE of vLLM, over the settings' ones.
 
     Raises:
-        ModelError: there is no such draft model or head.
+        ModelError: there is no such draft model or head.  InvalidOption: vLLM's options can't be set so.
     """
     speculate = speculate or settings.speculate
     method, _, model = speculate.partition(":")
@@ -130,4 +139,17 @@ def engine_options(
         dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
         settings.instruction_set, settings.attention, settings.kv_block_size, speculate, settings.gpu,
         tensor_parallel=tensor_parallel, replicas=replicas, rank_timeout_seconds=settings.rank_timeout_seconds,
+        engine=engine or settings.engine, vllm=parse_options(settings.vllm.options | _named(engine_option or ())),
+        vllm_python=settings.vllm.python,
     )  # fmt: skip
+
+
+def _named(given: Sequence[str]) -> dict[str, str]:
+    """The options NAME=VALUE by name. Raises `UserError`."""
+    named = {}
+    for one in given:
+        name, separator, value = one.partition("=")
+        if not separator or not name:
+            raise UserError(f"--engine-option {one}: give NAME=VALUE, such as tensor_parallel_size=2")
+        named[name] = value
+    return named

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipeline.planner.tokens import TemplateTokens
     from schemas.jobs.inputs import InputRef
     from schemas.jobs.job import JobSettings
+    from schemas.models import EngineName
     from schemas.settings.settings import Settings
     from workers.policies.policy import Policies
 
@@ -28,11 +29,13 @@ class ChosenModel:
 
     Attributes:
         digest: required digest of weights and chat template; None: any.
+        engine: that computes it; None: one of this project's.
     """
 
     name: str
     source: sources.ModelSource
     digest: str | None = None
+    engine: EngineName | None = None
 
 
 def choose_model(given: str, cache: Path) -> ChosenModel:

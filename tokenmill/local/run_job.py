@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from engine.embedding.engine import check_encoder_config
-from engine.engine import resolve_device, resolve_model_dtype
+from engine.engine import resolve_device, resolve_dtype, resolve_model_dtype
 from engine.models.load import describe_model, is_encoder
+from engine.vllm.settings import pinned_options
 from pipeline.jobs.planning import plan_job
 from pipeline.jobs.submit import JobOrder, submit
 from pipeline.jobs.summaries import summarize_job
@@ -36,7 +37,7 @@ from tokenmill.local.model_rotation import compute_in_rotation
 from tokenmill.local.run_plan import RunPlan, load_model
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.processes.planner_process import PlannerProcess
-from workers.model.loaded_model import LoadedModel, dtype_name, model_digest, model_path
+from workers.model.loaded_model import LoadedModel, dtype_name, engine_of, model_digest, model_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +127,26 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
 def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_template: str | None) -> ModelPin:
     """Pin a job's model: the weights' digest, the computed dtype, and the quantization of weights and cache. It checks
     the header first, and then reads every byte of the weights (which are then in the page cache for loading)."""
-    if is_encoder(path):
-        check_encoder_config(options.config())
-    spec = describe_model(path, dtype=resolve_model_dtype(path, options.dtype, resolve_device(options.device))).spec
+    engine, engine_version = engine_of(path, model.engine)
+    device = resolve_device(options.device)
+    if engine == "vllm":
+        dtype = resolve_dtype(options.dtype, device)
+    else:
+        if is_encoder(path):
+            check_encoder_config(options.config())
+        wanted = resolve_model_dtype(path, options.dtype, device)
+        dtype = describe_model(path, dtype=wanted, own_models=engine != "transformers").spec.dtype
     return ModelPin(
         name=model.name,
         source=str(path),
         digest=model_digest(path, chat_template),
         revision=model.source.revision,
-        dtype=dtype_name(spec),
+        dtype=dtype_name(dtype),
         quantization=options.quantize,
         kv_dtype=options.kv_dtype,
+        engine=engine,
+        engine_version=engine_version,
+        engine_options=pinned_options(options.vllm) if engine == "vllm" else (),
     )
 
 

