@@ -121,7 +121,7 @@ infra: $(VENV)-infra/linters.stamp  ## check Terraform, images and compose.yaml:
 infra-apply: $(VENV)/.dev.stamp $(VENV)-infra/ministack.stamp  ## apply both examples to an AWS emulation on this machine, run the pipeline there, destroy (needs terraform)
 	OMP_NUM_THREADS=1 $(PY) -m infra.apply_locally --ministack $(VENV)-infra/ministack/bin/ministack
 
-sbom: $(VENV)-infra/sbom.stamp  ## write the bill of materials of each image, with versions and licences, to out/sbom (IMAGES="control worker")
+sbom: $(VENV)-infra/sbom.stamp  ## write the bill of materials of each image, with versions and licences, to out/sbom (IMAGES="control worker vllm")
 	$(PYTHON) -m infra.sbom --tool $(VENV)-infra/sbom/bin/cyclonedx-py $(IMAGES)
 
 lint: $(VENV)/.dev.stamp  ## run ruff, mypy and the import contracts

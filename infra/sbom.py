@@ -1,11 +1,12 @@
 """Writes a bill of materials (CycloneDX, JSON) of each image's Python packages, with their licences.
 
-    python -m infra.sbom [control] [worker] --tool CYCLONEDX_PY --out FOLDER
+    python -m infra.sbom [control] [worker] [vllm] --tool CYCLONEDX_PY --out FOLDER
 
 Needs no image: it installs the Dockerfile's packages, with the same extras and pins, into a new environment, which
 cyclonedx-py describes. A package that differs from its pin is an error, and so is torch in the control image. The
 worker gets the torch build that pip finds: PIP_EXTRA_INDEX_URL selects another one, like the Dockerfile's TORCH_INDEX.
-Packages of the base images are missing; `docker build --sbom=true` lists those.
+The image of vLLM gets gigabytes of CUDA's packages. Packages of the base images are missing; `docker build --sbom=true`
+lists those.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import Any, Final
 
 REPOSITORY: Final = Path(__file__).parents[1]
 IMAGES: Final = REPOSITORY / "infra" / "images"
-NAMES: Final = ("control", "worker")
+NAMES: Final = ("control", "worker", "vllm")
 TOOLS: Final = {"pip", "setuptools", "wheel"}
-"""Packages of every new environment; constraints.txt does not pin them."""
+"""Packages of every new environment, whose versions are not checked."""
 
 
 def extras(dockerfile: str) -> str:
@@ -34,6 +35,11 @@ def extras(dockerfile: str) -> str:
     if found is None:
         raise ValueError("the Dockerfile installs no '.[extras]'")
     return found[1]
+
+
+def constraints_file(image: str) -> Path:
+    """The file that pins the image's packages."""
+    return IMAGES / ("vllm-constraints.txt" if image == "vllm" else "constraints.txt")
 
 
 def pins(constraints: str) -> dict[str, str]:
@@ -56,7 +62,7 @@ def problems(image: str, bill: Mapping[str, Any], wanted: Mapping[str, str]) -> 
         if name in TOOLS:
             continue
         if name not in wanted and not name.startswith(("nvidia-", "cuda-")):  # torch pins these itself
-            messages.append(f"{name} {version} is not pinned in infra/images/constraints.txt")
+            messages.append(f"{name} {version} is not pinned in {constraints_file(image).relative_to(REPOSITORY)}")
         elif wanted.get(name, version) != version:
             messages.append(f"{name} is {version}, and pinned to {wanted[name]}")
         if "purl" not in one:
@@ -81,7 +87,7 @@ def describe(image: str, tool: str, out: Path) -> dict[str, Any]:
         venv.create(environment, with_pip=True)
         python = environment / "bin" / "python"
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--constraint", str(IMAGES / "constraints.txt"), f"{REPOSITORY}[{chosen}]"], check=True)
+        subprocess.run([*pip, "--constraint", str(constraints_file(image)), f"{REPOSITORY}[{chosen}]"], check=True)
         made = out / f"{image}.cdx.json"
         made.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(
@@ -94,18 +100,18 @@ def describe(image: str, tool: str, out: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("images", nargs="*", metavar="IMAGE", help=f"{' or '.join(NAMES)}; both, unless named")
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help=f"{', '.join(NAMES)}; all, unless named")
     parser.add_argument("--tool", default="cyclonedx-py", help="its command")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "out" / "sbom")
     args = parser.parse_args()
     if unknown := sorted(set(args.images) - set(NAMES)):
-        parser.error(f"{unknown[0]!r} is no image; there are {' and '.join(NAMES)}")
-    wanted = pins((IMAGES / "constraints.txt").read_text(encoding="utf-8"))
+        parser.error(f"{unknown[0]!r} is no image; there are {', '.join(NAMES)}")
     failed = False
     for image in args.images or NAMES:
         bill = describe(image, args.tool, args.out)
         print(f"{args.out / f'{image}.cdx.json'}: {len(bill['components'])} packages")
         print(f"  without licence information: {', '.join(unlicensed(bill)) or 'none'}")
+        wanted = pins(constraints_file(image).read_text(encoding="utf-8"))
         for line in problems(image, bill, wanted):
             failed = True
             print(f"  WRONG: {line}")

@@ -99,6 +99,9 @@ module "workers" {
   vpc_cidr        = module.network.cidr
   subnet_ids      = module.network.private_subnet_ids
   image           = var.worker_image
+  vllm_image      = var.vllm_image
+  engine          = each.value.engine
+  engine_options  = each.value.engine_options
   models          = each.value.models
   model_arns      = ["arn:aws:s3:::${var.weights_bucket}/*"]
   options         = each.value.options

@@ -45,11 +45,24 @@ variable "worker_image" {
   type        = string
 }
 
+variable "vllm_image" {
+  description = "The image of workers whose engine is vLLM, by its digest, in a registry (ECR) of this region. null: no fleet has the engine vllm."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.vllm_image != null || alltrue([for fleet in values(var.fleets) : fleet.engine != "vllm"])
+    error_message = "A fleet has the engine vllm: set vllm_image, since worker_image does not contain vLLM."
+  }
+}
+
 variable "fleets" {
   description = "Fleets of workers, each for its models, on pools of machines bought on demand or as spot. See the module workers for each field."
   type = map(object({
     models          = list(string)
     options         = optional(list(string), [])
+    engine          = optional(string, "auto")
+    engine_options  = optional(map(string), {})
     gpus_per_worker = optional(number, 1)
     memory_mib      = optional(number, 8192)
     pools = map(object({

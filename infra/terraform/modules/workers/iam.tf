@@ -9,7 +9,7 @@ module "execution" {
   source = "../execution"
 
   name           = local.full
-  image          = var.image
+  image          = local.image
   log_group_arns = [aws_cloudwatch_log_group.this.arn]
   secrets        = var.secrets
   kms_key_arns   = var.kms_key_arns

@@ -16,6 +16,7 @@ locals {
   full   = "${var.name}-${var.fleet}"
   ami    = coalesce(var.ami_id, try(nonsensitive(data.aws_ssm_parameter.ami[0].value), null))
   names  = [for model in var.models : split("=", model)[0]]
+  image  = var.engine == "vllm" ? var.vllm_image : var.image
   spot   = anytrue([for pool in values(var.pools) : pool.purchase == "spot"])
 
   # Less than the two minutes' notice of a spot instance; more than the lane's drain and a last checkpoint take.
@@ -24,6 +25,7 @@ locals {
   environment = merge(
     {
       AWS_DEFAULT_REGION            = local.region
+      TOKENMILL_ENGINE              = var.engine
       TOKENMILL_CHECKPOINT_SECONDS  = tostring(var.checkpoint_seconds)
       TOKENMILL_LANE__DRAIN_SECONDS = tostring(var.lane_drain_seconds)
       TOKENMILL_SPOT_NOTICE         = tostring(local.spot)
@@ -35,7 +37,12 @@ locals {
       AWS_EC2_METADATA_DISABLED     = "true" # the task uses its own credentials, never the instance's
     },
     var.environment,
+    { for name, value in var.engine_options : "TOKENMILL_VLLM__${upper(name)}" => value },
   )
+
+  # Ranks of one model exchange data in shared memory; Docker's 64 MiB are too few for vLLM's.
+  shared_memory = var.engine == "vllm" && var.gpus_per_worker > 1 ? { sharedMemorySize = 1024 * var.gpus_per_worker } : {}
+
   command = concat(["worker"], flatten([for model in var.models : ["--model", model]]), var.options)
 }
 
@@ -109,7 +116,7 @@ resource "aws_ecs_task_definition" "this" {
 
   container_definitions = jsonencode([{
     name                   = "worker"
-    image                  = var.image
+    image                  = local.image
     command                = local.command
     essential              = true
     stopTimeout            = local.stop_seconds
@@ -124,7 +131,7 @@ resource "aws_ecs_task_definition" "this" {
     ]
     environment     = [for key in sort(keys(local.environment)) : { name = key, value = local.environment[key] }]
     secrets         = [for key in sort(keys(var.secrets)) : { name = key, valueFrom = var.secrets[key] }]
-    linuxParameters = { initProcessEnabled = true, capabilities = { drop = ["ALL"] } }
+    linuxParameters = merge({ initProcessEnabled = true, capabilities = { drop = ["ALL"] } }, local.shared_memory)
     ulimits         = [{ name = "memlock", softLimit = -1, hardLimit = -1 }, { name = "nofile", softLimit = 65536, hardLimit = 65536 }]
     logConfiguration = {
       logDriver = "awslogs"

@@ -38,6 +38,54 @@ variable "image" {
   }
 }
 
+variable "engine" {
+  description = "The engine of all workers of the fleet: auto, tokenmill or transformers in image, vllm in vllm_image."
+  type        = string
+  default     = "auto"
+
+  validation {
+    condition     = contains(["auto", "tokenmill", "vllm", "transformers"], var.engine)
+    error_message = "engine is auto, tokenmill, vllm or transformers."
+  }
+}
+
+variable "vllm_image" {
+  description = "The image of workers whose engine is vllm, by its digest; infra/images builds it. Used instead of image."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.engine != "vllm" || var.vllm_image != null
+    error_message = "The engine vllm needs vllm_image: the image of workers does not contain vLLM."
+  }
+
+  validation {
+    condition     = var.vllm_image == null || try(!endswith(var.vllm_image, ":latest") && can(regex("[:@]", var.vllm_image)), false)
+    error_message = "Name a tag or a digest, and not latest: a new instance must not bring other code."
+  }
+}
+
+variable "engine_options" {
+  description = "vLLM's own settings, by their names in its EngineArgs, such as { tensor_parallel_size = 2, gpu_memory_utilization = 0.9 }. Only with the engine vllm."
+  type        = map(string)
+  default     = {}
+
+  validation {
+    condition     = alltrue([for name in keys(var.engine_options) : can(regex("^[a-z][a-z0-9]*(_[a-z0-9]+)*$", name))])
+    error_message = "Write each name as in vLLM's EngineArgs: small letters, digits and single underscores, such as tensor_parallel_size."
+  }
+
+  validation {
+    condition     = var.engine == "vllm" || length(var.engine_options) == 0
+    error_message = "Only the engine vllm takes engine_options."
+  }
+
+  validation {
+    condition     = try(tonumber(var.engine_options.tensor_parallel_size), 1) <= var.gpus_per_worker
+    error_message = "tensor_parallel_size is at most gpus_per_worker: a worker sees only its own GPUs."
+  }
+}
+
 variable "models" {
   description = "Models to serve, each as NAME=MODEL. NAME is its name in requests; MODEL is s3://BUCKET/PREFIX, a hub name (needs NAT), or a path in the image. Of several, one is loaded at a time."
   type        = list(string)
@@ -68,6 +116,11 @@ variable "bucket_arn" {
 variable "environment" {
   description = "TOKENMILL_ variables: the other modules' outputs named environment, and more settings."
   type        = map(string)
+
+  validation {
+    condition     = !contains(keys(var.environment), "TOKENMILL_ENGINE")
+    error_message = "Set engine instead of TOKENMILL_ENGINE: it also selects the image."
+  }
 }
 
 variable "secrets" {

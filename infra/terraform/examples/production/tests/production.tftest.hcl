@@ -81,6 +81,55 @@ run "an_installation_without_kafka_and_http" {
   }
 }
 
+run "a_fleet_with_vllm" {
+  variables {
+    vllm_image = "000000000000.dkr.ecr.eu-central-1.amazonaws.com/tokenmill-vllm@sha256:0000"
+
+    fleets = {
+      chat = {
+        models  = ["llama=s3://weights/llama"]
+        pools   = { steady = { purchase = "on_demand", instance_types = ["g6.xlarge"], max_instances = 2 } }
+        scaling = { max = 2 }
+      }
+      large = {
+        models          = ["qwen=s3://weights/qwen"]
+        engine          = "vllm"
+        engine_options  = { tensor_parallel_size = 4 }
+        gpus_per_worker = 4
+        pools           = { steady = { purchase = "on_demand", instance_types = ["g6.12xlarge"], max_instances = 2 } }
+        scaling         = { max = 2 }
+      }
+    }
+  }
+
+  assert {
+    condition     = { for name, process in output.processes : name => process.environment.TOKENMILL_ENGINE if startswith(name, "worker-") } == { worker-chat = "auto", worker-large = "vllm" }
+    error_message = "a fleet has another one's engine"
+  }
+
+  assert {
+    condition     = output.processes["worker-large"].environment.TOKENMILL_VLLM__TENSOR_PARALLEL_SIZE == "4"
+    error_message = "the engine's options do not reach the worker"
+  }
+}
+
+run "a_fleet_with_vllm_needs_its_image" {
+  command = plan
+
+  variables {
+    fleets = {
+      large = {
+        models  = ["qwen=s3://weights/qwen"]
+        engine  = "vllm"
+        pools   = { steady = { purchase = "on_demand", instance_types = ["g6.12xlarge"], max_instances = 2 } }
+        scaling = { max = 2 }
+      }
+    }
+  }
+
+  expect_failures = [var.vllm_image]
+}
+
 run "one_zone_is_not_enough" {
   command = plan
 

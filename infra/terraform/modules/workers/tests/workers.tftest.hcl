@@ -68,6 +68,128 @@ run "eight_workers" {
   }
 }
 
+run "the_worker_image_chooses_its_engine" {
+  assert {
+    condition     = jsondecode(aws_ecs_task_definition.this.container_definitions)[0].image == var.image
+    error_message = "not the image of workers"
+  }
+
+  assert {
+    condition     = output.process.environment.TOKENMILL_ENGINE == "auto" && length([for name in keys(output.process.environment) : name if startswith(name, "TOKENMILL_VLLM")]) == 0
+    error_message = "an engine is set that was not chosen"
+  }
+
+  assert {
+    condition     = !can(jsondecode(aws_ecs_task_definition.this.container_definitions)[0].linuxParameters.sharedMemorySize)
+    error_message = "shared memory that no rank uses"
+  }
+}
+
+run "vllm" {
+  variables {
+    engine          = "vllm"
+    vllm_image      = "000000000000.dkr.ecr.eu-central-1.amazonaws.com/tokenmill-vllm@sha256:0000"
+    engine_options  = { tensor_parallel_size = 2, gpu_memory_utilization = 0.9, enforce_eager = true }
+    gpus_per_worker = 2
+    environment     = { TOKENMILL_ROOT = "s3://answers", TOKENMILL_VLLM__ENFORCE_EAGER = "false" }
+  }
+
+  assert {
+    condition     = jsondecode(aws_ecs_task_definition.this.container_definitions)[0].image == var.vllm_image
+    error_message = "the container does not run vLLM's image"
+  }
+
+  assert {
+    condition = { for one in jsondecode(aws_ecs_task_definition.this.container_definitions)[0].environment : one.name => one.value if one.name == "TOKENMILL_ENGINE" || startswith(one.name, "TOKENMILL_VLLM") } == {
+      TOKENMILL_ENGINE                       = "vllm"
+      TOKENMILL_VLLM__TENSOR_PARALLEL_SIZE   = "2"
+      TOKENMILL_VLLM__GPU_MEMORY_UTILIZATION = "0.9"
+      TOKENMILL_VLLM__ENFORCE_EAGER          = "true"
+    }
+    error_message = "the container lacks the engine or one of its options, or the environment of all processes overrides it"
+  }
+
+  assert {
+    condition     = jsondecode(aws_ecs_task_definition.this.container_definitions)[0].linuxParameters.sharedMemorySize == 2048 && jsondecode(aws_ecs_task_definition.this.container_definitions)[0].linuxParameters.initProcessEnabled
+    error_message = "the ranks of a model have too little shared memory, or there is no init process"
+  }
+}
+
+run "vllm_needs_its_image" {
+  command = plan
+
+  variables {
+    engine = "vllm"
+  }
+
+  expect_failures = [var.vllm_image]
+}
+
+run "latest_is_no_version_of_vllm_either" {
+  command = plan
+
+  variables {
+    engine     = "vllm"
+    vllm_image = "registry/tokenmill-vllm:latest"
+  }
+
+  expect_failures = [var.vllm_image]
+}
+
+run "no_such_engine" {
+  command = plan
+
+  variables {
+    engine = "llama.cpp"
+  }
+
+  expect_failures = [var.engine]
+}
+
+run "the_engine_as_a_variable" {
+  command = plan
+
+  variables {
+    environment = { TOKENMILL_ENGINE = "vllm" }
+  }
+
+  expect_failures = [var.environment]
+}
+
+run "options_without_vllm" {
+  command = plan
+
+  variables {
+    engine_options = { tensor_parallel_size = 1 }
+  }
+
+  expect_failures = [var.engine_options]
+}
+
+run "options_have_the_names_of_engine_args" {
+  command = plan
+
+  variables {
+    engine         = "vllm"
+    vllm_image     = "registry/tokenmill-vllm:1"
+    engine_options = { "--tensor-parallel-size" = 1 }
+  }
+
+  expect_failures = [var.engine_options]
+}
+
+run "more_ranks_than_gpus" {
+  command = plan
+
+  variables {
+    engine         = "vllm"
+    vllm_image     = "registry/tokenmill-vllm:1"
+    engine_options = { tensor_parallel_size = 2 }
+  }
+
+  expect_failures = [var.engine_options]
+}
+
 # A policy takes 20 steps at most.
 run "a_hundred_workers" {
   variables {
