@@ -60,13 +60,13 @@ def stop_in_the_middle(process: subprocess.Popen[str], out: Path) -> None:
 
 @pytest.fixture
 def disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own."""
+    """A file system of its own; planning wants 256 MiB of free space."""
     mounted = folder / "disk"
     mounted.mkdir()
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("NOT TESTED HERE: a run whose disk fills up; only root on Linux can mount a small disk")
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(mounted)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(mounted)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         pytest.skip(f"NOT TESTED HERE: a run whose disk fills up; no disk can be mounted: {done.stderr.strip()}")
@@ -98,7 +98,7 @@ def test_given_a_full_disk_when_there_is_room_again_then_the_same_command_goes_o
     assert len(committed.keys() - {REFUSED}) >= 2, "shards were committed before the disk was full"
     assert read_with_every_reader(out) < ROWS
 
-    resize(disk, 40 << 20)
+    resize(disk, 400 << 20)
     again = setup.start(source, out, *FAST)
     _, err = again.communicate(timeout=GRACE)
 
