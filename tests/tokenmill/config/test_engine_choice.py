@@ -1,0 +1,147 @@
+"""Which engine computes a model, and what a user is told where none does."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.vllm.settings import InvalidOption, parse_options, pinned_options
+from schemas.models import ModelPin
+from schemas.settings.settings import load_settings
+from tokenmill.config import engine_choice
+from tokenmill.config.engine_choice import choose_engine, choose_engines
+from tokenmill.config.engine_options import EngineOptions, engine_options
+from tokenmill.config.job_options import ChosenModel
+from tokenmill.errors import ModelError, UserError
+from tokenmill.models.sources import ModelSource
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is not None, reason="these are about environments without vLLM")
+
+
+@pytest.fixture
+def unknown(tmp_path: Path) -> Path:
+    """A model that not even transformers knows."""
+    folder = tmp_path / "unknown"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "nextyear", "architectures": ["NextYearForCausalLM"]})
+    )
+    return folder
+
+
+@pytest.fixture
+def vllm_python(tmp_path: Path) -> Path:
+    """An interpreter in whose environment vLLM says that it knows two architectures."""
+    script = tmp_path / "bin" / "python"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\necho NextYearForCausalLM GPTNeoXForCausalLM\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return script
+
+
+def chosen(path: Path) -> ChosenModel:
+    return ChosenModel("m", ModelSource("m", path, None, 0))
+
+
+def test_auto_takes_our_own_code_then_vllm_then_transformers(tiny_model: Any, unknown: Path, vllm_python: Path) -> None:
+    assert choose_engine(tiny_model("llama"), "auto", None).engine == "tokenmill"
+    assert choose_engine(tiny_model("llama"), "auto", vllm_python).engine == "tokenmill"
+    assert choose_engine(tiny_model("gpt2"), "auto", None).engine == "transformers"
+    assert choose_engine(tiny_model("gpt2"), "auto", vllm_python).engine == "transformers", "that vLLM doesn't know it"
+    choice = choose_engine(unknown, "auto", vllm_python)
+    assert (choice.engine, choice.why) == ("vllm", "vLLM knows NextYearForCausalLM")
+
+
+def test_a_wanted_engine_is_taken_or_refused(tiny_model: Any, unknown: Path, vllm_python: Path) -> None:
+    assert choose_engine(tiny_model("llama"), "vllm", vllm_python).engine == "vllm"
+    assert choose_engine(tiny_model("llama"), "transformers", vllm_python).engine == "transformers"
+    with pytest.raises(ModelError, match=r"--engine vllm: vLLM is not installed here; install it .*make install-vllm"):
+        choose_engine(tiny_model("llama"), "vllm", None)
+    with pytest.raises(ModelError, match=r"--engine tokenmill: .*give auto"):
+        choose_engine(tiny_model("gpt2"), "tokenmill", None)
+    with pytest.raises(ModelError, match=r"--engine transformers: .*nextyear"):
+        choose_engine(unknown, "transformers", vllm_python)
+
+
+def test_where_no_engine_is_there_it_is_said_what_to_install(unknown: Path) -> None:
+    with pytest.raises(ModelError, match=r"nextyear.*; vLLM may: install it .*TOKENMILL_VLLM__PYTHON"):
+        choose_engine(unknown, "auto", None)
+    with pytest.raises(ModelError, match="vLLM can't be imported by "):
+        choose_engine(unknown, "auto", Path(sys.executable))
+
+
+def test_a_command_goes_on_in_the_environment_of_vllm(
+    tiny_model: Any, vllm_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = vllm_python.parent.parent / "lib" / "libiomp5.so"
+    library.parent.mkdir()
+    library.touch()
+    ran: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(engine_choice.os, "execve", lambda *given: ran.append(given))
+    monkeypatch.setattr(sys, "argv", ["tokenmill", "run", "requests.jsonl", "--engine", "vllm"])
+    monkeypatch.setenv("LD_PRELOAD", "mine.so")
+    options = EngineOptions(device="cpu", engine="vllm", vllm_python=vllm_python)
+    assert choose_engines([chosen(tiny_model("llama"))], options)[0].engine == "vllm"
+    ((interpreter, command, environment),) = ran
+    assert interpreter == vllm_python
+    assert command == [str(vllm_python), "-m", "tokenmill", "run", "requests.jsonl", "--engine", "vllm"]
+    assert str(library) in environment["LD_PRELOAD"].split(":")
+    assert "mine.so" in environment["LD_PRELOAD"].split(":")
+
+
+def test_options_of_vllm_are_for_vllm(tiny_model: Any) -> None:
+    with pytest.raises(ModelError, match="--engine-option is for vLLM"):
+        choose_engines([chosen(tiny_model("llama"))], EngineOptions(vllm={"block_size": 32}))
+
+
+def test_options_come_from_the_command_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_ENGINE", "vllm")
+    monkeypatch.setenv("TOKENMILL_VLLM__TENSOR_PARALLEL_SIZE", "2")
+    monkeypatch.setenv("TOKENMILL_VLLM__ENFORCE_EAGER", "true")
+    monkeypatch.setenv("TOKENMILL_VLLM__QUANTIZATION", "fp8")
+    monkeypatch.setenv("TOKENMILL_VLLM__PYTHON", "/opt/vllm/bin/python")
+    given = ['speculative-config={"method": "ngram"}', "quantization=awq"]
+    settings = load_settings()
+    made = engine_options(settings, "auto", "cpu", None, 8, 64, None, "none", "auto", "off", engine_option=given)
+    assert made.engine == "vllm"
+    assert made.vllm_python == Path("/opt/vllm/bin/python")
+    speculative = {"method": "ngram"}
+    assert made.vllm == {
+        "tensor_parallel_size": 2, "enforce_eager": True, "quantization": "awq", "speculative_config": speculative
+    }  # fmt: skip
+    pinned = pinned_options(made.vllm)
+    assert pinned == ('quantization="awq"', 'speculative_config={"method": "ngram"}')
+    again = parse_options(dict(one.split("=", 1) for one in pinned))
+    assert again == {"quantization": "awq", "speculative_config": speculative}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("tensor_parallel_size", "give NAME=VALUE"),
+        ("=2", "give NAME=VALUE"),
+        ("trust_remote_code=true", "a model's code is never executed"),
+        ("load-format=pt", "safetensors only"),
+        ("model=other", "give --model"),
+    ],
+)
+def test_options_that_can_not_be_set_are_refused_by_name(given: str, says: str) -> None:
+    with pytest.raises((UserError, InvalidOption), match=says):
+        engine_options(load_settings(), "auto", "cpu", None, 8, 64, None, "none", "auto", "off", engine_option=[given])
+
+
+def test_the_engine_and_its_version_are_part_of_the_pin() -> None:
+    ours = ModelPin(name="m", source="m", digest="sha256:1", dtype="float32")
+    theirs = ours.model_copy(update={"engine": "vllm", "engine_version": "0.32.0"})
+    newer = theirs.model_copy(update={"engine_version": "0.33.0"})
+    other = theirs.model_copy(update={"engine_options": ('quantization="fp8"',)})
+    assert len({pin.key for pin in (ours, theirs, newer, other)}) == 4
+    assert (
+        ModelPin.model_validate_json('{"name": "m", "source": "m", "digest": "sha256:1", "dtype": "float32"}') == ours
+    )
