@@ -30,6 +30,7 @@ class MeasuredSpeed:
         step_sizes: (computed positions, seconds of such a step, less the terms below); empty: not measured.
         logit, read, pair: seconds; see `StepTimes`.
         cache_bytes: available for a KV cache there; None: not known.
+        engine: that computed it (`ModelPin.engine`).
     """
 
     model: str
@@ -47,6 +48,7 @@ class MeasuredSpeed:
     read: float = 0.0
     pair: float = 0.0
     cache_bytes: int | None = None
+    engine: str = "tokenmill"
 
     @property
     def times(self) -> StepTimes:
@@ -75,10 +77,17 @@ def store_result(speed: MeasuredSpeed, cache: Path) -> Path:
 
 
 def find_result(
-    cache: Path, *, model: str, dtype: str, threads: int | None, quantization: str, kv_dtype: str
+    cache: Path,
+    *,
+    model: str,
+    dtype: str,
+    threads: int | None,
+    quantization: str,
+    kv_dtype: str,
+    engine: str = "tokenmill",
 ) -> MeasuredSpeed | None:
     """The latest measurement of these weights with these options on this machine, or None."""
-    wanted = (model, dtype, threads, quantization, kv_dtype, this_machine())
+    wanted = (model, dtype, threads, quantization, kv_dtype, engine, this_machine())
     return next((result for result in _read(cache / FILE) if _key(result) == wanted), None)
 
 
@@ -96,8 +105,10 @@ def _speed(entry: dict[str, Any]) -> MeasuredSpeed:
     return MeasuredSpeed(**(entry | {"step_sizes": sizes}))
 
 
-def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str, str, str]:
-    return speed.model, speed.dtype, speed.threads, speed.quantization, speed.kv_dtype, speed.machine
+def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str, str, str, str]:
+    return (
+        speed.model, speed.dtype, speed.threads, speed.quantization, speed.kv_dtype, speed.engine, speed.machine
+    )  # fmt: skip
 
 
 def _read(path: Path) -> list[MeasuredSpeed]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokenmill import output
-from tokenmill.config.cli_options import Debug, DType, Json, KvDType, Quantize
+from tokenmill.config.cli_options import Debug, DType, EngineOption, EngineOptionValues, Json, KvDType, Quantize
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from tokenmill.config.engine_options import EngineOptions
+    from tokenmill.config.job_options import ChosenModel
     from tokenmill.local.bench import Measurement
 
 
@@ -20,6 +23,8 @@ def bench(
     model: Annotated[
         list[str], typer.Option("--model", "-m", metavar="MODEL", help="As in 'tokenmill run'. One only.")
     ] = ["demo"],  # noqa: B006 - typer only reads it
+    engine_name: EngineOption = None,
+    engine_option: EngineOptionValues = None,
     dtype: Annotated[DType, typer.Option(help="As in 'tokenmill run'.")] = "auto",
     quantize: Annotated[Quantize, typer.Option(help="As in 'tokenmill run'.")] = "none",
     kv_dtype: Annotated[KvDType, typer.Option(help="As in 'tokenmill run'.")] = "auto",
@@ -33,14 +38,17 @@ def bench(
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Measure this machine: the scheduler and the pipeline with nothing to compute, then prefill and decode.
+    """Measure this machine: the scheduler and the pipeline with nothing to compute, then prefill and decode. Of vLLM,
+    prefill and decode only.
 
     The result is remembered, and 'tokenmill estimate' uses it. For a workload file of your own, time 'tokenmill run'.
     """
+    from engine.config import ScheduleConfig
     from engine.engine import Engine
     from tokenmill import bench_results
     from tokenmill.config import job_options
-    from tokenmill.config.engine_options import EngineOptions
+    from tokenmill.config.engine_choice import choose_engines
+    from tokenmill.config.engine_options import engine_options
     from tokenmill.local import bench as measure
     from tokenmill.local.dry_run import cache_bytes
     from tokenmill.processes.logging import log_to_stderr
@@ -51,17 +59,21 @@ def bench(
     cache = settings.model_cache
     chosen = job_options.choose_model(job_options.only_model(model), cache)
     path = model_path(chosen.source.path)
+    batches = sorted(set(batch or (1, 16, 64, 128)))
+    options = engine_options(
+        settings, dtype, "auto", threads, max(*batches, measure.PREFILL_ROWS), ScheduleConfig().max_num_batched_tokens,
+        None, quantize, kv_dtype, "off", engine=engine_name, engine_option=engine_option,
+    )  # fmt: skip
+    (chosen,) = choose_engines([chosen], options)
+    config = options.config(measure.PREFILL_TOKENS + measure.DECODE_TOKENS)
+    if chosen.engine == "vllm":
+        _bench_vllm(chosen, options, config, batches, repeats, as_json=as_json)
+        return
     output.say("measuring scheduler and pipeline")
     results = [measure.scheduler()]
     rows_per_second = measure.pipeline(chosen, rows)
     output.say(f"loading {chosen.name}")
-    batches = sorted(set(batch or (1, 16, 64, 128)))
-    options = EngineOptions(
-        dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, instruction_set=settings.instruction_set, threads=threads,
-        attention=settings.attention, kv_block_size=settings.kv_block_size,
-        max_num_seqs=max(*batches, measure.PREFILL_ROWS),
-    )  # fmt: skip
-    engine = Engine.load(path, options.config(measure.PREFILL_TOKENS + measure.DECODE_TOKENS))
+    engine = Engine.load(path, replace(config, own_models=chosen.engine != "transformers"))
     works = []
     for case in measure.cases(engine, batches):
         output.say(case.name)
@@ -85,6 +97,7 @@ def bench(
         logit=times.logit,
         read=times.read,
         pair=times.pair,
+        engine=chosen.engine or "tokenmill",
     )
     stored_in = bench_results.store_result(speed, cache)
     if as_json:
@@ -97,13 +110,54 @@ def bench(
             }
         )
         return
-    _show(results, rows_per_second)
+    _show(results)
+    output.stdout().print(f"pipeline with a model that answers at once: {output.count(rows_per_second)} rows/s")
     output.say(
         f"{chosen.name}, {output.arithmetic(speed)}, {engine.attention_name}, {speed.machine}; kept in {stored_in}"
     )
 
 
-def _show(results: list[Measurement], rows_per_second: float) -> None:
+def _bench_vllm(
+    chosen: ChosenModel,
+    options: EngineOptions,
+    config: EngineConfig,
+    batches: list[int],
+    repeats: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Measure vLLM, whose steps are its own: two rates, from which an estimate is rough."""
+    from tokenmill import bench_results
+    from tokenmill.local import bench as measure
+    from workers.model.loaded_model import LoadedModel
+
+    output.say(f"loading {chosen.name}")
+    model = LoadedModel.load(
+        chosen.source.path, name=chosen.name, config=config, engine_name="vllm", vllm_options=options.vllm
+    )
+    results = measure.rates(model.engine, model.limits.vocab_size, batches, repeats)
+    best = max(results[1:], key=lambda result: result.tokens_per_second)
+    speed = bench_results.MeasuredSpeed(
+        model=str(model.digest),
+        dtype=model.dtype,
+        threads=options.threads,
+        machine=bench_results.this_machine(),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        prefill=results[0].tokens_per_second,
+        decode=best.tokens_per_second,
+        batch=best.rows,
+        kv_dtype=options.kv_dtype,
+        engine="vllm",
+    )
+    stored_in = bench_results.store_result(speed, read_settings().model_cache)
+    if as_json:
+        output.print_json({**asdict(speed), "results": [asdict(result) for result in results]})
+        return
+    _show(results)
+    output.say(f"{chosen.name}, {output.arithmetic(speed)}, vLLM {model.engine_version}; kept in {stored_in}")
+
+
+def _show(results: list[Measurement]) -> None:
     cells = [
         (
             result.name,
@@ -114,6 +168,4 @@ def _show(results: list[Measurement], rows_per_second: float) -> None:
         for result in results
     ]
     columns = ("", "tokens/s", "range", "ms a step")
-    console = output.stdout()
-    console.print(output.table(None, columns, cells, right=columns[1:]))
-    console.print(f"pipeline with a model that answers at once: {output.count(rows_per_second)} rows/s")
+    output.stdout().print(output.table(None, columns, cells, right=columns[1:]))

@@ -11,7 +11,7 @@ import typer
 
 from tokenmill import output
 from tokenmill.config import cli_options
-from tokenmill.config.cli_options import Debug, DType, Input, Json, KvDType, Model, Quantize
+from tokenmill.config.cli_options import Debug, DType, EngineOption, Input, Json, KvDType, Model, Quantize
 from tokenmill.settings import read_settings
 
 Market = Literal["on-demand", "spot"]
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from schemas.models import ModelPin
     from schemas.settings.settings import Settings
     from tokenmill.bench_results import MeasuredSpeed
+    from tokenmill.config.engine_choice import choose_engine
+    from tokenmill.config.engine_choice import choose_engine
     from tokenmill.config.engine_options import EngineOptions
     from workers.shards.dry_run import DryRunResult
 
@@ -74,6 +76,7 @@ def estimate(
         Market | None, typer.Option(help="How it is paid. Default: as configured, else on demand.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="So many work at it together.")] = 1,
+    engine: EngineOption = None,
     dtype: Annotated[DType, typer.Option(help="For the time on this machine: what 'run' would compute in.")] = "auto",
     quantize: Annotated[Quantize, typer.Option(help="For the time on this machine, likewise.")] = "none",
     kv_dtype: Annotated[KvDType, typer.Option(help="For the time on this machine, likewise.")] = "auto",
@@ -108,6 +111,7 @@ def estimate(
     inputs = job_options.read_input(input_)
     chosen = job_options.choose_model(job_options.only_model(model), settings.model_cache)
     path = model_path(chosen.source.path)
+    computing = choose_engine(path, engine or settings.engine, settings.vllm.python).engine
     spec = describe_model(path, dtype=resolve_model_dtype(path, dtype, resolve_device("auto"))).spec
     pin = ModelPin(
         name=chosen.name, source=str(path), dtype=dtype_name(spec.dtype), quantization=quantize, kv_dtype=kv_dtype
@@ -115,7 +119,7 @@ def estimate(
     dry_runs = _DryRuns.of(inputs, pin, wanted, path, exact=exact)
     speed = bench_results.find_result(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
-        kv_dtype=kv_dtype,
+        kv_dtype=kv_dtype, engine=computing,
     )  # fmt: skip
     prices = _Prices(settings, price_per_hour, instance, region, market)
     options = EngineOptions(

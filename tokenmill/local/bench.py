@@ -28,6 +28,7 @@ from engine.models.load import describe_model
 from engine.plan import CacheGroup
 from engine.request import Request, SamplingParams, as_token_ids
 from engine.scheduler.step_cost import cache_windows
+from engine.step_engine import StepEngine
 from pipeline.inputs.pinning import pin_input
 from pipeline.planner.estimates.timing import StepTimes
 from schemas.jobs.job import JobSettings, Tier
@@ -126,14 +127,27 @@ class TimedWork:
     seconds: float
 
 
-def timed(engine: Engine, case: Case, repeats: int) -> TimedWork:
-    """Measure a case: once to warm up (kernels are chosen, memory is touched) and then `repeats` times."""
+def rates(engine: StepEngine, vocab_size: int, batches: Sequence[int], repeats: int) -> list[Measurement]:
+    """Measure prefill, and decode in these batches, of any engine."""
+    wanted = [Case(PREFILL_ROWS, PREFILL_TOKENS, 1, decoding=False)]
+    wanted += [Case(size, DECODE_PROMPT_TOKENS, DECODE_TOKENS, decoding=True) for size in batches]
+    return [_measured(case.name, case.rows, _runs(engine, vocab_size, case, repeats)[1:]) for case in wanted]
+
+
+def _runs(engine: StepEngine, vocab_size: int, case: Case, repeats: int) -> list[_Run]:
+    """Run a case once to warm up (kernels are chosen, memory is touched) and then `repeats` times."""
     runs = []
     for repeat in range(repeats + 1):
-        _fill(engine, _prompts(engine, case.rows, case.prompt, repeat), case.answer)
+        _fill(engine, _prompts(vocab_size, case.rows, case.prompt, repeat), case.answer)
         if case.decoding:
             _until_all_decode(engine, case.rows * case.prompt)
         runs.append(_drain(engine))
+    return runs
+
+
+def timed(engine: Engine, case: Case, repeats: int) -> TimedWork:
+    """Measure a case of this project's engine, and what its steps computed."""
+    runs = _runs(engine, engine.spec.vocab_size, case, repeats)
     steps = _steps(engine, case)
     assert len(steps) == len(runs[0].steps), "the same requests take the same steps"
     seconds = statistics.median(run.seconds for run in runs[1:])
@@ -180,7 +194,7 @@ def _steps(engine: Engine, case: Case) -> NDArray[np.float64]:
     of_window = [tuple(i for i in range(layers) if engine.spec.windows[i] == window) for window in windows]
     groups = tuple(CacheGroup(own, window, blocks) for own, window in zip(of_window, windows, strict=True))
     dry_run = DryRun(engine.config, engine.spec, groups)
-    _fill(dry_run, _prompts(engine, case.rows, case.prompt, 0), case.answer)
+    _fill(dry_run, _prompts(engine.spec.vocab_size, case.rows, case.prompt, 0), case.answer)
     steps, computing = [], list[bool]()
     while True:
         computing.append(dry_run.scheduler.stats.computed_tokens < case.rows * case.prompt)
@@ -197,7 +211,7 @@ def scheduler(steps: int = 200) -> Measurement:
     length = DECODE_PROMPT_TOKENS + steps + 1
     blocks = SCHEDULER_ROWS * (-(-length // block_size) + 1) + 1
     engine = Engine.without_model(_null_spec(max_position=max(length, 1024)), config, blocks)
-    _fill(engine, _prompts(engine, SCHEDULER_ROWS, DECODE_PROMPT_TOKENS, 0), max_tokens=steps)
+    _fill(engine, _prompts(engine.spec.vocab_size, SCHEDULER_ROWS, DECODE_PROMPT_TOKENS, 0), max_tokens=steps)
     _until_all_decode(engine, SCHEDULER_ROWS * DECODE_PROMPT_TOKENS)
     return _measured(f"scheduler alone, batch {SCHEDULER_ROWS}", SCHEDULER_ROWS, [_drain(engine)])
 
@@ -261,19 +275,19 @@ def _null_spec(max_position: int) -> ModelSpec:
     )
 
 
-def _prompts(engine: Engine, rows: int, tokens: int, repeat: int) -> Iterator[NDArray[np.int32]]:
+def _prompts(vocab_size: int, rows: int, tokens: int, repeat: int) -> Iterator[NDArray[np.int32]]:
     random = np.random.default_rng((SEED, rows, tokens, repeat))
     for _ in range(rows):
-        yield as_token_ids(random.integers(0, engine.spec.vocab_size, tokens, dtype=np.int32))
+        yield as_token_ids(random.integers(0, vocab_size, tokens, dtype=np.int32))
 
 
-def _fill(engine: Engine | DryRun, prompts: Iterator[NDArray[np.int32]], max_tokens: int) -> None:
+def _fill(engine: StepEngine | DryRun, prompts: Iterator[NDArray[np.int32]], max_tokens: int) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add(Request(f"bench-{index}", prompt, params, expected_tokens=max_tokens))
 
 
-def _until_all_decode(engine: Engine, prompt_tokens: int) -> None:
+def _until_all_decode(engine: StepEngine, prompt_tokens: int) -> None:
     """Step until all prompts are computed; later steps compute one token a row."""
     before = engine.stats().computed
     while engine.stats().computed - before < prompt_tokens:
@@ -281,7 +295,7 @@ def _until_all_decode(engine: Engine, prompt_tokens: int) -> None:
             raise EngineError("a row ended while others waited; give the cache more memory or take a smaller batch")
 
 
-def _drain(engine: Engine) -> _Run:
+def _drain(engine: StepEngine) -> _Run:
     """Run the engine until it is idle, and measure its steps."""
     before, steps = engine.stats().computed, []
     started = time.perf_counter()
