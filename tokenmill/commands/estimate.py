@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from schemas.models import ModelPin
     from schemas.settings.settings import Settings
     from tokenmill.bench_results import MeasuredSpeed
-    from tokenmill.config.engine_choice import choose_engine
-    from tokenmill.config.engine_choice import choose_engine
     from tokenmill.config.engine_options import EngineOptions
     from workers.shards.dry_run import DryRunResult
 
@@ -101,6 +99,7 @@ def estimate(
     from schemas.models import ModelPin
     from tokenmill import bench_results
     from tokenmill.config import job_options
+    from tokenmill.config.engine_choice import choose_engine
     from tokenmill.config.engine_options import EngineOptions
     from workers.model.loaded_model import dtype_name, model_digest, model_path
 
