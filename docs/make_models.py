@@ -44,7 +44,8 @@ _ASK: Final = (
 
 def of_vllm(python: str) -> tuple[str, set[str]]:
     """The version of an installed vLLM, and the architectures that it generates with."""
-    done = subprocess.run([python, "-c", _ASK], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True)
+    environment = os.environ | ENVIRONMENT
+    done = subprocess.run([python, "-c", _ASK], env=environment, capture_output=True, text=True, check=True)
     release, *names = done.stdout.split()
     return release, set(names)
 
