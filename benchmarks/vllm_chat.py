@@ -149,7 +149,7 @@ def main() -> None:
                 ]  # fmt: skip
             else:
                 command = [
-                    sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(args.model),
+                    sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.model),
                     "--served-model-name", "m", "--port", str(port), "--max-num-seqs", str(ROWS_AT_ONCE),
                     "--max-num-batched-tokens", "2048", "--scheduling-policy", "priority", "--enforce-eager",
                     "--max-model-len", "2048", "--dtype", "bfloat16",

@@ -71,6 +71,9 @@ CPU_STEP_TOKENS: Final = 16_384
 """Of a step on a CPU, where prompts are computed whole: vLLM 0.32 can't take back the draw behind a chunk of a prompt
 from a CPU's generator, and its step fails. New prompts are handed over as slowly as the settings' budget says."""
 
+MAX_GROUPS: Final = 10_000
+"""Groups of prompts whose cached tokens are remembered."""
+
 
 @dataclass(slots=True, eq=False)
 class _Choice:
@@ -82,6 +85,7 @@ class _Choice:
         resumed: number of those.
         logprobs: of `tokens`, in runs.  prompt_logprobs: of the prompt, in runs.
         cached: prompt tokens from the prefix cache; None: not known yet.
+        computing: tokens that vLLM is probably computing before its first one.
         reason: why it ended; None: it has not.
     """
 
@@ -95,6 +99,7 @@ class _Choice:
     name: str | None = None
     watcher: TokenWatcher | None = None
     cached: int | None = None
+    computing: int = 0
     last_token_at: float | None = None
     reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -159,6 +164,8 @@ class VLLMEngine:
         self._on_cpu = llm.vllm_config.device_config.device_type == "cpu"
         self._longest_drawn: int = llm.vllm_config.scheduler_config.max_num_batched_tokens - self._max_rows
         self._prefilling = 0  # tokens of handed choices without a first result
+        self._computing = 0  # of them, those that are probably not in the prefix cache
+        self._hits_of_group: dict[tuple[bytes, int], int] = {}  # prompt tokens of a group's last prompt from the cache
         self._open: dict[str, _Open] = {}
         self._waiting: list[_Choice] = []  # a heap
         self._handed: dict[str, _Choice] = {}  # by vLLM's id
@@ -371,14 +378,27 @@ class VLLMEngine:
             is_full = len(self._handed) >= self._max_rows or (
                 not urgent and len(self._handed) - self._urgent >= self.max_num_seqs
             )
-            length = len(choice.owner.request.prompt_token_ids) + len(choice.tokens)
-            budget = self.config.schedule.max_num_batched_tokens - self._prefilling - len(self._handed)
-            if choice.reason is None and (is_full or (self._on_cpu and self._prefilling and length > budget)):
+            if choice.reason is None and (is_full or self._must_wait(choice)):
                 return
             heapq.heappop(self._waiting)
             if choice.reason is None:
                 self._urgent += urgent
                 self._submit(choice, now)
+
+    def _must_wait(self, choice: _Choice) -> bool:
+        """Whether a choice waits for the prompts that vLLM has not computed yet. On a CPU all of them together must fit
+        a step; and those that are not in the prefix cache, as far as is known, the settings' budget."""
+        if not self._on_cpu or not self._prefilling:
+            return False
+        if self._prefilling + choice.prefilling > self._longest_drawn:
+            return True
+        budget = self.config.schedule.max_num_batched_tokens - len(self._handed)
+        return self._computing + max(0, choice.prefilling - self._expected_hits(choice)) > budget
+
+    def _expected_hits(self, choice: _Choice) -> int:
+        """Prompt tokens that are probably in the prefix cache, because the last one of the choice's group had them."""
+        group = choice.owner.request.prefix_group
+        return 0 if group is None else self._hits_of_group.get((choice.owner.request.salt, group), 0)
 
     def _submit(self, choice: _Choice, now: float) -> None:
         from vllm.inputs import tokens_input  # noqa: PLC0415 - the package is optional
@@ -390,7 +410,9 @@ class VLLMEngine:
         choice.name = f"{request.request_id}\0{choice.index}\0{choice.serial}"
         opened.started_at = opened.started_at if opened.started_at is not None else now
         self._handed[choice.name] = choice
+        choice.computing = max(0, choice.prefilling - self._expected_hits(choice))
         self._prefilling += choice.prefilling
+        self._computing += choice.computing
         try:
             self._llm.add_request(
                 choice.name,
@@ -435,8 +457,9 @@ class VLLMEngine:
             return
         opened = choice.owner
         if choice.cached is None:
-            self._prefilling -= choice.prefilling
+            self._end_prefill(choice)
             choice.cached = output.num_cached_tokens or 0
+            self._note_hits(opened.request, choice.cached)
             self._cached += choice.cached
             length = len(opened.request.prompt_token_ids)
             self._queried += length + len(choice.tokens)
@@ -551,8 +574,20 @@ class VLLMEngine:
         """Forget a choice that vLLM has ended or will end."""
         assert choice.name is not None
         del self._handed[choice.name]
-        self._prefilling -= choice.prefilling
+        self._end_prefill(choice)
         self._urgent -= choice.owner.request.priority <= 0
+
+    def _end_prefill(self, choice: _Choice) -> None:
+        """The choice's prompt is computed, or need not be any more."""
+        self._prefilling -= choice.prefilling
+        self._computing -= choice.computing
+        choice.computing = 0
+
+    def _note_hits(self, request: Request, cached: int) -> None:
+        if request.prefix_group is not None:
+            if len(self._hits_of_group) >= MAX_GROUPS:
+                self._hits_of_group.clear()
+            self._hits_of_group[request.salt, request.prefix_group] = cached
 
     def _fail(self, choice: _Choice, why: str) -> None:
         choice.reason, choice.error = FinishReason.ERROR, why
