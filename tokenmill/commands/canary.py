@@ -48,6 +48,7 @@ def record(
     """Have the model answer the canary prompts on this machine, and record that in the root. Where it is recorded
     already the two are compared, and exit code 71 says that they differ."""
     from pipeline.models.canaries import Canaries
+    from tokenmill.config.engine_choice import choose_engines
     from tokenmill.config.engine_options import engine_options
     from tokenmill.config.job_options import choose_model
     from tokenmill.processes.runtime import unique_name
@@ -57,10 +58,10 @@ def record(
 
     settings = read_settings()
     options = engine_options(settings, dtype, device, threads, 32, 2048, None, quantize, kv_dtype, "off")
-    chosen = choose_model(model, settings.model_cache)
+    (chosen,) = choose_engines([choose_model(model, settings.model_cache)], options)
     with open_root(root_url, settings) as root:
         canaries = Canaries(root.world.store)
-        loaded = load_any(chosen, options.config(), None)
+        loaded = load_any(chosen, options.config(), None, options.vllm)
         if again:
             canaries.forget(loaded.pin())
         known = canaries.find(loaded.pin()) is not None

@@ -165,10 +165,12 @@ def retry(
     first = _first(folder, new, statuses, include_invalid=include_invalid, other_model=bool(model))
     pin, dtypes = first.job.models[0], {pin.dtype for pin in first.job.models}
     own = pin.dtype if len(dtypes) == 1 else "auto"  # as the job was begun: each model has the dtype that suits it
+    engines = {one.engine for one in first.job.models}
+    as_begun = pin.engine if engines in ({"vllm"}, {"transformers"}) else "auto"
     engine = engine_options(
         settings, dtype or own, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
         quantize or pin.quantization, kv_dtype or pin.kv_dtype, speculate, tensor_parallel,
-        replicas, pin.engine, list(pin.engine_options),
+        replicas, None if model else as_begun, list(pin.engine_options) if as_begun == "vllm" and not model else None,
     )  # fmt: skip
     plan = _plan(
         first, new, overrides, engine, input_, model, chat_template,
@@ -197,6 +199,7 @@ def _plan(
     """Validate the options of a retry in a folder, and build its plan."""
     from pipeline.jobs.retry import retried_settings, retry_spending_limit
     from tokenmill.config import job_options
+    from tokenmill.config.engine_choice import choose_engines
     from tokenmill.local.run_plan import RunPlan
     from workers.settings import WorkerSettings
 
@@ -208,7 +211,9 @@ def _plan(
     wanted = retried_settings(first, overrides.max_output_tokens)
     return RunPlan(
         inputs=_same_input(job, input_),
-        models=_models(job, model or [], settings.model_cache, same_template=chat_template is None),
+        models=choose_engines(
+            _models(job, model or [], settings.model_cache, same_template=chat_template is None), engine
+        ),
         output=new.expanduser(),
         tier=tier,
         settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),
