@@ -157,7 +157,7 @@ def main() -> None:
             )
 
         if args.engine == "vllm":
-            prepare_process(plan("none", 1.0).engine.config(), "cpu")
+            prepare_process()
         tokenizer = Tokenizer.load(args.model)
         prompts = read_workload(
             args.workload,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
+import torch
 
 from engine.checkpoints.config import folder_end_tokens
 from engine.config import EngineConfig
@@ -203,7 +204,7 @@ class VLLMEngine:
         if not any(path.glob("*.safetensors")):
             raise UnsupportedModel(f"{path} has no safetensors; vLLM loads nothing else here")
         device = resolve_device(config.device)
-        prepare_process(config, device.type)
+        prepare_process()
         try:
             from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - the package is optional
             from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
@@ -215,7 +216,10 @@ class VLLMEngine:
         if device.type == "cpu":
             arguments["enforce_eager"] = options.get("enforce_eager", True)  # compiling takes minutes and gains little
             arguments["kv_cache_memory_bytes"] = arguments["kv_cache_memory_bytes"] or CPU_CACHE_BYTES
-            arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], CPU_STEP_TOKENS)
+            if config.threads is not None:
+                torch.set_num_threads(config.threads)
+            if not pools:
+                arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], CPU_STEP_TOKENS)
         arguments["skip_tokenizer_init"] = not any(path.glob("token*"))  # without one there are no grammars
         recorder = StepRecorder()
         try:
@@ -265,7 +269,14 @@ class VLLMEngine:
             raise RequestRefused(f"request {name!r}: this model {does} with vLLM")
         check_supported(request, self.end_token_ids)
         try:
-            self._parameters(request, 0, 0)
+            params_of_vllm, settings = self._parameters(request, 0, 0), self._llm.vllm_config
+            if not self.pools:
+                params_of_vllm.verify(
+                    settings.model_config,
+                    settings.speculative_config,
+                    settings.structured_outputs_config,
+                    self._llm.renderer.tokenizer,
+                )
         except RequestRefused:
             raise
         except Exception as error:  # its classes differ between versions
@@ -392,6 +403,8 @@ class VLLMEngine:
             return False
         if self._prefilling + choice.prefilling > self._longest_drawn:
             return True
+        if choice.owner.request.priority <= 0:
+            return False
         budget = self.config.schedule.max_num_batched_tokens - len(self._handed)
         return self._computing + max(0, choice.prefilling - self._expected_hits(choice)) > budget
 
@@ -421,6 +434,7 @@ class VLLMEngine:
                 priority=request.priority,
             )
         except Exception as error:  # noqa: BLE001 - vLLM's validation; its classes differ between versions
+            self._raise_if_dead(error)
             self._drop(choice)
             self._fail(choice, f"vLLM refused the request: {error}")
 
@@ -430,16 +444,13 @@ class VLLMEngine:
 
     def _compute(self) -> list[Any]:
         """One step of vLLM; its outputs. Raises `EngineError`, `EngineLost`."""
-        from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415 - the package is optional
-
         if not self._llm.has_unfinished_requests():
             raise EngineLost(f"vLLM has lost {len(self._handed)} requests")
         try:
             outputs: list[Any] = self._llm.step()
             return outputs
-        except EngineDeadError as error:
-            raise EngineLost(f"vLLM's engine has ended: {error}") from error
         except Exception as error:
+            self._raise_if_dead(error)
             reason = f"the step failed: {type(error).__name__}: {error}"
             handed = list(self._handed.values())
             try:
@@ -449,6 +460,14 @@ class VLLMEngine:
             for opened in dict.fromkeys(choice.owner for choice in handed):
                 self._complete(opened)
             raise EngineError(reason) from error
+
+    @staticmethod
+    def _raise_if_dead(error: Exception) -> None:
+        """Raise `EngineLost` when vLLM's engine, in a process of its own, has ended."""
+        from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415 - the package is optional
+
+        if isinstance(error, EngineDeadError):
+            raise EngineLost(f"vLLM's engine has ended: {error}") from error
 
     def _take(self, output: Any, now: float) -> None:
         """Take what vLLM computed for a choice."""
@@ -506,10 +525,11 @@ class VLLMEngine:
                 TokenLogprobs(run.chosen[: len(tokens)], run.top_ids[: len(tokens)], run.top[: len(tokens)])
             )
         is_watched = self._watch_all(choice, tokens)
+        if is_watched:
+            choice.stop_token_id = None
         self._generated += len(tokens) + (choice.stop_token_id is not None)
         self._computed += len(tokens)
         if is_watched:
-            choice.stop_token_id = None
             self._end([choice], choice.reason or FinishReason.STOP, choice.error)
         elif found.finish_reason is not None:
             self._drop(choice)
@@ -568,7 +588,11 @@ class VLLMEngine:
                 self._drop(choice)
             choice.reason, choice.error = reason, error
         if names:
-            self._llm.abort_request(names)
+            try:
+                self._llm.abort_request(names)
+            except Exception as error:
+                self._raise_if_dead(error)
+                raise
 
     def _drop(self, choice: _Choice) -> None:
         """Forget a choice that vLLM has ended or will end."""
@@ -596,8 +620,8 @@ class VLLMEngine:
     def _complete(self, opened: _Open) -> None:
         """Make the request's completion, if its last choice has ended."""
         request, choices = opened.request, opened.choices
-        if any(choice.reason is None for choice in choices) or request.request_id not in self._open:
-            return
+        if any(choice.reason is None for choice in choices) or self._open.get(request.request_id) is not opened:
+            return  # it goes on, or has ended before, and its id may be that of another one by now
         del self._open[request.request_id]
         now = self.clock()
         first, top, prompt_top = choices[0], request.params.logprobs, request.params.prompt_logprobs
@@ -621,7 +645,9 @@ class VLLMEngine:
                 finished_at=now,
                 error=next((choice.error for choice in choices if choice.error is not None), None),
                 prompt_logprobs=(
-                    joined(first.prompt_logprobs, prompt_top) if prompt_top is not None and answered else None
+                    joined(first.prompt_logprobs, prompt_top)[: len(request.prompt_token_ids)]
+                    if prompt_top is not None and answered
+                    else None
                 ),
                 pooled=first.pooled,
                 resumed_tokens=resumed_tokens(request),

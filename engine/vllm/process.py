@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from engine.config import EngineConfig
-
 PRELOADED: Final = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 """Libraries with which vLLM's CPU build is a fifth faster, where they are there."""
 
@@ -26,16 +24,11 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
 """Defaults of vLLM's variables; those that the process has already stay."""
 
 
-def prepare_process(config: EngineConfig, device: str) -> None:
+def prepare_process() -> None:
     """Set the environment variables that vLLM reads when it is imported or started."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
-    if device == "cpu":
-        cpus = sorted(os.sched_getaffinity(0))
-        threads = config.threads or int(os.environ.get("OMP_NUM_THREADS") or len(cpus))
-        bound = ",".join(map(str, cpus[:threads])) if threads <= len(cpus) else "nobind"
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
 
 
 def preload_variable(prefix: Path) -> str | None:

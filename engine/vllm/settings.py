@@ -24,6 +24,15 @@ OURS: Final[Mapping[str, str]] = {
     "generation_config": "a request's own settings count",
     "runner": "the model decides",
     "convert": "the model decides",
+    "max_num_seqs": "give --max-num-seqs",
+    "max_num_batched_tokens": "give --max-num-batched-tokens",
+    "stream_interval": "streams and checkpoints need each token",
+    "hf_token": "weights are on this machine",
+    "draft_load_config": "weights are read from safetensors only",
+    "model_class_overrides": "they are code",
+    "reasoning_parser_plugin": "it is code",
+    "tool_parser_plugin": "it is code",
+    "io_processor_plugin": "it is code",
     "logits_processors": "they are code",
     "worker_cls": "it is code",
     "worker_extension_cls": "it is code",
@@ -35,8 +44,8 @@ OURS: Final[Mapping[str, str]] = {
 RESOURCES: Final = frozenset(
     {
         "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes",
-        "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "swap_space", "cpu_offload_gb", "block_size",
-        "max_parallel_loading_workers", "distributed_executor_backend", "async_scheduling",
+        "enforce_eager", "swap_space", "cpu_offload_gb", "block_size", "max_parallel_loading_workers",
+        "distributed_executor_backend", "async_scheduling",
     }
 )  # fmt: skip
 """Arguments that change where and how fast answers are computed, so that they aren't part of a model's pin."""
@@ -58,6 +67,9 @@ def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in OURS:
             raise InvalidOption(f"vLLM's option {name} can't be set: {OURS[name]}")
         options[name] = _parsed(value) if isinstance(value, str) else value
+    speculative = options.get("speculative_config")
+    if isinstance(speculative, dict) and speculative.get("method") == "custom_class":
+        raise InvalidOption("vLLM's option speculative_config can't be of the method custom_class: it is code")
     return options
 
 
@@ -98,7 +110,8 @@ def engine_arguments(path: str, config: EngineConfig, options: Mapping[str, Any]
         "model": path,
         "dtype": config.dtype,
         "seed": 0,
-        "max_model_len": config.max_model_len or -1,  # -1: the model's, or what the cache holds
+        # -1: the model's, or what the cache holds
+        "max_model_len": config.max_model_len or (None if pools else -1),
         "load_format": "safetensors",
         "use_tqdm_on_load": False,
         "trust_remote_code": False,
@@ -106,7 +119,7 @@ def engine_arguments(path: str, config: EngineConfig, options: Mapping[str, Any]
         "scheduling_policy": "priority",
         "enable_prefix_caching": cache.prefix_caching and not pools,
         "max_num_seqs": schedule.max_num_seqs + min(schedule.max_num_seqs, LANE_ROWS),
-        "max_num_batched_tokens": schedule.max_num_batched_tokens,
+        "max_num_batched_tokens": None if pools else schedule.max_num_batched_tokens,
         "tensor_parallel_size": config.tensor_parallel,
         "gpu_memory_utilization": cache.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache.memory_bytes,

@@ -50,7 +50,7 @@ def choose_engines(models: Sequence[ChosenModel], options: EngineOptions) -> tup
         replace(model, engine=choose_engine(model_path(model.source.path), options.engine, options.vllm_python).engine)
         for model in models
     )
-    if options.vllm and all(model.engine != "vllm" for model in chosen):
+    if options.vllm_given and all(model.engine != "vllm" for model in chosen):
         raise ModelError("--engine-option is for vLLM, which computes none of these models; give --engine vllm")
     if any(model.engine == "vllm" for model in chosen):
         _enter_vllm(options)
@@ -135,4 +135,4 @@ def _enter_vllm(options: EngineOptions) -> None:
         return
     environment = os.environ | ({} if preload is None else {"LD_PRELOAD": preload})
     sys.stdout.flush()
-    os.execve(interpreter, [str(interpreter), "-m", "tokenmill", *sys.argv[1:]], environment)
+    os.execve(interpreter, [str(interpreter), "-P", "-m", "tokenmill", *sys.argv[1:]], environment)

@@ -53,6 +53,7 @@ class EngineOptions:
     replicas: int = 1  # engines, each with a share of the processor's threads, and of its memory
     engine: Engine = "auto"
     vllm: Mapping[str, Any] = field(default_factory=dict)  # its own options, by name
+    vllm_given: bool = False  # whether a command's option is among these
     vllm_python: Path | None = None  # of an environment with vLLM
 
     def config(
@@ -140,7 +141,7 @@ def engine_options(
         settings.instruction_set, settings.attention, settings.kv_block_size, speculate, settings.gpu,
         tensor_parallel=tensor_parallel, replicas=replicas, rank_timeout_seconds=settings.rank_timeout_seconds,
         engine=engine or settings.engine, vllm=parse_options(settings.vllm.options | _named(engine_option or ())),
-        vllm_python=settings.vllm.python,
+        vllm_given=bool(engine_option), vllm_python=settings.vllm.python,
     )  # fmt: skip
 
 

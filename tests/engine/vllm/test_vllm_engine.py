@@ -205,6 +205,18 @@ def test_a_failed_step_ends_its_rows_and_the_engine_goes_on(vllm: VLLMEngine, mo
     assert tokens(failed[0]) == tokens(expected)[: len(tokens(failed[0]))]
 
 
+def test_a_deadline_of_an_ended_request_leaves_a_later_one_of_its_name_alone(vllm: VLLMEngine) -> None:
+    soon = replace(ask("again", prompt(1), 4), deadline=vllm.clock() + 0.3)
+    assert complete(vllm, soon)["again"].choices[0].finish_reason is FinishReason.LENGTH
+    vllm.add(ask("again", prompt(1), 400))
+    ended = []
+    until = vllm.clock() + 0.6
+    while vllm.clock() < until and vllm.has_work:
+        ended += vllm.step()
+    assert not [completion for completion in ended if completion.choices[0].finish_reason is FinishReason.TIMEOUT]
+    assert len(ended) + vllm.num_running + vllm.num_waiting == 1
+
+
 def test_a_dead_engine_is_lost(vllm: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415 - only where it is installed
 

@@ -90,14 +90,17 @@ def test_a_command_goes_on_in_the_environment_of_vllm(
     assert choose_engines([chosen(tiny_model("llama"))], options)[0].engine == "vllm"
     ((interpreter, command, environment),) = ran
     assert interpreter == vllm_python
-    assert command == [str(vllm_python), "-m", "tokenmill", "run", "requests.jsonl", "--engine", "vllm"]
+    assert command == [str(vllm_python), "-P", "-m", "tokenmill", "run", "requests.jsonl", "--engine", "vllm"]
     assert str(library) in environment["LD_PRELOAD"].split(":")
     assert "mine.so" in environment["LD_PRELOAD"].split(":")
 
 
 def test_options_of_vllm_are_for_vllm(tiny_model: Any) -> None:
     with pytest.raises(ModelError, match="--engine-option is for vLLM"):
-        choose_engines([chosen(tiny_model("llama"))], EngineOptions(vllm={"block_size": 32}))
+        choose_engines([chosen(tiny_model("llama"))], EngineOptions(vllm={"block_size": 32}, vllm_given=True))
+    assert (
+        choose_engines([chosen(tiny_model("llama"))], EngineOptions(vllm={"block_size": 32}))[0].engine == "tokenmill"
+    )
 
 
 def test_options_come_from_the_command_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
