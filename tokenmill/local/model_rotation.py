@@ -52,6 +52,7 @@ def compute_in_rotation(
             source = RotatingShardSource(client, turns)
             ShardWorker(model, source, client, clock, settings, observe(turn)).run(stop)
         client.close()
+        model.close()
         if stop.is_set() or client.finished():
             return
         del model
