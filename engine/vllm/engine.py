@@ -302,8 +302,9 @@ class VLLMEngine:
         if partial.logprobs is not None and request.params.logprobs is not None:
             choice.logprobs.append(partial.logprobs)
         if choice.reason is None:
-            for token_id in choice.tokens:
-                self._watch(choice, token_id)
+            known, choice.tokens = choice.tokens, []
+            if self._watch_all(choice, known):
+                choice.reason = choice.reason or FinishReason.STOP
 
     def resumes(self, request: Request) -> bool:
         """See `StepEngine.resumes`: not with a grammar, nor with penalties of the answer's own tokens."""
@@ -520,10 +521,7 @@ class VLLMEngine:
         if stopped and tokens:
             choice.stop_token_id = tokens.pop()
         if top is not None and tokens:
-            run = token_logprobs(found.logprobs, top)
-            choice.logprobs.append(
-                TokenLogprobs(run.chosen[: len(tokens)], run.top_ids[: len(tokens)], run.top[: len(tokens)])
-            )
+            choice.logprobs.append(token_logprobs(found.logprobs, top)[: len(tokens)])
         is_watched = self._watch_all(choice, tokens)
         if is_watched:
             choice.stop_token_id = None
@@ -549,12 +547,8 @@ class VLLMEngine:
             choice.tokens.append(token_id)
             if self._watch(choice, token_id):
                 del tokens[at + 1 :]
-                surplus = sum(len(run.chosen) for run in choice.logprobs) - len(choice.tokens)
-                if surplus > 0 and choice.logprobs:
-                    last = choice.logprobs[-1]
-                    choice.logprobs[-1] = TokenLogprobs(
-                        last.chosen[:-surplus], last.top_ids[:-surplus], last.top[:-surplus]
-                    )
+                if choice.logprobs:  # the last run is that of these tokens
+                    choice.logprobs[-1] = choice.logprobs[-1][: at + 1]
                 return True
         return False
 
