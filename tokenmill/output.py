@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +27,24 @@ def stdout() -> Console:
 
 def stderr() -> Console:
     """The console for everything else."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Console(file=cast(TextIO, Stderr()), highlight=False, soft_wrap=True)
+
+
+class Stderr:
+    """stderr without its failures: a full disk that it is redirected to, or a closed pipe, costs messages, not the work
+    that they are about."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # ValueError: it is closed
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
 
 
 def say(message: str) -> None:

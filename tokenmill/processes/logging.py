@@ -11,11 +11,11 @@ import json
 import logging
 import sys
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TextIO, cast
 
 import structlog
 
-from tokenmill.output import say
+from tokenmill.output import Stderr, say
 
 LogFormat = Literal["text", "json"]
 _ORDER: Final = ["timestamp", "level", "event"]
@@ -51,7 +51,7 @@ def log_to_stderr(
     structlog.configure(
         processors=[*before, *after],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Stderr())),
     )
     return say if log_format == "text" else _log_up
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 
 from tests.tokenmill.chaos.running import GRACE, Setup, write_requests
 from tests.tokenmill.chaos.watching import REFUSED, answers, parts, read_with_every_reader
+from tests.tokenmill.small_disk import SIZE, resize, small_disk
 
 pytestmark = pytest.mark.slow
 
@@ -60,22 +60,8 @@ def stop_in_the_middle(process: subprocess.Popen[str], out: Path) -> None:
 
 @pytest.fixture
 def disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own; planning wants 256 MiB of free space."""
-    mounted = folder / "disk"
-    mounted.mkdir()
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("NOT TESTED HERE: a run whose disk fills up; only root on Linux can mount a small disk")
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(mounted)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"NOT TESTED HERE: a run whose disk fills up; no disk can be mounted: {done.stderr.strip()}")
-    yield mounted
-    subprocess.run(["umount", str(mounted)], check=True)
-
-
-def resize(disk: Path, size: int) -> None:
-    subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
+    with small_disk(folder / "disk") as mounted:
+        yield mounted
 
 
 @pytest.mark.exhaustive
@@ -98,7 +84,7 @@ def test_given_a_full_disk_when_there_is_room_again_then_the_same_command_goes_o
     assert len(committed.keys() - {REFUSED}) >= 2, "shards were committed before the disk was full"
     assert read_with_every_reader(out) < ROWS
 
-    resize(disk, 400 << 20)
+    resize(disk, SIZE)
     again = setup.start(source, out, *FAST)
     _, err = again.communicate(timeout=GRACE)
 

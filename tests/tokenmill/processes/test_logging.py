@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.tokenmill.command_processes import ROOT
 
@@ -59,3 +60,16 @@ def test_given_text_then_it_is_as_people_read_it() -> None:
     assert lines[0].startswith("timestamp='")
     assert "level='info' event='shard taken' job='job-1' rows=3" in lines[0]
     assert lines[-1] == "working for root"
+
+
+def test_given_a_full_disk_or_a_closed_pipe_behind_stderr_then_the_work_goes_on() -> None:
+    program = PROGRAM.replace("FORMAT", "'text'") + "print('worked')"
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with Path("/dev/full").open("w") as full, os.fdopen(pipe, "w") as closed:
+        for stderr in (full, closed):
+            ended = subprocess.run(
+                [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+                stderr=stderr, text=True, check=True,
+            )  # fmt: skip
+            assert ended.stdout == "worked\n"
