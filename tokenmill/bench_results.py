@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class MeasuredSpeed:
         step_sizes: (computed positions, seconds of such a step, less the terms below); empty: not measured.
         logit, read, pair: seconds; see `StepTimes`.
         cache_bytes: available for a KV cache there; None: not known.
-        engine: that computed it (`ModelPin.engine`).
+        engine: that computed it (`ModelPin.engine`).  engine_options: of vLLM, see `options_key`.
     """
 
     model: str
@@ -49,6 +50,7 @@ class MeasuredSpeed:
     pair: float = 0.0
     cache_bytes: int | None = None
     engine: str = "tokenmill"
+    engine_options: str = ""
 
     @property
     def times(self) -> StepTimes:
@@ -85,9 +87,10 @@ def find_result(
     quantization: str,
     kv_dtype: str,
     engine: str = "tokenmill",
+    engine_options: str = "",
 ) -> MeasuredSpeed | None:
     """The latest measurement of these weights with these options on this machine, or None."""
-    wanted = (model, dtype, threads, quantization, kv_dtype, engine, this_machine())
+    wanted = (model, dtype, threads, quantization, kv_dtype, engine, engine_options, this_machine())
     return next((result for result in _read(cache / FILE) if _key(result) == wanted), None)
 
 
@@ -105,9 +108,15 @@ def _speed(entry: dict[str, Any]) -> MeasuredSpeed:
     return MeasuredSpeed(**(entry | {"step_sizes": sizes}))
 
 
-def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str, str, str, str]:
+def options_key(options: Mapping[str, Any]) -> str:
+    """vLLM's options as one text, the same for equal ones; "": none."""
+    return json.dumps(options, sort_keys=True) if options else ""
+
+
+def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str, str, str, str, str]:
     return (
-        speed.model, speed.dtype, speed.threads, speed.quantization, speed.kv_dtype, speed.engine, speed.machine
+        speed.model, speed.dtype, speed.threads, speed.quantization, speed.kv_dtype, speed.engine, speed.engine_options,
+        speed.machine,
     )  # fmt: skip
 
 

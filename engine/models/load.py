@@ -7,14 +7,17 @@ that it supports, transformers' own code with this engine's attention the others
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from engine.checkpoints.checkpoint import WeightSource, folder_weights
+from engine.checkpoints.checkpoint import SafetensorsCheckpoint, WeightSource, folder_weights
 from engine.checkpoints.config import (
+    check_sizes,
+    end_tokens,
     folder_config,
     folder_end_tokens,
     has_head,
@@ -112,6 +115,48 @@ def describe_model(
         if path.is_dir() and quantization_settings(path) is not None:
             folder_weights(path)  # refuses what can't be read
     return ModelDescription(spec, spec.num_parameters * dtype.itemsize, decoder is not None)
+
+
+def describe_shape(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> tuple[ModelSpec, bool]:
+    """A model's shape, and whether it is an encoder; of a model that this engine can't compute, what its config.json
+    says.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, CorruptWeights: the files don't say it.
+    """
+    path = _existing(path)
+    try:
+        return describe_model(path, dtype=dtype).spec, is_encoder(path)
+    except UnsupportedModel:
+        if path.is_file():
+            raise
+        return _shape_in_config(path, dtype), False
+
+
+def _shape_in_config(folder: Path, dtype: torch.dtype) -> ModelSpec:
+    file = folder / "config.json"
+    with usable(file):
+        raw = json.loads(file.read_bytes())
+        config = raw | (raw.get("text_config") or {})
+        check_sizes(file, config)
+        layers, heads, hidden = (
+            int(config[name]) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        )
+        weights = SafetensorsCheckpoint(folder)
+        return ModelSpec(
+            architecture=architecture_of(folder) or "unknown",
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            hidden_size=hidden,
+            vocab_size=int(config["vocab_size"]),
+            max_position=int(config["max_position_embeddings"]),
+            windows=(None,) * layers,
+            eos_token_ids=tuple(sorted(end_tokens(config.get("eos_token_id")))),
+            num_parameters=sum(math.prod(weights.shape(name)) for name in weights.names),
+            dtype=dtype,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

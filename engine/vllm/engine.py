@@ -2,8 +2,7 @@
 
 Each choice is a request of its own to vLLM. Stop strings, deadlines and cancellations are ours: they abort it. A choice
 that goes on from logged tokens gets them as a part of its prompt, most of which is in vLLM's prefix cache or computed
-at once. vLLM preempts when memory runs out, but never for a free row: so at most `max_num_seqs` rows of the classes
-behind the first are handed over, and rows beyond these are for the first class, the lane.
+at once. A choice's grammar is followed here as well, since vLLM does not say why it ended one.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -28,28 +26,18 @@ from engine.errors import (
     CorruptWeights,
     EngineError,
     EngineLost,
-    ModelNotFound,
     OutOfMemory,
     RequestRefused,
     UnsupportedModel,
 )
-from engine.logs import get_logger
-from engine.request import (
-    Choice,
-    Completion,
-    FinishReason,
-    PartialChoice,
-    Request,
-    TokenLogprobs,
-    TokenWatcher,
-    as_token_ids,
-    check_request,
-)
+from engine.request import Completion, FinishReason, PartialChoice, Request, as_token_ids, check_request
 from engine.scheduler.latency import ClassStats, LatencyHistogram
-from engine.scheduler.resume import ANSWERED, check_partial, end_of, resumed_tokens
+from engine.scheduler.resume import ANSWERED, check_partial
 from engine.scheduler.sequence import CLASSES, class_of
+from engine.vllm.choices import ChoiceState, OpenRequest
+from engine.vllm.handover import Handover
 from engine.vllm.pooling import pool
-from engine.vllm.process import prepare_process
+from engine.vllm.recorder import StepRecorder
 from engine.vllm.requests import (
     check_supported,
     continues,
@@ -58,72 +46,13 @@ from engine.vllm.requests import (
     sampling_params,
     token_logprobs,
 )
-from engine.vllm.settings import check_names, engine_arguments
+from engine.vllm.settings import check_model, engine_arguments
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-logger = get_logger(__name__)
-
 CPU_CACHE_BYTES: Final = 4 << 30
 """Of the KV cache on a CPU, where nothing is given: vLLM's own share of the memory leaves too little for others."""
-
-CPU_STEP_TOKENS: Final = 16_384
-"""Of a step on a CPU, where prompts are computed whole: vLLM 0.32 can't take back the draw behind a chunk of a prompt
-from a CPU's generator, and its step fails. New prompts are handed over as slowly as the settings' budget says."""
-
-MAX_GROUPS: Final = 10_000
-"""Groups of prompts whose cached tokens are remembered."""
-
-
-@dataclass(slots=True, eq=False)
-class _Choice:
-    """A choice until its request ends.
-
-    Attributes:
-        name: vLLM's id of it, while it has it.
-        tokens: sampled so far, those that came with the request included, without an end token.
-        resumed: number of those.
-        logprobs: of `tokens`, in runs.  prompt_logprobs: of the prompt, in runs.
-        cached: prompt tokens from the prefix cache; None: not known yet.
-        computing: tokens that vLLM is probably computing before its first one.
-        reason: why it ended; None: it has not.
-    """
-
-    owner: _Open
-    index: int
-    serial: int
-    tokens: list[int] = field(default_factory=list)
-    resumed: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    name: str | None = None
-    watcher: TokenWatcher | None = None
-    cached: int | None = None
-    computing: int = 0
-    last_token_at: float | None = None
-    reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    error: str | None = None
-    pooled: Any = None
-
-    @property
-    def prefilling(self) -> int:
-        """Tokens to compute before its next one; 0 after the first result."""
-        return 0 if self.cached is not None else len(self.owner.request.prompt_token_ids) + self.resumed
-
-    def __lt__(self, other: _Choice) -> bool:
-        return (self.owner.request.priority, self.serial) < (other.owner.request.priority, other.serial)
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A request that has not ended. Times are on the engine's clock (seconds)."""
-
-    request: Request
-    arrived_at: float
-    started_at: float | None = None
-    choices: list[_Choice] = field(default_factory=list)
 
 
 class VLLMEngine:
@@ -132,6 +61,7 @@ class VLLMEngine:
     Attributes:
         max_model_len: tokens of one sequence.  vocab_size, end_token_ids, hidden_size: of the model.
         max_num_seqs: rows of the classes behind the first.
+        prefix_caching: it has a prefix cache.
         pools: it returns pooled hidden states and generates nothing; else the other way round.
         config, options: the engine's settings and vLLM's own, as given.  dtype: of the computation.
     """
@@ -158,24 +88,21 @@ class VLLMEngine:
         self.pools: bool = model.runner_type == "pooling"
         self.max_num_seqs = config.schedule.max_num_seqs
         self.block_size: int = cache.block_size
+        self.prefix_caching: bool = bool(cache.enable_prefix_caching)
         self._blocks: int = cache.num_gpu_blocks or 0
         self._llm = llm
         self._recorder = recorder
-        self._max_rows: int = llm.vllm_config.scheduler_config.max_num_seqs
-        self._on_cpu = llm.vllm_config.device_config.device_type == "cpu"
-        self._longest_drawn: int = llm.vllm_config.scheduler_config.max_num_batched_tokens - self._max_rows
-        self._prefilling = 0  # tokens of handed choices without a first result
-        self._computing = 0  # of them, those that are probably not in the prefix cache
-        self._hits_of_group: dict[tuple[bytes, int], int] = {}  # prompt tokens of a group's last prompt from the cache
-        self._open: dict[str, _Open] = {}
-        self._waiting: list[_Choice] = []  # a heap
-        self._handed: dict[str, _Choice] = {}  # by vLLM's id
-        self._urgent = 0  # of the handed ones, those of the first class
-        self._late: list[tuple[float, int, _Open]] = []  # a heap, by deadline
+        on_cpu = llm.vllm_config.device_config.device_type == "cpu"
+        budget = config.schedule.max_num_batched_tokens
+        self._handover = Handover(
+            llm.vllm_config.scheduler_config.max_num_seqs, self.max_num_seqs, budget if on_cpu else None
+        )
+        self._open: dict[str, OpenRequest] = {}
+        self._late: list[tuple[float, int, OpenRequest]] = []  # a heap, by deadline
         self._ready: list[Completion] = []
         self._serials = count()
         self._computed = self._prompt = self._cached = self._queried = self._generated = 0
-        self._steps = self._step_rows = 0
+        self._steps = self._step_rows = self._taken_back = 0
         self._step_times = LatencyHistogram()
         self._first, self._between, self._whole = ([LatencyHistogram() for _ in range(CLASSES)] for _ in range(3))
 
@@ -199,18 +126,13 @@ class VLLMEngine:
             OutOfMemory: it does not fit.
         """
         path, config, options = Path(path), config or EngineConfig(), dict(options or {})
-        if not (path / "config.json").is_file():
-            raise ModelNotFound(f"no model for vLLM at {path}: give a Hugging Face folder with config.json")
-        if not any(path.glob("*.safetensors")):
-            raise UnsupportedModel(f"{path} has no safetensors; vLLM loads nothing else here")
         device = resolve_device(config.device)
-        prepare_process()
+        check_model(path, config, options)
         try:
             from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - the package is optional
             from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
         except ImportError as error:
             raise UnsupportedModel(f"vLLM can't be imported: {error}; see docs/vllm.md") from error
-        check_names(options)
         arguments = engine_arguments(str(path), config, options, pools=pools)
         arguments["dtype"] = str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
         if device.type == "cpu":
@@ -218,11 +140,11 @@ class VLLMEngine:
             arguments["kv_cache_memory_bytes"] = arguments["kv_cache_memory_bytes"] or CPU_CACHE_BYTES
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
-            if not pools:
-                arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], CPU_STEP_TOKENS)
         arguments["skip_tokenizer_init"] = not any(path.glob("token*"))  # without one there are no grammars
         recorder = StepRecorder()
         try:
+            if device.type == "cpu" and not pools:
+                arguments |= _whole_prompts(arguments)
             llm = LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=[recorder])
         except MemoryError as error:
             raise OutOfMemory(f"{path} does not fit: {error}") from error
@@ -241,19 +163,19 @@ class VLLMEngine:
             ContextLengthExceeded: of these, its prompt and max_tokens never fit.
         """
         self._check(request)
-        opened = _Open(request, self.clock())
+        opened = OpenRequest(request, self.clock())
         given = {partial.index: partial for partial in request.partial}
         for index in range(request.params.n):
-            choice = _Choice(opened, index, next(self._serials))
+            choice = ChoiceState(opened, index, next(self._serials))
             opened.choices.append(choice)
             if index in given:
-                self._resume(choice, given[index])
+                choice.resume(given[index])
         self._open[request.request_id] = opened
         if request.deadline is not None:
             heapq.heappush(self._late, (request.deadline, next(self._serials), opened))
         for choice in opened.choices:
             if choice.reason is None:
-                heapq.heappush(self._waiting, choice)
+                self._handover.push(choice)
         self._complete(opened)
 
     def _check(self, request: Request) -> None:
@@ -287,24 +209,6 @@ class VLLMEngine:
         limit = self.max_model_len if self.pools else min(self.max_model_len, self._blocks * self.block_size)
         if len(ids) + (0 if self.pools else max(1, params.max_tokens)) > limit:
             raise ContextLengthExceeded(len(ids), params.max_tokens, limit)
-        known = len(ids) + max((len(partial.token_ids) for partial in request.partial), default=0)
-        if self._on_cpu and not params.greedy and not self.pools and known > self._longest_drawn:
-            raise RequestRefused(
-                f"request {name!r}: temperature behind more than {self._longest_drawn} tokens is not available with "
-                "vLLM on a CPU; set temperature to 0"
-            )
-
-    def _resume(self, choice: _Choice, partial: PartialChoice) -> None:
-        request = choice.owner.request
-        choice.tokens = partial.token_ids.tolist()
-        choice.resumed = len(choice.tokens) + (partial.stop_token_id is not None)
-        choice.reason, choice.stop_token_id = end_of(request, partial), partial.stop_token_id
-        if partial.logprobs is not None and request.params.logprobs is not None:
-            choice.logprobs.append(partial.logprobs)
-        if choice.reason is None:
-            known, choice.tokens = choice.tokens, []
-            if self._watch_all(choice, known):
-                choice.reason = choice.reason or FinishReason.STOP
 
     def resumes(self, request: Request) -> bool:
         """See `StepEngine.resumes`: not with a grammar, nor with penalties of the answer's own tokens."""
@@ -342,17 +246,17 @@ class VLLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether another `step` is due."""
-        return bool(self._waiting or self._handed or self._ready)
+        return self._handover.has_work or bool(self._ready)
 
     @property
     def num_waiting(self) -> int:
         """Choices that vLLM does not have yet."""
-        return sum(choice.reason is None for choice in self._waiting)
+        return len(self._handover.waiting)
 
     @property
     def num_running(self) -> int:
         """Choices that vLLM has."""
-        return len(self._handed)
+        return len(self._handover.handed)
 
     # -- Steps
 
@@ -360,8 +264,10 @@ class VLLMEngine:
         """See `StepEngine.step`."""
         began, now = time.perf_counter(), self.clock()
         self._end_late(now)
-        self._hand_over(now)
-        if self._handed:
+        self._take_back()
+        while (choice := self._handover.pop()) is not None:
+            self._submit(choice, now)
+        if self._handover.handed:
             outputs = self._compute()
             now = self.clock()
             for output in outputs:
@@ -382,62 +288,38 @@ class VLLMEngine:
             self._end([choice for choice in opened.choices if choice.reason is None], FinishReason.TIMEOUT)
             self._complete(opened)
 
-    def _hand_over(self, now: float) -> None:
-        """Hand the first waiting choices to vLLM, as many as it has rows for."""
-        while self._waiting:
-            choice = self._waiting[0]
-            urgent = choice.owner.request.priority <= 0
-            is_full = len(self._handed) >= self._max_rows or (
-                not urgent and len(self._handed) - self._urgent >= self.max_num_seqs
-            )
-            if choice.reason is None and (is_full or self._must_wait(choice)):
-                return
-            heapq.heappop(self._waiting)
-            if choice.reason is None:
-                self._urgent += urgent
-                self._submit(choice, now)
+    def _take_back(self) -> None:
+        """Let the latest choice of a lower class wait again, if one of a higher class lacks a row or memory."""
+        recorder = self._recorder
+        free = round(self._blocks * (1 - recorder.cache_usage)) if recorder.waiting else None
+        choice = self._handover.to_take_back(free, self.block_size)
+        if choice is not None:
+            self._abort([choice])
+            self._handover.push(choice)
+            self._taken_back += 1
 
-    def _must_wait(self, choice: _Choice) -> bool:
-        """Whether a choice waits for the prompts that vLLM has not computed yet. On a CPU all of them together must fit
-        a step; and those that are not in the prefix cache, as far as is known, the settings' budget."""
-        if not self._on_cpu or not self._prefilling:
-            return False
-        if self._prefilling + choice.prefilling > self._longest_drawn:
-            return True
-        if choice.owner.request.priority <= 0:
-            return False
-        budget = self.config.schedule.max_num_batched_tokens - len(self._handed)
-        return self._computing + max(0, choice.prefilling - self._expected_hits(choice)) > budget
-
-    def _expected_hits(self, choice: _Choice) -> int:
-        """Prompt tokens that are probably in the prefix cache, because the last one of the choice's group had them."""
-        group = choice.owner.request.prefix_group
-        return 0 if group is None else self._hits_of_group.get((choice.owner.request.salt, group), 0)
-
-    def _submit(self, choice: _Choice, now: float) -> None:
+    def _submit(self, choice: ChoiceState, now: float) -> None:
         from vllm.inputs import tokens_input  # noqa: PLC0415 - the package is optional
 
         opened = choice.owner
         request = opened.request
         prompt = request.prompt_token_ids.tolist() + choice.tokens
-        salt = request.salt.hex() or None
-        choice.name = f"{request.request_id}\0{choice.index}\0{choice.serial}"
         opened.started_at = opened.started_at if opened.started_at is not None else now
-        self._handed[choice.name] = choice
-        choice.computing = max(0, choice.prefilling - self._expected_hits(choice))
-        self._prefilling += choice.prefilling
-        self._computing += choice.computing
+        # A choice that was taken back gets another name: vLLM may still have results of the one before.
+        name = f"{request.request_id}\0{choice.index}\0{next(self._serials)}"
+        self._handover.hand(choice, name)
         try:
             self._llm.add_request(
-                choice.name,
-                tokens_input(prompt, cache_salt=salt),
+                name,
+                tokens_input(prompt, cache_salt=request.salt.hex() or None),
                 self._parameters(request, choice.index, len(choice.tokens)),
                 priority=request.priority,
             )
         except Exception as error:  # noqa: BLE001 - vLLM's validation; its classes differ between versions
             self._raise_if_dead(error)
-            self._drop(choice)
-            self._fail(choice, f"vLLM refused the request: {error}")
+            self._handover.drop(choice)
+            choice.fail(f"vLLM refused the request: {error}")
+            self._complete(opened)
 
     def _parameters(self, request: Request, choice: int, known: int) -> Any:
         """vLLM's parameters of a choice that has `known` tokens. Raises vLLM's exceptions for what it refuses."""
@@ -446,14 +328,14 @@ class VLLMEngine:
     def _compute(self) -> list[Any]:
         """One step of vLLM; its outputs. Raises `EngineError`, `EngineLost`."""
         if not self._llm.has_unfinished_requests():
-            raise EngineLost(f"vLLM has lost {len(self._handed)} requests")
+            raise EngineLost(f"vLLM has lost {len(self._handover.handed)} requests")
         try:
             outputs: list[Any] = self._llm.step()
             return outputs
         except Exception as error:
             self._raise_if_dead(error)
             reason = f"the step failed: {type(error).__name__}: {error}"
-            handed = list(self._handed.values())
+            handed = list(self._handover.handed.values())
             try:
                 self._end(handed, FinishReason.ERROR, reason)
             except Exception as further:  # noqa: BLE001 - the reason is the first one
@@ -472,39 +354,36 @@ class VLLMEngine:
 
     def _take(self, output: Any, now: float) -> None:
         """Take what vLLM computed for a choice."""
-        choice = self._handed.get(output.request_id)
+        choice = self._handover.handed.get(output.request_id)
         if choice is None:  # it was aborted meanwhile
             return
         opened = choice.owner
         if choice.cached is None:
-            self._end_prefill(choice)
-            choice.cached = output.num_cached_tokens or 0
-            self._note_hits(opened.request, choice.cached)
-            self._cached += choice.cached
-            length = len(opened.request.prompt_token_ids)
-            self._queried += length + len(choice.tokens)
-            self._computed += max(0, length + len(choice.tokens) - choice.cached)
-            self._prompt += max(0, length - choice.cached)
+            cached = output.num_cached_tokens or 0
+            self._handover.begin(choice, cached)
+            self._cached += cached
+            self._queried += choice.known
+            self._computed += max(0, choice.known - cached)
+            self._prompt += max(0, len(opened.request.prompt_token_ids) - cached)
         if self.pools:
             self._take_pooled(choice, output)
         else:
             self._take_tokens(choice, output.outputs[0], output.prompt_logprobs, now)
-        if choice.reason is not None:
-            self._complete(opened)
+        self._complete(opened)
 
-    def _take_pooled(self, choice: _Choice, output: Any) -> None:
+    def _take_pooled(self, choice: ChoiceState, output: Any) -> None:
         if not output.finished:
             return
-        self._drop(choice)
+        self._handover.drop(choice)
         request = choice.owner.request
         assert request.pooling is not None, "checked by add"
         choice.pooled = pool(output.outputs.data.float().cpu().numpy(), request.pooling, request.pooling_skip)
         if np.isfinite(choice.pooled).all():
             choice.reason = FinishReason.LENGTH
         else:
-            self._fail(choice, "the model gave numbers that are not finite")
+            choice.fail("the model gave numbers that are not finite")
 
-    def _take_tokens(self, choice: _Choice, found: Any, prompt_logprobs: Any, now: float) -> None:
+    def _take_tokens(self, choice: ChoiceState, found: Any, prompt_logprobs: Any, now: float) -> None:
         request, tokens = choice.owner.request, list(found.token_ids)
         top = request.params.logprobs
         if prompt_logprobs:
@@ -512,7 +391,7 @@ class VLLMEngine:
             choice.prompt_logprobs.append(token_logprobs(prompt_logprobs, request.params.prompt_logprobs))
         if request.params.max_tokens == 0:  # it scores its prompt, and the sampled token is thrown away
             if found.finish_reason is not None:
-                self._drop(choice)
+                self._handover.drop(choice)
                 choice.reason = FinishReason.LENGTH
             return
         if tokens:
@@ -522,50 +401,31 @@ class VLLMEngine:
             choice.stop_token_id = tokens.pop()
         if top is not None and tokens:
             choice.logprobs.append(token_logprobs(found.logprobs, top)[: len(tokens)])
-        is_watched = self._watch_all(choice, tokens)
-        if is_watched:
+        is_over = choice.push_all(tokens)
+        if is_over:
             choice.stop_token_id = None
         self._generated += len(tokens) + (choice.stop_token_id is not None)
         self._computed += len(tokens)
-        if is_watched:
+        if is_over:
             self._end([choice], choice.reason or FinishReason.STOP, choice.error)
         elif found.finish_reason is not None:
-            self._drop(choice)
-            self._set_reason(choice, found.finish_reason, stopped=stopped)
+            self._handover.drop(choice)
+            self._set_reason(choice, found.finish_reason)
 
-    def _set_reason(self, choice: _Choice, reason: str, *, stopped: bool) -> None:
-        if stopped:
-            choice.reason = FinishReason.STOP
-        elif reason == "length":
+    def _set_reason(self, choice: ChoiceState, reason: str) -> None:
+        """Set why vLLM has ended a choice."""
+        if reason == "length":
             choice.reason = FinishReason.LENGTH
-        else:
-            self._fail(choice, f"vLLM ended the request: {reason}")
+            return
+        if choice.stop_token_id is None or choice.stop_token_id in self.end_token_ids:
+            choice.check_end(self.vocab_size)
+        if choice.reason is None and reason == "stop":
+            choice.reason = FinishReason.STOP
+        elif choice.reason is None:
+            choice.fail(f"vLLM ended the request: {reason}")
 
-    def _watch_all(self, choice: _Choice, tokens: list[int]) -> bool:
-        """Append new tokens up to the one that a watcher ends the choice with; returns whether it ended it."""
-        for at, token_id in enumerate(tokens):
-            choice.tokens.append(token_id)
-            if self._watch(choice, token_id):
-                del tokens[at + 1 :]
-                if choice.logprobs:  # the last run is that of these tokens
-                    choice.logprobs[-1] = choice.logprobs[-1][: at + 1]
-                return True
-        return False
-
-    def _watch(self, choice: _Choice, token_id: int) -> bool:
-        """Give a token to the choice's watcher; returns whether the choice ends with it."""
-        make = choice.owner.request.watcher
-        if make is None:
-            return False
-        try:
-            choice.watcher = choice.watcher or make(choice.index)
-            return choice.watcher.push(token_id)
-        except Exception as error:  # noqa: BLE001 - it concerns this choice alone
-            choice.reason, choice.error = FinishReason.ERROR, f"a watcher failed: {type(error).__name__}: {error}"
-            return True
-
-    def _time_token(self, choice: _Choice, now: float) -> None:
-        of_class = class_of(choice.owner.request.priority)
+    def _time_token(self, choice: ChoiceState, now: float) -> None:
+        of_class = class_of(choice.priority)
         if choice.last_token_at is None:
             self._first[of_class].add(now - choice.owner.arrived_at)
         else:
@@ -574,13 +434,17 @@ class VLLMEngine:
 
     # -- Ends
 
-    def _end(self, choices: list[_Choice], reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, choices: list[ChoiceState], reason: FinishReason, error: str | None = None) -> None:
         """End these choices, and abort them in vLLM."""
-        names = [choice.name for choice in choices if choice.name in self._handed]
         for choice in choices:
-            if choice.name in self._handed:
-                self._drop(choice)
             choice.reason, choice.error = reason, error
+        self._abort([choice for choice in choices if choice.name in self._handover.handed])
+
+    def _abort(self, choices: list[ChoiceState]) -> None:
+        """Take choices that vLLM has from it."""
+        names = [choice.name for choice in choices if choice.name is not None]
+        for choice in choices:
+            self._handover.drop(choice)
         if names:
             try:
                 self._llm.abort_request(names)
@@ -588,65 +452,16 @@ class VLLMEngine:
                 self._raise_if_dead(error)
                 raise
 
-    def _drop(self, choice: _Choice) -> None:
-        """Forget a choice that vLLM has ended or will end."""
-        assert choice.name is not None
-        del self._handed[choice.name]
-        self._end_prefill(choice)
-        self._urgent -= choice.owner.request.priority <= 0
-
-    def _end_prefill(self, choice: _Choice) -> None:
-        """The choice's prompt is computed, or need not be any more."""
-        self._prefilling -= choice.prefilling
-        self._computing -= choice.computing
-        choice.computing = 0
-
-    def _note_hits(self, request: Request, cached: int) -> None:
-        if request.prefix_group is not None:
-            if len(self._hits_of_group) >= MAX_GROUPS:
-                self._hits_of_group.clear()
-            self._hits_of_group[request.salt, request.prefix_group] = cached
-
-    def _fail(self, choice: _Choice, why: str) -> None:
-        choice.reason, choice.error = FinishReason.ERROR, why
-        self._complete(choice.owner)
-
-    def _complete(self, opened: _Open) -> None:
+    def _complete(self, opened: OpenRequest) -> None:
         """Make the request's completion, if its last choice has ended."""
-        request, choices = opened.request, opened.choices
-        if any(choice.reason is None for choice in choices) or self._open.get(request.request_id) is not opened:
+        request = opened.request
+        if not opened.has_ended or self._open.get(request.request_id) is not opened:
             return  # it goes on, or has ended before, and its id may be that of another one by now
         del self._open[request.request_id]
         now = self.clock()
-        first, top, prompt_top = choices[0], request.params.logprobs, request.params.prompt_logprobs
-        answered = first.reason in ANSWERED
-        if answered:
+        if opened.choices[0].reason in ANSWERED:
             self._whole[class_of(request.priority)].add(now - opened.arrived_at)
-        self._ready.append(
-            Completion(
-                request_id=request.request_id,
-                choices=tuple(
-                    Choice(
-                        choice.index, as_token_ids(choice.tokens), cast(FinishReason, choice.reason),
-                        choice.stop_token_id, None if top is None else joined(choice.logprobs, top),
-                    )
-                    for choice in choices
-                ),
-                prompt_tokens=len(request.prompt_token_ids),
-                cached_tokens=min(first.cached or 0, len(request.prompt_token_ids)),
-                generated_tokens=sum(len(choice.tokens) + (choice.stop_token_id is not None) for choice in choices),
-                started_at=now if opened.started_at is None else opened.started_at,
-                finished_at=now,
-                error=next((choice.error for choice in choices if choice.error is not None), None),
-                prompt_logprobs=(
-                    joined(first.prompt_logprobs, prompt_top)[: len(request.prompt_token_ids)]
-                    if prompt_top is not None and answered
-                    else None
-                ),
-                pooled=first.pooled,
-                resumed_tokens=resumed_tokens(request),
-            )
-        )  # fmt: skip
+        self._ready.append(opened.completion(now))
 
     # -- Statistics
 
@@ -660,7 +475,7 @@ class VLLMEngine:
             generated=self._generated,
             steps=self._steps,
             step_times=self._step_times.counts,
-            preemptions=recorder.preemptions,
+            preemptions=recorder.preemptions + self._taken_back,
             running=self.num_running,
             waiting=self.num_waiting,
             free_blocks=round(self._blocks * (1 - recorder.cache_usage)),
@@ -668,15 +483,16 @@ class VLLMEngine:
             queried=self._queried,
             prompt=self._prompt,
             step_rows=self._step_rows,
+            speculation=recorder.speculation,
         )
 
     def classes(self) -> tuple[ClassStats, ...]:
         """Latency statistics of each class of requests, the most urgent first."""
         running, waiting = [0] * CLASSES, [0] * CLASSES
-        for choice in self._handed.values():
-            running[class_of(choice.owner.request.priority)] += 1
-        for choice in self._waiting:
-            waiting[class_of(choice.owner.request.priority)] += choice.reason is None
+        for choice in self._handover.handed.values():
+            running[class_of(choice.priority)] += 1
+        for choice in self._handover.waiting:
+            waiting[class_of(choice.priority)] += 1
         return tuple(
             ClassStats(
                 running[at], waiting[at], self._first[at].counts, self._between[at].counts, self._whole[at].counts
@@ -689,36 +505,20 @@ class VLLMEngine:
         self._llm.engine_core.shutdown()
 
 
-class StepRecorder:
-    """Takes from vLLM's statistics of each step what its outputs don't say; a factory of itself (`StatLoggerFactory`).
+def _whole_prompts(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with which vLLM computes each prompt in one step, as it must on a CPU: vLLM 0.32 can't take back
+    the draw behind a chunk of a prompt from a CPU's generator, and fails the step. Models with states (Mamba, linear
+    attention) cut prompts for the prefix cache, so they have none there."""
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - the package is optional
 
-    Attributes:
-        cache_usage: used share of the KV cache.  preemptions: since the start.
-    """
-
-    def __init__(self) -> None:
-        self.cache_usage = 0.0
-        self.preemptions = 0
-
-    def __call__(self, vllm_config: Any, engine_index: int = 0) -> StepRecorder:
-        return self
-
-    def record(
-        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-    ) -> None:
-        if scheduler_stats is not None:
-            self.cache_usage = scheduler_stats.kv_cache_usage
-        if iteration_stats is not None:
-            self.preemptions += iteration_stats.num_preempted_reqs
-
-    def log_engine_initialized(self) -> None:
-        """vLLM calls it; there is nothing to log."""
-
-    def log(self) -> None:
-        """vLLM calls it; there is nothing to log."""
-
-    def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """vLLM calls it; the engine never sleeps."""
+    model = EngineArgs(**arguments).create_model_config()
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(
+            arguments["max_num_batched_tokens"], model.max_model_len + arguments["max_num_seqs"]
+        ),
+        "enable_prefix_caching": arguments["enable_prefix_caching"] and not model.is_hybrid,
+    }
 
 
 def version() -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
-from engine.config import EngineConfig
-from engine.errors import UnsupportedModel
+from engine.config import CacheConfig, EngineConfig
+from engine.errors import ModelNotFound, UnsupportedModel
+from engine.vllm.process import prepare_process
 
 OURS: Final[Mapping[str, str]] = {
     "model": "give --model",
@@ -45,10 +47,11 @@ RESOURCES: Final = frozenset(
     {
         "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes",
         "enforce_eager", "swap_space", "cpu_offload_gb", "block_size", "max_parallel_loading_workers",
-        "distributed_executor_backend", "async_scheduling",
+        "distributed_executor_backend", "async_scheduling", "speculative_config",
     }
 )  # fmt: skip
-"""Arguments that change where and how fast answers are computed, so that they aren't part of a model's pin."""
+"""Arguments that change where and how fast answers are computed, so that they aren't part of a model's pin. Drafts are
+checked by the model, here as in the engine of this project."""
 
 LANE_ROWS: Final = 64
 """Rows beyond `max_num_seqs` for requests of class 0: vLLM preempts for memory, but not for a row."""
@@ -89,10 +92,25 @@ def pinned_options(options: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def check_names(options: Mapping[str, Any]) -> None:
-    """Raise `InvalidOption` for a name that the installed vLLM does not have."""
-    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - the package is optional
+def check_model(path: Path, config: EngineConfig, options: Mapping[str, Any]) -> None:
+    """Check all that can be checked before a model is loaded: its files, and the settings.
 
+    Raises:
+        ModelNotFound: there is no model.  UnsupportedModel: vLLM can't load it here, or lacks a setting of the engine.
+        InvalidOption: the installed vLLM has no such option.
+    """
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"no model for vLLM at {path}: give a Hugging Face folder with config.json")
+    if not any(path.glob("*.safetensors")):
+        raise UnsupportedModel(f"{path} has no safetensors; vLLM loads nothing else here")
+    for is_set, name, instead in _refused(config):
+        if is_set:
+            raise UnsupportedModel(f"{name} is not available with vLLM: {instead}")
+    prepare_process()
+    try:
+        from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - the package is optional
+    except ImportError as error:
+        raise UnsupportedModel(f"vLLM can't be imported: {error}; see docs/vllm.md") from error
     known = {one.name for one in dataclasses.fields(EngineArgs)} - OURS.keys()
     for name in options:
         if name not in known:
@@ -100,11 +118,7 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 
 def engine_arguments(path: str, config: EngineConfig, options: Mapping[str, Any], *, pools: bool) -> dict[str, Any]:
-    """The arguments of `EngineArgs` for the model at `path`.
-
-    Raises `UnsupportedModel` for a setting of the engine that vLLM does not have.
-    """
-    _check(config)
+    """The arguments of `EngineArgs` for the model at `path`."""
     cache, schedule = config.cache, config.schedule
     arguments: dict[str, Any] = {
         "model": path,
@@ -127,23 +141,33 @@ def engine_arguments(path: str, config: EngineConfig, options: Mapping[str, Any]
         "disable_log_stats": False,
         "runner": "pooling" if pools else "generate",
     }
-    if config.kv_dtype != "auto":
-        arguments["kv_cache_dtype"] = config.kv_dtype
+    given = {
+        "kv_cache_dtype": config.kv_dtype if config.kv_dtype != "auto" else None,
+        "block_size": cache.block_size if cache.block_size != CacheConfig().block_size else None,
+        "async_scheduling": config.async_scheduling,
+    }
+    arguments |= {name: value for name, value in given.items() if value is not None}
     if not pools:
         arguments |= {"max_logprobs": -1, "structured_outputs_config": {"backend": "guidance"}}
     return arguments | dict(options)
 
 
-def _check(config: EngineConfig) -> None:
-    refused = (
+def _refused(config: EngineConfig) -> tuple[tuple[bool, str, str], ...]:
+    """Settings of the engine that vLLM does not have: whether each is set, its name, and what to do instead."""
+    speculation = config.speculation.method
+    return (
         (config.quantize != "none", "--quantize", "give a quantized checkpoint, or --engine-option quantization=…"),
         (config.kv_dtype == "int8", "--kv-dtype int8", "give fp8 on a GPU, or auto"),
         (
-            config.speculation.method in ("draft", "eagle3"),
-            f"--speculate {config.speculation.method}",
+            speculation not in ("off", "auto"),
+            f"--speculate {speculation}",
             "give --engine-option speculative_config={…}",
         ),
+        (config.instruction_set != "auto", "TOKENMILL_INSTRUCTION_SET", "vLLM chooses it"),
+        (config.attention != "auto", "TOKENMILL_ATTENTION", "give --engine-option attention_backend=…"),
+        (
+            config.max_graph_tokens != EngineConfig().max_graph_tokens,
+            "TOKENMILL_GPU__MAX_GRAPH_TOKENS",
+            "give --engine-option max_cudagraph_capture_size=…",
+        ),
     )
-    for is_set, name, instead in refused:
-        if is_set:
-            raise UnsupportedModel(f"{name} is not available with vLLM: {instead}")

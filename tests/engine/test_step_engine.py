@@ -43,7 +43,7 @@ def vllm(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """One engine for all tests: it takes half a minute to start."""
     pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
     folder = tiny_models.make_tiny_model("llama", tmp_path_factory.mktemp("vllm"), hidden_size=64, head_dim=32)
-    engine = VLLMEngine.load(folder, CONFIG)
+    engine = VLLMEngine.load(folder, replace(CONFIG, cache=CacheConfig(num_blocks=64)))
     yield engine
     engine.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> 
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vllm_model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any, model_folder: Path) -> Path:
+    """The same for vLLM, whose CPU kernels want heads of 32 numbers at least."""
+    folder = tmp_path_factory.mktemp("vllm") / "tiny"
+    tiny_models.make_tiny_model("llama", folder, vocab_size=300, hidden_size=64, head_dim=32)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model_folder / name, folder / name)
     return folder
 
 

@@ -43,7 +43,6 @@ def bench(
 
     The result is remembered, and 'tokenmill estimate' uses it. For a workload file of your own, time 'tokenmill run'.
     """
-    from engine.config import ScheduleConfig
     from engine.engine import Engine
     from tokenmill import bench_results
     from tokenmill.config import job_options
@@ -61,8 +60,8 @@ def bench(
     path = model_path(chosen.source.path)
     batches = sorted(set(batch or (1, 16, 64, 128)))
     options = engine_options(
-        settings, dtype, "auto", threads, max(*batches, measure.PREFILL_ROWS), ScheduleConfig().max_num_batched_tokens,
-        None, quantize, kv_dtype, "off", engine=engine_name, engine_option=engine_option,
+        settings, dtype=dtype, threads=threads, max_num_seqs=max(*batches, measure.PREFILL_ROWS), quantize=quantize,
+        kv_dtype=kv_dtype, speculate="off", engine=engine_name, engine_option=engine_option,
     )  # fmt: skip
     (chosen,) = choose_engines([chosen], options)
     config = options.config(measure.PREFILL_TOKENS + measure.DECODE_TOKENS)
@@ -148,6 +147,7 @@ def _bench_vllm(
         batch=best.rows,
         kv_dtype=options.kv_dtype,
         engine="vllm",
+        engine_options=bench_results.options_key(options.vllm),
     )
     stored_in = bench_results.store_result(speed, read_settings().model_cache)
     if as_json:

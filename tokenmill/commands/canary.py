@@ -11,6 +11,8 @@ from tokenmill.config.cli_options import (
     Debug,
     DeviceOption,
     DTypeOption,
+    EngineOption,
+    EngineOptionValues,
     Json,
     KvDTypeOption,
     QuantizeOption,
@@ -42,6 +44,8 @@ def record(
     kv_dtype: KvDTypeOption = "auto",
     device: DeviceOption = "auto",
     threads: Threads = None,
+    engine: EngineOption = None,
+    engine_option: EngineOptionValues = None,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
@@ -57,7 +61,10 @@ def record(
     from tokenmill.services.worker import load_any
 
     settings = read_settings()
-    options = engine_options(settings, dtype, device, threads, 32, 2048, None, quantize, kv_dtype, "off")
+    options = engine_options(
+        settings, dtype=dtype, device=device, threads=threads, max_num_seqs=32, quantize=quantize, kv_dtype=kv_dtype,
+        speculate="off", engine=engine, engine_option=engine_option,
+    )  # fmt: skip
     (chosen,) = choose_engines([choose_model(model, settings.model_cache)], options)
     with open_root(root_url, settings) as root:
         canaries = Canaries(root.world.store)

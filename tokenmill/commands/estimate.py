@@ -11,7 +11,17 @@ import typer
 
 from tokenmill import output
 from tokenmill.config import cli_options
-from tokenmill.config.cli_options import Debug, DType, EngineOption, Input, Json, KvDType, Model, Quantize
+from tokenmill.config.cli_options import (
+    Debug,
+    DType,
+    EngineOption,
+    EngineOptionValues,
+    Input,
+    Json,
+    KvDType,
+    Model,
+    Quantize,
+)
 from tokenmill.settings import read_settings
 
 Market = Literal["on-demand", "spot"]
@@ -75,6 +85,7 @@ def estimate(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="So many work at it together.")] = 1,
     engine: EngineOption = None,
+    engine_option: EngineOptionValues = None,
     dtype: Annotated[DType, typer.Option(help="For the time on this machine: what 'run' would compute in.")] = "auto",
     quantize: Annotated[Quantize, typer.Option(help="For the time on this machine, likewise.")] = "none",
     kv_dtype: Annotated[KvDType, typer.Option(help="For the time on this machine, likewise.")] = "auto",
@@ -94,13 +105,13 @@ def estimate(
     bound, from its arithmetic and its memory. Both are the time in which is computed: loading a model and waiting for a
     worker are not in it, nor in the cost that a job's manifest has.
     """
-    from engine.engine import resolve_device, resolve_model_dtype
-    from engine.models.load import describe_model
+    from engine.engine import resolve_device, resolve_dtype, resolve_model_dtype
+    from engine.models.load import describe_shape
     from schemas.models import ModelPin
     from tokenmill import bench_results
     from tokenmill.config import job_options
     from tokenmill.config.engine_choice import choose_engine
-    from tokenmill.config.engine_options import EngineOptions
+    from tokenmill.config.engine_options import engine_options
     from workers.model.loaded_model import dtype_name, model_digest, model_path
 
     settings = read_settings()
@@ -110,20 +121,23 @@ def estimate(
     inputs = job_options.read_input(input_)
     chosen = job_options.choose_model(job_options.only_model(model), settings.model_cache)
     path = model_path(chosen.source.path)
-    computing = choose_engine(path, engine or settings.engine, settings.vllm.python).engine
-    spec = describe_model(path, dtype=resolve_model_dtype(path, dtype, resolve_device("auto"))).spec
+    options = engine_options(
+        settings, dtype=dtype, threads=threads, quantize=quantize, kv_dtype=kv_dtype, speculate="off", engine=engine,
+        engine_option=engine_option,
+    )  # fmt: skip
+    computing = choose_engine(path, options.engine, options.vllm_python).engine
+    device = resolve_device("auto")
+    computed = resolve_dtype(dtype, device) if computing == "vllm" else resolve_model_dtype(path, dtype, device)
+    spec, _ = describe_shape(path, dtype=computed)
     pin = ModelPin(
         name=chosen.name, source=str(path), dtype=dtype_name(spec.dtype), quantization=quantize, kv_dtype=kv_dtype
     )
     dry_runs = _DryRuns.of(inputs, pin, wanted, path, exact=exact)
     speed = bench_results.find_result(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
-        kv_dtype=kv_dtype, engine=computing,
+        kv_dtype=kv_dtype, engine=computing, engine_options=bench_results.options_key(options.vllm),
     )  # fmt: skip
     prices = _Prices(settings, price_per_hour, instance, region, market)
-    options = EngineOptions(
-        dtype=dtype, threads=threads, quantize=quantize, kv_dtype=kv_dtype, kv_block_size=settings.kv_block_size
-    )
     num_workers = min(workers, max(1, dry_runs.planned.shards))
     amount = dry_runs.amount(options)
     times = []
@@ -162,7 +176,7 @@ class _DryRuns:
     @classmethod
     def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _DryRuns:
         """Plan the job in a temporary folder."""
-        from engine.models.load import describe_model, is_encoder
+        from engine.models.load import describe_shape
         from pipeline.adapters.folder.store import FolderStore
         from pipeline.adapters.system_clock import SystemClock, SystemRandomness
         from pipeline.planner import ShardSample, measure, open_source
@@ -171,14 +185,15 @@ class _DryRuns:
         from tokenmill.config.inputs import open_input
         from tokenmill.config.job_options import template_tokens, token_counter
 
-        clock, sample, encoder = SystemClock(), ShardSample(), is_encoder(path)
+        clock, sample = SystemClock(), ShardSample()
+        spec, encoder = describe_shape(path)
         job = Job(id="estimate", input=inputs, models=(pin,), settings=wanted, created_at=clock.now())
         with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder, FolderStore(Path(folder)) as store:
             world = World(store, clock, SystemRandomness(), Path(folder))
             source = open_source(open_input(inputs).files(), inputs.format, wanted.limits, pin.name)
             planned = measure(
                 source, job, world, counter=token_counter(path), exact=exact, template=template_tokens(path),
-                sample=sample, max_model_len=None if encoder else describe_model(path).spec.max_position,
+                sample=sample, max_model_len=None if encoder else spec.max_position,
             )  # fmt: skip
         return cls(planned, job, path, sample, encoder)
 

@@ -89,8 +89,10 @@ def run(
 
     settings = read_settings()
     engine = engine_options(
-        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        speculate, tensor_parallel, replicas, engine_name, engine_option,
+        settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
+        kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, replicas=replicas, engine=engine_name,
+        engine_option=engine_option,
     )  # fmt: skip
     plan = _plan(
         input_, model, out, tier, engine, chat_template,

@@ -119,8 +119,10 @@ def serve(
     report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "serve")
     policies = content_policies(content_policy, settings)
     options = engine_options(
-        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        speculate, tensor_parallel, engine=engine, engine_option=engine_option,
+        settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
+        kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, engine=engine,
+        engine_option=engine_option,
     )  # fmt: skip
     loads = _loads(model, settings, options, chat_template)
     with (
@@ -193,8 +195,10 @@ def worker(
     settings = read_settings()
     policies = content_policies(content_policy, settings)
     options = engine_options(
-        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        speculate, tensor_parallel, replicas, engine, engine_option,
+        settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
+        kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, replicas=replicas, engine=engine,
+        engine_option=engine_option,
     )  # fmt: skip
     loads = _loads(model, settings, options, chat_template)
     price = price_of_worker(settings, price_per_hour)

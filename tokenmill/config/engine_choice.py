@@ -32,6 +32,9 @@ INSTALL: Final = (
     "set TOKENMILL_VLLM__PYTHON to its Python"
 )
 
+ENTERED: Final = "TOKENMILL_ENTERED_VLLM"
+"""Set in the processes of a command that went on in vLLM's environment."""
+
 _LIST: Final = "from vllm import ModelRegistry; print(*ModelRegistry.get_supported_archs())"
 
 
@@ -128,11 +131,11 @@ def _enter_vllm(options: EngineOptions) -> None:
     interpreter = vllm_interpreter(options.vllm_python)
     assert interpreter is not None, "vLLM was chosen"
     is_here = interpreter == Path(sys.executable)
-    if not is_here and interpreter.parent.resolve() == Path(sys.executable).parent.resolve():
-        raise ModelError(f"{interpreter} can't import vLLM; {INSTALL}")
     preload = preload_variable(interpreter.parent.parent) if resolve_device(options.device).type == "cpu" else None
     if is_here and preload is None:
         return
-    environment = os.environ | ({} if preload is None else {"LD_PRELOAD": preload})
+    if ENTERED in os.environ:  # the interpreter can't import vLLM: it would go on there for ever
+        raise ModelError(f"{interpreter} can't import vLLM; {INSTALL}")
+    environment = os.environ | {ENTERED: "1"} | ({} if preload is None else {"LD_PRELOAD": preload})
     sys.stdout.flush()
     os.execve(interpreter, [str(interpreter), "-P", "-m", "tokenmill", *sys.argv[1:]], environment)

@@ -112,15 +112,16 @@ def slo_config(settings: Settings) -> SloConfig | None:
 
 def engine_options(
     settings: Settings,
-    dtype: DType,
-    device: Device,
-    threads: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    kv_cache_memory: int | None,
-    quantize: Quantize,
-    kv_dtype: KVDType,
-    speculate: str | None,
+    *,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    threads: int | None = None,
+    max_num_seqs: int = ScheduleConfig().max_num_seqs,
+    max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens,
+    kv_cache_memory: int | None = None,
+    quantize: Quantize = "none",
+    kv_dtype: KVDType = "auto",
+    speculate: str | None = None,
     tensor_parallel: int = 1,
     replicas: int = 1,
     engine: Engine | None = None,
@@ -137,12 +138,27 @@ def engine_options(
     if model:
         speculate = f"{method}:{model_path(sources.pull(model, settings.model_cache, say).path)}"
     return EngineOptions(
-        dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        settings.instruction_set, settings.attention, settings.kv_block_size, speculate, settings.gpu,
-        tensor_parallel=tensor_parallel, replicas=replicas, rank_timeout_seconds=settings.rank_timeout_seconds,
-        engine=engine or settings.engine, vllm=parse_options(settings.vllm.options | _named(engine_option or ())),
-        vllm_given=bool(engine_option), vllm_python=settings.vllm.python,
-    )  # fmt: skip
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_bytes=kv_cache_memory,
+        quantize=quantize,
+        kv_dtype=kv_dtype,
+        instruction_set=settings.instruction_set,
+        attention=settings.attention,
+        kv_block_size=settings.kv_block_size,
+        speculate=speculate,
+        gpu=settings.gpu,
+        tensor_parallel=tensor_parallel,
+        replicas=replicas,
+        rank_timeout_seconds=settings.rank_timeout_seconds,
+        engine=engine or settings.engine,
+        vllm=parse_options(settings.vllm.options | _named(engine_option or ())),
+        vllm_given=bool(engine_option),
+        vllm_python=settings.vllm.python,
+    )
 
 
 def _named(given: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from engine.engine import Engine, resolve_device, resolve_dtype
 from engine.errors import OutOfMemory
 from engine.models.base import ModelSpec
 from engine.models.encoders.settings import embedding_settings
-from engine.models.load import describe_model
+from engine.models.load import describe_shape
 from engine.plan import CacheGroup
 from engine.runner.memory import available_bytes, layer_token_bytes, plan_cache
 from engine.scheduler.step_cost import cache_windows
@@ -65,7 +65,7 @@ def dry_run(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig) 
     raises; `UnsupportedModel` for an encoder."""
     pin = job.models[0]
     dtype = resolve_dtype(pin.dtype, resolve_device(config.device))
-    spec = describe_model(path, dtype=dtype).spec
+    spec, _ = describe_shape(path, dtype=dtype)
     groups = cache_groups(spec, config, min(config.max_model_len or spec.max_position, spec.max_position))
     stand_in = replace(config, dtype=pin.dtype)
     enough = -(-spec.max_position // config.cache.block_size) + 1  # it computes nothing

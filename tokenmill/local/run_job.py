@@ -37,7 +37,7 @@ from tokenmill.local.model_rotation import compute_in_rotation
 from tokenmill.local.run_plan import RunPlan, load_model
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.processes.planner_process import PlannerProcess
-from workers.model.loaded_model import LoadedModel, dtype_name, engine_of, model_digest, model_path
+from workers.model.loaded_model import LoadedModel, check_vllm, dtype_name, engine_of, model_digest, model_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_templ
     engine, engine_version = engine_of(path, model.engine)
     device = resolve_device(options.device)
     if engine == "vllm":
+        check_vllm(path, options.config(), options.vllm)
         dtype = resolve_dtype(options.dtype, device)
     else:
         if is_encoder(path):

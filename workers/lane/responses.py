@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 from engine.request import Choice, Completion, PartialChoice
+from engine.scheduler.resume import ANSWERED
 from schemas.jobs.results import ResultRow
-from schemas.requests.errors import STATUS_CODES, RowError
+from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode
 from schemas.requests.parsing import ChatBody, EmbeddingBody
 from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
 from workers.lane.requests import PREFIX
@@ -31,6 +32,12 @@ from workers.text.logprobs import TokenTexts, chat_logprobs
 from workers.text.tokenizer import Tokenizer
 from workers.translation.embeddings import embedding_results
 from workers.translation.responses import ResponseBuilder, failure_of, withheld_choices
+
+DIFFERS: Final = (
+    "the worker that computed this answer was lost, and another one computed other tokens than those that were sent; "
+    "send the request again"
+)
+"""An answer that can't be resumed is computed again. Rounding, or vLLM's draws behind other rows, may change it."""
 
 
 @dataclass(slots=True)
@@ -69,7 +76,7 @@ class LaneAnswer:
         self._body = row.body
         self._guard = row.guard
         self._filters: dict[int, PolicyStreamFilter] = {}
-        self._error: RowError | None = None  # a policy failed
+        self._error: RowError | None = None  # a policy failed, or the answer differs from what was emitted
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
         stops = () if isinstance(row.body, EmbeddingBody) else row.body.stop
@@ -88,16 +95,15 @@ class LaneAnswer:
             if self._guard is not None:
                 self._replay(choice, self._guard, ids)
         resumed = {partial.index for partial in row.request.partial}
-        # Tokens that the caller has, and that this attempt computes again.
-        self._skip = {choice: len(ids) for choice, ids in enumerate(request.tokens) if choice not in resumed}
+        # Tokens that the caller has, and that this attempt computes again; and how many of them it has computed.
+        self._repeated = {choice: ids for choice, ids in enumerate(request.tokens) if choice not in resumed}
+        self._num_repeated = dict.fromkeys(self._repeated, 0)
 
     def grow(self, partial: Sequence[PartialChoice]) -> list[LaneEvent]:
         """The events of tokens that were added to choices which continue."""
         events: list[LaneEvent] = []
         for new in partial:
-            skipped = min(self._skip.get(new.index, 0), len(new.token_ids))
-            if skipped:
-                self._skip[new.index] -= skipped
+            skipped = self._skip(new.index, new.token_ids.tolist())
             cleared = self._filter_tokens(slice_choice(new, skipped))
             if cleared is None or not len(cleared.token_ids):
                 continue
@@ -108,6 +114,17 @@ class LaneAnswer:
             text = self._stream(new.index).push(ids)
             events.append(self._tokens(new.index, ids, *self._split(new.index, text), logprobs))
         return events
+
+    def _skip(self, choice: int, token_ids: Sequence[int]) -> int:
+        """How many of these new tokens of a choice the caller has. They must be those that the caller has."""
+        emitted = self._repeated.get(choice, ())
+        start = self._num_repeated.get(choice, 0)
+        known = emitted[start : start + len(token_ids)]
+        if tuple(token_ids[: len(known)]) != known:
+            self._error = RowError(RowErrorCode.ENGINE_ERROR, DIFFERS)
+        if known:
+            self._num_repeated[choice] += len(known)
+        return len(known)
 
     def refuses(self, choice: int) -> bool:
         """Whether no more tokens of the choice will be emitted, so that it needn't be computed."""
@@ -126,10 +143,10 @@ class LaneAnswer:
 
     def _filter_tokens(self, new: PartialChoice) -> PartialChoice | None:
         """Filter new tokens of a choice; returns the tokens that may be emitted now."""
-        if self._guard is None:
-            return new
         if self.refuses(new.index):
             return None
+        if self._guard is None:
+            return new
         try:
             return self._filter(new.index, self._guard).push(new)
         except RowError as error:
@@ -150,6 +167,11 @@ class LaneAnswer:
     ) -> list[LaneEvent]:
         """The events with the rest of all choices and the response, or with the error."""
         refused = self._refused
+        for choice in completion.choices:
+            self._skip(choice.index, choice.token_ids[self._num_repeated.get(choice.index, 0) :].tolist())
+            is_short = self._num_repeated.get(choice.index, 0) < len(self._repeated.get(choice.index, ()))
+            if is_short and choice.finish_reason in ANSWERED:
+                self._error = RowError(RowErrorCode.ENGINE_ERROR, DIFFERS)
         error = self._error or failure_of(completion, refused, row.request.mask)
         if error is not None:
             return self.fail(error)

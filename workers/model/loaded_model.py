@@ -17,11 +17,11 @@ import torch
 from engine.config import EngineConfig, KVDType, Quantize
 from engine.embedding.embedder import Embedder
 from engine.embedding.engine import EncoderEngine
-from engine.engine import Engine, resolve_device, resolve_model_dtype
+from engine.engine import Engine, resolve_device, resolve_dtype
 from engine.errors import UnsupportedModel
 from engine.models.encoders.head import EmbeddingHead
 from engine.models.encoders.settings import EmbeddingSettings, embedding_settings
-from engine.models.load import describe_model, is_encoder, is_native
+from engine.models.load import describe_shape, is_encoder, is_native
 from engine.plan import RowState
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import StepRunner
@@ -29,7 +29,7 @@ from engine.speculative.stats import SpeculationStats
 from engine.step_engine import StepEngine
 from engine.vllm.engine import VLLMEngine
 from engine.vllm.engine import version as vllm_version
-from engine.vllm.settings import pinned_options
+from engine.vllm.settings import check_model, pinned_options
 from schemas.models import EngineName, ModelPin
 from workers.errors import WorkerError
 from workers.structured.grammar import Grammars
@@ -125,7 +125,7 @@ class LoadedModel:
                 _check_same_tokens(speculation.draft_model, tokenizer)
             engine: Engine | EncoderEngine | VLLMEngine
             if engine_name == "vllm":
-                engine = _load_vllm(path, config, vllm_options or {})
+                engine = _load_vllm(path, config or EngineConfig(), vllm_options or {})
             else:
                 engine = EncoderEngine.load(path, config) if is_encoder(path) else Engine.load(path, config)
             digest = digest if computed_digest is None else computed_digest.result()
@@ -152,9 +152,9 @@ class LoadedModel:
         """The tokenizer of the model at `path` with an engine whose steps cost nothing, to measure and test everything
         but the model. `num_blocks`, `make_runner`: see `Engine.without_model`."""
         path = model_path(path)
-        if is_encoder(path):
+        spec, encoder = describe_shape(path, dtype=resolve_dtype(config.dtype, resolve_device(config.device)))
+        if encoder:
             raise UnsupportedModel(f"{path} is an encoder, and what stands in for a model here only generates tokens")
-        spec = describe_model(path, dtype=resolve_model_dtype(path, config.dtype, resolve_device(config.device))).spec
         engine = Engine.without_model(spec, config, num_blocks, make_runner=make_runner)
         return cls._of(engine, Tokenizer.load(path), name=name, source=path, digest=digest, weightless=True)
 
@@ -238,11 +238,18 @@ def engine_of(path: Path, wanted: EngineName | None = None) -> tuple[EngineName,
     return "transformers", version("transformers")
 
 
-def _load_vllm(path: Path, config: EngineConfig | None, options: Mapping[str, Any]) -> VLLMEngine:
-    embedding = embedding_settings(path) if path.is_dir() else None
+def check_vllm(path: Path, config: EngineConfig, options: Mapping[str, Any]) -> None:
+    """Check what `LoadedModel.load` needs of a model and settings for vLLM, before anything is loaded. Raises as
+    `engine.vllm.settings.check_model`."""
+    check_model(path, config, options)
+    embedding = embedding_settings(path)
     if embedding is not None and embedding.dense:
         raise UnsupportedModel(f"{path} has layers behind its pooling, which vLLM would compute twice")
-    return VLLMEngine.load(path, config, options, pools=embedding is not None)
+
+
+def _load_vllm(path: Path, config: EngineConfig, options: Mapping[str, Any]) -> VLLMEngine:
+    check_vllm(path, config, options)
+    return VLLMEngine.load(path, config, options, pools=embedding_settings(path) is not None)
 
 
 def _vllm_limits(engine: VLLMEngine, embedding: EmbeddingSettings | None) -> ModelLimits:
@@ -353,7 +360,7 @@ def vllm_facts(engine: VLLMEngine) -> dict[str, Fact]:
         "device": config.device,
         "threads": config.threads,
         "block_size": engine.block_size,
-        "prefix_caching": config.cache.prefix_caching,
+        "prefix_caching": engine.prefix_caching,
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": config.schedule.max_num_batched_tokens,

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
-from engine.errors import EngineError, EngineLost, ModelNotFound, RequestRefused, UnsupportedModel
-from engine.request import Completion, FinishReason
+from engine.errors import EngineError, EngineLost, RequestRefused
+from engine.request import Completion, FinishReason, PartialChoice
 from engine.step_engine import StepEngine
 from engine.vllm.engine import VLLMEngine
-from engine.vllm.settings import InvalidOption
 
 pytestmark = [
     pytest.mark.vllm,
@@ -126,6 +125,49 @@ def test_the_lane_starts_while_bulk_rows_fill_the_batch(vllm: VLLMEngine) -> Non
     for request in bulk:
         assert vllm.cancel(request.request_id)
     assert {completion.request_id for completion in vllm.step()} == {request.request_id for request in bulk}
+    assert not vllm.has_work
+
+
+def test_a_request_of_a_higher_tier_gets_the_row_of_one_of_a_lower_tier(vllm: VLLMEngine) -> None:
+    bulk = [ask(f"bulk {n}", prompt(n), 60) for n in range(4)]
+    alone = complete(vllm, *bulk)
+    for request in bulk:
+        vllm.add(request)
+    while not all(vllm.partial(request) for request in bulk):
+        vllm.step()
+    standard = ask("standard", prompt(99), 5, priority=1)
+    vllm.add(standard)
+    before = vllm.stats().preemptions
+    assert not [completion for _ in range(3) for completion in vllm.step()]
+    assert vllm.partial(standard), "it did not wait for a bulk row's end"
+    assert vllm.stats().preemptions == before + 1
+    done = complete(vllm)
+    for request in bulk:
+        assert tokens(done[request.request_id]) == tokens(alone[request.request_id])
+
+
+class EndsAtThird:
+    """A watcher that ends its choice at the third token that it sees."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def push(self, token_id: int) -> bool:
+        self.seen += 1
+        return self.seen == 3
+
+
+def test_a_watcher_may_end_a_resumed_choice_at_once(vllm: VLLMEngine) -> None:
+    request = ask("a", prompt(1), 12, logprobs=1)
+    whole = complete(vllm, request)["a"].choices[0]
+    assert whole.logprobs is not None
+    known = PartialChoice(0, whole.token_ids[:5], whole.logprobs[:5])
+    vllm.add(replace(request, partial=(known,), watcher=lambda choice: EndsAtThird()))
+    (ended,) = vllm.step()
+    assert ended.choices[0].finish_reason is FinishReason.STOP
+    assert tokens(ended) == whole.token_ids[:3].tolist()
+    assert ended.choices[0].logprobs is not None
+    assert len(ended.choices[0].logprobs.chosen) == 3
     assert not vllm.has_work
 
 
@@ -244,25 +286,3 @@ def test_metrics_count_steps_tokens_and_times(vllm: VLLMEngine) -> None:
         assert sum(found.first_token.counts) - sum(then.first_token.counts) == 1
         assert sum(found.between_tokens.counts) - sum(then.between_tokens.counts) == 9
         assert sum(found.whole.counts) - sum(then.whole.counts) == 1
-
-
-def test_models_and_options_that_vllm_can_not_use_are_refused(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"config\.json"):
-        VLLMEngine.load(tmp_path, CONFIG)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(UnsupportedModel, match="no safetensors"):
-        VLLMEngine.load(tmp_path, CONFIG)
-    with pytest.raises(InvalidOption, match="no option frobnicate"):
-        VLLMEngine.load(folder, CONFIG, {"frobnicate": 1})
-    with pytest.raises(UnsupportedModel, match="--quantize"):
-        VLLMEngine.load(folder, replace(CONFIG, quantize="int8"))
-
-
-def test_another_engine_can_be_loaded_after_the_first(folder: Path, loaded: VLLMEngine) -> None:
-    second = VLLMEngine.load(folder, replace(CONFIG, max_model_len=256), {"block_size": 32})
-    try:
-        assert second.block_size == 32
-        assert tokens(complete(second, ask("a", prompt(1)))["a"]) == tokens(complete(loaded, ask("a", prompt(1)))["a"])
-    finally:
-        second.close()

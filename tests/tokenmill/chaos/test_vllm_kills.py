@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,32 +28,22 @@ GREEDY = 4
 """One of so many rows is greedy (`running.KINDS`)."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any, model_folder: Path) -> Path:
-    """vLLM's CPU kernels want heads of 32 numbers at least."""
-    folder = tmp_path_factory.mktemp("vllm") / "tiny"
-    tiny_models.make_tiny_model("llama", folder, vocab_size=300, hidden_size=64, head_dim=32)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(model_folder / name, folder / name)
-    return folder
-
-
 def setup(model: Path, folder: Path, engine: str) -> Setup:
     """Runs on one engine; small shards, so that parts are committed one after the other."""
     limits = (("TOKENMILL_PLAN__MAX_SHARD_ROWS", "4"), ("TOKENMILL_CHECKPOINT_SECONDS", "0.2"))
     return Setup(f"tiny={model}", folder, ("--engine", engine, "--max-num-seqs", "4", "--threads", "1"), limits)
 
 
-def test_six_kills_lose_nothing_and_greedy_rows_go_on_as_they_were(model: Path, tmp_path: Path) -> None:
+def test_six_kills_lose_nothing_and_greedy_rows_go_on_as_they_were(vllm_model_folder: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "requests.jsonl", tmp_path / "killed"
-    vllm = setup(model, tmp_path, "vllm")
+    vllm = setup(vllm_model_folder, tmp_path, "vllm")
     write_requests(source, "tiny", ROWS, 160)
     whole = run_undisturbed(vllm, source, tmp_path / "whole")
     report = KillReport()
     Attack(vllm, source, out, whole, random.Random(3), signal.SIGKILL).run(KILLS, 0.2, report)
 
     assert len(report.lives) == KILLS, "the job ended before its last kill"
-    got, ours = answers(out), answers_of_our_engine(model, tmp_path, source)
+    got, ours = answers(out), answers_of_our_engine(vllm_model_folder, tmp_path, source)
     assert set(got) == set(whole.answers) == set(ours), "one row for each request"
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["counts"]["failed"] == 1
@@ -66,7 +55,7 @@ def test_six_kills_lose_nothing_and_greedy_rows_go_on_as_they_were(model: Path, 
     assert sum(got[row] == whole.answers[row] for row in greedy) >= 0.95 * len(greedy)
     assert sum(got[row] == ours[row] for row in greedy) >= 0.9 * len(greedy)
 
-    mixed = setup(model, tmp_path, "tokenmill").start(source, out)
+    mixed = setup(vllm_model_folder, tmp_path, "tokenmill").start(source, out)
     _, err = mixed.communicate()
     assert mixed.returncode != 0, "answers of two engines are never mixed in one job"
     assert "engine" in err
@@ -79,10 +68,10 @@ def answers_of_our_engine(model: Path, folder: Path, source: Path) -> dict[int, 
     return answers(folder / "ours")
 
 
-def test_a_quantized_checkpoint_of_ours_runs_in_vllm(model: Path, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_of_ours_runs_in_vllm(vllm_model_folder: Path, tmp_path: Path) -> None:
     small, out = tmp_path / "int8", tmp_path / "out"
-    command = [sys.executable, "-m", "tokenmill"]
-    subprocess.run([*command, "quantize", str(model), "--to", "int8", "--output", str(small)], check=True, cwd=tmp_path)
+    quantize = ("quantize", str(vllm_model_folder), "--to", "int8", "--output", str(small))
+    subprocess.run([sys.executable, "-m", "tokenmill", *quantize], check=True, cwd=tmp_path)
     source = tmp_path / "requests.jsonl"
     write_requests(source, "tiny", 8, 16)
     process = setup(small, tmp_path, "vllm").start(source, out)

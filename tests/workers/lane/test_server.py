@@ -19,7 +19,7 @@ from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine
 from engine.models.base import ModelSpec
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
-from engine.request import Choice, Completion, FinishReason, PartialChoice
+from engine.request import Choice, Completion, FinishReason, PartialChoice, TokenLogprobs
 from engine.runner.null_runner import NullRunner
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
@@ -572,6 +572,40 @@ def test_text_that_may_begin_a_stop_string_is_not_emitted(host: Any, kit: Any) -
     again = replace(lane_request, attempt=2, tokens=(tuple(ids.tolist()),))
     more = LaneAnswer(again, LaneReader(model).prepare(again), model.tokenizer).grow([PartialChoice(0, last)])
     assert text_of(more) == "x"
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_an_answer_that_is_computed_again_with_other_tokens_is_an_error(host: Any, kit: Any, end: bool) -> None:
+    """Given an answer with log-probabilities, which are not kept, so that another worker computes all its tokens."""
+    model, _ = host()
+    lane_request = request(model, kit.chat("q", logprobs=True, max_tokens=50))
+    (ids,) = model.tokenizer.encode_batch(["abcxyz"], add_special_tokens=False)
+    logprobs = TokenLogprobs(np.zeros(len(ids), np.float32), np.zeros((len(ids), 0), np.int32), np.zeros((len(ids), 0)))
+    emitted = tuple(ids[:4].tolist())
+    again = replace(lane_request, attempt=2, tokens=(emitted,))
+
+    def events(given: Any) -> list[LaneEvent]:
+        row = LaneReader(model).prepare(again)
+        assert not row.request.partial
+        lane_answer = LaneAnswer(again, row, model.tokenizer)
+        grown = [] if end else lane_answer.grow([PartialChoice(0, given[:5], logprobs[:5])])
+        completion = Completion(
+            row.request.request_id, (Choice(0, given, FinishReason.STOP, None, logprobs[: len(given)]),), 3, 0,
+            len(given), 0.0, 1.0,
+        )  # fmt: skip
+        envelope = Envelope("j", CLOCK.now(), 2, lambda _: CLOCK.now())
+        return [*grown, *lane_answer.end(row, completion, ResponseBuilder(model.tokenizer), envelope)]
+
+    same = events(ids)
+    assert isinstance(same[-1], EndEvent)
+    assert text_of(same) == model.tokenizer.decode(ids[4:])
+    other = ids.copy()
+    other[2] += 1
+    for given in (other, ids[:3]):
+        (error,) = events(given)
+        assert isinstance(error, ErrorEvent)
+        assert (error.status, error.code) == (500, "engine_error")
+        assert "other tokens than those that were sent" in error.message
 
 
 def test_an_unexpected_exception_of_a_thread_ends_the_worker_and_its_requests_are_handed_back(

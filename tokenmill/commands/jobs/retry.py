@@ -168,9 +168,11 @@ def retry(
     engines = {one.engine for one in first.job.models}
     as_begun = pin.engine if engines in ({"vllm"}, {"transformers"}) else "auto"
     engine = engine_options(
-        settings, dtype or own, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
-        quantize or pin.quantization, kv_dtype or pin.kv_dtype, speculate, tensor_parallel,
-        replicas, None if model else as_begun, list(pin.engine_options) if as_begun == "vllm" and not model else None,
+        settings, dtype=dtype or own, device=device, threads=threads, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory,
+        quantize=quantize or pin.quantization, kv_dtype=kv_dtype or pin.kv_dtype, speculate=speculate,
+        tensor_parallel=tensor_parallel, replicas=replicas, engine=None if model else as_begun,
+        engine_option=list(pin.engine_options) if as_begun == "vllm" and not model else None,
     )  # fmt: skip
     plan = _plan(
         first, new, overrides, engine, input_, model, chat_template,

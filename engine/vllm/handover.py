@@ -1,0 +1,133 @@
+"""Which choices vLLM has, and which one it gets next.
+
+vLLM preempts a running row for another running one's memory, but never for a new one. So at most `max_num_seqs` choices
+of the classes behind the first are handed over, and rows beyond these are for the first class, the lane. And where a
+choice lacks a row or memory, the latest one of a lower class is taken back, and waits again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final
+
+from engine.request import Request
+from engine.vllm.choices import ChoiceState
+from engine.vllm.requests import continues
+
+MAX_GROUPS: Final = 10_000
+"""Groups of prompts whose cached tokens are remembered."""
+
+
+class Handover:
+    """The choices that wait here, and those that vLLM has.
+
+    Args:
+        max_rows: of vLLM.  max_num_seqs: of them, those of the classes behind the first.
+        step_tokens: prompts are handed over as slowly as fits steps of so many tokens; None: vLLM cuts them itself.
+    """
+
+    def __init__(self, max_rows: int, max_num_seqs: int, step_tokens: int | None) -> None:
+        self.handed: dict[str, ChoiceState] = {}  # by vLLM's id
+        self._max_rows, self._max_num_seqs, self._step_tokens = max_rows, max_num_seqs, step_tokens
+        self._waiting: list[ChoiceState] = []  # a heap; those that have ended meanwhile stay in it
+        self._urgent = 0  # of the handed ones, those of the first class
+        self._computing = 0  # tokens of handed choices without a result that are probably not in the prefix cache
+        self._hits: dict[tuple[bytes, int], int] = {}  # cached tokens of the last prompt of a group
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self.handed)
+
+    @property
+    def waiting(self) -> list[ChoiceState]:
+        """Choices that vLLM does not have yet."""
+        return [choice for choice in self._waiting if choice.reason is None]
+
+    def push(self, choice: ChoiceState) -> None:
+        """Let a choice wait."""
+        heapq.heappush(self._waiting, choice)
+
+    def pop(self) -> ChoiceState | None:
+        """The next choice that vLLM may have now; None: none may."""
+        while self._waiting:
+            choice = self._waiting[0]
+            if choice.reason is None and (self._is_full(choice) or self._must_wait(choice)):
+                return None
+            heapq.heappop(self._waiting)
+            if choice.reason is None:
+                return choice
+        return None
+
+    def hand(self, choice: ChoiceState, name: str) -> None:
+        """vLLM gets the choice under this name."""
+        choice.name, choice.cached, choice.prompt_logprobs = name, None, []
+        choice.known = len(choice.owner.request.prompt_token_ids) + len(choice.tokens)
+        choice.computing = max(0, choice.known - self._expected_hits(choice.owner.request))
+        self.handed[name] = choice
+        self._urgent += choice.is_urgent
+        self._computing += choice.computing
+
+    def begin(self, choice: ChoiceState, cached: int) -> None:
+        """vLLM has computed what was known of the choice; `cached` tokens of it came from the prefix cache."""
+        self._end_prefill(choice)
+        choice.cached = cached
+        request = choice.owner.request
+        if request.prefix_group is not None:
+            if len(self._hits) >= MAX_GROUPS:
+                self._hits.clear()
+            self._hits[request.salt, request.prefix_group] = cached
+
+    def drop(self, choice: ChoiceState) -> None:
+        """vLLM has ended the choice, or will be told to."""
+        assert choice.name is not None, "vLLM has it"
+        del self.handed[choice.name]
+        self._urgent -= choice.is_urgent
+        self._end_prefill(choice)
+
+    def to_take_back(self, free_blocks: int | None, block_size: int) -> ChoiceState | None:
+        """The latest choice of a lower class that makes room for a choice that lacks a row, or memory.
+
+        Args:
+            free_blocks: of the KV cache; None: no choice waits in vLLM.
+        """
+        priority = self._lacks_room(free_blocks, block_size)
+        if priority is None:
+            return None
+        lower = (choice for choice in self.handed.values() if choice.priority > priority and _can_wait(choice))
+        return max(lower, default=None)
+
+    def _lacks_room(self, free_blocks: int | None, block_size: int) -> int | None:
+        """The priority of the first choice without room; None: all have some."""
+        new = [] if free_blocks is None else [choice for choice in self.handed.values() if choice.cached is None]
+        first = min((choice.priority for choice in new), default=None)
+        if first is not None:
+            assert free_blocks is not None, "there are new ones"
+            if sum(choice.known // block_size + 1 for choice in new if choice.priority == first) > free_blocks:
+                return first
+        head = self._waiting[0] if self._waiting else None
+        return head.priority if head is not None and head.reason is None and self._is_full(head) else None
+
+    def _is_full(self, choice: ChoiceState) -> bool:
+        count = len(self.handed)
+        return count >= self._max_rows or (not choice.is_urgent and count - self._urgent >= self._max_num_seqs)
+
+    def _must_wait(self, choice: ChoiceState) -> bool:
+        """Whether a choice waits for prompts that vLLM has not computed yet."""
+        if self._step_tokens is None or choice.is_urgent or not self._computing:
+            return False
+        request = choice.owner.request
+        new = len(request.prompt_token_ids) + len(choice.tokens) - self._expected_hits(request)
+        return self._computing + max(0, new) > self._step_tokens - len(self.handed)
+
+    def _expected_hits(self, request: Request) -> int:
+        """Prompt tokens that are probably in the prefix cache, because the last one of its group had them."""
+        return 0 if request.prefix_group is None else self._hits.get((request.salt, request.prefix_group), 0)
+
+    def _end_prefill(self, choice: ChoiceState) -> None:
+        self._computing -= choice.computing
+        choice.computing = 0
+
+
+def _can_wait(choice: ChoiceState) -> bool:
+    """Whether the choice can go on behind its tokens when vLLM gets it anew."""
+    return not choice.tokens or continues(choice.owner.request)

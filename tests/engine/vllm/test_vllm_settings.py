@@ -1,0 +1,118 @@
+"""vLLM engines with settings of their own, one after the other: closing one ends vLLM for its whole process."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Request, as_token_ids
+from engine.config import SpeculationConfig
+from engine.errors import ModelNotFound, UnsupportedModel
+from engine.request import Completion
+from engine.vllm.engine import VLLMEngine
+from engine.vllm.settings import InvalidOption
+from tests.engine.vllm.test_vllm_engine import CONFIG, EndsAtThird, ask, complete, prompt, tokens
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM has an environment of its own: make test-vllm"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tiny_models.make_tiny_model("llama", tmp_path_factory.mktemp("vllm"), hidden_size=64, head_dim=32)
+    return made
+
+
+def computed(
+    folder: Path, options: dict[str, Any], *requests: Request
+) -> tuple[dict[str, Completion], tuple[int, int]]:
+    """These requests, computed by an engine with these options; and how many drafts it made and accepted."""
+    engine = VLLMEngine.load(folder, CONFIG, options)
+    try:
+        done, drafts = complete(engine, *requests), engine.stats().speculation
+        return done, (drafts.drafted, drafts.accepted)
+    finally:
+        engine.close()
+
+
+def test_a_lane_request_gets_the_memory_of_bulk_rows(folder: Path) -> None:
+    """Given a cache that bulk rows fill, and a request of the lane that needs a third of it."""
+    engine = VLLMEngine.load(folder, CONFIG, {"block_size": 32, "num_gpu_blocks_override": 25})
+    try:
+        bulk = [ask(f"bulk {n}", prompt(n, 150), 150) for n in range(4)]
+        alone = complete(engine, *bulk)
+        for request in bulk:
+            engine.add(request)
+        while not all(sum(len(partial.token_ids) for partial in engine.partial(one)) > 30 for one in bulk):
+            assert not engine.step()
+        before = engine.stats().preemptions
+        urgent = ask("urgent", prompt(99, 300), 5, priority=0)
+        engine.add(urgent)
+        (ended,) = (completion for _ in range(10) for completion in engine.step())
+        assert ended.request_id == "urgent", "it did not wait for a bulk row's end"
+        assert len(tokens(ended)) == 5
+        assert engine.stats().preemptions > before
+        done = complete(engine)
+        for request in bulk:
+            assert tokens(done[request.request_id]) == tokens(alone[request.request_id])
+    finally:
+        engine.close()
+
+
+def with_and_without_drafts(folder: Path) -> Any:
+    """The answers to requests without drafts and with them, and the counts of these."""
+    options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}}
+    copied = as_token_ids(prompt(3, 8).tolist() * 6)
+    requests = [ask(str(n), copied[n:], 40, logprobs=1, repetition_penalty=0.5) for n in range(4)]
+    stopped = replace(requests[0], request_id="stopped", watcher=lambda choice: EndsAtThird())
+    return computed(folder, {}, *requests, stopped), computed(folder, options, *requests, stopped)
+
+
+def test_drafts_change_no_answer_and_are_counted(folder: Path) -> None:
+    """In a process of its own: vLLM 0.32 loads no other model behind one with drafts."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        (plain, none), (drafted, (made, accepted)) = pool.submit(with_and_without_drafts, folder).result()
+    for name, mine in plain.items():
+        other = drafted[name]
+        assert tokens(mine) == tokens(other)
+        assert mine.choices[0].logprobs is not None
+        assert other.choices[0].logprobs is not None
+        np.testing.assert_allclose(mine.choices[0].logprobs.chosen, other.choices[0].logprobs.chosen, atol=2e-3)
+    assert len(tokens(drafted["stopped"])) == 3
+    assert none == (0, 0)
+    assert made >= accepted > 0
+
+
+def test_models_and_options_that_vllm_can_not_use_are_refused(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        VLLMEngine.load(tmp_path, CONFIG)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(UnsupportedModel, match="no safetensors"):
+        VLLMEngine.load(tmp_path, CONFIG)
+    with pytest.raises(InvalidOption, match="no option frobnicate"):
+        VLLMEngine.load(folder, CONFIG, {"frobnicate": 1})
+    for changes, says in (
+        ({"quantize": "int8"}, "--quantize"),
+        ({"kv_dtype": "int8"}, "--kv-dtype int8"),
+        ({"speculation": SpeculationConfig("ngram")}, "--speculate ngram"),
+        ({"attention": "torch"}, "TOKENMILL_ATTENTION"),
+        ({"max_graph_tokens": 64}, "MAX_GRAPH_TOKENS"),
+    ):
+        with pytest.raises(UnsupportedModel, match=says):
+            VLLMEngine.load(folder, replace(CONFIG, **changes))  # type: ignore[arg-type]
+
+
+def test_another_engine_can_be_loaded_after_the_first(folder: Path) -> None:
+    first, _ = computed(folder, {}, ask("a", prompt(1)))
+    second, _ = computed(folder, {"block_size": 32}, ask("a", prompt(1)))
+    assert tokens(first["a"]) == tokens(second["a"])
