@@ -57,7 +57,7 @@ test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on the CPU wit
 	OMP_NUM_THREADS=1 $(VENV)-torch211/bin/python -m pytest $(PARALLEL) -m "not slow and not exhaustive" tests/engine \
 		--ignore-glob='*/test_*scheduler*' $(PYTEST_ARGS)
 
-test-vllm: $(VENV)-vllm/.stamp  ## test vLLM as an engine, on its CPU build: the engine's contract, real runs, kills
+test-vllm: $(VENV)-vllm/.stamp $(VENV)/.dev.stamp  ## test vLLM as an engine, on its CPU build: the engine's contract, real runs, kills
 	$(VENV)-vllm/bin/python -m pytest -m vllm tests $(PYTEST_ARGS)
 
 ASAN := $(abspath out/asan)
