@@ -58,7 +58,7 @@ test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on the CPU wit
 		--ignore-glob='*/test_*scheduler*' $(PYTEST_ARGS)
 
 test-vllm: $(VENV)-vllm/.stamp $(VENV)/.dev.stamp  ## test vLLM as an engine, on its CPU build: the engine's contract, real runs, kills
-	$(VENV)-vllm/bin/python -m pytest -m vllm tests $(PYTEST_ARGS)
+	$(VENV)-vllm/bin/python -m pytest -m vllm $$(grep -rl mark.vllm tests --include='test_*.py') $(PYTEST_ARGS)
 
 ASAN := $(abspath out/asan)
 test-memory: export OMP_NUM_THREADS := 1
