@@ -344,12 +344,12 @@ class VLLMEngine:
                 self._complete(opened)
             raise EngineError(reason) from error
 
-    @staticmethod
-    def _raise_if_dead(error: Exception) -> None:
-        """Raise `EngineLost` when vLLM's engine, in a process of its own, has ended."""
+    def _raise_if_dead(self, error: Exception) -> None:
+        """Raise `EngineLost` when a process of vLLM has ended: its engine, or a rank of tensor parallel."""
         from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415 - the package is optional
 
-        if isinstance(error, EngineDeadError):
+        core = getattr(self._llm.engine_core, "engine_core", None)  # None: it is in a process of its own
+        if isinstance(error, EngineDeadError) or getattr(getattr(core, "model_executor", None), "is_failed", False):
             raise EngineLost(f"vLLM's engine has ended: {error}") from error
 
     def _take(self, output: Any, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ import pytest
 
 from engine import Request, as_token_ids
 from engine.config import SpeculationConfig
-from engine.errors import ModelNotFound, UnsupportedModel
+from engine.errors import EngineLost, ModelNotFound, UnsupportedModel
 from engine.request import Completion
 from engine.vllm.engine import VLLMEngine
 from engine.vllm.settings import InvalidOption
@@ -90,6 +91,30 @@ def test_drafts_change_no_answer_and_are_counted(folder: Path) -> None:
     assert len(tokens(drafted["stopped"])) == 3
     assert none == (0, 0)
     assert made >= accepted > 0
+
+
+def with_a_rank_that_dies(folder: Path) -> tuple[list[int], str]:
+    """The answer of two ranks; and what is raised when one of them has been killed."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"  # a processor for each
+    engine = VLLMEngine.load(folder, replace(CONFIG, tensor_parallel=2))
+    answer = tokens(complete(engine, ask("a", prompt(1)))["a"])
+    multiprocessing.active_children()[-1].kill()
+    engine.add(ask("b", prompt(2), 400))
+    try:
+        while engine.has_work:
+            engine.step()
+    except EngineLost as error:
+        return answer, str(error)
+    return answer, "it went on"
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks want two processors")
+def test_a_dead_rank_ends_the_engine(folder: Path) -> None:
+    alone, _ = computed(folder, {}, ask("a", prompt(1)))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        answer, error = pool.submit(with_a_rank_that_dies, folder).result()
+    assert answer == tokens(alone["a"])
+    assert error.startswith("vLLM's engine has ended")
 
 
 def test_models_and_options_that_vllm_can_not_use_are_refused(tmp_path: Path, folder: Path) -> None:
