@@ -10,12 +10,14 @@ from __future__ import annotations
 import heapq
 from typing import Final
 
-from engine.request import Request
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.vllm.choices import ChoiceState
 from engine.vllm.requests import continues
 
-MAX_GROUPS: Final = 10_000
-"""Groups of prompts whose cached tokens are remembered."""
+MAX_GROUPS: Final = 1_000
+"""Groups of prompts whose last prompt is remembered."""
 
 
 class Handover:
@@ -32,7 +34,7 @@ class Handover:
         self._waiting: list[ChoiceState] = []  # a heap; those that have ended meanwhile stay in it
         self._urgent = 0  # of the handed ones, those of the first class
         self._computing = 0  # tokens of handed choices without a result that are probably not in the prefix cache
-        self._hits: dict[tuple[bytes, int], int] = {}  # cached tokens of the last prompt of a group
+        self._last: dict[tuple[bytes, int], NDArray[np.int32]] = {}  # the last prompt of each group
 
     @property
     def has_work(self) -> bool:
@@ -62,8 +64,13 @@ class Handover:
         """vLLM gets the choice under this name."""
         choice.name, choice.cached, choice.prompt_logprobs = name, None, []
         choice.known = len(choice.owner.request.prompt_token_ids) + len(choice.tokens)
-        choice.computing = max(0, choice.known - self._expected_hits(choice.owner.request))
+        choice.computing = self._expected(choice)
         self.handed[name] = choice
+        request = choice.owner.request
+        if request.prefix_group is not None:
+            if len(self._last) >= MAX_GROUPS:
+                self._last.clear()
+            self._last[request.salt, request.prefix_group] = request.prompt_token_ids
         self._urgent += choice.is_urgent
         self._computing += choice.computing
 
@@ -71,11 +78,6 @@ class Handover:
         """vLLM has computed what was known of the choice; `cached` tokens of it came from the prefix cache."""
         self._end_prefill(choice)
         choice.cached = cached
-        request = choice.owner.request
-        if request.prefix_group is not None:
-            if len(self._hits) >= MAX_GROUPS:
-                self._hits.clear()
-            self._hits[request.salt, request.prefix_group] = cached
 
     def drop(self, choice: ChoiceState) -> None:
         """vLLM has ended the choice, or will be told to."""
@@ -115,13 +117,19 @@ class Handover:
         """Whether a choice waits for prompts that vLLM has not computed yet."""
         if self._step_tokens is None or choice.is_urgent or not self._computing:
             return False
-        request = choice.owner.request
-        new = len(request.prompt_token_ids) + len(choice.tokens) - self._expected_hits(request)
-        return self._computing + max(0, new) > self._step_tokens - len(self.handed)
+        return self._computing + self._expected(choice) > self._step_tokens - len(self.handed)
 
-    def _expected_hits(self, request: Request) -> int:
-        """Prompt tokens that are probably in the prefix cache, because the last one of its group had them."""
-        return 0 if request.prefix_group is None else self._hits.get((request.salt, request.prefix_group), 0)
+    def _expected(self, choice: ChoiceState) -> int:
+        """Known tokens of a choice that are probably not in the prefix cache: those behind what it shares with the last
+        prompt of its group."""
+        request = choice.owner.request
+        prompt, known = request.prompt_token_ids, len(request.prompt_token_ids) + len(choice.tokens)
+        last = None if request.prefix_group is None else self._last.get((request.salt, request.prefix_group))
+        if last is None:
+            return known
+        length = min(len(prompt), len(last))
+        differs = np.flatnonzero(prompt[:length] != last[:length])
+        return known - (int(differs[0]) if len(differs) else length)
 
     def _end_prefill(self, choice: ChoiceState) -> None:
         self._computing -= choice.computing

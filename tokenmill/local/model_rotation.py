@@ -52,8 +52,8 @@ def compute_in_rotation(
             source = RotatingShardSource(client, turns)
             ShardWorker(model, source, client, clock, settings, observe(turn)).run(stop)
         client.close()
-        model.close()
         if stop.is_set() or client.finished():
-            return
+            return  # the process ends soon, and nobody waits until the last model is closed
+        model.close()
         del model
         gc.collect()  # the next model needs the memory
