@@ -73,8 +73,8 @@ class ChoiceState:
         tokens: sampled so far, those that came with the request included, without an end token.
         logprobs: of `tokens`, in runs.  prompt_logprobs: of the prompt, in runs.
         known: tokens that vLLM got as its prompt.
-        cached: of these, those from the prefix cache; None: vLLM has not begun it.
-        computing: of these, those that vLLM is probably computing.
+        has_begun: vLLM has computed these.  computing: of these, those that vLLM is probably computing.
+        cached: known tokens from the prefix cache when it began first; None: it has not.
         reason: why it ended; None: it has not.
     """
 
@@ -88,6 +88,7 @@ class ChoiceState:
     watcher: TokenWatcher | None = None
     mask: TokenMask | None = None
     known: int = 0
+    has_begun: bool = False
     cached: int | None = None
     computing: int = 0
     last_token_at: float | None = None
@@ -149,8 +150,8 @@ class ChoiceState:
             return True
 
     def check_end(self, vocab_size: int) -> None:
-        """Fail when vLLM has ended the choice where its grammar does not end. vLLM ends a choice whose grammar it can't
-        follow any further with an end token, or with an error, and does not say why."""
+        """Fail when vLLM has ended the choice with a token that its grammar does not allow there. vLLM ends a choice
+        whose grammar it can't follow any further with an end token, or with an error, and does not say why."""
         if self.owner.request.mask is None:
             return
         allowed = np.zeros(-(-vocab_size // 32), dtype=np.int32)

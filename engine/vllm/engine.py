@@ -7,7 +7,6 @@ at once. A choice's grammar is followed here as well, since vLLM does not say wh
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -32,6 +31,7 @@ from engine.errors import (
 )
 from engine.request import Completion, FinishReason, PartialChoice, Request, as_token_ids, check_request
 from engine.scheduler.latency import ClassStats, LatencyHistogram
+from engine.scheduler.length_estimator import LazyHeap
 from engine.scheduler.resume import ANSWERED, check_partial
 from engine.scheduler.sequence import CLASSES, class_of
 from engine.vllm.choices import ChoiceState, OpenRequest
@@ -95,14 +95,17 @@ class VLLMEngine:
         on_cpu = llm.vllm_config.device_config.device_type == "cpu"
         budget = config.schedule.max_num_batched_tokens
         self._handover = Handover(
-            llm.vllm_config.scheduler_config.max_num_seqs, self.max_num_seqs, budget if on_cpu else None
+            llm.vllm_config.scheduler_config.max_num_seqs,
+            self.max_num_seqs,
+            budget if on_cpu else None,
+            prefix_caching=self.prefix_caching,
         )
         self._open: dict[str, OpenRequest] = {}
-        self._late: list[tuple[float, int, OpenRequest]] = []  # a heap, by deadline
+        self._late = LazyHeap[OpenRequest, float](lambda opened: not opened.has_ended)  # by deadline
         self._ready: list[Completion] = []
         self._serials = count()
         self._computed = self._prompt = self._cached = self._queried = self._generated = 0
-        self._steps = self._step_rows = self._taken_back = 0
+        self._steps = self._step_rows = self._taken_back = self._recomputed = 0
         self._step_times = LatencyHistogram()
         self._first, self._between, self._whole = ([LatencyHistogram() for _ in range(CLASSES)] for _ in range(3))
 
@@ -172,7 +175,7 @@ class VLLMEngine:
                 choice.resume(given[index])
         self._open[request.request_id] = opened
         if request.deadline is not None:
-            heapq.heappush(self._late, (request.deadline, next(self._serials), opened))
+            self._late.push(request.deadline, next(self._serials), opened)
         for choice in opened.choices:
             if choice.reason is None:
                 self._handover.push(choice)
@@ -283,20 +286,27 @@ class VLLMEngine:
         return ended
 
     def _end_late(self, now: float) -> None:
-        while self._late and self._late[0][0] <= now:
-            _, _, opened = heapq.heappop(self._late)
+        while (opened := self._late.peek()) is not None and (opened.request.deadline or now) <= now:
             self._end([choice for choice in opened.choices if choice.reason is None], FinishReason.TIMEOUT)
             self._complete(opened)
 
     def _take_back(self) -> None:
         """Let the latest choice of a lower class wait again, if one of a higher class lacks a row or memory."""
-        recorder = self._recorder
-        free = round(self._blocks * (1 - recorder.cache_usage)) if recorder.waiting else None
-        choice = self._handover.to_take_back(free, self.block_size)
+        choice = self._handover.to_take_back(self._starved_priority())
         if choice is not None:
             self._abort([choice])
             self._handover.push(choice)
             self._taken_back += 1
+
+    def _starved_priority(self) -> int | None:
+        """The priority of vLLM's first waiting request, if the KV cache has no room for it. None, too, where vLLM's
+        engine is in a process of its own."""
+        core = getattr(self._llm.engine_core, "engine_core", None)
+        if core is None or not self._recorder.waiting or not core.scheduler.waiting:
+            return None
+        first = core.scheduler.waiting.peek_request()
+        free = round(self._blocks * (1 - self._recorder.cache_usage))
+        return first.priority if first.num_tokens // self.block_size + 1 > free else None
 
     def _submit(self, choice: ChoiceState, now: float) -> None:
         from vllm.inputs import tokens_input  # noqa: PLC0415 - the package is optional
@@ -317,7 +327,7 @@ class VLLMEngine:
             )
         except Exception as error:  # noqa: BLE001 - vLLM's validation; its classes differ between versions
             self._raise_if_dead(error)
-            self._handover.drop(choice)
+            self._abort([choice])  # vLLM may have taken a part of it
             choice.fail(f"vLLM refused the request: {error}")
             self._complete(opened)
 
@@ -358,18 +368,26 @@ class VLLMEngine:
         if choice is None:  # it was aborted meanwhile
             return
         opened = choice.owner
-        if choice.cached is None:
-            cached = output.num_cached_tokens or 0
-            self._handover.begin(choice, cached)
-            self._cached += cached
-            self._queried += choice.known
-            self._computed += max(0, choice.known - cached)
-            self._prompt += max(0, len(opened.request.prompt_token_ids) - cached)
+        if not choice.has_begun:
+            self._begin(choice, output.num_cached_tokens or 0)
         if self.pools:
             self._take_pooled(choice, output)
         else:
             self._take_tokens(choice, output.outputs[0], output.prompt_logprobs, now)
         self._complete(opened)
+
+    def _begin(self, choice: ChoiceState, cached: int) -> None:
+        """vLLM has computed what was known of a choice, but for `cached` tokens."""
+        self._handover.begin(choice)
+        computed = max(0, choice.known - cached)
+        self._computed += computed
+        if choice.cached is None:
+            choice.cached = cached
+            self._cached += cached
+            self._queried += choice.known
+            self._prompt += max(0, len(choice.owner.request.prompt_token_ids) - cached)
+        else:  # it was taken back
+            self._recomputed += computed
 
     def _take_pooled(self, choice: ChoiceState, output: Any) -> None:
         if not output.finished:
@@ -392,7 +410,7 @@ class VLLMEngine:
         if request.params.max_tokens == 0:  # it scores its prompt, and the sampled token is thrown away
             if found.finish_reason is not None:
                 self._handover.drop(choice)
-                choice.reason = FinishReason.LENGTH
+                self._set_reason(choice, "length" if found.finish_reason == "stop" else found.finish_reason)
             return
         if tokens:
             self._time_token(choice, now)
@@ -417,8 +435,7 @@ class VLLMEngine:
         if reason == "length":
             choice.reason = FinishReason.LENGTH
             return
-        if choice.stop_token_id is None or choice.stop_token_id in self.end_token_ids:
-            choice.check_end(self.vocab_size)
+        choice.check_end(self.vocab_size)
         if choice.reason is None and reason == "stop":
             choice.reason = FinishReason.STOP
         elif choice.reason is None:
@@ -449,8 +466,7 @@ class VLLMEngine:
             try:
                 self._llm.abort_request(names)
             except Exception as error:
-                self._raise_if_dead(error)
-                raise
+                raise EngineLost(f"vLLM can't abort requests: {type(error).__name__}: {error}") from error
 
     def _complete(self, opened: OpenRequest) -> None:
         """Make the request's completion, if its last choice has ended."""
@@ -458,6 +474,8 @@ class VLLMEngine:
         if not opened.has_ended or self._open.get(request.request_id) is not opened:
             return  # it goes on, or has ended before, and its id may be that of another one by now
         del self._open[request.request_id]
+        if request.deadline is not None:
+            self._late.discard()
         now = self.clock()
         if opened.choices[0].reason in ANSWERED:
             self._whole[class_of(request.priority)].add(now - opened.arrived_at)
@@ -470,7 +488,7 @@ class VLLMEngine:
         recorder = self._recorder
         return EngineStats(
             computed=self._computed,
-            recomputed=0,
+            recomputed=self._recomputed,
             cached=self._cached,
             generated=self._generated,
             steps=self._steps,

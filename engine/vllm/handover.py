@@ -8,6 +8,7 @@ choice lacks a row or memory, the latest one of a lower class is taken back, and
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import Final
 
 import numpy as np
@@ -26,14 +27,20 @@ class Handover:
     Args:
         max_rows: of vLLM.  max_num_seqs: of them, those of the classes behind the first.
         step_tokens: prompts are handed over as slowly as fits steps of so many tokens; None: vLLM cuts them itself.
+        prefix_caching: vLLM has a prefix cache.
     """
 
-    def __init__(self, max_rows: int, max_num_seqs: int, step_tokens: int | None) -> None:
+    def __init__(
+        self, max_rows: int, max_num_seqs: int, step_tokens: int | None, *, prefix_caching: bool = True
+    ) -> None:
         self.handed: dict[str, ChoiceState] = {}  # by vLLM's id
         self._max_rows, self._max_num_seqs, self._step_tokens = max_rows, max_num_seqs, step_tokens
         self._waiting: list[ChoiceState] = []  # a heap; those that have ended meanwhile stay in it
         self._urgent = 0  # of the handed ones, those of the first class
-        self._computing = 0  # tokens of handed choices without a result that are probably not in the prefix cache
+        self._prefix_caching = prefix_caching
+        self._starved: int | None = None  # the priority of a choice that vLLM has no memory for
+        # by priority: tokens of handed choices without a result that are probably not in the prefix cache
+        self._computing: Counter[int] = Counter()
         self._last: dict[tuple[bytes, int], NDArray[np.int32]] = {}  # the last prompt of each group
 
     @property
@@ -53,7 +60,8 @@ class Handover:
         """The next choice that vLLM may have now; None: none may."""
         while self._waiting:
             choice = self._waiting[0]
-            if choice.reason is None and (self._is_full(choice) or self._must_wait(choice)):
+            is_behind = self._starved is not None and choice.priority > self._starved
+            if choice.reason is None and (is_behind or self._is_full(choice) or self._must_wait(choice)):
                 return None
             heapq.heappop(self._waiting)
             if choice.reason is None:
@@ -62,7 +70,7 @@ class Handover:
 
     def hand(self, choice: ChoiceState, name: str) -> None:
         """vLLM gets the choice under this name."""
-        choice.name, choice.cached, choice.prompt_logprobs = name, None, []
+        choice.name, choice.has_begun, choice.prompt_logprobs = name, False, []
         choice.known = len(choice.owner.request.prompt_token_ids) + len(choice.tokens)
         choice.computing = self._expected(choice)
         self.handed[name] = choice
@@ -72,12 +80,12 @@ class Handover:
                 self._last.clear()
             self._last[request.salt, request.prefix_group] = request.prompt_token_ids
         self._urgent += choice.is_urgent
-        self._computing += choice.computing
+        self._computing[choice.priority] += choice.computing
 
-    def begin(self, choice: ChoiceState, cached: int) -> None:
-        """vLLM has computed what was known of the choice; `cached` tokens of it came from the prefix cache."""
+    def begin(self, choice: ChoiceState) -> None:
+        """vLLM has computed what was known of the choice."""
         self._end_prefill(choice)
-        choice.cached = cached
+        choice.has_begun = True
 
     def drop(self, choice: ChoiceState) -> None:
         """vLLM has ended the choice, or will be told to."""
@@ -86,28 +94,23 @@ class Handover:
         self._urgent -= choice.is_urgent
         self._end_prefill(choice)
 
-    def to_take_back(self, free_blocks: int | None, block_size: int) -> ChoiceState | None:
-        """The latest choice of a lower class that makes room for a choice that lacks a row, or memory.
+    def to_take_back(self, starved: int | None) -> ChoiceState | None:
+        """The latest choice of a lower class that makes room for a choice that lacks memory, or a row. While memory is
+        short no further one of a lower class is handed over.
 
         Args:
-            free_blocks: of the KV cache; None: no choice waits in vLLM.
+            starved: the priority of the choice that vLLM has no memory for; None: there is none.
         """
-        priority = self._lacks_room(free_blocks, block_size)
-        if priority is None:
-            return None
-        lower = (choice for choice in self.handed.values() if choice.priority > priority and _can_wait(choice))
-        return max(lower, default=None)
-
-    def _lacks_room(self, free_blocks: int | None, block_size: int) -> int | None:
-        """The priority of the first choice without room; None: all have some."""
-        new = [] if free_blocks is None else [choice for choice in self.handed.values() if choice.cached is None]
-        first = min((choice.priority for choice in new), default=None)
-        if first is not None:
-            assert free_blocks is not None, "there are new ones"
-            if sum(choice.known // block_size + 1 for choice in new if choice.priority == first) > free_blocks:
-                return first
+        self._starved = starved
         head = self._waiting[0] if self._waiting else None
-        return head.priority if head is not None and head.reason is None and self._is_full(head) else None
+        lacks_row = head is not None and head.reason is None and self._is_full(head)
+        if starved is not None:
+            lower = [one for one in self.handed.values() if one.priority > starved and one.has_begun]
+        elif head is not None and lacks_row:
+            lower = [one for one in self.handed.values() if one.priority > head.priority]
+        else:
+            return None
+        return max(filter(_can_wait, lower), default=None)
 
     def _is_full(self, choice: ChoiceState) -> bool:
         count = len(self.handed)
@@ -115,16 +118,18 @@ class Handover:
 
     def _must_wait(self, choice: ChoiceState) -> bool:
         """Whether a choice waits for prompts that vLLM has not computed yet."""
-        if self._step_tokens is None or choice.is_urgent or not self._computing:
+        if self._step_tokens is None or choice.is_urgent:
             return False
-        return self._computing + self._expected(choice) > self._step_tokens - len(self.handed)
+        computing = sum(tokens for priority, tokens in self._computing.items() if priority <= choice.priority)
+        return bool(computing) and computing + self._expected(choice) > self._step_tokens - len(self.handed)
 
     def _expected(self, choice: ChoiceState) -> int:
         """Known tokens of a choice that are probably not in the prefix cache: those behind what it shares with the last
         prompt of its group."""
         request = choice.owner.request
         prompt, known = request.prompt_token_ids, len(request.prompt_token_ids) + len(choice.tokens)
-        last = None if request.prefix_group is None else self._last.get((request.salt, request.prefix_group))
+        group = request.prefix_group if self._prefix_caching else None
+        last = None if group is None else self._last.get((request.salt, group))
         if last is None:
             return known
         length = min(len(prompt), len(last))
@@ -132,7 +137,7 @@ class Handover:
         return known - (int(differs[0]) if len(differs) else length)
 
     def _end_prefill(self, choice: ChoiceState) -> None:
-        self._computing -= choice.computing
+        self._computing[choice.priority] -= choice.computing
         choice.computing = 0
 
 
