@@ -20,6 +20,7 @@ from schemas.requests.fields import (
     RESPONSE_FORMAT,
     STOP,
     STRUCTURED_OUTPUTS,
+    TEMPLATE_KWARGS,
     TOOL_CHOICE,
     defaulting,
     only,
@@ -77,7 +78,8 @@ def _check_content(value: Any) -> Any:
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation. Only an assistant that calls tools may leave out the content."""
+    """One message of a conversation. Only an assistant that calls tools may leave out the content, and only an
+    assistant has reasoned."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, json_schema_extra=MESSAGE)
 
@@ -86,6 +88,7 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[tuple[ToolCall, ...], Strict(False), defaulting(())] = ()
+    reasoning_content: str | None = None
 
     @property
     def text(self) -> str:
@@ -103,6 +106,8 @@ def _check_conversation(messages: tuple[ChatMessage, ...]) -> None:
     for at, message in enumerate(messages):
         if message.tool_calls and message.role != "assistant":
             raise invalid("are an assistant's; remove them", f"messages[{at}].tool_calls")
+        if message.reasoning_content is not None and message.role != "assistant":
+            raise invalid("is an assistant's; remove it", f"messages[{at}].reasoning_content")
         if message.content is None and not message.tool_calls:
             given = "content" in message.model_fields_set
             text = "must be a string or a list of text parts" if given else "is missing; add it"
@@ -139,6 +144,17 @@ def _check_logit_bias(value: Any) -> Any:
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             raise invalid(f"gives token {key} the bias {str(bias)[:40]}, but a bias must be from -100 to 100")
     return {key: float(bias) for key, bias in value.items()}
+
+
+def _check_template_kwargs(value: Any) -> Any:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise invalid("must be an object of the chat template's variables")
+    for name, given in value.items():
+        if not isinstance(given, str | bool | int | float):
+            raise invalid(f"gives {name[:40]!r} a value that is not a string, a number, true or false")
+    return dict(value)
 
 
 def _check_prompt(value: Any) -> Any:
@@ -180,6 +196,8 @@ def _check_text_or_ids(value: Any) -> str | tuple[int, ...]:
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
@@ -265,7 +283,11 @@ class GenerationBody(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    """Body of /v1/chat/completions."""
+    """Body of /v1/chat/completions.
+
+    `chat_template_kwargs`, `enable_thinking` and `reasoning_effort` are variables of the model's chat template, and
+    refused where it does not read them.
+    """
 
     messages: Annotated[tuple[ChatMessage, ...], Strict(False), Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
@@ -275,6 +297,13 @@ class ChatBody(GenerationBody):
     tools: Annotated[tuple[Tool, ...], Strict(False), defaulting(())] = ()
     tool_choice: Annotated[Literal["none", "required"] | NamedTool | None, only(check_tool_choice, TOOL_CHOICE)] = None
     parallel_tool_calls: Annotated[bool, defaulting(True)] = True
+    chat_template_kwargs: Annotated[
+        dict[str, str | bool | int | float], only(_check_template_kwargs, TEMPLATE_KWARGS)
+    ] = Field(default_factory=dict)
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[bool, defaulting(False)] = False
 
     @property
     def output_limit(self) -> int | None:
@@ -296,6 +325,11 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise invalid("needs logprobs; set logprobs to true", "top_logprobs")
         _check_conversation(self.messages)
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise invalid("can't go with continue_final_message; remove one", "add_generation_prompt")
+            if self.messages[-1].role != "assistant" or not self.messages[-1].text:
+                raise invalid("needs a last message of the assistant to go on with", "continue_final_message")
         check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.offered_tools and self.structured_outputs is not None:
             raise invalid("can't go with tools; use response_format", "structured_outputs")

@@ -89,7 +89,7 @@ TEXT_PARTS: Final[JsonSchemaValue] = {
 }
 CONTENT: Final = one_of({"type": "string"}, TEXT_PARTS, NULL)
 _SAID: Final = {"content": one_of({"type": "string"}, TEXT_PARTS)}
-_NO_CALLS: Final[JsonSchemaValue] = {"tool_calls": {"enum": [None, []]}}
+_NO_CALLS: Final[JsonSchemaValue] = {"tool_calls": {"enum": [None, []]}, "reasoning_content": NULL}
 MESSAGE: Final = one_of(
     {
         "properties": {"role": {"enum": ["system", "developer", "user"]}, **_SAID, **_NO_CALLS},
@@ -107,6 +107,9 @@ MESSAGE: Final = one_of(
 )
 """The required fields of a message, by its role."""
 
+TEMPLATE_KWARGS: Final = one_of(
+    {"type": "object", "additionalProperties": {"type": ["boolean", "integer", "number", "string"]}}, NULL
+)
 RESPONSE_FORMAT: Final = one_of(
     record(("type",), type={"enum": ["text", "json_object"]}, json_schema=NULL),
     record(

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import jinja2.meta
 import numpy as np
 import structlog
 import tokenizers
@@ -53,6 +54,17 @@ Unicode reserves this character for internal use."""
 CONTEXT_TOKENS: Final = 4
 """Prompt tokens decoded before an answer, for tokenizers whose decoding depends on the preceding tokens."""
 
+TEMPLATE_NAMES: Final = frozenset(
+    {
+        *jinja2.defaults.DEFAULT_NAMESPACE, "messages", "tools", "documents", "add_generation_prompt",
+        "continue_final_message", "raise_exception", "strftime_now", "bos_token", "eos_token", "unk_token", "sep_token",
+        "pad_token", "cls_token", "mask_token", "additional_special_tokens", "conversation", "chat_template",
+        "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+        "return_assistant_tokens_mask", "tokenizer_kwargs",
+    }
+)  # fmt: skip
+"""Names that a chat template reads and no request sets: of jinja, of transformers, and those that it calls with."""
+
 NOTHING_SHOWN: Final[Mapping[int, str]] = MappingProxyType({})
 
 
@@ -65,6 +77,7 @@ class Tokenizer:
         byte_level: whether tokens are runs of bytes, so that the texts of token runs can be joined.
         decodes_tokens_alone: whether each token has bytes of its own, except for a blank at the beginning.
         tool_template: the chat template for conversations with tools.
+        template_variables: of the chat templates, that a request may set.
         added_tokens: ids and texts of the tokens that are matched whole.  special_ids: those that decoding leaves out.
         joins_bytes: whether a text is its joined `token_bytes`; otherwise a token's text depends on its neighbours.
     """
@@ -83,6 +96,9 @@ class Tokenizer:
             hf.chat_template = chat_template
         self._template: str | None = hf.get_chat_template() if hf.chat_template else None
         self.tool_template: str | None = hf.get_chat_template(tools=[{}]) if hf.chat_template else None
+        self.template_variables = template_variables(self._template or "") | template_variables(
+            self.tool_template or ""
+        )
         self._supports_developer = self._template is not None and "developer" in self._template
         self.bos_token_id: int | None = hf.bos_token_id
         self.eos_token_id: int | None = hf.eos_token_id
@@ -171,10 +187,24 @@ class Tokenizer:
             for at, ids in enumerate(whole)
         ]
 
-    def render_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        begins_answer: bool = True,
+        continues: bool = False,
+    ) -> str:
         """Render the conversation with the model's chat template, up to the start of the answer.
 
         The text contains all special tokens that the model requires: encode it with `encode_chats`.
+
+        Args:
+            variables: further ones of the template.
+            begins_answer: the prompt ends with what begins an answer.  continues: the answer goes on with the last
+                message instead.
+
         Raises `RowError` (invalid_request) when there is no template or the template refuses the messages.
         """
         template = self.tool_template if tools else self._template
@@ -197,7 +227,9 @@ class Tokenizer:
                 tools=[self._escape_specials(_tool(tool)) for tool in tools] or None,
                 chat_template=template,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=begins_answer and not continues,
+                continue_final_message=continues,
+                **self._escape_specials(dict(variables)),
             )
         except Exception as error:  # a template is a program from the model's author
             raise RowError(
@@ -209,7 +241,12 @@ class Tokenizer:
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         role = "system" if message.role == "developer" and not self._supports_developer else message.role
-        optional = {"content": message.text, "name": message.name, "tool_call_id": message.tool_call_id}
+        optional = {
+            "content": message.text,
+            "name": message.name,
+            "tool_call_id": message.tool_call_id,
+            "reasoning_content": message.reasoning_content,
+        }
         fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         if message.tool_calls:
             fields["tool_calls"] = [_call(call) for call in message.tool_calls]
@@ -285,6 +322,17 @@ class Tokenizer:
 
 
 _NO_TOKENS: Final = np.zeros(0, np.int32)
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """The variables that a chat template (jinja) reads besides those that each has. A template that can't be parsed has
+    none: rendering says why."""
+    try:
+        source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # transformers' own statement
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+        return frozenset(jinja2.meta.find_undeclared_variables(tree)) - TEMPLATE_NAMES
+    except (jinja2.TemplateError, RecursionError):
+        return frozenset()
 
 
 def _joins_pieces(decoder: dict[str, Any]) -> bool:

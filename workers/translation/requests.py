@@ -23,6 +23,7 @@ from workers.structured.constraints import grammar_of, shown_tokens, tool_format
 from workers.structured.grammar import Grammar, Grammars
 from workers.text.stop_strings import StopStringWatcher
 from workers.text.tokenizer import TokenIds, Tokenizer
+from workers.translation.template_variables import template_variables
 
 PRIORITIES: Final = {Tier.INTERACTIVE: 0, Tier.STANDARD: 1, Tier.BULK: 2}
 
@@ -133,8 +134,14 @@ class Translator:
         if isinstance(body, ChatBody):
             if body.offered_tools:
                 tool_format(self._tokenizer)
-            text = encodable(self._tokenizer.render_chat(body.messages, body.offered_tools), "messages")
-            return self._within_context(text, body)
+            rendered = self._tokenizer.render_chat(
+                body.messages,
+                body.offered_tools,
+                template_variables(body, self._tokenizer),
+                begins_answer=body.add_generation_prompt is not False,
+                continues=body.continue_final_message,
+            )
+            return self._within_context(encodable(rendered, "messages"), body)
         if isinstance(body.prompt, str):
             return self._within_context(encodable(body.prompt, "prompt"), body)
         for token_id in body.prompt:

@@ -1,0 +1,52 @@
+"""The variables of the model's chat template that a request sets: those in `chat_template_kwargs`, and whether and how
+much the model thinks, under the names that its template has for that.
+
+What the template does not read is refused by name: it would be ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.parsing import ChatBody
+from workers.text.tokenizer import Tokenizer
+
+THINKING: Final = ("enable_thinking", "thinking")
+"""Names of the switch: of Qwen 3, GLM, SmolLM 3 and others; of DeepSeek V3.1 and Granite."""
+
+EFFORT: Final = "reasoning_effort"
+
+
+def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The template's variables for this request. Raises `RowError`."""
+    known = tokenizer.template_variables
+    variables: dict[str, Any] = dict(body.chat_template_kwargs)
+    for name in variables:
+        if name not in known:
+            raise _unread(f"chat_template_kwargs.{name}", known)
+    switch = next((name for name in THINKING if name in known), None)
+    if body.enable_thinking is not None:
+        if switch is None:
+            raise _unread("enable_thinking", known)
+        _set(variables, switch, body.enable_thinking, "enable_thinking")
+    if body.reasoning_effort is not None:
+        if EFFORT in known:
+            _set(variables, EFFORT, body.reasoning_effort, EFFORT)
+        elif switch is not None and body.reasoning_effort == "none":
+            _set(variables, switch, False, EFFORT)
+        else:
+            raise _unread(EFFORT, known)
+    return variables
+
+
+def _set(variables: dict[str, Any], name: str, value: Any, param: str) -> None:
+    if variables.setdefault(name, value) != value:
+        message = f"{param} is {value}, but the template's {name} is set to {variables[name]}; remove one"
+        raise RowError(RowErrorCode.INVALID_REQUEST, message, param=param)
+
+
+def _unread(param: str, known: frozenset[str]) -> RowError:
+    reads = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
+    message = f"{param} is not supported: the model's chat template does not read it ({reads}); remove it"
+    return RowError(RowErrorCode.UNSUPPORTED_PARAMETER, message, param=param)
