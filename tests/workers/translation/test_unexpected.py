@@ -241,7 +241,7 @@ def test_given_tokens_that_cant_be_emitted_then_the_request_ends_with_an_error_a
     [
         (Tokenizer, "decode_answers", lambda _, prompts, answers: any(ids[0] < 256 for ids in answers), "made"),
         (ToolCallReader, "push", lambda _, text: "look" in text, "made"),
-        (Tokenizer, "render_chat", lambda _, messages, tools: "badly" in str(messages), "read"),
+        (Tokenizer, "render_chat", lambda _, messages, *more, **how: "badly" in str(messages), "read"),
         (Tokenizer, "encode_chats", lambda _, texts: any("badly" in text for text in texts), "encoded"),
         (translate, "grammar_of", lambda body, _: "badly" in str(body), "prepared"),
     ],
