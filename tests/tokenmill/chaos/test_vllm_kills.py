@@ -35,27 +35,32 @@ def setup(model: Path, folder: Path, engine: str) -> Setup:
 
 
 def test_six_kills_lose_nothing_and_greedy_rows_go_on_as_they_were(vllm_model_folder: Path, tmp_path: Path) -> None:
-    source, out = tmp_path / "requests.jsonl", tmp_path / "killed"
+    source, jobs = tmp_path / "requests.jsonl", list[Path]()
     vllm = setup(vllm_model_folder, tmp_path, "vllm")
     write_requests(source, "tiny", ROWS, 160)
     whole = run_undisturbed(vllm, source, tmp_path / "whole")
     report = KillReport()
-    Attack(vllm, source, out, whole, random.Random(3), signal.SIGKILL).run(KILLS, 0.2, report)
+    while len(report.lives) < KILLS:  # on a busy machine a job may end before its last kill
+        assert len(jobs) < 4, f"{len(jobs)} jobs ended after {len(report.lives)} kills"
+        jobs.append(tmp_path / f"killed-{len(jobs)}")
+        attack = Attack(vllm, source, jobs[-1], whole, random.Random(3), signal.SIGKILL)
+        attack.run(KILLS - len(report.lives), 0.2, report)
 
-    assert len(report.lives) == KILLS, "the job ended before its last kill"
-    got, ours = answers(out), answers_of_our_engine(vllm_model_folder, tmp_path, source)
-    assert set(got) == set(whole.answers) == set(ours), "one row for each request"
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["counts"]["failed"] == 1
-    assert manifest["usage"]["repeated"] <= manifest["repeated_at_most"]
-    assert manifest["models"][0]["engine"] == "vllm"
-    assert manifest["engine"]["engine"] == "vllm"
-    assert "sampled ones" in manifest["engine"]["resumed_rows"]
-    greedy = [row for row in got if row % GREEDY == 0]
-    assert sum(got[row] == whole.answers[row] for row in greedy) >= 0.95 * len(greedy)
-    assert sum(got[row] == ours[row] for row in greedy) >= 0.9 * len(greedy)
+    ours = answers_of_our_engine(vllm_model_folder, tmp_path, source)
+    for out in jobs:
+        got = answers(out)
+        assert set(got) == set(whole.answers) == set(ours), "one row for each request"
+        manifest = json.loads((out / "manifest.json").read_text())
+        assert manifest["counts"]["failed"] == 1
+        assert manifest["usage"]["repeated"] <= manifest["repeated_at_most"]
+        assert manifest["models"][0]["engine"] == "vllm"
+        assert manifest["engine"]["engine"] == "vllm"
+        assert "sampled ones" in manifest["engine"]["resumed_rows"]
+        greedy = [row for row in got if row % GREEDY == 0]
+        assert sum(got[row] == whole.answers[row] for row in greedy) >= 0.95 * len(greedy)
+        assert sum(got[row] == ours[row] for row in greedy) >= 0.9 * len(greedy)
 
-    mixed = setup(vllm_model_folder, tmp_path, "tokenmill").start(source, out)
+    mixed = setup(vllm_model_folder, tmp_path, "tokenmill").start(source, jobs[0])
     _, err = mixed.communicate()
     assert mixed.returncode != 0, "answers of two engines are never mixed in one job"
     assert "engine" in err
