@@ -101,15 +101,22 @@ def hermes(long_folder: Path) -> LoadedModel:
     return load(long_folder, tool_templates.HERMES)
 
 
+def results_of(kit: Any, model: LoadedModel, bodies: Sequence[Any], **settings: Any) -> list[Any]:
+    """The results of bodies that are computed as a shard's rows, in order."""
+    sink = kit.MemorySink()
+    job = kit.make_job(**settings).model_copy(update={"models": (model.pin(),)})
+    ShardWorker(
+        model, kit.ListSource([kit.make_work(bodies, job=job)]), sink, SystemClock(), helper=kit.InlineExecutor()
+    ).run()
+    return [sink.rows[row] for row in range(len(bodies))]
+
+
 @pytest.fixture(scope="module")
 def answer(kit: SimpleNamespace) -> Any:
     """Computes bodies as a shard's rows: their results, in order."""
 
     def answer(model: LoadedModel, bodies: Sequence[Any], **settings: Any) -> list[Any]:
-        sink = kit.MemorySink()
-        source = kit.ListSource([kit.make_work(bodies, job=kit.make_job(**settings))])
-        ShardWorker(model, source, sink, SystemClock(), helper=kit.InlineExecutor()).run()
-        return [sink.rows[row] for row in range(len(bodies))]
+        return results_of(kit, model, bodies, **settings)
 
     return answer
 

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import openai.types.chat
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
-from pipeline.adapters.system_clock import SystemClock
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode
 from tests.workers.structured import tool_templates
-from tests.workers.structured.test_structured_output import FORMAT, SCHEMA, TOOLS, forced_calls
+from tests.workers.structured.test_structured_output import FORMAT, SCHEMA, TOOLS, choices_of, forced_calls, results_of
 from workers.model.loaded_model import LoadedModel
-from workers.shards.worker import ShardWorker
 
 pytestmark = [
     pytest.mark.vllm,
@@ -57,18 +54,9 @@ def answer(kit: Any) -> Any:
     """Computes bodies as a shard's rows: their results, in order."""
 
     def answer(model: LoadedModel, bodies: Sequence[Any]) -> list[Any]:
-        sink = kit.MemorySink()
-        job = kit.make_job().model_copy(update={"models": (model.pin(),)})
-        source = kit.ListSource([kit.make_work(bodies, job=job)])
-        ShardWorker(model, source, sink, SystemClock(), helper=kit.InlineExecutor()).run()
-        return [sink.rows[row] for row in range(len(bodies))]
+        return results_of(kit, model, bodies)
 
     return answer
-
-
-def choices_of(row: Any) -> list[Any]:
-    assert row.status is RowStatus.SUCCEEDED, row.error_message
-    return openai.types.chat.ChatCompletion.model_validate_json(row.response).choices
 
 
 def test_answers_follow_schemas_regexes_choices_and_grammars(model: LoadedModel, answer: Any, kit: Any) -> None:
