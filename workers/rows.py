@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from engine.request import Completion, Request
+from schemas.requests.dialects.dialect import Dialect
 from schemas.requests.errors import RowError
 from schemas.requests.parsing import Body
 from workers.policies.policy import PolicyGuard
@@ -27,12 +28,14 @@ class PreparedRow:
     Attributes:
         names: the row itself first, then its copies.
         guard: checks its answers against the content policies; None: there are none.
+        dialect: of the request and its response; None: OpenAI's chat, completion or embedding.
     """
 
     names: tuple[RowName, ...]
     body: Body
     request: Request
     guard: PolicyGuard | None = None
+    dialect: Dialect | None = None
 
 
 @dataclass(frozen=True, slots=True)

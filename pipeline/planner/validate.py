@@ -17,6 +17,7 @@ from pipeline.planner.rejected_lines import RejectedLine
 from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.tokens import TokenEstimator
 from schemas.jobs.job import Job
+from schemas.requests.dialects.registry import translate_error
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import (
     BODIES,
@@ -158,7 +159,10 @@ class Validator:
             raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
         prompt, ends = prompt_bytes(body)
         prompt_tokens = self._estimator.prompt_tokens(body, len(prompt))
-        answer = self._answer(body, prompt_tokens)
+        try:
+            answer = self._answer(body, prompt_tokens)
+        except RowError as error:
+            raise translate_error(line.url, error) from None
         key = self._keys[body.model, line.url]
         stored, same = stored_and_hash(line.url, body)
         return ValidRow(

@@ -22,6 +22,8 @@ from schemas.requests.bodies import (
     GenerationBody,
     TextPart,
 )
+from schemas.requests.dialects.dialect import Dialect, DialectBody
+from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
 from schemas.requests.structured import size_of
@@ -49,11 +51,13 @@ CHAT_URL: Final = "/v1/chat/completions"
 COMPLETIONS_URL: Final = "/v1/completions"
 EMBEDDINGS_URL: Final = "/v1/embeddings"
 
-BODIES: Final[Mapping[str, type[ChatBody] | type[CompletionBody] | type[EmbeddingBody]]] = {
+BODIES: Final[Mapping[str, type[ChatBody] | type[CompletionBody] | type[EmbeddingBody] | type[DialectBody]]] = {
     CHAT_URL: ChatBody,
     COMPLETIONS_URL: CompletionBody,
     EMBEDDINGS_URL: EmbeddingBody,
+    **{url: dialect.body for url, dialect in DIALECTS.items()},
 }
+"""The models that parse the bodies of each url. A dialect's body is parsed to a `ChatBody`."""
 
 NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
     # Known unsupported parameters, and the values (besides null) that mean the same as their absence.
@@ -129,8 +133,11 @@ def parse_line(obj: object, limits: Limits | None = None) -> RequestLine:
 
 
 def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) -> Body:
-    """Validate the body for `url`; raises `RowError` that names the invalid field and the valid values."""
+    """Validate the body for `url`; raises `RowError` that names the invalid field and the valid values. A dialect's
+    body becomes a `ChatBody`."""
     limits = limits or Limits()
+    if (dialect := DIALECTS.get(url)) is not None:
+        return _parse_dialect(dialect, body, limits)
     fields = _without_no_ops(body)
     if url == CHAT_URL and isinstance(messages := fields.get("messages"), list):
         fields["messages"] = [
@@ -138,7 +145,7 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
             for index, message in enumerate(messages)
         ]
     try:
-        parsed = BODIES[url].model_validate(fields)
+        parsed = _stored_model(url).model_validate(fields)
     except ValidationError as error:
         raise _row_error(error) from None
     if isinstance(parsed, GenerationBody):
@@ -149,6 +156,29 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
             "input", f"holds {len(parsed.input)} texts, but at most {most} are allowed; send several requests"
         )
     return parsed
+
+
+def _parse_dialect(dialect: Dialect, body: Mapping[str, Any], limits: Limits) -> ChatBody:
+    """The chat body of a dialect's body."""
+    fields = _without_no_ops(body, no_change=dialect.no_change, hints=dialect.hints)
+    try:
+        parsed = dialect.body.model_validate(fields)
+    except ValidationError as error:
+        raise _row_error(error) from None
+    try:
+        chat = parsed.to_chat()
+        _check_limits(chat, limits)
+    except ValidationError as error:
+        raise dialect.translate(_row_error(error)) from None
+    except RowError as error:
+        raise dialect.translate(error) from None
+    return chat
+
+
+def _stored_model(url: str) -> type[ChatBody] | type[CompletionBody] | type[EmbeddingBody]:
+    """The model of the bodies that requests to `url` are stored as."""
+    model = BODIES[url]
+    return ChatBody if issubclass(model, DialectBody) else model
 
 
 def unsupported_url(url: str) -> RowError:
@@ -164,18 +194,23 @@ def dump_body(body: Body) -> bytes:
 
 def load_body(url: str, data: bytes | str) -> Body:
     """A body that `dump_body` wrote; raises pydantic's ValidationError if it did not."""
-    return BODIES[url].model_validate_json(data)
+    return _stored_model(url).model_validate_json(data)
 
 
-def _without_no_ops(fields: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def _without_no_ops(
+    fields: Mapping[str, Any],
+    where: str = "",
+    no_change: Mapping[str, tuple[Any, ...]] = NO_CHANGE,
+    hints: Mapping[str, str] = HINTS,
+) -> dict[str, Any]:
     """A copy without unsupported parameters whose values mean their absence; refuses other values."""
     effective: dict[str, Any] = {}
     for name, value in fields.items():
-        neutral = NO_CHANGE.get(name)
+        neutral = no_change.get(name)
         if neutral is None:
             effective[name] = value
         elif value is not None and not any(type(value) is type(same) and value == same for same in neutral):
-            message = f"{where}{name} is not supported: {HINTS.get(name, 'remove it')}"
+            message = f"{where}{name} is not supported: {hints.get(name, 'remove it')}"
             raise RowError(RowErrorCode.UNSUPPORTED_PARAMETER, message, param=where + name)
     return effective
 

@@ -16,6 +16,7 @@ from typing import Final
 from engine.request import FinishReason, PartialChoice, Request, as_token_ids
 from engine.step_engine import StepEngine
 from schemas.jobs.job import JobSettings, Tier
+from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import BODIES, CHAT_URL, EmbeddingBody, parse_body, unsupported_url
 from schemas.workers.lane import LaneRequest
@@ -59,7 +60,7 @@ class LaneReader:
 
     def prepare(self, request: LaneRequest) -> PreparedRow:
         """Prepare the request as a row. Raises `RowError`."""
-        if request.url not in BODIES:
+        if request.url not in BODIES or request.url in DIALECTS:  # the sender translates a dialect
             raise unsupported_url(request.url)
         body = parse_body(request.url, request.body, self._rules.limits)
         names = (RowName(0, request.id),)

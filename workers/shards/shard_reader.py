@@ -12,8 +12,9 @@ import structlog
 from pydantic import ValidationError
 
 from pipeline.worker_client.ports import ShardWork
+from schemas.requests.dialects.registry import DIALECTS, translate_error
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.parsing import BODIES, CHAT_URL, Body, EmbeddingBody, load_body
+from schemas.requests.parsing import BODIES, Body, ChatBody, EmbeddingBody, load_body
 from workers.errors import ModelMismatchError
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
@@ -132,7 +133,7 @@ class ShardReader:
                 if guard is not None:
                     guard.check_prompt(texts_of_prompt(line.parsed, line.prompt, tokenizer))
         except RowError as error:
-            line.error = error
+            line.error = translate_error(line.url, error)
         except (ModelMismatchError, MemoryError):  # it concerns the run, not the row
             raise
         except Exception as error:  # noqa: BLE001 - it concerns one row
@@ -179,7 +180,9 @@ class ShardReader:
         for line, prompts in zip(embedded, embeddings.encode([line.inputs for line in embedded]), strict=True):
             line.inputs = prompts
         for chat in (True, False):
-            chosen = [line for line in lines if isinstance(line.prompt, str) and (line.url == CHAT_URL) is chat]
+            chosen = [
+                line for line in lines if isinstance(line.prompt, str) and isinstance(line.parsed, ChatBody) is chat
+            ]
             texts = [line.prompt for line in chosen if isinstance(line.prompt, str)]
             tokenizer = self.model.tokenizer
             encoded = tokenizer.encode_chats(texts) if chat else tokenizer.encode_batch(texts, add_special_tokens=True)
@@ -202,14 +205,14 @@ class ShardReader:
                 request = translator.request(request_id, line.parsed, line.prompt, line.hints)
             request = request if logged is None else resume(self.model.engine, request, logged)
         except RowError as error:
-            line.error = error
+            line.error = translate_error(line.url, error)
             return None
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - it concerns one row
             line.error = _unforeseen(error, "a row could not be prepared", line, work)
             return None
-        return PreparedRow(line.names, line.parsed, request, line.guard)
+        return PreparedRow(line.names, line.parsed, request, line.guard, DIALECTS.get(line.url))
 
 
 def _unforeseen(error: Exception, what: str, line: _Line, work: ShardWork) -> RowError:

@@ -161,6 +161,9 @@ class ResponseBuilder:
             cached = completion.cached_tokens if index == 0 else completion.prompt_tokens
             response["id"] = response_id(kind, envelope.job, row_name.row)
             response["usage"] = _usage(completion, cached)
+            shown = response
+            if prepared.dialect is not None and isinstance(body, ChatBody):
+                shown = prepared.dialect.response(response, body)
             return ResultRow(
                 custom_id=row_name.custom_id,
                 row=row_name.row,
@@ -168,7 +171,7 @@ class ResponseBuilder:
                 status_code=200,
                 text=choices[0]["text"] if kind == "cmpl" else choices[0]["message"]["content"] or "",
                 finish_reason=choices[0]["finish_reason"],
-                response=orjson.dumps(response).decode(),
+                response=orjson.dumps(shown).decode(),
                 model=body.model,
                 prompt_tokens=completion.prompt_tokens,
                 cached_tokens=cached,
@@ -265,6 +268,8 @@ def _build_or_fail(row: ComputedRow, envelope: Envelope, make: Callable[[], list
 def _failed(row: ComputedRow, error: RowError, envelope: Envelope) -> list[ResultRow]:
     prepared, completion = row.prepared, row.completion
     times = completion.started_at, completion.finished_at
+    if prepared.dialect is not None:
+        error = prepared.dialect.translate(error)
     return _refused(prepared.names, prepared.body.model, error, *times, envelope)
 
 

@@ -1,4 +1,5 @@
-"""Conversion of a response's events into the chunks of OpenAI's streams, each a JSON document.
+"""Conversion of a response's events into those of its stream: the chunks of OpenAI's chat and completion streams, each
+a JSON document.
 
 In chat streams each choice begins with its role, followed by text, tool calls and log-probabilities as they arrive, and
 then its finish reason. With `include_usage` the last chunk holds the usage of all choices. In completion streams the
@@ -8,16 +9,29 @@ log-probabilities come with the end of their choice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import orjson
 
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.inference.request_builder import InferenceRequest
+from pipeline.gateway.inference.stream_buffer import ServerEvent
 from schemas.requests.parsing import CHAT_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
 
 DONE: Final = b"[DONE]"
+
+
+class EventConverter(Protocol):
+    """Converts the events of one response into those of its stream, for the format of the request's url."""
+
+    def convert(self, event: LaneEvent) -> list[ServerEvent]:
+        """The stream's events for an event of the response."""
+        ...
+
+    def fail(self, error: ApiError) -> list[ServerEvent]:
+        """The last events of a stream that fails."""
+        ...
 
 
 class Chunks:
@@ -39,15 +53,19 @@ class Chunks:
             "model": inference.model,
         }
 
-    def convert(self, event: LaneEvent) -> list[bytes]:
+    def convert(self, event: LaneEvent) -> list[ServerEvent]:
         """The chunks of an event; after those of the last event `[DONE]` follows."""
         if isinstance(event, TokensEvent):
-            return list(self._tokens(event))
+            return [ServerEvent(data) for data in self._tokens(event)]
         if isinstance(event, EndEvent):
-            return [*self._end(event.response), DONE]
+            return [ServerEvent(data) for data in (*self._end(event.response), DONE)]
         if isinstance(event, ErrorEvent):
-            return error_chunks(lane_error(event))
+            return self.fail(lane_error(event))
         return []
+
+    def fail(self, error: ApiError) -> list[ServerEvent]:
+        """The error and `[DONE]`."""
+        return [ServerEvent(orjson.dumps(error.body())), ServerEvent(DONE)]
 
     def _tokens(self, event: TokensEvent) -> Iterator[bytes]:
         if not self._chat:
@@ -92,8 +110,3 @@ def lane_error(event: ErrorEvent) -> ApiError:
     if event.status == 408:  # OpenAI's clients would retry, and the computation would take as long again
         headers = {"x-should-retry": "false"}
     return ApiError(event.status, event.code, event.message, param=event.param, headers=headers)
-
-
-def error_chunks(error: ApiError) -> list[bytes]:
-    """The last chunks of a stream that fails: the error and `[DONE]`."""
-    return [orjson.dumps(error.body()), DONE]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Annotated, Any, Final
 
@@ -23,11 +23,13 @@ from pipeline.ports import World
 from pipeline.tracing import current_traceparent
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry
-from schemas.requests.bodies import Body
+from schemas.requests.bodies import Body, ChatBody
+from schemas.requests.dialects.dialect import Dialect
+from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import CHAT_URL, CompletionBody, GenerationBody, dump_body, parse_body
-from schemas.workers.lane import EndEvent, LaneRequest
+from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 _CATALOG_CACHE_SECONDS: Final = 5.0
 _MAX_CACHED_MODELS: Final = 1_000
@@ -81,9 +83,10 @@ class InferenceSettings:
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A lane request with the options of its HTTP response.
+    """A lane request with the options of its HTTP response. The lane request of a dialect is a chat.
 
     Attributes:
+        url: of the HTTP request.  body: its checked body; a dialect's is the chat's.
         model: as the body names it.  stream: the response is a stream.  include_usage: at the end of the stream.
         resume: seconds for which an interrupted stream can be resumed.
         ticket: the rate-limit tokens and slots that the request holds.
@@ -92,6 +95,8 @@ class InferenceRequest:
     """
 
     request: LaneRequest
+    url: str
+    body: Body
     model: str
     stream: bool = False
     include_usage: bool = False
@@ -99,6 +104,24 @@ class InferenceRequest:
     ticket: AdmittedRequest | None = None
     cache_key: str | None = None
     policies: str | None = None
+
+    @property
+    def dialect(self) -> Dialect | None:
+        """The dialect of the request and its response."""
+        return DIALECTS.get(self.url)
+
+    def rewrite(self, response: dict[str, Any]) -> dict[str, Any]:
+        """The complete response in the format of the request's url."""
+        if self.dialect is None or not isinstance(self.body, ChatBody):
+            return response
+        return self.dialect.response(response, self.body)
+
+    def translate(self, event: ErrorEvent) -> ErrorEvent:
+        """The worker's error, with the names of the request's own parameters."""
+        if (dialect := self.dialect) is None:
+            return event
+        param = None if event.param is None else dialect.rename(event.param)
+        return replace(event, message=dialect.rename(event.message), param=param)
 
 
 class InferenceRequestBuilder:
@@ -135,6 +158,9 @@ class InferenceRequestBuilder:
         plain = dict(body)
         extension = self._extension(plain.pop(EXTENSION, None))
         stream, include_usage = _streaming(plain)
+        if include_usage and url in DIALECTS:
+            message = "stream_options.include_usage is not supported: this stream always ends with its usage; remove it"
+            raise bad_request(message, "stream_options.include_usage", "unsupported_parameter")
         if plain.get("model") is None and self._settings.default_model is not None:
             plain["model"] = self._settings.default_model
         try:
@@ -155,7 +181,7 @@ class InferenceRequestBuilder:
         request = LaneRequest(
             id=f"http-{self._world.random.token(16).hex()}",
             model=entry.pin.key,
-            url=url,
+            url=CHAT_URL if url in DIALECTS else url,
             body=dumped,
             tier=extension.tier,
             tenant=caller.tenant,
@@ -168,7 +194,9 @@ class InferenceRequestBuilder:
         if self._rates is not None:
             rows = checked.n if isinstance(checked, GenerationBody) else 1
             ticket = self._rates.admit(caller, request.id, self._max_tokens(checked, dumped), seconds, rows)
-        return InferenceRequest(request, checked.model, stream, include_usage, resume, ticket, key, entry.policies)
+        return InferenceRequest(
+            request, url, checked, checked.model, stream, include_usage, resume, ticket, key, entry.policies
+        )
 
     def _cache_key(self, extension: Extension, body: Body, request: LaneRequest, policies: str | None) -> str | None:
         """The key of the response in the cache; None: it isn't cached. Raises `ApiError` for a request that demands
@@ -234,7 +262,8 @@ class InferenceRequestBuilder:
                 dumped["max_tokens"] = caller.max_tokens
             return
         if caps and limit > min(caps):
-            name = "max_completion_tokens" if "max_completion_tokens" in dumped and url == CHAT_URL else "max_tokens"
+            name = "max_completion_tokens" if "max_completion_tokens" in dumped else "max_tokens"
+            name = name if (dialect := DIALECTS.get(url)) is None else dialect.rename(name)
             of = "this API key" if min(caps) == caller.max_tokens else f"the {tier} tier"
             raise bad_request(f"{name} is {limit}, but {of} allows at most {min(caps)}; lower it", name)
 

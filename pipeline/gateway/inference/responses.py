@@ -15,10 +15,11 @@ from starlette.concurrency import run_in_threadpool
 
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError, not_found
-from pipeline.gateway.inference.chunks import Chunks, error_chunks, lane_error
+from pipeline.gateway.inference.chunks import lane_error
+from pipeline.gateway.inference.converters import converter_of
 from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.gateway.inference.request_builder import InferenceRequest, InferenceRequestBuilder
-from pipeline.gateway.inference.stream_buffer import StreamBuffer
+from pipeline.gateway.inference.stream_buffer import ServerEvent, StreamBuffer
 from pipeline.ports import Clock
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 
@@ -51,6 +52,7 @@ class Stream:
     Attributes:
         id: the id to resume the stream with.  tenant: the owner.
         first: done when the first event has arrived; its result is that event when it is an `ErrorEvent`.
+        converter: makes the stream's events.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class Stream:
         self.buffer = StreamBuffer(settings.buffer_bytes, retain=inference.resume > 0)
         self.settings = settings
         self.resume = inference.resume
-        self._chunks = Chunks(inference, created)
+        self.converter = converter_of(inference, created)
+        self._inference = inference
         self._bridge = bridge
         self._ended = ended
         self._has_ended = False
@@ -77,13 +80,15 @@ class Stream:
 
     def handle_event(self, event: LaneEvent) -> None:
         """Append an event of the response to the buffer."""
-        chunks = list(self._chunks.convert(event))
+        if isinstance(event, ErrorEvent):
+            event = self._inference.translate(event)
+        converted = self.converter.convert(event)
         if isinstance(event, EndEvent | ErrorEvent):
             self._bridge.forget(self.id)
-            self._end(chunks, event)
+            self._end(converted, event)
             return
-        for data in chunks:
-            self.buffer.push(data)
+        for sent in converted:
+            self.buffer.push(*sent)
         if self.buffer.overrun:
             self.cancel()
         self._set_first(None)
@@ -92,7 +97,7 @@ class Stream:
         """End the stream with an error."""
         if not self._has_ended:
             self._bridge.cancel(self.id)
-            self._end(error_chunks(error), None)
+            self._end(self.converter.fail(error), None)
 
     def cancel(self) -> None:
         """Cancel the request and end the stream."""
@@ -105,15 +110,15 @@ class Stream:
         if self._released is not None:
             await asyncio.shield(self._released)
 
-    def _end(self, last: Iterable[bytes], event: EndEvent | ErrorEvent | None) -> None:
-        """Release the request's rate-limit tokens, and then push the last chunks."""
+    def _end(self, last: Iterable[ServerEvent], event: EndEvent | ErrorEvent | None) -> None:
+        """Release the request's rate-limit tokens, and then push the last events."""
         if self._has_ended:
             return
         self._has_ended = True
 
         def push_last(_: object = None) -> None:
-            for data in last:
-                self.buffer.push(data)
+            for sent in last:
+                self.buffer.push(*sent)
             self.buffer.end()
             self._set_first(event)
 
@@ -177,10 +182,11 @@ class InferenceResponses:
             raise
 
     async def complete(self, inference: InferenceRequest) -> dict[str, Any]:
-        """The complete response. The request is cancelled with its task. Raises `ApiError`."""
+        """The complete response, in the format of the request's url. The request is cancelled with its task. Raises
+        `ApiError`."""
         found = await self._find(inference)
         if found is not None:
-            return found
+            return inference.rewrite(found)
         ended: asyncio.Future[EndEvent | ErrorEvent] = asyncio.get_running_loop().create_future()
 
         def handle_event(event: LaneEvent) -> None:
@@ -200,8 +206,8 @@ class InferenceResponses:
                 self.bridge.forget(inference.request.id)
             await _wait_released(self._finish(inference, _end_event(ended)))
         if isinstance(event, ErrorEvent):
-            raise lane_error(event)
-        return event.response
+            raise lane_error(inference.translate(event))
+        return inference.rewrite(event.response)
 
     async def _find(self, inference: InferenceRequest) -> dict[str, Any] | None:
         """The cached response of the same request; its rate-limit tokens are then released."""

@@ -1,7 +1,8 @@
 """Streams as server-sent events (SSE). The id of each event is its number, so an interrupted reader can resume
 after it.
 
-The last event of a stream is always `[DONE]`, preceded by either the response's end or an error.
+The last event of a stream in OpenAI's chat or completion format is always `[DONE]`, preceded by either the response's
+end or an error. The events of a dialect's stream have names, and its last event is the dialect's own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.inference.chunks import error_chunks
 from pipeline.gateway.inference.responses import Stream
 from pipeline.gateway.inference.stream_buffer import Item, Overrun
 
@@ -66,7 +66,12 @@ class EventStream(Response):
 async def encode_events(stream: Stream, after: int) -> AsyncIterator[bytes]:
     """The stream's events after number `after`, encoded as SSE, to its end."""
     async for items in read_items(stream, after):
-        yield b"".join(b"id: %d\ndata: %b\n\n" % (item.number, item.data) for item in items) or KEEP_ALIVE
+        yield b"".join(map(_encode, items)) or KEEP_ALIVE
+
+
+def _encode(item: Item) -> bytes:
+    name = b"event: %b\n" % item.name.encode() if item.name else b""
+    return b"id: %d\n%bdata: %b\n\n" % (item.number, name, item.data)
 
 
 async def read_items(stream: Stream, after: int) -> AsyncIterator[list[Item]]:
@@ -77,7 +82,8 @@ async def read_items(stream: Stream, after: int) -> AsyncIterator[list[Item]]:
             items = await stream.buffer.take(after, stream.settings.keep_alive_seconds)
         except Overrun:
             await stream.wait_released()
-            yield [Item(after + 1 + number, data) for number, data in enumerate(error_chunks(TOO_SLOW))]
+            failure = stream.converter.fail(TOO_SLOW)
+            yield [Item(after + 1 + number, *event) for number, event in enumerate(failure)]
             return
         if not items and stream.buffer.ended:
             return

@@ -10,10 +10,18 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Overrun(Exception):
     """Raised for a reader that was too slow: its next event has been evicted from the buffer."""
+
+
+class ServerEvent(NamedTuple):
+    """What a stream sends: data, and the event's name ("": it has none, as in OpenAI's chat streams)."""
+
+    data: bytes
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,7 @@ class Item:
 
     number: int
     data: bytes
+    name: str = ""
 
 
 class StreamBuffer:
@@ -44,11 +53,11 @@ class StreamBuffer:
         self._next = 0
         self._changed = asyncio.Event()
 
-    def push(self, data: bytes) -> None:
-        """Append an event."""
+    def push(self, data: bytes, name: str = "") -> None:
+        """Append an event; `name` as in `ServerEvent`."""
         if self.ended:
             return
-        self._items.append(Item(self._next, data))
+        self._items.append(Item(self._next, data, name))
         self._next += 1
         self._size += len(data)
         if self._size > self._max_bytes and len(self._items) > 1 and not self._retain:

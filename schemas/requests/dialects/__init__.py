@@ -1,0 +1,1 @@
+"""Dialects: other spellings of a chat request and of its response."""

@@ -1,0 +1,17 @@
+"""All dialects, by the url of their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from schemas.requests.dialects.dialect import Dialect
+from schemas.requests.errors import RowError
+
+DIALECTS: Final[Mapping[str, Dialect]] = {}
+
+
+def translate_error(url: str, error: RowError) -> RowError:
+    """An error of a request to this url, with the url's own names of the parameters."""
+    dialect = DIALECTS.get(url)
+    return error if dialect is None else dialect.translate(error)
