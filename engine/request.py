@@ -69,7 +69,8 @@ class MaskFiller(Protocol):
 class SamplingParams:
     """How the tokens of one request are chosen.
 
-    The order of the chain is: mask, logit_bias, penalties, (greedy: argmax), temperature, top_k, top_p, min_p, draw.
+    The order of the chain is: mask, allowed_token_ids, bad_words, logit_bias, penalties, (greedy: argmax), temperature,
+    top_k, top_p, min_p, draw.
     Randomness is counter-based: the draw for a position depends on (`seed`, choice, position) alone, so other rows of
     the batch, chunking, preemption or another worker change nothing.
 
@@ -80,6 +81,9 @@ class SamplingParams:
         repetition_penalty: over prompt and output, 1 is off (Keskar et al. 2019, CTRL, section 4.1).
         frequency_penalty, presence_penalty: over output, 0 is off (OpenAI's definition).
         logit_bias: token id -> added to its logit.
+        allowed_token_ids: only these are chosen, end tokens included; None: all. Where a mask, or the end tokens that
+            min_tokens holds back, leave none of them, the choice fails.
+        bad_words: token sequences that the output never contains: the last token is not chosen behind the others.
         stop_token_ids: end the choice; the stop token is not part of the output.
         ignore_eos: the model's own end tokens do not end the choice (`stop_token_ids` still do).
         min_tokens: end tokens are masked until this number was generated.
@@ -98,6 +102,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -128,10 +134,19 @@ class SamplingParams:
                 refuse(name, count, "0 or more, or None")
         if not 0 <= self.min_tokens <= self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"from 0 to max_tokens ({self.max_tokens})")
+        if self.allowed_token_ids == ():
+            refuse("allowed_token_ids", self.allowed_token_ids, "one token id at least, or None")
+        if not all(self.bad_words):
+            refuse("bad_words", self.bad_words, "sequences of one token at least")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_long_bad_words(self) -> bool:
+        """Whether what is banned depends on the tokens before."""
+        return any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +231,8 @@ class Request:
 
     @property
     def awaited(self) -> bool:
-        """Whether the host needs each of its tokens before the next one can be computed, because a mask or a penalty
-        depends on it, or needs more of each step than tokens (log-probabilities, pooled states)."""
+        """Whether the host needs each of its tokens before the next one can be computed, because a mask, a penalty
+        or a bad word depends on it, or needs more of each step than tokens (log-probabilities, pooled states)."""
         params = self.params
         return (
             self.mask is not None
@@ -226,6 +241,7 @@ class Request:
             or params.prompt_logprobs is not None
             or params.repetition_penalty != 1
             or bool(params.frequency_penalty or params.presence_penalty)
+            or params.has_long_bad_words
         )
 
 

@@ -1,4 +1,4 @@
-"""The logits processors, in this order: masks, held-back end tokens, bias, penalties."""
+"""The logits processors, in this order: masks, allowed tokens, bad words, held-back end tokens, bias, penalties."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BIAS_OF_BYTE = np.where((np.arange(256)[:, None] >> np.arange(8)) & 1, np.float
 def modified_lines(params: RowParams, rows: NDArray[np.int32], num_outputs: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return indices into `rows` (int32 [S]) whose logits the chain changes in this step, int64 [m]."""
     changed = (params.penalty_slot[rows] != NO_SLOT) | (params.min_tokens[rows] > num_outputs)
-    for lines in (params.bias, params.masks):
+    for lines in (params.bias, params.masks, params.allowed, params.bad_words):
         if lines:
             changed |= np.fromiter((row in lines for row in rows.tolist()), dtype=np.bool_, count=len(rows))
     return np.flatnonzero(changed)
@@ -44,6 +44,7 @@ def modify(
         transfer: to the logits' device.
     """
     _mask(params, logits, rows, lines, transfer)
+    _ban_bad_words(params, logits, rows, lines, transfer)
     _ban_end_tokens(params, logits, rows, lines[params.min_tokens[rows[lines]] > num_outputs[lines]], transfer)
     _bias(params, logits, rows, lines, transfer)
     slots = params.penalty_slot[rows[lines]]
@@ -64,17 +65,19 @@ def modify(
 def _mask(
     params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64], transfer: Transfer
 ) -> None:
-    masked = [line for line in lines.tolist() if int(rows[line]) in params.masks] if params.masks else []
-    if not masked:
-        return
-    vocab = logits.shape[1]
-    words = np.zeros((len(masked), -(-vocab // 32)), dtype=np.int32)
-    failed = fill_masks([params.masks[int(rows[line])] for line in masked], words)
+    with_mask = [line for line in lines.tolist() if int(rows[line]) in params.masks] if params.masks else []
+    words = np.zeros((len(with_mask), -(-logits.shape[1] // 32)), dtype=np.int32)
+    failed = fill_masks([params.masks[int(rows[line])] for line in with_mask], words) if with_mask else {}
     for at, error in failed.items():
-        params.break_mask(int(rows[masked[at]]), error)
-    for begin in range(0, len(masked), LINES_AT_ONCE):
-        part = slice(begin, begin + LINES_AT_ONCE)
-        _ban(logits, np.array(masked[part]), words[part], transfer)
+        params.break_mask(int(rows[with_mask[at]]), error)
+    masked = dict(zip(with_mask, words, strict=True))
+    for line in lines.tolist() if params.allowed else ():
+        if (allowed := params.allowed.get(int(rows[line]))) is not None:
+            masked[line] = masked[line] & allowed if line in masked else allowed
+    ordered = sorted(masked)
+    for begin in range(0, len(ordered), LINES_AT_ONCE):
+        part = ordered[begin : begin + LINES_AT_ONCE]
+        _ban(logits, np.array(part), np.stack([masked[line] for line in part]), transfer)
 
 
 def _ban(logits: Tensor, lines: NDArray[np.int64], words: NDArray[np.int32], transfer: Transfer) -> None:
@@ -116,13 +119,30 @@ def fill_masks(masks: Sequence[TokenMask], words: NDArray[np.int32]) -> dict[int
     return failed
 
 
+def _ban_bad_words(
+    params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64], transfer: Transfer
+) -> None:
+    if not params.bad_words:
+        return
+    with_words = [line for line in lines.tolist() if int(rows[line]) in params.bad_words]
+    banned = [params.bad_words[int(rows[line])].banned() for line in with_words]
+    _ban_tokens(logits, with_words, banned, transfer)
+
+
+def _ban_tokens(
+    logits: Tensor, lines: Sequence[int], tokens: Sequence[Sequence[int] | NDArray[np.int64]], transfer: Transfer
+) -> None:
+    """Write -inf for the tokens of each line."""
+    if any(map(len, tokens)):
+        ids = np.concatenate([np.asarray(of_line, dtype=np.int64) for of_line in tokens])
+        line, token = transfer.up(np.repeat(lines, [len(of_line) for of_line in tokens]), ids)
+        logits.index_put_((line, token), logits.new_full((), float("-inf")))
+
+
 def _ban_end_tokens(
     params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64], transfer: Transfer
 ) -> None:
-    ends = [params.end_tokens[int(rows[line])] for line in lines]
-    if ends:
-        line, token = transfer.up(np.repeat(lines, [len(e) for e in ends]), np.concatenate(ends))
-        logits.index_put_((line, token), logits.new_full((), float("-inf")))
+    _ban_tokens(logits, lines.tolist(), [params.end_tokens[int(rows[line])] for line in lines], transfer)
 
 
 def _bias(

@@ -16,6 +16,7 @@ from engine.request import Request, SamplingParams, TokenMask
 from engine.sampling.draw import scale_of_temperature
 from engine.sampling.penalties import PenaltyTable
 from engine.sampling.philox import fold_seed
+from engine.sampling.token_bans import BadWordPrefixes, bad_word_prefixes, static_mask
 
 MASK_FAILED = "token mask failed"
 """Begins the reason of a row whose mask raised; the exception's class and message follow."""
@@ -29,12 +30,17 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Check parameters against the vocabulary; for `Engine.add`.
 
     Raises:
-        RequestRefused: a token of logit_bias or stop_token_ids outside the vocabulary, more log-probabilities than it
-            has tokens, or a bias or penalty that is NaN or, in float32, infinite (a bias of -inf bans its token).
+        RequestRefused: a listed token outside the vocabulary, more log-probabilities than it has tokens, or a bias or
+            penalty that is NaN or, in float32, infinite (a bias of -inf bans its token).
     """
-    for token in params.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise RequestRefused(f"stop_token_ids names token {token}, but the vocabulary ends at {vocab_size - 1}")
+    for name, tokens in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words", (token for word in params.bad_words for token in word)),
+    ):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise RequestRefused(f"{name} names token {token}, but the vocabulary ends at {vocab_size - 1}")
     for name in ("logprobs", "prompt_logprobs"):
         if (count := getattr(params, name)) is not None and count > vocab_size:
             raise RequestRefused(f"{name} is {count}, but the vocabulary has {vocab_size} tokens")
@@ -60,6 +66,8 @@ class RowParams:
         special: bool [R], rows that need more than temperature and filters; the fast paths check only this.
         awaited: bool [R], of them those whose tokens the host needs one by one (`Request.awaited`).
         bias: row -> (token ids int64, values float32).  end_tokens: row -> int64.  masks: row -> its mask.
+        allowed: row -> tokens that are allowed at each position, int32 [ceil(vocab / 32)].  bad_words: row -> its bad
+            words of several tokens.
         broken: row -> its mask's exception; the row fails when it is sampled next.
     """
 
@@ -85,6 +93,8 @@ class RowParams:
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.end_tokens: dict[int, NDArray[np.int64]] = {}
         self.masks: dict[int, TokenMask] = {}
+        self.allowed: dict[int, NDArray[np.int32]] = {}
+        self.bad_words: dict[int, BadWordPrefixes] = {}
         self.broken: dict[int, str] = {}
 
     def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
@@ -109,11 +119,17 @@ class RowParams:
             self.end_tokens[row] = np.array([t for t in sorted(ends) if 0 <= t < self._vocab_size], dtype=np.int64)
         if request.mask is not None:
             self._assign_mask(row, request.mask, choice, known[prompt_len:])
+        if (allowed := static_mask(params, self._vocab_size)) is not None:
+            self.allowed[row] = allowed
+        if (bad_words := bad_word_prefixes(params, known[prompt_len:])) is not None:
+            self.bad_words[row] = bad_words
         self.special[row] = (
             params.logprobs is not None
             or params.min_tokens > 0
             or bool(params.logit_bias)
             or request.mask is not None
+            or row in self.allowed
+            or row in self.bad_words
             or self.penalty_slot[row] != NO_SLOT
         )
         self.awaited[row] = request.awaited
@@ -126,18 +142,22 @@ class RowParams:
         self.bias.pop(row, None)
         self.end_tokens.pop(row, None)
         self.masks.pop(row, None)
+        self.allowed.pop(row, None)
+        self.bad_words.pop(row, None)
         self.broken.pop(row, None)
         self.special[row] = self.awaited[row] = False
         self.greedy[row] = True
 
     def record(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """Update penalties and masks with the tokens of these special rows; int32 [n] each."""
+        """Update penalties, bad words and masks with the tokens of these special rows; int32 [n] each."""
         slots = self.penalty_slot[rows]
         penalised = slots != NO_SLOT
         if penalised.any():
             self.penalties.add(slots[penalised], tokens[penalised])
-        if self.masks:
+        if self.masks or self.bad_words:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                if row in self.bad_words:
+                    self.bad_words[row].push(token)
                 if row in self.masks:
                     try:
                         self.masks[row].advance(token)

@@ -31,7 +31,7 @@ from engine.sampling.rows import OFF, RowParams, check_params
 __all__ = ["SampleOutput", "Sampler", "check_params", "prompt_logprobs"]
 
 NON_FINITE = "the model's logits are not finite"
-NOTHING_LEFT = "mask, logit_bias, penalties and min_tokens together leave no token to choose"
+NOTHING_LEFT = "mask, allowed_token_ids, bad_words, logit_bias, penalties and min_tokens together leave no token"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,10 @@ def grammar_of(request: Request) -> str | None:
 
 def continues(request: Request) -> bool:
     """Whether vLLM can go on behind tokens that were sampled before. They become a part of its prompt, where neither a
-    grammar nor a penalty of answers sees them."""
+    grammar nor a penalty of answers nor a bad word sees them."""
     params = request.params
-    return request.mask is None and not params.frequency_penalty and not params.presence_penalty
+    needs_output = params.frequency_penalty or params.presence_penalty or params.has_long_bad_words
+    return request.mask is None and not needs_output
 
 
 def check_supported(request: Request, end_token_ids: tuple[int, ...]) -> None:
@@ -68,6 +69,8 @@ def sampling_params(request: Request, choice: int, known: int, end_token_ids: tu
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
         logit_bias=dict(params.logit_bias) or None,
+        allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+        _bad_words_token_ids=[list(word) for word in params.bad_words] or None,
         seed=None if params.greedy else choice_seed(params.seed, choice, known),
         max_tokens=max(1, params.max_tokens - known),
         min_tokens=max(0, params.min_tokens - known),

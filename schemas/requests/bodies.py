@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from schemas.requests.fields import (
+    BAD_WORDS,
     CONTENT,
     INPUTS,
     LOGIT_BIAS,
@@ -146,6 +147,16 @@ def _check_logit_bias(value: Any) -> Any:
     return {key: float(bias) for key, bias in value.items()}
 
 
+def _check_bad_words(value: Any) -> Any:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
+        raise invalid("must be a list of strings")
+    if not all(word.strip() for word in value):
+        raise invalid("holds an empty string; remove it")
+    return tuple(value)
+
+
 def _check_template_kwargs(value: Any) -> Any:
     if value is None:
         return {}
@@ -223,8 +234,13 @@ class GenerationBody(BaseModel):
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100), defaulting(1.0)] = 1.0
     logit_bias: Annotated[dict[str, float], only(_check_logit_bias, LOGIT_BIAS)] = Field(default_factory=dict)
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Strict(False), Field(min_length=1)] | None = None
+    bad_words: Annotated[tuple[str, ...], only(_check_bad_words, BAD_WORDS)] = ()
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), defaulting(0)] = 0
     ignore_eos: Annotated[bool, defaulting(False)] = False
+    skip_special_tokens: Annotated[bool, defaulting(True)] = True
+    include_stop_str_in_output: Annotated[bool, defaulting(False)] = False
+    return_token_ids: Annotated[bool, defaulting(False)] = False
     response_format: Annotated[ResponseFormat | None, only(check_response_format, RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[StructuredOutputs | None, only(check_structured_outputs, STRUCTURED_OUTPUTS)] = None
     user: str | None = None

@@ -70,6 +70,7 @@ class defaulting:  # noqa: N801 - the same
 
 
 STOP: Final = one_of(TEXT, {"type": "array", "items": TEXT}, NULL)
+BAD_WORDS: Final = one_of({"type": "array", "items": {"type": "string", "pattern": "\\S"}}, NULL)
 LOGIT_BIAS: Final = one_of(
     {
         "type": "object",

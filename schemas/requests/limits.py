@@ -20,6 +20,7 @@ class Limits(BaseModel):
         max_json_depth: deepest nesting of brackets, counted before anything is parsed.
         max_custom_id_chars: longest custom_id.
         max_stop_sequences: most stop strings (OpenAI takes 4, vLLM any number) and most stop_token_ids.
+        max_bad_words, max_bad_word_chars: most `bad_words`, and the longest one.
         max_choices: largest `n`.
         max_embedding_inputs: most texts of one request for embeddings.
         max_embedding_tokens: most tokens of them in total.
@@ -35,6 +36,8 @@ class Limits(BaseModel):
     max_json_depth: Positive = 64
     max_custom_id_chars: Positive = 512
     max_stop_sequences: Positive = 16
+    max_bad_words: Positive = 1_000
+    max_bad_word_chars: Positive = 256
     max_choices: Positive = 128
     max_embedding_inputs: Positive = 2_048
     max_embedding_tokens: Positive = 300_000

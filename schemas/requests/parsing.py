@@ -77,12 +77,8 @@ NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "length_penalty": (1, 1.0),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # a shown special token is spelt as it is, without blanks around
     "chat_template": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "refusal": (),
 }
 HINTS: Final[Mapping[str, str]] = {
@@ -220,9 +216,14 @@ def _check_limits(body: GenerationBody, limits: Limits) -> None:
         ("n", body.n, limits.max_choices),
         ("stop", len(body.stop), limits.max_stop_sequences),
         ("stop_token_ids", len(body.stop_token_ids), limits.max_stop_sequences),
+        ("bad_words", len(body.bad_words), limits.max_bad_words),
     ):
         if count > most:
             raise _refuse(name, f"asks for {count}, but at most {most} are allowed")
+    longest = max(map(len, body.bad_words), default=0)
+    if longest > limits.max_bad_word_chars:
+        most = limits.max_bad_word_chars
+        raise _refuse("bad_words", f"holds a word of {longest} characters, but at most {most} are allowed")
     _check_sizes(body, limits)
 
 

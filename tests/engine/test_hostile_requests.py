@@ -134,6 +134,7 @@ def test_a_choice_whose_mask_can_not_follow_it_after_preemption_fails_alone(
         {"mask": lambda _: AllowNoneMask()},
         {"params": SamplingParams(max_tokens=4, logit_bias=dict.fromkeys(range(VOCAB), float("-inf")))},
         {"params": SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=tuple(range(VOCAB)))},
+        {"params": SamplingParams(max_tokens=4, allowed_token_ids=(7,), bad_words=((7,),))},
     ],
 )
 def test_a_row_without_a_choice_fails_and_its_prefix_stays_cached(
@@ -143,7 +144,9 @@ def test_a_row_without_a_choice_fails_and_its_prefix_stays_cached(
     hopeless = Request("hopeless", prompt, **{"params": PARAMS, **rules})
     done = complete(engine, hopeless)["hopeless"]
     assert done.choices[0].finish_reason is FinishReason.ERROR
-    assert done.error == "mask, logit_bias, penalties and min_tokens together leave no token to choose"
+    assert (
+        done.error == "mask, allowed_token_ids, bad_words, logit_bias, penalties and min_tokens together leave no token"
+    )
     # the values were sound, so what was computed for it can still be read
     after = complete(engine, Request("after", prompt, PARAMS))["after"]
     assert after.cached_tokens > 0
@@ -158,6 +161,10 @@ def test_a_row_without_a_choice_fails_and_its_prefix_stays_cached(
         ({"prompt_logprobs": 10**6}, "prompt_logprobs is 1000000"),
         ({"stop_token_ids": (3, 2**40)}, "stop_token_ids names token 1099511627776"),
         ({"stop_token_ids": (VOCAB,)}, f"stop_token_ids names token {VOCAB}, but the vocabulary ends at"),
+        ({"allowed_token_ids": (3, VOCAB)}, f"allowed_token_ids names token {VOCAB}, but the vocabulary ends at"),
+        ({"bad_words": ((3,), (4, VOCAB))}, f"bad_words names token {VOCAB}, but the vocabulary ends at"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids is ()"),
+        ({"bad_words": ((3,), ())}, "bad_words is"),
         ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias names token {VOCAB}, but the vocabulary ends at"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids names token -1"),
         ({"logit_bias": {4: 1e39}}, "logit_bias of token 4"),

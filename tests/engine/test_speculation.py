@@ -30,7 +30,7 @@ from engine.errors import UnsupportedModel
 from engine.speculative.base import Draft, DraftRequest
 from engine.speculative.draft_lengths import FixedLengths
 from tests.engine.native.test_native_engine import PRECISIONS
-from tests.engine.scheduler.test_resume import OddMask, PairWatcher, joined, visible
+from tests.engine.scheduler.test_resume import BAD_WORDS, OddMask, PairWatcher, joined, visible
 
 TinyModel = Callable[[str], Path]
 
@@ -194,6 +194,36 @@ def test_given_few_blocks_when_tokens_are_drafted_then_answers_are_those_without
     assert stats.preemptions > 0
     assert stats.speculation.accepted > 100
     assert (stats.cached > 0) == prefix_caching
+
+
+@pytest.mark.parametrize("method", ["replay", "ngram"])
+def test_given_allowed_tokens_and_bad_words_when_tokens_are_drafted_then_no_answer_holds_others(
+    method: str, tiny_model: TinyModel
+) -> None:
+    path = tiny_model("llama")
+    kinds = [
+        SamplingParams(max_tokens=40, seed=3, n=2, allowed_token_ids=tuple(range(4, 12)), bad_words=BAD_WORDS),
+        SamplingParams(max_tokens=40, temperature=0.0, allowed_token_ids=(5, 6, 7), bad_words=((5, 5), (6, 6), (7, 6))),
+        SamplingParams(max_tokens=40, temperature=0.0, allowed_token_ids=tuple(range(3, 200)), bad_words=((9,),)),
+        SamplingParams(max_tokens=40, temperature=0.3, seed=8, bad_words=BAD_WORDS, logprobs=1),
+    ]
+    requests = [
+        replace(request, params=kinds[at % 4], mask=request.mask if at % 4 != 1 else None, watcher=None)
+        for at, request in enumerate(requests_of(16))
+    ]
+    plain = run(load(path, "off"), requests)
+    engine = replaying(path, plain, **SMALL) if method == "replay" else load(path, "ngram", **SMALL)
+    speculated = run(engine, requests)
+
+    assert_same(speculated, plain)
+    assert engine.stats().speculation.accepted > (100 if method == "replay" else 0)
+    for request in requests:
+        for choice in speculated[request.request_id].choices:
+            output, params = choice.token_ids.tolist(), request.params
+            assert choice.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+            assert set(output) <= set(params.allowed_token_ids or range(257))
+            for word in params.bad_words:
+                assert all(tuple(output[at : at + len(word)]) != word for at in range(len(output)))
 
 
 def test_given_interruptions_when_requests_resume_with_drafts_then_answers_are_those_of_an_unbroken_run(

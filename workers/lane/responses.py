@@ -222,8 +222,10 @@ class LaneAnswer:
         calls: list[dict[str, Any]] | None,
         logprobs: dict[str, Any] | None,
     ) -> TokensEvent:
-        request, attempt = self.request.id, self.request.attempt
-        return TokensEvent(request, attempt, self._next_sequence(), choice, tuple(ids), text, logprobs, calls)
+        request, attempt, sequence = self.request.id, self.request.attempt, self._next_sequence()
+        wants_ids = sequence == 0 and not isinstance(self._body, EmbeddingBody) and self._body.return_token_ids
+        prompt = tuple(self._prompt.tolist()) if wants_ids else None
+        return TokensEvent(request, attempt, sequence, choice, tuple(ids), text, logprobs, calls, prompt)
 
     def _next_sequence(self) -> int:
         self._sequence += 1

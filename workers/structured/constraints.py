@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 from schemas.requests.errors import RowError, RowErrorCode
@@ -67,8 +68,11 @@ def _json(schema: dict[str, Any], param: str, lenient: bool = False) -> str:
     return json_rule(adapt_schema(schema), lenient=lenient)
 
 
-def shown_tokens(body: ChatBody | CompletionBody | EmbeddingBody, tokenizer: Tokenizer) -> dict[int, str]:
-    """Special tokens that mark calls in an answer; its text contains their spelling."""
+def shown_tokens(body: ChatBody | CompletionBody | EmbeddingBody, tokenizer: Tokenizer) -> Mapping[int, str]:
+    """Special tokens whose spelling the text of an answer contains: all with `skip_special_tokens: false`, else those
+    that mark calls."""
+    if not isinstance(body, EmbeddingBody) and not body.skip_special_tokens:
+        return tokenizer.special_spellings
     form = find_tool_format(tokenizer) if isinstance(body, ChatBody) and body.offered_tools else None
     return {} if form is None else spelt_specials(tokenizer, form.opening + form.closing)
 

@@ -13,8 +13,8 @@ class StopStringWatcher:
     """Ends a choice at its first stop string, also across token borders (a `TokenWatcher`). An incomplete character at
     the end is not text yet, so no stop string can match it.
 
-    As with OpenAI, the text ends before the stop string. A stop string counts if it ends in a token after the first
-    `min_tokens`. Pushing the same tokens into a new watcher gives the same state.
+    As with OpenAI, the text ends before the stop string, or behind it where `includes_stop`. A stop string counts if it
+    ends in a token after the first `min_tokens`. Pushing the same tokens into a new watcher gives the same state.
 
     Attributes:
         text: the final text once a stop string was found, else None.
@@ -24,6 +24,7 @@ class StopStringWatcher:
         "_detokenizer",
         "_exempt_characters",
         "_ids",
+        "_includes_stop",
         "_max_tail",
         "_min_tokens",
         "_prompt",
@@ -41,6 +42,8 @@ class StopStringWatcher:
         stops: Sequence[str],
         min_tokens: int = 0,
         shown: Mapping[int, str] = NOTHING_SHOWN,
+        *,
+        includes_stop: bool = False,
     ) -> None:
         """`prompt` int32 [prompt_tokens]; `stops`: at least one string, none empty; `shown`: special tokens that are
         spelt out."""
@@ -49,6 +52,7 @@ class StopStringWatcher:
         self._shown = shown
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, shown)
         self._stops = tuple(stops)
+        self._includes_stop = includes_stop
         self._max_tail = max(map(len, stops)) - 1
         self._min_tokens = min_tokens
         self._ids: list[int] = []
@@ -70,9 +74,13 @@ class StopStringWatcher:
         return self.text is not None
 
     def _cut(self) -> str | None:
-        """The whole answer's text before the stop string, or None if it contains none."""
+        """The whole answer's text before its first stop string (or up to that one's end), or None if it contains
+        none."""
         text = self._tokenizer.decode_showing(self._prompt, self._ids, self._shown)
         text = text.removesuffix(self._detokenizer.pending)
-        starts = [text.find(stop, max(0, self._exempt_characters - len(stop) + 1)) for stop in self._stops]
-        found = [start for start in starts if start >= 0]
-        return text[: min(found)] if found else None
+        found = []
+        for stop in self._stops:
+            start = text.find(stop, max(0, self._exempt_characters - len(stop) + 1))
+            if start >= 0:
+                found.append((start, start + len(stop)))
+        return text[: min(found)[self._includes_stop]] if found else None

@@ -79,6 +79,7 @@ class Tokenizer:
         tool_template: the chat template for conversations with tools.
         template_variables: of the chat templates, that a request may set.
         added_tokens: ids and texts of the tokens that are matched whole.  special_ids: those that decoding leaves out.
+        special_spellings: ids and texts of these.
         joins_bytes: whether a text is its joined `token_bytes`; otherwise a token's text depends on its neighbours.
     """
 
@@ -109,6 +110,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_spellings: Mapping[int, str] = {i: self.added_tokens[i] for i in sorted(self.special_ids)}
         self.token_bytes = TokenBytes(self.id_to_token, self.added_tokens, self.special_ids, self.byte_level)
         dropped = dropped_blanks(decoder)
         self.joins_bytes = dropped is not None

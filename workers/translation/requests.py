@@ -7,7 +7,7 @@ row's mistake fails that row only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -91,10 +91,13 @@ class StopWatchers:
     stops: tuple[str, ...]
     min_tokens: int
     shown: Mapping[int, str] = field(default_factory=dict)
+    includes_stop: bool = False
     watchers: dict[int, StopStringWatcher] = field(default_factory=dict)
 
     def __call__(self, choice: int) -> StopStringWatcher:
-        watcher = StopStringWatcher(self.tokenizer, self.prompt, self.stops, self.min_tokens, self.shown)
+        watcher = StopStringWatcher(
+            self.tokenizer, self.prompt, self.stops, self.min_tokens, self.shown, includes_stop=self.includes_stop
+        )
         self.watchers[choice] = watcher
         return watcher
 
@@ -115,6 +118,8 @@ class Translator:
         self._grammars = grammars or Grammars(tokenizer, limits.vocab_size, limits.end_token_ids)
         self._limits = limits
         self._rules = rules
+        # The last row's words and their tokens: most rows of a job have the same.
+        self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()
         eos = tokenizer.eos_token_id
         is_known = eos is None or eos in limits.end_token_ids or eos >= limits.vocab_size
         self._extra_end_ids = () if eos is None or is_known else (eos,)
@@ -160,6 +165,8 @@ class Translator:
             raise _refuse(f"min_tokens is {body.min_tokens}, but at most {max_tokens} can be generated", "min_tokens")
         for token_id in body.stop_token_ids:
             self._check_token("stop_token_ids", token_id)
+        for token_id in body.allowed_token_ids or ():
+            self._check_token("allowed_token_ids", token_id)
         bias = {int(token_id): value for token_id, value in body.logit_bias.items()}
         for token_id in bias:
             self._check_token("logit_bias", token_id)
@@ -170,7 +177,8 @@ class Translator:
         watchers = None
         if body.stop:
             shown = shown_tokens(body, self._tokenizer)
-            watchers = StopWatchers(self._tokenizer, prompt, body.stop, body.min_tokens, shown)
+            includes_stop = body.include_stop_str_in_output
+            watchers = StopWatchers(self._tokenizer, prompt, body.stop, body.min_tokens, shown, includes_stop)
         expected = hints.expected_tokens
         return Request(
             request_id=request_id,
@@ -209,6 +217,8 @@ class Translator:
             frequency_penalty=body.frequency_penalty,
             presence_penalty=body.presence_penalty,
             logit_bias=bias,
+            allowed_token_ids=body.allowed_token_ids,
+            bad_words=self._bad_word_tokens(body.bad_words),
             seed=row_seed(self._rules.seed, row) if body.seed is None else body.seed,
             stop_token_ids=body.stop_token_ids if body.ignore_eos else (*body.stop_token_ids, *self._extra_end_ids),
             ignore_eos=body.ignore_eos,
@@ -216,6 +226,13 @@ class Translator:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+
+    def _bad_word_tokens(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        given, ids = self._bad_words
+        if words != given:
+            ids = bad_word_tokens(self._tokenizer, words)
+            self._bad_words = words, ids
+        return ids
 
     def _max_tokens(self, body: Generation, prompt_tokens: int) -> int:
         requested = body.output_limit
@@ -243,6 +260,14 @@ class Translator:
         if token_id >= self._limits.vocab_size:
             size = self._limits.vocab_size
             raise _refuse(f"{name} holds token {token_id}, but the model's ids end at {size - 1}", name)
+
+
+def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of bad words, each as it begins a text and as it stands behind a blank (vLLM's rule). Raises
+    `RowError`."""
+    texts = [blank + encodable(word, "bad_words").lstrip() for word in words for blank in ("", " ")]
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return tuple(dict.fromkeys(tuple(ids.tolist()) for ids in encoded if len(ids)))
 
 
 def row_seed(job_seed: int, row: int) -> int:

@@ -20,7 +20,7 @@ import structlog
 from engine.request import Choice, Completion, FinishReason
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.parsing import ChatBody, CompletionBody, EmbeddingBody
+from schemas.requests.parsing import Body, ChatBody, CompletionBody, EmbeddingBody
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RejectedRow, RowName
 from workers.structured.constraints import shown_tokens
 from workers.structured.grammar import Grammar, too_complex
@@ -123,14 +123,17 @@ class ResponseBuilder:
         return [[self._text(row.prepared, choice, next(decoded)) for choice in row.completion.choices] for row in rows]
 
     def _text(self, prepared: PreparedRow, choice: Choice, decoded: str) -> str:
-        """The text of a choice: cut at its stop string, or all decoded text."""
+        """The text of a choice: cut at its stop string, or all decoded text (with that of an end token, if wanted)."""
         watchers = prepared.request.watcher
         stopped_text = watchers.text(choice.index) if isinstance(watchers, StopWatchers) else None
         if stopped_text is not None:
             return stopped_text
         shown = shown_tokens(prepared.body, self._tokenizer)
+        prompt = prepared.request.prompt_token_ids
+        if _includes_stop(prepared.body) and choice.stop_token_id is not None:
+            return self._tokenizer.decode_showing(prompt, [*choice.token_ids.tolist(), choice.stop_token_id], shown)
         if shown and not shown.keys().isdisjoint(choice.token_ids.tolist()):
-            return self._tokenizer.decode_showing(prepared.request.prompt_token_ids, choice.token_ids, shown)
+            return self._tokenizer.decode_showing(prompt, choice.token_ids, shown)
         return decoded
 
     def answered(
@@ -156,6 +159,8 @@ class ResponseBuilder:
             ]
         response = {"id": "", "object": name, "created": int(started.timestamp()), "model": body.model}
         response["choices"] = choices
+        if body.return_token_ids:
+            _add_token_ids(response, prepared, completion, withheld)
 
         def result(index: int, row_name: RowName) -> ResultRow:
             cached = completion.cached_tokens if index == 0 else completion.prompt_tokens
@@ -189,7 +194,7 @@ class ResponseBuilder:
         ids."""
         logprobs = None
         if choice.logprobs is not None:
-            token_ids = choice.token_ids[: self._num_tokens_within(choice, text)]
+            token_ids = choice.token_ids[: self._num_tokens_within(body, choice, text)]
             logprobs = chat_logprobs(self._texts, token_ids, choice.logprobs, body.top_logprobs)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         reason = str(choice.finish_reason)
@@ -212,7 +217,7 @@ class ResponseBuilder:
             if row.completion.prompt_logprobs is not None:
                 runs.append((ids, row.completion.prompt_logprobs))
         if choice.logprobs is not None:
-            runs.append((choice.token_ids[: self._num_tokens_within(choice, text)], choice.logprobs))
+            runs.append((choice.token_ids[: self._num_tokens_within(body, choice, text)], choice.logprobs))
         logprobs = None if body.logprobs is None else completion_logprobs(self._texts, runs, body.logprobs)
         return {
             "index": choice.index,
@@ -221,16 +226,17 @@ class ResponseBuilder:
             "finish_reason": str(choice.finish_reason),
         }
 
-    def _num_tokens_within(self, choice: Choice, text: str) -> int:
+    def _num_tokens_within(self, body: ChatBody | CompletionBody, choice: Choice, text: str) -> int:
         """Number of tokens that begin within the choice's text, which may be cut before a stop string."""
         if choice.finish_reason is not FinishReason.STOP or choice.stop_token_id is not None:
             return len(choice.token_ids)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        shown = shown_tokens(body, self._tokenizer)
         characters = 0
         for count, token_id in enumerate(choice.token_ids.tolist()):
             if characters >= len(text):
                 return count
-            if not self._texts.is_special(token_id):
+            if token_id in shown or not self._texts.is_special(token_id):
                 characters += len(decoder.decode(self._texts.bytes_of(token_id)))
         return len(choice.token_ids)
 
@@ -243,6 +249,25 @@ def withheld_choices(row: ComputedRow, texts: Sequence[str]) -> frozenset[int]:
     choices = [choice.index for choice in row.completion.choices]
     judged = ((index, text) for index, text in zip(choices, texts, strict=True) if index not in row.withheld)
     return row.withheld | {index for index, text in judged if guard.refuses(text)}
+
+
+def _includes_stop(body: Body) -> bool:
+    return not isinstance(body, EmbeddingBody) and body.include_stop_str_in_output
+
+
+def _add_token_ids(
+    response: dict[str, Any], prepared: PreparedRow, completion: Completion, withheld: frozenset[int]
+) -> None:
+    """Add token ids as vLLM does: the prompt's to the response (of completions: to each choice), and to each choice its
+    own, end token included."""
+    prompt = prepared.request.prompt_token_ids.tolist()
+    for choice, shown in zip(completion.choices, response["choices"], strict=True):
+        ending = [] if choice.stop_token_id is None else [choice.stop_token_id]
+        shown["token_ids"] = None if choice.index in withheld else choice.token_ids.tolist() + ending
+        if isinstance(prepared.body, CompletionBody):
+            shown["prompt_token_ids"] = prompt
+    if isinstance(prepared.body, ChatBody):
+        response["prompt_token_ids"] = prompt
 
 
 def _withheld_choice(body: ChatBody | CompletionBody, index: int) -> dict[str, Any]:

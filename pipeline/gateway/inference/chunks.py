@@ -3,12 +3,14 @@ a JSON document.
 
 In chat streams each choice begins with its role, followed by text, tool calls and log-probabilities as they arrive, and
 then its finish reason. With `include_usage` the last chunk holds the usage of all choices. In completion streams the
-log-probabilities come with the end of their choice.
+log-probabilities come with the end of their choice. With `return_token_ids` each chunk has the ids of its tokens, and
+the first one of the prompt's (of a completion: the first one of each choice), as with vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import orjson
@@ -45,6 +47,10 @@ class Chunks:
         self._chat = inference.request.url == CHAT_URL
         self._include_usage = inference.include_usage
         self._begun: set[int] = set()
+        self._returns_ids = bool(inference.request.body.get("return_token_ids"))
+        self._prompt_ids: Sequence[int] | None = None
+        self._has_prompt_ids: set[int] = set()  # choices; chats have them once
+        self._num_ids: Counter[int] = Counter()
         kind = "chatcmpl" if self._chat else "cmpl"
         self._head = {
             "id": f"{kind}-{inference.request.id.removeprefix('http-')}",
@@ -68,26 +74,29 @@ class Chunks:
         return [ServerEvent(orjson.dumps(error.body())), ServerEvent(DONE)]
 
     def _tokens(self, event: TokensEvent) -> Iterator[bytes]:
+        self._prompt_ids = event.prompt_token_ids or self._prompt_ids
         if not self._chat:
-            if event.text:
-                yield self._chunk(event.choice, {"text": event.text})
+            if event.text or self._returns_ids:
+                yield self._chunk(event.choice, {"text": event.text}, token_ids=event.tokens)
             return
         yield from self._role(event.choice)
         calls = getattr(event, "tool_calls", None)
-        if event.text or event.logprobs is not None or calls:
+        if event.text or event.logprobs is not None or calls or self._returns_ids:
             delta: dict[str, Any] = {"content": event.text} if event.text or not calls else {}
             if calls:
                 delta["tool_calls"] = calls
-            yield self._chunk(event.choice, {"delta": delta}, event.logprobs)
+            yield self._chunk(event.choice, {"delta": delta}, event.logprobs, token_ids=event.tokens)
 
     def _end(self, response: Mapping[str, Any]) -> Iterator[bytes]:
         for choice in response["choices"]:
             index, reason = choice["index"], choice["finish_reason"]
+            self._prompt_ids = response.get("prompt_token_ids", choice.get("prompt_token_ids"))
+            rest = (choice.get("token_ids") or [])[self._num_ids[index] :]
             if self._chat:
                 yield from self._role(index)
-                yield self._chunk(index, {"delta": {}}, None, reason)
+                yield self._chunk(index, {"delta": {}}, None, reason, rest)
             else:
-                yield self._chunk(index, {"text": ""}, choice.get("logprobs"), reason)
+                yield self._chunk(index, {"text": ""}, choice.get("logprobs"), reason, rest)
         if self._include_usage:
             yield orjson.dumps(self._head | {"choices": [], "usage": response["usage"]})
 
@@ -97,11 +106,22 @@ class Chunks:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
     def _chunk(
-        self, index: int, what: Mapping[str, Any], logprobs: Any = None, finish_reason: str | None = None
+        self,
+        index: int,
+        what: Mapping[str, Any],
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        token_ids: Sequence[int] = (),
     ) -> bytes:
         choice = {"index": index, **what, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage = {"usage": None} if self._include_usage else {}
-        return orjson.dumps(self._head | {"choices": [choice]} | usage)
+        chunk: dict[str, Any] = self._head | {"choices": [choice]}
+        if self._returns_ids:
+            choice["token_ids"] = token_ids
+            self._num_ids[index] += len(token_ids)
+            if (owner := 0 if self._chat else index) not in self._has_prompt_ids:
+                self._has_prompt_ids.add(owner)
+                (chunk if self._chat else choice)["prompt_token_ids"] = self._prompt_ids
+        return orjson.dumps(chunk | ({"usage": None} if self._include_usage else {}))
 
 
 def lane_error(event: ErrorEvent) -> ApiError:

@@ -312,7 +312,9 @@ def replay(request: LaneRequest, response: Mapping[str, Any]) -> Iterator[LaneEv
         chat = "message" in choice
         text = (choice["message"].get("content") if chat else choice["text"]) or ""
         logprobs = choice.get("logprobs") if chat else None
-        yield TokensEvent(request.id, 1, number, choice["index"], (), text, logprobs)
+        ids = tuple(choice.get("token_ids") or ())
+        prompt = response.get("prompt_token_ids", choice.get("prompt_token_ids"))
+        yield TokensEvent(request.id, 1, number, choice["index"], ids, text, logprobs, prompt_token_ids=prompt)
     yield EndEvent(request.id, 1, len(response["choices"]), dict(response))
 
 

@@ -68,12 +68,13 @@ class ChatLogprobs(ResponseModel):
 
 
 class ChatChoice(ResponseModel):
-    """One of `n` choices."""
+    """One of `n` choices. `token_ids`: with `return_token_ids`, the end token included."""
 
     index: Count
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[Count] | None = None
 
 
 class ChatCompletion(ResponseModel):
@@ -85,6 +86,7 @@ class ChatCompletion(ResponseModel):
     model: str
     choices: list[ChatChoice]
     usage: CompletionUsage
+    prompt_token_ids: list[Count] | None = None
 
 
 class FunctionDelta(ResponseModel):
@@ -118,6 +120,7 @@ class ChunkChoice(ResponseModel):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[Count] | None = None
 
 
 class ChatCompletionChunk(ResponseModel):
@@ -129,6 +132,7 @@ class ChatCompletionChunk(ResponseModel):
     model: str
     choices: list[ChunkChoice]
     usage: CompletionUsage | None = None
+    prompt_token_ids: list[Count] | None = None
 
 
 class CompletionLogprobs(ResponseModel):
@@ -147,6 +151,8 @@ class TextChoice(ResponseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[Count] | None = None
+    prompt_token_ids: list[Count] | None = None
 
 
 class TextCompletion(ResponseModel):

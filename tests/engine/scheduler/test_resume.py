@@ -18,6 +18,7 @@ from tests.engine.oracle import Setting, make_prompts
 
 TinyModel = Callable[[str], Path]
 
+BAD_WORDS = ((4,), *((a, b) for a in range(5, 12) for b in range(5, 12) if (a + b) % 3 == 0), (5, 11, 9), (9, 9, 9))
 KINDS = [
     SamplingParams(max_tokens=24, temperature=0.0),
     SamplingParams(max_tokens=24, temperature=0.9, seed=11, logprobs=3),
@@ -25,6 +26,7 @@ KINDS = [
     SamplingParams(max_tokens=24, temperature=0.8, repetition_penalty=1.4, frequency_penalty=0.6, seed=4, n=2),
     SamplingParams(max_tokens=24, temperature=0.0, presence_penalty=0.7, min_tokens=9, logit_bias={9: 3.0}),
     SamplingParams(max_tokens=24, temperature=1.0, seed=8, stop_token_ids=tuple(range(40)), n=4, logprobs=1),
+    SamplingParams(max_tokens=24, seed=3, n=3, allowed_token_ids=tuple(range(4, 12)), bad_words=BAD_WORDS),
 ]
 
 

@@ -203,6 +203,10 @@ def test_sampling_settings_are_passed_on(vllm: VLLMEngine) -> None:
     assert len(set(repeated)) > len(set(free)) or len(set(free)) == 16
     nucleus = tokens(complete(vllm, ask("k", ids, 8, temperature=1.5, top_k=1))["k"])
     assert nucleus == free[:8]
+    words = ((5, 5), (6, 6), (7, 5), (5, 6, 7))
+    few = tokens(complete(vllm, ask("few", ids, 24, allowed_token_ids=(5, 6, 7), bad_words=words))["few"])
+    assert set(few) <= {5, 6, 7}
+    assert not any(tuple(few[at : at + len(word)]) == word for word in words for at in range(len(few)))
 
 
 @pytest.mark.parametrize(

@@ -363,10 +363,10 @@ def test_unknown_tool_formats_are_refused(long_folder: Path, answer: Any, kit: A
 
 
 def stream_events(
-    model: LoadedModel, body: dict[str, Any], every: int, tokens: Any = (), attempt: int = 1
+    model: LoadedModel, body: dict[str, Any], every: int, tokens: Any = (), attempt: int = 1, url: str = CHAT_URL
 ) -> list[Any]:
     """The events of an answer that is emitted every few tokens, resumed after `tokens`."""
-    request = LaneRequest("r1", "tiny", body, tokens=tokens, attempt=attempt)
+    request = LaneRequest("r1", "tiny", body, url, tokens=tokens, attempt=attempt)
     row = LaneReader(model).prepare(request)
     lane_answer = LaneAnswer(request, row, model.tokenizer)
     events: list[Any] = []
