@@ -45,8 +45,9 @@ UNSUPPORTED = "unsupported_parameter"
 """Type of validation errors for fields that are known but not supported."""
 
 
-def unsupported(message: str) -> PydanticCustomError:
-    return PydanticCustomError(UNSUPPORTED, "{text}", {"text": message, "param": None})
+def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
+    """An error with this text; `param` names the field where a check covers several."""
+    return PydanticCustomError(UNSUPPORTED, "{text}", {"text": message, "param": param})
 
 
 class TextPart(BaseModel):
@@ -122,7 +123,7 @@ def _check_conversation(messages: tuple[ChatMessage, ...]) -> None:
                 raise invalid(f"is {name!r}, which no call before it has as its id", f"messages[{at}].tool_call_id")
 
 
-def _check_stop(value: Any) -> Any:
+def check_stop(value: Any) -> Any:
     if value is None or value == []:
         return ()
     stops = (value,) if isinstance(value, str) else value
@@ -157,7 +158,7 @@ def _check_bad_words(value: Any) -> Any:
     return tuple(value)
 
 
-def _check_template_kwargs(value: Any) -> Any:
+def check_template_kwargs(value: Any) -> Any:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
@@ -228,7 +229,7 @@ class GenerationBody(BaseModel):
     min_p: Annotated[Finite, Field(ge=0, le=1), defaulting(0.0)] = 0.0
     n: Annotated[int, Field(ge=1), defaulting(1)] = 1
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
-    stop: Annotated[tuple[str, ...], only(_check_stop, STOP)] = ()
+    stop: Annotated[tuple[str, ...], only(check_stop, STOP)] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Strict(False), defaulting(())] = ()
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
@@ -314,7 +315,7 @@ class ChatBody(GenerationBody):
     tool_choice: Annotated[Literal["none", "required"] | NamedTool | None, only(check_tool_choice, TOOL_CHOICE)] = None
     parallel_tool_calls: Annotated[bool, defaulting(True)] = True
     chat_template_kwargs: Annotated[
-        dict[str, str | bool | int | float], only(_check_template_kwargs, TEMPLATE_KWARGS)
+        dict[str, str | bool | int | float], only(check_template_kwargs, TEMPLATE_KWARGS)
     ] = Field(default_factory=dict)
     enable_thinking: bool | None = None
     reasoning_effort: Effort | None = None

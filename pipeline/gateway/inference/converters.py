@@ -7,8 +7,12 @@ from typing import Final
 
 from pipeline.gateway.inference.chunks import Chunks, EventConverter
 from pipeline.gateway.inference.request_builder import InferenceRequest
+from pipeline.gateway.inference.responses_events import ResponsesEvents
+from schemas.requests.dialects.openai_responses import RESPONSES_URL
 
-CONVERTERS: Final[Mapping[str, Callable[[InferenceRequest, int], EventConverter]]] = {}
+CONVERTERS: Final[Mapping[str, Callable[[InferenceRequest, int], EventConverter]]] = {
+    RESPONSES_URL: ResponsesEvents,
+}
 """Takes the request, and its time in seconds since 1970."""
 
 

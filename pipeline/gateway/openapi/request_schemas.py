@@ -11,10 +11,12 @@ from pipeline.gateway.batches.requests import EXTENSION, OWN, BatchBody
 from pipeline.gateway.batches.service import RetryBody
 from pipeline.gateway.inference.request_builder import Extension, StreamOptions
 from pipeline.gateway.openapi.completion_schemas import ChatCompletion, ChatCompletionChunk, Embeddings, TextCompletion
+from pipeline.gateway.openapi.responses_schemas import RESPONSE_EVENTS, ResponseObject
 from pipeline.gateway.response_models import Error
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
-from schemas.requests.fields import NULL, TEXT, TEXTS, one_of
+from schemas.requests.dialects.registry import DIALECTS
+from schemas.requests.fields import NULL, TEXT, TEXTS, one_of, record
 from schemas.requests.parsing import BODIES, EMBEDDINGS_URL, NO_CHANGE
 
 Json = dict[str, Any]
@@ -33,6 +35,12 @@ _STREAMED: Final[Json] = {
     "stream": {"type": ["boolean", "null"], "description": "Stream the response as server-sent events."},
     "stream_options": one_of({"$ref": "#/components/schemas/StreamOptions"}, NULL),
 }
+_DIALECT_STREAMED: Final[Json] = _STREAMED | {
+    # The end of a dialect's stream always has the usage.
+    "stream_options": one_of(
+        record(include_obfuscation={"enum": [False, None]}, include_usage={"enum": [False, None]}), NULL
+    ),
+}
 _WHOLE: Final[Json] = {"stream": {"enum": [False, None]}, "stream_options": NULL}
 
 
@@ -43,16 +51,18 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
         default_model: the model of bodies without one; None: `model` is required.
     """
     models: list[type[BaseModel]] = [*BODIES.values(), StreamOptions, Extension, BatchBody, JobOptions, RetryBody]
-    answered: list[type[BaseModel]] = [Error, ChatCompletion, ChatCompletionChunk, TextCompletion, Embeddings]
+    answered: list[type[BaseModel]] = [
+        Error, ChatCompletion, ChatCompletionChunk, TextCompletion, Embeddings, ResponseObject, *RESPONSE_EVENTS,
+    ]  # fmt: skip
     _, made = models_json_schema(
         [(model, "validation") for model in [*models, *answered]], ref_template="#/components/schemas/{model}"
     )
     found: dict[str, Json] = made["$defs"]
     for url, body in BODIES.items():
         schema = found[body.__name__]
-        unchanging = {name: {"enum": [None, *values]} for name, values in NO_CHANGE.items()}
-        generates = url != EMBEDDINGS_URL
-        schema["properties"] |= unchanging | (_STREAMED | _OLDER_NAMES if generates else _WHOLE)
+        no_change = DIALECTS[url].no_change if url in DIALECTS else NO_CHANGE
+        schema["properties"] |= {name: {"enum": [None, *values]} for name, values in no_change.items()}
+        schema["properties"] |= _fields_of_http(url)
         schema["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/Extension"}, NULL)
         if default_model is not None:
             schema["required"].remove("model")
@@ -67,3 +77,10 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
     message = found["ChatMessage"]["properties"]
     message |= {name: {"enum": [None, *NO_CHANGE[name]]} for name in ("refusal", "audio", "function_call")}
     return found
+
+
+def _fields_of_http(url: str) -> Json:
+    """The fields of bodies to `url` that only HTTP has."""
+    if url in DIALECTS:
+        return _DIALECT_STREAMED
+    return _WHOLE if url == EMBEDDINGS_URL else _STREAMED | _OLDER_NAMES

@@ -1,4 +1,4 @@
-"""The routes of interactive inference: chat, completions, embeddings, and the resumption of streams."""
+"""The routes of interactive inference: chat, completions, embeddings, responses, and the resumption of streams."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from fastapi.responses import JSONResponse
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
-from pipeline.gateway.http.errors import disconnected
+from pipeline.gateway.http.errors import ApiError, disconnected
 from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.inference.sse import STREAM_ID, EventStream, wait_for_disconnect
 from pipeline.gateway.openapi.document import BODY, document_body, document_responses
+from pipeline.gateway.openapi.responses_schemas import RESPONSE_EVENTS
 from pipeline.gateway.routes.dependencies import add_headers, authenticated_caller, json_body
+from schemas.requests.dialects.openai_responses import RESPONSES_URL
 from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
 InferenceCaller = Annotated[Caller, authenticated_caller(Scope.INFERENCE)]
@@ -63,6 +65,22 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
         """Create embeddings of texts."""
         return await reply(request, caller, EMBEDDINGS_URL, body)
 
+    @router.post(
+        RESPONSES_URL,
+        openapi_extra=document_body("ResponsesBody", _RESPONSE),
+        response_class=Response,
+        responses=_RESPONSES,
+    )
+    async def respond(request: Request, caller: InferenceCaller, body: Body) -> Response:
+        """Create a response. It isn't stored."""
+        return await reply(request, caller, RESPONSES_URL, body)
+
+    @router.api_route(f"{RESPONSES_URL}/{{response_id}}", methods=["GET", "DELETE"], include_in_schema=False)
+    def find_response(response_id: str, _: InferenceCaller) -> Response:
+        """Refuse the retrieval of a response with the reason."""
+        message = f"response {response_id[:80]!r} is not here: responses aren't stored; keep what POST returns"
+        raise ApiError(404, "not_found", message, param="id")
+
     @router.get("/v1/streams/{stream_id}", response_class=Response, responses=_REST)
     async def go_on(stream_id: str, caller: InferenceCaller, last_event_id: LastEvent = "-1") -> Response:
         """Resume an interrupted stream after the event that the header `Last-Event-ID` names."""
@@ -90,17 +108,18 @@ _MESSAGES = [{"role": "user", "content": "Hello"}]
 _CHAT = {"model": "demo", "messages": _MESSAGES, "max_tokens": 32}
 _COMPLETION = {"model": "demo", "prompt": "Once", "max_tokens": 32}
 _EMBEDDING = {"model": "demo", "input": "Hello"}
+_RESPONSE = {"model": "demo", "input": "Hello", "max_output_tokens": 32}
 
 
 def _json(shape: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
 
 
-def _events(*shapes: str) -> dict[str, Any]:
+def _events(*shapes: str, last: str = "that of the last is `[DONE]`") -> dict[str, Any]:
     """The content of a stream of server-sent events. OpenAPI 3.1 can't describe the events' data, so the document uses
     the extension `x-item-schema`, which is like `itemSchema` of OpenAPI 3.2."""
     items = [{"$ref": f"#/components/schemas/{shape}"} for shape in (*shapes, "Error")]
-    text = "Server-sent events with ids. The data of each event is JSON; that of the last is `[DONE]`."
+    text = f"Server-sent events with ids. The data of each event is JSON; {last}."
     return {"text/event-stream": {"schema": {"type": "string", "description": text}, "x-item-schema": {"anyOf": items}}}
 
 
@@ -109,4 +128,15 @@ _ASKED = (*BODY, 404)
 _CHATS = document_responses(*_ASKED, content=_json("ChatCompletion") | _events("ChatCompletionChunk"), headers=_ID)
 _TEXTS = document_responses(*_ASKED, content=_json("TextCompletion") | _events("TextCompletion"), headers=_ID)
 _VECTORS = document_responses(*_ASKED, content=_json("Embeddings"), headers=_ID)
-_REST = document_responses(404, content=_events("ChatCompletionChunk", "TextCompletion"), headers=_ID)
+_EVENTS_OF_RESPONSES = tuple(event.__name__ for event in RESPONSE_EVENTS)
+_LAST = "the last has the whole response"
+_RESPONSES = document_responses(
+    *_ASKED, content=_json("ResponseObject") | _events(*_EVENTS_OF_RESPONSES, last=_LAST), headers=_ID
+)
+_REST = document_responses(
+    404,
+    content=_events(
+        "ChatCompletionChunk", "TextCompletion", *_EVENTS_OF_RESPONSES, last="the last is the format's own"
+    ),
+    headers=_ID,
+)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from schemas.requests.dialects.dialect import Dialect
+from schemas.requests.dialects.openai_responses import RESPONSES, RESPONSES_URL
 from schemas.requests.errors import RowError
 
-DIALECTS: Final[Mapping[str, Dialect]] = {}
+DIALECTS: Final[Mapping[str, Dialect]] = {RESPONSES_URL: RESPONSES}
 
 
 def translate_error(url: str, error: RowError) -> RowError:

@@ -129,6 +129,7 @@ def _good(operations_client: OperationClient) -> None:
         client.chat.completions.create(**HELLO)
         client.completions.create(model="tiny", prompt="a")
         client.embeddings.create(model="tiny", input="a")
+        client.responses.create(model="tiny", input="a")
         for path in ("/v1/status", "/metrics", "/", "/static/style.css", "/healthz", "/readyz", "/openapi.json"):
             assert http.get(path).status_code == 200, path
         assert http.get(f"/v1/streams/{stream}").status_code == 200
@@ -152,7 +153,7 @@ def _refused_by_every_route(operations_client: OperationClient, monkeypatch: pyt
     with operations_client.harness.http(operations_client.key) as http:
         for method, path in operations_client.operations(404):
             body = {**HELLO, "model": "none"} if path == CHAT else {"model": "none", "prompt": "a"}
-            if path == "/v1/embeddings":
+            if path in ("/v1/embeddings", "/v1/responses"):
                 body = {"model": "none", "input": "a"}
             if path == "/v1/batches":
                 body = {"input_file_id": UNKNOWN["file_id"], "endpoint": CHAT, "completion_window": "24h"}
