@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
+from schemas.requests.sampling_defaults import SamplingDefaults
 from schemas.stored import StoredModel
 
 EngineName = Literal["tokenmill", "transformers", "vllm"]
@@ -26,6 +27,8 @@ class ModelPin(StoredModel):
         engine: that computes it.  engine_version: of an engine that is not ours; None: ours, whose answers are the same
             from version to version.
         engine_options: that may change answers, as NAME=VALUE, sorted.
+        sampling_defaults: of requests that don't set them; None: the API's. Not part of `key`: planned requests hold
+            the values themselves.
     """
 
     name: str
@@ -38,6 +41,7 @@ class ModelPin(StoredModel):
     engine: EngineName = "tokenmill"
     engine_version: str | None = None
     engine_options: tuple[str, ...] = ()
+    sampling_defaults: SamplingDefaults | None = None
 
     @property
     def key(self) -> str:

@@ -29,6 +29,7 @@ from schemas.requests.parsing import (
     parse_body,
     parse_line,
 )
+from schemas.requests.sampling_defaults import answer_limit, fill_in
 
 NO_EFFECT = frozenset(("user", "metadata", "store", "safety_identifier", "prompt_cache_key"))
 SAMPLING_ONLY = ("seed", "top_p", "top_k", "min_p")  # no effect on a greedy request
@@ -93,6 +94,7 @@ class Validator:
         self._settings = job.settings
         self._max_model_len = max_model_len
         self._models = [model.name for model in job.models]
+        self._defaults = {model.name: model.sampling_defaults for model in job.models}
         self._seen = seen
         self._estimator = estimator
         self._selected = None if job.settings.rows is None else job.settings.rows.mask()
@@ -157,10 +159,12 @@ class Validator:
             message = f"model {body.model[:80]!r} is not one of this job's models ({known}); name one of them, "
             message += f"or run with --model {body.model[:80]}=MODEL"
             raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
+        defaults = self._defaults[body.model]
+        body = fill_in(body, defaults)
         prompt, ends = prompt_bytes(body)
         prompt_tokens = self._estimator.prompt_tokens(body, len(prompt))
         try:
-            answer = self._answer(body, prompt_tokens)
+            answer = self._answer(body, prompt_tokens, answer_limit(defaults, self._settings.default_max_tokens))
         except RowError as error:
             raise translate_error(line.url, error) from None
         key = self._keys[body.model, line.url]
@@ -182,14 +186,15 @@ class Validator:
             chain=prefix_chain(prompt, ends, key, self._settings.plan.min_prefix_bytes),
         )
 
-    def _answer(self, body: Body, prompt_tokens: int) -> _Answer:
-        """The expected answer. Vectors are no tokens; each text counts as a sequence."""
+    def _answer(self, body: Body, prompt_tokens: int, default_limit: int) -> _Answer:
+        """The expected answer. Vectors are no tokens; each text counts as a sequence. `default_limit`: maximum tokens
+        of a choice where the body sets none."""
         if isinstance(body, EmbeddingBody):
             return _Answer(True, len(body.input), 0, 0, 0)
-        limit = self._within_context(body, prompt_tokens, self._output_limit(body))
+        limit = self._within_context(body, prompt_tokens, self._output_limit(body, default_limit))
         return _Answer(body.is_deterministic, body.n, self._expected(body, limit), limit * body.n, _certain(body))
 
-    def _output_limit(self, body: GenerationBody) -> int:
+    def _output_limit(self, body: GenerationBody, default_limit: int) -> int:
         """Maximum tokens of a choice; raises `RowError` above the tier's cap."""
         cap = self._settings.max_output_tokens
         limit = body.output_limit
@@ -197,7 +202,7 @@ class Validator:
             if body.min_tokens > cap:
                 message = f"min_tokens is {body.min_tokens}, but this job allows at most {cap} tokens; lower it"
                 raise RowError(RowErrorCode.INVALID_REQUEST, message, param="min_tokens")
-            return max(min(self._settings.default_max_tokens, cap), body.min_tokens)
+            return max(min(default_limit, cap), body.min_tokens)
         if limit > cap:
             name = "max_completion_tokens" if "max_completion_tokens" in body.model_fields_set else "max_tokens"
             message = f"{name} is {limit}, but this job allows at most {cap}; lower it"

@@ -26,6 +26,7 @@ from schemas.requests.dialects.dialect import Dialect, DialectBody
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
+from schemas.requests.sampling_defaults import FILLED_IN
 from schemas.requests.structured import size_of
 
 __all__ = [
@@ -135,6 +136,9 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
     if (dialect := DIALECTS.get(url)) is not None:
         return _parse_dialect(dialect, body, limits)
     fields = _without_no_ops(body)
+    for name in FILLED_IN:  # null is the same as absence, where a model's defaults are filled in
+        if name in fields and fields[name] is None:
+            del fields[name]
     if url == CHAT_URL and isinstance(messages := fields.get("messages"), list):
         fields["messages"] = [
             _without_no_ops(message, f"messages[{index}].") if isinstance(message, dict) else message

@@ -43,6 +43,7 @@ DEFAULT_CONFIG = Path("tokenmill.toml")
 
 InstructionSet = Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"]
 Engine = Literal["auto", "tokenmill", "vllm", "transformers"]
+GenerationConfig = Literal["auto", "ignore"]
 Attention = Literal["auto", "reference", "paged-sdpa", "native", "triton", "flash3", "flash2", "torch-varlen"]
 
 
@@ -269,6 +270,8 @@ class Settings(BaseSettings):
         gpu: the engine on a CUDA device.
         attention: the attention kernels; "auto": the best that device, model and installed packages allow.
         kv_block_size: tokens of a block of the KV cache; flash2 and torch-varlen take multiples of 256 only.
+        generation_config: whether a model's own sampling defaults (generation_config.json) apply, where a command sets
+            none: auto, or ignore.
         speculate: the method of speculative decoding, where a command sets none: off, ngram, draft:MODEL, eagle3:HEAD
             or auto.
         content_policies: checks of prompts and answers, where a command sets none: NAME or NAME:ARGUMENT each.
@@ -297,6 +300,7 @@ class Settings(BaseSettings):
     gpu: GpuOptions = GpuOptions()
     attention: Attention = "auto"
     kv_block_size: int = Field(default=32, ge=1, le=1024)
+    generation_config: GenerationConfig = "auto"
     speculate: Annotated[str, AfterValidator(check_speculate)] = "auto"
     content_policies: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     root: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,24 +66,29 @@ def show_model(
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Show a model's architecture, and which engine would compute it on this machine, and why."""
+    """Show a model's architecture, which engine would compute it on this machine, and why, and the sampling parameters
+    that its authors set."""
     from engine.models.load import architecture_of
     from tokenmill.config.engine_choice import choose_engine
+    from workers.model.generation_config import sampling_defaults
     from workers.model.loaded_model import model_path
 
     settings = read_settings()
     source = sources.pull(name, settings.model_cache, output.say)
     path = model_path(source.path)
     choice = choose_engine(path, engine or settings.engine, settings.vllm.python)
-    facts = {
+    defaults = sampling_defaults(path)
+    facts: dict[str, Any] = {
         "path": path,
         "architecture": architecture_of(path) if path.is_dir() else "GGUF",
         "size": source.size,
         "engine": choice.engine,
         "why": choice.why,
+        "sampling_defaults": {} if defaults is None else defaults.model_dump(exclude_none=True),
     }
     if as_json:
         output.print_json(facts)
         return
-    cells = [*(facts | {"size": output.size(source.size)}).items()]
+    shown = ", ".join(f"{name} {value}" for name, value in facts["sampling_defaults"].items())
+    cells = [*(facts | {"size": output.size(source.size), "sampling_defaults": shown or "none"}).items()]
     output.stdout().print(output.table(None, ("", ""), cells))

@@ -17,6 +17,7 @@ from tokenmill.config.cli_options import (
     EngineOption,
     EngineOptionValues,
     Fresh,
+    GenerationConfigOption,
     Input,
     Json,
     KvCacheMemory,
@@ -58,6 +59,7 @@ def run(
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
     speculate: SpeculateOption = None,
+    generation_config: GenerationConfigOption = None,
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
@@ -92,7 +94,7 @@ def run(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, replicas=replicas, engine=engine_name,
-        engine_option=engine_option,
+        engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
     plan = _plan(
         input_, model, out, tier, engine, chat_template,

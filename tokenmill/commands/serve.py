@@ -19,6 +19,7 @@ from tokenmill.config.cli_options import (
     DTypeOption,
     EngineOption,
     EngineOptionValues,
+    GenerationConfigOption,
     KvCacheMemory,
     KvDTypeOption,
     LogForm,
@@ -75,6 +76,7 @@ def serve(
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
     speculate: SpeculateOption = None,
+    generation_config: GenerationConfigOption = None,
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
@@ -122,7 +124,7 @@ def serve(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, engine=engine,
-        engine_option=engine_option,
+        engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
     loads = _loads(model, settings, options, chat_template)
     with (
@@ -162,6 +164,7 @@ def worker(
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
     speculate: SpeculateOption = None,
+    generation_config: GenerationConfigOption = None,
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
@@ -198,7 +201,7 @@ def worker(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, replicas=replicas, engine=engine,
-        engine_option=engine_option,
+        engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
     loads = _loads(model, settings, options, chat_template)
     price = price_of_worker(settings, price_per_hour)
@@ -355,4 +358,5 @@ def _loads(
     options = replace(options, slo=slo_config(settings))
     template = read_template(chat_template)
     chosen = choose_engines(choose_models(models, settings.model_cache), options)
-    return [partial(load_any, one, options.config(), template, options.vllm) for one in chosen]
+    loading = partial(load_any, config=options.config(), chat_template=template, vllm_options=options.vllm)
+    return [partial(loading, one, generation_config=options.generation_config) for one in chosen]

@@ -117,6 +117,7 @@ JobGiven = Annotated[
 Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")]
 
 Engine = Literal["auto", "tokenmill", "vllm", "transformers"]
+GenerationConfig = Literal["auto", "ignore"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantize = Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"]
@@ -171,6 +172,14 @@ SpeculateOption = Annotated[
         "same tokens before; draft:MODEL: by a smaller model with the same tokenizer; eagle3:HEAD: by an EAGLE-3 head "
         "that was trained for the model; auto: ngram where it pays, in a job that is long enough to show that; off. "
         "Default: TOKENMILL_SPECULATE, else auto.",
+    ),
+]
+GenerationConfigOption = Annotated[
+    GenerationConfig | None,
+    typer.Option(
+        "--generation-config",
+        help="Sampling parameters of requests that don't set them. auto: those in the model's generation_config.json "
+        "or GGUF file; ignore: OpenAI's. [default: TOKENMILL_GENERATION_CONFIG, or auto]",
     ),
 ]
 ContentPolicies = Annotated[

@@ -23,7 +23,7 @@ from engine.config import (
 )
 from engine.engine import resolve_device
 from engine.vllm.settings import parse_options
-from schemas.settings.settings import Engine, GpuOptions, Settings
+from schemas.settings.settings import Engine, GenerationConfig, GpuOptions, Settings
 from tokenmill.errors import UserError
 from tokenmill.models import sources
 from tokenmill.output import say
@@ -51,6 +51,7 @@ class EngineOptions:
     tensor_parallel: int = 1  # devices that share the model
     rank_timeout_seconds: float = EngineConfig().rank_timeout_seconds
     replicas: int = 1  # engines, each with a share of the processor's threads, and of its memory
+    generation_config: GenerationConfig = "auto"  # whether the model's own sampling defaults apply
     engine: Engine = "auto"
     vllm: Mapping[str, Any] = field(default_factory=dict)  # its own options, by name
     vllm_given: bool = False  # whether a command's option is among these
@@ -126,9 +127,11 @@ def engine_options(
     replicas: int = 1,
     engine: Engine | None = None,
     engine_option: Sequence[str] | None = None,
+    generation_config: GenerationConfig | None = None,
 ) -> EngineOptions:
-    """The engine's options, from a command's options and the settings. `kv_cache_memory` in bytes; `speculate` and
-    `engine`: None is the settings' one; `engine_option`: NAME=VALUE of vLLM, over the settings' ones.
+    """The engine's options, from a command's options and the settings. `kv_cache_memory` in bytes; `speculate`,
+    `engine` and `generation_config`: None is the settings' one; `engine_option`: NAME=VALUE of vLLM, over the
+    settings' ones.
 
     Raises:
         ModelError: there is no such draft model or head.  InvalidOption: vLLM's options can't be set so.
@@ -154,6 +157,7 @@ def engine_options(
         tensor_parallel=tensor_parallel,
         replicas=replicas,
         rank_timeout_seconds=settings.rank_timeout_seconds,
+        generation_config=generation_config or settings.generation_config,
         engine=engine or settings.engine,
         vllm=parse_options(settings.vllm.options | _named(engine_option or ())),
         vllm_given=bool(engine_option),

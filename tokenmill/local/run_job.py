@@ -37,6 +37,7 @@ from tokenmill.local.model_rotation import compute_in_rotation
 from tokenmill.local.run_plan import RunPlan, load_model
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.processes.planner_process import PlannerProcess
+from workers.model.generation_config import sampling_defaults
 from workers.model.loaded_model import LoadedModel, check_vllm, dtype_name, engine_of, model_digest, model_path
 
 
@@ -148,6 +149,7 @@ def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_templ
         engine=engine,
         engine_version=engine_version,
         engine_options=pinned_options(options.vllm) if engine == "vllm" else (),
+        sampling_defaults=sampling_defaults(path) if options.generation_config == "auto" else None,
     )
 
 

@@ -70,6 +70,7 @@ def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> Loa
         digest=pin.digest,
         engine_name=pin.engine,
         vllm_options=plan.engine.vllm,
+        use_generation_config=plan.engine.generation_config == "auto",
     )
 
 

@@ -18,7 +18,7 @@ from pipeline.ports import StoreUnavailable
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Tier
 from schemas.models import ModelPin
-from schemas.settings.settings import Settings
+from schemas.settings.settings import GenerationConfig, Settings
 from schemas.workers.metrics import WorkerMetrics
 from tokenmill.config.job_options import ChosenModel
 from tokenmill.errors import ModelError
@@ -48,6 +48,7 @@ def load_any(
     config: EngineConfig,
     chat_template: str | None,
     vllm_options: Mapping[str, Any] | None = None,
+    generation_config: GenerationConfig = "auto",
 ) -> LoadedModel:
     """Load a model for any job. One named NAME@sha256:DIGEST is served as NAME, and must have that digest: raises
     `ModelError`, and what loading raises."""
@@ -61,6 +62,7 @@ def load_any(
         chat_template=chat_template,
         engine_name=chosen.engine,
         vllm_options=vllm_options,
+        use_generation_config=generation_config == "auto",
     )
     if mark and name and model.digest != f"sha256:{digits}":
         raise ModelError(f"--model {chosen.name}: {path} is {model.digest}; give the model's own digest, or none")

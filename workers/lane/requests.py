@@ -19,6 +19,7 @@ from schemas.jobs.job import JobSettings, Tier
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import BODIES, CHAT_URL, EmbeddingBody, parse_body, unsupported_url
+from schemas.requests.sampling_defaults import answer_limit
 from schemas.workers.lane import LaneRequest
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
@@ -95,7 +96,7 @@ class LaneReader:
     def _job_rules(self, request: LaneRequest) -> JobRules:
         rules = self._rules
         return JobRules(
-            default_max_tokens=rules.default_max_tokens,
+            default_max_tokens=answer_limit(self._model.sampling_defaults, rules.default_max_tokens),
             max_output_tokens=rules.caps.get(request.tier, JobSettings().max_output_tokens),
             max_embedding_tokens=rules.limits.max_embedding_tokens,
             priority=PRIORITIES[request.tier],

@@ -31,7 +31,9 @@ from engine.vllm.engine import VLLMEngine
 from engine.vllm.engine import version as vllm_version
 from engine.vllm.settings import check_model, pinned_options
 from schemas.models import EngineName, ModelPin
+from schemas.requests.sampling_defaults import SamplingDefaults
 from workers.errors import WorkerError
+from workers.model.generation_config import sampling_defaults
 from workers.structured.grammar import Grammars
 from workers.text.tokenizer import Tokenizer
 from workers.translation.requests import ModelLimits
@@ -65,7 +67,7 @@ class LoadedModel:
         max_num_seqs: rows of the engine's running batch.
         quantization, kv_dtype: of weights and KV cache, as in the engine's settings.
         facts: the engine's settings, for manifests.
-        engine_name, engine_version, engine_options: see `ModelPin`.
+        engine_name, engine_version, engine_options, sampling_defaults: see `ModelPin`.
         weightless: it replaces a model in tests and measurements; its answers are meaningless.
         grammars: compiles grammars for this model.
     """
@@ -86,6 +88,7 @@ class LoadedModel:
     engine_name: EngineName = "tokenmill"
     engine_version: str | None = None
     engine_options: tuple[str, ...] = ()
+    sampling_defaults: SamplingDefaults | None = None
     weightless: bool = False
     grammars: Grammars = field(init=False, compare=False, repr=False)
 
@@ -106,10 +109,12 @@ class LoadedModel:
         digest: str | None = None,
         engine_name: EngineName | None = None,
         vllm_options: Mapping[str, Any] | None = None,
+        use_generation_config: bool = True,
     ) -> LoadedModel:
         """Load the weights and the tokenizer at `path` (a Hugging Face folder, or a GGUF file).
 
         `engine_name`: None is the one of this project that computes the model; `vllm_options`: vLLM's own, by name.
+        `use_generation_config`: its pin has the model's own sampling defaults.
         The digest is computed meanwhile in a thread (hashing releases the interpreter lock), unless it is given.
         Raises what `Engine.load` raises, `TokenizerError`, and `WorkerError` when a draft model's tokens differ.
         """
@@ -117,6 +122,7 @@ class LoadedModel:
         computing, version_of_engine = engine_of(path, engine_name)
         if engine_name == "transformers":
             config = replace(config or EngineConfig(), own_models=False)
+        defaults = sampling_defaults(path) if use_generation_config else None
         with ThreadPoolExecutor(max_workers=1) as pool:
             computed_digest = None if digest is not None else pool.submit(model_digest, path, chat_template)
             tokenizer = Tokenizer.load(path, chat_template)
@@ -135,6 +141,7 @@ class LoadedModel:
             engine_name=computing,
             engine_version=version_of_engine,
             engine_options=pinned_options(vllm_options or {}) if computing == "vllm" else (),
+            sampling_defaults=defaults,
             facts={"engine": computing, "engine_version": version_of_engine, **loaded.facts},
         )
 
@@ -210,6 +217,7 @@ class LoadedModel:
             engine=self.engine_name,
             engine_version=self.engine_version,
             engine_options=self.engine_options,
+            sampling_defaults=self.sampling_defaults,
         )
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from pipeline.worker_client.ports import ShardWork
 from schemas.requests.dialects.registry import DIALECTS, translate_error
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import BODIES, Body, ChatBody, EmbeddingBody, load_body
+from schemas.requests.sampling_defaults import answer_limit
 from workers.errors import ModelMismatchError
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
@@ -84,9 +85,12 @@ class ShardReader:
 
     def _rules(self, work: ShardWork) -> JobRules:
         settings = work.job.settings
+        names = work.table.column("model")  # the same in all rows of a shard
+        pin = work.job.model_named(names[0].as_py()) if len(names) else None
+        defaults = None if pin is None else pin.sampling_defaults
         return JobRules(
             seed=settings.seed,
-            default_max_tokens=settings.default_max_tokens,
+            default_max_tokens=answer_limit(defaults, settings.default_max_tokens),
             max_output_tokens=settings.max_output_tokens,
             max_embedding_tokens=settings.limits.max_embedding_tokens,
             priority=PRIORITIES[work.tier],

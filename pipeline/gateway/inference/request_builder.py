@@ -29,6 +29,7 @@ from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import CHAT_URL, CompletionBody, GenerationBody, dump_body, parse_body
+from schemas.requests.sampling_defaults import answer_limit, fill_in
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 _CATALOG_CACHE_SECONDS: Final = 5.0
@@ -170,14 +171,18 @@ class InferenceRequestBuilder:
             raise ApiError(STATUS_CODES[error.code], error.code.value, error.message, param=error.param) from None
         except ValueError:
             raise bad_request("the body holds half a character (a lone surrogate); send text") from None
+        entry = self._entry(checked.model)
+        defaults = entry.pin.sampling_defaults
+        if (filled := fill_in(checked, defaults)) is not checked:
+            checked, dumped = filled, orjson.loads(dump_body(filled))
+        default_max_tokens = answer_limit(defaults, self._settings.default_max_tokens)
         if isinstance(checked, GenerationBody):
-            self._check_tokens(caller, extension.tier, url, checked, dumped)
+            self._check_tokens(caller, extension.tier, url, checked, dumped, default_max_tokens)
         if stream and not isinstance(checked, GenerationBody):
             raise bad_request("there is no stream of embeddings; remove stream", "stream")
         if stream and isinstance(checked, CompletionBody) and checked.echo:
             raise bad_request("echo is not supported in a stream; remove one of them", "echo", "unsupported_parameter")
         seconds = self._settings.max_timeout_seconds if extension.timeout is None else extension.timeout
-        entry = self._entry(checked.model)
         request = LaneRequest(
             id=f"http-{self._world.random.token(16).hex()}",
             model=entry.pin.key,
@@ -188,17 +193,21 @@ class InferenceRequestBuilder:
             deadline=self._world.clock.now() + timedelta(seconds=seconds),
             traceparent=current_traceparent(),
         )
-        key = self._cache_key(extension, checked, request, entry.policies)
+        key = self._cache_key(extension, checked, request, entry.policies, default_max_tokens)
         resume = extension.resume if stream else 0.0
         ticket = None
         if self._rates is not None:
             rows = checked.n if isinstance(checked, GenerationBody) else 1
-            ticket = self._rates.admit(caller, request.id, self._max_tokens(checked, dumped), seconds, rows)
+            ticket = self._rates.admit(
+                caller, request.id, self._max_tokens(checked, dumped, default_max_tokens), seconds, rows
+            )
         return InferenceRequest(
             request, url, checked, checked.model, stream, include_usage, resume, ticket, key, entry.policies
         )
 
-    def _cache_key(self, extension: Extension, body: Body, request: LaneRequest, policies: str | None) -> str | None:
+    def _cache_key(
+        self, extension: Extension, body: Body, request: LaneRequest, policies: str | None, default_max_tokens: int
+    ) -> str | None:
         """The key of the response in the cache; None: it isn't cached. Raises `ApiError` for a request that demands
         caching but can't be cached."""
         if extension.cache and self.cache is None:
@@ -211,7 +220,7 @@ class InferenceRequestBuilder:
                 message = f"{EXTENSION}.cache needs temperature 0 or a seed: otherwise each answer is another"
                 raise bad_request(message, f"{EXTENSION}.cache")
             return None
-        return cache_key(request, self._settings.default_max_tokens, policies)
+        return cache_key(request, default_max_tokens, policies)
 
     def find_cached(self, inference: InferenceRequest) -> dict[str, Any] | None:
         """The cached response of the same request; None: there is none. May block on Redis."""
@@ -231,13 +240,13 @@ class InferenceRequestBuilder:
         if self._rates is not None and inference.ticket is not None:
             self._rates.release(inference.ticket, used)
 
-    def _max_tokens(self, body: Body, dumped: dict[str, Any]) -> int:
+    def _max_tokens(self, body: Body, dumped: dict[str, Any], default_max_tokens: int) -> int:
         """An estimated upper bound of the tokens of prompt and output, without the model's tokenizer."""
         prompt = max(1, round(len(orjson.dumps(dumped)) * DEFAULT_TOKENS_PER_BYTE))
         if not isinstance(body, GenerationBody):
             return prompt
         named = dumped.get("max_completion_tokens", dumped.get("max_tokens"))
-        return prompt + body.n * (self._settings.default_max_tokens if named is None else named)
+        return prompt + body.n * (default_max_tokens if named is None else named)
 
     def _extension(self, given: Any) -> Extension:
         try:
@@ -253,12 +262,20 @@ class InferenceRequestBuilder:
             raise bad_request(f"{message} allowed", f"{EXTENSION}.resume")
         return found
 
-    def _check_tokens(self, caller: Caller, tier: Tier, url: str, body: GenerationBody, dumped: dict[str, Any]) -> None:
+    def _check_tokens(
+        self,
+        caller: Caller,
+        tier: Tier,
+        url: str,
+        body: GenerationBody,
+        dumped: dict[str, Any],
+        default_max_tokens: int,
+    ) -> None:
         """Refuse a request above the cap of the tier or the key. A request without max_tokens gets the key's cap."""
         limit = body.output_limit
         caps = [cap for cap in (self._settings.caps.get(tier), caller.max_tokens) if cap is not None]
         if limit is None:
-            if caller.max_tokens is not None and caller.max_tokens < self._settings.default_max_tokens:
+            if caller.max_tokens is not None and caller.max_tokens < default_max_tokens:
                 dumped["max_tokens"] = caller.max_tokens
             return
         if caps and limit > min(caps):

@@ -24,9 +24,11 @@ from pipeline.models.catalog import Catalog
 from pipeline.ports import Clock, PipelineError
 from pipeline.tracing import NO_TRACES, Traces, current_traceparent
 from schemas.jobs.job import Tier
+from schemas.models import ModelPin
 from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode, error_body
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, dump_body, parse_body
+from schemas.requests.sampling_defaults import fill_in
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 GENERATE: Final = "tokenmill.generate"
@@ -106,7 +108,7 @@ class GenerateCalls:
         self._lock = threading.Lock()
         self._waiters: dict[str, WaitingTask] = {}
         self._unsaved: list[_UnsavedResult] = []
-        self._models: dict[str, tuple[float, str]] = {}  # name -> when it was read, its name on the lane
+        self._models: dict[str, tuple[float, ModelPin]] = {}  # name -> when it was read, its pin
 
     def start(
         self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], waiter: WaitingTask
@@ -174,7 +176,7 @@ class GenerateCalls:
             raise _refuse("body", "has neither messages nor a prompt nor an input; give one of them")
         checked = parse_body(url, body, self._settings.limits)
         try:
-            plain = dump_body(checked)
+            dump_body(checked)
         except ValueError:
             raise _refuse("body", "holds half a character (a lone surrogate); send text") from None
         longest = self._settings.max_timeout_seconds
@@ -184,10 +186,12 @@ class GenerateCalls:
             raise _refuse("timeout", f"must be above 0 and at most {longest:g} seconds")
         chosen = _tier(tier)
         seconds = longest if timeout is None else float(timeout)
+        pin = self._pin(checked.model)
+        plain = dump_body(fill_in(checked, pin.sampling_defaults))
         identity = b"\0".join((tenant.encode(), task_id.encode(errors="surrogatepass"), chosen.encode(), plain))
         return LaneRequest(
             id=f"task-{hashlib.sha256(identity).hexdigest()[:48]}",
-            model=self._model(checked.model),
+            model=pin.key,
             body=orjson.loads(plain),
             url=url,
             tier=chosen,
@@ -196,8 +200,8 @@ class GenerateCalls:
             traceparent=current_traceparent(),
         )
 
-    def _model(self, name: str) -> str:
-        """The model's name on the lane; raises `RowError` for one that no worker serves."""
+    def _pin(self, name: str) -> ModelPin:
+        """The pin of the served model; raises `RowError` for one that no worker serves."""
         known = self._models.get(name)
         if known is not None and self._clock.monotonic() - known[0] < _CATALOG_SECONDS:
             return known[1]
@@ -211,8 +215,8 @@ class GenerateCalls:
                 raise TryLater("no_model: no model is served here yet; ask again when a worker is up")
             message = f"model {name[:80]!r} is not served here ({', '.join(names)})"
             raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
-        self._models[name] = self._clock.monotonic(), entry.pin.key
-        return entry.pin.key
+        self._models[name] = self._clock.monotonic(), entry.pin
+        return entry.pin
 
     # -- results
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -173,6 +173,7 @@ def retry(
         quantize=quantize or pin.quantization, kv_dtype=kv_dtype or pin.kv_dtype, speculate=speculate,
         tensor_parallel=tensor_parallel, replicas=replicas, engine=None if model else as_begun,
         engine_option=list(pin.engine_options) if as_begun == "vllm" and not model else None,
+        generation_config=None if model else _generation_config(first.job.models),
     )  # fmt: skip
     plan = _plan(
         first, new, overrides, engine, input_, model, chat_template,
@@ -232,6 +233,11 @@ def _plan(
         max_cost=retry_spending_limit(job, overrides),
         retry_of=job.id,
     )
+
+
+def _generation_config(models: Collection[ModelPin]) -> Literal["auto", "ignore"]:
+    """As the first job was begun."""
+    return "auto" if any(pin.sampling_defaults is not None for pin in models) else "ignore"
 
 
 def _local_option(context: typer.Context) -> str | None:

@@ -16,7 +16,8 @@ from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LaneSettings
 from pipeline.models.catalog import Catalog
 from schemas.jobs.job import Tier
-from schemas.models import CatalogEntry
+from schemas.models import CatalogEntry, ModelPin
+from schemas.requests.sampling_defaults import SamplingDefaults
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.simulation import MemoryStore
@@ -52,9 +53,11 @@ class WaitingTask:
 
 
 class GenerateHarness:
-    def __init__(self, settings: GenerateSettings, lane_settings: LaneSettings | None = None) -> None:
+    def __init__(
+        self, settings: GenerateSettings, lane_settings: LaneSettings | None = None, pin: ModelPin = PIN
+    ) -> None:
         store = MemoryStore()
-        Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
+        Catalog(store).publish(CatalogEntry(pin=pin, max_model_len=2_048))
         self.lane = MemoryLane(CLOCK, lane_settings)
         self.calls = GenerateCalls(self.lane, Catalog(store), CLOCK, settings)
         self.worker = self.lane.worker("w")
@@ -84,8 +87,8 @@ class GenerateHarness:
 def make_harness() -> Iterator[Callable[..., GenerateHarness]]:
     harnesses: list[GenerateHarness] = []
 
-    def make(lane_settings: LaneSettings | None = None, **settings: Any) -> GenerateHarness:
-        harnesses.append(GenerateHarness(GenerateSettings(**settings), lane_settings))
+    def make(lane_settings: LaneSettings | None = None, pin: ModelPin = PIN, **settings: Any) -> GenerateHarness:
+        harnesses.append(GenerateHarness(GenerateSettings(**settings), lane_settings, pin))
         return harnesses[-1]
 
     yield make
@@ -220,3 +223,12 @@ def test_at_the_end_waiting_tasks_are_sent_to_another_ingest_worker_and_find_the
     names = {other._request(*arguments, {}).id for arguments in (("a", "t", (BODY,)), ("b", "t", (BODY,)))}
     names |= {other._request("a", "t", ({**BODY, "seed": 1},), {}).id, one.id}
     assert len(names) == 4
+
+
+def test_a_task_gets_the_models_sampling_defaults_where_it_sets_none(make_harness: Any) -> None:
+    defaults = SamplingDefaults(temperature=0.3, top_k=9)
+    harness = make_harness(pin=PIN.model_copy(update={"sampling_defaults": defaults}))
+    harness.start("unset", BODY)
+    harness.start("set", {**BODY, "temperature": 1.0})
+    bodies = {request.body.get("temperature"): request.body["top_k"] for request in harness.taken(2)}
+    assert bodies == {0.3: 9, None: 9}
