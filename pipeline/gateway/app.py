@@ -34,6 +34,7 @@ from pipeline.gateway.response_models import Health, OpenApi
 from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.gateway.routes.files_and_batches import batches_router, files_router, models_router
 from pipeline.gateway.routes.inference import inference_router
+from pipeline.gateway.routes.messages import messages_router
 from pipeline.gateway.routes.monitoring import monitoring_router
 from pipeline.gateway.routes.websocket import websocket_router
 from pipeline.ports import PipelineError
@@ -76,7 +77,7 @@ def make_app(
         _document_router(app),
     ]
     if answers is not None:
-        routers += [inference_router(answers), websocket_router(answers, parts.settings)]
+        routers += [inference_router(answers), messages_router(answers), websocket_router(answers, parts.settings)]
     for router in routers:
         app.include_router(router)
     app.add_exception_handler(PipelineError, _on_error)
@@ -119,29 +120,31 @@ def _document_router(app: FastAPI) -> APIRouter:
     return router
 
 
-async def _on_error(_request: Request, error: Exception) -> JSONResponse:
-    return error_response(api_error(error))
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    return error_response(api_error(error), request.scope)
 
 
-async def _on_unexpected(_request: Request, _error: Exception) -> JSONResponse:
-    return error_response(internal_error())
+async def _on_unexpected(request: Request, _error: Exception) -> JSONResponse:
+    return error_response(internal_error(), request.scope)
 
 
-async def _on_invalid(_request: Request, error: Exception) -> JSONResponse:
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     name = ".".join(str(step) for step in first["loc"][1:])[:200]
-    return error_response(bad_request(f"{name}: {first['msg']}", name or None))
+    return error_response(bad_request(f"{name}: {first['msg']}", name or None), request.scope)
 
 
 async def _on_http(routes: Sequence[BaseRoute], request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return error_response(route_not_found())
+        return error_response(route_not_found(), request.scope)
     if error.status_code == 405:
         path = request.url.path
         matching = [route for route in routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
         allowed = ", ".join(sorted({method for route in matching for method in route.methods or ()}))
         message = f"{request.method} is not possible here, but {allowed}"
-        return error_response(ApiError(405, "method_not_allowed", message, headers={"Allow": allowed}))
-    return error_response(ApiError(error.status_code, "invalid_request", str(error.detail), headers=error.headers))
+        return error_response(ApiError(405, "method_not_allowed", message, headers={"Allow": allowed}), request.scope)
+    return error_response(
+        ApiError(error.status_code, "invalid_request", str(error.detail), headers=error.headers), request.scope
+    )

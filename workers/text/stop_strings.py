@@ -17,7 +17,7 @@ class StopStringWatcher:
     ends in a token after the first `min_tokens`. Pushing the same tokens into a new watcher gives the same state.
 
     Attributes:
-        text: the final text once a stop string was found, else None.
+        text: the final text once a stop string was found, else None.  stop: that string.
     """
 
     __slots__ = (
@@ -32,6 +32,7 @@ class StopStringWatcher:
         "_stops",
         "_tail",
         "_tokenizer",
+        "stop",
         "text",
     )
 
@@ -59,6 +60,7 @@ class StopStringWatcher:
         self._tail = ""  # the last emitted characters, where a stop string may have begun
         self._exempt_characters = 0  # characters of the first `min_tokens` tokens, where no stop string may end
         self.text: str | None = None
+        self.stop: str | None = None
 
     def push(self, token_id: int) -> bool:
         """Add the next sampled token; returns True once a stop string is complete."""
@@ -83,4 +85,8 @@ class StopStringWatcher:
             start = text.find(stop, max(0, self._exempt_characters - len(stop) + 1))
             if start >= 0:
                 found.append((start, start + len(stop)))
-        return text[: min(found)[self._includes_stop]] if found else None
+        if not found:
+            return None
+        start, end = min(found)
+        self.stop = text[start:end]
+        return text[: end if self._includes_stop else start]

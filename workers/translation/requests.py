@@ -106,6 +106,11 @@ class StopWatchers:
         watcher = self.watchers.get(choice)
         return None if watcher is None else watcher.text
 
+    def stop(self, choice: int) -> str | None:
+        """The stop string that ended a choice, else None."""
+        watcher = self.watchers.get(choice)
+        return None if watcher is None else watcher.stop
+
 
 class Translator:
     """Translates the requests of one job for one model."""

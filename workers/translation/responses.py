@@ -159,6 +159,8 @@ class ResponseBuilder:
             ]
         response = {"id": "", "object": name, "created": int(started.timestamp()), "model": body.model}
         response["choices"] = choices
+        if isinstance(stops := prepared.request.watcher, StopWatchers):
+            _name_stops(choices, stops)
         if body.return_token_ids:
             _add_token_ids(response, prepared, completion, withheld)
 
@@ -275,6 +277,14 @@ def _withheld_choice(body: ChatBody | CompletionBody, index: int) -> dict[str, A
     message = {"role": "assistant", "content": None, "refusal": None}
     content: dict[str, Any] = {"message": message} if isinstance(body, ChatBody) else {"text": ""}
     return {"index": index, **content, "logprobs": None, "finish_reason": CONTENT_FILTER}
+
+
+def _name_stops(choices: list[dict[str, Any]], stops: StopWatchers) -> None:
+    """Add the stop string that ended a choice to it, as vLLM does."""
+    for choice in choices:
+        stop = stops.stop(choice["index"])
+        if stop is not None and choice["finish_reason"] == FinishReason.STOP:
+            choice["stop_reason"] = stop
 
 
 def _build_or_fail(row: ComputedRow, envelope: Envelope, make: Callable[[], list[ResultRow]]) -> list[ResultRow]:

@@ -1,4 +1,5 @@
-"""API errors: OpenAI's error object, with a status that its clients handle, and the mapping from pipeline errors."""
+"""API errors: OpenAI's error object, or Anthropic's on its paths, with a status that their clients handle; and the
+mapping from pipeline errors."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any, Final
 
 import structlog
 from starlette.responses import JSONResponse  # without FastAPI, whose import costs each command 0.2 s
+from starlette.types import Scope
 
 from pipeline.ledger.ledger import JobNotFound, ResultsRemoved
 from pipeline.ports import PipelineError, StoreError, StoreFull
@@ -14,6 +16,21 @@ from pipeline.runtime.availability import ServiceUnavailable
 from schemas.requests.errors import error_body
 
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
+
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC_PATH: Final = "/v1/messages"
+
+REQUEST_ID_SCOPE: Final = "tokenmill.request_id"
+"""The key of the request's id in the ASGI scope."""
 
 RETRY_SECONDS: Final = 5
 """The default of Retry-After."""
@@ -51,6 +68,12 @@ class ApiError(PipelineError):
         if self.status in _TYPES:
             found["error"]["type"] = _TYPES[self.status]
         return found
+
+    def anthropic_body(self, request_id: str | None = None) -> dict[str, Any]:
+        """The error as Anthropic's error object; `details.error_code` is our code."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        error = {"type": kind, "message": self.message, "details": {"error_code": self.code}}
+        return {"type": "error", "error": error, "request_id": request_id}
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_request") -> ApiError:
@@ -106,6 +129,13 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal_error", "something that is stored can't be read; tell the operator")
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    """The HTTP response for an error."""
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+def is_anthropic(scope: Scope) -> bool:
+    """Whether the request is to Anthropic's API."""
+    path: str = scope["path"]
+    return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+
+
+def error_response(error: ApiError, scope: Scope) -> JSONResponse:
+    """The HTTP response for an error, in the form of the API that the request is to."""
+    body = error.anthropic_body(scope.get(REQUEST_ID_SCOPE)) if is_anthropic(scope) else error.body()
+    return JSONResponse(body, error.status, headers=error.headers)

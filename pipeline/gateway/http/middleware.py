@@ -18,10 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipeline.gateway.http.body_reading import BodyBudget
 from pipeline.gateway.http.csrf import HostGuard, check_origin
 from pipeline.gateway.http.errors import (
+    REQUEST_ID_SCOPE,
     ApiError,
     bad_request,
     error_response,
     internal_error,
+    is_anthropic,
     route_not_found,
     unavailable,
 )
@@ -29,6 +31,7 @@ from pipeline.gateway.http.metrics import METHODS, HttpMetrics
 from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, read_traceparent, working_for
 
 REQUEST_ID: Final = "x-request-id"
+_ANTHROPIC_REQUEST_ID: Final = "request-id"
 _GIVEN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SECURITY_HEADERS: Final = {
     "x-content-type-options": "nosniff",
@@ -127,6 +130,7 @@ class RequestMiddleware:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if _GIVEN.fullmatch(given) else self.new_id()
+        scope[REQUEST_ID_SCOPE] = request_id
         began, status, ended = time.monotonic(), 0, False
 
         async def send_on(message: Message) -> None:
@@ -136,6 +140,8 @@ class RequestMiddleware:
                 message.setdefault("headers", [])
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = request_id
+                if is_anthropic(scope):
+                    headers[_ANTHROPIC_REQUEST_ID] = request_id
                 headers.update(scope.get("tokenmill.headers", {}))
                 for name, value in _SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
@@ -147,7 +153,7 @@ class RequestMiddleware:
             await send(message)
 
         async def answer(error: ApiError) -> None:
-            await error_response(error)(scope, receive, send_on)
+            await error_response(error, scope)(scope, receive, send_on)
 
         try:
             await self._check(scope)

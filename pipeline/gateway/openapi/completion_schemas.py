@@ -68,12 +68,14 @@ class ChatLogprobs(ResponseModel):
 
 
 class ChatChoice(ResponseModel):
-    """One of `n` choices. `token_ids`: with `return_token_ids`, the end token included."""
+    """One of `n` choices. `stop_reason`: the stop string that ended it. `token_ids`: with `return_token_ids`, the end
+    token included."""
 
     index: Count
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | None = None
     token_ids: list[Count] | None = None
 
 
@@ -145,12 +147,13 @@ class CompletionLogprobs(ResponseModel):
 
 
 class TextChoice(ResponseModel):
-    """One of `n` texts, or the part of it that a chunk adds."""
+    """One of `n` texts, or the part of it that a chunk adds. `stop_reason`: the stop string that ended it."""
 
     index: Count
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | None = None
     token_ids: list[Count] | None = None
     prompt_token_ids: list[Count] | None = None
 

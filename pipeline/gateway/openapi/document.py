@@ -90,6 +90,7 @@ _NUMBER: Final[Json] = {"type": "integer", "minimum": 0}
 _AMOUNT: Final[Json] = {"type": "string", "pattern": "^([0-9]+m)?[0-9]+s$"}
 HEADERS: Final[Mapping[str, tuple[str, Json]]] = {
     "x-request-id": ("The id of the request, as in the gateway's log.", {"type": "string"}),
+    "request-id": ("The same as `x-request-id`.", {"type": "string"}),
     "x-stream-id": ("The id of the inference request, with which its stream can be resumed.", {"type": "string"}),
     "x-ratelimit-limit-requests": ("The limit of requests per minute.", _NUMBER),
     "x-ratelimit-remaining-requests": ("The remaining requests of the limit.", _NUMBER),
@@ -118,6 +119,7 @@ def document_responses(
     keyed: bool | None = True,
     headers: tuple[str, ...] = (),
     others: Mapping[int | str, Json] | None = None,
+    anthropic: bool = False,
 ) -> dict[int | str, Json]:
     """The `responses` of a route, besides the model that it returns.
 
@@ -127,15 +129,18 @@ def document_responses(
         keyed: the route needs a key; None: the route is also exempt from all other checks.
         headers: of the 200 response; a question mark after a name marks it as optional.
         others: further statuses that aren't errors.
+        anthropic: the errors have Anthropic's form.
     """
-    good: Json = {"headers": _headers(*headers, *(_LIMITS if keyed else ()))}
+    more = ("request-id",) if anthropic else ()
+    good: Json = {"headers": _headers(*headers, *more, *(_LIMITS if keyed else ()))}
     if content is not None:
         good["content"] = content
     found: dict[int | str, Json] = {200: good, **(others or {})}
+    form = "anthropic-" if anthropic else ""
     common = KEYED if keyed else () if keyed is None else OPEN
     for status in sorted({*refusals, *common}):
         found[status] = {
-            "$ref": f"#/components/responses/{status}", "description": REFUSALS[status].advice,
+            "$ref": f"#/components/responses/{form}{status}", "description": REFUSALS[status].advice,
         }  # fmt: skip
     return found
 
@@ -175,7 +180,9 @@ class DocumentedApp(FastAPI):
             if clashing := [name for name in schemas if "__" in name]:
                 raise ValueError(f"two schemas have the same name: {', '.join(clashing)}")
             components["schemas"] = dict(sorted(schemas.items()))
-            components["responses"] = {str(status): _refusal(one) for status, one in REFUSALS.items()}
+            components["responses"] = {str(status): _refusal(one) for status, one in REFUSALS.items()} | {
+                f"anthropic-{status}": _anthropic_refusal(one) for status, one in REFUSALS.items()
+            }
             components["headers"] = {name: _header(name) for bare in HEADERS for name in (bare, bare + _MAYBE)}
             for path in made["paths"].values():
                 for operation in path.values():
@@ -186,11 +193,21 @@ class DocumentedApp(FastAPI):
 
 def _refusal(one: Refusal) -> Json:
     codes: Json = {"properties": {"error": {"properties": {"code": {"enum": list(one.codes)}}}}}
-    schema = {"allOf": [{"$ref": "#/components/schemas/Error"}, codes]}
+    return _documented_error(one, {"allOf": [{"$ref": "#/components/schemas/Error"}, codes]})
+
+
+def _anthropic_refusal(one: Refusal) -> Json:
+    codes: Json = {"properties": {"error_code": {"enum": list(one.codes)}}}
+    details: Json = {"properties": {"error": {"properties": {"details": codes}}}}
+    schema: Json = {"allOf": [{"$ref": "#/components/schemas/AnthropicError"}, details]}
+    return _documented_error(one, schema, "request-id")
+
+
+def _documented_error(one: Refusal, schema: Json, *more: str) -> Json:
     listed = ", ".join(f"`{code}`" for code in one.codes)
     return {
         "description": f"{one.advice} {listed}",
-        "headers": _headers(*one.headers, *_LIMITS),
+        "headers": _headers(*one.headers, *more, *_LIMITS),
         "content": {"application/json": {"schema": schema}},
     }
 

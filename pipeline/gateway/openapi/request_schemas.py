@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from pipeline.gateway.batches.requests import EXTENSION, OWN, BatchBody
 from pipeline.gateway.batches.service import RetryBody
 from pipeline.gateway.inference.request_builder import Extension, StreamOptions
+from pipeline.gateway.openapi.anthropic_schemas import AnthropicError, AnthropicEvent, AnthropicMessage
 from pipeline.gateway.openapi.completion_schemas import ChatCompletion, ChatCompletionChunk, Embeddings, TextCompletion
 from pipeline.gateway.openapi.responses_schemas import RESPONSE_EVENTS, ResponseObject
 from pipeline.gateway.response_models import Error
@@ -54,6 +55,7 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
     answered: list[type[BaseModel]] = [
         Error, ChatCompletion, ChatCompletionChunk, TextCompletion, Embeddings, ResponseObject, *RESPONSE_EVENTS,
     ]  # fmt: skip
+    answered += [AnthropicMessage, AnthropicEvent, AnthropicError]
     _, made = models_json_schema(
         [(model, "validation") for model in [*models, *answered]], ref_template="#/components/schemas/{model}"
     )

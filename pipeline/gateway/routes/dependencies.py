@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
 from fastapi import Depends, Header, Request, Security
-from fastapi.security import HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 
 from pipeline.gateway.batches.service import Batches
 from pipeline.gateway.files.service import Files
@@ -60,20 +60,43 @@ _BEARER: Final = HTTPBearer(
 )
 
 
-def authenticated_caller(scope: Scope | None) -> Any:
-    """A route parameter: the authenticated caller, which must have this scope. It is resolved before the body is
-    read."""
-    shown = Security(_BEARER, scopes=[] if scope is None else [scope.value])
+_API_KEY: Final = APIKeyHeader(
+    name="x-api-key",
+    scheme_name="x-api-key",
+    description="The same key, as Anthropic's clients send it.",
+    auto_error=False,
+)
 
-    def caller(request: Request, parts: Parts, _shown: Any = shown) -> Caller:
-        found = parts.authority.caller(request.headers.get("authorization"))
+
+def authenticated_caller(scope: Scope | None, *, anthropic: bool = False) -> Any:
+    """A route parameter: the authenticated caller, which must have this scope. It is resolved before the body is
+    read.
+
+    Args:
+        anthropic: the key may also be in the header `x-api-key`, where Anthropic's clients send it.
+    """
+    scopes = [] if scope is None else [scope.value]
+    shown = Security(_BEARER, scopes=scopes)
+    shown_too = Security(_API_KEY, scopes=scopes)
+
+    def authenticate(request: Request, parts: Parts) -> Caller:
+        authorization, key = request.headers.get("authorization"), request.headers.get("x-api-key")
+        if anthropic and authorization is None and key is not None:
+            authorization = f"Bearer {key}"
+        found = parts.authority.caller(authorization)
         if scope is not None:
             require_scope(found, scope)
         request.scope["tokenmill.caller"] = found
         add_headers(request, parts.rates.take_request(found))
         return found
 
-    return Depends(caller)
+    def caller(request: Request, parts: Parts, _shown: Any = shown) -> Caller:
+        return authenticate(request, parts)
+
+    def anthropic_caller(request: Request, parts: Parts, _shown: Any = shown, _shown_too: Any = shown_too) -> Caller:
+        return authenticate(request, parts)
+
+    return Depends(anthropic_caller if anthropic else caller)
 
 
 def add_headers(request: Request, headers: Mapping[str, str]) -> None:

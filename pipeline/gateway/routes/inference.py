@@ -30,20 +30,10 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
     """Build the routes of interactive inference."""
     router = APIRouter(tags=["inference"])
 
-    async def reply(request: Request, caller: Caller, url: str, body: dict[str, Any]) -> Response:
-        inference = await answers.read(caller, url, body)
-        if inference.ticket is not None:
-            add_headers(request, inference.ticket.headers)
-        if inference.stream:
-            return EventStream(await answers.stream(inference), answers.detach)
-        return JSONResponse(
-            await _while_connected(request, answers.complete(inference)), headers={STREAM_ID: inference.request.id}
-        )
-
     @router.post(CHAT_URL, openapi_extra=document_body("ChatBody", _CHAT), response_class=Response, responses=_CHATS)
     async def chat(request: Request, caller: InferenceCaller, body: Body) -> Response:
         """Create a chat completion."""
-        return await reply(request, caller, CHAT_URL, body)
+        return await reply(answers, request, caller, CHAT_URL, body)
 
     @router.post(
         COMPLETIONS_URL,
@@ -53,7 +43,7 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
     )
     async def complete(request: Request, caller: InferenceCaller, body: Body) -> Response:
         """Create a text completion."""
-        return await reply(request, caller, COMPLETIONS_URL, body)
+        return await reply(answers, request, caller, COMPLETIONS_URL, body)
 
     @router.post(
         EMBEDDINGS_URL,
@@ -63,7 +53,7 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
     )
     async def embed(request: Request, caller: InferenceCaller, body: Body) -> Response:
         """Create embeddings of texts."""
-        return await reply(request, caller, EMBEDDINGS_URL, body)
+        return await reply(answers, request, caller, EMBEDDINGS_URL, body)
 
     @router.post(
         RESPONSES_URL,
@@ -73,7 +63,7 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
     )
     async def respond(request: Request, caller: InferenceCaller, body: Body) -> Response:
         """Create a response. It isn't stored."""
-        return await reply(request, caller, RESPONSES_URL, body)
+        return await reply(answers, request, caller, RESPONSES_URL, body)
 
     @router.api_route(f"{RESPONSES_URL}/{{response_id}}", methods=["GET", "DELETE"], include_in_schema=False)
     def find_response(response_id: str, _: InferenceCaller) -> Response:
@@ -87,6 +77,20 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
         return EventStream(answers.find(caller.tenant, stream_id), answers.detach, int(last_event_id))
 
     return router
+
+
+async def reply(
+    answers: InferenceResponses, request: Request, caller: Caller, url: str, body: dict[str, Any]
+) -> Response:
+    """The response to a request to this url: complete, or a stream."""
+    inference = await answers.read(caller, url, body)
+    if inference.ticket is not None:
+        add_headers(request, inference.ticket.headers)
+    if inference.stream:
+        return EventStream(await answers.stream(inference), answers.detach)
+    return JSONResponse(
+        await _while_connected(request, answers.complete(inference)), headers={STREAM_ID: inference.request.id}
+    )
 
 
 async def _while_connected(request: Request, answer: Any) -> Any:
@@ -111,32 +115,40 @@ _EMBEDDING = {"model": "demo", "input": "Hello"}
 _RESPONSE = {"model": "demo", "input": "Hello", "max_output_tokens": 32}
 
 
-def _json(shape: str) -> dict[str, Any]:
+def document_json(shape: str) -> dict[str, Any]:
+    """The content of a JSON response."""
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
 
 
-def _events(*shapes: str, last: str = "that of the last is `[DONE]`") -> dict[str, Any]:
+def document_events(*shapes: str, last: str = "that of the last is `[DONE]`") -> dict[str, Any]:
     """The content of a stream of server-sent events. OpenAPI 3.1 can't describe the events' data, so the document uses
     the extension `x-item-schema`, which is like `itemSchema` of OpenAPI 3.2."""
-    items = [{"$ref": f"#/components/schemas/{shape}"} for shape in (*shapes, "Error")]
+    items = [{"$ref": f"#/components/schemas/{shape}"} for shape in shapes]
     text = f"Server-sent events with ids. The data of each event is JSON; {last}."
     return {"text/event-stream": {"schema": {"type": "string", "description": text}, "x-item-schema": {"anyOf": items}}}
 
 
 _ID = (STREAM_ID,)
 _ASKED = (*BODY, 404)
-_CHATS = document_responses(*_ASKED, content=_json("ChatCompletion") | _events("ChatCompletionChunk"), headers=_ID)
-_TEXTS = document_responses(*_ASKED, content=_json("TextCompletion") | _events("TextCompletion"), headers=_ID)
-_VECTORS = document_responses(*_ASKED, content=_json("Embeddings"), headers=_ID)
+_CHATS = document_responses(
+    *_ASKED, content=document_json("ChatCompletion") | document_events("ChatCompletionChunk", "Error"), headers=_ID
+)
+_TEXTS = document_responses(
+    *_ASKED, content=document_json("TextCompletion") | document_events("TextCompletion", "Error"), headers=_ID
+)
+_VECTORS = document_responses(*_ASKED, content=document_json("Embeddings"), headers=_ID)
 _EVENTS_OF_RESPONSES = tuple(event.__name__ for event in RESPONSE_EVENTS)
 _LAST = "the last has the whole response"
 _RESPONSES = document_responses(
-    *_ASKED, content=_json("ResponseObject") | _events(*_EVENTS_OF_RESPONSES, last=_LAST), headers=_ID
+    *_ASKED,
+    content=document_json("ResponseObject") | document_events(*_EVENTS_OF_RESPONSES, "Error", last=_LAST),
+    headers=_ID,
 )
 _REST = document_responses(
     404,
-    content=_events(
-        "ChatCompletionChunk", "TextCompletion", *_EVENTS_OF_RESPONSES, last="the last is the format's own"
+    content=document_events(
+        "ChatCompletionChunk", "TextCompletion", *_EVENTS_OF_RESPONSES, "AnthropicEvent", "AnthropicError", "Error",
+        last="the last is the format's own",
     ),
     headers=_ID,
-)
+)  # fmt: skip

@@ -96,7 +96,7 @@ def websocket_router(answers: InferenceResponses, settings: GatewayOptions) -> A
                 socket.scope["tokenmill.caller"] = caller
                 slot.enter_context(slots.take_slot(caller.tenant))
             except PipelineError as error:
-                refused: JSONResponse = error_response(api_error(error))
+                refused: JSONResponse = error_response(api_error(error), socket.scope)
                 await socket.send_denial_response(refused)
                 return
             await socket.accept()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from schemas.requests.dialects.anthropic.body import ANTHROPIC, MESSAGES_URL
 from schemas.requests.dialects.dialect import Dialect
 from schemas.requests.dialects.openai_responses import RESPONSES, RESPONSES_URL
 from schemas.requests.errors import RowError
 
-DIALECTS: Final[Mapping[str, Dialect]] = {RESPONSES_URL: RESPONSES}
+DIALECTS: Final[Mapping[str, Dialect]] = {RESPONSES_URL: RESPONSES, MESSAGES_URL: ANTHROPIC}
 
 
 def translate_error(url: str, error: RowError) -> RowError:

@@ -25,6 +25,7 @@ from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_har
 from tests.waiting import HANG_SECONDS, wait_for
 
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
 HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 DOCS = Path(__file__).parents[3] / "docs/http.md"
 ALL = tuple(Scope)
@@ -128,6 +129,7 @@ def _good(operations_client: OperationClient) -> None:
         stream = http.post(CHAT, json={**HELLO, "stream": True, "tokenmill": {"resume": 30}}).headers["x-stream-id"]
         client.chat.completions.create(**HELLO)
         client.completions.create(model="tiny", prompt="a")
+        assert http.post(MESSAGES, json={**HELLO, "max_tokens": 5}).status_code == 200
         client.embeddings.create(model="tiny", input="a")
         client.responses.create(model="tiny", input="a")
         for path in ("/v1/status", "/metrics", "/", "/static/style.css", "/healthz", "/readyz", "/openapi.json"):
@@ -152,7 +154,9 @@ def _refused_by_every_route(operations_client: OperationClient, monkeypatch: pyt
         operations_client.say(method, path, f"Content-Type: {kind}\r\nContent-Length: 50\r\n", b"--")
     with operations_client.harness.http(operations_client.key) as http:
         for method, path in operations_client.operations(404):
-            body = {**HELLO, "model": "none"} if path == CHAT else {"model": "none", "prompt": "a"}
+            body: Any = {**HELLO, "model": "none"} if path == CHAT else {"model": "none", "prompt": "a"}
+            if path == MESSAGES:
+                body = {**HELLO, "model": "none", "max_tokens": 5}
             if path in ("/v1/embeddings", "/v1/responses"):
                 body = {"model": "none", "input": "a"}
             if path == "/v1/batches":

@@ -1,0 +1,255 @@
+"""Anthropic's Messages API (`POST /v1/messages`) as a dialect of chat.
+
+A user's `tool_result` blocks become messages of the role `tool`, an assistant's `thinking` blocks become its
+`reasoning_content`, and neighbouring turns of one role become one message, as Anthropic says. A conversation that ends
+with the assistant is continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import orjson
+from pydantic import Field, Strict, model_validator
+
+from schemas.requests.bodies import INT32_MAX, ChatBody, Finite
+from schemas.requests.dialects.anthropic.blocks import (
+    MAX_BREAKPOINTS,
+    Block,
+    CacheControl,
+    ClientTool,
+    Metadata,
+    OutputConfig,
+    TextBlock,
+    Thinking,
+    ToolChoice,
+    ToolResultBlock,
+    Turn,
+    client_tools,
+    text_or_blocks,
+)
+from schemas.requests.dialects.anthropic.response import message_of
+from schemas.requests.dialects.dialect import Dialect, DialectBody
+from schemas.requests.fields import defaulting
+from schemas.requests.structured import invalid
+
+MESSAGES_URL: Final = "/v1/messages"
+
+_TEXT: Final = frozenset({"text"})
+
+
+class MessagesBody(DialectBody):
+    """Body of /v1/messages. `metadata` doesn't change an answer."""
+
+    messages: Annotated[tuple[Turn, ...], Strict(False), Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    system: Annotated[tuple[TextBlock, ...], Strict(False), text_or_blocks(_TEXT), defaulting(())] = ()
+    temperature: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    stop_sequences: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False), defaulting(())] = ()
+    tools: Annotated[tuple[ClientTool, ...], Strict(False), client_tools(), defaulting(())] = ()
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> MessagesBody:
+        made: set[str] = set()
+        for at, message in enumerate(self.messages):
+            message.check(f"messages[{at}]")
+            for block in message.content:
+                if block.type == "tool_use":
+                    made.add(block.id)
+                elif block.type == "tool_result" and block.tool_use_id not in made:
+                    name = block.tool_use_id[:40]
+                    raise invalid(f"has a tool_result of {name!r}, which no tool_use before it is", f"messages[{at}]")
+        last = self.messages[-1]
+        if last.role == "assistant" and last.content and last.content[-1].type == "tool_use":
+            where = f"messages[{len(self.messages) - 1}]"
+            raise invalid("ends with a tool_use; add a message of the user with its tool_result", where)
+        count = sum(1 for _ in self._breakpoints())
+        if count > MAX_BREAKPOINTS:
+            raise invalid(f"is set {count} times, but at most {MAX_BREAKPOINTS} are possible", "cache_control")
+        self._check_thinking()
+        choice = self.tool_choice
+        if choice is not None and (choice.type == "tool") is (choice.name is None):
+            text = "is missing; name the tool" if choice.name is None else "goes with the type tool only; remove it"
+            raise invalid(text, "tool_choice.name")
+        return self
+
+    def _check_thinking(self) -> None:
+        thinking = self.thinking
+        if thinking is None:
+            return
+        budget = thinking.budget_tokens
+        if (thinking.type == "enabled") is (budget is None):
+            text = "is missing; add it" if budget is None else "goes with the type enabled only; remove it"
+            raise invalid(text, "thinking.budget_tokens")
+        if budget is not None and budget >= self.max_tokens:
+            text = f"is {budget}, but must be less than max_tokens, which is {self.max_tokens}"
+            raise invalid(text, "thinking.budget_tokens")
+
+    def _breakpoints(self) -> Iterator[CacheControl]:
+        marked: list[ClientTool | Block | MessagesBody] = [self, *self.tools, *self.system]
+        for message in self.messages:
+            marked += message.content
+        for one in marked:
+            if (mark := getattr(one, "cache_control", None)) is not None:
+                yield mark
+
+    def to_chat(self) -> ChatBody:
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": self._conversation(),
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": list(self.stop_sequences),
+            "user": None if self.metadata is None else self.metadata.user_id,
+            **self._tool_fields(),
+            **self._reasoning_fields(),
+        }
+        if self.output_config is not None and self.output_config.format is not None:
+            form = {"name": "answer", "schema": self.output_config.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": form}
+        if self.messages[-1].role == "assistant":
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+
+    def _conversation(self) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        if self.system:
+            _add(made, {"role": "system"}, _texts(self.system))
+        for message in self.messages:
+            texts = [block for block in message.content if block.type == "text"]
+            if message.role == "assistant":
+                _add(made, _assistant(message.content), _texts(texts))
+                continue
+            made += [_result(block) for block in message.content if block.type == "tool_result"]
+            if texts or not message.content:
+                _add(made, {"role": message.role}, _texts(texts))
+        return [_with_content(message) for message in made]
+
+    def _tool_fields(self) -> dict[str, Any]:
+        offered = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in self.tools
+        ]
+        choice = self.tool_choice
+        if choice is None:
+            return {"tools": offered}
+        words: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+        named = {"type": "function", "function": {"name": choice.name}}
+        chosen = {"tools": offered, "tool_choice": words.get(choice.type, named)}
+        return chosen | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
+
+    def _reasoning_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self.thinking is not None:
+            fields["enable_thinking"] = self.thinking.type != "disabled"
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
+        if self.output_config is not None:
+            fields["reasoning_effort"] = self.output_config.effort
+        return fields
+
+
+def _texts(given: Sequence[TextBlock]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": block.text} for block in given]
+
+
+def _add(made: list[dict[str, Any]], message: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    """Append a message, or add it to the last one if that has the same role."""
+    before = made[-1] if made and made[-1]["role"] == message["role"] else None
+    if before is None:
+        made.append({**message, "content": parts})
+        return
+    before["content"] += parts
+    if "tool_calls" in message:
+        before["tool_calls"] = [*before.get("tool_calls", []), *message["tool_calls"]]
+    if "reasoning_content" in message:
+        texts = (before.get("reasoning_content"), message["reasoning_content"])
+        before["reasoning_content"] = "\n".join(text for text in texts if text)
+
+
+def _assistant(content: Sequence[Block]) -> dict[str, Any]:
+    """An assistant's message without its text."""
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": orjson.dumps(block.input).decode()},
+        }
+        for block in content
+        if block.type == "tool_use"
+    ]
+    thoughts = [block.thinking for block in content if block.type == "thinking"]
+    message: dict[str, Any] = {"role": "assistant"}
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return message
+
+
+def _result(block: ToolResultBlock) -> dict[str, Any]:
+    """The message of a tool's result. Chat templates have no word for a failure, so the text says it."""
+    parts = _texts(block.content)
+    if block.is_error:
+        first = parts[0]["text"] if parts else ""
+        parts = [{"type": "text", "text": f"Error: {first}"}, *parts[1:]]
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text parts as a chat's content: one part is a string."""
+    parts = message["content"]
+    content: Any = parts
+    if len(parts) < 2:
+        content = parts[0]["text"] if parts else (None if message.get("tool_calls") else "")
+    return {**message, "content": content}
+
+
+_NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "stream": (False,),
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+}
+_HINTS: Final[Mapping[str, str]] = {
+    "stream": "a batch has no stream; remove it",
+    "service_tier": "use auto or standard_only; the tier of a batch is set with it",
+    "container": "no tools run on this server; remove it",
+    "mcp_servers": "no tools run on this server; offer tools of your own",
+    "context_management": "send the messages that count",
+    "output_format": "use output_config.format",
+}
+_NAMES: Final[Mapping[str, str]] = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format.schema",
+    "reasoning_effort": "output_config.effort",
+    "enable_thinking": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+
+ANTHROPIC: Final = Dialect(MessagesBody, message_of, _NO_CHANGE, _HINTS, _NAMES)
