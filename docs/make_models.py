@@ -29,7 +29,8 @@ auto` takes the first column with a yes. `tokenmill models show MODEL` says it o
 - **transformers** {transformers}: its modelling code with tokenmill's scheduler, cache and attention; slower. A model
   is compared with transformers alone when it is loaded, and refused if they disagree.
 
-Models that make embeddings are on [their page](embeddings.md). `docs/make_models.py` writes this page.
+Models that make [embeddings](embeddings.md) or [scores and labels](scoring.md) are on their pages.
+`docs/make_models.py` writes this page.
 
 | architecture | tokenmill | vLLM | transformers |
 |---|---|---|---|

@@ -27,10 +27,10 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-Pooling = Literal["cls", "last", "max", "mean", "mean_sqrt_len", "weightedmean"]
+Pooling = Literal["cls", "last", "max", "mean", "mean_sqrt_len", "weightedmean", "classify"]
 """How the hidden states of a prompt become one vector, as sentence-transformers defines the modes: the first position's
 or the last one's; the largest of each number; the mean, also times the root of the length, or weighted by the
-position, counted from 1."""
+position, counted from 1. "classify": by the model's own head for labels (logits); for encoders only."""
 
 
 class TokenWatcher(Protocol):
@@ -207,6 +207,8 @@ class Request:
         pooling_skip: positions at the beginning that a mean excludes.
         dimensions: size that each vector is truncated to; for an `Embedder`.
         more_prompts: pooled like the first one, each by itself; only an `Embedder` accepts them.
+        token_type_ids: of the prompt and of each of `more_prompts`, int32 [tokens]: the number of the text of a pair
+            that each token is from. Empty: 0. For encoders that read them.
         partial: choices of an interrupted computation of this request; it continues from there, with the answer that
             it would have had without the interruption (at float32).
     """
@@ -227,6 +229,7 @@ class Request:
     pooling_skip: int = 0
     dimensions: int | None = None
     more_prompts: tuple[NDArray[np.int32], ...] = ()
+    token_type_ids: tuple[NDArray[np.int32], ...] = ()
     partial: tuple[PartialChoice, ...] = ()
 
     @property
@@ -285,8 +288,8 @@ class Completion:
         error: the failure, when any choice ended in `ERROR`.
         cached_tokens: prompt tokens taken from the prefix cache when the first choice was first admitted.
         generated_tokens: tokens sampled for all choices, end tokens included.
-        pooled: float32 [hidden], when pooling was requested.
-        embeddings: float32 [prompts, size], of an `Embedder`.
+        pooled: float32 [hidden], when pooling was requested; of a classifier [labels].
+        embeddings: float32 [prompts, size], of an `Embedder`; of a classifier [prompts, labels], its logits.
         started_at, finished_at: on the engine's clock (seconds); admission and end.
         preemptions: how often a choice was preempted and recomputed.
         resumed_tokens: of the generated ones, those that came with the request (`Request.partial`).

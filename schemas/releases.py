@@ -21,7 +21,7 @@ class CanaryAnswer(StoredModel):
         prompt: its token ids.
         tokens: of the greedy answer.  logprobs: of each token.  runners_up: of the second most likely token at each
             position.
-        vector: of an embedding model, normalized to length 1.
+        vector: of an embedding model, normalized to length 1; of a classifier, its logits.
     """
 
     prompt: tuple[Count, ...]

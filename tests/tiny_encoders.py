@@ -1,4 +1,5 @@
-"""Tiny random models that make embeddings, saved as sentence-transformers saves them: weights, tokenizer, modules."""
+"""Tiny random models that make embeddings or labels, saved as sentence-transformers saves them: weights, tokenizer,
+modules."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 VOCABULARY = 400
 _SHAPE = {
@@ -71,15 +72,9 @@ def make_embedding_model(
     """
     class_name, shape = (ENCODERS | DECODERS)[family]
     config = getattr(transformers, class_name)(**{**shape, **(config_changes or {})})
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = AutoModel.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():
-            if parameter.dim() < 2:
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
-            else:
-                parameter.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
-        if edit is not None:
+    model = _random_model(AutoModel, config)
+    if edit is not None:
+        with torch.no_grad():
             edit(model)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -114,7 +109,44 @@ def make_embedding_model(
     return folder
 
 
-def tokenizer() -> Any:
+def make_classifier(
+    family: str,
+    folder: Path,
+    *,
+    labels: Sequence[str] = ("relevant",),
+    has_types: bool = True,
+    files: dict[str, Any] | None = None,
+    **config_changes: Any,
+) -> Path:
+    """Save a random float32 model of `family` with a head for labels and return the folder.
+
+    Args:
+        has_types: the tokenizer gives token types.  files: further ones, by name, as JSON.
+    """
+    class_name, shape = (ENCODERS | DECODERS)[family]
+    names = {"id2label": dict(enumerate(labels)), "label2id": {label: at for at, label in enumerate(labels)}}
+    config = getattr(transformers, class_name)(**{**shape, **names, **config_changes})
+    _random_model(AutoModelForSequenceClassification, config).save_pretrained(folder)
+    inputs = ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"]
+    tokenizer(model_input_names=inputs).save_pretrained(folder)
+    for name, value in (files or {}).items():
+        write(folder / name, value)
+    return folder
+
+
+def _random_model(auto: Any, config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = auto.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+            else:
+                parameter.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
+    return model.eval()
+
+
+def tokenizer(**settings: Any) -> Any:
     """A byte-level tokenizer that puts <s> and <end> around a text, and whose file says to cut and to pad, as those of
     real models do."""
     rust = Tokenizer(models.BPE())
@@ -126,11 +158,12 @@ def tokenizer() -> Any:
     )
     rust.train_from_iterator(CORPUS, trainer)
     rust.post_processor = processors.TemplateProcessing(
-        single="<s> $A <end>", special_tokens=[("<s>", 1), ("<end>", 2)]
+        single="<s> $A <end>", pair="<s> $A <end> $B:1 <end>:1", special_tokens=[("<s>", 1), ("<end>", 2)]
     )
     rust.enable_truncation(16)
     rust.enable_padding(length=16, pad_id=0, pad_token="<pad>")
-    return PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<s>", eos_token="<end>", pad_token="<pad>")
+    names = {"bos_token": "<s>", "eos_token": "<end>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=rust, **names, **settings)
 
 
 def write(path: Path, value: Any) -> None:

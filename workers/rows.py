@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -67,6 +68,11 @@ class Envelope:
     created_at: datetime
     attempt: int
     wall: Callable[[float], datetime]
+
+
+def response_id(kind: str, job: str, row: int) -> str:
+    """The response id, which is the same each time a row of a job is computed."""
+    return f"{kind}-{hashlib.blake2b(f'{job}/{row}'.encode(), digest_size=12).hexdigest()}"
 
 
 FinishedRow = ComputedRow | RejectedRow

@@ -59,7 +59,11 @@ class Embedder:
         try:
             for number, prompt in enumerate(prompts):
                 part = f"{name}{_PART}{number}"
-                self.engine.add(replace(request, request_id=part, prompt_token_ids=prompt, more_prompts=()))
+                types = request.token_type_ids[number : number + 1]
+                single = replace(
+                    request, request_id=part, prompt_token_ids=prompt, more_prompts=(), token_type_ids=types
+                )
+                self.engine.add(single)
                 added.append(part)
         except RequestRefused:
             for part in added:

@@ -22,7 +22,7 @@ from engine.engine import EngineStats, resolve_device, resolve_model_dtype
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused, UnsupportedModel
 from engine.models.base import ModelSpec
 from engine.models.encoders.encoder import load_encoder
-from engine.models.encoders.settings import required_settings
+from engine.models.encoders.settings import is_classifier, required_settings
 from engine.request import (
     Choice,
     Completion,
@@ -48,8 +48,15 @@ class PoolingModel(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
-    def pool(self, prompts: list[NDArray[np.int32]], mode: Pooling, skips: list[int]) -> NDArray[np.float32]:
-        """Pooled hidden states, float32 [prompts, hidden]."""
+    @property
+    def num_token_types(self) -> int:
+        """The texts of a pair that token types distinguish; 0: the model reads no token types."""
+        ...
+
+    def pool(
+        self, prompts: list[NDArray[np.int32]], mode: Pooling, skips: list[int], types: list[NDArray[np.int32] | None]
+    ) -> NDArray[np.float32]:
+        """Pooled hidden states, float32 [prompts, hidden]; or the logits of labels, [prompts, labels]."""
         ...
 
 
@@ -82,7 +89,7 @@ class EncoderEngine:
 
     @classmethod
     def load(cls, path: str | Path, config: EngineConfig | None = None) -> EncoderEngine:
-        """Load an encoder from a Hugging Face folder with safetensors and pooling settings.
+        """Load an encoder from a Hugging Face folder with safetensors and pooling settings, or a classifier's head.
 
         Raises:
             ModelNotFound, CorruptWeights: as `load_encoder`.
@@ -91,12 +98,12 @@ class EncoderEngine:
         """
         path, config = Path(path), config or EngineConfig()
         check_encoder_config(config)
-        settings = required_settings(path)
+        pooling = "classify" if is_classifier(path) else required_settings(path).pooling
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
         dtype = resolve_model_dtype(path, config.dtype, device)
-        return cls(config, load_encoder(path, folder_config(path), dtype, device), settings.pooling)
+        return cls(config, load_encoder(path, folder_config(path), dtype, device), pooling)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -112,12 +119,21 @@ class EncoderEngine:
         ids, size = request.prompt_token_ids, self.spec.vocab_size
         if ((ids < 0) | (ids >= size)).any():
             raise RequestRefused(f"the prompt leaves the vocabulary of {size}")
+        self._check_types(request)
         if len(ids) > self.max_model_len:
             raise ContextLengthExceeded(len(ids), 0, self.max_model_len)
         if request.request_id in self._waiting:
             raise RequestRefused(f"request {request.request_id!r} is already running; use another request_id")
         self._waiting.add(request)
         self._arrived[request.request_id] = self.clock()
+
+    def _check_types(self, request: Request) -> None:
+        most = self._model.num_token_types
+        for types in request.token_type_ids if most else ():
+            if types.shape != request.prompt_token_ids.shape:
+                raise RequestRefused(f"{types.size} token types are given for {len(request.prompt_token_ids)} tokens")
+            if ((types < 0) | (types >= most)).any():
+                raise RequestRefused(f"token type {types.max()} is given, but the model has {most}")
 
     def settle(self, *, more_to_come: bool) -> None:
         """Do nothing: the order of batches does not depend on it."""
@@ -162,7 +178,10 @@ class EncoderEngine:
             return self.take_ended()
         try:
             vectors = self._model.pool(
-                [request.prompt_token_ids for request in batch], self._pooling, [r.pooling_skip for r in batch]
+                [request.prompt_token_ids for request in batch],
+                self._pooling,
+                [request.pooling_skip for request in batch],
+                [next(iter(request.token_type_ids), None) for request in batch],
             )
         except BaseException as error:
             reason = f"the step failed: {type(error).__name__}: {error}"

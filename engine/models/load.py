@@ -30,7 +30,7 @@ from engine.models.base import CausalModel, ModelSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.decoder_builder import DecoderBuilder, TorchBuilder, build_decoder
 from engine.models.encoders.encoder import describe_encoder
-from engine.models.encoders.settings import embedding_settings, required_settings
+from engine.models.encoders.settings import embedding_settings, is_classifier, required_settings
 from engine.models.families import fused_family
 from engine.models.hf import check_supported, describe_transformers_model, load_transformers_model
 
@@ -104,7 +104,8 @@ def describe_model(
     """
     path = _existing(path)
     if is_encoder(path):
-        required_settings(path)
+        if not is_classifier(path):
+            required_settings(path)
         spec = describe_encoder(path, folder_config(path), dtype)
         return ModelDescription(spec, spec.num_parameters * dtype.itemsize, fused=False)
     config, decoder, _ = _open(path, own_models=own_models)

@@ -188,6 +188,8 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestRefused(f"request {request.request_id!r} is already running; use another request_id")
         check_request(request)
+        if request.pooling == "classify":
+            raise RequestRefused("only an encoder has a head for labels; choose another pooling")
         siblings: list[Sequence] = []
         for choice in range(params.n):
             siblings.append(Sequence(request, choice, self._next_serial + choice, siblings, now))

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
 
-from schemas.requests.parsing import Body, ChatBody, ChatMessage, CompletionBody, EmbeddingBody
+from schemas.requests.parsing import Body, ChatBody, ChatMessage, CompletionBody
 
 HASHED_MESSAGES = 4
 MASK = 2**63 - 1
@@ -27,8 +27,8 @@ class PrefixChain(NamedTuple):
 
 def prompt_bytes(body: Body) -> tuple[bytes, tuple[int, ...]]:
     """The prompt as bytes, which share a prefix when the prompts do, and the end offsets of its first messages. Texts
-    to be embedded have no bytes: they share no prefix."""
-    if isinstance(body, EmbeddingBody):
+    for an encoder have no bytes: they share no prefix."""
+    if not isinstance(body, ChatBody | CompletionBody):
         return b"", ()
     if isinstance(body, CompletionBody):
         if isinstance(body.prompt, str):

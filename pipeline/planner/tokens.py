@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.planner.ports import TokenCounter
 from pipeline.planner.prefix_chain import message_text, tools_text
-from schemas.requests.parsing import Body, CompletionBody, EmbeddingBody
+from schemas.requests.parsing import Body, ChatBody, CompletionBody
 
 DEFAULT_TOKENS_PER_BYTE = 0.25  # English text, common vocabularies
 SAMPLED_PROMPTS = 64
@@ -76,10 +76,10 @@ class TokenEstimator:
             self._counter = None
 
     def prompt_tokens(self, body: Body, size: int) -> int:
-        """Tokens of the body's prompt, at least 1; of all its texts, for embeddings. `size`: bytes of the prompt's
-        text."""
-        if isinstance(body, EmbeddingBody):
-            return sum(self._input_tokens(given) for given in body.input)
+        """Tokens of the body's prompt, at least 1; of all its sequences where it has several. `size`: bytes of the
+        prompt's text."""
+        if not isinstance(body, ChatBody | CompletionBody):
+            return sum(self._input_tokens(given) for sequence in body.sequences for given in sequence)
         if isinstance(body, CompletionBody):
             if isinstance(body.prompt, tuple):
                 return len(body.prompt)

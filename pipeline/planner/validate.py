@@ -23,7 +23,6 @@ from schemas.requests.parsing import (
     BODIES,
     Body,
     ChatBody,
-    EmbeddingBody,
     GenerationBody,
     dump_body,
     parse_body,
@@ -187,10 +186,10 @@ class Validator:
         )
 
     def _answer(self, body: Body, prompt_tokens: int, default_limit: int) -> _Answer:
-        """The expected answer. Vectors are no tokens; each text counts as a sequence. `default_limit`: maximum tokens
-        of a choice where the body sets none."""
-        if isinstance(body, EmbeddingBody):
-            return _Answer(True, len(body.input), 0, 0, 0)
+        """The expected answer. Vectors and scores are no tokens. `default_limit`: maximum tokens of a choice where the
+        body sets none."""
+        if not isinstance(body, GenerationBody):
+            return _Answer(True, len(body.sequences), 0, 0, 0)
         limit = self._within_context(body, prompt_tokens, self._output_limit(body, default_limit))
         return _Answer(body.is_deterministic, body.n, self._expected(body, limit), limit * body.n, _certain(body))
 

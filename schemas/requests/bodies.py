@@ -184,7 +184,8 @@ def _check_prompt(value: Any) -> Any:
     raise invalid("must be a string or a list of token ids (integers from 0)")
 
 
-def _check_inputs(value: Any) -> Any:
+def check_inputs(value: Any) -> Any:
+    """Check a text, token ids, or a list of either; returns a tuple of texts and tuples of token ids."""
     several = isinstance(value, list | tuple) and any(isinstance(item, str | list | tuple) for item in value)
     inputs = []
     for index, one in enumerate(value if several else (value,)):
@@ -378,11 +379,13 @@ class EmbeddingBody(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: Annotated[str, Field(min_length=1, max_length=1024)]
-    input: Annotated[tuple[str | tuple[int, ...], ...], only(_check_inputs, INPUTS)]
+    input: Annotated[tuple[str | tuple[int, ...], ...], only(check_inputs, INPUTS)]
     encoding_format: Annotated[Literal["float", "base64"], defaulting("float")] = "float"
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     user: str | None = None
 
-
-Body = ChatBody | CompletionBody | EmbeddingBody
+    @property
+    def sequences(self) -> tuple[tuple[str | tuple[int, ...]], ...]:
+        """What the model reads: each input by itself."""
+        return tuple((given,) for given in self.input)

@@ -22,7 +22,7 @@ class Limits(BaseModel):
         max_stop_sequences: most stop strings (OpenAI takes 4, vLLM any number) and most stop_token_ids.
         max_bad_words, max_bad_word_chars: most `bad_words`, and the longest one.
         max_choices: largest `n`.
-        max_embedding_inputs: most texts of one request for embeddings.
+        max_embedding_inputs: most texts of one request for embeddings, scores or labels (a pair counts once).
         max_embedding_tokens: most tokens of them in total.
         max_tools: most functions in `tools`.
         max_schema_bytes: largest schema, regex or grammar of a request, and largest sum of its tools' schemas.

@@ -14,7 +14,6 @@ from pydantic_core import ErrorDetails
 
 from schemas.requests.bodies import (
     UNSUPPORTED,
-    Body,
     ChatBody,
     ChatMessage,
     CompletionBody,
@@ -27,19 +26,28 @@ from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
 from schemas.requests.sampling_defaults import FILLED_IN
+from schemas.requests.scoring import Body, ClassifyBody, PooledBody, RerankBody, ScoreBody, ScoringBody
 from schemas.requests.structured import size_of
 
 __all__ = [
     "CHAT_URL",
+    "CLASSIFY_URL",
     "COMPLETIONS_URL",
     "EMBEDDINGS_URL",
+    "RERANK_URL",
+    "SCORE_URL",
     "Body",
     "ChatBody",
     "ChatMessage",
+    "ClassifyBody",
     "CompletionBody",
     "EmbeddingBody",
     "GenerationBody",
+    "PooledBody",
     "RequestLine",
+    "RerankBody",
+    "ScoreBody",
+    "ScoringBody",
     "TextPart",
     "dump_body",
     "load_body",
@@ -51,11 +59,17 @@ __all__ = [
 CHAT_URL: Final = "/v1/chat/completions"
 COMPLETIONS_URL: Final = "/v1/completions"
 EMBEDDINGS_URL: Final = "/v1/embeddings"
+SCORE_URL: Final = "/v1/score"
+RERANK_URL: Final = "/v1/rerank"
+CLASSIFY_URL: Final = "/v1/classify"
 
-BODIES: Final[Mapping[str, type[ChatBody] | type[CompletionBody] | type[EmbeddingBody] | type[DialectBody]]] = {
+BODIES: Final[Mapping[str, type[Body] | type[DialectBody]]] = {
     CHAT_URL: ChatBody,
     COMPLETIONS_URL: CompletionBody,
     EMBEDDINGS_URL: EmbeddingBody,
+    SCORE_URL: ScoreBody,
+    RERANK_URL: RerankBody,
+    CLASSIFY_URL: ClassifyBody,
     **{url: dialect.body for url, dialect in DIALECTS.items()},
 }
 """The models that parse the bodies of each url. A dialect's body is parsed to a `ChatBody`."""
@@ -100,7 +114,7 @@ TYPE_NAMES: Final[Mapping[str, str]] = {
 
 
 class RequestLine(BaseModel):
-    """One line of a job. `body` is not validated yet; `parse_body` converts it to one of the three bodies."""
+    """One line of a job. `body` is not validated yet; `parse_body` converts it to one of the bodies."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -135,7 +149,7 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
     limits = limits or Limits()
     if (dialect := DIALECTS.get(url)) is not None:
         return _parse_dialect(dialect, body, limits)
-    fields = _without_no_ops(body)
+    fields = _without_no_ops(body, known=frozenset(BODIES[url].model_fields))
     for name in FILLED_IN:  # null is the same as absence, where a model's defaults are filled in
         if name in fields and fields[name] is None:
             del fields[name]
@@ -150,11 +164,10 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
         raise _row_error(error) from None
     if isinstance(parsed, GenerationBody):
         _check_limits(parsed, limits)
-    elif len(parsed.input) > limits.max_embedding_inputs:
+    elif (count := len(parsed.sequences)) > limits.max_embedding_inputs:
         most = limits.max_embedding_inputs
-        raise _refuse(
-            "input", f"holds {len(parsed.input)} texts, but at most {most} are allowed; send several requests"
-        )
+        name = "documents" if isinstance(parsed, ScoreBody | RerankBody) else "input"
+        raise _refuse(name, f"holds {count} texts, but at most {most} are allowed; send several requests")
     return parsed
 
 
@@ -175,7 +188,7 @@ def _parse_dialect(dialect: Dialect, body: Mapping[str, Any], limits: Limits) ->
     return chat
 
 
-def _stored_model(url: str) -> type[ChatBody] | type[CompletionBody] | type[EmbeddingBody]:
+def _stored_model(url: str) -> type[Body]:
     """The model of the bodies that requests to `url` are stored as."""
     model = BODIES[url]
     return ChatBody if issubclass(model, DialectBody) else model
@@ -202,11 +215,13 @@ def _without_no_ops(
     where: str = "",
     no_change: Mapping[str, tuple[Any, ...]] = NO_CHANGE,
     hints: Mapping[str, str] = HINTS,
+    known: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
-    """A copy without unsupported parameters whose values mean their absence; refuses other values."""
+    """A copy without unsupported parameters whose values mean their absence; refuses other values. `known`: names that
+    are supported here."""
     effective: dict[str, Any] = {}
     for name, value in fields.items():
-        neutral = no_change.get(name)
+        neutral = None if name in known else no_change.get(name)
         if neutral is None:
             effective[name] = value
         elif value is not None and not any(type(value) is type(same) and value == same for same in neutral):

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from schemas.requests.bodies import INT32_MAX, Body, Finite, GenerationBody
+from schemas.requests.bodies import INT32_MAX, Finite, GenerationBody
+from schemas.requests.scoring import Body
 
 FILLED_IN: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of a body that a model's defaults fill in."""

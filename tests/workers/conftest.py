@@ -233,15 +233,19 @@ def make_job(**settings: Any) -> Job:
 
 def url_of(body: dict[str, Any]) -> str:
     """The endpoint that a body is for."""
-    return "/v1/chat/completions" if "messages" in body else "/v1/embeddings" if "input" in body else "/v1/completions"
+    names = {
+        "messages": "/v1/chat/completions", "queries": "/v1/score", "query": "/v1/rerank", "prompt": "/v1/completions",
+    }  # fmt: skip
+    return next((url for name, url in names.items() if name in body), "/v1/embeddings")
 
 
 def make_work(bodies: Sequence[Any], *, shard: int = 1, first_row: int = 0, job: Job | None = None) -> ShardWork:
-    """A shard of these bodies, as the planner writes it; an int instead of a body is a copy of the row it names."""
+    """A shard of these bodies, as the planner writes it; an int instead of a body is a copy of the row it names,
+    and a pair is a url and its body."""
     rows = []
     for row, body in enumerate(bodies, start=first_row):
         copy = isinstance(body, int)
-        url = "/v1/chat/completions" if copy else url_of(body)
+        url, body = body if isinstance(body, tuple) else ("/v1/chat/completions" if copy else url_of(body), body)
         text = "" if copy else dump_body(parse_body(url, body)).decode()
         rows.append(
             {

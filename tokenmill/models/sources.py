@@ -136,15 +136,18 @@ def cached(cache: Path) -> list[ModelSource]:
 
 
 def purpose(source: ModelSource) -> str:
-    """The purpose of the model, from its small files: "text", "embeddings", or both."""
+    """The purpose of the model, from its small files: "text", "embeddings", or both; or "scores, labels"."""
     folder = source.path
-    if not (folder / MODULES_FILE).is_file():
-        return "text"
     try:
         architectures = json.loads((folder / "config.json").read_bytes()).get("architectures") or [""]
         generates = any(str(name).endswith("ForCausalLM") for name in architectures)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        generates = False
+        classifies = str(architectures[0]).endswith("ForSequenceClassification")
+    except (OSError, ValueError, AttributeError, TypeError, LookupError, RecursionError):
+        generates = classifies = False
+    if classifies:
+        return "scores, labels"
+    if not (folder / MODULES_FILE).is_file():
+        return "text"
     return "text, embeddings" if generates else "embeddings"
 
 

@@ -18,7 +18,7 @@ from engine.step_engine import StepEngine
 from schemas.jobs.job import JobSettings, Tier
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.limits import Limits
-from schemas.requests.parsing import BODIES, CHAT_URL, EmbeddingBody, parse_body, unsupported_url
+from schemas.requests.parsing import BODIES, CHAT_URL, GenerationBody, PooledBody, parse_body, unsupported_url
 from schemas.requests.sampling_defaults import answer_limit
 from schemas.workers.lane import LaneRequest
 from workers.model.loaded_model import LoadedModel
@@ -26,8 +26,8 @@ from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGua
 from workers.rows import PreparedRow, RowName
 from workers.shards.resume import resume_from
 from workers.text.tokenizer import TokenIds
-from workers.translation.embeddings import EmbeddingReader
-from workers.translation.policy_texts import texts_of_prompt, texts_to_embed
+from workers.translation.policy_texts import texts_of_inputs, texts_of_prompt
+from workers.translation.pooled import PooledReader
 from workers.translation.requests import PRIORITIES, JobRules, RowHints, StopWatchers, Translator
 
 PREFIX: Final = "/lane/"
@@ -66,8 +66,8 @@ class LaneReader:
         body = parse_body(request.url, request.body, self._rules.limits)
         names = (RowName(0, request.id),)
         guard = self._rules.policies.guard(JudgedText(request.id, request.tenant, body.model, request.url))
-        if isinstance(body, EmbeddingBody):
-            return PreparedRow(names, body, self._embedding(request, body, guard), guard)
+        if not isinstance(body, GenerationBody):
+            return PreparedRow(names, body, self._pooled(request, body, guard), guard)
         translator = Translator(
             self._model.tokenizer, self._model.limits, self._job_rules(request), self._model.grammars
         )
@@ -79,13 +79,13 @@ class LaneReader:
         engine_request = replace(engine_request, readers_known=False)  # more requests may share this prompt's prefix
         return PreparedRow(names, body, _resume(self._model.engine, engine_request, request.tokens), guard)
 
-    def _embedding(self, request: LaneRequest, body: EmbeddingBody, guard: PolicyGuard | None) -> Request:
-        reader = EmbeddingReader(self._model.tokenizer, self._model.limits, self._job_rules(request))
+    def _pooled(self, request: LaneRequest, body: PooledBody, guard: PolicyGuard | None) -> Request:
+        reader = PooledReader(self._model.tokenizer, self._model.limits, self._job_rules(request))
         inputs = reader.inputs_of(body)
         if guard is not None:
-            guard.check_prompt(texts_to_embed(inputs, self._model.tokenizer))
-        (prompts,) = reader.encode([inputs])
-        return reader.request(engine_request_id(request), body, prompts)
+            guard.check_prompt(texts_of_inputs(inputs, self._model.tokenizer))
+        (encoded,) = reader.encode([(body, inputs)])
+        return reader.request(engine_request_id(request), body, encoded)
 
     def deadline(self, request: LaneRequest, now: datetime) -> float | None:
         """Seconds from now after which the engine times the request out; None: never."""

@@ -18,7 +18,7 @@ from engine.request import Choice, Completion, PartialChoice
 from engine.scheduler.resume import ANSWERED
 from schemas.jobs.results import ResultRow
 from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode
-from schemas.requests.parsing import ChatBody, EmbeddingBody
+from schemas.requests.parsing import ChatBody, GenerationBody
 from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
 from workers.lane.requests import PREFIX
 from workers.policies.policy import PolicyGuard
@@ -30,7 +30,6 @@ from workers.structured.tool_formats import find_tool_format
 from workers.text.detokenizer import IncrementalDetokenizer
 from workers.text.logprobs import TokenTexts, chat_logprobs
 from workers.text.tokenizer import Tokenizer
-from workers.translation.embeddings import embedding_results
 from workers.translation.responses import ResponseBuilder, failure_of, withheld_choices
 
 DIFFERS: Final = (
@@ -79,7 +78,7 @@ class LaneAnswer:
         self._error: RowError | None = None  # a policy failed, or the answer differs from what was emitted
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
-        stops = () if isinstance(row.body, EmbeddingBody) else row.body.stop
+        stops = row.body.stop if isinstance(row.body, GenerationBody) else ()
         self._holdback = max((len(stop) for stop in stops), default=1) - 1
         self._choices: dict[int, _ChoiceStream] = {}
         self._sequence = 0
@@ -176,8 +175,8 @@ class LaneAnswer:
         if error is not None:
             return self.fail(error)
         computed = ComputedRow(row, completion, refused)
-        if isinstance(row.body, EmbeddingBody):
-            return [self._end(_response(embedding_results(computed, envelope)))]
+        if not isinstance(row.body, GenerationBody):
+            return [self._end(_response(builder.pooled(computed, envelope)))]
         (texts,) = builder.answer_texts([computed])
         try:
             withheld = withheld_choices(computed, texts)
@@ -223,7 +222,7 @@ class LaneAnswer:
         logprobs: dict[str, Any] | None,
     ) -> TokensEvent:
         request, attempt, sequence = self.request.id, self.request.attempt, self._next_sequence()
-        wants_ids = sequence == 0 and not isinstance(self._body, EmbeddingBody) and self._body.return_token_ids
+        wants_ids = sequence == 0 and isinstance(self._body, GenerationBody) and self._body.return_token_ids
         prompt = tuple(self._prompt.tolist()) if wants_ids else None
         return TokensEvent(request, attempt, sequence, choice, tuple(ids), text, logprobs, calls, prompt)
 

@@ -129,7 +129,7 @@ class LaneServer:
         self._lane = lane
         self._clock = clock
         self._reader = LaneReader(model, rules)
-        self._builder = ResponseBuilder(model.tokenizer)
+        self._builder = ResponseBuilder(model.tokenizer, model.limits.classifier)
         self._spans = LaneSpans(model.name, traces)
         self._serving = serving or LaneServing()
         self._max_requests = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)

@@ -19,8 +19,9 @@ from engine.embedding.embedder import Embedder
 from engine.embedding.engine import EncoderEngine
 from engine.engine import Engine, resolve_device, resolve_dtype
 from engine.errors import UnsupportedModel
+from engine.models.encoders.classifier import ClassifierSettings, classifier_settings
 from engine.models.encoders.head import EmbeddingHead
-from engine.models.encoders.settings import EmbeddingSettings, embedding_settings
+from engine.models.encoders.settings import EmbeddingSettings, embedding_settings, is_classifier
 from engine.models.load import describe_shape, is_encoder, is_native
 from engine.plan import RowState
 from engine.runner.null_runner import NullRunner
@@ -179,14 +180,17 @@ class LoadedModel:
         weightless: bool = False,
     ) -> LoadedModel:
         embedding = None if weightless else embedding_settings(source)
+        classifier = None if weightless else classifier_settings(source)
+        head = embedding if classifier is None else EmbeddingSettings("classify")
         if isinstance(engine, VLLMEngine):
             limits, facts, dtype = _vllm_limits(engine, embedding), vllm_facts(engine), cast(DTypeName, engine.dtype)
         else:
-            limits, facts, dtype = _limits(engine, embedding), engine_facts(engine), dtype_name(engine.spec.dtype)
+            limits, facts = _limits(engine, embedding, classifier), engine_facts(engine)
+            dtype = dtype_name(engine.spec.dtype)
         return cls(
             name=name,
             source=str(source),
-            engine=engine if embedding is None else Embedder(engine, EmbeddingHead(embedding)),
+            engine=engine if head is None else Embedder(engine, EmbeddingHead(head)),
             tokenizer=tokenizer,
             limits=limits,
             dtype=dtype,
@@ -249,6 +253,8 @@ def engine_of(path: Path, wanted: EngineName | None = None) -> tuple[EngineName,
 def check_vllm(path: Path, config: EngineConfig, options: Mapping[str, Any]) -> None:
     """Check what `LoadedModel.load` needs of a model and settings for vLLM, before anything is loaded. Raises as
     `engine.vllm.settings.check_model`."""
+    if is_classifier(path):
+        raise UnsupportedModel(f"{path} is a classifier, which vLLM does not compute here; leave the engine out")
     check_model(path, config, options)
     embedding = embedding_settings(path)
     if embedding is not None and embedding.dense:
@@ -266,10 +272,14 @@ def _vllm_limits(engine: VLLMEngine, embedding: EmbeddingSettings | None) -> Mod
     return ModelLimits(engine.max_model_len, engine.vocab_size, ends, not engine.pools, embedding, size)
 
 
-def _limits(engine: Engine | EncoderEngine, embedding: EmbeddingSettings | None) -> ModelLimits:
+def _limits(
+    engine: Engine | EncoderEngine, embedding: EmbeddingSettings | None, classifier: ClassifierSettings | None
+) -> ModelLimits:
     spec = engine.spec
     size = 0 if embedding is None else embedding.size(spec.hidden_size)
-    return ModelLimits(engine.max_model_len, spec.vocab_size, spec.eos_token_ids, spec.generates, embedding, size)
+    return ModelLimits(
+        engine.max_model_len, spec.vocab_size, spec.eos_token_ids, spec.generates, embedding, size, classifier
+    )
 
 
 def _check_same_tokens(draft: str, tokenizer: Tokenizer) -> None:
@@ -322,6 +332,9 @@ def _model_files(folder: Path) -> list[Path]:
     embedding = embedding_settings(folder)
     if embedding is not None:
         found |= {folder / name for name in embedding.files}
+    classifier = classifier_settings(folder)
+    if classifier is not None:
+        found |= {folder / name for name in classifier.files}
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 

@@ -62,7 +62,8 @@ def answer_canaries(model: LoadedModel) -> tuple[CanaryAnswer, ...]:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
         requests.append(_pooled(model, Request(f"canary-{number}", as_token_ids(prompt), params)))
     done = _complete(model, requests)
-    return tuple(_answer(prompt, done[f"canary-{number}"]) for number, prompt in enumerate(prompts))
+    is_score = model.limits.classifier is not None
+    return tuple(_answer(prompt, done[f"canary-{number}"], is_score=is_score) for number, prompt in enumerate(prompts))
 
 
 def drift_from(model: LoadedModel, recorded: Sequence[CanaryAnswer]) -> LogprobDrift | None:
@@ -99,11 +100,11 @@ def _request(model: LoadedModel, name: str, length: int, longest: int) -> Reques
 
 
 def _pooled(model: LoadedModel, request: Request) -> Request:
-    """The request as the model can compute it: a model without a language-model head makes embeddings."""
-    embedding = model.limits.embedding
-    if model.limits.generates or embedding is None:
+    """The request as the model can compute it: a model without a language-model head makes vectors or scores."""
+    pooling = model.limits.pooling
+    if model.limits.generates or pooling is None:
         return request
-    return replace(request, params=SamplingParams(max_tokens=0, temperature=0.0), pooling=embedding.pooling)
+    return replace(request, params=SamplingParams(max_tokens=0, temperature=0.0), pooling=pooling)
 
 
 def _cut(prompt: Iterable[int], model: LoadedModel) -> list[int]:
@@ -131,10 +132,11 @@ def _complete(model: LoadedModel, requests: Sequence[Request]) -> dict[str, Comp
     return done
 
 
-def _answer(prompt: Sequence[int], completion: Completion) -> CanaryAnswer:
+def _answer(prompt: Sequence[int], completion: Completion, *, is_score: bool) -> CanaryAnswer:
     if completion.embeddings is not None:
         vector = completion.embeddings[0].astype(np.float64)
-        vector /= np.linalg.norm(vector) or 1.0
+        if not is_score:
+            vector /= np.linalg.norm(vector) or 1.0
         return CanaryAnswer(prompt=tuple(prompt), vector=tuple(round(float(value), 6) for value in vector))
     choice = completion.choices[0]
     assert choice.logprobs is not None, "log-probabilities were requested"

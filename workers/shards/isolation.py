@@ -208,11 +208,11 @@ def _without(noted: Mapping[str, OpenShard], removed: set[int]) -> dict[str, Ope
 
 def probe(model: LoadedModel) -> Request:
     """The harmless request that any working engine can compute."""
-    embedding = model.limits.embedding
-    if model.limits.generates or embedding is None:
+    pooling = model.limits.pooling
+    if model.limits.generates or pooling is None:
         return Request(PROBE, PROBE_TOKENS, PROBE_PARAMS)
     params = SamplingParams(max_tokens=0, temperature=0.0)
-    return Request(PROBE, PROBE_TOKENS, params, pooling=embedding.pooling)
+    return Request(PROBE, PROBE_TOKENS, params, pooling=pooling)
 
 
 def condemn(deaths: int) -> RowError | None:

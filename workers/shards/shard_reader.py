@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 from pipeline.worker_client.ports import ShardWork
 from schemas.requests.dialects.registry import DIALECTS, translate_error
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.parsing import BODIES, Body, ChatBody, EmbeddingBody, load_body
+from schemas.requests.parsing import BODIES, Body, ChatBody, GenerationBody, load_body
 from schemas.requests.sampling_defaults import answer_limit
 from workers.errors import ModelMismatchError
 from workers.model.loaded_model import LoadedModel
@@ -24,8 +23,8 @@ from workers.shards.isolation import condemn
 from workers.shards.open_shard import PreparedShard
 from workers.shards.resume import resume
 from workers.text.tokenizer import TokenIds
-from workers.translation.embeddings import EmbeddingReader, Input
-from workers.translation.policy_texts import texts_of_prompt, texts_to_embed
+from workers.translation.policy_texts import texts_of_inputs, texts_of_prompt
+from workers.translation.pooled import Inputs, PooledReader
 from workers.translation.requests import PRIORITIES, JobRules, RowHints, Translator
 from workers.translation.unexpected import unforeseen
 
@@ -46,7 +45,7 @@ class _Line:
     hints: RowHints
     parsed: Body | None = None
     prompt: str | TokenIds | None = None
-    inputs: Sequence[Input] = ()  # to embed
+    inputs: Inputs = ()  # of a request that is answered with numbers
     guard: PolicyGuard | None = None
     error: RowError | None = None
 
@@ -66,16 +65,16 @@ class ShardReader:
             line.error = condemn(work.history.blamed.get(line.names[0].row, 0))
         model, rules = self.model, self._rules(work)
         translator = Translator(model.tokenizer, model.limits, rules, model.grammars)
-        embeddings = EmbeddingReader(model.tokenizer, model.limits, rules)
+        pooled = PooledReader(model.tokenizer, model.limits, rules)
         for line in lines:
             if line.error is None:
-                self._read(line, work, translator, embeddings)
-        self._encode(lines, work, embeddings)
+                self._read(line, work, translator, pooled)
+        self._encode(lines, work, pooled)
         waiting: list[PreparedRow] = []
         rejected: list[RejectedRow] = []
         now = self.model.engine.clock()
         for line in lines:
-            row = self._prepared(line, work, translator, embeddings)
+            row = self._prepared(line, work, translator, pooled)
             if row is not None:
                 waiting.append(row)
             else:
@@ -119,7 +118,7 @@ class ShardReader:
         assert not copies, f"shard {work.shard}: rows {sorted(copies)[:5]} have copies, but are not in the shard"
         return lines
 
-    def _read(self, line: _Line, work: ShardWork, translator: Translator, embeddings: EmbeddingReader) -> None:
+    def _read(self, line: _Line, work: ShardWork, translator: Translator, pooled: PooledReader) -> None:
         try:
             self._check_model(line.model, work)
             if line.url not in BODIES:
@@ -128,10 +127,10 @@ class ShardReader:
             about = JudgedText(f"{work.job.id}/{line.names[0].row}", work.job.tenant, line.model, line.url)
             line.guard = guard = self.policies.guard(about)
             tokenizer = self.model.tokenizer
-            if isinstance(line.parsed, EmbeddingBody):
-                line.inputs = inputs = embeddings.inputs_of(line.parsed)
+            if not isinstance(line.parsed, GenerationBody):
+                line.inputs = pooled.inputs_of(line.parsed)
                 if guard is not None:
-                    guard.check_prompt(texts_to_embed(inputs, tokenizer))
+                    guard.check_prompt(texts_of_inputs(line.inputs, tokenizer))
             else:
                 line.prompt = translator.prompt_of(line.parsed)
                 if guard is not None:
@@ -159,30 +158,35 @@ class ShardReader:
                 param="model",
             )
 
-    def _encode(self, lines: list[_Line], work: ShardWork, embeddings: EmbeddingReader) -> None:
+    def _encode(self, lines: list[_Line], work: ShardWork, pooled: PooledReader) -> None:
         """Encode all prompts; if that fails, encode each by itself, to find the row that causes it."""
         try:
-            self._encode_batch(lines, embeddings)
+            self._encode_batch(lines, pooled)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - raised again by the row that causes it
             logger.warning("prompts can't be encoded in one batch", rows=len(lines), error=type(error).__name__)
             for line in lines:
-                self._encode_alone(line, work, embeddings)
+                self._encode_alone(line, work, pooled)
 
-    def _encode_alone(self, line: _Line, work: ShardWork, embeddings: EmbeddingReader) -> None:
+    def _encode_alone(self, line: _Line, work: ShardWork, pooled: PooledReader) -> None:
         try:
-            self._encode_batch([line], embeddings)
+            self._encode_batch([line], pooled)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - it concerns one row
             line.error = _unforeseen(error, "a row could not be encoded", line, work)
 
-    def _encode_batch(self, lines: list[_Line], embeddings: EmbeddingReader) -> None:
+    def _encode_batch(self, lines: list[_Line], pooled: PooledReader) -> None:
         """Encode all prompts that are text. Chat templates contain their special tokens; completions get BOS."""
-        embedded = [line for line in lines if line.inputs]
-        for line, prompts in zip(embedded, embeddings.encode([line.inputs for line in embedded]), strict=True):
-            line.inputs = prompts
+        read = [
+            (line, line.parsed)
+            for line in lines
+            if line.inputs and line.parsed is not None and not isinstance(line.parsed, GenerationBody)
+        ]
+        encoded_inputs = pooled.encode([(body, line.inputs) for line, body in read])
+        for (line, _), inputs in zip(read, encoded_inputs, strict=True):
+            line.inputs = inputs
         for chat in (True, False):
             chosen = [
                 line for line in lines if isinstance(line.prompt, str) and isinstance(line.parsed, ChatBody) is chat
@@ -194,16 +198,15 @@ class ShardReader:
                 line.prompt = ids
 
     def _prepared(
-        self, line: _Line, work: ShardWork, translator: Translator, embeddings: EmbeddingReader
+        self, line: _Line, work: ShardWork, translator: Translator, pooled: PooledReader
     ) -> PreparedRow | None:
         if line.error is not None or line.parsed is None:
             return None
         request_id = f"{work.job.id}/{work.shard}/{line.names[0].row}"
         logged = work.history.running.get(line.names[0].row)
         try:
-            if isinstance(line.parsed, EmbeddingBody):
-                prompts = [prompt for prompt in line.inputs if not isinstance(prompt, str)]
-                request = embeddings.request(request_id, line.parsed, prompts)
+            if not isinstance(line.parsed, GenerationBody):
+                request = pooled.request(request_id, line.parsed, line.inputs)
             else:
                 assert isinstance(line.prompt, np.ndarray), "prompts are encoded before"
                 request = translator.request(request_id, line.parsed, line.prompt, line.hints)

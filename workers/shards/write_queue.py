@@ -50,7 +50,7 @@ class ShardWriter:
         settings: WorkerSettings,
         while_waiting: Callable[[], None],
     ) -> None:
-        self.checkpointer = Checkpointer(model.engine, ResponseBuilder(model.tokenizer), sink)
+        self.checkpointer = Checkpointer(model.engine, ResponseBuilder(model.tokenizer, model.limits.classifier), sink)
         self._model = model
         self._sink = sink
         self._now = clock.monotonic

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.parsing import ChatBody, CompletionBody, EmbeddingBody
+from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody
 from schemas.requests.structured import NamedTool, Tool
 from workers.structured.grammar import GrammarSource
 from workers.structured.json_schema import adapt_schema, check_depth, json_rule
@@ -68,10 +68,10 @@ def _json(schema: dict[str, Any], param: str, lenient: bool = False) -> str:
     return json_rule(adapt_schema(schema), lenient=lenient)
 
 
-def shown_tokens(body: ChatBody | CompletionBody | EmbeddingBody, tokenizer: Tokenizer) -> Mapping[int, str]:
+def shown_tokens(body: Body, tokenizer: Tokenizer) -> Mapping[int, str]:
     """Special tokens whose spelling the text of an answer contains: all with `skip_special_tokens: false`, else those
     that mark calls."""
-    if not isinstance(body, EmbeddingBody) and not body.skip_special_tokens:
+    if isinstance(body, GenerationBody) and not body.skip_special_tokens:
         return tokenizer.special_spellings
     form = find_tool_format(tokenizer) if isinstance(body, ChatBody) and body.offered_tools else None
     return {} if form is None else spelt_specials(tokenizer, form.opening + form.closing)

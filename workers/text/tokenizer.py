@@ -17,7 +17,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jinja2.meta
 import numpy as np
@@ -36,6 +36,18 @@ from workers.text.token_bytes import TokenBytes, dropped_blanks, without_blanks
 logger = structlog.get_logger(__name__)
 
 TokenIds = NDArray[np.int32]
+
+Texts = tuple[str, ...]
+"""A text, or a pair of texts that a model reads together."""
+
+
+class EncodedText(NamedTuple):
+    """A text or a pair: its token ids, and the number of the text that each is from (None: not told apart); both int32
+    [tokens]."""
+
+    ids: TokenIds
+    types: TokenIds | None = None
+
 
 DIGIT_SPLITTING_PRE_TOKENIZERS: Final = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
@@ -122,6 +134,7 @@ class Tokenizer:
             _mark_as_text(text): ids for text, ids in zip(spellings, self._as_text(spellings), strict=True)
         }
         self._bound = bound_of(self._backend)
+        self._gives_types = "token_type_ids" in hf.model_input_names
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -154,6 +167,35 @@ class Tokenizer:
         """Token ids of each text, int32 [tokens]; `add_special_tokens` adds the tokenizer's own ones (BOS)."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def encode_texts(self, texts: Sequence[Texts]) -> list[EncodedText]:
+        """Each text or pair with the special tokens around and between them."""
+        given = [one[0] if len(one) == 1 else one for one in texts]
+        return [self._encoded(encoding) for encoding in self._backend.encode_batch_fast(given)]
+
+    def encode_cut(self, texts: Texts, most: int) -> EncodedText:
+        """A text or pair as `encode_texts`, without tokens at the end beyond `most`, which is more than
+        `num_added_tokens`; of a pair the longer text is cut first."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        room = most - self.num_added_tokens(pair=len(texts) > 1)
+        lengths = [len(encoding.ids) for encoding in encodings]
+        if len(lengths) == 1:
+            lengths = [room]
+        elif sum(lengths) > room:
+            short, long = sorted(lengths)
+            short, long = (short, room - short) if 2 * short <= room else (room // 2, room - room // 2)
+            lengths = [short, long] if lengths[0] <= lengths[1] else [long, short]
+        for encoding, length in zip(encodings, lengths, strict=True):
+            encoding.truncate(length)
+        return self._encoded(self._backend.post_process(encodings[0], encodings[1] if len(encodings) > 1 else None))
+
+    def num_added_tokens(self, *, pair: bool) -> int:
+        """The special tokens that the tokenizer adds to a text or a pair."""
+        return self._backend.num_special_tokens_to_add(pair)
+
+    def _encoded(self, encoding: tokenizers.Encoding) -> EncodedText:
+        types = np.asarray(encoding.type_ids, dtype=np.int32) if self._gives_types else None
+        return EncodedText(np.asarray(encoding.ids, dtype=np.int32), types)
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of the text's tokens; 0: no bound is known without encoding it."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from schemas.requests.parsing import ChatBody, ChatMessage, CompletionBody
-from workers.text.tokenizer import SPELT, TokenIds, Tokenizer
-from workers.translation.embeddings import Input
+from workers.text.tokenizer import SPELT, EncodedText, TokenIds, Tokenizer
+from workers.translation.pooled import Inputs
 
 
 def texts_of_prompt(body: ChatBody | CompletionBody, prompt: str | TokenIds, tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -17,9 +18,17 @@ def texts_of_prompt(body: ChatBody | CompletionBody, prompt: str | TokenIds, tok
     return (whole, *(text for message in messages for text in _texts_of_message(message)))
 
 
-def texts_to_embed(inputs: list[Input], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The inputs of an embeddings request, as the model reads them."""
-    return tuple(text if isinstance(text, str) else tokenizer.decode(text) for text in inputs)
+def texts_of_inputs(inputs: Inputs, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The inputs of a request for vectors, scores or labels, as the model reads them; each text of a pair by itself."""
+    return tuple(text for given in inputs for text in _texts_of_input(given, tokenizer))
+
+
+def _texts_of_input(given: Any, tokenizer: Tokenizer) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, EncodedText):
+        return (tokenizer.decode(given.ids),)
+    return given if isinstance(given, tuple) else (tokenizer.decode(given),)
 
 
 def _texts_of_message(message: ChatMessage) -> Iterator[str]:

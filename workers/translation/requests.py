@@ -14,11 +14,12 @@ from typing import Final
 import numpy as np
 
 from engine.errors import ContextLengthExceeded, RequestRefused
+from engine.models.encoders.classifier import ClassifierSettings
 from engine.models.encoders.settings import EmbeddingSettings
-from engine.request import Request, SamplingParams
+from engine.request import Pooling, Request, SamplingParams
 from schemas.jobs.job import Tier
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.parsing import EMBEDDINGS_URL, ChatBody, CompletionBody
+from schemas.requests.parsing import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL, ChatBody, CompletionBody
 from workers.structured.constraints import grammar_of, shown_tokens, tool_format
 from workers.structured.grammar import Grammar, Grammars
 from workers.text.stop_strings import StopStringWatcher
@@ -40,6 +41,7 @@ class ModelLimits:
         end_token_ids: tokens at which the engine itself ends an answer.
         generates: the model has a language-model head.
         embedding: its pooling settings; None: it makes no embeddings.  embedding_size: numbers in a vector.
+        classifier: what its labels' numbers mean; None: it has no head for labels.
     """
 
     max_model_len: int
@@ -48,6 +50,14 @@ class ModelLimits:
     generates: bool = True
     embedding: EmbeddingSettings | None = None
     embedding_size: int = 0
+    classifier: ClassifierSettings | None = None
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the hidden states of a prompt become numbers; None: they don't."""
+        if self.classifier is not None:
+            return "classify"
+        return None if self.embedding is None else self.embedding.pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +146,12 @@ class Translator:
         outside the vocabulary, or any encoding of a text is too long for the context.
         """
         if not self._limits.generates:
+            does, urls = "makes embeddings", EMBEDDINGS_URL
+            if self._limits.classifier is not None:
+                does, urls = "makes scores", f"{SCORE_URL}, {RERANK_URL}, {CLASSIFY_URL}"
             raise RowError(
                 RowErrorCode.UNSUPPORTED_URL,
-                f"the model makes embeddings and generates nothing; use {EMBEDDINGS_URL}, or another model",
+                f"the model {does} and generates nothing; use {urls}, or another model",
                 param="url",
             )
         if isinstance(body, ChatBody):

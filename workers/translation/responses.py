@@ -9,7 +9,6 @@ job's usage counts only the computed rows.
 from __future__ import annotations
 
 import codecs
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -17,18 +16,19 @@ from typing import Any, Final
 import orjson
 import structlog
 
+from engine.models.encoders.classifier import ClassifierSettings
 from engine.request import Choice, Completion, FinishReason
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.parsing import Body, ChatBody, CompletionBody, EmbeddingBody
-from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RejectedRow, RowName
+from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody
+from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RejectedRow, RowName, response_id
 from workers.structured.constraints import shown_tokens
 from workers.structured.grammar import Grammar, too_complex
 from workers.structured.tool_calls import CallIds, split_answer
 from workers.structured.tool_formats import find_tool_format
 from workers.text.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 from workers.text.tokenizer import Tokenizer
-from workers.translation.embeddings import embedding_results
+from workers.translation.pooled import pooled_results
 from workers.translation.requests import StopWatchers
 from workers.translation.unexpected import unforeseen
 
@@ -68,18 +68,18 @@ def failure_of(completion: Completion, withheld: frozenset[int] = frozenset(), m
     return None
 
 
-def response_id(kind: str, job: str, row: int) -> str:
-    """The response id, which is the same each time a row of a job is computed."""
-    return f"{kind}-{hashlib.blake2b(f'{job}/{row}'.encode(), digest_size=12).hexdigest()}"
-
-
 class ResponseBuilder:
-    """Builds the results of one model's rows."""
+    """Builds the results of one model's rows. `classifier`: see `ModelLimits`."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, classifier: ClassifierSettings | None = None) -> None:
         self._tokenizer = tokenizer
+        self._classifier = classifier
         self._texts = TokenTexts(tokenizer)
         self._tool_format = find_tool_format(tokenizer)
+
+    def pooled(self, row: ComputedRow, envelope: Envelope) -> list[ResultRow]:
+        """The results of a row that is answered with numbers, and of its copies."""
+        return pooled_results(row, envelope, self._classifier)
 
     def results(self, rows: Iterable[FinishedRow], envelope: Envelope) -> list[ResultRow]:
         """One result for each row and each copy. A row whose result can't be built fails."""
@@ -90,8 +90,8 @@ class ResponseBuilder:
                 results += _refused(row.names, row.model, row.error, row.started_at, row.finished_at, envelope)
             elif (error := failure_of(row.completion, row.withheld, row.prepared.request.mask)) is not None:
                 results += _failed(row, error, envelope)
-            elif isinstance(row.prepared.body, EmbeddingBody):
-                results += _build_or_fail(row, envelope, partial(embedding_results, row, envelope))
+            elif not isinstance(row.prepared.body, GenerationBody):
+                results += _build_or_fail(row, envelope, partial(self.pooled, row, envelope))
             else:
                 answered.append(row)
         for row, texts in zip(answered, self._decode_rows(answered), strict=True):
@@ -254,7 +254,7 @@ def withheld_choices(row: ComputedRow, texts: Sequence[str]) -> frozenset[int]:
 
 
 def _includes_stop(body: Body) -> bool:
-    return not isinstance(body, EmbeddingBody) and body.include_stop_str_in_output
+    return isinstance(body, GenerationBody) and body.include_stop_str_in_output
 
 
 def _add_token_ids(

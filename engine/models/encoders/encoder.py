@@ -6,6 +6,7 @@ verifies with the actual weights that padding does not change results.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from engine.checkpoints.config import usable
 from engine.errors import CorruptWeights, OutOfMemory, UnsupportedModel
 from engine.models.base import ModelSpec
 from engine.models.encoders.pooling import pool_padded
+from engine.models.encoders.settings import is_classifier
 from engine.request import Pooling
 
 _BUFFERS: Final = ("position_ids", "token_type_ids")
@@ -39,33 +41,65 @@ class Encoder:
 
     Attributes:
         spec: its shape; `max_position` is the size of its position table.
+        num_token_types: see `PoolingModel`.
     """
 
-    def __init__(self, model: Any, spec: ModelSpec, pad_token_id: int, device: torch.device = _CPU) -> None:
+    def __init__(
+        self,
+        model: Any,
+        spec: ModelSpec,
+        pad_token_id: int,
+        device: torch.device = _CPU,
+        *,
+        classifies: bool = False,
+        num_token_types: int = 0,
+    ) -> None:
+        """`classifies`: the model gives logits of labels instead of hidden states."""
         self._model = model
         self._device = device
         self._pad = pad_token_id
+        self._classifies = classifies
         self.spec = spec
+        self.num_token_types = num_token_types
 
-    def hidden(self, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
-        """Compute the last hidden states [prompts, longest, hidden] in the model's dtype; positions behind a prompt's
-        end are undefined."""
+    def compute(self, prompts: Sequence[NDArray[np.int32]], types: Sequence[NDArray[np.int32] | None] = ()) -> Tensor:
+        """Compute the last hidden states [prompts, longest, hidden] in the model's dtype, whose positions behind a
+        prompt's end are undefined; or a classifier's logits [prompts, labels].
+
+        Args:
+            types: token types of each prompt; None or absent: 0.
+        """
         lengths = [len(prompt) for prompt in prompts]
         ids = np.full((len(prompts), max(lengths)), self._pad, dtype=np.int64)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = prompt
         mask = np.arange(ids.shape[1]) < np.array(lengths)[:, None]
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask).long()}
+        if self.num_token_types and any(each is not None for each in types):
+            padded = np.zeros_like(ids)
+            for row, each in zip(padded, types, strict=True):
+                if each is not None:
+                    row[: len(each)] = each
+            inputs["token_type_ids"] = torch.from_numpy(padded)
         with torch.inference_mode():
-            inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask).long()}
-            inputs = {name: each.to(self._device) for name, each in inputs.items()}
-            output: Tensor = self._model(**inputs).last_hidden_state
-            return output
+            output = self._model(**{name: each.to(self._device) for name, each in inputs.items()})
+            computed: Tensor = output.logits if self._classifies else output.last_hidden_state
+            return computed
 
-    def pool(self, prompts: Sequence[NDArray[np.int32]], mode: Pooling, skips: Sequence[int]) -> NDArray[np.float32]:
-        """Pooled hidden states, float32 [prompts, hidden]; `skips`: see `pool_padded`."""
+    def pool(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        mode: Pooling,
+        skips: Sequence[int],
+        types: Sequence[NDArray[np.int32] | None] = (),
+    ) -> NDArray[np.float32]:
+        """Pooled hidden states, float32 [prompts, hidden], or a classifier's logits, [prompts, labels]; `skips`: see
+        `pool_padded`."""
         with torch.inference_mode():
-            pooled = pool_padded(self.hidden(prompts), [len(prompt) for prompt in prompts], mode, skips)
-            vectors: NDArray[np.float32] = pooled.cpu().numpy()
+            computed = self.compute(prompts, types)
+            if not self._classifies:
+                computed = pool_padded(computed, [len(prompt) for prompt in prompts], mode, skips)
+            vectors: NDArray[np.float32] = computed.float().cpu().numpy()
             return vectors
 
     def check(self) -> None:
@@ -75,13 +109,15 @@ class Encoder:
             UnsupportedModel: it doesn't.
         """
         ids = [1 + np.arange(length, dtype=np.int32) % max(1, self.spec.vocab_size - 1) for length in _LENGTHS]
-        batched = self.hidden(ids).float()
+        batched = self.compute(ids).float()
+        smallest = 1.0 if self._classifies else 1e-6  # a single number of a label may be near 0
         for row, prompt in zip(batched, ids, strict=True):
-            alone = self.hidden([prompt])[0].float()
-            difference = (row[: len(prompt)] - alone).abs().max() / alone.abs().max().clamp(min=1e-6)
+            alone = self.compute([prompt])[0].float()
+            difference = (row[: len(alone)] - alone).abs().max() / alone.abs().max().clamp(min=smallest)
             if not difference <= _DIFFERENCE[self.spec.dtype]:  # NaN too
+                what = "logits" if self._classifies else "hidden states"
                 raise UnsupportedModel(
-                    f"{self.spec.architecture} can't be run in batches: padding changes hidden states by "
+                    f"{self.spec.architecture} can't be run in batches: padding changes {what} by "
                     f"{float(difference):.2g} of the largest"
                 )
 
@@ -119,19 +155,21 @@ def describe_encoder(folder: Path, config: Any, dtype: torch.dtype) -> ModelSpec
 
 
 def load_encoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device = _CPU) -> Encoder:
-    """Load an encoder into transformers' code.
+    """Load an encoder into transformers' code; a classifier with its head.
 
     Raises:
         UnsupportedModel, ModelNotFound: as `describe_encoder`; or AutoModel doesn't know it, or it can't be batched.
         CorruptWeights: tensors are missing, unexpected or of another shape.  OutOfMemory: it does not fit the device.
     """
-    from transformers import AutoModel  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
+    from transformers import AutoModel, AutoModelForSequenceClassification  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
 
     spec = describe_encoder(folder, config, dtype)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"{folder}: quantized encoders are not supported; take the model as it was before")
+    classifies = is_classifier(folder)
+    auto = AutoModelForSequenceClassification if classifies else AutoModel
     try:
-        known = AutoModel._model_mapping[type(config)]
+        known = auto._model_mapping[type(config)]
     except KeyError as error:
         raise UnsupportedModel(f"{spec.architecture} is not supported: transformers has no model for it") from error
     with usable(folder):
@@ -145,23 +183,36 @@ def load_encoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
             ignore_mismatched_sizes=True,  # they are in the report, and refused by name
             output_loading_info=True,
         )
-    _check_report(folder, model, report)
+    _check_report(folder, model, report, classifies=classifies)
+    if classifies and hasattr(model, "score"):
+        # transformers takes the last position that is not the padding's id, which may stand in a text
+        raise UnsupportedModel(f"{spec.architecture} is not supported: its head reads the last position of a text")
     try:
         model.eval().to(device)
-        encoder = Encoder(model, _with_positions(spec, model), _pad_token(config), device)
+        types = int(getattr(config, "type_vocab_size", 0)) if _takes_types(model) else 0
+        encoder = Encoder(
+            model, _with_positions(spec, model), _pad_token(config), device, classifies=classifies,
+            num_token_types=types,
+        )  # fmt: skip
         encoder.check()
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"the weights of {folder} do not fit the memory of {device}: {error}") from error
     return encoder
 
 
-def _check_report(folder: Path, model: Any, report: Any) -> None:
-    """Check that all tensors exist. Tensors of a training task's head are ignored."""
-    parts = {name for name, _ in model.named_children()}
+def _takes_types(model: Any) -> bool:
+    return "token_type_ids" in inspect.signature(model.forward).parameters
+
+
+def _check_report(folder: Path, model: Any, report: Any, *, classifies: bool) -> None:
+    """Check that all tensors exist. Tensors of a training task's head are ignored, unless it is the classifier's."""
+    parts = {name for module in (model, model.base_model) for name, _ in module.named_children()}
 
     def counts(kind: str, key: str) -> bool:
         name = key.removeprefix(f"{model.base_model_prefix}.")
         part = name.partition(".")[0]
+        if classifies and kind != "unexpected":
+            return True
         if kind == "unexpected":
             return part in parts and part not in _UNUSED and not name.endswith(_BUFFERS)
         return part not in _UNUSED

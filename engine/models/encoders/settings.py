@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from engine.checkpoints.config import usable
 from engine.errors import UnsupportedModel
 from engine.request import Pooling
 
@@ -20,7 +21,8 @@ _TRANSFORMER_FILES: Final = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_PROMPTS: Final = "config_sentence_transformers.json"
+PROMPTS: Final = "config_sentence_transformers.json"
+_CLASSIFIER: Final = "ForSequenceClassification"
 _SINGLE: Final = "model.safetensors"
 _LARGEST_FILE: Final = 4 << 20
 _LARGEST_SIZE: Final = 1 << 20
@@ -96,9 +98,9 @@ def embedding_settings(path: Path) -> EmbeddingSettings | None:
     Raises:
         UnsupportedModel: they can't be read, or are not supported.
     """
-    if not (path / MODULES).is_file():
+    if not (path / MODULES).is_file() or is_classifier(path):
         return None
-    reader = _Reader(path)
+    reader = SettingsReader(path)
     modules = reader.modules()
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         kinds = ", ".join(kind for kind, _ in modules) or "none"
@@ -125,6 +127,19 @@ def embedding_settings(path: Path) -> EmbeddingSettings | None:
     )  # fmt: skip
 
 
+def is_classifier(path: Path) -> bool:
+    """Whether the first architecture of the folder's config.json has a head for labels of whole texts.
+
+    Raises:
+        UnsupportedModel: the file can't be read.
+    """
+    if not (path / "config.json").is_file():
+        return False
+    with usable(path / "config.json"):
+        architectures = json.loads((path / "config.json").read_bytes()).get("architectures") or []
+    return bool(architectures) and str(architectures[0]).endswith(_CLASSIFIER)
+
+
 def required_settings(path: Path) -> EmbeddingSettings:
     """The settings of the encoder at `path`; raises `UnsupportedModel` where there are none, or as above."""
     settings = embedding_settings(path)
@@ -135,7 +150,7 @@ def required_settings(path: Path) -> EmbeddingSettings:
     return settings
 
 
-class _Reader:
+class SettingsReader:
     """Reads the small files of one folder, and records their names."""
 
     def __init__(self, root: Path) -> None:
@@ -160,7 +175,7 @@ class _Reader:
     def pooling(self, folder: str) -> tuple[Pooling, bool, int | None]:
         """The mode, whether a prompt's tokens count, and the width of the hidden states."""
         name = f"{folder}/config.json"
-        config = self._object(name)
+        config = self.object(name)
         given = config.get("pooling_mode")
         if given is None:
             given = [mode for key, mode in _FLAGS.items() if config.get(key) is True] or ["mean"]
@@ -177,7 +192,7 @@ class _Reader:
     def dense(self, folder: str, width: int | None) -> DenseSettings:
         """A dense layer whose input has `width` numbers."""
         name = f"{folder}/config.json"
-        config = self._object(name)
+        config = self.object(name)
         ins, outs = (self._size(name, key, config.get(key)) for key in ("in_features", "out_features"))
         if width is not None and ins != width:
             raise self._wrong(name, f"in_features is {ins}, but what comes in has {width}")
@@ -200,7 +215,7 @@ class _Reader:
         """The longest input in tokens, and whether texts are lowered."""
         for name in _TRANSFORMER_FILES:
             if (self._root / name).is_file():
-                config = self._object(name)
+                config = self.object(name)
                 longest = config.get("max_seq_length")
                 if longest is not None:
                     longest = self._size(name, "max_seq_length", longest)
@@ -209,19 +224,19 @@ class _Reader:
 
     def prompts(self) -> tuple[dict[str, str], str | None]:
         """Prompts by name, and the default's name."""
-        if not (self._root / _PROMPTS).is_file():
+        if not (self._root / PROMPTS).is_file():
             return {}, None
-        config = self._object(_PROMPTS)
+        config = self.object(PROMPTS)
         prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
         if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-            raise self._wrong(_PROMPTS, "prompts must be an object of texts")
+            raise self._wrong(PROMPTS, "prompts must be an object of texts")
         if default is not None and default not in prompts:
-            raise self._wrong(_PROMPTS, f"default_prompt_name {str(default)[:40]!r} is none of the prompts")
+            raise self._wrong(PROMPTS, f"default_prompt_name {str(default)[:40]!r} is none of the prompts")
         return prompts, default
 
     def dimensions(self) -> tuple[int, ...] | None:
         """Return config.json's lengths that vectors may be truncated to."""
-        given = self._object("config.json").get("matryoshka_dimensions")
+        given = self.object("config.json").get("matryoshka_dimensions")
         self.read.remove("config.json")
         if given is None:
             return None
@@ -240,7 +255,8 @@ class _Reader:
             raise self._wrong(name, f"{key} is {str(value)[:40]}, but must be true or false")
         return value
 
-    def _object(self, name: str) -> dict[str, Any]:
+    def object(self, name: str) -> dict[str, Any]:
+        """The object that the file holds."""
         value = self._json(name)
         if not isinstance(value, dict):
             raise self._wrong(name, "must hold an object")

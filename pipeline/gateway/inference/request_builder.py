@@ -23,12 +23,11 @@ from pipeline.ports import World
 from pipeline.tracing import current_traceparent
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry
-from schemas.requests.bodies import Body, ChatBody
 from schemas.requests.dialects.dialect import Dialect
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.limits import Limits
-from schemas.requests.parsing import CHAT_URL, CompletionBody, GenerationBody, dump_body, parse_body
+from schemas.requests.parsing import CHAT_URL, Body, ChatBody, CompletionBody, GenerationBody, dump_body, parse_body
 from schemas.requests.sampling_defaults import answer_limit, fill_in
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
@@ -179,7 +178,7 @@ class InferenceRequestBuilder:
         if isinstance(checked, GenerationBody):
             self._check_tokens(caller, extension.tier, url, checked, dumped, default_max_tokens)
         if stream and not isinstance(checked, GenerationBody):
-            raise bad_request("there is no stream of embeddings; remove stream", "stream")
+            raise bad_request(f"there is no stream of {url}; remove stream", "stream")
         if stream and isinstance(checked, CompletionBody) and checked.echo:
             raise bad_request("echo is not supported in a stream; remove one of them", "echo", "unsupported_parameter")
         seconds = self._settings.max_timeout_seconds if extension.timeout is None else extension.timeout

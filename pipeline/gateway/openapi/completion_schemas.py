@@ -178,7 +178,7 @@ class Embedding(ResponseModel):
 
 
 class EmbeddingUsage(ResponseModel):
-    """Token usage of all inputs. `tokenmill_cached`: the embeddings come from the response cache."""
+    """Token usage of all inputs. `tokenmill_cached`: the answer comes from the response cache."""
 
     prompt_tokens: Count
     total_tokens: Count

@@ -13,12 +13,13 @@ from pipeline.gateway.inference.request_builder import Extension, StreamOptions
 from pipeline.gateway.openapi.anthropic_schemas import AnthropicError, AnthropicEvent, AnthropicMessage
 from pipeline.gateway.openapi.completion_schemas import ChatCompletion, ChatCompletionChunk, Embeddings, TextCompletion
 from pipeline.gateway.openapi.responses_schemas import RESPONSE_EVENTS, ResponseObject
+from pipeline.gateway.openapi.scoring_schemas import Classification, Ranking, Scores
 from pipeline.gateway.response_models import Error
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.fields import NULL, TEXT, TEXTS, one_of, record
-from schemas.requests.parsing import BODIES, EMBEDDINGS_URL, NO_CHANGE
+from schemas.requests.parsing import BODIES, NO_CHANGE, GenerationBody
 
 Json = dict[str, Any]
 
@@ -53,7 +54,8 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
     """
     models: list[type[BaseModel]] = [*BODIES.values(), StreamOptions, Extension, BatchBody, JobOptions, RetryBody]
     answered: list[type[BaseModel]] = [
-        Error, ChatCompletion, ChatCompletionChunk, TextCompletion, Embeddings, ResponseObject, *RESPONSE_EVENTS,
+        Error, ChatCompletion, ChatCompletionChunk, TextCompletion, Embeddings, Scores, Ranking,
+        Classification, ResponseObject, *RESPONSE_EVENTS,
     ]  # fmt: skip
     answered += [AnthropicMessage, AnthropicEvent, AnthropicError]
     _, made = models_json_schema(
@@ -63,7 +65,9 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
     for url, body in BODIES.items():
         schema = found[body.__name__]
         no_change = DIALECTS[url].no_change if url in DIALECTS else NO_CHANGE
-        schema["properties"] |= {name: {"enum": [None, *values]} for name, values in no_change.items()}
+        schema["properties"] |= {
+            name: {"enum": [None, *values]} for name, values in no_change.items() if name not in body.model_fields
+        }
         schema["properties"] |= _fields_of_http(url)
         schema["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/Extension"}, NULL)
         if default_model is not None:
@@ -85,4 +89,4 @@ def _fields_of_http(url: str) -> Json:
     """The fields of bodies to `url` that only HTTP has."""
     if url in DIALECTS:
         return _DIALECT_STREAMED
-    return _WHOLE if url == EMBEDDINGS_URL else _STREAMED | _OLDER_NAMES
+    return _STREAMED | _OLDER_NAMES if issubclass(BODIES[url], GenerationBody) else _WHOLE

@@ -1,4 +1,4 @@
-"""The routes of interactive inference: chat, completions, embeddings, responses, and the resumption of streams."""
+"""The routes of interactive inference, and of the resumption of streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from pipeline.gateway.openapi.document import BODY, document_body, document_resp
 from pipeline.gateway.openapi.responses_schemas import RESPONSE_EVENTS
 from pipeline.gateway.routes.dependencies import add_headers, authenticated_caller, json_body
 from schemas.requests.dialects.openai_responses import RESPONSES_URL
-from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
+from schemas.requests.parsing import (
+    CHAT_URL,
+    CLASSIFY_URL,
+    COMPLETIONS_URL,
+    EMBEDDINGS_URL,
+    RERANK_URL,
+    SCORE_URL,
+)
 
 InferenceCaller = Annotated[Caller, authenticated_caller(Scope.INFERENCE)]
 Body = Annotated[dict[str, Any], json_body()]
@@ -71,6 +78,27 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
         message = f"response {response_id[:80]!r} is not here: responses aren't stored; keep what POST returns"
         raise ApiError(404, "not_found", message, param="id")
 
+    @router.post(
+        SCORE_URL, openapi_extra=document_body("ScoreBody", _SCORE), response_class=Response, responses=_SCORES
+    )
+    async def score(request: Request, caller: InferenceCaller, body: Body) -> Response:
+        """Score pairs of texts."""
+        return await reply(request, caller, SCORE_URL, body)
+
+    @router.post(
+        RERANK_URL, openapi_extra=document_body("RerankBody", _RERANK), response_class=Response, responses=_RANKING
+    )
+    async def rerank(request: Request, caller: InferenceCaller, body: Body) -> Response:
+        """Order documents by their relevance to a query."""
+        return await reply(request, caller, RERANK_URL, body)
+
+    @router.post(
+        CLASSIFY_URL, openapi_extra=document_body("ClassifyBody", _CLASSIFY), response_class=Response, responses=_LABELS
+    )
+    async def classify(request: Request, caller: InferenceCaller, body: Body) -> Response:
+        """Find the labels of texts."""
+        return await reply(request, caller, CLASSIFY_URL, body)
+
     @router.get("/v1/streams/{stream_id}", response_class=Response, responses=_REST)
     async def go_on(stream_id: str, caller: InferenceCaller, last_event_id: LastEvent = "-1") -> Response:
         """Resume an interrupted stream after the event that the header `Last-Event-ID` names."""
@@ -113,6 +141,9 @@ _CHAT = {"model": "demo", "messages": _MESSAGES, "max_tokens": 32}
 _COMPLETION = {"model": "demo", "prompt": "Once", "max_tokens": 32}
 _EMBEDDING = {"model": "demo", "input": "Hello"}
 _RESPONSE = {"model": "demo", "input": "Hello", "max_output_tokens": 32}
+_SCORE = {"model": "reranker", "queries": "What is a river?", "documents": ["A stream.", "A tree."]}
+_RERANK = {"model": "reranker", "query": "What is a river?", "documents": ["A stream.", "A tree."], "top_n": 1}
+_CLASSIFY = {"model": "classifier", "input": "Hello"}
 
 
 def document_json(shape: str) -> dict[str, Any]:
@@ -152,3 +183,6 @@ _REST = document_responses(
     ),
     headers=_ID,
 )  # fmt: skip
+_SCORES = document_responses(*_ASKED, content=document_json("Scores"), headers=_ID)
+_RANKING = document_responses(*_ASKED, content=document_json("Ranking"), headers=_ID)
+_LABELS = document_responses(*_ASKED, content=document_json("Classification"), headers=_ID)

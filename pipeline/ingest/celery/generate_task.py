@@ -27,12 +27,27 @@ from schemas.jobs.job import Tier
 from schemas.models import ModelPin
 from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode, error_body
 from schemas.requests.limits import Limits
-from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, dump_body, parse_body
+from schemas.requests.parsing import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    EMBEDDINGS_URL,
+    RERANK_URL,
+    SCORE_URL,
+    dump_body,
+    parse_body,
+)
 from schemas.requests.sampling_defaults import fill_in
+from schemas.requests.scoring import PAIR_NAMES
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 GENERATE: Final = "tokenmill.generate"
-URLS: Final = {"messages": CHAT_URL, "prompt": COMPLETIONS_URL, "input": EMBEDDINGS_URL}
+URLS: Final = {
+    "messages": CHAT_URL,
+    "prompt": COMPLETIONS_URL,
+    "input": EMBEDDINGS_URL,
+    "query": RERANK_URL,
+    **{names[0]: SCORE_URL for names in PAIR_NAMES},
+}
 """Field of the body -> its endpoint; the first match counts."""
 
 _ARGUMENTS: Final = ("body", "tier", "timeout")
@@ -173,7 +188,7 @@ class GenerateCalls:
             body = {**body, "model": self._settings.default_model}
         url = next((url for field, url in URLS.items() if field in body), None)
         if url is None:
-            raise _refuse("body", "has neither messages nor a prompt nor an input; give one of them")
+            raise _refuse("body", f"has none of {', '.join(URLS)}; give one of them")
         checked = parse_body(url, body, self._settings.limits)
         try:
             dump_body(checked)

@@ -35,11 +35,14 @@ class SumModel:
     """A model whose vector is (sum of the ids, how many); a step with `POISON` fails, `BROKEN` gives no number."""
 
     spec = SPEC
+    num_token_types = 2
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
 
-    def pool(self, prompts: Sequence[NDArray[np.int32]], mode: str, skips: Sequence[int]) -> NDArray[np.float32]:
+    def pool(
+        self, prompts: Sequence[NDArray[np.int32]], mode: str, skips: Sequence[int], types: Any
+    ) -> NDArray[np.float32]:
         self.batches.append([len(prompt) for prompt in prompts])
         if any(POISON in prompt for prompt in prompts):
             raise RuntimeError("the device said no")

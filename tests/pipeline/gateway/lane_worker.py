@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.lane.ports import OpenLane
-from schemas.requests.parsing import EMBEDDINGS_URL
+from schemas.requests.parsing import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.pipeline.made_jobs import PIN
 
@@ -77,8 +77,8 @@ class LaneWorker:
     def _step(self, one: _Running) -> list[LaneEvent]:
         """Emit the next token of each choice, and the end after the last one."""
         request, body = one.request, one.request.body
-        if request.url == EMBEDDINGS_URL:
-            return [EndEvent(request.id, request.attempt, self._next(one), _vectors(body))]
+        if request.url in NUMBERS:
+            return [EndEvent(request.id, request.attempt, self._next(one), NUMBERS[request.url](body))]
         chat = "messages" in body
         prompt = body["messages"][-1].get("content") if chat else body.get("prompt", "")
         if prompt == "refuse" or (prompt == "break" and one.said == 2):
@@ -136,3 +136,29 @@ def _vectors(body: dict[str, Any]) -> dict[str, Any]:
     data = [{"object": "embedding", "index": index, "embedding": [0.5, -0.5]} for index in range(count)]
     usage = {"prompt_tokens": 3 * count, "total_tokens": 3 * count}
     return {"object": "list", "data": data, "model": body["model"], "usage": usage}
+
+
+def _scores(body: dict[str, Any]) -> dict[str, Any]:
+    data = [{"object": "score", "index": index, "score": 0.5} for index in range(len(body["documents"]))]
+    return {**_LIST, "data": data, "model": body["model"]}
+
+
+def _ranking(body: dict[str, Any]) -> dict[str, Any]:
+    results = [
+        {"index": index, "document": {"text": text}, "relevance_score": 0.5}
+        for index, text in enumerate(body["documents"])
+    ]
+    return {"id": "rerank-x", "created": 1, "usage": _LIST["usage"], "results": results, "model": body["model"]}
+
+
+def _labels(body: dict[str, Any]) -> dict[str, Any]:
+    data = [
+        {"index": index, "label": "a", "probs": [0.5, 0.5], "num_classes": 2} for index in range(len(body["input"]))
+    ]
+    return {**_LIST, "data": data, "model": body["model"]}
+
+
+_LIST: dict[str, Any] = {
+    "id": "score-x", "object": "list", "created": 1, "usage": {"prompt_tokens": 3, "total_tokens": 3},
+}  # fmt: skip
+NUMBERS = {EMBEDDINGS_URL: _vectors, SCORE_URL: _scores, RERANK_URL: _ranking, CLASSIFY_URL: _labels}

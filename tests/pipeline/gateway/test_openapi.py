@@ -27,6 +27,13 @@ from tests.waiting import HANG_SECONDS, wait_for
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
 HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+OTHERS: dict[str, Any] = {
+    "/v1/embeddings": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": ["b", "c"]},
+    "/v1/rerank": {"query": "a", "documents": ["b", {"text": "c"}]},
+    "/v1/classify": {"input": ["a", "b"]},
+    "/v1/responses": {"input": "a"},
+}
 DOCS = Path(__file__).parents[3] / "docs/http.md"
 ALL = tuple(Scope)
 OPEN = {"/", "/static/{name}", "/healthz", "/readyz", "/openapi.json"}
@@ -132,6 +139,8 @@ def _good(operations_client: OperationClient) -> None:
         assert http.post(MESSAGES, json={**HELLO, "max_tokens": 5}).status_code == 200
         client.embeddings.create(model="tiny", input="a")
         client.responses.create(model="tiny", input="a")
+        for url, more in OTHERS.items():
+            assert http.post(url, json={"model": "tiny", **more}).status_code == 200, url
         for path in ("/v1/status", "/metrics", "/", "/static/style.css", "/healthz", "/readyz", "/openapi.json"):
             assert http.get(path).status_code == 200, path
         assert http.get(f"/v1/streams/{stream}").status_code == 200
@@ -157,8 +166,8 @@ def _refused_by_every_route(operations_client: OperationClient, monkeypatch: pyt
             body: Any = {**HELLO, "model": "none"} if path == CHAT else {"model": "none", "prompt": "a"}
             if path == MESSAGES:
                 body = {**HELLO, "model": "none", "max_tokens": 5}
-            if path in ("/v1/embeddings", "/v1/responses"):
-                body = {"model": "none", "input": "a"}
+            if path in OTHERS:
+                body = {"model": "none", **OTHERS[path]}
             if path == "/v1/batches":
                 body = {"input_file_id": UNKNOWN["file_id"], "endpoint": CHAT, "completion_window": "24h"}
             if path.endswith("/retry"):

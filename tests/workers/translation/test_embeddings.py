@@ -281,15 +281,16 @@ class PoisonedModel:
 
     def __init__(self, model: Any, poison: int | None) -> None:
         self.spec = model.spec
+        self.num_token_types = model.num_token_types
         self._model = model
         self._poison = poison
         self.batches: list[int] = []
 
-    def pool(self, prompts: Any, mode: Any, skips: Any) -> Any:
+    def pool(self, prompts: Any, mode: Any, skips: Any, types: Any) -> Any:
         self.batches.append(len(prompts))
         if self._poison is None or any(self._poison in prompt for prompt in prompts):
             raise RuntimeError("the device said no")
-        return self._model.pool(prompts, mode, skips)
+        return self._model.pool(prompts, mode, skips, types)
 
 
 def test_a_poison_row_fails_alone(embedding_model: Path, answer: Any) -> None:

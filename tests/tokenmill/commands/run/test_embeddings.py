@@ -111,9 +111,10 @@ def test_given_a_file_of_texts_when_estimated_then_tokens_are_counted(
 
 
 def test_given_a_model_in_the_cache_when_listed_then_its_purpose_is_shown(
-    tokenmill: Cli, folder: Path, embedding_model: Path, model_folder: Path
+    tokenmill: Cli, folder: Path, embedding_model: Path, model_folder: Path, tiny_encoders: Any
 ) -> None:
-    for name, model in (("a--embeds", embedding_model), ("b--talks", model_folder)):
+    labels = tiny_encoders.make_classifier("bert", folder / "labels")
+    for name, model in (("a--embeds", embedding_model), ("b--talks", model_folder), ("c--labels", labels)):
         snapshot = folder / "cache" / "hub" / f"models--{name}" / "snapshots" / ("0" * 40)
         snapshot.parent.mkdir(parents=True)
         snapshot.symlink_to(model)
@@ -123,5 +124,5 @@ def test_given_a_model_in_the_cache_when_listed_then_its_purpose_is_shown(
     listed = tokenmill("models", "list", "--json")
     assert listed.code == 0, listed.err
     assert {model["name"]: model["for"] for model in listed.json()["models"]} == {
-        "a/embeds": "embeddings", "b/talks": "text",
+        "a/embeds": "embeddings", "b/talks": "text", "c/labels": "scores, labels",
     }  # fmt: skip

@@ -1,0 +1,177 @@
+"""Bodies of /v1/score, /v1/rerank and /v1/classify: vLLM's fields. (Those of a reranker are Jina's and Cohere's too.)
+
+Each body names the sequences that the model computes: a text, or a pair of texts that it reads together.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from schemas.requests.bodies import INT32_MAX, ChatBody, CompletionBody, EmbeddingBody, check_inputs
+from schemas.requests.fields import INPUTS, NULL, TEXT, TEXTS, defaulting, one_of, only, record
+from schemas.requests.structured import invalid
+
+Sequences = tuple[tuple[str | tuple[int, ...], ...], ...]
+"""What the model reads: each a text, token ids, or a pair of texts."""
+
+PAIR_NAMES: Final = (("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "items"))
+"""The names by which vLLM takes the two sides of pairs."""
+
+_SIDES: Final = tuple(dict.fromkeys(name for names in PAIR_NAMES for name in names))
+
+
+def _check_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise invalid("must be a string")
+    if not value:
+        raise invalid("is empty; give some text")
+    return value
+
+
+def _check_side(value: Any) -> tuple[str, ...]:
+    texts = value if isinstance(value, list | tuple) else [value]
+    if not texts:
+        raise invalid("is an empty list; give at least one text")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise invalid("must be a string or a list of strings")
+        if not text:
+            raise invalid(f"[{index}] is empty; give some text")
+    return tuple(texts)
+
+
+def _check_documents(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise invalid("must be a list of strings")
+    return _check_side([text["text"] if isinstance(text, dict) and text.keys() == {"text"} else text for text in value])
+
+
+_SIDE: Final = one_of(TEXT, TEXTS)
+_DOCUMENTS: Final = {"type": "array", "items": one_of(TEXT, record(("text",), text=TEXT)), "minItems": 1}
+_PAIRS: Final = {
+    "properties": {name: one_of(_SIDE, NULL) for name in _SIDES},
+    "oneOf": [
+        {
+            "required": list(names),
+            "properties": {name: _SIDE if name in names else NULL for name in _SIDES},
+        }
+        for names in PAIR_NAMES
+    ],
+}
+
+
+def _with_names(schema: dict[str, Any]) -> None:
+    """Add the other names of the two sides to a body's JSON schema."""
+    schema["properties"] |= _PAIRS["properties"]
+    schema["required"] = [name for name in schema["required"] if name not in _SIDES]
+    schema["oneOf"] = _PAIRS["oneOf"]
+
+
+class ScoringBody(BaseModel):
+    """The common fields.
+
+    Attributes:
+        truncate_prompt_tokens: the tokens of a sequence beyond which its end is cut off (of a pair, that of the longer
+            text); -1: those that the model takes. None: a longer sequence is refused.
+        use_activation: apply the model's activation; false: the numbers before it (logits).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    use_activation: Annotated[bool, defaulting(True)] = True
+    user: str | None = None
+
+    @property
+    def sequences(self) -> Sequences:
+        """What the model reads, in order."""
+        raise NotImplementedError
+
+    def name_of(self, index: int) -> str:
+        """The field that holds a sequence, for messages."""
+        raise NotImplementedError
+
+
+class ScoreBody(ScoringBody):
+    """Body of /v1/score: a score for each pair. One query goes with each document; as many queries as documents go in
+    pairs. The sides are also taken as `text_1` and `text_2`, `data_1` and `data_2`, or `queries` and `items`."""
+
+    model_config = ConfigDict(json_schema_extra=_with_names)
+
+    queries: Annotated[tuple[str, ...], only(_check_side, _SIDE)]
+    documents: Annotated[tuple[str, ...], only(_check_side, _SIDE)]
+
+    @property
+    def sequences(self) -> Sequences:
+        queries = self.queries * len(self.documents) if len(self.queries) == 1 else self.queries
+        return tuple(zip(queries, self.documents, strict=True))
+
+    def name_of(self, index: int) -> str:
+        return "documents" if len(self.documents) == 1 else f"documents[{index}]"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_sides(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        given = {name: fields[name] for name in _SIDES if fields.get(name) is not None}
+        others = {name: value for name, value in fields.items() if name not in _SIDES}
+        for names in PAIR_NAMES:
+            if given.keys() == set(names):
+                return others | {"queries": given[names[0]], "documents": given[names[1]]}
+        for names in PAIR_NAMES:
+            if given.keys() < set(names):
+                missing = next(name for name in names if name not in given)
+                raise invalid("is missing; add it", missing)
+        raise invalid("goes with one other: queries and documents; keep these two", list(given)[-1])
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> ScoreBody:
+        queries, documents = len(self.queries), len(self.documents)
+        if queries not in (1, documents):
+            raise invalid(f"holds {queries} texts for {documents} documents; give one, or one for each", "queries")
+        return self
+
+
+class RerankBody(ScoringBody):
+    """Body of /v1/rerank: documents by their relevance to the query.
+
+    Attributes:
+        documents: texts, or objects with a `text`.
+        top_n: the number of results; 0: all.
+        return_documents: results contain their documents.
+    """
+
+    query: Annotated[str, only(_check_text, TEXT)]
+    documents: Annotated[tuple[str, ...], only(_check_documents, _DOCUMENTS)]
+    top_n: Annotated[int, Field(ge=0, le=INT32_MAX), defaulting(0)] = 0
+    return_documents: Annotated[bool, defaulting(True)] = True
+
+    @property
+    def sequences(self) -> Sequences:
+        return tuple((self.query, document) for document in self.documents)
+
+    def name_of(self, index: int) -> str:
+        return f"documents[{index}]"
+
+
+class ClassifyBody(ScoringBody):
+    """Body of /v1/classify: the label of each input, and the probability of each label. `input`: as for embeddings."""
+
+    input: Annotated[tuple[str | tuple[int, ...], ...], only(check_inputs, INPUTS)]
+
+    @property
+    def sequences(self) -> Sequences:
+        return tuple((given,) for given in self.input)
+
+    def name_of(self, index: int) -> str:
+        return "input" if len(self.input) == 1 else f"input[{index}]"
+
+
+PooledBody = EmbeddingBody | ScoreBody | RerankBody | ClassifyBody
+"""Answered with numbers for each of the body's `sequences`, and without a text."""
+
+Body = ChatBody | CompletionBody | PooledBody

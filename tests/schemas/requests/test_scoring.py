@@ -1,0 +1,71 @@
+"""Bodies for scores, rankings and labels: the names of both sides, their sequences, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from schemas.requests.errors import RowError
+from schemas.requests.limits import Limits
+from schemas.requests.parsing import CLASSIFY_URL, RERANK_URL, SCORE_URL, PooledBody, dump_body, load_body, parse_body
+
+
+def parse(url: str, limits: Limits | None = None, **fields: Any) -> PooledBody:
+    body = parse_body(url, {"model": "m", **fields}, limits)
+    assert load_body(url, dump_body(body)) == body
+    return body  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "names", [("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "items")]
+)
+def test_both_sides_have_several_names(names: tuple[str, str]) -> None:
+    one, two = names
+    assert parse(SCORE_URL, **{one: "a", two: "b"}).sequences == (("a", "b"),)
+    assert parse(SCORE_URL, **{one: "a", two: ["b", "c"]}).sequences == (("a", "b"), ("a", "c"))
+    assert parse(SCORE_URL, **{one: ["a", "d"], two: ["b", "c"]}).sequences == (("a", "b"), ("d", "c"))
+    assert dump_body(parse(SCORE_URL, **{one: "a", two: "b"})) == b'{"model":"m","queries":["a"],"documents":["b"]}'
+
+
+def test_documents_of_a_ranking_are_texts_or_objects() -> None:
+    body = parse(RERANK_URL, query="q", documents=["a", {"text": "b"}], top_n=1, return_documents=False)
+    assert body.sequences == (("q", "a"), ("q", "b"))
+
+
+def test_inputs_to_classify_are_texts_or_token_ids() -> None:
+    assert parse(CLASSIFY_URL, input=["a", [1, 2]], truncate_prompt_tokens=-1).sequences == (("a",), ((1, 2),))
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "param", "says"),
+    [
+        (SCORE_URL, {}, "queries", "is missing; add it"),
+        (SCORE_URL, {"text_1": "a"}, "text_2", "is missing; add it"),
+        (SCORE_URL, {"items": "a"}, "queries", "is missing; add it"),
+        (SCORE_URL, {"text_1": "a", "documents": "b"}, "text_1", "goes with one other: queries and documents"),
+        (SCORE_URL, {"queries": "a", "documents": "b", "items": "c"}, "items", "goes with one other"),
+        (SCORE_URL, {"queries": ["a", "b"], "documents": ["a"]}, "queries", "holds 2 texts for 1 documents"),
+        (SCORE_URL, {"queries": ["a"], "documents": []}, "documents", "is an empty list"),
+        (SCORE_URL, {"queries": "a", "documents": ["b", ""]}, "documents", "[1] is empty"),
+        (SCORE_URL, {"queries": "a", "documents": [[1]]}, "documents", "must be a string or a list of strings"),
+        (SCORE_URL, {"queries": 1, "documents": "b"}, "queries", "must be a string or a list of strings"),
+        (SCORE_URL, {"queries": "a", "documents": ["b"] * 4}, "documents", "holds 4 texts, but at most 3 are allowed"),
+        (RERANK_URL, {"query": "q"}, "documents", "is missing"),
+        (RERANK_URL, {"query": "", "documents": ["a"]}, "query", "is empty"),
+        (RERANK_URL, {"query": ["q"], "documents": ["a"]}, "query", "must be a string"),
+        (RERANK_URL, {"query": "q", "documents": "a"}, "documents", "must be a list of strings"),
+        (RERANK_URL, {"query": "q", "documents": [{"image": "a"}]}, "documents", "must be a string or a list"),
+        (RERANK_URL, {"query": "q", "documents": ["a"], "top_n": -1}, "top_n", "must be 0 or more"),
+        (RERANK_URL, {"query": "q", "documents": ["a"], "rank_fields": []}, "rank_fields", "not a parameter known"),
+        (CLASSIFY_URL, {"input": ""}, "input", "is empty"),
+        (CLASSIFY_URL, {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be -1 or more"),
+        (CLASSIFY_URL, {"input": "a", "use_activation": 1}, "use_activation", "must be true or false"),
+        (CLASSIFY_URL, {"input": "a", "stream": True}, "stream", "is not supported"),
+    ],
+)
+def test_mistakes_are_named(url: str, fields: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(RowError, match=re.escape(says)) as refused:
+        parse(url, Limits(max_embedding_inputs=3), **fields)
+    assert refused.value.param == param

@@ -1,0 +1,206 @@
+"""Requests for scores, rankings and labels: translates a body to the engine's request, and logits to vLLM's response.
+
+The tokenizer's own template joins the texts of a pair. A sequence that is too long fails its row, or is cut at its end
+where the request says so: of a pair the longer text first, as by transformers ("longest_first").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from engine.models.encoders.classifier import ClassifierSettings, activate
+from engine.request import Request, SamplingParams
+from schemas.jobs.results import ResultRow, RowStatus
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.parsing import ClassifyBody, RerankBody, ScoreBody
+from workers.rows import ComputedRow, Envelope, RowName, response_id
+from workers.text.tokenizer import EncodedText, Texts, Tokenizer
+from workers.translation.requests import JobRules, ModelLimits, encodable
+
+ScoringRequest = ScoreBody | RerankBody | ClassifyBody
+
+
+class ScoringReader:
+    """Translates the requests of one job that a classifier answers."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, rules: JobRules) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._rules = rules
+
+    def inputs_of(self, body: ScoringRequest) -> list[Texts | EncodedText]:
+        """What the model reads: texts to encode, or token ids. Raises `RowError`."""
+        settings = self._settings()
+        if not isinstance(body, ClassifyBody) and len(settings.labels) > 1:
+            raise RowError(
+                RowErrorCode.UNSUPPORTED_URL,
+                f"the model tells {len(settings.labels)} labels apart and gives no score; use /v1/classify",
+                param="url",
+            )
+        limit = self._limit(body)
+        inputs: list[Texts | EncodedText] = []
+        for at, sequence in enumerate(body.sequences):
+            name = body.name_of(at)
+            if isinstance(sequence[0], tuple):
+                inputs.append(self._ids(sequence[0], name))
+                continue
+            texts = tuple(self._prepared(encodable(str(text), name), settings) for text in sequence)
+            least = sum(map(self._tokenizer.least_tokens, texts))
+            if body.truncate_prompt_tokens is None and least > limit:
+                raise self._too_long(f"{name} has at least {least} tokens", limit)
+            inputs.append(texts)
+        return inputs
+
+    def encode(self, inputs: Sequence[Sequence[Texts | EncodedText]]) -> list[list[EncodedText]]:
+        """Encode the inputs of many requests; all texts in one call."""
+        texts = [given for request in inputs for given in request if not isinstance(given, EncodedText)]
+        encoded = iter(self._tokenizer.encode_texts(texts))
+        return [[given if isinstance(given, EncodedText) else next(encoded) for given in request] for request in inputs]
+
+    def request(self, request_id: str, body: ScoringRequest, encoded: Sequence[EncodedText]) -> Request:
+        """The engine's request for encoded inputs. Raises `RowError`."""
+        settings, limit = self._settings(), self._limit(body)
+        cut = list(encoded)
+        for at, (sequence, one) in enumerate(zip(body.sequences, encoded, strict=True)):
+            name = body.name_of(at)
+            if not len(one.ids):
+                raise _refuse(f"{name} holds no tokens; give some text", name)
+            if len(one.ids) <= limit:
+                continue
+            if body.truncate_prompt_tokens is None:
+                raise self._too_long(f"{name} has {len(one.ids)} tokens", limit)
+            if isinstance(sequence[0], tuple):
+                cut[at] = EncodedText(one.ids[:limit])
+            else:
+                texts = tuple(self._prepared(str(text), settings) for text in sequence)
+                cut[at] = self._tokenizer.encode_cut(texts, limit)
+        total = sum(len(one.ids) for one in cut)
+        if total > (allowed := self._rules.max_embedding_tokens):
+            name = "input" if isinstance(body, ClassifyBody) else "documents"
+            raise _refuse(
+                f"{name} makes {total} tokens, but at most {allowed} are allowed; send several requests", name
+            )
+        types = [one.types for one in cut if one.types is not None]
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=cut[0].ids,
+            more_prompts=tuple(one.ids for one in cut[1:]),
+            token_type_ids=tuple(types) if len(types) == len(cut) else (),
+            params=SamplingParams(max_tokens=0, temperature=0.0),
+            priority=self._rules.priority,
+            salt=self._rules.salt,
+            pooling="classify",
+        )
+
+    def _limit(self, body: ScoringRequest) -> int:
+        """Maximum tokens of a sequence. Raises `RowError`."""
+        most = min(self._limits.max_model_len, self._settings().max_tokens or self._limits.max_model_len)
+        wanted = body.truncate_prompt_tokens
+        if wanted is None or wanted == -1:
+            return most
+        if wanted > most:
+            raise _refuse(
+                f"truncate_prompt_tokens is {wanted}, but the model takes at most {most}; lower it, or give -1",
+                "truncate_prompt_tokens",
+            )
+        added = self._tokenizer.num_added_tokens(pair=not isinstance(body, ClassifyBody))
+        if wanted <= added:
+            raise _refuse(
+                f"truncate_prompt_tokens is {wanted}, but the tokenizer itself adds {added} tokens; raise it",
+                "truncate_prompt_tokens",
+            )
+        return wanted
+
+    def _ids(self, given: tuple[int, ...], name: str) -> EncodedText:
+        size = self._limits.vocab_size
+        for token_id in given:
+            if token_id >= size:
+                raise _refuse(f"{name} holds token {token_id}, but the model's ids end at {size - 1}", name)
+        return EncodedText(np.asarray(given, dtype=np.int32))
+
+    def _too_long(self, what: str, limit: int) -> RowError:
+        message = f"{what}, but the model takes at most {limit}; shorten it, or set truncate_prompt_tokens to -1"
+        return RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
+
+    def _settings(self) -> ClassifierSettings:
+        if self._limits.classifier is None:
+            raise RowError(
+                RowErrorCode.UNSUPPORTED_URL,
+                "the model has no head for labels (…ForSequenceClassification), so it makes no scores; "
+                "choose a reranker or a classifier",
+                param="url",
+            )
+        return self._limits.classifier
+
+    def _prepared(self, text: str, settings: ClassifierSettings) -> str:
+        return text.lower() if settings.lower_case else text
+
+
+def scoring_results(row: ComputedRow, envelope: Envelope, settings: ClassifierSettings) -> list[ResultRow]:
+    """The results of a scored row and of its copies. `ResultRow.text` is the label of a request with one input."""
+    prepared, completion = row.prepared, row.completion
+    body, logits = prepared.body, completion.embeddings
+    assert isinstance(body, ScoreBody | RerankBody | ClassifyBody)
+    assert logits is not None, "a scored row has logits"
+    usage = {"prompt_tokens": completion.prompt_tokens, "total_tokens": completion.prompt_tokens}
+    started, finished = envelope.wall(completion.started_at), envelope.wall(completion.finished_at)
+    common = {"created": int(started.timestamp()), "model": body.model}
+    text = None
+    response: dict[str, Any]
+    if isinstance(body, ClassifyBody):
+        values = activate(logits, settings.probability) if body.use_activation else logits
+        data = [_classified(at, each, settings.labels) for at, each in enumerate(values)]
+        kind, response = "classify", {"id": "", "object": "list", **common, "data": data, "usage": usage}
+        text = data[0]["label"] if len(data) == 1 else None
+    else:
+        scores = (activate(logits, settings.score) if body.use_activation else logits)[:, 0]
+        if isinstance(body, RerankBody):
+            kind, response = "rerank", {"id": "", **common, "results": _ranked(body, scores), "usage": usage}
+        else:
+            data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
+            kind, response = "score", {"id": "", "object": "list", **common, "data": data, "usage": usage}
+
+    def result(index: int, name: RowName) -> ResultRow:
+        response["id"] = response_id(kind, envelope.job, name.row)
+        return ResultRow(
+            custom_id=name.custom_id,
+            row=name.row,
+            status=RowStatus.SUCCEEDED,
+            status_code=200,
+            text=text,
+            response=orjson.dumps(response, option=orjson.OPT_SERIALIZE_NUMPY).decode(),
+            model=body.model,
+            prompt_tokens=completion.prompt_tokens,
+            cached_tokens=completion.cached_tokens if index == 0 else completion.prompt_tokens,
+            completion_tokens=0,
+            created_at=envelope.created_at,
+            started_at=started,
+            finished_at=finished,
+            attempt=envelope.attempt,
+        )
+
+    return [result(index, name) for index, name in enumerate(prepared.names)]
+
+
+def _classified(index: int, values: NDArray[np.float32], labels: Sequence[str]) -> dict[str, Any]:
+    label = labels[int(values.argmax())]
+    return {"index": index, "label": label, "probs": np.ascontiguousarray(values), "num_classes": len(labels)}
+
+
+def _ranked(body: RerankBody, scores: NDArray[np.float32]) -> list[dict[str, Any]]:
+    """The best documents first; equal ones in their order."""
+    order = np.argsort(-scores, kind="stable")[: body.top_n or None].tolist()
+    results: list[dict[str, Any]] = []
+    for at in order:
+        document = {"document": {"text": body.documents[at]}} if body.return_documents else {}
+        results.append({"index": at, **document, "relevance_score": scores[at]})
+    return results
+
+
+def _refuse(message: str, param: str) -> RowError:
+    return RowError(RowErrorCode.INVALID_REQUEST, message, param=param)
