@@ -83,21 +83,21 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
     )
     async def score(request: Request, caller: InferenceCaller, body: Body) -> Response:
         """Score pairs of texts."""
-        return await reply(request, caller, SCORE_URL, body)
+        return await reply(answers, request, caller, SCORE_URL, body)
 
     @router.post(
         RERANK_URL, openapi_extra=document_body("RerankBody", _RERANK), response_class=Response, responses=_RANKING
     )
     async def rerank(request: Request, caller: InferenceCaller, body: Body) -> Response:
         """Order documents by their relevance to a query."""
-        return await reply(request, caller, RERANK_URL, body)
+        return await reply(answers, request, caller, RERANK_URL, body)
 
     @router.post(
         CLASSIFY_URL, openapi_extra=document_body("ClassifyBody", _CLASSIFY), response_class=Response, responses=_LABELS
     )
     async def classify(request: Request, caller: InferenceCaller, body: Body) -> Response:
         """Find the labels of texts."""
-        return await reply(request, caller, CLASSIFY_URL, body)
+        return await reply(answers, request, caller, CLASSIFY_URL, body)
 
     @router.get("/v1/streams/{stream_id}", response_class=Response, responses=_REST)
     async def go_on(stream_id: str, caller: InferenceCaller, last_event_id: LastEvent = "-1") -> Response:
