@@ -99,7 +99,7 @@ NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
 HINTS: Final[Mapping[str, str]] = {
     "stream": "a batch has no stream; remove it",
     "stream_options": "a batch has no stream; remove it",
-    "service_tier": "set the job's tier instead",
+    "service_tier": "in a batch the job's tier applies; set that one instead",
     "best_of": "remove it, or ask for n choices and pick one",
 }
 TYPE_NAMES: Final[Mapping[str, str]] = {

@@ -57,6 +57,7 @@ class Chunks:
             "object": "chat.completion.chunk" if self._chat else "text_completion",
             "created": created,
             "model": inference.model,
+            **inference.added_fields,
         }
 
     def convert(self, event: LaneEvent) -> list[ServerEvent]:

@@ -15,6 +15,7 @@ from pipeline.gateway.batches.requests import EXTENSION
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError, bad_request, unavailable
 from pipeline.gateway.inference.response_cache import ResponseCache, cache_key
+from pipeline.gateway.inference.service_tier import take_service_tier
 from pipeline.gateway.limits.admission import AdmittedRequest, RateLimiter
 from pipeline.ingest.validation import first_mistake
 from pipeline.models.catalog import Catalog
@@ -39,7 +40,7 @@ class Extension(BaseModel):
     """The fields of a request under `tokenmill`.
 
     Attributes:
-        tier: the request's priority tier.
+        tier: the request's priority tier; None: that of `service_tier`, else interactive.
         timeout: seconds after which the request is cancelled.
         resume: seconds for which an interrupted stream can be resumed; 0: it is cancelled when the client disconnects.
         cache: use the response cache; None: the default of the settings.
@@ -47,7 +48,7 @@ class Extension(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tier: Tier = Tier.INTERACTIVE
+    tier: Tier | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     resume: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     cache: bool | None = None
@@ -92,6 +93,7 @@ class InferenceRequest:
         ticket: the rate-limit tokens and slots that the request holds.
         cache_key: of its response; None: the response cache isn't used.
         policies: the fingerprint of the content policies that the catalog names for the model.
+        service_tier: the response's, if the body sets one.
     """
 
     request: LaneRequest
@@ -104,6 +106,13 @@ class InferenceRequest:
     ticket: AdmittedRequest | None = None
     cache_key: str | None = None
     policies: str | None = None
+    service_tier: str | None = None
+
+    @property
+    def added_fields(self) -> dict[str, Any]:
+        """Fields of the response, and of a stream's chunks, that the worker does not write."""
+        is_echoed = self.service_tier is not None and isinstance(self.body, GenerationBody)
+        return {"service_tier": self.service_tier} if is_echoed else {}
 
     @property
     def dialect(self) -> Dialect | None:
@@ -112,9 +121,9 @@ class InferenceRequest:
 
     def rewrite(self, response: dict[str, Any]) -> dict[str, Any]:
         """The complete response in the format of the request's url."""
-        if self.dialect is None or not isinstance(self.body, ChatBody):
-            return response
-        return self.dialect.response(response, self.body)
+        if self.dialect is not None and isinstance(self.body, ChatBody):
+            response = self.dialect.response(response, self.body)
+        return response | self.added_fields
 
     def translate(self, event: ErrorEvent) -> ErrorEvent:
         """The worker's error, with the names of the request's own parameters."""
@@ -157,6 +166,7 @@ class InferenceRequestBuilder:
         until `release`."""
         plain = dict(body)
         extension = self._extension(plain.pop(EXTENSION, None))
+        tier, service_tier = take_service_tier(url, plain, extension.tier)
         stream, include_usage = _streaming(plain)
         if include_usage and url in DIALECTS:
             message = "stream_options.include_usage is not supported: this stream always ends with its usage; remove it"
@@ -176,7 +186,7 @@ class InferenceRequestBuilder:
             checked, dumped = filled, orjson.loads(dump_body(filled))
         default_max_tokens = answer_limit(defaults, self._settings.default_max_tokens)
         if isinstance(checked, GenerationBody):
-            self._check_tokens(caller, extension.tier, url, checked, dumped, default_max_tokens)
+            self._check_tokens(caller, tier, url, checked, dumped, default_max_tokens)
         if stream and not isinstance(checked, GenerationBody):
             raise bad_request(f"there is no stream of {url}; remove stream", "stream")
         if stream and isinstance(checked, CompletionBody) and checked.echo:
@@ -187,7 +197,7 @@ class InferenceRequestBuilder:
             model=entry.pin.key,
             url=CHAT_URL if url in DIALECTS else url,
             body=dumped,
-            tier=extension.tier,
+            tier=tier,
             tenant=caller.tenant,
             deadline=self._world.clock.now() + timedelta(seconds=seconds),
             traceparent=current_traceparent(),
@@ -201,7 +211,17 @@ class InferenceRequestBuilder:
                 caller, request.id, self._max_tokens(checked, dumped, default_max_tokens), seconds, rows
             )
         return InferenceRequest(
-            request, url, checked, checked.model, stream, include_usage, resume, ticket, key, entry.policies
+            request,
+            url,
+            checked,
+            checked.model,
+            stream,
+            include_usage,
+            resume,
+            ticket,
+            key,
+            entry.policies,
+            service_tier,
         )
 
     def _cache_key(

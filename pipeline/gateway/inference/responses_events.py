@@ -63,6 +63,7 @@ class ResponsesEvents:
     def __init__(self, inference: InferenceRequest, created: int) -> None:
         assert isinstance(inference.body, ChatBody), "a dialect's request is a chat"
         self._body = inference.body
+        self._added = inference.added_fields
         self._created = created
         self._name = PREFIX + inference.request.id.removeprefix("http-")
         self._items: list[_OpenItem] = []
@@ -202,6 +203,8 @@ class ResponsesEvents:
         return self._event(kind, output_index=open_item.index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> ServerEvent:
+        if "response" in fields:
+            fields["response"] = fields["response"] | self._added
         data = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return ServerEvent(orjson.dumps(data), kind)

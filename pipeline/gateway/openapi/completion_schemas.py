@@ -9,6 +9,7 @@ from pydantic import Field
 from schemas.jobs.batch import CachedTokens, ResponseModel, UnixTime
 from schemas.stored import Count
 
+ServiceTier = Literal["priority", "default", "flex"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -87,6 +88,7 @@ class ChatCompletion(ResponseModel):
     created: UnixTime
     model: str
     choices: list[ChatChoice]
+    service_tier: ServiceTier = "priority"
     usage: CompletionUsage
     prompt_token_ids: list[Count] | None = None
 
@@ -133,6 +135,7 @@ class ChatCompletionChunk(ResponseModel):
     created: UnixTime
     model: str
     choices: list[ChunkChoice]
+    service_tier: ServiceTier = "priority"
     usage: CompletionUsage | None = None
     prompt_token_ids: list[Count] | None = None
 
@@ -166,6 +169,7 @@ class TextCompletion(ResponseModel):
     created: UnixTime
     model: str
     choices: list[TextChoice]
+    service_tier: ServiceTier = "priority"
     usage: CompletionUsage | None = None
 
 

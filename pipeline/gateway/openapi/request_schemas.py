@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from pipeline.gateway.batches.requests import EXTENSION, OWN, BatchBody
 from pipeline.gateway.batches.service import RetryBody
 from pipeline.gateway.inference.request_builder import Extension, StreamOptions
+from pipeline.gateway.inference.service_tier import SERVICE_TIERS
 from pipeline.gateway.openapi.anthropic_schemas import AnthropicError, AnthropicEvent, AnthropicMessage
 from pipeline.gateway.openapi.completion_schemas import ChatCompletion, ChatCompletionChunk, Embeddings, TextCompletion
 from pipeline.gateway.openapi.responses_schemas import RESPONSE_EVENTS, ResponseObject
@@ -17,6 +18,7 @@ from pipeline.gateway.openapi.scoring_schemas import Classification, Ranking, Sc
 from pipeline.gateway.response_models import Error
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
+from schemas.requests.dialects.anthropic.body import MESSAGES_URL
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.fields import NULL, TEXT, TEXTS, one_of, record
 from schemas.requests.parsing import BODIES, NO_CHANGE, GenerationBody
@@ -42,6 +44,12 @@ _DIALECT_STREAMED: Final[Json] = _STREAMED | {
     "stream_options": one_of(
         record(include_obfuscation={"enum": [False, None]}, include_usage={"enum": [False, None]}), NULL
     ),
+}
+_SERVICE_TIER: Final[Json] = {
+    "service_tier": {
+        "enum": [*SERVICE_TIERS, None],
+        "description": "priority: the tier interactive; default: standard; flex: bulk; auto: that of `tokenmill`.",
+    }
 }
 _WHOLE: Final[Json] = {"stream": {"enum": [False, None]}, "stream_options": NULL}
 
@@ -88,5 +96,5 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
 def _fields_of_http(url: str) -> Json:
     """The fields of bodies to `url` that only HTTP has."""
     if url in DIALECTS:
-        return _DIALECT_STREAMED
-    return _STREAMED | _OLDER_NAMES if issubclass(BODIES[url], GenerationBody) else _WHOLE
+        return _DIALECT_STREAMED | ({} if url == MESSAGES_URL else _SERVICE_TIER)
+    return (_STREAMED | _OLDER_NAMES if issubclass(BODIES[url], GenerationBody) else _WHOLE) | _SERVICE_TIER

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline.gateway.openapi.completion_schemas import TokenLogprob
+from pipeline.gateway.openapi.completion_schemas import ServiceTier, TokenLogprob
 from schemas.jobs.batch import CachedTokens, ReasoningTokens, ResponseModel, UnixTime
 from schemas.requests.bodies import Effort
 from schemas.requests.dialects.openai_responses.body import FunctionTool
@@ -136,6 +136,7 @@ class ResponseObject(ResponseModel):
     parallel_tool_calls: bool
     previous_response_id: None
     reasoning: ResponseReasoningSettings
+    service_tier: ServiceTier = "priority"
     store: Literal[False]
     temperature: float
     text: ResponseTextSettings

@@ -102,7 +102,7 @@ def user(content: Any) -> list[dict[str, Any]]:
         ({"tempreature": 1}, UNSUPPORTED, "tempreature", "not a parameter known here"),
         ({"stream": True}, UNSUPPORTED, "stream", "a batch has no stream"),
         ({"modalities": ["text", "audio"]}, UNSUPPORTED, "modalities", "not supported"),
-        ({"service_tier": "flex"}, UNSUPPORTED, "service_tier", "set the job's tier instead"),
+        ({"service_tier": "flex"}, UNSUPPORTED, "service_tier", "in a batch the job's tier applies"),
         ({"best_of": 2}, UNSUPPORTED, "best_of", "not supported"),
         ({"prompt": "x"}, UNSUPPORTED, "prompt", "not a parameter known here"),
         ({"model": ""}, INVALID, "model", "is empty"),

@@ -61,7 +61,7 @@ HINTS: Final[Mapping[str, str]] = {
     "prompt": "write the prompt as instructions and input",
     "max_tool_calls": "no tools run here, and a response calls functions only; remove it",
     "truncation": "shorten the input, or set it to disabled",
-    "service_tier": "set the tier under tokenmill, or the job's tier",
+    "service_tier": "in a batch the job's tier applies; set that one instead",
     "stream": "a batch has no stream; remove it",
     "stream_options": "a batch has no stream; remove it",
     "context_management": "shorten the input",
