@@ -28,7 +28,7 @@ OpenFile = Callable[[Path], BufferedReader]
 
 
 def pin_input(path: Path, known: InputRef | None = None, open_file: OpenFile = open_regular) -> InputRef:
-    """A local file, or the .jsonl or .parquet files directly in a folder, hashed as a stream.
+    """A local file, or the files of one format directly in a folder, hashed as a stream.
 
     Args:
         known: an earlier pinning; its files are hashed again only if their stamps changed.

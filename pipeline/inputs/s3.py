@@ -25,7 +25,7 @@ _CHUNK = 1 << 20
 
 
 def pin_s3_input(url: str, s3: S3Connection | S3Settings | None = None, *, version: str | None = None) -> InputRef:
-    """Pin one object's current state, or the .jsonl or .parquet objects directly below a prefix that ends in "/".
+    """Pin one object's current state, or the objects of one format directly below a prefix that ends in "/".
 
     Args:
         url: s3://bucket/key.  version: of the object, if an event names one; None: the newest.

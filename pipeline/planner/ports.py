@@ -68,8 +68,7 @@ class PlanMismatch(PipelineError):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of the input: its name for messages, and a function that opens it as a byte stream (seekable for
-    Parquet)."""
+    """A file of the input: its name for messages, and a function that opens it as a seekable byte stream."""
 
     name: str
     open: Callable[[], BinaryIO]

@@ -263,8 +263,9 @@ def _named(batch: SourceBatch) -> list[tuple[SourceRow, str]]:
 
 
 def _where(batch: SourceBatch, row: int) -> str:
-    """The location of a row for messages: its line when there is one file."""
-    return f"in row {row} of the whole input" if batch.name else f"on line {row + 1}"
+    """The location of a row for messages: its line when there is one file, in which each row has one line."""
+    has_lines = not batch.name and batch.rows[0].line == batch.rows[0].row + 1
+    return f"on line {row + 1}" if has_lines else f"in row {row} of the whole input"
 
 
 def _inner(value: object, *path: str) -> str | None:

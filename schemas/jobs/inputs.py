@@ -13,6 +13,8 @@ from schemas.stored import Count, Sha256, StoredModel
 class InputFormat(StrEnum):
     JSONL = "jsonl"
     PARQUET = "parquet"
+    CSV = "csv"
+    ARROW = "arrow"
 
 
 class FileStamp(StoredModel):

@@ -12,22 +12,23 @@ from collections.abc import Iterator, Sequence
 import orjson
 
 from pipeline.planner.ports import InputError, SourceBatch, SourceFile, SourceRow, TooManyRows
+from pipeline.planner.readers.lines import BOM, lines_of
 from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
 
-READ_BYTES = 1 << 20
 BATCH_ROWS = 4096
 BATCH_BYTES = 8 << 20
-BOM = b"\xef\xbb\xbf"
 OTHER_FORMATS = {
-    b"\x1f\x8b": "is compressed (gzip); decompress it first",
-    b"\x28\xb5\x2f\xfd": "is compressed (zstd); decompress it first",
+    b"\x1f\x8b": "is compressed twice; decompress it once",
+    b"\x28\xb5\x2f\xfd": "is compressed twice; decompress it once",
     b"PAR1": "is a Parquet file; rename it to .parquet",
+    b"ARRO": "is an Arrow file; rename it to .arrow",
+    b"\xff\xff\xff\xff": "is an Arrow stream; rename it to .arrow",
     b"\xff\xfe": "is UTF-16; save it as UTF-8",
     b"\xfe\xff": "is UTF-16; save it as UTF-8",
 }
-"""First bytes of files that hold no JSON lines -> the problem and its remedy."""
+"""First bytes of files that hold no text, or text in another encoding -> the problem and its remedy."""
 WHITESPACE = b" \t\r\v\f"
 
 # Possessive: linear in the line's length for any content, and an unterminated string runs to the end.
@@ -60,9 +61,11 @@ class JsonlSource:
         end = sizes.end(row)
         rows: list[SourceRow] = []
         size = 0
-        for data in _lines(file, self._limits.max_line_bytes):
+        longest = self._limits.max_line_bytes
+        for line in lines_of(file, longest + 1):  # one more for the \r of a line end
             if row >= self._limits.max_rows:
                 raise TooManyRows(f"{file.name}: line {row - file_start + 1}", self._limits.max_rows)
+            data = _without_end(line, longest)
             if data and row == file_start:
                 data = data.removeprefix(BOM)
             value = parse_json(data, self._limits) if data is not None else _too_long(self._limits)
@@ -115,31 +118,10 @@ def refuse_other_formats(file: SourceFile) -> None:
             raise InputError(f"{file.name} {what}")
 
 
-def _lines(file: SourceFile, max_bytes: int) -> Iterator[bytes | None]:
-    """The file's lines without line ends, None for one longer than `max_bytes`; buffers at most that and one read."""
-    with file.open() as stream:
-        rest = bytearray()
-        skipping = False
-        while chunk := stream.read(READ_BYTES):
-            first, *others = chunk.split(b"\n")
-            if not skipping:
-                rest += first
-            if others:
-                yield None if skipping else _checked(bytes(rest), max_bytes)
-                for line in others[:-1]:
-                    yield _checked(line, max_bytes)
-                rest, skipping = bytearray(others[-1]), False
-            if len(rest) > max_bytes + 1:  # one more for the \r of a line end
-                rest, skipping = bytearray(), True
-        if skipping:
-            yield None
-        elif rest:
-            yield _checked(bytes(rest), max_bytes)
-
-
-def _checked(line: bytes, max_bytes: int) -> bytes | None:
-    line = line.removesuffix(b"\r")
-    return line if len(line) <= max_bytes else None
+def _without_end(line: bytes | None, max_bytes: int) -> bytes | None:
+    """The line without its `\\r`; None if it is longer than `max_bytes`."""
+    line = None if line is None else line.removesuffix(b"\r")
+    return line if line is not None and len(line) <= max_bytes else None
 
 
 def _too_long(limits: Limits) -> RowError:

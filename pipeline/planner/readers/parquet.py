@@ -1,191 +1,97 @@
-"""Reader of Parquet: row groups are streamed, and each row becomes an input line.
+"""Reader of Parquet: row groups are streamed in bounded memory; data that can't be decoded is an error of the job.
 
-The request consists of `custom_id` and one of `body` (JSON), `messages` or `prompt`, or, without any of these, `input`
-(to be embedded); with `body`, `url` and `method` are read too. Every other column is carried through to the results.
+A Parquet file of a few kilobytes can decode to gigabytes: a dictionary value is stored once and repeated in every row.
+So the bytes of a row are bounded before rows are decoded, from the longest value of each dictionary, the widths of
+fixed types and the sizes that the footer declares, and few rows are decoded at once. The footer may lie, and nested
+columns hide their dictionaries: beyond these bounds the memory limit of the planner process applies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import Any
+import os
+from collections.abc import Iterator
+from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from pipeline.planner.ports import InputError, SourceBatch, SourceFile, SourceRow, TooManyRows
-from pipeline.planner.readers.jsonl import BATCH_BYTES, BATCH_ROWS, BLANK, parse_json
-from pipeline.planner.readers.parquet_cells import cells_of, row_bytes
-from pipeline.planner.readers.parquet_decoding import decoding, read_footer, read_tables
-from pipeline.planner.segment_sizes import SegmentSizes
-from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.limits import Limits
-from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
-
-CONTENT = ("body", "messages", "prompt")
-TO_EMBED = "input"
+from pipeline.planner.ports import BrokenInput, SourceFile
+from pipeline.planner.readers.columns import Piece
+from pipeline.planner.readers.expansion import MAX_DECODED_ROWS, MAX_ROW_BYTES, ExpansionLimit, decoding
+from pipeline.planner.readers.jsonl import BATCH_BYTES
+from pipeline.planner.readers.lines import READ_BYTES
+from pipeline.planner.readers.plain_types import plain_schema
 
 
-class ParquetSource:
-    """Parquet files of one schema, concatenated, as one input.
+class ParquetColumns:
+    """A Parquet file as `ColumnFile`. If its footer contradicts itself, the largest number of rows counts.
 
-    Args:
-        model: the model of rows with `messages` or `prompt`.
     Raises:
-        InputError: a file is not Parquet, columns are missing or ambiguous, or schemas differ.
-        TooManyRows: the footers declare more rows than a job may have.
+        InputError: the file can't be read.  BrokenInput: it is not Parquet.
     """
 
-    def __init__(self, files: Sequence[SourceFile], limits: Limits, model: str | None) -> None:
-        self._files = tuple(files)
-        self._limits = limits
-        self._model = model
-        footers = [read_footer(file) for file in self._files]
-        for file, declared in zip(self._files, accumulate(footer.num_rows for footer in footers), strict=True):
-            if declared > limits.max_rows:
-                raise TooManyRows(file.name, limits.max_rows)
-        schemas = [footer.schema for footer in footers]
-        for file, schema in zip(self._files, schemas, strict=True):
-            if not schema.equals(schemas[0]):
-                raise InputError(f"{file.name} has other columns than {self._files[0].name}; submit them as two jobs")
-        self._schema = schemas[0]
-        self._content = _content_column(self._files[0].name, schemas[0])
-        if self._content != "body" and model is None:
-            raise InputError(
-                f"{self._files[0].name}: the column {self._content} names no model; give one model, or a body column"
-            )
-        own = {"custom_id", self._content} | ({"url", "method"} if self._content == "body" else set())
-        self._own = [name for name in schemas[0].names if name in own]
-        names = [name for name in schemas[0].names if name not in own]
-        self._carried = pa.schema([schemas[0].field(name) for name in names]) if names else None
+    def __init__(self, file: SourceFile) -> None:
+        self.name = file.name
+        self._file = file
+        with decoding(f"{file.name} is not a Parquet file"), file.open() as stream:
+            parquet = pq.ParquetFile(stream)
+            found = parquet.metadata
+            in_groups = sum(max(0, found.row_group(group).num_rows) for group in range(found.num_row_groups))
+            self.schema = plain_schema(parquet.schema.to_arrow_schema().remove_metadata())
+            self.declared_rows = max(found.num_rows, in_groups)
 
-    @property
-    def carried(self) -> pa.Schema | None:
-        return self._carried
-
-    def batches(self, sizes: SegmentSizes) -> Iterator[SourceBatch]:
-        row = 0
-        for file in self._files:
-            file_start = first = row
-            pieces: list[pa.Table] = []
-            size = 0
-            for table in read_tables(file, self._schema):
-                start = 0
-                while start < table.num_rows:
-                    piece = table.slice(start, sizes.end(row) - row)
-                    start += piece.num_rows
-                    row += piece.num_rows
-                    if row > self._limits.max_rows:  # pages may hold more than the footer declares
-                        raise TooManyRows(file.name, self._limits.max_rows)
-                    size += piece.nbytes
-                    pieces.append(piece)
-                    if row - first >= BATCH_ROWS or size >= BATCH_BYTES or row == sizes.end(row - 1):
-                        yield self._batch(file, pa.concat_tables(pieces), first, first - file_start + 1)
-                        pieces, first, size = [], row, 0
-            if pieces:
-                yield self._batch(file, pa.concat_tables(pieces), first, first - file_start + 1)
-
-    def _batch(self, file: SourceFile, table: pa.Table, row: int, line: int) -> SourceBatch:
-        where = f"{file.name}: rows {line} to {line + table.num_rows - 1}"
-        columns = {}
-        for name in self._own:
-            with decoding(f"{where}, column {name}"):
-                columns[name] = cells_of(table.column(name), name, self._limits.max_line_bytes)
-        values = [
-            self._line({name: cells[index] for name, cells in columns.items()}) for index in range(table.num_rows)
-        ]
-        carried = None
-        if self._carried is not None:
-            with decoding(f"{where}, columns carried through"):
-                carried = self._refuse_large(table.select(self._carried.names), values)
-                carried.validate(full=True)
-        rows = [SourceRow(row + index, line + index, value) for index, value in enumerate(values)]
-        return SourceBatch(row, row + table.num_rows, rows, carried, file.name if len(self._files) > 1 else "")
-
-    def _refuse_large(self, carried: pa.Table, values: list[object]) -> pa.Table:
-        """The columns to carry, with nulls in rows that are too large; the `values` of these rows become errors."""
-        limit = self._limits.max_carried_bytes
-        if carried.nbytes <= limit:
-            return carried
-        sizes = row_bytes(carried, limit)
-        large = sizes > limit
-        if not large.any():
-            return carried
-        for index in large.nonzero()[0].tolist():
-            values[index] = _error(
-                RowErrorCode.INVALID_REQUEST,
-                f"the columns that are carried through hold {sizes[index]} bytes, but {limit} are allowed; shorten "
-                "them, or leave them out (limits.max_carried_bytes)",
-                carried.column_names[0],
-            )
-        return carried.take(pa.array(range(len(values)), pa.int64(), mask=large))
-
-    def _line(self, cells: dict[str, Any]) -> object:
-        """The input line of a row, or the error of a row without one."""
-        for cell in cells.values():
-            if isinstance(cell, RowError):
-                return cell
-        content = cells[self._content]
-        if content is None:
-            return _error(RowErrorCode.INVALID_REQUEST, f"the column {self._content} is null; fill it", self._content)
-        line: dict[str, Any] = {}
-        if cells["custom_id"] is not None:
-            line["custom_id"] = cells["custom_id"]
-        if self._content == "prompt":
-            return line | {"method": "POST", "url": COMPLETIONS_URL, "body": {"model": self._model, "prompt": content}}
-        if self._content == TO_EMBED:
-            return line | {"method": "POST", "url": EMBEDDINGS_URL, "body": {"model": self._model, "input": content}}
-        value = self._parsed(content) if isinstance(content, str | bytes) else content
-        if isinstance(value, RowError):
-            return value
-        if self._content == "messages":
-            if isinstance(value, list):  # a struct column has null for fields that a message lacks
-                value = [_without_nulls(message) for message in value]
-            return line | {"method": "POST", "url": CHAT_URL, "body": {"model": self._model, "messages": value}}
-        url = _url_of(value)
-        given = {name: cells[name] for name in ("url", "method") if cells.get(name) is not None}
-        return {"method": "POST", "url": url, "body": value} | line | given
-
-    def _parsed(self, content: str | bytes) -> object:
-        value = parse_json(content.encode() if isinstance(content, str) else content, self._limits)
-        if value is BLANK:
-            return _error(RowErrorCode.INVALID_JSON, f"the column {self._content} is empty; fill it", self._content)
-        return value
+    def pieces(self) -> Iterator[Piece]:
+        """See `ColumnFile`."""
+        with self._file.open() as stream:
+            with decoding(self.name):
+                limit = ExpansionLimit(stream.seek(0, os.SEEK_END), "Parquet", "submit such rows as JSONL")
+                parquet = pq.ParquetFile(stream, buffer_size=READ_BYTES)
+                groups = parquet.num_row_groups
+            for group in range(groups):  # Arrow can't read nested dictionaries across groups
+                where = f"{self.name}: row group {group + 1} of {groups}"
+                with decoding(where):
+                    rows = _rows_at_once(where, parquet, stream, group)
+                    batches = parquet.iter_batches(batch_size=rows, row_groups=[group], use_threads=False)
+                while True:
+                    with decoding(where):
+                        batch = next(batches, None)
+                        if batch is None:
+                            break
+                        table = pa.Table.from_batches([batch]).cast(self.schema)
+                    limit.add(table.nbytes, where)
+                    yield Piece(table)
 
 
-def _url_of(body: object) -> str:
-    """The default url of a body."""
-    if not isinstance(body, dict):
-        return CHAT_URL
-    if "prompt" in body:
-        return COMPLETIONS_URL
-    return EMBEDDINGS_URL if TO_EMBED in body and "messages" not in body else CHAT_URL
-
-
-def _content_column(name: str, schema: pa.Schema) -> str:
-    columns = ", ".join(schema.names) or "none"
-    doubled = {column for column in schema.names if schema.names.count(column) > 1}
-    if doubled:
-        raise InputError(f"{name} has columns of the same name ({', '.join(sorted(doubled))}); rename them")
-    if "custom_id" not in schema.names:
-        raise InputError(f"{name} lacks the column custom_id (it has: {columns}); add it")
-    found = [column for column in CONTENT if column in schema.names] or [TO_EMBED] * (TO_EMBED in schema.names)
-    if len(found) != 1:
-        what = "has more than one of" if found else "lacks one of"
-        raise InputError(
-            f"{name} {what} the columns {', '.join(CONTENT)} and {TO_EMBED} (it has: {columns}); keep exactly one"
+def _rows_at_once(where: str, parquet: pq.ParquetFile, stream: BinaryIO, group: int) -> int:
+    """Number of rows of the group to decode at once."""
+    found = parquet.metadata.row_group(group)
+    declared: int = found.total_byte_size // max(1, found.num_rows)
+    row_bytes = max(declared, _longest_cells(parquet, stream, group))
+    if row_bytes > MAX_ROW_BYTES:
+        raise BrokenInput(
+            f"{where}: its rows may take {row_bytes} bytes each, but {MAX_ROW_BYTES} are allowed; shorten them"
         )
-    if not pa.types.is_string(schema.field("custom_id").type) and not pa.types.is_large_string(
-        schema.field("custom_id").type
-    ):
-        raise InputError(f"{name}: the column custom_id is {schema.field('custom_id').type}; make it a string")
-    return found[0]
+    return max(1, min(MAX_DECODED_ROWS, BATCH_BYTES // max(1, row_bytes)))
 
 
-def _without_nulls(message: object) -> object:
-    if isinstance(message, dict):
-        return {name: value for name, value in message.items() if value is not None}
-    return message
+def _longest_cells(parquet: pq.ParquetFile, stream: BinaryIO, group: int) -> int:
+    """Maximum bytes of a row's cells in total, of columns that aren't nested and have a fixed width or a dictionary."""
+    flat = {
+        column.path: column.physical_type
+        for column in (parquet.schema.column(index) for index in range(len(parquet.schema)))
+        if column.max_repetition_level == 0 and "." not in column.path
+    }
+    texts = [path for path, kind in flat.items() if kind == "BYTE_ARRAY"]
+    fixed: int = sum(kind.byte_width for kind in parquet.schema_arrow.types if pa.types.is_fixed_size_binary(kind))
+    if not texts:
+        return fixed
+    coded = pq.ParquetFile(stream, read_dictionary=texts, metadata=parquet.metadata, buffer_size=READ_BYTES)
+    first = next(coded.iter_batches(batch_size=1, row_groups=[group], columns=texts, use_threads=False), None)
+    dictionaries = [] if first is None else [column.dictionary for column in first.columns if _is_coded(column.type)]
+    longest: list[int] = [pc.max(pc.binary_length(values)).as_py() or 0 for values in dictionaries]
+    return fixed + sum(longest)
 
 
-def _error(code: RowErrorCode, message: str, param: str) -> RowError:
-    return RowError(code, message, param=param)
+def _is_coded(kind: pa.DataType) -> bool:
+    return pa.types.is_dictionary(kind) and not pa.types.is_nested(kind.value_type)

@@ -25,6 +25,14 @@ class GeneratedFile(io.RawIOBase):
     def __init__(self, lines: Iterator[bytes]) -> None:
         self._lines = lines
         self._rest = b""
+        self._first: bytes | None = None
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Back to the start, once its first bytes were read."""
+        assert (offset, whence) == (0, 0)
+        assert self._first is not None
+        self._rest, self._first = self._first + self._rest, b""
+        return 0
 
     def read(self, size: int = -1) -> bytes:
         parts, have = [self._rest], len(self._rest)
@@ -33,6 +41,8 @@ class GeneratedFile(io.RawIOBase):
             have += len(line)
         whole = b"".join(parts)
         self._rest = whole[size:]
+        if self._first is None:
+            self._first = whole[:size]
         return whole[:size]
 
 

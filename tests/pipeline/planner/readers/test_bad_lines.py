@@ -133,9 +133,11 @@ def test_on_invalid_job_commits_no_segment_before_the_last_line_was_read(tools: 
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (gzip.compress(b"{}", mtime=0), "is compressed"),
+        (gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "is compressed twice"),
         ('{"custom_id": "a"}'.encode("utf-16"), "is UTF-16; save it as UTF-8"),
         (b"PAR1....PAR1", "is a Parquet file"),
+        (b"ARROW1\0\0", "is an Arrow file"),
+        (b"\xff\xff\xff\xff\x10\0\0\0", "is an Arrow stream"),
     ],
 )
 def test_a_file_that_is_plainly_something_else_is_one_error_and_not_one_a_line(
@@ -148,11 +150,12 @@ def test_a_file_that_is_plainly_something_else_is_one_error_and_not_one_a_line(
 @pytest.mark.parametrize(
     ("names", "folder", "message"),
     [
-        (["a.jsonl.gz"], False, "compressed input is not supported"),
-        (["d/a.jsonl", "d/b.jsonl.gz"], True, "compressed input is not supported"),
-        (["a.csv"], False, "is no .jsonl or .parquet file"),
-        (["d/notes.txt"], True, "holds no .jsonl or .parquet file"),
-        (["d/a.jsonl", "d/b.parquet"], True, "mixes .jsonl and .parquet"),
+        (["a.jsonl.bz2"], False, r"a\.jsonl\.bz2: only \.jsonl and \.csv are read compressed, as \.gz or \.zst"),
+        (["a.parquet.gz"], False, "decompress it first"),
+        (["d/a.jsonl", "d/b.jsonl.xz"], True, "decompress it first"),
+        (["a.tsv"], False, r"is no \.jsonl, \.csv"),
+        (["d/notes.txt"], True, r"holds no \.jsonl, \.csv"),
+        (["d/a.jsonl", "d/b.parquet"], True, "mixes jsonl and parquet files"),
     ],
 )
 def test_an_input_of_the_wrong_kind_is_refused(names: list[str], folder: bool, message: str) -> None:

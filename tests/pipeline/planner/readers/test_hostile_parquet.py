@@ -6,8 +6,6 @@ import io
 import random
 import resource
 import struct
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.planner import BrokenInput, InputError, SourceFile, TooManyRows, open_source
-from pipeline.planner.readers import parquet_decoding as parquet_reading
-from pipeline.planner.readers.parquet import ParquetSource
+from pipeline.planner.readers import expansion, parquet
+from pipeline.planner.readers.columns import ColumnSource
 from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.jobs.inputs import InputFormat
 from schemas.requests.errors import RowError
 from schemas.requests.limits import Limits
-from tests.waiting import HANG_SECONDS
+from tests.pipeline.planner.readers.child_reads import read_in_child
 
 SIZES = SegmentSizes(100, 1_000)
 IDS = pa.array(["a"])
@@ -37,10 +35,10 @@ def written(table: pa.Table, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def source(data: bytes, limits: Limits | None = None) -> ParquetSource:
+def source(data: bytes, limits: Limits | None = None) -> ColumnSource:
     file = SourceFile("in.parquet", lambda: io.BytesIO(data))
     opened = open_source([file], InputFormat.PARQUET, limits or Limits(), "demo")
-    assert isinstance(opened, ParquetSource)
+    assert isinstance(opened, ColumnSource)
     return opened
 
 
@@ -58,8 +56,8 @@ def repeated(value: str, rows: int, **more: Any) -> bytes:
 
 
 def test_a_file_that_decodes_to_far_more_than_it_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_reading, "ALWAYS_DECODED_BYTES", 1 << 20)
-    monkeypatch.setattr(parquet_reading, "MAX_EXPANSION", 100)
+    monkeypatch.setattr(expansion, "ALWAYS_DECODED_BYTES", 1 << 20)
+    monkeypatch.setattr(expansion, "MAX_EXPANSION", 100)
     small, large = repeated("A" * 10_000, 100), repeated("A" * 10_000, 200)
     assert len(read(small)) == 100
     with pytest.raises(BrokenInput, match=rf"in\.parquet: row group 1 of 1: {len(large)} bytes of Parquet decode to"):
@@ -186,7 +184,7 @@ def test_given_one_large_value_in_every_row_when_it_is_read_then_few_rows_are_he
 def test_rows_that_take_more_than_a_row_may_are_refused_before_they_are_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parquet_reading, "MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "MAX_ROW_BYTES", 1 << 20)
     data = repeated("A" * (600 << 10), 2, note=repeated_column("B" * (600 << 10), 2))
     with pytest.raises(BrokenInput, match=r"in\.parquet: row group 1 of 1: its rows may take 12\d+ bytes each"):
         read(data)
@@ -194,23 +192,6 @@ def test_rows_that_take_more_than_a_row_may_are_refused_before_they_are_decoded(
 
 def repeated_column(value: str, rows: int) -> pa.Array:
     return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([value]))
-
-
-READS = """
-import resource, sys
-from pathlib import Path
-from pipeline.planner import SourceFile, open_source
-from pipeline.planner.segment_sizes import SegmentSizes
-from schemas.jobs.inputs import InputFormat
-from schemas.requests.limits import Limits
-from tests.waiting import HANG_SECONDS
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for name in sys.argv[1:]:
-    file = SourceFile(name, lambda name=name: Path(name).open("rb"))
-    source = open_source([file], InputFormat.PARQUET, Limits(), "demo")
-    print(sum(len(batch.rows) for batch in source.batches(SegmentSizes(10_000, 100_000))))
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-"""
 
 
 @pytest.mark.slow
@@ -224,15 +205,7 @@ def test_files_of_a_few_kilobytes_that_stand_for_gigabytes_are_read_in_bounded_m
         assert len(data) < 20_000
         (tmp_path / name).write_bytes(data)
 
-    def bound() -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))
-
-    child = subprocess.run(
-        [sys.executable, "-c", READS, *(str(tmp_path / name) for name in files)],
-        capture_output=True, text=True, timeout=HANG_SECONDS, preexec_fn=bound,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stderr
-    *rows, grown = map(int, child.stdout.split())
+    rows, grown = read_in_child(InputFormat.PARQUET, *(tmp_path / name for name in files))
     assert rows == [1_000, 1_000]
     assert grown < 300, "MiB; whole they are 1,000 each"
 

@@ -1,4 +1,4 @@
-"""Cells of Parquet columns as Python values. A problem of one row is that row's error; sizes are checked before values
+"""Cells of columns as Python values. A problem of one row is that row's error; sizes are checked before values
 are created."""
 
 from __future__ import annotations
