@@ -3,7 +3,7 @@
 The three have equal precedence. A file whose sources give different values for one option is refused: either choice
 would surprise its sender.
 
-    incoming/[TIER/]NAME.jsonl | NAME.ndjson | NAME.parquet
+    incoming/[TIER/]NAME.jsonl             the input; `SUFFIXES` lists the other formats' suffixes
     incoming/[TIER/]NAME.job.json          options as a JSON object; NAME.jsonl.job.json is read too
 
 A sidecar must exist before its file, or be announced by the file's metadata (`tokenmill-sidecar: true`): then the file
@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from pipeline.ingest.intake import IntakeRefused
 from pipeline.planner.ports import InputError
-from pipeline.planner.readers.source import SUFFIXES, choose_files
+from pipeline.planner.readers.source import choose_files, suffix_of
 from schemas.jobs.inputs import InputFormat
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions, PartialJobOptions
@@ -61,7 +61,7 @@ def kind_of(name: str) -> InboxEntryKind:
     *folders, last = name.split("/")
     if not last or any(_UNFINISHED.search(part) or part.startswith("_") for part in folders):
         return InboxEntryKind.PASSED_OVER
-    if _UNFINISHED.search(last) or (last.startswith("_") and not last.lower().endswith(tuple(SUFFIXES))):
+    if _UNFINISHED.search(last) or (last.startswith("_") and suffix_of(last) is None):
         return InboxEntryKind.PASSED_OVER
     return InboxEntryKind.SIDECAR if name.endswith(SIDECAR) else InboxEntryKind.INPUT
 
@@ -69,7 +69,7 @@ def kind_of(name: str) -> InboxEntryKind:
 def sidecars_of(name: str) -> tuple[str, str]:
     """The possible names of an input's sidecar."""
     folder, slash, last = name.rpartition("/")
-    stem = last.rpartition(".")[0] or last
+    stem = last[: len(last) - len(suffix_of(last) or "")] or last
     return f"{folder}{slash}{stem}{SIDECAR}", f"{name}{SIDECAR}"
 
 

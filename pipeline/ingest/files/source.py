@@ -35,7 +35,7 @@ from pipeline.ingest.files.options import (
 from pipeline.ingest.intake import NO_MODEL, IntakePort, IntakeRefused, JobDraft
 from pipeline.jobs.submit import derived_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger
-from pipeline.planner.readers.source import SUFFIXES
+from pipeline.planner.readers.source import SUFFIXES, suffix_of
 from pipeline.ports import PipelineError, World
 from schemas.jobs.inputs import InputFormat, InputRef
 from schemas.stored import StoredModel
@@ -233,7 +233,7 @@ class FileIngestSource:
     def _take_files_of(self, sidecar: str) -> IngestResult:
         """Ingest the files that wait for this new sidecar now, not at the next sweep. Other files are unchanged."""
         stem = sidecar.removesuffix(SIDECAR)
-        names = [stem] if stem.endswith(tuple(SUFFIXES)) else [stem + suffix for suffix in SUFFIXES]
+        names = [stem] if suffix_of(stem) is not None else [stem + suffix for suffix in SUFFIXES]
         results = [self.take(name) for name in names]
         return next((result for result in results if not result.settled), IngestResult.PASSED_OVER)
 

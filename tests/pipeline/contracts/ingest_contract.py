@@ -267,8 +267,8 @@ class RefusalContract:
             ("a.jsonl", b"[1]", "invalid_option"),
             ("a.jsonl", b"{", "invalid_option"),
             ("bulk/a.jsonl", b'{"tier": "standard"}', "conflicting_options"),
-            ("a.csv", b"{}", "unsupported_format"),
-            ("a.jsonl.gz", b"{}", "unsupported_format"),
+            ("a.tsv", b"{}", "unsupported_format"),
+            ("a.jsonl.bz2", b"{}", "unsupported_format"),
             ("2026/a.jsonl", b"{}", "unknown_folder"),
         ],
     )

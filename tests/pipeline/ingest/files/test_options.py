@@ -111,6 +111,7 @@ def test_kinds_of_names() -> None:
         "a.part",
         "a.job.json.tmp",
         "_SUCCESS",
+        "_notes.txt.gz",
         ".x/a.jsonl",
         "_x/a.jsonl",
     ):
@@ -120,7 +121,13 @@ def test_kinds_of_names() -> None:
 def test_formats_and_sidecars_by_name() -> None:
     assert format_of("a.NDJSON") is InputFormat.JSONL
     assert format_of("standard/a.parquet") is InputFormat.PARQUET
+    assert format_of("a.jsonl.GZ") is format_of("bulk/a.ndjson.zst") is InputFormat.JSONL
+    assert format_of("a.csv") is format_of("a.csv.zst") is InputFormat.CSV
+    assert format_of("a.arrow") is format_of("a.feather") is InputFormat.ARROW
+    with pytest.raises(IntakeRefused, match=r"only \.jsonl and \.csv are read compressed"):
+        format_of("a.parquet.gz")
     assert sidecars_of("bulk/a.b.jsonl") == ("bulk/a.b.job.json", "bulk/a.b.jsonl.job.json")
+    assert sidecars_of("a.jsonl.gz") == ("a.job.json", "a.jsonl.gz.job.json")
     with pytest.raises(IntakeRefused, match=r"interactive/a\.jsonl: lies in a folder that is no tier"):
         format_of("interactive/a.jsonl")
 
