@@ -18,11 +18,10 @@ INTRODUCTION = """\
 Results go to stdout (a table, or with `--json` one JSON document), progress and messages to stderr. Exit codes: 0
 done, failed rows included; 1 the job could not run; 2 wrong usage; 130 interrupted ([errors](errors.md)).
 
-**Input.** `run` takes INPUT as JSONL, or as Parquet with a column `custom_id` and either `body` (JSON), `prompt`,
-`messages` or, for embeddings, `input`. Results carry the other columns, with the prefix `input_` where names clash.
-A folder stands for its `.jsonl` or `.parquet` files.
+**Input.** INPUT is JSONL, or a table in Parquet, Arrow or CSV ([input files](input-files.md)). A folder stands for its
+files, all of one format.
 
-**Models.** With several `--model` each row names its model (Parquet rows in `body`). One model is loaded at a time.
+**Models.** With several `--model` each row names its model (rows of a table in `body`). One model is loaded at a time.
 
 **Deadline and cancel.** `run --deadline 6h` counts from the creation of the job; the same command keeps that deadline,
 and another one is refused. At the deadline, and with `jobs cancel`, the job ends with exit code 0 and a manifest:

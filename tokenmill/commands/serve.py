@@ -95,10 +95,10 @@ def serve(
     """Answer HTTP requests and files in DIR/incoming, until stopped: everything in one process, no other
     server.
 
-    OpenAI's clients work with http://HOST:PORT/v1 as their base_url. A file DIR/incoming/NAME.jsonl or .parquet becomes
-    a job; DIR/incoming/bulk/NAME.jsonl one of the tier bulk. Options such as model, tier and deadline come in
-    NAME.job.json, which must lie there first. Results are in DIR/jobs/ID/results. After a kill the same command goes on
-    where the checkpoints stand.
+    OpenAI's clients work with http://HOST:PORT/v1 as their base_url. A file DIR/incoming/NAME.jsonl becomes a job, as
+    do .jsonl.gz, .jsonl.zst, .csv, .arrow and .parquet; DIR/incoming/bulk/NAME.jsonl one of the tier bulk. Options such
+    as model, tier and deadline come in NAME.job.json, which must lie there first. Results are in DIR/jobs/ID/results.
+    After a kill the same command goes on where the checkpoints stand.
     """
     from pipeline import metric_collectors
     from pipeline.adapters.folder.locks import RunLock

@@ -21,7 +21,9 @@ def submit(
     input_: Annotated[
         str,
         typer.Argument(
-            metavar="INPUT", help="JSONL or Parquet: a file; for a topic also a folder, or an s3:// or file:// URL."
+            metavar="INPUT",
+            help="JSONL (also .gz or .zst), Parquet, Arrow or CSV: a file; for a topic also a folder, or an s3:// or "
+            "file:// URL.",
         ),
     ],
     to: Annotated[

@@ -76,7 +76,8 @@ Input = Annotated[
     str,
     typer.Argument(
         metavar="INPUT",
-        help="JSONL or Parquet: a file, a folder of files, s3://BUCKET/KEY or s3://BUCKET/PREFIX/. One request a line.",
+        help="JSONL (also .gz or .zst), Parquet, Arrow or CSV: a file, a folder of files, s3://BUCKET/KEY or "
+        "s3://BUCKET/PREFIX/. One request a line.",
     ),
 ]
 SwitchAfter = Annotated[

@@ -6,7 +6,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,9 @@ from typing import Any, BinaryIO, Final
 
 import orjson
 
+from pipeline.planner.ports import SourceFile
+from pipeline.planner.readers.decompression import decompressed
+from pipeline.planner.readers.lines import lines_of
 from tokenmill import output
 from tokenmill.errors import InputUnusable, UserError
 from tokenmill.jobs.backend import (
@@ -114,7 +117,7 @@ def submit(given: str, url: str, options: Mapping[str, Any], endpoint: str | Non
     """Upload the file and make a batch of it. Raises `UserError`."""
     source = Path(given).expanduser()
     if "://" in given or not source.is_file():
-        raise InputUnusable(f"{given}: is no local file; over HTTP a file is sent, JSONL or Parquet")
+        raise InputUnusable(f"{given}: is no local file; over HTTP a file is sent: JSONL, Parquet, Arrow or CSV")
     chosen = dict(options)
     window = chosen.pop("deadline", DEFAULT_WINDOW)
     with open_gateway(url) as gateway:
@@ -142,9 +145,10 @@ def _window(deadline: timedelta | None) -> str | None:
 
 
 def first_url(source: Path) -> str | None:
-    """The `url` of the first line of a JSONL file; None where it has none."""
-    with source.open("rb") as stream:
-        line = stream.readline(_MAX_FIRST_LINE_BYTES)
+    """The `url` of the first line of a JSONL file, also a compressed one; None where it has none."""
+    file = decompressed(SourceFile(source.name, lambda: source.open("rb")))
+    with closing(lines_of(file, _MAX_FIRST_LINE_BYTES)) as lines:
+        line = next(lines, None) or b""
     try:
         document = orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -20,6 +20,7 @@ from starlette.requests import Request
 
 from pipeline.gateway.http.body_reading import pieces
 from pipeline.gateway.http.errors import ApiError, bad_request, storage_full
+from pipeline.planner.readers.source import format_of_upload
 from pipeline.ports import World, failure_type
 from schemas.jobs.inputs import InputFormat
 
@@ -78,7 +79,7 @@ async def receive(request: Request, world: World, max_bytes: int, idle_seconds: 
             filename=parser.filename or "",
             size=file.size,
             sha256=file.digest.hexdigest(),
-            format=InputFormat.PARQUET if file.start == b"PAR1" else InputFormat.JSONL,
+            format=format_of_upload(file.start, parser.filename or ""),
             expires_after=parser.expires_after(),
         )
     finally:

@@ -71,7 +71,8 @@ def files_router(max_concurrent_uploads: int) -> APIRouter:
     async def upload(
         request: Request, caller: FilesCaller, parts: Parts, idempotency_key: IdempotencyKey = None
     ) -> File:
-        """Upload a file of batch requests, in JSONL or Parquet."""
+        """Upload a file of batch requests: JSONL or CSV, also compressed with gzip or zstd, Arrow or Parquet. Text is
+        CSV if the file's name ends in .csv, .csv.gz or .csv.zst."""
         settings, quota = parts.settings, parts.rates.storage_quota(caller)
         with upload_slots.take_slot(caller.tenant):
             if idempotency_key is None:  # otherwise the file may exist already, and needs no further storage

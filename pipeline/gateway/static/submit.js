@@ -16,8 +16,8 @@ class SubmitView {
   constructor(signal) {
     this.signal = signal;
     this.file = null;
-    this.fileInput = h("input", { type: "file", id: "file", accept: ".jsonl,.parquet", onchange: () => this.selectFile(this.fileInput.files[0]) });
-    this.fileNote = h("p", { className: "note", id: "file-note" }, "JSONL or Parquet, one request per row.");
+    this.fileInput = h("input", { type: "file", id: "file", accept: ".jsonl,.ndjson,.gz,.zst,.csv,.arrow,.feather,.parquet", onchange: () => this.selectFile(this.fileInput.files[0]) });
+    this.fileNote = h("p", { className: "note", id: "file-note" }, "JSONL, Parquet, Arrow or CSV, one request per row.");
     this.dropZone = h("div", { className: "drop-zone", ondragover: (event) => this.handleDragOver(event), ondragleave: () => this.dropZone.classList.remove("dragged-over"), ondrop: (event) => this.handleDrop(event) },
       h("label", { for: "file" }, "Drop a file here, or select one"), this.fileInput, this.fileNote);
     this.endpointSelect = createSelect("endpoint", ENDPOINTS.map((url) => [url, url]));

@@ -121,9 +121,9 @@ def test_given_an_invalid_input_when_it_was_corrected_then_the_same_command_succ
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
     """No job is made of a file that can't be one, so the same command runs with the right file."""
-    packed = gzip.compress(json.dumps(chat("a")).encode())
+    packed = gzip.compress(gzip.compress(json.dumps(chat("a")).encode()))
     pq.write_table(pa.table({"id": ["a"], "prompt": ["one"]}), folder / "in.parquet")
-    cases = ((write_lines(packed), "is compressed"), (folder / "in.parquet", "lacks the column custom_id"))
+    cases = ((write_lines(packed), "is compressed twice"), (folder / "in.parquet", "lacks the column custom_id"))
     for path, message in cases:
         arguments = ("run", path, "--model", f"tiny={model_folder}", "-o", folder / path.stem, "--max-output-tokens", 6)
         ended = tokenmill(*arguments)
@@ -270,7 +270,11 @@ def test_given_something_that_cannot_run_when_it_is_run_then_the_error_is_one_li
     tiny = f"tiny={model_folder}"
     cases = {
         ("nowhere.jsonl", tiny, folder / "out"): "nowhere.jsonl: no such file or folder",
-        (write_lines(name="notes.txt"), tiny, folder / "out"): "no .jsonl or .parquet file",
+        (
+            write_lines(name="notes.txt"),
+            tiny,
+            folder / "out",
+        ): "no .jsonl, .csv (also with .gz or .zst behind), .parquet or .arrow file",
         ("ftp://host/in.jsonl", tiny, folder / "out"): "inputs come from a path or from s3://bucket/key",
         (path, "nowhere", folder / "out"): "no model at nowhere",
         (path, "tiny=", folder / "out"): "give MODEL, or NAME=MODEL",
