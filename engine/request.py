@@ -89,7 +89,9 @@ class SamplingParams:
         min_tokens: end tokens are masked until this number was generated.
         logprobs: None is off; k >= 0 returns the chosen token's log-probability and the k largest, of the
             model's own distribution (before the chain).
-        prompt_logprobs: the same for the prompt's tokens; turns prefix-cache reads off for this request.
+        prompt_logprobs: the same for the prompt's tokens, from `prompt_logprobs_start` on.
+        prompt_logprobs_start: the index of the first prompt token that has log-probabilities. What precedes the token
+            before it may come from the prefix cache; 0 turns its reads off for this request.
     """
 
     max_tokens: int = 16
@@ -110,6 +112,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
 
     def __post_init__(self) -> None:
         def refuse(name: str, value: object, rule: str) -> None:
@@ -132,6 +135,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None and count < 0:
                 refuse(name, count, "0 or more, or None")
+        if self.prompt_logprobs_start < 0:
+            refuse("prompt_logprobs_start", self.prompt_logprobs_start, "0 or more")
         if not 0 <= self.min_tokens <= self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"from 0 to max_tokens ({self.max_tokens})")
         if self.allowed_token_ids == ():
@@ -154,7 +159,8 @@ class TokenLogprobs:
     """Log-probabilities of consecutive tokens.
 
     Attributes:
-        chosen: float32 [tokens], of the token at each position (NaN for a prompt's first token).
+        chosen: float32 [tokens], of the token at each position (NaN for a prompt's first token, and for those
+            before `SamplingParams.prompt_logprobs_start`).
         top_ids, top: int32 and float32 [tokens, k], the k most probable, descending.
     """
 

@@ -146,7 +146,7 @@ class ModelRunner:
         self._verifier = Verifier(self._sampler, model.logits, self._greedy)
         self._pooler = Pooler()
         self._reader: StateReader | None = None
-        self._prompt_logprobs: dict[int, int] = {}
+        self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> how many of each, the first position
 
     def set_reader(self, reader: StateReader) -> None:
         """Set the reader of each step's states; the model must be a `LayeredModel`."""
@@ -268,7 +268,8 @@ class ModelRunner:
             self._pooler.assign(row, request)
             self._prompt_logprobs.pop(row, None)
             if request.params.prompt_logprobs is not None and choice == 0:
-                self._prompt_logprobs[row] = request.params.prompt_logprobs
+                first = max(0, request.params.prompt_logprobs_start - 1)
+                self._prompt_logprobs[row] = request.params.prompt_logprobs, first
 
     def _logit_tokens(self, plan: StepPlan) -> NDArray[np.int32] | None:
         """Return the tokens whose last hidden states `_outputs` will read; None: all."""
@@ -361,12 +362,14 @@ class ModelRunner:
         """Compute log-probabilities of the prompt tokens that follow this step's positions."""
         scored = {}
         for i, row in enumerate(plan.rows.tolist()):
-            top = self._prompt_logprobs.get(row)
-            start = int(plan.starts[i])
-            stop = min(start + int(plan.counts[i]), int(self._rows.prompt_len[row]) - 1)
-            if top is None or stop <= start:
+            if row not in self._prompt_logprobs:
                 continue
-            begin = int(ends[i]) - int(plan.counts[i])
+            top, first = self._prompt_logprobs[row]
+            start = max(first, int(plan.starts[i]))
+            stop = min(int(plan.starts[i] + plan.counts[i]), int(self._rows.prompt_len[row]) - 1)
+            if stop <= start:
+                continue
+            begin = int(ends[i]) - int(plan.counts[i]) + start - int(plan.starts[i])
             targets = self._rows.token_ids[row, start + 1 : stop + 1]
             parts = []
             for at in range(0, stop - start, LOGITS_ROWS):

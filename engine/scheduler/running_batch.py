@@ -6,6 +6,8 @@ consistent.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,8 @@ from engine.cache.tables import CacheTables
 from engine.plan import RowState
 from engine.scheduler.sequence import CLASSES, Sequence, SequenceState, class_of
 from engine.scheduler.stop_tokens import StopTable
+
+NOT_SCORED: Final = np.iinfo(np.int32).max
 
 
 class RunningBatch:
@@ -30,7 +34,7 @@ class RunningBatch:
             The planner counts it as known, though the host does not have its value yet.
         promises: whether steps are planned ahead, so that there may be such rows.
         awaited: bool [R], the host needs the row's results before the next step can be planned (`Request.awaited`).
-        scores_prompt: bool [R], logits of all prompt positions are needed.
+        scored_from: int32 [R], the first position of the prompt whose logits are needed; `NOT_SCORED`: none is.
         watched: bool [R], the owner has a `TokenWatcher`.
         last_token_at: float64 [R], time of the owner's latest token (seconds); NaN: none was sampled here.
         latency_class: int64 [R], the owner's class in latency statistics (`class_of`).
@@ -52,7 +56,7 @@ class RunningBatch:
         self.promised = np.zeros(num_rows, dtype=np.int32)
         self.promises = False
         self.awaited = np.zeros(num_rows, dtype=np.bool_)
-        self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
+        self.scored_from = np.full(num_rows, NOT_SCORED, dtype=np.int32)
         self.watched = np.zeros(num_rows, dtype=np.bool_)
         self.last_token_at = np.full(num_rows, np.nan)
         self.latency_class = np.zeros(num_rows, dtype=np.int64)
@@ -106,7 +110,8 @@ class RunningBatch:
         self.confirmed[row] = rows.num_computed[row]
         self.promised[row] = 0
         self.awaited[row] = sequence.request.awaited
-        self.scores_prompt[row] = params.prompt_logprobs is not None
+        is_scored = params.prompt_logprobs is not None
+        self.scored_from[row] = max(0, params.prompt_logprobs_start - 1) if is_scored else NOT_SCORED
         self.watched[row] = sequence.request.watcher is not None
         self.last_token_at[row] = sequence.last_token_at
         self.latency_class[row] = number = class_of(sequence.request.priority)

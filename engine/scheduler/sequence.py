@@ -150,7 +150,16 @@ class Sequence:
     @property
     def reads_prefix_cache(self) -> bool:
         """Whether it may use cached blocks: false when the output of every prompt position is requested."""
-        return self.request.params.prompt_logprobs is None and self.request.pooling in (None, "last")
+        return self.cache_limit > 1
+
+    @property
+    def cache_limit(self) -> int:
+        """Number of first tokens of which all but the last one may be cached: the output of the others is
+        requested."""
+        params = self.request.params
+        if self.request.pooling not in (None, "last"):
+            return 0
+        return self.max_known if params.prompt_logprobs is None else params.prompt_logprobs_start
 
 
 @dataclass(frozen=True, slots=True)

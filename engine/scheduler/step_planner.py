@@ -231,7 +231,7 @@ class StepPlanner:
             known += int(batch.promised[row])
             cache.publish(row, chain, start)  # a block filled by a promised token has a digest by now
         if known - start > rows.block_size and start % rows.block_size == 0 and sequence.reads_prefix_cache:
-            hits = cache.match(chain, rows.token_ids[row, :known], row)
+            hits = cache.match(chain, rows.token_ids[row, : min(known, sequence.cache_limit)], row)
             if hits:
                 cache.take(row, hits, confirmed)
                 self._note_hit(sequence, start, len(hits) * rows.block_size)
@@ -284,7 +284,7 @@ class StepPlanner:
         if elders and sequence.preemptions and sequence.num_ended_at_preemption == self.counters.ended:
             return False
         chain = self._waiting.chain(sequence)
-        hits = cache.match(chain, sequence.token_ids) if sequence.reads_prefix_cache else []
+        hits = cache.match(chain, sequence.token_ids[: sequence.cache_limit]) if sequence.reads_prefix_cache else []
         expected = self._expected(sequence)
         steps = max(expected - 1 - len(sequence.token_ids), 0)
         self._short_of_blocks = bool(elders) and not self._expected_to_fit(sequence, steps, hits, below)
@@ -315,7 +315,7 @@ class StepPlanner:
         for that block. (A chunk with whole blocks continues where the other row stops; the two rows alternate, and each
         hits the blocks of the other.)"""
         end = start + self._rows.block_size
-        if count >= end - start or end >= len(sequence.token_ids) or not self._planned:
+        if count >= end - start or end >= min(len(sequence.token_ids), sequence.cache_limit) or not self._planned:
             return False
         if not (self._cache.prefix_caching and sequence.reads_prefix_cache):
             return False
@@ -418,8 +418,9 @@ class StepPlanner:
         of_prompt = self._rows.prompt_len[rows] - starts
         if of_prompt.max() > 0:
             self.counters.prompt_tokens += int(np.clip(of_prompt, 0, counts).sum())
-            scored = self._batch.scores_prompt[rows] & (of_prompt > 0)
-            num_logits[scored] = counts[scored]
+            first = np.maximum(starts, self._batch.scored_from[rows])  # the next token of this position is scored
+            scored = (first < ends) & (of_prompt > 0)
+            num_logits[scored] = (ends - first)[scored]
         num_tokens = self._budget - self._withheld_tokens - self._left
         self.counters.steps += 1
         self.counters.step_rows += len(rows)

@@ -225,7 +225,7 @@ class WaitingQueue:
         self._heap_of(sequence).push((sequence.request.priority, stage, 0), sequence.serial, sequence)
         self.by_class[class_of(sequence.request.priority)] += 1
         if self._cache.prefix_caching and sequence.reads_prefix_cache:
-            size, tokens = self._cache.block_size, sequence.token_ids
+            size, tokens = self._cache.block_size, sequence.token_ids[: sequence.cache_limit]
             chain = self.chain(sequence)
             whole = (len(tokens) - 1) // size  # the last token is always left to compute
             sequence.digests_to_read = [

@@ -119,6 +119,40 @@ def test_prompt_logprobs_are_the_models_own(llama: Path, prompts: list[list[int]
     np.testing.assert_array_equal(logprobs.top_ids[1:], want[:-1].topk(3).indices.numpy())
 
 
+@pytest.mark.parametrize("num_blocks", [200, 40])
+def test_continuations_are_scored_on_a_cached_prefix(llama: Path, prompts: list[list[int]], num_blocks: int) -> None:
+    # Given continuations of one prompt, of which only their own tokens' log-probabilities are asked for, and answers
+    # beside them that need the blocks where there are few
+    prompt = (3 * max(prompts, key=len))[:70]
+    ends = [[5], [5, 6, 7], [9] * 6, [prompt[3]], [11, 12]]
+    scored = [
+        Request(
+            f"score-{at}",
+            as_token_ids([*prompt, *end]),
+            SamplingParams(max_tokens=0, prompt_logprobs=2, prompt_logprobs_start=len(prompt)),
+        )
+        for at, end in enumerate(ends)
+    ]
+    talk = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    talks = [Request(f"talk-{at}", as_token_ids(p), talk, expected_tokens=1) for at, p in enumerate(prompts[:8])]
+    setting = Setting(8, 48, 4, True, num_blocks=num_blocks)
+    engine = Engine.load(llama, setting.config(max_model_len=96))
+    # When all are computed, then each token has the log-probability that transformers gives it
+    done = complete(engine, *talks[:6], *scored, *talks[6:])
+    for at, end in enumerate(ends):
+        logprobs = done[f"score-{at}"].prompt_logprobs
+        assert logprobs is not None
+        assert np.isnan(logprobs.chosen[: len(prompt)]).all()
+        want = log_distribution(llama, [*prompt, *end])[len(prompt) - 1 : -1]
+        chosen = want[torch.arange(len(end)), torch.tensor(end)]
+        np.testing.assert_allclose(logprobs.chosen[len(prompt) :], chosen.numpy(), atol=1e-4)
+        np.testing.assert_allclose(logprobs.top[len(prompt) :], want.topk(2).values.numpy(), atol=1e-4)
+    if num_blocks == 40:
+        assert engine.stats().preemptions > 0
+    else:  # and only the first one computed the prompt: of the others, less than a block of it
+        assert [done[f"score-{at}"].cached_tokens for at in range(1, 5)] == [68] * 4
+
+
 def test_logprobs_of_an_answer_are_before_the_sampling_chain(llama: Path, prompts: list[list[int]]) -> None:
     params = SamplingParams(max_tokens=9, temperature=1.7, top_k=4, seed=6, logprobs=2, ignore_eos=True)
     completion = complete(load(llama), Request("a", as_token_ids(prompts[1]), params))["a"]

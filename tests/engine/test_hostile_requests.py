@@ -157,6 +157,7 @@ def test_a_row_without_a_choice_fails_and_its_prefix_stays_cached(
     [
         ({"logprobs": -1}, "logprobs is -1"),
         ({"prompt_logprobs": -2}, "prompt_logprobs is -2"),
+        ({"prompt_logprobs_start": -1}, "prompt_logprobs_start is -1"),
         ({"logprobs": VOCAB + 1}, "logprobs is 258, but the vocabulary has 257"),
         ({"prompt_logprobs": 10**6}, "prompt_logprobs is 1000000"),
         ({"stop_token_ids": (3, 2**40)}, "stop_token_ids names token 1099511627776"),

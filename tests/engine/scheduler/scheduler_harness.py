@@ -63,8 +63,9 @@ def script(request: Request, choice: int, rope_original_max: int | None = None) 
             length = max(len(prompt), position + 1, rope_original_max) if rope_original_max else 0
             keys.append(next_key(keys[-1] if keys else 7, known[position], length))
         if params.max_tokens == 0:
-            reads_all = params.prompt_logprobs is not None or request.pooling is not None
-            reason = FinishReason.ERROR if reads_all and NAN in keys else FinishReason.LENGTH
+            read = keys if params.prompt_logprobs is not None or request.pooling is not None else []
+            read = read[max(0, params.prompt_logprobs_start - 1) :]
+            reason = FinishReason.ERROR if NAN in read else FinishReason.LENGTH
             return Script([], keys, reason, None)
         generated = len(known) - len(prompt)
         if keys[-1] == NAN:
@@ -269,7 +270,7 @@ class Harness:
         if skipped:
             assert skipped % self.block_size == 0 == start % self.block_size
             assert self.prefix_caching
-            assert params.prompt_logprobs is None
+            assert params.prompt_logprobs is None or start < params.prompt_logprobs_start
             assert request.pooling != "mean"
         self._reached[row] = end
         key = (request.request_id, choice)
@@ -282,8 +283,9 @@ class Harness:
         assert drafts == 0 or (count == drafts + 1 and start >= prompt)
         samples = end - drafts == known and params.max_tokens > 0
         scored = params.prompt_logprobs is not None and start < prompt
+        read = end - max(start, params.prompt_logprobs_start - 1) if scored else 0
         assert bool(plan.samples[i]) == samples
-        assert int(plan.num_logits[i]) == (count if scored else int(samples) + drafts)
+        assert int(plan.num_logits[i]) == (read if read > 0 else int(samples) + drafts)
         assert not scored or end <= prompt
 
     def _write(self, plan: StepPlan) -> None:

@@ -58,6 +58,7 @@ def requests(draw: st.DrawFn, index: int) -> Request:
         ignore_eos=draw(st.booleans()),
         stop_token_ids=many_stops or ((5, 6) if draw(st.booleans()) else ()),
         prompt_logprobs=1 if kind == "scored" else None,
+        prompt_logprobs_start=draw(st.integers(0, len(prompt) + 1)) if kind == "scored" else 0,
     )
     n = draw(st.integers(3, 9))
     return Request(
