@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pipeline.worker_client.ports import ShardWork
 from schemas.requests.dialects.registry import DIALECTS, translate_error
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.parsing import BODIES, Body, ChatBody, GenerationBody, load_body
+from schemas.requests.parsing import BODIES, CHAT_URL, Body, ChatBody, GenerationBody, load_body
 from schemas.requests.sampling_defaults import answer_limit
 from workers.errors import ModelMismatchError
 from workers.model.loaded_model import LoadedModel
@@ -124,7 +124,8 @@ class ShardReader:
             if line.url not in BODIES:
                 raise RowError(RowErrorCode.UNSUPPORTED_URL, f"url {line.url} is not served by this worker")
             line.parsed = _parse(line.url, line.body)
-            about = JudgedText(f"{work.job.id}/{line.names[0].row}", work.job.tenant, line.model, line.url)
+            url = CHAT_URL if line.url in DIALECTS else line.url  # policies judge what the model gets
+            about = JudgedText(f"{work.job.id}/{line.names[0].row}", work.job.tenant, line.model, url)
             line.guard = guard = self.policies.guard(about)
             tokenizer = self.model.tokenizer
             if not isinstance(line.parsed, GenerationBody):

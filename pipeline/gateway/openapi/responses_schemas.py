@@ -65,11 +65,17 @@ class FunctionCallItem(ResponseModel):
 OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
+class InputTokensDetails(CachedTokens):
+    """Prompt tokens that were read from the prefix cache. None are charged for being written to it."""
+
+    cache_write_tokens: Literal[0]
+
+
 class ResponseUsage(ResponseModel):
     """Token usage of a response. `tokenmill_cached`: the response comes from the response cache."""
 
     input_tokens: Count
-    input_tokens_details: CachedTokens
+    input_tokens_details: InputTokensDetails
     output_tokens: Count
     output_tokens_details: ReasoningTokens
     total_tokens: Count

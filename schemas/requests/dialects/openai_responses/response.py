@@ -140,7 +140,7 @@ def _usage(chat: Mapping[str, Any]) -> Json:
     reasoning = (chat.get("completion_tokens_details") or {}).get("reasoning_tokens", 0)
     return {
         "input_tokens": chat["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached},
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},  # nothing is charged for writing
         "output_tokens": chat["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": chat["total_tokens"],

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import openai
 import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.request_builder import InferenceRequest, InferenceSettings
@@ -23,6 +25,7 @@ from schemas.workers.lane import EndEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
 
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 HELLO: Any = {"model": "tiny", "input": "hello"}
 
 
@@ -101,6 +104,7 @@ def test_errors_before_and_during_a_stream(harness: HttpHarness) -> None:
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["output"][0]["content"][0]["text"] == words(2), "what came before"
     assert "[DONE]" not in text
+    assert [EVENT.validate_python(event).type for event in (last, failed)] == ["error", "response.failed"]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,9 @@ class Stream:
         return [event for event in self.events if event["type"] == kind]
 
     def check(self) -> Stream:
-        """Deltas add up to what is done, and items that are done to the output."""
+        """Each event is one of OpenAI's; deltas add up to what is done, and items that are done to the output."""
+        for event in self.events:
+            assert EVENT.validate_python(event).type == event["type"]
         for part, whole in (
             ("output_text", "text"),
             ("reasoning_text", "text"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.responses import Response
 
 from schemas.requests.dialects.openai_responses import RESPONSES_URL
 from schemas.requests.dialects.openai_responses.body import HINTS, NO_CHANGE, ResponsesBody
@@ -220,6 +221,10 @@ def test_any_json_is_a_chat_or_a_row_error(fields: dict[str, Any], items: Any) -
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2}}
 
 
+def set_by(response: Response) -> dict[str, Any]:
+    return response.model_dump(exclude_unset=True, by_alias=True)
+
+
 def completion(finish_reason: str, content: str | None, **message: Any) -> dict[str, Any]:
     message = {"role": "assistant", "content": content, "refusal": None, **message}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
@@ -255,7 +260,7 @@ def test_a_chat_response_becomes_a_response_with_items() -> None:
     ]  # fmt: skip
     assert response["usage"] == {
         "input_tokens": 3,
-        "input_tokens_details": {"cached_tokens": 2},
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
         "output_tokens": 4,
         "output_tokens_details": {"reasoning_tokens": 1},
         "total_tokens": 7,
@@ -266,6 +271,8 @@ def test_a_chat_response_becomes_a_response_with_items() -> None:
     assert (response["max_output_tokens"], response["metadata"]) == (9, {"a": "b"})
     assert response["text"] == {"format": {"type": "json_object"}}
     assert parse_body(RESPONSES_URL, {"model": "m", "input": response["output"]}), "its output is an input"
+    del response["usage"]["tokenmill_cached"]
+    assert set_by(Response.model_validate(response)) == response, "as OpenAI's client has it"
 
 
 @pytest.mark.parametrize(
