@@ -149,10 +149,7 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
     limits = limits or Limits()
     if (dialect := DIALECTS.get(url)) is not None:
         return _parse_dialect(dialect, body, limits)
-    fields = _without_no_ops(body, known=frozenset(BODIES[url].model_fields))
-    for name in FILLED_IN:  # null is the same as absence, where a model's defaults are filled in
-        if name in fields and fields[name] is None:
-            del fields[name]
+    fields = _without_filled_nulls(_without_no_ops(body, known=frozenset(BODIES[url].model_fields)))
     if url == CHAT_URL and isinstance(messages := fields.get("messages"), list):
         fields["messages"] = [
             _without_no_ops(message, f"messages[{index}].") if isinstance(message, dict) else message
@@ -173,7 +170,7 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
 
 def _parse_dialect(dialect: Dialect, body: Mapping[str, Any], limits: Limits) -> ChatBody:
     """The chat body of a dialect's body."""
-    fields = _without_no_ops(body, no_change=dialect.no_change, hints=dialect.hints)
+    fields = _without_filled_nulls(_without_no_ops(body, no_change=dialect.no_change, hints=dialect.hints))
     try:
         parsed = dialect.body.model_validate(fields)
     except ValidationError as error:
@@ -228,6 +225,11 @@ def _without_no_ops(
             message = f"{where}{name} is not supported: {hints.get(name, 'remove it')}"
             raise RowError(RowErrorCode.UNSUPPORTED_PARAMETER, message, param=where + name)
     return effective
+
+
+def _without_filled_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without nulls where a model's defaults are filled in: there null is the same as absence."""
+    return {name: value for name, value in fields.items() if value is not None or name not in FILLED_IN}
 
 
 def _check_limits(body: GenerationBody, limits: Limits) -> None:

@@ -16,6 +16,7 @@ from schemas.requests.dialects.openai_responses.response import to_response
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import CHAT_URL, ChatBody, dump_body, load_body, parse_body
+from schemas.requests.sampling_defaults import SamplingDefaults, fill_in
 
 LOGPROBS = ["message.output_text.logprobs"]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "default": None}}}
@@ -77,6 +78,13 @@ def test_a_body_is_the_same_chat(fields: dict[str, Any], same: dict[str, Any]) -
     body = respond(**fields)
     assert dump_body(body) == dump_body(chat(**same))
     assert load_body(RESPONSES_URL, dump_body(body)) == body
+
+
+def test_null_leaves_a_parameter_to_the_models_own_default() -> None:
+    defaults = SamplingDefaults(temperature=0.5, top_k=3)
+    filled = fill_in(respond(temperature=None, top_k=0), defaults)
+    assert isinstance(filled, ChatBody)
+    assert (filled.temperature, filled.top_k) == (0.5, 0)
 
 
 def test_items_become_messages() -> None:
