@@ -36,6 +36,7 @@ from pipeline.gateway.routes.files_and_batches import batches_router, files_rout
 from pipeline.gateway.routes.inference import inference_router
 from pipeline.gateway.routes.messages import messages_router
 from pipeline.gateway.routes.monitoring import monitoring_router
+from pipeline.gateway.routes.tokenizing import tokenizer_router
 from pipeline.gateway.routes.websocket import websocket_router
 from pipeline.ports import PipelineError
 
@@ -77,7 +78,8 @@ def make_app(
         _document_router(app),
     ]
     if answers is not None:
-        routers += [inference_router(answers), messages_router(answers), websocket_router(answers, parts.settings)]
+        routers += [inference_router(answers), messages_router(answers), tokenizer_router(answers)]
+        routers += [websocket_router(answers, parts.settings)]
     for router in routers:
         app.include_router(router)
     app.add_exception_handler(PipelineError, _on_error)

@@ -7,7 +7,7 @@ An unsupported parameter is refused by name and never ignored silently. Only val
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -51,6 +51,7 @@ __all__ = [
     "TextPart",
     "dump_body",
     "load_body",
+    "parse_as",
     "parse_body",
     "parse_line",
     "unsupported_url",
@@ -113,6 +114,9 @@ TYPE_NAMES: Final[Mapping[str, str]] = {
 }
 
 
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
 class RequestLine(BaseModel):
     """One line of a job. `body` is not validated yet; `parse_body` converts it to one of the bodies."""
 
@@ -149,16 +153,7 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
     limits = limits or Limits()
     if (dialect := DIALECTS.get(url)) is not None:
         return _parse_dialect(dialect, body, limits)
-    fields = _without_filled_nulls(_without_no_ops(body, known=frozenset(BODIES[url].model_fields)))
-    if url == CHAT_URL and isinstance(messages := fields.get("messages"), list):
-        fields["messages"] = [
-            _without_no_ops(message, f"messages[{index}].") if isinstance(message, dict) else message
-            for index, message in enumerate(messages)
-        ]
-    try:
-        parsed = _stored_model(url).model_validate(fields)
-    except ValidationError as error:
-        raise _row_error(error) from None
+    parsed = parse_as(_stored_model(url), body)
     if isinstance(parsed, GenerationBody):
         _check_limits(parsed, limits)
     elif (count := len(parsed.sequences)) > limits.max_embedding_inputs:
@@ -166,6 +161,20 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
         name = "documents" if isinstance(parsed, ScoreBody | RerankBody) else "input"
         raise _refuse(name, f"holds {count} texts, but at most {most} are allowed; send several requests")
     return parsed
+
+
+def parse_as(model: type[_Model], body: Mapping[str, Any]) -> _Model:
+    """Validate a body as this model, without the limits; raises `RowError`."""
+    fields = _without_filled_nulls(_without_no_ops(body, known=frozenset(model.model_fields)))
+    if isinstance(messages := fields.get("messages"), list):
+        fields["messages"] = [
+            _without_no_ops(message, f"messages[{index}].") if isinstance(message, dict) else message
+            for index, message in enumerate(messages)
+        ]
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _row_error(error) from None
 
 
 def _parse_dialect(dialect: Dialect, body: Mapping[str, Any], limits: Limits) -> ChatBody:

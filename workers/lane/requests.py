@@ -59,6 +59,11 @@ class LaneReader:
         self._model = model
         self._rules = rules or LaneRules()
 
+    @property
+    def limits(self) -> Limits:
+        """The limits of a request's body."""
+        return self._rules.limits
+
     def prepare(self, request: LaneRequest) -> PreparedRow:
         """Prepare the request as a row. Raises `RowError`."""
         if request.url not in BODIES or request.url in DIALECTS:  # the sender translates a dialect

@@ -257,6 +257,11 @@ def refusal_events(request: LaneRequest, error: RowError, sequence: int = 0) -> 
     return [ErrorEvent(request.id, request.attempt, sequence, error.code.value, error.message, status, error.param)]
 
 
+def response_events(request: LaneRequest, response: dict[str, Any]) -> list[LaneEvent]:
+    """The event that ends a request with a response that the engine had no part in."""
+    return [EndEvent(request.id, request.attempt, 0, response)]
+
+
 def hand_back_events(request: LaneRequest, sequence: int = 0) -> list[LaneEvent]:
     """The event that ends an attempt, which another worker continues."""
     return [HandBackEvent(request.id, request.attempt, sequence)]

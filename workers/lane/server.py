@@ -38,10 +38,12 @@ from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_TRACES, Traces
 from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.tokenizing import TOKENIZER_BODIES
 from schemas.workers.lane import LaneEvent, LaneRequest, closes_attempt
 from workers.lane.preparation import PreparationQueue
 from workers.lane.requests import PREFIX, LaneReader, LaneRules
-from workers.lane.responses import LaneAnswer, hand_back_events, refusal_events
+from workers.lane.responses import LaneAnswer, hand_back_events, refusal_events, response_events
+from workers.lane.tokenizing import tokenizer_response
 from workers.model.loaded_model import LoadedModel
 from workers.observability.metrics import EndedRequests, SideWorkMetrics
 from workers.observability.tracing import LaneSpans
@@ -378,6 +380,10 @@ class LaneServer:
 
     def _prepare(self, request: LaneRequest) -> None:
         try:
+            if request.url in TOKENIZER_BODIES:
+                response = tokenizer_response(request, self._model, self._reader.limits)
+                self._pending_events.put(partial(response_events, request, response))
+                return
             row = self._reader.prepare(request)
             answer = LaneAnswer(request, row, self._model.tokenizer)
         except RowError as error:

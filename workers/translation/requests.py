@@ -155,16 +155,7 @@ class Translator:
                 param="url",
             )
         if isinstance(body, ChatBody):
-            if body.offered_tools:
-                tool_format(self._tokenizer)
-            rendered = self._tokenizer.render_chat(
-                body.messages,
-                body.offered_tools,
-                template_variables(body, self._tokenizer),
-                begins_answer=body.add_generation_prompt is not False,
-                continues=body.continue_final_message,
-            )
-            return self._within_context(encodable(rendered, "messages"), body)
+            return self._within_context(rendered_chat(body, self._tokenizer), body)
         if isinstance(body.prompt, str):
             return self._within_context(encodable(body.prompt, "prompt"), body)
         for token_id in body.prompt:
@@ -278,6 +269,21 @@ class Translator:
         if token_id >= self._limits.vocab_size:
             size = self._limits.vocab_size
             raise _refuse(f"{name} holds token {token_id}, but the model's ids end at {size - 1}", name)
+
+
+def rendered_chat(body: ChatBody, tokenizer: Tokenizer) -> str:
+    """The prompt of a chat as text, for `Tokenizer.encode_chats`. Raises `RowError` when the chat template refuses the
+    messages or the tools."""
+    if body.offered_tools:
+        tool_format(tokenizer)
+    rendered = tokenizer.render_chat(
+        body.messages,
+        body.offered_tools,
+        template_variables(body, tokenizer),
+        begins_answer=body.add_generation_prompt is not False,
+        continues=body.continue_final_message,
+    )
+    return encodable(rendered, "messages")
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -30,6 +30,7 @@ from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import CHAT_URL, Body, ChatBody, CompletionBody, GenerationBody, dump_body, parse_body
 from schemas.requests.sampling_defaults import answer_limit, fill_in
+from schemas.requests.tokenizing import TOKENIZER_BODIES, DetokenizeBody, TokenizeBody, parse_tokenizing
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 _CATALOG_CACHE_SECONDS: Final = 5.0
@@ -98,7 +99,7 @@ class InferenceRequest:
 
     request: LaneRequest
     url: str
-    body: Body
+    body: Body | TokenizeBody | DetokenizeBody
     model: str
     stream: bool = False
     include_usage: bool = False
@@ -164,6 +165,8 @@ class InferenceRequestBuilder:
     def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
         """Build and admit the request that a body describes; raises `ApiError`. It counts against the caller's limits
         until `release`."""
+        if url in TOKENIZER_BODIES:
+            return self._read_tokenizing(caller, url, body)
         plain = dict(body)
         extension = self._extension(plain.pop(EXTENSION, None))
         tier, service_tier = take_service_tier(url, plain, extension.tier)
@@ -223,6 +226,31 @@ class InferenceRequestBuilder:
             entry.policies,
             service_tier,
         )
+
+    def _read_tokenizing(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
+        """Build and admit a request for a worker's tokenizer, which costs no tokens."""
+        plain = dict(body)
+        if plain.get("model") is None and self._settings.default_model is not None:
+            plain["model"] = self._settings.default_model
+        try:
+            checked, _ = parse_tokenizing(url, plain, self._settings.limits)
+            dumped = orjson.loads(checked.model_dump_json(exclude_defaults=True))
+        except RowError as error:
+            raise ApiError(STATUS_CODES[error.code], error.code.value, error.message, param=error.param) from None
+        except ValueError:
+            raise bad_request("the body holds half a character (a lone surrogate); send text") from None
+        seconds = self._settings.max_timeout_seconds
+        request = LaneRequest(
+            id=f"http-{self._world.random.token(16).hex()}",
+            model=self._entry(checked.model).pin.key,
+            url=url,
+            body=dumped,
+            tenant=caller.tenant,
+            deadline=self._world.clock.now() + timedelta(seconds=seconds),
+            traceparent=current_traceparent(),
+        )
+        ticket = None if self._rates is None else self._rates.admit(caller, request.id, 0, seconds)
+        return InferenceRequest(request, url, checked, checked.model, ticket=ticket)
 
     def _cache_key(
         self, extension: Extension, body: Body, request: LaneRequest, policies: str | None, default_max_tokens: int

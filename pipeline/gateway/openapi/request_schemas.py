@@ -15,6 +15,7 @@ from pipeline.gateway.openapi.anthropic_schemas import AnthropicError, Anthropic
 from pipeline.gateway.openapi.completion_schemas import ChatCompletion, ChatCompletionChunk, Embeddings, TextCompletion
 from pipeline.gateway.openapi.responses_schemas import RESPONSE_EVENTS, ResponseObject
 from pipeline.gateway.openapi.scoring_schemas import Classification, Ranking, Scores
+from pipeline.gateway.openapi.tokenizer_schemas import Detokenized, Tokenized
 from pipeline.gateway.response_models import Error
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
@@ -22,6 +23,7 @@ from schemas.requests.dialects.anthropic.body import MESSAGES_URL
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.fields import NULL, TEXT, TEXTS, one_of, record
 from schemas.requests.parsing import BODIES, NO_CHANGE, GenerationBody
+from schemas.requests.tokenizing import TOKENIZER_BODIES
 
 Json = dict[str, Any]
 
@@ -65,6 +67,8 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
         Error, ChatCompletion, ChatCompletionChunk, TextCompletion, Embeddings, Scores, Ranking,
         Classification, ResponseObject, *RESPONSE_EVENTS,
     ]  # fmt: skip
+    models += TOKENIZER_BODIES.values()
+    answered += [Tokenized, Detokenized]
     answered += [AnthropicMessage, AnthropicEvent, AnthropicError]
     _, made = models_json_schema(
         [(model, "validation") for model in [*models, *answered]], ref_template="#/components/schemas/{model}"
@@ -78,11 +82,9 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
         }
         schema["properties"] |= _fields_of_http(url)
         schema["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/Extension"}, NULL)
-        if default_model is not None:
-            schema["required"].remove("model")
-            schema["properties"]["model"] = {
-                "anyOf": [schema["properties"]["model"], NULL], "default": default_model,
-            }  # fmt: skip
+        _default_model_of(schema, default_model)
+    for tokenizing in TOKENIZER_BODIES.values():
+        _default_model_of(found[tokenizing.__name__], default_model)
     found["BatchBody"]["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/JobOptions"}, NULL)
     for name in OWN:
         del found["JobOptions"]["properties"][name]
@@ -91,6 +93,13 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
     message = found["ChatMessage"]["properties"]
     message |= {name: {"enum": [None, *NO_CHANGE[name]]} for name in ("refusal", "audio", "function_call")}
     return found
+
+
+def _default_model_of(schema: Json, default_model: str | None) -> None:
+    """Make `model` optional in a body's schema, where there is a default one."""
+    if default_model is not None:
+        schema["required"].remove("model")
+        schema["properties"]["model"] = {"anyOf": [schema["properties"]["model"], NULL], "default": default_model}
 
 
 def _fields_of_http(url: str) -> Json:

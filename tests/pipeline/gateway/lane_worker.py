@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.lane.ports import OpenLane
 from schemas.requests.parsing import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL
+from schemas.requests.tokenizing import DETOKENIZE_URL, TOKENIZE_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.pipeline.made_jobs import PIN
 
@@ -161,4 +162,13 @@ def _labels(body: dict[str, Any]) -> dict[str, Any]:
 _LIST: dict[str, Any] = {
     "id": "score-x", "object": "list", "created": 1, "usage": {"prompt_tokens": 3, "total_tokens": 3},
 }  # fmt: skip
-NUMBERS = {EMBEDDINGS_URL: _vectors, SCORE_URL: _scores, RERANK_URL: _ranking, CLASSIFY_URL: _labels}
+
+
+def _tokens(body: dict[str, Any]) -> dict[str, Any]:
+    return {"count": 2, "max_model_len": 2_048, "tokens": [1, 2], "token_strs": None}
+
+
+NUMBERS = {
+    EMBEDDINGS_URL: _vectors, SCORE_URL: _scores, RERANK_URL: _ranking, CLASSIFY_URL: _labels,
+    TOKENIZE_URL: _tokens, DETOKENIZE_URL: lambda body: {"prompt": "a"},
+}  # fmt: skip

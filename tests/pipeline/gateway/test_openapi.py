@@ -33,6 +33,8 @@ OTHERS: dict[str, Any] = {
     "/v1/rerank": {"query": "a", "documents": ["b", {"text": "c"}]},
     "/v1/classify": {"input": ["a", "b"]},
     "/v1/responses": {"input": "a"},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
 }
 DOCS = Path(__file__).parents[3] / "docs/http.md"
 ALL = tuple(Scope)

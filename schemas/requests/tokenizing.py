@@ -1,0 +1,84 @@
+"""Bodies of `/tokenize` and `/detokenize`, as vLLM takes them. A worker answers them with its tokenizer alone; they are
+no requests of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+
+from schemas.requests.bodies import ChatBody, ChatMessage, TokenId, check_template_kwargs
+from schemas.requests.fields import TEMPLATE_KWARGS, defaulting, only
+from schemas.requests.limits import Limits
+from schemas.requests.parsing import CHAT_URL, parse_as, parse_body
+from schemas.requests.structured import Tool, invalid
+
+TOKENIZE_URL: Final = "/tokenize"
+DETOKENIZE_URL: Final = "/detokenize"
+
+OF_CHAT: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+"""Fields of a tokenized conversation that mean what they do in a chat."""
+
+
+class TokenizeBody(BaseModel):
+    """Body of /tokenize: a `prompt`, or `messages` with what else a chat has.
+
+    Attributes:
+        add_special_tokens: the tokenizer's own (BOS), for a prompt; a chat template writes them itself.
+        return_token_strs: the response has the tokens' spellings.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    prompt: str | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Strict(False), Field(min_length=1)] | None = None
+    tools: Annotated[tuple[Tool, ...], Strict(False), defaulting(())] = ()
+    chat_template_kwargs: Annotated[
+        dict[str, str | bool | int | float], only(check_template_kwargs, TEMPLATE_KWARGS)
+    ] = Field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[bool, defaulting(False)] = False
+    add_special_tokens: bool | None = None
+    return_token_strs: Annotated[bool, defaulting(False)] = False
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> TokenizeBody:
+        if (self.prompt is None) is (self.messages is None):
+            text = "is missing; give a prompt, or messages" if self.prompt is None else "and messages are both set"
+            raise invalid(text if self.prompt is None else f"{text}; remove one", "prompt")
+        if self.prompt is not None:
+            for name in OF_CHAT:
+                if getattr(self, name):
+                    raise invalid("goes with messages; remove it", name)
+        elif self.add_special_tokens:
+            raise invalid("goes with a prompt: a chat template writes special tokens itself", "add_special_tokens")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    """Body of /detokenize."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    tokens: Annotated[tuple[TokenId, ...], Strict(False)]
+
+
+TOKENIZER_BODIES: Final[Mapping[str, type[TokenizeBody] | type[DetokenizeBody]]] = {
+    TOKENIZE_URL: TokenizeBody,
+    DETOKENIZE_URL: DetokenizeBody,
+}
+
+
+def parse_tokenizing(
+    url: str, body: Mapping[str, Any], limits: Limits | None = None
+) -> tuple[TokenizeBody | DetokenizeBody, ChatBody | None]:
+    """Validate the body for one of the urls; returns it, and the chat that it tokenizes, if any. Raises `RowError`."""
+    parsed = parse_as(TOKENIZER_BODIES[url], body)
+    if not isinstance(parsed, TokenizeBody) or parsed.messages is None:
+        return parsed, None
+    chat = parse_body(CHAT_URL, {name: body[name] for name in ("model", *OF_CHAT) if name in body}, limits)
+    assert isinstance(chat, ChatBody), "of the url"
+    return parsed, chat

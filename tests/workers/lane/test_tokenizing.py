@@ -1,0 +1,129 @@
+"""/tokenize and /detokenize over HTTP, answered by a real worker: the ids are those that a generation's prompt has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.gateway.http.api_keys import Scope
+from pipeline.models.catalog import Catalog
+from schemas.models import CatalogEntry
+from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
+from tests.workers.lane.test_server import LaneWorker
+from workers.model.loaded_model import LoadedModel
+
+CHAT = [{"role": "user", "content": "Hello <end> naïve 日本"}, {"role": "assistant", "content": "Hi", "refusal": None}]
+
+
+@dataclass
+class Served:
+    """A gateway, and the model of its worker."""
+
+    harness: HttpHarness
+    model: LoadedModel
+
+    def post(self, path: str, **body: Any) -> Any:
+        """The response's JSON, which must be no error."""
+        response = self.refused(path, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def refused(self, path: str, key: str | None = None, **body: Any) -> Any:
+        with self.harness.http(key) as http:
+            return http.post(path, json={"model": "tiny", **body})
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, kit: Any) -> Iterator[Served]:
+    model = LoadedModel.load(model_folder, name="tiny")
+    with run_http_harness(tmp_path_factory.mktemp("gateway")) as harness:
+        entry = CatalogEntry(
+            pin=model.pin(),
+            max_model_len=model.limits.max_model_len,
+            published_at=harness.world.clock.now() + timedelta(seconds=1),
+        )
+        Catalog(harness.world.store).publish(entry)
+        worker = LaneWorker(kit, model, harness.worker.lane, "real", ())  # type: ignore[arg-type]
+        yield Served(harness, model)
+        worker.end()
+        assert worker.error is None, worker.error
+
+
+def test_a_prompts_tokens_are_those_that_the_model_gets(served: Served) -> None:
+    prompt = "Hello <turn> naïve"
+    found = served.post("/tokenize", prompt=prompt, return_token_strs=True)
+    generated = served.post("/v1/completions", prompt=prompt, max_tokens=1, return_token_ids=True)
+    assert found["tokens"] == generated["choices"][0]["prompt_token_ids"]
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), served.model.limits.max_model_len)
+    assert "<turn>" in found["token_strs"]
+    assert len(found["token_strs"]) == found["count"]
+    plain = served.post("/tokenize", prompt=prompt, add_special_tokens=False)
+    assert plain["token_strs"] is None
+    assert plain["tokens"] == found["tokens"][-plain["count"] :]
+    assert served.post("/tokenize", prompt="", add_special_tokens=False)["tokens"] == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"add_generation_prompt": False}, {"continue_final_message": True, "add_generation_prompt": False}]
+)
+def test_a_conversations_tokens_are_those_that_the_model_gets(served: Served, fields: dict[str, Any]) -> None:
+    found = served.post("/tokenize", messages=CHAT, **fields)
+    generated = served.post("/v1/chat/completions", messages=CHAT, max_tokens=1, return_token_ids=True, **fields)
+    assert found["tokens"] == generated["prompt_token_ids"]
+    # What a user spells is no special token, so there are just those of the template.
+    text = served.post("/detokenize", tokens=found["tokens"])["prompt"]
+    assert text.startswith("<s><turn>user\nHello <end> naïve 日本<end>\n<turn>assistant\nHi")
+    assert found["tokens"].count(2) == (1 if "continue_final_message" in fields else 2)
+
+
+def test_tokens_become_the_text_again(served: Served) -> None:
+    for text in ("", "a quick fox\n", "  two blanks", "🎉 naïve", "<s><end>x"):
+        tokens = served.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+        assert served.post("/detokenize", tokens=tokens) == {"prompt": text}
+
+
+def test_a_prompt_may_be_longer_than_the_context(served: Served) -> None:
+    found = served.post("/tokenize", prompt="0 " * 3_000)
+    assert found["count"] > found["max_model_len"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/tokenize", {}, "prompt is missing; give a prompt, or messages"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt and messages are both set"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt is a list, but must be a string"),
+        ("/tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools goes with"),
+        ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens goes with a prompt"),
+        ("/tokenize", {"messages": []}, "messages is empty"),
+        ("/tokenize", {"messages": [{"role": "tool", "content": "a"}]}, r"messages\[0\].tool_call_id is missing"),
+        ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x is not supported"),
+        ("/tokenize", {"prompt": "a", "temperature": 1}, "temperature is not a parameter known here"),
+        ("/detokenize", {"tokens": [400]}, "tokens holds token 400, but the model's ids end at 399"),
+        ("/detokenize", {"tokens": [-1]}, r"tokens\[0\] is -1"),
+        ("/detokenize", {}, "tokens is missing"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, "model 'other' is not served here"),
+    ],
+)
+def test_wrong_bodies_are_refused_by_name(served: Served, path: str, body: dict[str, Any], says: str) -> None:
+    response = served.refused(path, **body)
+    assert response.status_code in (400, 404)
+    message = response.json()["error"]["message"]
+    assert re.search(says, message), message
+
+
+def test_a_key_for_inference_is_needed_and_a_batch_line_can_not_name_them(served: Served, tmp_path: Path) -> None:
+    with run_http_harness(tmp_path) as harness:
+        _, files_only = harness.keys.create("acme", (Scope.FILES,))
+        with harness.http(files_only) as http:
+            assert http.post("/tokenize", json={"model": "tiny", "prompt": "a"}).status_code == 403
+        with harness.http("sk-wrong") as http:
+            assert http.post("/detokenize", json={"model": "tiny", "tokens": [1]}).status_code == 401
+    line = served.refused("/v1/batches", input_file_id="file-x", endpoint="/tokenize", completion_window="24h")
+    assert line.status_code == 400
