@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from pipeline.observability.metric_definitions import METRICS
-from schemas.requests.errors import STATUS_CODES
+from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode
+from schemas.requests.parsing import parse_body
+from schemas.requests.tokenizing import TOKENIZER_BODIES, parse_tokenizing
 
 REPOSITORY = Path(__file__).parent.parent
 OF_VLLM = "TOKENMILL_VLLM__"
@@ -61,6 +65,52 @@ def test_given_the_settings_when_their_page_is_made_again_then_it_is_the_committ
 
     assert made.page() == made.PAGE.read_text(encoding="utf-8"), "run: python docs/make_settings.py"
     assert "| `TOKENMILL_KAFKA__BATCH_SECONDS` | `2.0` |" in made.page()
+
+
+def test_given_the_schemas_when_the_table_of_parameters_is_made_again_then_it_is_the_committed_one() -> None:
+    made = script("make_parameters").page()
+
+    written = (REPOSITORY / "docs/parameters.md").read_text(encoding="utf-8")
+    assert made == written, "run: python docs/make_parameters.py > docs/parameters.md"
+    assert "| `allowed_token_ids` | vLLM | works | works |" in made
+    assert "| `stream` | OpenAI, vLLM | works | only `false`, `null` |" in made
+
+
+BODIES_OF: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/classify": {"input": "a"},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+@pytest.mark.parametrize("url", BODIES_OF)
+def test_given_a_verdict_of_the_table_when_the_parameter_is_sent_then_that_becomes_of_it(url: str) -> None:
+    made = script("make_parameters")
+    named = made._by_url(json.loads(made.NAMES.read_text(encoding="utf-8"))["parameters"])[url]
+    assert BODIES_OF.keys() == made.SERVED.keys() - {"/v1/batches"}
+
+    def refusal(name: str, value: Any) -> RowErrorCode | None:
+        body = {"model": "m", **BODIES_OF[url], name: value}
+        try:
+            parse_tokenizing(url, body) if url in TOKENIZER_BODIES else parse_body(url, body)
+        except RowError as error:
+            return error.code if error.param == name or name in error.message else None
+        return None
+
+    for name in named:
+        http, batch = made.verdicts(url, name)
+        in_line = http if batch is None else batch
+        unsupported = refusal(name, "no such") is RowErrorCode.UNSUPPORTED_PARAMETER
+        assert unsupported == (in_line == "refused" or in_line.startswith("only")), (name, in_line)
+        if in_line.startswith("only"):
+            assert refusal(name, None) is None, name
 
 
 def test_given_every_text_of_the_repository_when_it_names_a_variable_then_it_is_a_setting() -> None:
