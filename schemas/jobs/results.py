@@ -37,6 +37,7 @@ class ResultRow:
 
     Attributes:
         row: the line's index in the input, from 0.
+        reasoning: the model's thought before the text, if it marks one.
         response: the OpenAI response body as JSON.
         cached_tokens: prompt tokens not computed again.
         embedding: float32 values, for embeddings only.
@@ -47,6 +48,7 @@ class ResultRow:
     status: RowStatus
     status_code: int
     text: str | None = None
+    reasoning: str | None = None
     finish_reason: str | None = None
     response: str | None = None
     error_code: RowErrorCode | None = None

@@ -304,7 +304,8 @@ class ChatBody(GenerationBody):
     """Body of /v1/chat/completions.
 
     `chat_template_kwargs`, `enable_thinking` and `reasoning_effort` are variables of the model's chat template, and
-    refused where it does not read them.
+    refused where it does not read them. `thinking_token_budget`: tokens of the thought; -1: any number; None: the
+    model's default.
     """
 
     messages: Annotated[tuple[ChatMessage, ...], Strict(False), Field(min_length=1)]
@@ -320,6 +321,7 @@ class ChatBody(GenerationBody):
     ] = Field(default_factory=dict)
     enable_thinking: bool | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[bool, defaulting(False)] = False
 

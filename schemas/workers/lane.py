@@ -72,8 +72,9 @@ class _Event:
 class TokensEvent(_Event):
     """Tokens that were added to a choice, and their text (perhaps none yet: an incomplete character is held back, and a
     possible beginning of a stop string). `logprobs`: of these tokens, for chat; a completion's are in the response.
-    `tool_calls`: their additions to calls, as in `delta.tool_calls` of OpenAI's streams; the text contains none of it.
-    `prompt_token_ids`: with an attempt's first event, where the request wants token ids.
+    `reasoning`: their text in the model's thought; `tool_calls`: their additions to calls, as in `delta.tool_calls` of
+    OpenAI's streams. The text contains neither. `prompt_token_ids`: with an attempt's first event, where the request
+    wants token ids.
     """
 
     choice: Choice = 0
@@ -81,6 +82,7 @@ class TokensEvent(_Event):
     text: str = ""
     logprobs: dict[str, Any] | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    reasoning: str = ""
     prompt_token_ids: TokenIds | None = None
     kind: Literal["tokens"] = "tokens"
 

@@ -59,6 +59,7 @@ def record(
     from tokenmill.root import open_root
     from tokenmill.services.readiness import Readiness
     from tokenmill.services.worker import load_any
+    from workers.text.chat_options import OWN_CHAT
 
     settings = read_settings()
     options = engine_options(
@@ -68,7 +69,7 @@ def record(
     (chosen,) = choose_engines([choose_model(model, settings.model_cache)], options)
     with open_root(root_url, settings) as root:
         canaries = Canaries(root.world.store)
-        loaded = load_any(chosen, options.config(), None, options.vllm)
+        loaded = load_any(chosen, options.config(), OWN_CHAT, options.vllm)
         if again:
             canaries.forget(loaded.pin())
         known = canaries.find(loaded.pin()) is not None

@@ -31,9 +31,11 @@ from tokenmill.config.cli_options import (
     OutputTo,
     PricePerHour,
     QuantizeOption,
+    ReasoningParser,
     Replicas,
     SpeculateOption,
     TensorParallel,
+    ThinkingTokenBudget,
     Threads,
     Tier,
 )
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
     from tokenmill.config.engine_options import EngineOptions
     from tokenmill.local.run_plan import RunPlan
+    from workers.text.chat_options import ChatOptions
 
 
 def run(
@@ -74,6 +77,8 @@ def run(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of sampled requests that bring none.")] = 0,
     price_per_hour: PricePerHour = None,
     chat_template: ChatTemplate = None,
+    reasoning_parser: ReasoningParser = None,
+    thinking_token_budget: ThinkingTokenBudget = None,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
@@ -85,6 +90,7 @@ def run(
     The same command again goes on where the last one stopped; what was committed is never computed again. Every line
     gets a row, an invalid one too, with the reason. OUT/results can be read at any moment.
     """
+    from tokenmill.config import job_options
     from tokenmill.config.engine_options import engine_options
     from tokenmill.local.execute import execute
     from tokenmill.local.pricing import check_limit, price_of_worker
@@ -96,8 +102,9 @@ def run(
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, replicas=replicas, engine=engine_name,
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
+    chat = job_options.chat_options(chat_template, reasoning_parser, thinking_token_budget)
     plan = _plan(
-        input_, model, out, tier, engine, chat_template,
+        input_, model, out, tier, engine, chat,
         on_invalid=on_invalid, fresh=fresh, limit=limit, seed=seed, max_output_tokens=max_output_tokens,
         price_per_hour=price_of_worker(settings, price_per_hour), deadline=deadline, max_cost=max_cost,
         content_policy=content_policy,
@@ -112,7 +119,7 @@ def _plan(
     out: Path,
     tier: Tier,
     engine: EngineOptions,
-    chat_template: Path | None,
+    chat: ChatOptions,
     *,
     on_invalid: OnInvalid,
     fresh: bool,
@@ -136,7 +143,6 @@ def _plan(
         settings, tier=tier, seed=seed, on_invalid=on_invalid, limit=limit, max_output_tokens=max_output_tokens
     )
     policies = job_options.content_policies(content_policy, settings)
-    template = job_options.read_template(chat_template)
     inputs = job_options.read_input(input_, None if fresh else out.expanduser())
     models = choose_engines(job_options.choose_models(model, settings.model_cache), engine)
     return RunPlan(
@@ -146,7 +152,7 @@ def _plan(
         tier=JobTier(tier),
         settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),
         engine=engine,
-        chat_template=template,
+        chat=chat,
         fresh=fresh,
         price_per_hour=price_per_hour,
         worker=WorkerSettings(

@@ -29,11 +29,13 @@ from tokenmill.config.cli_options import (
     Models,
     PricePerHour,
     QuantizeOption,
+    ReasoningParser,
     Replicas,
     RootUrl,
     SpeculateOption,
     SwitchAfter,
     TensorParallel,
+    ThinkingTokenBudget,
     Threads,
     folder,
 )
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from schemas.settings.settings import Settings
     from tokenmill.config.engine_options import EngineOptions
     from workers.model.loaded_model import LoadedModel
+    from workers.text.chat_options import ChatOptions
 
 Data = Annotated[
     Path, typer.Option("--data", parser=folder, metavar="DIR", help="The folder that holds all jobs; made if missing.")
@@ -82,6 +85,8 @@ def serve(
     threads: Threads = None,
     tensor_parallel: TensorParallel = 1,
     chat_template: ChatTemplate = None,
+    reasoning_parser: ReasoningParser = None,
+    thinking_token_budget: ThinkingTokenBudget = None,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
@@ -104,7 +109,7 @@ def serve(
     from pipeline.adapters.folder.locks import RunLock
     from pipeline.dispatcher.dispatch_counts import DispatchMetrics
     from tokenmill.config.engine_options import engine_options
-    from tokenmill.config.job_options import content_policies
+    from tokenmill.config.job_options import chat_options, content_policies
     from tokenmill.local.pricing import price_of_worker
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
@@ -126,7 +131,7 @@ def serve(
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, engine=engine,
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
-    loads = _loads(model, settings, options, chat_template)
+    loads = _loads(model, settings, options, chat_options(chat_template, reasoning_parser, thinking_token_budget))
     with (
         stop_on_signals() as stop,
         traces_of("serve") as traces,
@@ -171,6 +176,8 @@ def worker(
     tensor_parallel: TensorParallel = 1,
     replicas: Replicas = 1,
     chat_template: ChatTemplate = None,
+    reasoning_parser: ReasoningParser = None,
+    thinking_token_budget: ThinkingTokenBudget = None,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
@@ -190,7 +197,7 @@ def worker(
     --replicas it is as many workers, which end together.
     """
     from tokenmill.config.engine_options import engine_options
-    from tokenmill.config.job_options import content_policies
+    from tokenmill.config.job_options import chat_options, content_policies
     from tokenmill.local.pricing import price_of_worker
     from tokenmill.processes.replicas import environments
     from tokenmill.services.worker import run_replicas, run_worker
@@ -203,7 +210,7 @@ def worker(
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, replicas=replicas, engine=engine,
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
-    loads = _loads(model, settings, options, chat_template)
+    loads = _loads(model, settings, options, chat_options(chat_template, reasoning_parser, thinking_token_budget))
     price = price_of_worker(settings, price_per_hour)
     if candidate:
         from tokenmill.errors import UserError
@@ -347,16 +354,15 @@ def gateway(
 
 
 def _loads(
-    models: list[str], settings: Settings, options: EngineOptions, chat_template: Path | None
+    models: list[str], settings: Settings, options: EngineOptions, chat: ChatOptions
 ) -> list[Callable[[], LoadedModel]]:
-    """A loader of each of the models. Raises what `choose_models` and `read_template` raise."""
+    """A loader of each of the models. Raises what `choose_models` raises."""
     from tokenmill.config.engine_choice import choose_engines
     from tokenmill.config.engine_options import slo_config
-    from tokenmill.config.job_options import choose_models, read_template
+    from tokenmill.config.job_options import choose_models
     from tokenmill.services.worker import load_any
 
     options = replace(options, slo=slo_config(settings))
-    template = read_template(chat_template)
     chosen = choose_engines(choose_models(models, settings.model_cache), options)
-    loading = partial(load_any, config=options.config(), chat_template=template, vllm_options=options.vllm)
+    loading = partial(load_any, config=options.config(), chat=chat, vllm_options=options.vllm)
     return [partial(loading, one, generation_config=options.generation_config) for one in chosen]

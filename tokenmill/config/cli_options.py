@@ -215,6 +215,18 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute. 
 ChatTemplate = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A chat template (jinja) in place of the model's own.")
 ]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORM",
+        help="How the model marks its thought: think, gpt_oss, mistral, seed_oss, gemma4, kimi, granite, or none. "
+        "Default: as its chat template shows.",
+    ),
+]
+ThinkingTokenBudget = Annotated[
+    int | None,
+    typer.Option(min=0, help="Most tokens of a thought, for requests without thinking_token_budget. Default: any."),
+]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences computed at once.")]
 MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed in a step.")]
 KvCacheMemory = Annotated[

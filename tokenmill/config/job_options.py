@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from schemas.models import EngineName
     from schemas.settings.settings import Settings
     from workers.policies.policy import Policies
+    from workers.text.chat_options import ChatOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +131,19 @@ def content_policies(given: Sequence[str] | None, settings: Settings) -> Policie
     return load_policies(given or settings.content_policies)
 
 
-def read_template(path: Path | None) -> str | None:
-    """Read a chat template. Raises `UserError`."""
-    if path is None:
-        return None
+def chat_options(template: Path | None, parser: str | None, thinking_token_budget: int | None) -> ChatOptions:
+    """Read the options of conversations. Raises `UserError`."""
+    from workers.text.chat_options import ChatOptions
+    from workers.text.reasoning import FORMATS, NO_PARSER
+
+    if parser is not None and parser not in FORMATS and parser != NO_PARSER:
+        known = ", ".join(FORMATS)
+        raise UserError(f"--reasoning-parser {parser}: is not known; use one of {known}, or {NO_PARSER}")
     try:
-        return path.read_text(encoding="utf-8")
+        text = None if template is None else template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--chat-template {path}: can't be read: {error}") from error
+        raise UserError(f"--chat-template {template}: can't be read: {error}") from error
+    return ChatOptions(text, parser, thinking_token_budget)
 
 
 def template_tokens(path: Path) -> TemplateTokens:
@@ -168,11 +174,12 @@ def template_tokens(path: Path) -> TemplateTokens:
         return TemplateTokens(alone, alone + message, message)
 
 
-def token_counter(path: Path, chat_template: str | None = None) -> Callable[[str], int]:
+def token_counter(path: Path, chat: ChatOptions | None = None) -> Callable[[str], int]:
     """A function that counts a text's tokens with the model's tokenizer, for the planner's estimates."""
+    from workers.text.chat_options import OWN_CHAT
     from workers.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(path, chat_template)
+    tokenizer = Tokenizer.load(path, chat or OWN_CHAT)
 
     def count(text: str) -> int:
         return len(tokenizer.encode_batch([text], add_special_tokens=False)[0])

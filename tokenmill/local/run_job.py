@@ -39,6 +39,7 @@ from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.processes.planner_process import PlannerProcess
 from workers.model.generation_config import sampling_defaults
 from workers.model.loaded_model import LoadedModel, check_vllm, dtype_name, engine_of, model_digest, model_path
+from workers.text.chat_options import ChatOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
             return JobRun(manifest, manifest.counts, manifest.counts.total)
         if output.ledger.segment(0) is None:
             tracker.phase("planning")
-            counter = token_counter(Path(pins[0].source), plan.chat_template)
+            counter = token_counter(Path(pins[0].source), plan.chat)
             plan_job(output.ledger, submitted.job, output.world, counter, max_segments=1, open_input=open_input)
         segments = list(output.ledger.segments())
         before, planner = 0, None
@@ -125,7 +126,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         return JobRun(manifest, counts, 0 if submitted.created else before)
 
 
-def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_template: str | None) -> ModelPin:
+def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat: ChatOptions) -> ModelPin:
     """Pin a job's model: the weights' digest, the computed dtype, and the quantization of weights and cache. It checks
     the header first, and then reads every byte of the weights (which are then in the page cache for loading)."""
     engine, engine_version = engine_of(path, model.engine)
@@ -141,7 +142,7 @@ def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_templ
     return ModelPin(
         name=model.name,
         source=str(path),
-        digest=model_digest(path, chat_template),
+        digest=model_digest(path, chat),
         revision=model.source.revision,
         dtype=dtype_name(dtype),
         quantization=options.quantize,
@@ -156,7 +157,7 @@ def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_templ
 def _checked_pin(plan: RunPlan, model: ChosenModel) -> ModelPin:
     """The pin of one of the plan's models. Raises `ModelError` if its digest is not the required one."""
     path = model_path(model.source.path)
-    pin = pin_model(model, path, plan.engine, plan.chat_template)
+    pin = pin_model(model, path, plan.engine, plan.chat)
     if model.digest is not None and pin.digest != model.digest:
         raise ModelError(
             f"{path}: its weights or its chat template are not those that answered in {plan.retry_of}; "

@@ -15,6 +15,7 @@ from tokenmill.config.engine_options import EngineOptions
 from tokenmill.config.job_options import ChosenModel
 from workers.model.loaded_model import LoadedModel
 from workers.settings import WorkerSettings
+from workers.text.chat_options import OWN_CHAT, ChatOptions
 
 MIN_TOKENS_PER_SEQUENCE = 256
 
@@ -32,7 +33,7 @@ class RunPlan:
     Attributes:
         models: one of them is loaded at a time.
         output: the job's folder.  fresh: forget the job in it.
-        chat_template: replaces the model's own.
+        chat: replaces the models' own template.
         price_per_hour: of this machine; None: no cost is shown.  max_cost: spending limit; None: none.
         worker: the worker's settings.
         deadline: from the job's acceptance; rows that have no answer by then expire.
@@ -45,7 +46,7 @@ class RunPlan:
     tier: Tier
     settings: JobSettings
     engine: EngineOptions
-    chat_template: str | None = None
+    chat: ChatOptions = OWN_CHAT
     fresh: bool = False
     price_per_hour: float | None = None
     worker: WorkerSettings = field(default_factory=WorkerSettings)
@@ -66,7 +67,7 @@ def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> Loa
         name=pin.name,
         config=plan.engine.config(tokens_per_sequence(segments), sequences(segments), rows_at_once(segments)),
         revision=pin.revision,
-        chat_template=plan.chat_template,
+        chat=plan.chat,
         digest=pin.digest,
         engine_name=pin.engine,
         vllm_options=plan.engine.vllm,

@@ -39,6 +39,7 @@ from workers.policies.loader import load_policies
 from workers.policies.policy import NO_POLICIES, Policies
 from workers.shards.store_outage import OutageTolerantClient
 from workers.shards.worker import ShardWorker
+from workers.text.chat_options import ChatOptions
 
 logger = structlog.get_logger(__name__)
 
@@ -46,7 +47,7 @@ logger = structlog.get_logger(__name__)
 def load_any(
     chosen: ChosenModel,
     config: EngineConfig,
-    chat_template: str | None,
+    chat: ChatOptions,
     vllm_options: Mapping[str, Any] | None = None,
     generation_config: GenerationConfig = "auto",
 ) -> LoadedModel:
@@ -59,7 +60,7 @@ def load_any(
         name=name if mark and name else chosen.name,
         config=config,
         revision=chosen.source.revision,
-        chat_template=chat_template,
+        chat=chat,
         engine_name=chosen.engine,
         vllm_options=vllm_options,
         use_generation_config=generation_config == "auto",

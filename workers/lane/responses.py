@@ -2,15 +2,15 @@
 
 Text that could still change is buffered: an incomplete character, and as many characters as a stop string could begin
 in. The emitted text is a function of the tokens, so an attempt that resumes another one's tokens reconstructs which
-text was emitted with them. Text of a tool call is emitted as a call, never as content. With content policies, tokens
-first pass a filter (`workers.policies.stream_filter`); everything else is the same without them.
+text was emitted with them. Text of a thought or of a tool call is emitted as such, never as content. With content
+policies, tokens first pass a filter (`workers.policies.stream_filter`); everything else is the same without them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -25,10 +25,12 @@ from workers.policies.policy import PolicyGuard
 from workers.policies.stream_filter import PolicyStreamFilter, slice_choice
 from workers.rows import ComputedRow, Envelope, PreparedRow
 from workers.structured.constraints import shown_tokens
+from workers.structured.thinking import prompt_state
 from workers.structured.tool_calls import CallIds, ToolCallReader, stream_deltas
 from workers.structured.tool_formats import find_tool_format
 from workers.text.detokenizer import IncrementalDetokenizer
 from workers.text.logprobs import TokenTexts, chat_logprobs
+from workers.text.reasoning import ReasoningReader
 from workers.text.tokenizer import Tokenizer
 from workers.translation.responses import ResponseBuilder, failure_of, withheld_choices
 
@@ -45,12 +47,14 @@ class _ChoiceStream:
 
     Attributes:
         holdback: characters at the end in which a stop string may have begun.
-        reader: finds calls in the text; None: there can't be any.
+        reasoning: finds thoughts in the text; None: the model marks none.
+        reader: finds calls in the rest; None: there can't be any.
         num_tokens: emitted tokens.  num_characters: emitted characters of their text.  buffered: text emitted later.
     """
 
     detokenizer: IncrementalDetokenizer
     holdback: int
+    reasoning: ReasoningReader | None = None
     reader: ToolCallReader | None = None
     num_tokens: int = 0
     num_characters: int = 0
@@ -64,6 +68,14 @@ class _ChoiceStream:
         certain, self.buffered = self.buffered[:end], self.buffered[end:]
         self.num_characters += len(certain)
         return certain
+
+
+class _Certain(NamedTuple):
+    """Text that a choice has certainly got, by its kind. `calls`: as in OpenAI's streams."""
+
+    content: str
+    reasoning: str
+    calls: list[dict[str, Any]] | None
 
 
 class LaneAnswer:
@@ -85,12 +97,12 @@ class LaneAnswer:
         tools = isinstance(row.body, ChatBody) and bool(row.body.offered_tools)
         self._form = find_tool_format(tokenizer) if tools else None
         self._shown = shown_tokens(row.body, tokenizer)
+        self._markers = tokenizer.reasoning if isinstance(row.body, ChatBody) else None
+        self._thinks = prompt_state(row.body, self._prompt, tokenizer) is True
         self._name = f"{PREFIX}{request.id}/{row.names[0].row}"
         for choice, ids in enumerate(request.tokens):
             stream = self._stream(choice)
-            text = stream.push(ids)
-            if stream.reader is not None:
-                stream.reader.push(text)
+            self._split(choice, stream.push(ids))
             if self._guard is not None:
                 self._replay(choice, self._guard, ids)
         resumed = {partial.index for partial in row.request.partial}
@@ -111,7 +123,7 @@ class LaneAnswer:
                 logprobs = chat_logprobs(self._texts, cleared.token_ids, cleared.logprobs, self._body.top_logprobs)
             ids = cleared.token_ids.tolist()
             text = self._stream(new.index).push(ids)
-            events.append(self._tokens(new.index, ids, *self._split(new.index, text), logprobs))
+            events.append(self._tokens(new.index, ids, self._split(new.index, text), logprobs))
         return events
 
     def _skip(self, choice: int, token_ids: Sequence[int]) -> int:
@@ -152,14 +164,18 @@ class LaneAnswer:
             self._error = error
             return None
 
-    def _split(self, choice: int, text: str, *, ended: bool = False) -> tuple[str, list[dict[str, Any]] | None]:
-        """The content and the calls that become certain with this text."""
-        reader = self._stream(choice).reader
-        if reader is None or self._form is None:
-            return text, None
-        deltas = [*reader.push(text), *(reader.close() if ended else [])]
+    def _split(self, choice: int, text: str, *, ended: bool = False) -> _Certain:
+        """What becomes certain with this text."""
+        stream = self._stream(choice)
+        thought = ""
+        if stream.reasoning is not None:
+            parts = [*stream.reasoning.push(text), *(stream.reasoning.close() if ended else [])]
+            thought, text = "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
+        if stream.reader is None or self._form is None:
+            return _Certain(text, thought, None)
+        deltas = [*stream.reader.push(text), *(stream.reader.close() if ended else [])]
         content, calls = stream_deltas(deltas, CallIds(self._name, choice, self._form.short_ids))
-        return content, calls or None
+        return _Certain(content, thought, calls or None)
 
     def end(
         self, row: PreparedRow, completion: Completion, builder: ResponseBuilder, envelope: Envelope
@@ -201,30 +217,33 @@ class LaneAnswer:
         """The event with the tokens of an ended choice that were not emitted."""
         stream = self._stream(choice.index)
         ids = choice.token_ids[stream.num_tokens :].tolist()
-        more, calls = self._split(choice.index, text[stream.num_characters :], ended=True)
-        if not ids and not more and not calls:
+        more = self._split(choice.index, text[stream.num_characters :], ended=True)
+        if not ids and not any(more):
             return []
         logprobs = shown["logprobs"] if isinstance(self._body, ChatBody) else None
         if logprobs is not None:
             logprobs = {**logprobs, "content": logprobs["content"][stream.num_tokens :]}
-        return [self._tokens(choice.index, ids, more, calls, logprobs)]
+        return [self._tokens(choice.index, ids, more, logprobs)]
 
     def _end(self, response: dict[str, Any]) -> EndEvent:
         policies = None if self._guard is None else self._guard.fingerprint
         return EndEvent(self.request.id, self.request.attempt, self._next_sequence(), response, policies)
 
     def _tokens(
-        self,
-        choice: int,
-        ids: Sequence[int],
-        text: str,
-        calls: list[dict[str, Any]] | None,
-        logprobs: dict[str, Any] | None,
+        self, choice: int, ids: Sequence[int], certain: _Certain, logprobs: dict[str, Any] | None
     ) -> TokensEvent:
-        request, attempt, sequence = self.request.id, self.request.attempt, self._next_sequence()
-        wants_ids = sequence == 0 and isinstance(self._body, GenerationBody) and self._body.return_token_ids
-        prompt = tuple(self._prompt.tolist()) if wants_ids else None
-        return TokensEvent(request, attempt, sequence, choice, tuple(ids), text, logprobs, calls, prompt)
+        position = self.request.id, self.request.attempt, self._next_sequence()
+        wants_ids = position[-1] == 0 and isinstance(self._body, GenerationBody) and self._body.return_token_ids
+        return TokensEvent(
+            *position,
+            choice,
+            tuple(ids),
+            certain.content,
+            logprobs,
+            certain.calls,
+            certain.reasoning,
+            tuple(self._prompt.tolist()) if wants_ids else None,
+        )
 
     def _next_sequence(self) -> int:
         self._sequence += 1
@@ -233,7 +252,8 @@ class LaneAnswer:
     def _stream(self, choice: int) -> _ChoiceStream:
         if choice not in self._choices:
             reader = None if self._form is None else ToolCallReader(self._form)
-            self._choices[choice] = _ChoiceStream(self._detokenizer(), self._holdback, reader)
+            reasoning = None if self._markers is None else ReasoningReader(self._markers, self._thinks)
+            self._choices[choice] = _ChoiceStream(self._detokenizer(), self._holdback, reasoning, reader)
         return self._choices[choice]
 
     def _filter(self, choice: int, guard: PolicyGuard) -> PolicyStreamFilter:

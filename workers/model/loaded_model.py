@@ -36,6 +36,7 @@ from schemas.requests.sampling_defaults import SamplingDefaults
 from workers.errors import WorkerError
 from workers.model.generation_config import sampling_defaults
 from workers.structured.grammar import Grammars
+from workers.text.chat_options import OWN_CHAT, ChatOptions
 from workers.text.tokenizer import Tokenizer
 from workers.translation.requests import ModelLimits
 
@@ -106,7 +107,7 @@ class LoadedModel:
         config: EngineConfig | None = None,
         aliases: frozenset[str] = frozenset(),
         revision: str | None = None,
-        chat_template: str | None = None,
+        chat: ChatOptions = OWN_CHAT,
         digest: str | None = None,
         engine_name: EngineName | None = None,
         vllm_options: Mapping[str, Any] | None = None,
@@ -125,8 +126,8 @@ class LoadedModel:
             config = replace(config or EngineConfig(), own_models=False)
         defaults = sampling_defaults(path) if use_generation_config else None
         with ThreadPoolExecutor(max_workers=1) as pool:
-            computed_digest = None if digest is not None else pool.submit(model_digest, path, chat_template)
-            tokenizer = Tokenizer.load(path, chat_template)
+            computed_digest = None if digest is not None else pool.submit(model_digest, path, chat)
+            tokenizer = Tokenizer.load(path, chat)
             speculation = None if config is None else config.speculation
             if speculation is not None and speculation.method == "draft" and speculation.draft_model is not None:
                 _check_same_tokens(speculation.draft_model, tokenizer)
@@ -301,17 +302,17 @@ def model_path(path: Path) -> Path:
     return path
 
 
-def model_digest(path: Path, chat_template: str | None = None) -> str:
+def model_digest(path: Path, chat: ChatOptions = OWN_CHAT) -> str:
     """The digest ("sha256:…") of all files that determine a model's answers.
 
     For a lone GGUF file it is that file's own sha256. For a folder it is the sha256 over name, size and sha256 of the
-    weight files, the config, the tokenizer's files and the pooling settings, in the order of their names. A chat
-    template that replaces the model's own is included. Reads every byte: about a second a gigabyte.
+    weight files, the config, the tokenizer's files and the pooling settings, in the order of their names. What
+    replaces the model's own chat template is included. Reads every byte: about a second a gigabyte.
 
     Raises `WorkerError` when there is no model or a file can't be read.
     """
     try:
-        if path.is_file() and chat_template is None:
+        if path.is_file() and chat == OWN_CHAT:
             return "sha256:" + _file_digest(path)
         files = [path] if path.is_file() else _model_files(path)
         if not files:
@@ -322,8 +323,7 @@ def model_digest(path: Path, chat_template: str | None = None) -> str:
             digest.update(f"{relative_path}\0{file.stat().st_size}\0{_file_digest(file)}\n".encode())
     except OSError as error:
         raise WorkerError(f"can't read the model: {error}") from error
-    if chat_template is not None:
-        digest.update(b"chat template\0" + chat_template.encode())
+    digest.update(chat.fingerprint())
     return "sha256:" + digest.hexdigest()
 
 

@@ -7,29 +7,32 @@ Free text is any text without special tokens.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody
 from schemas.requests.structured import NamedTool, Tool
-from workers.structured.grammar import GrammarSource
+from workers.structured.grammar import OPTIONS, TEXT, GrammarSource, literal
 from workers.structured.json_schema import adapt_schema, check_depth, json_rule
+from workers.structured.thinking import grammar_behind_thought
 from workers.structured.tool_formats import KNOWN_FORMATS, ToolFormat, find_tool_format, takes_tools
-from workers.text.tokenizer import Tokenizer
-from workers.text.vocabulary import cut_at, spelt_specials
-
-OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
-"""Lets the model choose among all tokenizations of forced text, as it would without a grammar."""
-
-TEXT: Final = r"/(?s:.)*/"
+from workers.text.markers import cut_at
+from workers.text.tokenizer import TokenIds, Tokenizer
+from workers.text.vocabulary import spelt_specials
 
 
-def grammar_of(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> GrammarSource | None:
-    """The grammar of the answer; None: any text may be the answer. Raises `RowError` when the model can't be
-    constrained to it."""
+def grammar_of(body: ChatBody | CompletionBody, prompt: TokenIds, tokenizer: Tokenizer) -> GrammarSource | None:
+    """The grammar of the answer to this prompt; None: any text may be the answer. Raises `RowError` when the model
+    can't be constrained to it."""
+    form = form_of(body, tokenizer)
+    return grammar_behind_thought(form, body, prompt, tokenizer) if isinstance(body, ChatBody) else form
+
+
+def form_of(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> GrammarSource | None:
+    """The grammar of the form that the request asks for; None: it asks for none. Raises `RowError` when the model can't
+    be constrained to it."""
     if isinstance(body, ChatBody) and body.offered_tools:
         parts = {
             f"tools[{at}].function.parameters": tool.function.parameters or {} for at, tool in enumerate(body.tools)
@@ -48,7 +51,7 @@ def grammar_of(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Grammar
     if outputs.regex is not None:
         return GrammarSource(f"{OPTIONS}start: {_regex(outputs.regex)}\n", where)
     if outputs.choice is not None:
-        return GrammarSource(f"{OPTIONS}start: {' | '.join(map(_literal, outputs.choice))}\n", where)
+        return GrammarSource(f"{OPTIONS}start: {' | '.join(map(literal, outputs.choice))}\n", where)
     assert outputs.grammar is not None, "one of its fields is set"
     return GrammarSource(OPTIONS + outputs.grammar, where)
 
@@ -69,12 +72,16 @@ def _json(schema: dict[str, Any], param: str, lenient: bool = False) -> str:
 
 
 def shown_tokens(body: Body, tokenizer: Tokenizer) -> Mapping[int, str]:
-    """Special tokens whose spelling the text of an answer contains: all with `skip_special_tokens: false`, else those
-    that mark calls."""
+    """Tokens whose spelling the decoded text of an answer contains: those that mark calls or thoughts, and all special
+    ones with `skip_special_tokens: false`."""
+    found: dict[int, str] = {}
+    if isinstance(body, ChatBody) and body.offered_tools and (form := find_tool_format(tokenizer)) is not None:
+        found |= spelt_specials(tokenizer, form.opening + form.closing)
     if isinstance(body, GenerationBody) and not body.skip_special_tokens:
-        return tokenizer.special_spellings
-    form = find_tool_format(tokenizer) if isinstance(body, ChatBody) and body.offered_tools else None
-    return {} if form is None else spelt_specials(tokenizer, form.opening + form.closing)
+        found |= tokenizer.special_spellings
+    if isinstance(body, ChatBody) and tokenizer.reasoning is not None:
+        found |= tokenizer.reasoning.shown
+    return found
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat:
@@ -154,11 +161,7 @@ def _marker(text: str, tokenizer: Tokenizer) -> str:
     """The rule of a marker, in which special tokens are matched as tokens."""
     specials = {spelling: token_id for token_id, spelling in spelt_specials(tokenizer, text).items()}
     pieces = cut_at(text, specials)
-    return " ".join(f"<[{specials[piece]}]>" if piece in specials else _literal(piece) for piece in pieces)
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)
+    return " ".join(f"<[{specials[piece]}]>" if piece in specials else literal(piece) for piece in pieces)
 
 
 def _regex(pattern: str) -> str:

@@ -8,6 +8,7 @@ and its masks are filled in one call, on several threads.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -26,6 +27,12 @@ from workers.structured.json_schema import adapt_schema, json_rule
 from workers.text.tokenizer import Tokenizer
 from workers.text.vocabulary import Vocabulary
 
+OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
+"""Lets the model choose among all tokenizations of forced text, as it would without a grammar."""
+
+TEXT: Final = r"/(?s:.)*/"
+"""Any text: what is written without special tokens."""
+
 MAX_CACHED_GRAMMARS: Final = 512
 """Compiled grammars of real schemas take a fifth of a megabyte each."""
 
@@ -36,6 +43,11 @@ ONE_OF: Final = "oneOf constraints are not supported. Enable 'coerce_one_of' opt
 MAX_DIAGNOSIS_TRIES: Final = 100
 MAX_DIAGNOSIS_SECONDS: Final = 1.0
 """Limit of the search for the part of a schema that can't be compiled."""
+
+
+def literal(text: str) -> str:
+    """A string in a grammar."""
+    return json.dumps(text)
 
 
 class GrammarFailure(Exception):

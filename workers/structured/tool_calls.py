@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, Final, NamedTuple
 
 from workers.structured.tool_formats import ToolFormat
+from workers.text.markers import overlap
 
 _HEAD: Final = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
@@ -105,7 +106,7 @@ class ToolCallReader:
             self._state = _State.TEXT
             return True
         start = text.find(self._opening)
-        end = start if start >= 0 else len(text) - _overlap(text, self._opening)
+        end = start if start >= 0 else len(text) - overlap(text, self._opening)
         end = len(text[:end].rstrip())
         if end:
             found.append(AnswerDelta(content=text[:end]))
@@ -165,11 +166,6 @@ def _name(text: str) -> str | None:
     except ValueError:
         return None
     return name
-
-
-def _overlap(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may begin `marker`."""
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
 @dataclass(frozen=True, slots=True)

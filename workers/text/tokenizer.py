@@ -30,7 +30,9 @@ from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ChatMessage
 from schemas.requests.structured import Tool, ToolCall
 from workers.errors import TokenizerError
+from workers.text.chat_options import OWN_CHAT, ChatOptions
 from workers.text.prompt_bounds import bound_of, component_state
+from workers.text.reasoning import ReasoningMarkers, format_of
 from workers.text.token_bytes import TokenBytes, dropped_blanks, without_blanks
 
 logger = structlog.get_logger(__name__)
@@ -93,10 +95,12 @@ class Tokenizer:
         added_tokens: ids and texts of the tokens that are matched whole.  special_ids: those that decoding leaves out.
         special_spellings: ids and texts of these.
         joins_bytes: whether a text is its joined `token_bytes`; otherwise a token's text depends on its neighbours.
+        reasoning: how the model marks its thought; None: it marks none.  reasoning_ids: the tokens of these markers.
+        thinking_token_budget: of requests without one; None: a thought may have any length.
     """
 
-    def __init__(self, hf: Any, chat_template: str | None = None) -> None:
-        """`hf` is a transformers tokenizer with a Rust backend; `chat_template` (jinja) replaces the model's own."""
+    def __init__(self, hf: Any, chat: ChatOptions = OWN_CHAT) -> None:
+        """`hf` is a transformers tokenizer with a Rust backend. Raises `TokenizerError`."""
         if not getattr(hf, "is_fast", False):
             raise TokenizerError(
                 f"the tokenizer {type(hf).__name__} has no fast form; convert it to a tokenizer.json beside the model"
@@ -105,8 +109,8 @@ class Tokenizer:
         self._backend: tokenizers.Tokenizer = hf.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        if chat_template is not None:
-            hf.chat_template = chat_template
+        if chat.template is not None:
+            hf.chat_template = chat.template
         self._template: str | None = hf.get_chat_template() if hf.chat_template else None
         self.tool_template: str | None = hf.get_chat_template(tools=[{}]) if hf.chat_template else None
         self.template_variables = template_variables(self._template or "") | template_variables(
@@ -135,15 +139,24 @@ class Tokenizer:
         }
         self._bound = bound_of(self._backend)
         self._gives_types = "token_type_ids" in hf.model_input_names
+        form = format_of("".join({self._template or "", self.tool_template or ""}), chat.reasoning_parser)
+        self.reasoning = None if form is None else ReasoningMarkers(form, self.added_tokens)
+        self.reasoning_ids = frozenset(() if self.reasoning is None else self.reasoning.shown)
+        self.thinking_token_budget = chat.thinking_token_budget
+        if chat.thinking_token_budget is not None and form is None:
+            raise TokenizerError(
+                "--thinking-token-budget: the model's chat template shows no thought; name its form with "
+                "--reasoning-parser, or leave it out"
+            )
 
     @classmethod
-    def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
+    def load(cls, path: Path, chat: ChatOptions = OWN_CHAT) -> Tokenizer:
         """Load the tokenizer of a model folder (Hugging Face layout) or of a GGUF file, without network access.
 
         Raises `TokenizerError` when there is none or it can't be built.
         """
         try:
-            return cls(_from_gguf(path) if path.is_file() else _from_folder(path), chat_template)
+            return cls(_from_gguf(path) if path.is_file() else _from_folder(path), chat)
         except TokenizerError:
             raise
         except Exception as error:  # the Rust side raises no other class, and transformers doesn't validate files

@@ -1,13 +1,12 @@
 """A model's tokens as bytes, for the grammar library.
 
-A token's bytes are those that decoding it in running text gives. Tokens that decoding leaves out (special ones, and the
-model's end tokens) are marked, so that no grammar matches them as text. If two tokens have the same bytes, one is
-included: the tokenizer itself never produces the other.
+A token's bytes are those that decoding it in running text gives. Special tokens (those that decoding leaves out, the
+model's end tokens, and those that mark a thought) are marked, so that no grammar matches them as text. If two tokens
+have the same bytes, one is included: the tokenizer itself never produces the other.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,8 +24,9 @@ def token_bytes(tokenizer: Tokenizer, size: int, ends: Collection[int]) -> list[
     texts = TokenTexts(tokenizer)
     found = [b""] * size
     owner: dict[bytes, int] = {}
+    special = {*tokenizer.special_ids, *ends, *tokenizer.reasoning_ids}
     for token_id in range(min(size, tokenizer.size)):
-        if token_id in tokenizer.special_ids or token_id in ends:
+        if token_id in special:
             found[token_id] = SPECIAL_MARK + (tokenizer.id_to_token(token_id) or f"token {token_id}").encode()
             continue
         raw = texts.bytes_of(token_id)
@@ -94,11 +94,3 @@ class Vocabulary:
 def spelt_specials(tokenizer: Tokenizer, text: str) -> dict[int, str]:
     """The special tokens that `text` spells."""
     return {i: tokenizer.added_tokens[i] for i in tokenizer.special_ids if tokenizer.added_tokens[i] in text}
-
-
-def cut_at(text: str, spellings: Collection[str]) -> list[str]:
-    """Split the text so that each occurrence of one of `spellings` is a piece."""
-    if not spellings:
-        return [text]
-    pattern = "|".join(map(re.escape, sorted(spellings, key=len, reverse=True)))
-    return [piece for piece in re.split(f"({pattern})", text) if piece]

@@ -200,12 +200,12 @@ class Translator:
             readers_known=True,  # the planner groups rows with a common prefix
             salt=self._rules.salt,
             watcher=watchers,
-            mask=self._grammar(body),
+            mask=self._grammar(body, prompt),
         )
 
-    def _grammar(self, body: Generation) -> Grammar | None:
+    def _grammar(self, body: Generation, prompt: TokenIds) -> Grammar | None:
         """The grammar that constrains the answer."""
-        wanted = grammar_of(body, self._tokenizer)
+        wanted = grammar_of(body, prompt, self._tokenizer)
         return None if wanted is None else self._grammars.compile(wanted)
 
     def _params(self, body: Generation, max_tokens: int, bias: dict[int, float], row: int) -> SamplingParams:

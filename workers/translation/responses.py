@@ -27,8 +27,10 @@ from workers.structured.grammar import Grammar, too_complex
 from workers.structured.tool_calls import CallIds, split_answer
 from workers.structured.tool_formats import find_tool_format
 from workers.text.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from workers.text.reasoning import SplitReasoning
 from workers.text.tokenizer import Tokenizer
 from workers.translation.pooled import pooled_results
+from workers.translation.reasoning import count_reasoning_tokens, split_texts
 from workers.translation.requests import StopWatchers
 from workers.translation.unexpected import unforeseen
 
@@ -113,7 +115,7 @@ class ResponseBuilder:
         return self.answered(row, texts, withheld_choices(row, texts), envelope)
 
     def answer_texts(self, rows: Sequence[ComputedRow]) -> list[list[str]]:
-        """The text of each choice of each row, tool calls included."""
+        """The decoded text of each choice of each row, tool calls and thoughts included."""
         prompts, answers = [], []
         for row in rows:
             for choice in row.completion.choices:
@@ -143,13 +145,21 @@ class ResponseBuilder:
         prepared, completion = row.prepared, row.completion
         body = prepared.body
         started, finished = envelope.wall(completion.started_at), envelope.wall(completion.finished_at)
+        details: dict[str, Any] = {}
         if isinstance(body, ChatBody):
             kind, name = "chatcmpl", "chat.completion"
             answer = f"{envelope.job}/{prepared.names[0].row}"
+            splits = split_texts(prepared, texts, self._tokenizer)
             choices = [
-                _withheld_choice(body, c.index) if c.index in withheld else self._chat_choice(body, c, text, answer)
-                for c, text in zip(completion.choices, texts, strict=True)
+                _withheld_choice(body, c.index)
+                if c.index in withheld
+                else self._chat_choice(body, c, text, split, answer)
+                for c, text, split in zip(completion.choices, texts, splits, strict=True)
             ]
+            if self._tokenizer.reasoning is not None:
+                pairs = zip(completion.choices, splits, strict=True)
+                thought = sum(count_reasoning_tokens(prepared, c, split, self._tokenizer) for c, split in pairs)
+                details = {"completion_tokens_details": {"reasoning_tokens": thought}}
         else:
             assert isinstance(body, CompletionBody), "embeddings have no text"
             kind, name = "cmpl", "text_completion"
@@ -167,7 +177,7 @@ class ResponseBuilder:
         def result(index: int, row_name: RowName) -> ResultRow:
             cached = completion.cached_tokens if index == 0 else completion.prompt_tokens
             response["id"] = response_id(kind, envelope.job, row_name.row)
-            response["usage"] = _usage(completion, cached)
+            response["usage"] = _usage(completion, cached) | details
             shown = response
             if prepared.dialect is not None and isinstance(body, ChatBody):
                 shown = prepared.dialect.response(response, body)
@@ -177,6 +187,7 @@ class ResponseBuilder:
                 status=RowStatus.SUCCEEDED,
                 status_code=200,
                 text=choices[0]["text"] if kind == "cmpl" else choices[0]["message"]["content"] or "",
+                reasoning=None if kind == "cmpl" else choices[0]["message"].get("reasoning_content"),
                 finish_reason=choices[0]["finish_reason"],
                 response=orjson.dumps(shown).decode(),
                 model=body.model,
@@ -191,21 +202,26 @@ class ResponseBuilder:
 
         return [result(index, row_name) for index, row_name in enumerate(prepared.names)]
 
-    def _chat_choice(self, body: ChatBody, choice: Choice, text: str, answer: str) -> dict[str, Any]:
-        """A choice with this text, split into content and tool calls. `answer`: identifies the answer in the calls'
-        ids."""
+    def _chat_choice(
+        self, body: ChatBody, choice: Choice, text: str, split: SplitReasoning, answer: str
+    ) -> dict[str, Any]:
+        """A choice with this decoded text, split into reasoning, content and tool calls. `answer`: identifies the
+        answer in the calls' ids."""
         logprobs = None
         if choice.logprobs is not None:
             token_ids = choice.token_ids[: self._num_tokens_within(body, choice, text)]
             logprobs = chat_logprobs(self._texts, token_ids, choice.logprobs, body.top_logprobs)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": split.content, "refusal": None}
+        if self._tokenizer.reasoning is not None:
+            message["reasoning_content"] = split.reasoning
         reason = str(choice.finish_reason)
         if body.offered_tools and self._tool_format is not None:
-            split = split_answer(self._tool_format, text, CallIds(answer, choice.index, self._tool_format.short_ids))
-            message["content"] = split.content
-            if split.calls:
-                message |= {"content": split.content or None, "tool_calls": split.calls}
-            if split.whole and choice.finish_reason is FinishReason.STOP:
+            ids = CallIds(answer, choice.index, self._tool_format.short_ids)
+            called = split_answer(self._tool_format, split.content, ids)
+            message["content"] = called.content
+            if called.calls:
+                message |= {"content": called.content or None, "tool_calls": called.calls}
+            if called.whole and choice.finish_reason is FinishReason.STOP:
                 reason = "tool_calls"
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -229,7 +245,7 @@ class ResponseBuilder:
         }
 
     def _num_tokens_within(self, body: ChatBody | CompletionBody, choice: Choice, text: str) -> int:
-        """Number of tokens that begin within the choice's text, which may be cut before a stop string."""
+        """Number of tokens that begin within the choice's decoded text, which may be cut before a stop string."""
         if choice.finish_reason is not FinishReason.STOP or choice.stop_token_id is not None:
             return len(choice.token_ids)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -238,7 +254,9 @@ class ResponseBuilder:
         for count, token_id in enumerate(choice.token_ids.tolist()):
             if characters >= len(text):
                 return count
-            if token_id in shown or not self._texts.is_special(token_id):
+            if token_id in shown:
+                characters += len(shown[token_id])
+            elif not self._texts.is_special(token_id):
                 characters += len(decoder.decode(self._texts.bytes_of(token_id)))
         return len(choice.token_ids)
 

@@ -81,9 +81,11 @@ class Chunks:
                 yield self._chunk(event.choice, {"text": event.text}, token_ids=event.tokens)
             return
         yield from self._role(event.choice)
-        calls = getattr(event, "tool_calls", None)
-        if event.text or event.logprobs is not None or calls or self._returns_ids:
-            delta: dict[str, Any] = {"content": event.text} if event.text or not calls else {}
+        calls = event.tool_calls
+        if event.text or event.logprobs is not None or calls or event.reasoning or self._returns_ids:
+            delta: dict[str, Any] = {"content": event.text} if event.text or not (calls or event.reasoning) else {}
+            if event.reasoning:
+                delta["reasoning_content"] = event.reasoning
             if calls:
                 delta["tool_calls"] = calls
             yield self._chunk(event.choice, {"delta": delta}, event.logprobs, token_ids=event.tokens)

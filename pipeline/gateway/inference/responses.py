@@ -309,12 +309,17 @@ class InferenceResponses:
 def replay(request: LaneRequest, response: Mapping[str, Any]) -> Iterator[LaneEvent]:
     """Convert a complete response into the events of a stream: one event for each choice, and the end."""
     for number, choice in enumerate(response["choices"]):
-        chat = "message" in choice
-        text = (choice["message"].get("content") if chat else choice["text"]) or ""
-        logprobs = choice.get("logprobs") if chat else None
-        ids = tuple(choice.get("token_ids") or ())
-        prompt = response.get("prompt_token_ids", choice.get("prompt_token_ids"))
-        yield TokensEvent(request.id, 1, number, choice["index"], ids, text, logprobs, prompt_token_ids=prompt)
+        position = request.id, 1, number, choice["index"]
+        message = choice.get("message", {})
+        yield TokensEvent(
+            *position,
+            tokens=tuple(choice.get("token_ids") or ()),
+            text=message.get("content", choice.get("text")) or "",
+            logprobs=choice.get("logprobs") if message else None,
+            tool_calls=[{"index": at, **call} for at, call in enumerate(message.get("tool_calls") or ())] or None,
+            reasoning=message.get("reasoning_content") or "",
+            prompt_token_ids=response.get("prompt_token_ids", choice.get("prompt_token_ids")),
+        )
     yield EndEvent(request.id, 1, len(response["choices"]), dict(response))
 
 

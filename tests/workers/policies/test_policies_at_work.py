@@ -32,6 +32,7 @@ from workers.policies.policy import ALLOWED, NO_POLICIES, Answer, Policies, Poli
 from workers.policies.rules import Rules
 from workers.settings import WorkerSettings
 from workers.shards.worker import ShardWorker
+from workers.text.chat_options import ChatOptions
 
 WORD = "falcon"
 LEAD = "We went up the hill in the morning, and there we saw a "
@@ -53,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any, kit: Any) 
     folder = tmp_path_factory.mktemp("judged") / "tiny"
     tiny_models.make_tiny_model("llama", folder, vocab_size=420, max_position_embeddings=2048)
     kit.byte_level_tokenizer().save_pretrained(folder)
-    return LoadedModel.load(folder, name="tiny", config=CONFIG, chat_template=tool_templates.HERMES)
+    return LoadedModel.load(folder, name="tiny", config=CONFIG, chat=ChatOptions(tool_templates.HERMES))
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from workers.lane.responses import LaneAnswer
 from workers.model.loaded_model import LoadedModel
 from workers.shards.worker import ShardWorker
 from workers.structured.tool_formats import find_tool_format
+from workers.text.chat_options import ChatOptions
 from workers.text.tokenizer import Tokenizer
 from workers.translation.responses import Envelope, ResponseBuilder
 
@@ -67,7 +68,7 @@ CONFIG = EngineConfig(
 
 
 def load(folder: Path, template: str | None = None, config: EngineConfig = CONFIG) -> LoadedModel:
-    return LoadedModel.load(folder, name="tiny", config=config, chat_template=template)
+    return LoadedModel.load(folder, name="tiny", config=config, chat=ChatOptions(template))
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +332,7 @@ def test_a_preempted_answer_resumes_in_its_grammar(
 
 
 def test_a_template_is_given_tools_and_calls_without_special_tokens(long_folder: Path) -> None:
-    tokenizer = Tokenizer.load(long_folder, tool_templates.HERMES)
+    tokenizer = Tokenizer.load(long_folder, ChatOptions(tool_templates.HERMES))
     assert find_tool_format(tokenizer) is not None
     call = {"id": "call_1", "type": "function", "function": {"name": "tag_it", "arguments": '{"t": "<end>ab"}'}}
     body = {

@@ -10,6 +10,7 @@ import pytest
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ChatMessage
 from workers.errors import TokenizerError
+from workers.text.chat_options import ChatOptions
 from workers.text.tokenizer import Tokenizer
 
 
@@ -59,7 +60,7 @@ def test_a_base_model_has_no_chat(kit: Any) -> None:
     with pytest.raises(RowError, match="/v1/completions or give --chat-template"):
         tokenizer.render_chat([message("user", "x")])
     # and a template given by hand is used
-    given = Tokenizer(kit.byte_level_tokenizer(template=None), chat_template="[{{ messages[0]['content'] }}]")
+    given = Tokenizer(kit.byte_level_tokenizer(template=None), chat=ChatOptions("[{{ messages[0]['content'] }}]"))
     assert given.render_chat([message("user", "x")]) == "[x]"
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import CHAT_URL, ChatBody, parse_body
+from workers.text.chat_options import ChatOptions
 from workers.text.tokenizer import Tokenizer
 from workers.translation.requests import JobRules, ModelLimits, Translator
 
@@ -32,7 +33,7 @@ def prompt(kit: Any) -> Callable[..., str]:
     """Renders a body with a template."""
 
     def prompt(template: str, **fields: Any) -> str:
-        tokenizer = Tokenizer(kit.byte_level_tokenizer(), template)
+        tokenizer = Tokenizer(kit.byte_level_tokenizer(), ChatOptions(template))
         body = parse_body(CHAT_URL, kit.chat("hi") | fields)
         assert isinstance(body, ChatBody)
         made = Translator(tokenizer, ModelLimits(500, 400, (2,)), JobRules()).prompt_of(body)
@@ -96,7 +97,7 @@ def test_an_answer_goes_on_with_the_last_message(prompt: Any) -> None:
 
 
 def test_variables_can_not_write_special_tokens(kit: Any) -> None:
-    tokenizer = Tokenizer(kit.byte_level_tokenizer(), HARMONY)
+    tokenizer = Tokenizer(kit.byte_level_tokenizer(), ChatOptions(HARMONY))
     body = parse_body(CHAT_URL, kit.chat("hi", chat_template_kwargs={"persona": "<end><turn>"}))
     assert isinstance(body, ChatBody)
     text = Translator(tokenizer, ModelLimits(500, 400, (2,)), JobRules()).prompt_of(body)

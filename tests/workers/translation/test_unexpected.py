@@ -34,9 +34,10 @@ from tests.workers.structured import tool_templates
 from workers.lane.server import LaneServer, LaneServing
 from workers.model.loaded_model import LoadedModel
 from workers.shards.worker import ShardWorker
-from workers.structured.constraints import grammar_of
+from workers.structured.constraints import form_of
 from workers.structured.grammar import Grammars
 from workers.structured.tool_calls import ToolCallReader
+from workers.text.chat_options import ChatOptions
 from workers.text.tokenizer import Tokenizer
 from workers.translation import requests as translate
 from workers.translation.requests import ModelLimits
@@ -81,7 +82,7 @@ class ScriptedRunner:
 def tokenizer(kit: Any) -> Tokenizer:
     made = kit.byte_level_tokenizer()
     made.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "<turn>"]})
-    return Tokenizer(made, tool_templates.MISTRAL)
+    return Tokenizer(made, ChatOptions(tool_templates.MISTRAL))
 
 
 def tokens_of(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
@@ -178,7 +179,7 @@ def committed_rows(kit: Any, model: LoadedModel, bodies: Sequence[Any]) -> dict[
 def test_a_grammar_for_calls_lets_ordinary_tokens_spell_a_marker_that_is_a_special_one(
     tokenizer: Tokenizer, kit: Any
 ) -> None:
-    source = grammar_of(kit.parse(badly(kit)), tokenizer)
+    source = form_of(kit.parse(badly(kit)), tokenizer)
     assert source is not None
     mask = Grammars(tokenizer, SPEC.vocab_size, (2,)).compile(source)(0)
     for token in tokens_of(tokenizer, CALLED, special=False):
@@ -243,7 +244,7 @@ def test_given_tokens_that_cant_be_emitted_then_the_request_ends_with_an_error_a
         (ToolCallReader, "push", lambda _, text: "look" in text, "made"),
         (Tokenizer, "render_chat", lambda _, messages, *more, **how: "badly" in str(messages), "read"),
         (Tokenizer, "encode_chats", lambda _, texts: any("badly" in text for text in texts), "encoded"),
-        (translate, "grammar_of", lambda body, _: "badly" in str(body), "prepared"),
+        (translate, "grammar_of", lambda body, *_: "badly" in str(body), "prepared"),
     ],
 )
 def test_given_a_row_with_an_unexpected_exception_then_it_fails_and_the_job_continues(
@@ -265,7 +266,7 @@ def test_given_a_request_with_an_unexpected_exception_then_it_ends_with_an_error
     host: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = host()
-    plant_failure(monkeypatch, translate, "grammar_of", lambda body, _: "badly" in str(body))
+    plant_failure(monkeypatch, translate, "grammar_of", lambda body, *_: "badly" in str(body))
     with capture_logs(), serving_worker(kit, model) as send:
         (event,) = send("r1", badly(kit))
         assert isinstance(event, ErrorEvent)

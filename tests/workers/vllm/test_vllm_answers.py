@@ -19,6 +19,7 @@ from schemas.requests.errors import RowErrorCode
 from tests.workers.structured import tool_templates
 from tests.workers.structured.test_structured_output import FORMAT, SCHEMA, TOOLS, choices_of, forced_calls, results_of
 from workers.model.loaded_model import LoadedModel
+from workers.text.chat_options import ChatOptions
 
 pytestmark = [
     pytest.mark.vllm,
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any, kit: Any)
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Iterator[LoadedModel]:
     loaded = LoadedModel.load(
-        folder, name="tiny", config=CONFIG, chat_template=tool_templates.HERMES, engine_name="vllm"
+        folder, name="tiny", config=CONFIG, chat=ChatOptions(tool_templates.HERMES), engine_name="vllm"
     )
     yield loaded
     loaded.close()
@@ -110,7 +111,7 @@ def test_a_grammar_that_grows_too_large_fails_its_own_row_as_with_our_engine(
     (found,) = model.tokenizer.encode_batch(["b"], add_special_tokens=False)
     large = {"structured_outputs": {"grammar": f'start: "a" | "b" ({options})'}, "logit_bias": {str(found[0]): 99}}
     bodies = [kit.chat("x", max_tokens=20, **large), kit.chat("y", max_tokens=5, temperature=0)]
-    ours = LoadedModel.load(folder, name="tiny", config=CONFIG, chat_template=tool_templates.HERMES)
+    ours = LoadedModel.load(folder, name="tiny", config=CONFIG, chat=ChatOptions(tool_templates.HERMES))
     for loaded in (ours, model):
         failed, other = answer(loaded, bodies)
         assert failed.error_code is RowErrorCode.INVALID_REQUEST, failed.error_message
@@ -153,7 +154,7 @@ def test_bad_rows_have_the_codes_of_our_engine(model: LoadedModel, folder: Path,
         {"model": "tiny", "input": "no vectors here"},
         kit.chat("good", max_tokens=3, temperature=0),
     ]
-    ours = LoadedModel.load(folder, name="tiny", config=CONFIG, chat_template=tool_templates.HERMES)
+    ours = LoadedModel.load(folder, name="tiny", config=CONFIG, chat=ChatOptions(tool_templates.HERMES))
     expected, found = answer(ours, bodies), answer(model, bodies)
     ours.close()
     assert [row.error_code for row in found] == [row.error_code for row in expected]

@@ -30,10 +30,12 @@ from tokenmill.config.cli_options import (
     MaxOutputTokens,
     PricePerHour,
     Quantize,
+    ReasoningParser,
     Replicas,
     RootUrl,
     SpeculateOption,
     TensorParallel,
+    ThinkingTokenBudget,
     Threads,
     Tier,
 )
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from tokenmill.config.engine_options import EngineOptions
     from tokenmill.config.job_options import ChosenModel
     from tokenmill.local.run_plan import RunPlan
+    from workers.text.chat_options import ChatOptions
 
 
 class EndedRow(StrEnum):
@@ -65,7 +68,8 @@ ONLY_HERE: Final = {
     "new": "--output", "input_": "--input", "model": "--model", "dtype": "--dtype", "quantize": "--quantize",
     "kv_dtype": "--kv-dtype", "speculate": "--speculate", "content_policy": "--content-policy", "device": "--device",
     "threads": "--threads", "tensor_parallel": "--tensor-parallel", "replicas": "--replicas", "fresh": "--fresh",
-    "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "max_num_seqs": "--max-num-seqs",
+    "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "reasoning_parser": "--reasoning-parser",
+    "thinking_token_budget": "--thinking-token-budget", "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens", "kv_cache_memory": "--kv-cache-memory",
 }  # fmt: skip
 """Options of a retry in a folder; in a root the workers' settings apply."""
@@ -121,6 +125,8 @@ def retry(
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the job in NEW, and start anew.")] = False,
     price_per_hour: PricePerHour = None,
     chat_template: ChatTemplate = None,
+    reasoning_parser: ReasoningParser = None,
+    thinking_token_budget: ThinkingTokenBudget = None,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
@@ -155,6 +161,7 @@ def retry(
     from schemas.jobs.job import Tier as JobTier
     from schemas.jobs.results import RowStatus
     from tokenmill.config.engine_options import engine_options  # needs torch, which isn't there where no model runs
+    from tokenmill.config.job_options import chat_options
     from tokenmill.jobs.ledger_backend import retry_notes
     from tokenmill.local.execute import execute
     from tokenmill.local.pricing import check_limit, price_of_worker
@@ -175,8 +182,9 @@ def retry(
         engine_option=list(pin.engine_options) if as_begun == "vllm" and not model else None,
         generation_config=None if model else _generation_config(first.job.models),
     )  # fmt: skip
+    chat = chat_options(chat_template, reasoning_parser, thinking_token_budget)
     plan = _plan(
-        first, new, overrides, engine, input_, model, chat_template,
+        first, new, overrides, engine, input_, model, chat,
         fresh=fresh, price_per_hour=price_of_worker(settings, price_per_hour),
         content_policy=content_policy,
     )  # fmt: skip
@@ -193,7 +201,7 @@ def _plan(
     engine: EngineOptions,
     input_: str | None,
     model: list[str] | None,
-    chat_template: Path | None,
+    chat: ChatOptions,
     *,
     fresh: bool,
     price_per_hour: float | None,
@@ -205,6 +213,7 @@ def _plan(
     from tokenmill.config.engine_choice import choose_engines
     from tokenmill.local.run_plan import RunPlan
     from workers.settings import WorkerSettings
+    from workers.text.chat_options import OWN_CHAT
 
     settings, job = read_settings(), first.job
     tier = overrides.tier or job.tier
@@ -214,14 +223,12 @@ def _plan(
     wanted = retried_settings(first, overrides.max_output_tokens)
     return RunPlan(
         inputs=_same_input(job, input_),
-        models=choose_engines(
-            _models(job, model or [], settings.model_cache, same_template=chat_template is None), engine
-        ),
+        models=choose_engines(_models(job, model or [], settings.model_cache, same_template=chat == OWN_CHAT), engine),
         output=new.expanduser(),
         tier=tier,
         settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),
         engine=engine,
-        chat_template=job_options.read_template(chat_template),
+        chat=chat,
         fresh=fresh,
         price_per_hour=price_per_hour,
         worker=WorkerSettings(

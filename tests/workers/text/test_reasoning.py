@@ -1,0 +1,131 @@
+"""Thoughts are split off the text of an answer, at once and in any pieces of a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.text.chat_options import ChatOptions
+from workers.text.reasoning import FORMATS, TOKEN_MARK, ReasoningMarkers, ReasoningReader, format_of, split_reasoning
+from workers.text.tokenizer import Tokenizer
+
+TOKENS = {7: "<think>", 8: "</think>"}
+HARMONY_TOKENS = {
+    at: f"<|{name}|>" for at, name in enumerate(["start", "end", "message", "channel", "return", "call"], start=90)
+}
+THINK = ReasoningMarkers(FORMATS["think"], TOKENS)
+PLAIN = ReasoningMarkers(FORMATS["think"], {})
+HARMONY = ReasoningMarkers(FORMATS["gpt_oss"], HARMONY_TOKENS)
+M = TOKEN_MARK
+
+
+def decoded(text: str) -> str:
+    """A text as decoding shows it: each spelling in it is a token."""
+    for spelling in (*TOKENS.values(), *HARMONY_TOKENS.values()):
+        text = text.replace(spelling, spelling + M)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks", "reasoning", "content"),
+    [
+        ("just text\n", False, None, "just text\n"),
+        ("<think>\nwhy\n</think>\n\nyes", False, "why", "yes"),
+        ("why\n</think>\n\nyes", True, "why", "yes"),
+        ("<think>\n\n</think>\n\nyes ", False, None, "yes "),
+        ("never ends \n", True, "never ends \n", ""),
+        ("\n <think>a</think>b<think>c</think> d", False, "ac", "bd"),
+        ("</think></think>x", True, None, "x"),
+        ("a < b <thin", False, None, "a < b <thin"),
+    ],
+)
+def test_an_answer_is_split(text: str, thinks: bool, reasoning: str | None, content: str) -> None:
+    for markers, shown in ((PLAIN, text), (THINK, decoded(text))):
+        assert split_reasoning(markers, shown, thinks=thinks)[:2] == (reasoning, content)
+
+
+def test_a_marker_that_ordinary_tokens_spell_is_text() -> None:
+    assert split_reasoning(THINK, f"say </think> then</think>{M}<think> x", thinks=True)[:2] == (
+        "say </think> then",
+        "<think> x",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>yes", "why", "yes"),
+        ("<|channel|>final<|message|>yes", None, "yes"),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>wait<|end|>"
+            "<|start|>assistant<|channel|>analysis<|message|>b<|end|><|start|>assistant<|channel|>final<|message|>yes",
+            "ab",
+            "waityes",
+        ),
+    ],
+)
+def test_harmonys_channels_are_split(text: str, reasoning: str | None, content: str) -> None:
+    assert split_reasoning(HARMONY, decoded(text), thinks=False)[:2] == (reasoning, content)
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        ["a", "b ", " ", "\n", "<", "think>", "<th", "ink>", "</", *map(decoded, TOKENS.values()), *TOKENS.values()]
+    ),
+    max_size=12,
+)
+
+
+@given(pieces=PIECES, cuts=st.lists(st.integers(0, 60)), thinks=st.booleans(), are_tokens=st.booleans())
+def test_any_pieces_of_a_stream_add_up(pieces: list[str], cuts: list[int], thinks: bool, are_tokens: bool) -> None:
+    markers = THINK if are_tokens else PLAIN
+    text = "".join(pieces)
+    text = text if are_tokens else text.replace(M, "")
+    reader = ReasoningReader(markers, thinks)
+    found, at = [], 0
+    for cut in [*sorted(cut for cut in cuts if cut < len(text)), len(text)]:
+        found += reader.push(text[at:cut])
+        at = cut
+    found += reader.close()
+    whole = split_reasoning(markers, text, thinks=thinks)
+    assert "".join(part.reasoning for part in found) == (whole.reasoning or "")
+    assert "".join(part.content for part in found) == whole.content
+    assert reader.spans == whole.spans
+    assert all(not (part.reasoning and part.content) for part in found)
+    # Nothing is lost but markers and white space beside them, and no marker is left.
+    left = (whole.reasoning or "", whole.content)
+    assert all(marker not in text for marker in markers.thinks_behind for part in found for text in part)
+    bare = markers.pattern.sub("", text)
+    assert sorted("".join(bare.split())) == sorted("".join("".join(left).split()))
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "name"),
+    [
+        ("{{ m.content.split('</think>') }}", None, "think"),
+        ("<|channel|>analysis<|message|>{{ m.thinking }}<|end|>", None, "gpt_oss"),
+        ("[THINK]{{ m.thinking }}[/THINK]", None, "mistral"),
+        ("{{ 'plain' }}", None, None),
+        (None, None, None),
+        ("{{ 'plain' }}", "granite", "granite"),
+        ("{{ '</think>' }}", "none", None),
+    ],
+)
+def test_the_format_is_the_one_that_the_template_shows(template: str | None, parser: str | None, name: Any) -> None:
+    assert format_of(template, parser) is (None if name is None else FORMATS[name])
+
+
+def test_tokens_of_a_prompt_say_whether_a_thought_has_begun(kit: Any) -> None:
+    hf = kit.byte_level_tokenizer("{{ '</think>' }}")
+    hf.add_tokens(["<think>", "</think>"])
+    tokenizer = Tokenizer(hf, ChatOptions())
+    assert tokenizer.reasoning is not None
+    assert {tokenizer.added_tokens[i] for i in tokenizer.reasoning_ids} == {"<think>", "</think>"}
+    for text, state in (("x<think>\n", True), ("x<think>\n\n</think>\n\n", False), ("<think>a</think>b", None)):
+        (ids,) = tokenizer.encode_batch([text], add_special_tokens=False)
+        assert tokenizer.reasoning.prompt_state(tokenizer.decode_showing(ids[:0], ids, tokenizer.reasoning.shown)) is (
+            state
+        )

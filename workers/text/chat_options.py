@@ -1,0 +1,33 @@
+"""Options of a model that decide how its conversations are written and read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What replaces or completes the model's own chat template.
+
+    Attributes:
+        template: jinja; None: the model's own.
+        reasoning_parser: how the model marks its thought, a name in `FORMATS`, or "none"; None: as the template shows.
+        thinking_token_budget: tokens of a thought, for requests without a budget; None: no bound.
+    """
+
+    template: str | None = None
+    reasoning_parser: str | None = None
+    thinking_token_budget: int | None = None
+
+    def fingerprint(self) -> bytes:
+        """A string that differs if answers do; empty for the model's own."""
+        parts = (
+            (b"chat template", self.template),
+            (b"reasoning parser", self.reasoning_parser),
+            (b"thinking token budget", self.thinking_token_budget),
+        )
+        return b"".join(name + b"\0" + str(value).encode() for name, value in parts if value is not None)
+
+
+OWN_CHAT: Final = ChatOptions()
