@@ -13,7 +13,6 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("status", pa.string(), nullable=False),
     pa.field("status_code", pa.int32(), nullable=False),
     pa.field("text", pa.string()),
-    pa.field("reasoning", pa.string()),
     pa.field("finish_reason", pa.string()),
     pa.field("response", pa.string()),
     pa.field("error_code", pa.string()),
@@ -27,6 +26,7 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("started_at", TIMESTAMP),
     pa.field("finished_at", TIMESTAMP),
     pa.field("attempt", pa.int32()),
+    pa.field("reasoning", pa.string()),
 )
 
 SHARD_FIELDS: tuple[pa.Field, ...] = (

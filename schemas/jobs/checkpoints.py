@@ -154,13 +154,21 @@ def decode(data: bytes) -> Checkpoint:
     try:
         head = CheckpointHead.model_validate_json(data[_HEADER : _HEADER + length])
         stream = pa.BufferReader(memoryview(data)[_HEADER + length :])
-        finished = pa.ipc.open_stream(stream).read_all()
+        finished = _with_new_columns(pa.ipc.open_stream(stream).read_all())
         running = pa.ipc.open_stream(stream).read_all()
     except (ValidationError, pa.ArrowInvalid, OSError) as error:
         raise DamagedCheckpoint(str(error).splitlines()[0]) from error
     if finished.schema != FINISHED_SCHEMA or running.schema != RUNNING_SCHEMA:
         raise DamagedCheckpoint("has other columns than this version's")
     return Checkpoint(head, finished, tuple(_choice(line) for line in running.to_pylist()))
+
+
+def _with_new_columns(finished: pa.Table) -> pa.Table:
+    """Finished rows of a former version, with nulls in the columns that were added since; those are nullable."""
+    for at, field in enumerate(FINISHED_SCHEMA):
+        if field.nullable and field.name not in finished.column_names and at <= finished.num_columns:
+            finished = finished.add_column(at, field, pa.nulls(finished.num_rows, field.type))
+    return finished
 
 
 def join(pieces: Sequence[LoggedChoice]) -> LoggedChoice | None:

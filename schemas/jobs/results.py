@@ -37,10 +37,10 @@ class ResultRow:
 
     Attributes:
         row: the line's index in the input, from 0.
-        reasoning: the model's thought before the text, if it marks one.
         response: the OpenAI response body as JSON.
         cached_tokens: prompt tokens not computed again.
         embedding: float32 values, for embeddings only.
+        reasoning: the model's thought before the text, if it marks one.
     """
 
     custom_id: str | None
@@ -48,7 +48,6 @@ class ResultRow:
     status: RowStatus
     status_code: int
     text: str | None = None
-    reasoning: str | None = None
     finish_reason: str | None = None
     response: str | None = None
     error_code: RowErrorCode | None = None
@@ -62,6 +61,7 @@ class ResultRow:
     started_at: datetime | None = None
     finished_at: datetime | None = None
     attempt: int | None = None
+    reasoning: str | None = None
 
     @classmethod
     def from_error(

@@ -64,17 +64,14 @@ def grammar_behind_thought(
     inner = "start: ANY\nANY: " + TEXT if form is None else form.text.removeprefix(OPTIONS).rstrip()
     blanks = "" if form is None else " BLANKS?"
     opening, direct = (_rule(markers, text) for text in (markers.form.opening, markers.form.direct))
-    thought = f"thought {_rule(markers, markers.form.closing)}{blanks} answer"
+    thought = f"{'' if budget == 0 else 'thought '}{_rule(markers, markers.form.closing)}{blanks} answer"
     starts = {True: thought, False: "answer", None: f"{opening} {thought} | {direct} answer"}
-    first = markers.pieces(markers.form.closing)[0]
-    bounds = [] if budget is None else [f"max_tokens={budget}"]
-    bounds += [f"stop={literal(first)}"] if isinstance(first, str) else []
-    lines = [
-        f"start: {starts[state]}",
-        f"thought{'[' + ', '.join(bounds) + ']' if bounds else ''}: {TEXT}",
-        f"answer: %lark {{\n{inner}\n}}",
-        BLANKS,
-    ]
+    lines = [f"start: {starts[state]}", f"answer: %lark {{\n{inner}\n}}", BLANKS]
+    if budget != 0:
+        first = markers.pieces(markers.form.closing)[0]
+        bounds = [] if budget is None else [f"max_tokens={budget}"]
+        bounds += [f"stop={literal(first)}"] if isinstance(first, str) else []
+        lines.append(f"thought{'[' + ', '.join(bounds) + ']' if bounds else ''}: {TEXT}")
     text = OPTIONS + "\n".join(lines) + "\n"
     return GrammarSource(text, "thinking_token_budget") if form is None else replace(form, text=text)
 

@@ -10,7 +10,13 @@ from schemas.jobs.batch import CachedTokens, ResponseModel, UnixTime
 from schemas.stored import Count
 
 ServiceTier = Literal["priority", "default", "flex"]
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
+class CompletionTokens(ResponseModel):
+    """Details of an answer's tokens. `reasoning_tokens`: those of the model's thought."""
+
+    reasoning_tokens: Count
 
 
 class CompletionUsage(ResponseModel):
@@ -20,6 +26,7 @@ class CompletionUsage(ResponseModel):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionTokens | None = None
     tokenmill_cached: Literal[True] = True
 
 
@@ -39,11 +46,12 @@ class MadeToolCall(ResponseModel):
 
 
 class AnswerMessage(ResponseModel):
-    """The assistant's message."""
+    """The assistant's message. `reasoning_content`: the thought of a model that marks its thought."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
     tool_calls: list[MadeToolCall] = Field(default_factory=list)
 
 
@@ -114,6 +122,7 @@ class ChatDelta(ResponseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
     tool_calls: list[ToolCallDelta] = Field(default_factory=list)
 
 

@@ -23,6 +23,7 @@ from tests.workers.model.scoring import score, windows
 from workers.errors import WorkerError
 from workers.model.loaded_model import LoadedModel, library_versions, model_digest, model_path
 from workers.shards.worker import ShardWorker
+from workers.text.chat_options import ChatOptions
 
 CONFIG = EngineConfig(
     dtype="float32", cache=CacheConfig(block_size=16, num_blocks=200), schedule=ScheduleConfig(max_num_seqs=8)
@@ -78,7 +79,8 @@ def test_the_digest_changes_with_each_file_that_influences_answers(model_folder:
     assert same == model_digest(model_folder)
     (folder / "README.md").write_text("notes")
     assert model_digest(folder) == same
-    assert model_digest(folder, "{{ messages }}") != same
+    for chat in (ChatOptions("{{ messages }}"), ChatOptions(reasoning_parser="think"), ChatOptions(None, None, 7)):
+        assert model_digest(folder, chat) != same
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     assert model_digest(folder) != same
