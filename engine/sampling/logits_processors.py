@@ -65,19 +65,25 @@ def modify(
 def _mask(
     params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64], transfer: Transfer
 ) -> None:
-    with_mask = [line for line in lines.tolist() if int(rows[line]) in params.masks] if params.masks else []
-    words = np.zeros((len(with_mask), -(-logits.shape[1] // 32)), dtype=np.int32)
-    failed = fill_masks([params.masks[int(rows[line])] for line in with_mask], words) if with_mask else {}
+    if not (params.masks or params.allowed):
+        return
+    masked = [line for line in lines.tolist() if int(rows[line]) in params.masks or int(rows[line]) in params.allowed]
+    of_rows = [int(rows[line]) for line in masked]
+    words = np.zeros((len(masked), -(-logits.shape[1] // 32)), dtype=np.int32)
+    with_mask = [at for at, row in enumerate(of_rows) if row in params.masks]
+    filled = words if len(with_mask) == len(masked) else np.zeros((len(with_mask), words.shape[1]), dtype=np.int32)
+    failed = fill_masks([params.masks[of_rows[at]] for at in with_mask], filled)
+    if filled is not words:
+        words[:] = -1
+        words[with_mask] = filled
+    for at, row in enumerate(of_rows):
+        if (allowed := params.allowed.get(row)) is not None:
+            words[at] &= allowed
     for at, error in failed.items():
-        params.break_mask(int(rows[with_mask[at]]), error)
-    masked = dict(zip(with_mask, words, strict=True))
-    for line in lines.tolist() if params.allowed else ():
-        if (allowed := params.allowed.get(int(rows[line]))) is not None:
-            masked[line] = masked[line] & allowed if line in masked else allowed
-    ordered = sorted(masked)
-    for begin in range(0, len(ordered), LINES_AT_ONCE):
-        part = ordered[begin : begin + LINES_AT_ONCE]
-        _ban(logits, np.array(part), np.stack([masked[line] for line in part]), transfer)
+        params.break_mask(of_rows[with_mask[at]], error)
+    for begin in range(0, len(masked), LINES_AT_ONCE):
+        part = slice(begin, begin + LINES_AT_ONCE)
+        _ban(logits, np.array(masked[part]), words[part], transfer)
 
 
 def _ban(logits: Tensor, lines: NDArray[np.int64], words: NDArray[np.int32], transfer: Transfer) -> None:
