@@ -112,6 +112,7 @@ def estimate(
     from tokenmill.config import job_options
     from tokenmill.config.engine_choice import choose_engine
     from tokenmill.config.engine_options import engine_options
+    from workers.model.generation_config import sampling_defaults
     from workers.model.loaded_model import dtype_name, model_digest, model_path
 
     settings = read_settings()
@@ -130,8 +131,9 @@ def estimate(
     computed = resolve_dtype(dtype, device) if computing == "vllm" else resolve_model_dtype(path, dtype, device)
     spec, _ = describe_shape(path, dtype=computed)
     pin = ModelPin(
-        name=chosen.name, source=str(path), dtype=dtype_name(spec.dtype), quantization=quantize, kv_dtype=kv_dtype
-    )
+        name=chosen.name, source=str(path), dtype=dtype_name(spec.dtype), quantization=quantize, kv_dtype=kv_dtype,
+        sampling_defaults=sampling_defaults(path) if options.generation_config == "auto" else None,
+    )  # fmt: skip
     dry_runs = _DryRuns.of(inputs, pin, wanted, path, exact=exact)
     speed = bench_results.find_result(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
