@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from pipeline.gateway.http.body_reading import BodyBudget
+from pipeline.gateway.http.compression import ResponseCompression
 from pipeline.gateway.http.csrf import HostGuard
 from pipeline.gateway.http.errors import (
     ApiError,
@@ -43,6 +44,7 @@ from pipeline.ports import PipelineError
 _DESCRIPTION: Final = """An OpenAI-compatible API for files, batches, and interactive inference.
 
 An unknown path is answered with 404, and a method that a path doesn't support with 405 (`components/responses`).
+JSON from 1,024 bytes on is compressed if Accept-Encoding asks for gzip or zstd.
 OpenAPI can't describe WebSockets: `/v1/stream` accepts them and sends the same events as a stream over SSE. A WebSocket
 request that fails is refused before the handshake, with the same error object as any other route."""
 
@@ -82,6 +84,7 @@ def make_app(
         routers += [websocket_router(answers, parts.settings)]
     for router in routers:
         app.include_router(router)
+    app.add_middleware(ResponseCompression)
     app.add_exception_handler(PipelineError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     routes = [route for router in routers for route in router.routes]

@@ -1,4 +1,8 @@
-"""Downloads of files: conditional and range requests (RFC 9110, sections 13 and 14)."""
+"""Downloads of files: conditional and range requests (RFC 9110, sections 13 and 14), and compressed results.
+
+A compressed download has a weak ETag, as its bytes are others; so ranges, which are always of the file itself, are
+never joined to it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 
 from pipeline.gateway.files.service import Files
+from pipeline.gateway.http.compression import MIN_BYTES, Coding, compressed
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.records import StoredFile
 
@@ -21,11 +26,13 @@ _CHUNK_BYTES: Final = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ContentHeaders:
-    """The headers of a request for a file's content: Range, If-Range and If-None-Match."""
+    """The headers of a request for a file's content: Range, If-Range and If-None-Match, and the coding by
+    Accept-Encoding."""
 
     range: str | None
     if_range: str | None
     if_none_match: str | None
+    coding: Coding | None
 
 
 class UnsatisfiableRange(Exception):
@@ -41,7 +48,13 @@ def content_response(files: Files, file: StoredFile, request: ContentHeaders) ->
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
         "Content-Type": "application/octet-stream",
     }
-    if request.if_none_match in (tag, "*"):
+    coding = None
+    if file.purpose == "batch_output":  # uploads may be compressed already
+        headers["Vary"] = "Accept-Encoding"
+        if request.coding is not None and request.range is None and file.size >= MIN_BYTES:
+            coding = request.coding
+            headers["ETag"] = f"W/{tag}"
+    if request.if_none_match in (tag, f"W/{tag}", "*"):
         return Response(status_code=304, headers=headers)
     try:
         selected = parse_range(request.range if request.if_range in (None, tag) else None, file.size)
@@ -52,6 +65,11 @@ def content_response(files: Files, file: StoredFile, request: ContentHeaders) ->
             f"the file has {file.size} bytes, and the range lies behind them",
             headers={"Content-Range": f"bytes */{file.size}"},
         ) from None
+    if coding is not None:
+        headers["Content-Encoding"] = coding
+        del headers["Accept-Ranges"]
+        data = compressed(read_range(files.open(file), range(file.size)), coding)
+        return StreamingResponse(data, headers=headers)
     status = 200 if selected is None else 206
     if selected is None:
         selected = range(file.size)

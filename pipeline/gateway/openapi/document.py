@@ -105,7 +105,12 @@ HEADERS: Final[Mapping[str, tuple[str, Json]]] = {
     "Content-Range": ("The range of the returned bytes and the total size.", {"type": "string", "pattern": "^bytes "}),
     "Accept-Ranges": ("The route supports byte ranges.", {"const": "bytes"}),
     "Content-Disposition": ("The file's name.", {"type": "string"}),
-    "ETag": ("The entity tag of the content.", {"type": "string", "pattern": '^"[0-9a-f]+"$'}),
+    "Content-Encoding": ("How the body is compressed, as Accept-Encoding asks.", {"enum": ["gzip", "zstd"]}),
+    "Vary": ("The request header that the body depends on.", {"const": "Accept-Encoding"}),
+    "ETag": (
+        "The entity tag of the content; a weak one of compressed content.",
+        {"type": "string", "pattern": '^(W/)?"[0-9a-f]+"$'},
+    ),
     "X-Incomplete": ("Whether further results may follow.", {"enum": ["true", "false"]}),
     "X-Parts": ("The committed parts; send them as `without` to get only newer results.", {"type": "string"}),
 }

@@ -15,6 +15,7 @@ from pipeline.gateway.files.service import Files, file_response
 from pipeline.gateway.files.uploads import Upload, declared_size, receive
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
+from pipeline.gateway.http.compression import choose_coding, compressed
 from pipeline.gateway.http.idempotency import record_idempotency_key
 from pipeline.gateway.http.pagination import (
     DEFAULT_LIMIT,
@@ -108,6 +109,7 @@ def files_router(max_concurrent_uploads: int) -> APIRouter:
 
     @router.get("/{file_id}/content", response_class=Response, responses=_CONTENT)
     def content(
+        request: Request,
         file_id: str,
         caller: FilesCaller,
         parts: Parts,
@@ -117,9 +119,11 @@ def files_router(max_concurrent_uploads: int) -> APIRouter:
         ] = None,
         if_none_match: Annotated[str | None, Header(description="The ETag of the version that the client has.")] = None,
     ) -> Response:
-        """Download a file, or a range of its bytes."""
+        """Download a file, or a range of its bytes. Results are compressed if Accept-Encoding asks for gzip or zstd and
+        no range is requested."""
         file = parts.files.get(caller.tenant, file_id)
-        return content_response(parts.files, file, ContentHeaders(range_, if_range, if_none_match))
+        coding = choose_coding(request.headers)
+        return content_response(parts.files, file, ContentHeaders(range_, if_range, if_none_match, coding))
 
     return router
 
@@ -162,11 +166,18 @@ def batches_router() -> APIRouter:
         return parts.batches.retry(caller.tenant, batch_id, body, _room(caller, parts))
 
     @router.get("/{batch_id}/results", response_class=Response, responses=_RESULTS)
-    def results(batch_id: str, caller: BatchesCaller, parts: Parts, without: Without = None) -> Response:
+    def results(
+        request: Request, batch_id: str, caller: BatchesCaller, parts: Parts, without: Without = None
+    ) -> Response:
         """Stream the results that are committed so far, as lines of OpenAI's output file."""
         found = parts.batches.results(caller.tenant, batch_id, without)
         headers = {"X-Incomplete": "true" if found.incomplete else "false", "X-Parts": found.parts}
-        return StreamingResponse(found.lines, media_type=NDJSON, headers=headers)
+        headers["Vary"] = "Accept-Encoding"
+        data, coding = found.lines, choose_coding(request.headers)
+        if coding is not None:
+            headers["Content-Encoding"] = coding
+            data = compressed(data, coding)
+        return StreamingResponse(data, media_type=NDJSON, headers=headers)
 
     return router
 
@@ -228,7 +239,7 @@ _CONTENT: Final = document_responses(
     404,
     416,
     content=_OCTETS,
-    headers=_OF_CONTENT,
+    headers=("ETag", "Accept-Ranges?", "Content-Disposition", "Content-Encoding?", "Vary?"),
     others={
         206: document_response("The requested byte range.", _OCTETS, (*_OF_CONTENT, "Content-Range")),
         304: document_response("Not modified: the client has this version.", headers=_OF_CONTENT),
@@ -240,7 +251,7 @@ _RESULTS: Final = document_responses(
     content={
         NDJSON: {"schema": {"type": "string", "description": "One line for each row, as in OpenAI's output file."}}
     },
-    headers=("X-Incomplete", "X-Parts"),
+    headers=("X-Incomplete", "X-Parts", "Content-Encoding?", "Vary"),
 )
 _RETRY: Final = document_body(
     "RetryBody", {"only": ["expired"], "tier": "bulk", "completion_window": "2h"}, required=False

@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema_rs
 import orjson
+import pyarrow as pa
 
 _MOST_BYTES = 4 << 20
 """The largest body that is validated."""
@@ -73,6 +74,9 @@ class Witness:
                     yield f"{name} is missing"
             elif error := _mistake(self.validator(_of_text(header["schema"])), _as_value(value, header["schema"])):
                 yield f"{name}: {error}"
+        coding = headers.get("content-encoding")
+        if body and coding is not None:
+            body = pa.CompressedInputStream(pa.BufferReader(body), coding).read()
         yield from self._body_problems(said.get("content"), headers.get("content-type"), body)
 
     def _body_problems(self, content: Any, kind: str | None, body: bytes | None) -> Iterator[str]:
