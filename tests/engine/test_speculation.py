@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine import (
     CacheConfig,
@@ -224,6 +226,46 @@ def test_given_allowed_tokens_and_bad_words_when_tokens_are_drafted_then_no_answ
             assert set(output) <= set(params.allowed_token_ids or range(257))
             for word in params.bad_words:
                 assert all(tuple(output[at : at + len(word)]) != word for at in range(len(output)))
+
+
+TOKENS = st.integers(4, 9)
+RULES = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.7]),
+        "bad_words": st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=6).map(tuple),
+        "allowed_token_ids": st.none() | st.lists(TOKENS, min_size=1, max_size=6).map(tuple),
+    }
+)
+
+
+@pytest.mark.slow
+def test_given_any_allowed_tokens_and_bad_words_when_tokens_are_drafted_then_answers_are_those_without(
+    tiny_model: TinyModel,
+) -> None:
+    path, answers = tiny_model("llama"), dict[str, Completion]()
+    without, drafting = load(path, "off"), replaying(path, answers)
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(RULES, min_size=1, max_size=6))
+    def check(rules: list[dict[str, Any]]) -> None:
+        prompts = repeating_prompts(len(rules))
+        requests = [
+            Request(str(at), as_token_ids(prompt), SamplingParams(max_tokens=16, seed=at, ignore_eos=True, **each))
+            for at, (prompt, each) in enumerate(zip(prompts, rules, strict=True))
+        ]
+        answers.clear()
+        answers.update(run(without, requests))
+        found = run(drafting, requests)
+        assert_same(found, answers)
+        assert {name: c.error for name, c in found.items()} == {name: c.error for name, c in answers.items()}
+        for request in requests:
+            output = found[request.request_id].choices[0].token_ids.tolist()
+            assert set(output) <= set(request.params.allowed_token_ids or range(257))
+            for word in request.params.bad_words:
+                assert all(tuple(output[at : at + len(word)]) != word for at in range(len(output)))
+
+    check()
+    assert drafting.stats().speculation.accepted > 100
 
 
 def test_given_interruptions_when_requests_resume_with_drafts_then_answers_are_those_of_an_unbroken_run(

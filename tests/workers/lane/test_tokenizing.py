@@ -88,6 +88,13 @@ def test_tokens_become_the_text_again(served: Served) -> None:
         assert served.post("/detokenize", tokens=tokens) == {"prompt": text}
 
 
+def test_they_are_no_answers_in_the_metrics(served: Served) -> None:
+    before = served.harness.bridge.metrics.answers()
+    served.post("/tokenize", prompt="a")
+    assert served.refused("/detokenize", tokens=[400]).status_code == 400
+    assert served.harness.bridge.metrics.answers() == before
+
+
 def test_a_prompt_may_be_longer_than_the_context(served: Served) -> None:
     found = served.post("/tokenize", prompt="0 " * 3_000)
     assert found["count"] > found["max_model_len"]
