@@ -35,7 +35,7 @@ from pipeline.gateway.response_models import Health, OpenApi
 from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.gateway.routes.files_and_batches import batches_router, files_router, models_router
 from pipeline.gateway.routes.inference import inference_router
-from pipeline.gateway.routes.messages import messages_router
+from pipeline.gateway.routes.messages import message_batches_router, messages_router
 from pipeline.gateway.routes.monitoring import monitoring_router
 from pipeline.gateway.routes.tokenizing import tokenizer_router
 from pipeline.gateway.routes.websocket import websocket_router
@@ -73,6 +73,7 @@ def make_app(
     routers = [
         files_router(parts.settings.max_concurrent_uploads),
         batches_router(),
+        message_batches_router(),
         models_router(),
         monitoring_router(),
         page_router(read_files()),

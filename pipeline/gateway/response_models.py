@@ -56,6 +56,47 @@ def list_page(data: Sequence[Item], has_more: bool) -> ListPage[Item]:
     )
 
 
+class MessageCounts(ResponseModel):
+    """Requests of a message batch by status."""
+
+    processing: Count
+    succeeded: Count
+    errored: Count
+    canceled: Count
+    expired: Count
+
+
+class MessageBatch(ResponseModel):
+    """Anthropic's message batch. `archived_at`: when its results were removed."""
+
+    id: str
+    type: Literal["message_batch"] = "message_batch"
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageCounts
+    created_at: Timestamp
+    expires_at: Timestamp | None
+    ended_at: Timestamp | None
+    cancel_initiated_at: Timestamp | None
+    archived_at: Timestamp | None
+    results_url: str | None
+
+
+class MessageBatchPage(ResponseModel):
+    """A page of message batches, the newest first. Pass `last_id` as `after_id` to get the next page."""
+
+    data: list[MessageBatch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedMessageBatch(ResponseModel):
+    """A message batch whose results are removed."""
+
+    id: str
+    type: Literal["message_batch_deleted"] = "message_batch_deleted"
+
+
 class ModelExtension(ResponseModel):
     """The exact weights, their number formats, and the engine that computes them."""
 

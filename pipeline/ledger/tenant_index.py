@@ -1,6 +1,7 @@
 """Index of a tenant's files and jobs: markers under a prefix of its own, so that a page of them is one listing and
 never reads other tenants' objects.
 
+    tenants/TENANT/message-batches/JOB      those of the batches that are Anthropic's
     tenants/TENANT/batches/JOB              tenants/TENANT/files/FILE.…            the newest first, as ids sort
     tenants/TENANT/oldest/batches/MIRRORED  tenants/TENANT/oldest/files/MIRRORED   the oldest first
     tenants/TENANT/idempotency/HASH.json
@@ -81,6 +82,11 @@ def tenant_folder(tenant: str) -> str:
 def batches_of(tenant: str) -> TenantIndex:
     """The index of the tenant's jobs."""
     return TenantIndex(tenant_folder(tenant), "batches")
+
+
+def message_batches_of(tenant: str) -> TenantIndex:
+    """The index of those jobs of the tenant that are Anthropic's message batches."""
+    return TenantIndex(tenant_folder(tenant), "message-batches")
 
 
 def files_of(tenant: str) -> TenantIndex:

@@ -60,7 +60,7 @@ def read_batch(body: dict[str, Any]) -> BatchRequest:
     try:
         given = BatchBody.model_validate(body)
     except ValidationError as error:
-        raise _mistake(error) from None
+        raise body_mistake(error) from None
     if given.endpoint not in BODIES:
         known = ", ".join(BODIES)
         raise bad_request(f"endpoint is {given.endpoint[:80]!r}, but must be one of {known}", param="endpoint")
@@ -82,7 +82,7 @@ def _options(given: BatchBody) -> JobOptions:
     try:
         options = JobOptions.model_validate_json(orjson.dumps(fields), strict=True)
     except ValidationError as error:
-        raise _mistake(error, f"{EXTENSION}.") from None
+        raise body_mistake(error, f"{EXTENSION}.") from None
     life = given.output_expires_after
     return options.model_copy(
         update={
@@ -92,6 +92,7 @@ def _options(given: BatchBody) -> JobOptions:
     )
 
 
-def _mistake(error: ValidationError, prefix: str = "") -> ApiError:
+def body_mistake(error: ValidationError, prefix: str = "") -> ApiError:
+    """The first mistake of a body, as the response to it."""
     field = ".".join(str(step) for step in error.errors(include_url=False)[0]["loc"])[:200]
     return bad_request(f"{prefix}{first_mistake(error)}", param=f"{prefix}{field}" or None)

@@ -27,7 +27,7 @@ from pipeline.ingest.validation import first_mistake
 from pipeline.jobs.retry import NothingToRetry, RetryOverrides, choose_rows, submit_retry
 from pipeline.jobs.submit import derived_job_id, new_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger
-from pipeline.ledger.tenant_index import batches_of
+from pipeline.ledger.tenant_index import TenantIndex, batches_of, message_batches_of
 from pipeline.ports import StoreFull, World
 from pipeline.results.export import part_lines
 from schemas.jobs.batch import Batch
@@ -130,22 +130,35 @@ class Batches:
         self._make(tenant, job_id, request, file)
         return self._batch(job_id)
 
+    def create_without_files(
+        self, tenant: str, request: BatchRequest, file: StoredFile, check: Callable[[], None] = lambda: None
+    ) -> Batch:
+        """Create a message batch: its results stay in Parquet, and no output files are made of them. Raises
+        `ApiError`."""
+        self._check_room(tenant)
+        check()
+        job_id = new_job_id(self._world.clock.now(), self._world.random)
+        self._files.add_reader(file, job_id)
+        message_batches_of(tenant).add(self._store, job_id)
+        self._submit(tenant, job_id, request, file)
+        return self._batch(job_id)
+
     def get(self, tenant: str, batch_id: str) -> Batch:
         """The tenant's batch; raises `ApiError` (404)."""
-        ledger, _ = self._find(tenant, batch_id)
+        ledger, _ = self.find(tenant, batch_id)
         # On a full disk the files of an ended batch can't be written; `Finalizer.run` retries, and logs the reason.
         with contextlib.suppress(StoreFull):
             self._finalizer.finish(ledger.name, AT_ONCE_ROWS)
         return serialize_batch(ledger)
 
-    def page(self, tenant: str, page: PageRequest) -> ListPage[Batch]:
-        """A page of the tenant's batches."""
+    def page(self, tenant: str, page: PageRequest, index: TenantIndex | None = None) -> ListPage[Batch]:
+        """A page of the tenant's batches. `index`: of some of them; None: of all."""
 
         def read(name: str) -> Batch | None:
             ledger = self._ledger(name)
             return None if ledger.find_job() is None else serialize_batch(ledger)
 
-        names = list_ids(self._store, batches_of(tenant), page)
+        names = list_ids(self._store, index or batches_of(tenant), page)
         batches = map_chunks(read, names, self._executor.map, _AT_ONCE)
         return list_page(*take_page(batches, page.limit))
 
@@ -155,7 +168,7 @@ class Batches:
         Raises:
             ApiError: there is no such batch (404), or it has ended (409).
         """
-        ledger, _ = self._find(tenant, batch_id)
+        ledger, _ = self.find(tenant, batch_id)
         manifest = ledger.manifest()
         if manifest is not None:
             raise ApiError(
@@ -179,7 +192,7 @@ class Batches:
         Raises:
             ApiError: there is no such batch (404), or nothing to retry (409).
         """
-        ledger, job = self._find(tenant, batch_id)
+        ledger, job = self.find(tenant, batch_id)
         try:
             request = RetryBody.model_validate_json(orjson.dumps(body), strict=True)
             window = None if request.completion_window is None else parse_amount(request.completion_window)
@@ -221,7 +234,7 @@ class Batches:
         Args:
             without: parts to exclude, as `X-Parts` of an earlier response named them.
         """
-        ledger, _ = self._find(tenant, batch_id)
+        ledger, _ = self.find(tenant, batch_id)
         had = _numbers(without)
         manifest = ledger.manifest()
         ledger.check_results()
@@ -247,6 +260,10 @@ class Batches:
             at=self._world.clock.now(),
         )
         self._finalizer.expect(job_id, order)
+        self._submit(tenant, job_id, request, file)
+
+    def _submit(self, tenant: str, job_id: str, request: BatchRequest, file: StoredFile) -> None:
+        """Submit the job that reads the file; raises `ApiError`."""
         draft = JobDraft(self._files.as_input(file), request.options, tenant, job_id, url=request.endpoint)
         try:
             self._intake.accept(draft)
@@ -265,7 +282,8 @@ class Batches:
         job_id = derived_job_id(at, "http", tenant, kind, key)
         return job_id, self._ledger(job_id).find_job() is not None
 
-    def _find(self, tenant: str, batch_id: str) -> tuple[JobLedger, Job]:
+    def find(self, tenant: str, batch_id: str) -> tuple[JobLedger, Job]:
+        """The tenant's job; raises `ApiError` (404)."""
         if _JOB_ID.fullmatch(batch_id) is not None:
             ledger = self._ledger(batch_id)
             job = ledger.find_job()

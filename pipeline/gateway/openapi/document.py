@@ -59,7 +59,7 @@ REFUSALS: Final[Mapping[int, Refusal]] = {
     405: Refusal(("method_not_allowed",), "The path doesn't support this method.", ("Allow",)),
     408: Refusal(("request_timeout",), "The body was sent too slowly, or the request timed out.", ("x-should-retry?",)),
     409: Refusal(
-        ("file_in_use", "batch_ended", "nothing_to_retry", "idempotency_key_reused"),
+        ("file_in_use", "batch_ended", "batch_not_ended", "nothing_to_retry", "idempotency_key_reused"),
         "The request conflicts with the current state of the object.",
     ),
     410: Refusal(("results_removed",), "The results have expired and were removed."),

@@ -7,6 +7,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from pipeline.gateway.batches.messages import MessageBatchBody
 from pipeline.gateway.batches.requests import EXTENSION, OWN, BatchBody
 from pipeline.gateway.batches.service import RetryBody
 from pipeline.gateway.inference.request_builder import Extension, StreamOptions
@@ -62,7 +63,15 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
     Args:
         default_model: the model of bodies without one; None: `model` is required.
     """
-    models: list[type[BaseModel]] = [*BODIES.values(), StreamOptions, Extension, BatchBody, JobOptions, RetryBody]
+    models: list[type[BaseModel]] = [
+        *BODIES.values(),
+        StreamOptions,
+        Extension,
+        BatchBody,
+        MessageBatchBody,
+        JobOptions,
+        RetryBody,
+    ]
     answered: list[type[BaseModel]] = [
         Error, ChatCompletion, ChatCompletionChunk, TextCompletion, Embeddings, Scores, Ranking,
         Classification, ResponseObject, *RESPONSE_EVENTS,
@@ -85,7 +94,8 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
         _default_model_of(schema, default_model)
     for tokenizing in TOKENIZER_BODIES.values():
         _default_model_of(found[tokenizing.__name__], default_model)
-    found["BatchBody"]["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/JobOptions"}, NULL)
+    for name in ("BatchBody", "MessageBatchBody"):
+        found[name]["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/JobOptions"}, NULL)
     for name in OWN:
         del found["JobOptions"]["properties"][name]
     for name in ("JobOptions", "RetryBody"):

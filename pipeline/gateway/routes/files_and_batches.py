@@ -137,7 +137,7 @@ def batches_router() -> APIRouter:
     )
     def create(caller: BatchesCaller, body: Body, parts: Parts, idempotency_key: IdempotencyKey = None) -> Batch:
         """Create a batch that runs all requests of a file."""
-        return parts.batches.create(caller.tenant, body, idempotency_key, _room(caller, parts))
+        return parts.batches.create(caller.tenant, body, idempotency_key, check_job_limit(caller, parts))
 
     @router.get("", responses=document_responses())
     def page(
@@ -163,7 +163,7 @@ def batches_router() -> APIRouter:
     @router.post("/{batch_id}/retry", openapi_extra=_RETRY, responses=document_responses(*BODY, 404, 409, 410, 507))
     def retry(batch_id: str, caller: BatchesCaller, body: BodyOrNone, parts: Parts) -> Batch:
         """Create a batch that retries the rows without a response."""
-        return parts.batches.retry(caller.tenant, batch_id, body, _room(caller, parts))
+        return parts.batches.retry(caller.tenant, batch_id, body, check_job_limit(caller, parts))
 
     @router.get("/{batch_id}/results", response_class=Response, responses=_RESULTS)
     def results(
@@ -199,7 +199,7 @@ def models_router() -> APIRouter:
     return router
 
 
-def _room(caller: Caller, parts: GatewayDependencies) -> Callable[[], None]:
+def check_job_limit(caller: Caller, parts: GatewayDependencies) -> Callable[[], None]:
     """The check of the caller's limit of open jobs; it raises `ApiError` (429)."""
 
     def check() -> None:

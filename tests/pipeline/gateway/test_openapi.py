@@ -139,6 +139,14 @@ def _good(operations_client: OperationClient) -> None:
         client.chat.completions.create(**HELLO)
         client.completions.create(model="tiny", prompt="a")
         assert http.post(MESSAGES, json={**HELLO, "max_tokens": 5}).status_code == 200
+        request = {"custom_id": "a", "params": {**HELLO, "max_tokens": 5}}
+        made = http.post(f"{MESSAGES}/batches", json={"requests": [request]}).json()
+        wait_for(lambda: http.get(f"{MESSAGES}/batches/{made['id']}").json()["ended_at"], "it did not end")
+        assert http.get(f"{MESSAGES}/batches").json()["first_id"] == made["id"]
+        assert '"succeeded"' in http.get(f"{MESSAGES}/batches/{made['id']}/results").text
+        assert http.post(f"{MESSAGES}/batches/{made['id']}/cancel").status_code == 409
+        assert http.delete(f"{MESSAGES}/batches/{made['id']}").status_code == 200
+        assert http.get(f"{MESSAGES}/batches/{made['id']}/results").status_code == 410
         client.embeddings.create(model="tiny", input="a")
         client.responses.create(model="tiny", input="a")
         for url, more in OTHERS.items():
@@ -223,6 +231,12 @@ def _while_it_stops(operations_client: OperationClient) -> None:
     file = operations_client.client.files.create(file=("a.jsonl", lines(1)), purpose="batch")
     batch = operations_client.client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     assert operations_client.client.batches.cancel(batch.id).cancelling_at
+    with harness.http(operations_client.key) as http:
+        request = {"custom_id": "a", "params": {**HELLO, "max_tokens": 5}}
+        made = http.post(f"{MESSAGES}/batches", json={"requests": [request]}).json()["id"]
+        assert http.delete(f"{MESSAGES}/batches/{made}").status_code == 409
+        assert http.get(f"{MESSAGES}/batches/{made}/results").status_code == 409
+        assert http.post(f"{MESSAGES}/batches/{made}/cancel").json()["processing_status"] == "canceling"
     harness.worker.pause = 0.05
     reading = threading.Thread(target=lambda: list(operations_client.client.chat.completions.create(
         **HELLO, max_tokens=2_000, stream=True)))  # fmt: skip

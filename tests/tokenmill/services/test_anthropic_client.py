@@ -5,6 +5,7 @@ The tests run on one process. Each answer is also validated against its OpenAPI 
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -24,7 +25,7 @@ from pipeline.ports import World
 from schemas.requests.limits import RateLimits
 from tests.pipeline.gateway.witness import Witness
 from tests.tokenmill.command_processes import Processes
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, wait_for
 from tests.workers.structured import tool_templates
 
 pytestmark = pytest.mark.slow
@@ -39,6 +40,10 @@ WEATHER: Any = {
         "additionalProperties": False,
     },
 }
+
+
+LONG = 1_000
+"""Requests that take some seconds."""
 
 
 class Order(BaseModel):
@@ -143,7 +148,7 @@ def test_tools_are_called_and_their_results_sent_back(served: ServedModel) -> No
         (streamed,) = stream.get_final_message().content
     assert (streamed.name, streamed.input) == (call.name, call.input)
     pieces = [event.partial_json for event in events if event.type == "input_json"]
-    assert len(pieces) > 1, "the arguments arrive as they are made"
+    assert json.loads("".join(pieces)) == call.input
     answer = served.client.messages.create(
         **{
             **question,
@@ -218,3 +223,77 @@ def test_too_many_requests_are_a_rate_limit_error(served: ServedModel) -> None:
         client.messages.create(**ask())
     assert refused.value.type == "rate_limit_error"
     assert int(refused.value.response.headers["retry-after"]) > 0
+
+
+def request(name: str, number: int, **params: Any) -> Any:
+    asked = ask(number, **params)
+    extra = asked.pop("extra_body")
+    return {"custom_id": name, "params": {**asked, **extra}}
+
+
+def ended(client: Anthropic, batch_id: str) -> Any:
+    def find() -> Any:
+        batch = client.messages.batches.retrieve(batch_id)
+        return batch if batch.processing_status == "ended" else None
+
+    return wait_for(find, "the batch did not end")
+
+
+def test_a_batch_gives_the_messages_of_single_requests(served: ServedModel) -> None:
+    batches = served.client.messages.batches
+    made = batches.create(
+        requests=[
+            request("first", 4), request("second", 5, tools=[WEATHER], tool_choice={"type": "any"}, max_tokens=200),
+            request("wrong", 6, max_tokens=0), request("unserved", 7, model="none"),
+        ]
+    )  # fmt: skip
+    assert (made.type, made.results_url, made.ended_at) == ("message_batch", None, None)
+    batch = ended(served.client, made.id)
+    counts = batch.request_counts
+    assert (counts.succeeded, counts.errored, counts.processing, counts.canceled, counts.expired) == (2, 2, 0, 0, 0)
+    results: dict[str, Any] = {line.custom_id: line.result for line in batches.results(batch.id)}
+    assert {name: result.type for name, result in results.items()} == {
+        "first": "succeeded", "second": "succeeded", "wrong": "errored", "unserved": "errored"
+    }  # fmt: skip
+    assert text_of(results["first"].message) == text_of(served.client.messages.create(**ask(4)))
+    assert results["second"].message.content[0].name == "weather"
+    assert "max_tokens" in results["wrong"].error.error.message
+    assert results["unserved"].error.error.type == "not_found_error"
+
+
+def test_batches_are_listed_in_pages(served: ServedModel) -> None:
+    batches = served.client.messages.batches
+    made = [batches.create(requests=[request("a", number)]).id for number in range(3)]
+    page = batches.list(limit=2)
+    assert ([batch.id for batch in page.data], page.has_more) == ([made[2], made[1]], True)
+    assert page.get_next_page().data[0].id == made[0]
+    back = batches.list(limit=2, before_id=made[0])
+    assert [batch.id for batch in back.data] == [made[2], made[1]]
+    assert [batch.id for batch in batches.list(limit=1)][:3] == made[::-1], "and the rest by itself"
+
+
+def test_a_cancelled_batch_ends_and_a_deleted_one_has_no_results(served: ServedModel) -> None:
+    batches = served.client.messages.batches
+    made = batches.create(requests=[request(f"r{number}", number, max_tokens=100) for number in range(LONG)])
+    wait_for(lambda: sum(batches.retrieve(made.id).request_counts.model_dump().values()), "it is not planned")
+    cancelled = batches.cancel(made.id)
+    assert cancelled.processing_status == "canceling"
+    assert cancelled.cancel_initiated_at is not None
+    counts = ended(served.client, made.id).request_counts
+    assert counts.canceled
+    assert counts.canceled + counts.succeeded == LONG
+    assert {line.result.type for line in batches.results(made.id)} <= {"canceled", "succeeded"}
+    assert batches.delete(made.id).type == "message_batch_deleted"
+    with pytest.raises(anthropic.AnthropicError, match="batch"):
+        batches.results(made.id)
+    assert batches.retrieve(made.id).archived_at is not None
+
+
+def test_batches_refuse_what_no_result_could_show(served: ServedModel) -> None:
+    batches = served.client.messages.batches
+    with pytest.raises(anthropic.BadRequestError, match="as is that of another request"):
+        batches.create(requests=[request("same", 1), request("same", 2)])
+    with pytest.raises(anthropic.BadRequestError, match="custom_id"):
+        batches.create(requests=[request("no blanks", 1)])
+    with pytest.raises(anthropic.NotFoundError):
+        batches.retrieve("job-none")
