@@ -215,6 +215,9 @@ class Request:
         more_prompts: pooled like the first one, each by itself; only an `Embedder` accepts them.
         token_type_ids: of the prompt and of each of `more_prompts`, int32 [tokens]: the number of the text of a pair
             that each token is from. Empty: 0. For encoders that read them.
+        more: further requests that are computed with this one and answered by one completion; only a `GroupEngine`
+            accepts them. All have the same `n`: choice c of member m has the index m * n + c in the completion and in
+            `partial`. The others' own id, priority, deadline, salt and `partial` are not used.
         partial: choices of an interrupted computation of this request; it continues from there, with the answer that
             it would have had without the interruption (at float32).
     """
@@ -236,7 +239,23 @@ class Request:
     dimensions: int | None = None
     more_prompts: tuple[NDArray[np.int32], ...] = ()
     token_type_ids: tuple[NDArray[np.int32], ...] = ()
+    more: tuple[Request, ...] = ()
     partial: tuple[PartialChoice, ...] = ()
+
+    @property
+    def members(self) -> tuple[Request, ...]:
+        """This request, which comes first, and those that are computed with it."""
+        return (self, *self.more)
+
+    @property
+    def num_choices(self) -> int:
+        """The choices of all members."""
+        return self.params.n * (1 + len(self.more))
+
+    def member_of(self, choice: int) -> Request:
+        """The member that a choice belongs to."""
+        index = choice // self.params.n
+        return self.more[index - 1] if index else self
 
     @property
     def awaited(self) -> bool:
@@ -273,6 +292,8 @@ def check_request(request: Request) -> None:
         )
     if request.more_prompts:
         raise RequestRefused(f"request {request.request_id!r}: an engine takes one prompt; give several to an Embedder")
+    if request.more:
+        raise RequestRefused(f"request {request.request_id!r}: has {len(request.more)} more; give it to a GroupEngine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +321,7 @@ class Completion:
         preemptions: how often a choice was preempted and recomputed.
         resumed_tokens: of the generated ones, those that came with the request (`Request.partial`).
         drafted_tokens, accepted_tokens: drafts, and accepted drafts.
+        members: completions of the members of a request that has more than one (`Request.more`).
     """
 
     request_id: str
@@ -317,6 +339,7 @@ class Completion:
     resumed_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    members: tuple[Completion, ...] = ()
 
 
 def as_token_ids(ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:

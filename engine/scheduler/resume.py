@@ -10,21 +10,22 @@ from __future__ import annotations
 import numpy as np
 
 from engine.errors import RequestRefused
-from engine.request import FinishReason, PartialChoice, Request
+from engine.request import FinishReason, PartialChoice, Request, SamplingParams
 
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def check_partial(request: Request) -> None:
     """Check that `partial` can be the beginning of this request's answer; raises `RequestRefused`."""
-    params, seen = request.params, set[int]()
-    if request.partial and not params.max_tokens:
-        raise RequestRefused(f"request {request.request_id!r}: only scores its prompt, so there is no partial answer")
+    seen = set[int]()
     for partial in request.partial:
         where = f"request {request.request_id!r}, partial choice {partial.index}"
-        if not 0 <= partial.index < params.n or partial.index in seen:
-            raise RequestRefused(f"{where}: must be one of the {params.n} choices, each at most once")
+        if not 0 <= partial.index < request.num_choices or partial.index in seen:
+            raise RequestRefused(f"{where}: must be one of the {request.num_choices} choices, each at most once")
         seen.add(partial.index)
+        params = request.member_of(partial.index).params
+        if not params.max_tokens:
+            raise RequestRefused(f"{where}: only scores its prompt, so there is no partial answer")
         ids = partial.token_ids
         if ids.ndim != 1 or ids.dtype != np.int32:
             raise RequestRefused(f"{where}: tokens are {ids.dtype} {list(ids.shape)}, but must be int32 [tokens]")
@@ -34,11 +35,11 @@ def check_partial(request: Request) -> None:
             raise RequestRefused(f"{where}: ended with {partial.finish_reason}, which is not an answer to go on from")
         if (partial.stop_token_id is not None) and partial.finish_reason is not FinishReason.STOP:
             raise RequestRefused(f"{where}: has a stop token, but did not end with one")
-        _check_logprobs(request, partial, where)
+        _check_logprobs(params, partial, where)
 
 
-def _check_logprobs(request: Request, partial: PartialChoice, where: str) -> None:
-    top, given = request.params.logprobs, partial.logprobs
+def _check_logprobs(params: SamplingParams, partial: PartialChoice, where: str) -> None:
+    top, given = params.logprobs, partial.logprobs
     if top is None:
         return
     shapes = None if given is None else (given.chosen.shape, given.top_ids.shape, given.top.shape)

@@ -26,14 +26,13 @@ class PrefixChain(NamedTuple):
 
 
 def prompt_bytes(body: Body) -> tuple[bytes, tuple[int, ...]]:
-    """The prompt as bytes, which share a prefix when the prompts do, and the end offsets of its first messages. Texts
-    for an encoder have no bytes: they share no prefix."""
+    """The prompt as bytes, which share a prefix when the prompts do, and the end offsets of its first messages. Of
+    several prompts it is the first one. Texts for an encoder have no bytes: they share no prefix."""
     if not isinstance(body, ChatBody | CompletionBody):
         return b"", ()
     if isinstance(body, CompletionBody):
-        if isinstance(body.prompt, str):
-            return body.prompt.encode(), ()
-        return array("i", body.prompt).tobytes(), ()
+        prompt = body.prompts[0]
+        return prompt.encode() if isinstance(prompt, str) else array("i", prompt).tobytes(), ()
     pieces = [f"{message.role}\x00{message_text(message)}\x01".encode() for message in body.messages]
     if tools := tools_text(body):
         pieces.insert(0, f"{tools}\x01".encode())  # templates write them first

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeline.planner.ports import TokenCounter
 from pipeline.planner.prefix_chain import message_text, tools_text
+from schemas.requests.bodies import Prompt
 from schemas.requests.parsing import Body, ChatBody, CompletionBody
 
 DEFAULT_TOKENS_PER_BYTE = 0.25  # English text, common vocabularies
@@ -35,6 +37,13 @@ class TemplateTokens:
         if {"system", "developer"} & set(roles):
             return max(0, self.with_system + (len(roles) - 2) * self.message)
         return self.alone + (len(roles) - 1) * self.message
+
+
+class PromptTokens(NamedTuple):
+    """Tokens of a request's prompts: of all of them, and of the longest one."""
+
+    total: int
+    longest: int
 
 
 class TokenEstimator:
@@ -75,25 +84,26 @@ class TokenEstimator:
         if not self._exact:
             self._counter = None
 
-    def prompt_tokens(self, body: Body, size: int) -> int:
-        """Tokens of the body's prompt, at least 1; of all its sequences where it has several. `size`: bytes of the
-        prompt's text."""
+    def prompt_tokens(self, body: Body, size: int) -> PromptTokens:
+        """Tokens of the body's prompt, or of all its prompts or sequences. `size`: bytes of a conversation's text."""
         if not isinstance(body, ChatBody | CompletionBody):
-            return sum(self._input_tokens(given) for sequence in body.sequences for given in sequence)
+            counts = [sum(self._of_prompt(given, TEXT_TOKENS) for given in sequence) for sequence in body.sequences]
+            return PromptTokens(sum(counts), max(counts))
         if isinstance(body, CompletionBody):
-            if isinstance(body.prompt, tuple):
-                return len(body.prompt)
-            return max(1, self._counted(body.prompt) or self.bytes_to_tokens(size))
+            counts = [self._of_prompt(prompt) for prompt in body.prompts]
+            return PromptTokens(sum(counts), max(counts))
         counted = None
         if self._counting:
             counted = self._counted("\n".join([tools_text(body), *map(message_text, body.messages)]).lstrip("\n"))
         template = self._template.of([message.role for message in body.messages])
-        return template + (self.bytes_to_tokens(size) if counted is None else counted)
+        tokens = template + (self.bytes_to_tokens(size) if counted is None else counted)
+        return PromptTokens(tokens, tokens)
 
-    def _input_tokens(self, given: str | tuple[int, ...]) -> int:
-        if isinstance(given, tuple):
-            return len(given)
-        return TEXT_TOKENS + max(1, self._counted(given) or self.bytes_to_tokens(len(given.encode())))
+    def _of_prompt(self, prompt: Prompt, added: int = 0) -> int:
+        """Tokens of one prompt, at least 1; `added`: special tokens that a text gets."""
+        if isinstance(prompt, tuple):
+            return len(prompt)
+        return added + max(1, self._counted(prompt) or self.bytes_to_tokens(len(prompt.encode())))
 
     def bytes_to_tokens(self, size: int) -> int:
         """An estimate for `size` bytes of text, in tokens."""

@@ -41,7 +41,7 @@ class ValidRow(NamedTuple):
         position: in its batch, blank lines not counted.  body: JSON for the worker.
         request_hash: 16 bytes, equal for requests that must give equal answers.
         shareable: whether an equal request may take this one's answer.
-        prompt_tokens: estimated.  expected_tokens: of one choice.  max_tokens: of all choices together.
+        prompt_tokens: of all prompts, estimated.  expected_tokens: of one choice.  max_tokens: of all choices together.
         certain_tokens: minimum tokens of each choice, for any output of the model.
     """
 
@@ -163,7 +163,8 @@ class Validator:
         prompt, ends = prompt_bytes(body)
         prompt_tokens = self._estimator.prompt_tokens(body, len(prompt))
         try:
-            answer = self._answer(body, prompt_tokens, answer_limit(defaults, self._settings.default_max_tokens))
+            limit = answer_limit(defaults, self._settings.default_max_tokens)
+            answer = self._answer(body, prompt_tokens.longest, limit)
         except RowError as error:
             raise translate_error(line.url, error) from None
         key = self._keys[body.model, line.url]
@@ -178,7 +179,7 @@ class Validator:
             request_hash=same,
             shareable=answer.shareable,
             choices=answer.choices,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=prompt_tokens.total,
             expected_tokens=answer.expected_tokens,
             max_tokens=answer.max_tokens,
             certain_tokens=answer.certain_tokens,
@@ -186,12 +187,13 @@ class Validator:
         )
 
     def _answer(self, body: Body, prompt_tokens: int, default_limit: int) -> _Answer:
-        """The expected answer. Vectors and scores are no tokens. `default_limit`: maximum tokens of a choice where the
-        body sets none."""
+        """The expected answer. Vectors and scores are no tokens. `prompt_tokens`: of the longest prompt.
+        `default_limit`: maximum tokens of a choice where the body sets none."""
         if not isinstance(body, GenerationBody):
             return _Answer(True, len(body.sequences), 0, 0, 0)
         limit = self._within_context(body, prompt_tokens, self._output_limit(body, default_limit))
-        return _Answer(body.is_deterministic, body.n, self._expected(body, limit), limit * body.n, _certain(body))
+        choices = body.n * body.num_prompts
+        return _Answer(body.is_deterministic, choices, self._expected(body, limit), limit * choices, _certain(body))
 
     def _output_limit(self, body: GenerationBody, default_limit: int) -> int:
         """Maximum tokens of a choice; raises `RowError` above the tier's cap."""

@@ -170,18 +170,18 @@ def check_template_kwargs(value: Any) -> Any:
 
 
 def _check_prompt(value: Any) -> Any:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
-    if isinstance(value, str) and value:
-        return value
-    if value in ("", []):
-        raise invalid("is empty; give some text or token ids")
-    if isinstance(value, list | tuple):
-        if all(type(token) is int and 0 <= token <= INT32_MAX for token in value):
-            return tuple(value)
-        if any(isinstance(item, str | list) for item in value):
-            raise unsupported("holds several prompts; give each prompt a line of its own")
-    raise invalid("must be a string or a list of token ids (integers from 0)")
+    """A single prompt as it is, several as a tuple of them."""
+    if not isinstance(value, list | tuple) or not any(isinstance(item, str | list | tuple) for item in value):
+        return _check_text_or_ids(value)
+    if len(value) == 1:
+        return _check_text_or_ids(value[0])
+    prompts = []
+    for index, prompt in enumerate(value):
+        try:
+            prompts.append(_check_text_or_ids(prompt))
+        except PydanticCustomError as error:
+            raise invalid(error.message(), f"prompt[{index}]") from None
+    return tuple(prompts)
 
 
 def check_inputs(value: Any) -> Any:
@@ -205,6 +205,9 @@ def _check_text_or_ids(value: Any) -> str | tuple[int, ...]:
         return tuple(value)
     raise invalid("must be a string or a list of token ids (integers from 0), or a list of either")
 
+
+Prompt = str | tuple[int, ...]
+"""A text, or token ids."""
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -250,6 +253,11 @@ class GenerationBody(BaseModel):
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts, each of which gets `n` answers."""
+        return 1
 
     @property
     def output_limit(self) -> int | None:
@@ -357,12 +365,29 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """Body of /v1/completions. `max_tokens` 0 scores the prompt only; `echo` puts the prompt before the answer."""
+    """Body of /v1/completions.
 
-    prompt: Annotated[str | tuple[int, ...], only(_check_prompt, PROMPT)]
+    Attributes:
+        prompt: a text, its token ids, or several of either; each of several is answered as if it were sent alone.
+        max_tokens: 0 scores the prompt only.
+        echo: the prompt comes before the answer.
+    """
+
+    prompt: Annotated[Prompt | tuple[Prompt, ...], only(_check_prompt, PROMPT)]
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Annotated[bool, defaulting(False)] = False
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The prompts, of which there is at least one."""
+        if isinstance(self.prompt, tuple) and not isinstance(self.prompt[0], int):
+            return self.prompt
+        return (self.prompt,)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
 
     @property
     def output_limit(self) -> int | None:
@@ -381,7 +406,7 @@ class EmbeddingBody(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: Annotated[str, Field(min_length=1, max_length=1024)]
-    input: Annotated[tuple[str | tuple[int, ...], ...], only(check_inputs, INPUTS)]
+    input: Annotated[tuple[Prompt, ...], only(check_inputs, INPUTS)]
     encoding_format: Annotated[Literal["float", "base64"], defaulting("float")] = "float"
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None

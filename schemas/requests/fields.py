@@ -79,10 +79,8 @@ LOGIT_BIAS: Final = one_of(
     },
     NULL,
 )
-PROMPT: Final = one_of(
-    TEXT, TOKEN_IDS, {"type": "array", "items": one_of(TEXT, TOKEN_IDS), "minItems": 1, "maxItems": 1}
-)
-INPUTS: Final = one_of(TEXT, TOKEN_IDS, {"type": "array", "items": one_of(TEXT, TOKEN_IDS), "minItems": 1})
+PROMPT: Final = one_of(TEXT, TOKEN_IDS, {"type": "array", "items": one_of(TEXT, TOKEN_IDS), "minItems": 1})
+INPUTS: Final = PROMPT
 TEXT_PARTS: Final[JsonSchemaValue] = {
     "type": "array",
     "items": record(("type", "text"), type={"const": "text"}, text={"type": "string"}),

@@ -22,6 +22,7 @@ class Limits(BaseModel):
         max_stop_sequences: most stop strings (OpenAI takes 4, vLLM any number) and most stop_token_ids.
         max_bad_words, max_bad_word_chars: most `bad_words`, and the longest one.
         max_choices: largest `n`.
+        max_prompts: most prompts of one request for completions, each counted `n` times.
         max_embedding_inputs: most texts of one request for embeddings, scores or labels (a pair counts once).
         max_embedding_tokens: most tokens of them in total.
         max_tools: most functions in `tools`.
@@ -39,6 +40,7 @@ class Limits(BaseModel):
     max_bad_words: Positive = 1_000
     max_bad_word_chars: Positive = 256
     max_choices: Positive = 128
+    max_prompts: Positive = 2_048
     max_embedding_inputs: Positive = 2_048
     max_embedding_tokens: Positive = 300_000
     max_tools: Positive = 128

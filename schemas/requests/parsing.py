@@ -254,6 +254,10 @@ def _check_limits(body: GenerationBody, limits: Limits) -> None:
     if longest > limits.max_bad_word_chars:
         most = limits.max_bad_word_chars
         raise _refuse("bad_words", f"holds a word of {longest} characters, but at most {most} are allowed")
+    if body.num_prompts > 1 and body.num_prompts * body.n > limits.max_prompts:
+        times = f", {body.n} times each" if body.n > 1 else ""
+        text = f"holds {body.num_prompts}{times}, but at most {limits.max_prompts} are allowed; send several requests"
+        raise _refuse("prompt", text)
     _check_sizes(body, limits)
 
 

@@ -73,8 +73,8 @@ class TokensEvent(_Event):
     """Tokens that were added to a choice, and their text (perhaps none yet: an incomplete character is held back, and a
     possible beginning of a stop string). `logprobs`: of these tokens, for chat; a completion's are in the response.
     `reasoning`: their text in the model's thought; `tool_calls`: their additions to calls, as in `delta.tool_calls` of
-    OpenAI's streams. The text contains neither. `prompt_token_ids`: with an attempt's first event, where the request
-    wants token ids.
+    OpenAI's streams. The text contains neither. `prompt_token_ids`: with an attempt's first event of each prompt, where
+    the request wants token ids.
     """
 
     choice: Choice = 0

@@ -34,6 +34,7 @@ from tokenmill.services import worker as working
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import LoadedModel, model_digest, model_path
 from workers.text.tokenizer import TokenIds, Tokenizer
+from workers.translation.prompts import encode
 from workers.translation.requests import JobRules, ModelLimits, Translator
 
 NUM_BLOCKS: Final = 16_384
@@ -101,12 +102,9 @@ class ExpectedAnswers:
         return self._tokenizer.decode_answers(prompts, answers)
 
     def _prompt(self, body: ChatBody | CompletionBody) -> TokenIds:
-        prompt = self._translator.prompt_of(body)
-        if not isinstance(prompt, str):
-            return prompt
-        if isinstance(body, ChatBody):
-            return self._tokenizer.encode_chats([prompt])[0]
-        return self._tokenizer.encode_batch([prompt], add_special_tokens=True)[0]
+        inputs = [self._translator.prompts_of(body)]
+        ((prompt,),) = encode(self._tokenizer, inputs, chat=isinstance(body, ChatBody))
+        return prompt
 
     def _ids(self, prompt: TokenIds, tokens: int) -> list[int]:
         number, last, ids = prompt_number(prompt), int(prompt[-1]), list[int]()

@@ -14,6 +14,7 @@ from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, S
 from engine.embedding.embedder import Embedder
 from engine.embedding.engine import EncoderEngine
 from engine.errors import ContextLengthExceeded, RequestRefused
+from engine.groups import GroupEngine
 from engine.models.encoders.head import EmbeddingHead
 from engine.models.encoders.settings import EmbeddingSettings
 from engine.models.load import describe_model
@@ -48,7 +49,9 @@ def vllm(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     engine.close()
 
 
-@pytest.fixture(params=["engine", "null", "embedder over an engine", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(
+    params=["engine", "null", "embedder over an engine", "groups", pytest.param("vllm", marks=pytest.mark.vllm)]
+)
 def make(request: pytest.FixtureRequest, model: Path) -> Make:
     """Makes engines that generate."""
     if request.param == "vllm":
@@ -68,7 +71,8 @@ def make(request: pytest.FixtureRequest, model: Path) -> Make:
         return Embedder(Engine.load(model, CONFIG), EmbeddingHead(EmbeddingSettings("last")))
 
     made: dict[str, Make] = {
-        "engine": lambda: Engine.load(model, CONFIG), "null": null, "embedder over an engine": embedder
+        "engine": lambda: Engine.load(model, CONFIG), "null": null, "embedder over an engine": embedder,
+        "groups": lambda: GroupEngine(Engine.load(model, CONFIG)),
     }  # fmt: skip
     return made[request.param]
 

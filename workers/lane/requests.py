@@ -25,9 +25,9 @@ from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
 from workers.rows import PreparedRow, RowName
 from workers.shards.resume import resume_from
-from workers.text.tokenizer import TokenIds
 from workers.translation.policy_texts import texts_of_inputs, texts_of_prompt
 from workers.translation.pooled import PooledReader
+from workers.translation.prompts import encode
 from workers.translation.requests import PRIORITIES, JobRules, RowHints, StopWatchers, Translator
 
 PREFIX: Final = "/lane/"
@@ -76,11 +76,13 @@ class LaneReader:
         translator = Translator(
             self._model.tokenizer, self._model.limits, self._job_rules(request), self._model.grammars
         )
-        text = translator.prompt_of(body)
+        inputs = translator.prompts_of(body)
         if guard is not None:
-            guard.check_prompt(texts_of_prompt(body, text, self._model.tokenizer))
-        prompt = self._encode(text, chat=request.url == CHAT_URL)
-        engine_request = translator.request(engine_request_id(request), body, prompt, RowHints(_row_number(request.id)))
+            for text in inputs:
+                guard.check_prompt(texts_of_prompt(body, text, self._model.tokenizer))
+        (prompts,) = encode(self._model.tokenizer, [inputs], chat=request.url == CHAT_URL)
+        hints = RowHints(_row_number(request.id))
+        engine_request = translator.request(engine_request_id(request), body, prompts, hints)
         engine_request = replace(engine_request, readers_known=False)  # more requests may share this prompt's prefix
         return PreparedRow(names, body, _resume(self._model.engine, engine_request, request.tokens), guard)
 
@@ -108,14 +110,6 @@ class LaneReader:
             salt=request.tenant.encode(),
         )
 
-    def _encode(self, prompt: str | TokenIds, *, chat: bool) -> TokenIds:
-        if not isinstance(prompt, str):
-            return prompt
-        tokenizer = self._model.tokenizer
-        return (
-            tokenizer.encode_chats([prompt]) if chat else tokenizer.encode_batch([prompt], add_special_tokens=True)
-        )[0]
-
 
 def engine_request_id(request: LaneRequest) -> str:
     """The engine's request id of this attempt."""
@@ -131,15 +125,16 @@ def _resume(engine: StepEngine, request: Request, tokens: Sequence[Sequence[int]
     """The request, resumed after these tokens of each choice."""
     if request.params.logprobs is not None or not any(tokens):
         return request
-    partial = [_partial(request, choice, ids) for choice, ids in enumerate(tokens) if ids]
+    partial = [_partial(request, choice, ids) for choice, ids in enumerate(tokens[: request.num_choices]) if ids]
     return resume_from(engine, request, tuple(partial))
 
 
 def _partial(request: Request, choice: int, ids: Sequence[int]) -> PartialChoice:
     """The tokens of a choice. A stop string that had ended it is found again here; an end token is sampled again."""
     reason = None
-    if isinstance(request.watcher, StopWatchers):
-        watcher = request.watcher(choice)
+    watchers = request.member_of(choice).watcher
+    if isinstance(watchers, StopWatchers):
+        watcher = watchers(choice % request.params.n)
         for token_id in ids:
             watcher.push(token_id)
         if watcher.text is not None:

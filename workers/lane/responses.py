@@ -83,7 +83,8 @@ class LaneAnswer:
 
     def __init__(self, request: LaneRequest, row: PreparedRow, tokenizer: Tokenizer) -> None:
         self.request = request
-        self._prompt = row.request.prompt_token_ids
+        self._request = row.request
+        self._sent_prompts: set[int] = set()  # by number
         self._body = row.body
         self._guard = row.guard
         self._filters: dict[int, PolicyStreamFilter] = {}
@@ -98,7 +99,7 @@ class LaneAnswer:
         self._form = find_tool_format(tokenizer) if tools else None
         self._shown = shown_tokens(row.body, tokenizer)
         self._markers = tokenizer.reasoning if isinstance(row.body, ChatBody) else None
-        self._thinks = prompt_state(row.body, self._prompt, tokenizer) is True
+        self._thinks = prompt_state(row.body, row.request.prompt_token_ids, tokenizer) is True
         self._name = f"{PREFIX}{request.id}/{row.names[0].row}"
         for choice, ids in enumerate(request.tokens):
             stream = self._stream(choice)
@@ -233,16 +234,13 @@ class LaneAnswer:
         self, choice: int, ids: Sequence[int], certain: _Certain, logprobs: dict[str, Any] | None
     ) -> TokensEvent:
         position = self.request.id, self.request.attempt, self._next_sequence()
-        wants_ids = position[-1] == 0 and isinstance(self._body, GenerationBody) and self._body.return_token_ids
+        number, prompt = choice // self._request.params.n, None
+        wants_ids = isinstance(self._body, GenerationBody) and self._body.return_token_ids
+        if wants_ids and number not in self._sent_prompts:
+            self._sent_prompts.add(number)
+            prompt = tuple(self._request.member_of(choice).prompt_token_ids.tolist())
         return TokensEvent(
-            *position,
-            choice,
-            tuple(ids),
-            certain.content,
-            logprobs,
-            certain.calls,
-            certain.reasoning,
-            tuple(self._prompt.tolist()) if wants_ids else None,
+            *position, choice, tuple(ids), certain.content, logprobs, certain.calls, certain.reasoning, prompt
         )
 
     def _next_sequence(self) -> int:
@@ -253,16 +251,17 @@ class LaneAnswer:
         if choice not in self._choices:
             reader = None if self._form is None else ToolCallReader(self._form)
             reasoning = None if self._markers is None else ReasoningReader(self._markers, self._thinks)
-            self._choices[choice] = _ChoiceStream(self._detokenizer(), self._holdback, reasoning, reader)
+            self._choices[choice] = _ChoiceStream(self._detokenizer(choice), self._holdback, reasoning, reader)
         return self._choices[choice]
 
     def _filter(self, choice: int, guard: PolicyGuard) -> PolicyStreamFilter:
         if choice not in self._filters:
-            self._filters[choice] = PolicyStreamFilter(guard, self._detokenizer(), self._holdback)
+            self._filters[choice] = PolicyStreamFilter(guard, self._detokenizer(choice), self._holdback)
         return self._filters[choice]
 
-    def _detokenizer(self) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self._tokenizer, self._prompt, self._shown)
+    def _detokenizer(self, choice: int) -> IncrementalDetokenizer:
+        prompt = self._request.member_of(choice).prompt_token_ids
+        return IncrementalDetokenizer(self._tokenizer, prompt, self._shown)
 
 
 def _response(results: Sequence[ResultRow]) -> dict[str, Any]:

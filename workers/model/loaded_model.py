@@ -19,6 +19,7 @@ from engine.embedding.embedder import Embedder
 from engine.embedding.engine import EncoderEngine
 from engine.engine import Engine, resolve_device, resolve_dtype
 from engine.errors import UnsupportedModel
+from engine.groups import GroupEngine
 from engine.models.encoders.classifier import ClassifierSettings, classifier_settings
 from engine.models.encoders.head import EmbeddingHead
 from engine.models.encoders.settings import EmbeddingSettings, embedding_settings, is_classifier
@@ -188,10 +189,11 @@ class LoadedModel:
         else:
             limits, facts = _limits(engine, embedding, classifier), engine_facts(engine)
             dtype = dtype_name(engine.spec.dtype)
+        grouped = GroupEngine(engine) if limits.generates else engine
         return cls(
             name=name,
             source=str(source),
-            engine=engine if head is None else Embedder(engine, EmbeddingHead(head)),
+            engine=grouped if head is None else Embedder(grouped, EmbeddingHead(head)),
             tokenizer=tokenizer,
             limits=limits,
             dtype=dtype,

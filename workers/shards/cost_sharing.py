@@ -8,20 +8,19 @@ from engine.step_engine import StepEngine
 from workers.shards.open_shard import OpenShard
 
 
-def shares_of_step(
-    engine: StepEngine, shards: Sequence[OpenShard], rows: int, max_rows: int
-) -> list[tuple[OpenShard, float]]:
+def shares_of_step(engine: StepEngine, shards: Sequence[OpenShard], max_rows: int) -> list[tuple[OpenShard, float]]:
     """Each shard's share of the next step. The shares add up to 1, or less when the step has rows of the lane.
 
-    A step's time is divided by rows. The engine doesn't report which rows have a slot. The shares assume the lane's
-    rows first, then those of the shards in the order in which they were added, which is close to the engine's order.
+    A step's time is divided by rows of the batch, one for each choice. The engine doesn't report which choices have
+    one. The shares assume the lane's first, then those of the shards in the order in which they were added, which is
+    close to the engine's order.
 
     Args:
-        rows: the shards' rows in the engine.  max_rows: rows that it computes at once.
+        max_rows: rows that the engine computes at once.
     """
     total = engine.num_running + engine.num_waiting
     left = slots = max(1, min(total, max_rows))
-    left -= max(0, total - rows)  # the lane's
+    left -= max(0, total - sum(shard.num_in_engine for shard in shards))  # the lane's
     found = []
     for shard in shards:
         if left <= 0:

@@ -35,7 +35,7 @@ class OpenShard:
         retained: choices of rows that a failed step removed from the engine, for the next snapshot.
         is_begun: the attempt's begin record is durable, so rows of the shard may be in the engine.
         failure: why this attempt can't continue; it will be given up.
-        num_in_engine: its rows in the engine.  busy_seconds: its share of the engine's step time.
+        num_in_engine: choices of its rows in the engine.  busy_seconds: its share of the engine's step time.
         expected_tokens, longest_tokens: tokens that its rows are expected to generate: the sum, and the longest answer.
     """
 
@@ -63,9 +63,9 @@ class OpenShard:
         total = len(shard.waiting) + len(shard.rejected)
         opened = cls(shard.work, deque(shard.waiting), list(shard.rejected), total, len(shard.rejected))
         for row in shard.waiting:
-            params, hint = row.request.params, row.request.expected_tokens
-            length = params.max_tokens if hint is None else hint
-            opened.expected_tokens += length * params.n
+            hint = row.request.expected_tokens
+            length = row.request.params.max_tokens if hint is None else hint
+            opened.expected_tokens += length * row.request.num_choices
             opened.longest_tokens = max(opened.longest_tokens, length)
         return opened
 

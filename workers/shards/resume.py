@@ -9,8 +9,9 @@ import numpy as np
 import structlog
 
 from engine.errors import RequestRefused
+from engine.groups import ended_choice
 from engine.request import Completion, FinishReason, PartialChoice, Request, TokenLogprobs
-from engine.scheduler.resume import ANSWERED, check_partial
+from engine.scheduler.resume import check_partial
 from engine.step_engine import StepEngine
 from schemas.jobs.checkpoints import LoggedChoice, LoggedLogprobs
 from workers.rows import PreparedRow
@@ -34,15 +35,8 @@ def unfinished(completion: Completion, given: Mapping[int, int] | None = None) -
 
     `given`: choice -> tokens to leave out at its beginning.
     """
-    found = []
-    for choice in completion.choices:
-        start, logprobs = (given or {}).get(choice.index, 0), choice.logprobs
-        reason = choice.finish_reason if choice.finish_reason in ANSWERED else None
-        if logprobs is not None:
-            logprobs = logprobs[start:]
-        if len(choice.token_ids) > start or reason is not None:
-            found.append(PartialChoice(choice.index, choice.token_ids[start:], logprobs, reason, choice.stop_token_id))
-    return found
+    choices = [ended_choice(choice, (given or {}).get(choice.index, 0)) for choice in completion.choices]
+    return [choice for choice in choices if len(choice.token_ids) or choice.finish_reason is not None]
 
 
 def resume_from(engine: StepEngine, request: Request, partial: tuple[PartialChoice, ...]) -> Request:
@@ -50,21 +44,30 @@ def resume_from(engine: StepEngine, request: Request, partial: tuple[PartialChoi
     log) when these don't fit it."""
     if not engine.resumes(request):
         return replace(request, partial=())
-    if request.params.prompt_logprobs is not None:  # choice 0 returns them, so it can't have ended already
-        partial = tuple(choice for choice in partial if choice.index or choice.finish_reason is None)
+    partial = tuple(choice for choice in partial if not _scores_prompt(request, choice))
     resumed = replace(request, partial=partial)
     try:
         check_partial(resumed)
     except RequestRefused as error:
         logger.warning("logged choices don't fit their row: the row is computed again", why=str(error))
         return request
-    if isinstance(request.watcher, StopWatchers):
-        for choice in partial:  # only the watcher has the text of a choice that a stop string ended
-            if choice.finish_reason is FinishReason.STOP and choice.stop_token_id is None:
-                watcher = request.watcher(choice.index)
-                for token_id in choice.token_ids.tolist():
-                    watcher.push(token_id)
+    for choice in partial:  # only the watcher has the text of a choice that a stop string ended
+        watchers = request.member_of(choice.index).watcher
+        is_stopped = choice.finish_reason is FinishReason.STOP and choice.stop_token_id is None
+        if is_stopped and isinstance(watchers, StopWatchers):
+            watcher = watchers(choice.index % request.params.n)
+            for token_id in choice.token_ids.tolist():
+                watcher.push(token_id)
     return resumed
+
+
+def _scores_prompt(request: Request, choice: PartialChoice) -> bool:
+    """Whether this ended choice is computed again because it returns the log-probabilities of its prompt."""
+    params = request.member_of(choice.index).params
+    is_first = choice.index % params.n == 0
+    return choice.finish_reason is not None and (
+        not params.max_tokens or (is_first and params.prompt_logprobs is not None)
+    )
 
 
 def logged_choice(row: int, start: int, partial: PartialChoice) -> LoggedChoice:

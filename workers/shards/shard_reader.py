@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import structlog
 from pydantic import ValidationError
 
@@ -22,9 +22,9 @@ from workers.rows import PreparedRow, RejectedRow, RowName
 from workers.shards.isolation import condemn
 from workers.shards.open_shard import PreparedShard
 from workers.shards.resume import resume
-from workers.text.tokenizer import TokenIds
 from workers.translation.policy_texts import texts_of_inputs, texts_of_prompt
 from workers.translation.pooled import Inputs, PooledReader
+from workers.translation.prompts import Prompt, encode
 from workers.translation.requests import PRIORITIES, JobRules, RowHints, Translator
 from workers.translation.unexpected import unforeseen
 
@@ -44,7 +44,7 @@ class _Line:
     model: str
     hints: RowHints
     parsed: Body | None = None
-    prompt: str | TokenIds | None = None
+    prompts: Sequence[Prompt] = ()
     inputs: Inputs = ()  # of a request that is answered with numbers
     guard: PolicyGuard | None = None
     error: RowError | None = None
@@ -133,9 +133,10 @@ class ShardReader:
                 if guard is not None:
                     guard.check_prompt(texts_of_inputs(line.inputs, tokenizer))
             else:
-                line.prompt = translator.prompt_of(line.parsed)
+                line.prompts = translator.prompts_of(line.parsed)
                 if guard is not None:
-                    guard.check_prompt(texts_of_prompt(line.parsed, line.prompt, tokenizer))
+                    for prompt in line.prompts:
+                        guard.check_prompt(texts_of_prompt(line.parsed, prompt, tokenizer))
         except RowError as error:
             line.error = translate_error(line.url, error)
         except (ModelMismatchError, MemoryError):  # it concerns the run, not the row
@@ -189,14 +190,10 @@ class ShardReader:
         for (line, _), inputs in zip(read, encoded_inputs, strict=True):
             line.inputs = inputs
         for chat in (True, False):
-            chosen = [
-                line for line in lines if isinstance(line.prompt, str) and isinstance(line.parsed, ChatBody) is chat
-            ]
-            texts = [line.prompt for line in chosen if isinstance(line.prompt, str)]
-            tokenizer = self.model.tokenizer
-            encoded = tokenizer.encode_chats(texts) if chat else tokenizer.encode_batch(texts, add_special_tokens=True)
-            for line, ids in zip(chosen, encoded, strict=True):
-                line.prompt = ids
+            chosen = [line for line in lines if line.prompts and isinstance(line.parsed, ChatBody) is chat]
+            encoded = encode(self.model.tokenizer, [line.prompts for line in chosen], chat=chat)
+            for line, prompts in zip(chosen, encoded, strict=True):
+                line.prompts = prompts
 
     def _prepared(
         self, line: _Line, work: ShardWork, translator: Translator, pooled: PooledReader
@@ -209,8 +206,9 @@ class ShardReader:
             if not isinstance(line.parsed, GenerationBody):
                 request = pooled.request(request_id, line.parsed, line.inputs)
             else:
-                assert isinstance(line.prompt, np.ndarray), "prompts are encoded before"
-                request = translator.request(request_id, line.parsed, line.prompt, line.hints)
+                prompts = [prompt for prompt in line.prompts if not isinstance(prompt, str)]
+                assert len(prompts) == len(line.prompts), "prompts are encoded before"
+                request = translator.request(request_id, line.parsed, prompts, line.hints)
             request = request if logged is None else resume(self.model.engine, request, logged)
         except RowError as error:
             line.error = translate_error(line.url, error)

@@ -340,7 +340,7 @@ class ShardWorker:
             self._reporter.count_rejected(shard.work.tier, [rejected])
         else:
             self._running[request.request_id] = (shard, row)
-            shard.num_in_engine += 1
+            shard.num_in_engine += request.num_choices
             self._writer.schedule_first_checkpoint()
 
     # -- Stepping the engine
@@ -349,7 +349,7 @@ class ShardWorker:
         """Run one step of the engine, charge it to the shards, and process the completions."""
         sample = self._spans.sample(self._shards)
         stats_before = None if sample is None else self._engine.stats()
-        shares = shares_of_step(self._engine, self._shards, len(self._running), self._model.max_num_seqs)
+        shares = shares_of_step(self._engine, self._shards, self._model.max_num_seqs)
         began = self._now()
         try:
             completions = self._engine.step()
@@ -379,7 +379,7 @@ class ShardWorker:
         if found is None:  # its shard was released
             return
         shard, row = found
-        shard.num_in_engine -= 1
+        shard.num_in_engine -= row.request.num_choices
         if failure_of(completion) is not None and self._isolation.take(shard, row, completion):
             self._checkpointer.retain(shard, row, completion)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -139,8 +139,8 @@ class Translator:
         is_known = eos is None or eos in limits.end_token_ids or eos >= limits.vocab_size
         self._extra_end_ids = () if eos is None or is_known else (eos,)
 
-    def prompt_of(self, body: Generation) -> str | TokenIds:
-        """The prompt as text to encode (with special tokens for completions), or as the given token ids.
+    def prompts_of(self, body: Generation) -> list[str | TokenIds]:
+        """The prompts, each as text to encode (with special tokens for completions), or as the given token ids.
 
         Raises `RowError` when the model has no head, the chat template refuses the messages or the tools, an id is
         outside the vocabulary, or any encoding of a text is too long for the context.
@@ -155,23 +155,23 @@ class Translator:
                 param="url",
             )
         if isinstance(body, ChatBody):
-            return self._within_context(rendered_chat(body, self._tokenizer), body)
-        if isinstance(body.prompt, str):
-            return self._within_context(encodable(body.prompt, "prompt"), body)
-        for token_id in body.prompt:
-            self._check_token("prompt", token_id)
-        return np.asarray(body.prompt, dtype=np.int32)
+            return [self._within_context(rendered_chat(body, self._tokenizer), body, 0)]
+        found: list[str | TokenIds] = []
+        for at, prompt in enumerate(body.prompts):
+            name = prompt_name(body, at)
+            if isinstance(prompt, str):
+                found.append(self._within_context(encodable(prompt, name), body, at))
+                continue
+            for token_id in prompt:
+                self._check_token(name, token_id)
+            found.append(np.asarray(prompt, dtype=np.int32))
+        return found
 
-    def request(self, request_id: str, body: Generation, prompt: TokenIds, hints: RowHints) -> Request:
-        """The engine's request for a body whose prompt is encoded (`prompt` int32 [prompt_tokens]).
+    def request(self, request_id: str, body: Generation, prompts: Sequence[TokenIds], hints: RowHints) -> Request:
+        """The engine's request for a body whose prompts are encoded (each int32 [prompt_tokens]).
 
         It has no deadline: that counts from the request's arrival in the engine. Raises `RowError`.
         """
-        if not len(prompt):
-            raise _refuse("the prompt holds no tokens; give some text", "prompt")
-        max_tokens = self._max_tokens(body, len(prompt))
-        if body.min_tokens > max_tokens:
-            raise _refuse(f"min_tokens is {body.min_tokens}, but at most {max_tokens} can be generated", "min_tokens")
         for token_id in body.stop_token_ids:
             self._check_token("stop_token_ids", token_id)
         for token_id in body.allowed_token_ids or ():
@@ -179,8 +179,34 @@ class Translator:
         bias = {int(token_id): value for token_id, value in body.logit_bias.items()}
         for token_id in bias:
             self._check_token("logit_bias", token_id)
+        members = [self._member(request_id, body, prompts, at, bias, hints) for at in range(len(prompts))]
+        return replace(
+            members[0],
+            prefix_group=hints.prefix_group,
+            prefix_readers=hints.prefix_readers or 0,
+            readers_known=len(members) == 1,  # the planner groups rows with a common prefix by their first prompts
+            more=tuple(members[1:]),
+        )
+
+    def _member(
+        self,
+        request_id: str,
+        body: Generation,
+        prompts: Sequence[TokenIds],
+        at: int,
+        bias: dict[int, float],
+        hints: RowHints,
+    ) -> Request:
+        """The engine's request for one of the prompts, as if it were the only one."""
+        prompt, name = prompts[at], prompt_name(body, at)
+        if not len(prompt):
+            raise _refuse(f"the {name} holds no tokens; give some text", name)
+        max_tokens = self._max_tokens(body, len(prompt), name)
+        if body.min_tokens > max_tokens:
+            raise _refuse(f"min_tokens is {body.min_tokens}, but at most {max_tokens} can be generated", "min_tokens")
+        seed = row_seed(self._rules.seed, hints.row, at) if body.seed is None else body.seed
         try:
-            params = self._params(body, max_tokens, bias, hints.row)
+            params = self._params(body, max_tokens, bias, seed)
         except RequestRefused as error:
             raise _refuse(str(error), None) from error
         watchers = None
@@ -195,9 +221,6 @@ class Translator:
             params=params,
             priority=self._rules.priority,
             expected_tokens=None if expected is None else max(1, min(expected, max_tokens)),
-            prefix_group=hints.prefix_group,
-            prefix_readers=hints.prefix_readers or 0,
-            readers_known=True,  # the planner groups rows with a common prefix
             salt=self._rules.salt,
             watcher=watchers,
             mask=self._grammar(body, prompt),
@@ -208,7 +231,7 @@ class Translator:
         wanted = grammar_of(body, prompt, self._tokenizer)
         return None if wanted is None else self._grammars.compile(wanted)
 
-    def _params(self, body: Generation, max_tokens: int, bias: dict[int, float], row: int) -> SamplingParams:
+    def _params(self, body: Generation, max_tokens: int, bias: dict[int, float], seed: int) -> SamplingParams:
         prompt_logprobs = None
         if isinstance(body, ChatBody):
             logprobs = body.top_logprobs if body.logprobs else None
@@ -228,7 +251,7 @@ class Translator:
             logit_bias=bias,
             allowed_token_ids=body.allowed_token_ids,
             bad_words=self._bad_word_tokens(body.bad_words),
-            seed=row_seed(self._rules.seed, row) if body.seed is None else body.seed,
+            seed=seed,
             stop_token_ids=body.stop_token_ids if body.ignore_eos else (*body.stop_token_ids, *self._extra_end_ids),
             ignore_eos=body.ignore_eos,
             min_tokens=body.min_tokens,
@@ -243,7 +266,7 @@ class Translator:
             self._bad_words = words, ids
         return ids
 
-    def _max_tokens(self, body: Generation, prompt_tokens: int) -> int:
+    def _max_tokens(self, body: Generation, prompt_tokens: int, name: str) -> int:
         requested = body.output_limit
         limit = self._rules.max_output_tokens
         if requested is not None and requested > limit:
@@ -254,15 +277,17 @@ class Translator:
         wanted = 1 if requested is None else requested
         if wanted > left:
             error = ContextLengthExceeded(prompt_tokens, wanted, self._limits.max_model_len)
-            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, str(error)) from error
+            message = str(error).replace("prompt", name, 1)
+            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param=_param(name)) from error
         return wanted
 
-    def _within_context(self, text: str, body: Generation) -> str:
+    def _within_context(self, text: str, body: Generation, at: int) -> str:
         """Return the text. Raises `RowError` when no encoding of it leaves room for one token of an answer."""
         min_tokens, limit = self._tokenizer.least_tokens(text), self._limits.max_model_len
         if min_tokens + (body.output_limit != 0) > limit:
-            message = f"prompt of at least {min_tokens} tokens, but the context holds {limit}; shorten the prompt"
-            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
+            name = prompt_name(body, at)
+            message = f"{name} of at least {min_tokens} tokens, but the context holds {limit}; shorten the prompt"
+            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param=_param(name))
         return text
 
     def _check_token(self, name: str, token_id: int) -> None:
@@ -294,10 +319,21 @@ def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[i
     return tuple(dict.fromkeys(tuple(ids.tolist()) for ids in encoded if len(ids)))
 
 
-def row_seed(job_seed: int, row: int) -> int:
-    """The seed of a row without one: the same in each run of the job, different for each row."""
-    digest = hashlib.blake2b(f"{job_seed}:{row}".encode(), digest_size=8).digest()
+def row_seed(job_seed: int, row: int, prompt: int = 0) -> int:
+    """The seed of a prompt of a row without one: the same in each run of the job, different for each row and prompt."""
+    name = f"{job_seed}:{row}:{prompt}" if prompt else f"{job_seed}:{row}"
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def prompt_name(body: Generation, at: int) -> str:
+    """A prompt's name in messages."""
+    return f"prompt[{at}]" if body.num_prompts > 1 else "prompt"
+
+
+def _param(name: str) -> str | None:
+    """The field of an error about a prompt's length; a single prompt may be a conversation's."""
+    return None if name == "prompt" else name
 
 
 def encodable(text: str, name: str) -> str:

@@ -17,7 +17,7 @@ import orjson
 import structlog
 
 from engine.models.encoders.classifier import ClassifierSettings
-from engine.request import Choice, Completion, FinishReason
+from engine.request import Choice, Completion, FinishReason, Request
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody
@@ -119,19 +119,20 @@ class ResponseBuilder:
         prompts, answers = [], []
         for row in rows:
             for choice in row.completion.choices:
-                prompts.append(row.prepared.request.prompt_token_ids)
+                prompts.append(row.prepared.request.member_of(choice.index).prompt_token_ids)
                 answers.append(choice.token_ids)
         decoded = iter(self._tokenizer.decode_answers(prompts, answers))
         return [[self._text(row.prepared, choice, next(decoded)) for choice in row.completion.choices] for row in rows]
 
     def _text(self, prepared: PreparedRow, choice: Choice, decoded: str) -> str:
         """The text of a choice: cut at its stop string, or all decoded text (with that of an end token, if wanted)."""
-        watchers = prepared.request.watcher
-        stopped_text = watchers.text(choice.index) if isinstance(watchers, StopWatchers) else None
+        request = prepared.request.member_of(choice.index)
+        watchers, own = request.watcher, choice.index % request.params.n
+        stopped_text = watchers.text(own) if isinstance(watchers, StopWatchers) else None
         if stopped_text is not None:
             return stopped_text
         shown = shown_tokens(prepared.body, self._tokenizer)
-        prompt = prepared.request.prompt_token_ids
+        prompt = request.prompt_token_ids
         if _includes_stop(prepared.body) and choice.stop_token_id is not None:
             return self._tokenizer.decode_showing(prompt, [*choice.token_ids.tolist(), choice.stop_token_id], shown)
         if shown and not shown.keys().isdisjoint(choice.token_ids.tolist()):
@@ -169,8 +170,7 @@ class ResponseBuilder:
             ]
         response = {"id": "", "object": name, "created": int(started.timestamp()), "model": body.model}
         response["choices"] = choices
-        if isinstance(stops := prepared.request.watcher, StopWatchers):
-            _name_stops(choices, stops)
+        _name_stops(choices, prepared.request)
         if body.return_token_ids:
             _add_token_ids(response, prepared, completion, withheld)
 
@@ -230,10 +230,13 @@ class ResponseBuilder:
         runs = []
         prompt = ""
         if body.echo:
-            ids = row.prepared.request.prompt_token_ids
-            prompt = body.prompt if isinstance(body.prompt, str) else self._tokenizer.decode(ids)
-            if row.completion.prompt_logprobs is not None:
-                runs.append((ids, row.completion.prompt_logprobs))
+            request = row.prepared.request
+            number, ids = index // request.params.n, request.member_of(index).prompt_token_ids
+            given = body.prompts[number]
+            prompt = given if isinstance(given, str) else self._tokenizer.decode(ids)
+            scored = (row.completion.members or (row.completion,))[number]
+            if scored.prompt_logprobs is not None:
+                runs.append((ids, scored.prompt_logprobs))
         if choice.logprobs is not None:
             runs.append((choice.token_ids[: self._num_tokens_within(body, choice, text)], choice.logprobs))
         logprobs = None if body.logprobs is None else completion_logprobs(self._texts, runs, body.logprobs)
@@ -280,14 +283,13 @@ def _add_token_ids(
 ) -> None:
     """Add token ids as vLLM does: the prompt's to the response (of completions: to each choice), and to each choice its
     own, end token included."""
-    prompt = prepared.request.prompt_token_ids.tolist()
     for choice, shown in zip(completion.choices, response["choices"], strict=True):
         ending = [] if choice.stop_token_id is None else [choice.stop_token_id]
         shown["token_ids"] = None if choice.index in withheld else choice.token_ids.tolist() + ending
         if isinstance(prepared.body, CompletionBody):
-            shown["prompt_token_ids"] = prompt
+            shown["prompt_token_ids"] = prepared.request.member_of(choice.index).prompt_token_ids.tolist()
     if isinstance(prepared.body, ChatBody):
-        response["prompt_token_ids"] = prompt
+        response["prompt_token_ids"] = prepared.request.prompt_token_ids.tolist()
 
 
 def _withheld_choice(body: ChatBody | CompletionBody, index: int) -> dict[str, Any]:
@@ -297,10 +299,11 @@ def _withheld_choice(body: ChatBody | CompletionBody, index: int) -> dict[str, A
     return {"index": index, **content, "logprobs": None, "finish_reason": CONTENT_FILTER}
 
 
-def _name_stops(choices: list[dict[str, Any]], stops: StopWatchers) -> None:
+def _name_stops(choices: list[dict[str, Any]], request: Request) -> None:
     """Add the stop string that ended a choice to it, as vLLM does."""
     for choice in choices:
-        stop = stops.stop(choice["index"])
+        stops = request.member_of(choice["index"]).watcher
+        stop = stops.stop(choice["index"] % request.params.n) if isinstance(stops, StopWatchers) else None
         if stop is not None and choice["finish_reason"] == FinishReason.STOP:
             choice["stop_reason"] = stop
 

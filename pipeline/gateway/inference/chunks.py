@@ -48,7 +48,8 @@ class Chunks:
         self._include_usage = inference.include_usage
         self._begun: set[int] = set()
         self._returns_ids = bool(inference.request.body.get("return_token_ids"))
-        self._prompt_ids: Sequence[int] | None = None
+        self._n = int(inference.request.body.get("n") or 1)
+        self._prompt_ids: dict[int, Sequence[int] | None] = {}  # by the prompt's number
         self._has_prompt_ids: set[int] = set()  # choices; chats have them once
         self._num_ids: Counter[int] = Counter()
         kind = "chatcmpl" if self._chat else "cmpl"
@@ -75,7 +76,8 @@ class Chunks:
         return [ServerEvent(orjson.dumps(error.body())), ServerEvent(DONE)]
 
     def _tokens(self, event: TokensEvent) -> Iterator[bytes]:
-        self._prompt_ids = event.prompt_token_ids or self._prompt_ids
+        if event.prompt_token_ids is not None:
+            self._prompt_ids[event.choice // self._n] = event.prompt_token_ids
         if not self._chat:
             if event.text or self._returns_ids:
                 yield self._chunk(event.choice, {"text": event.text}, token_ids=event.tokens)
@@ -93,7 +95,7 @@ class Chunks:
     def _end(self, response: Mapping[str, Any]) -> Iterator[bytes]:
         for choice in response["choices"]:
             index, reason = choice["index"], choice["finish_reason"]
-            self._prompt_ids = response.get("prompt_token_ids", choice.get("prompt_token_ids"))
+            self._prompt_ids[index // self._n] = response.get("prompt_token_ids", choice.get("prompt_token_ids"))
             rest = (choice.get("token_ids") or [])[self._num_ids[index] :]
             if self._chat:
                 yield from self._role(index)
@@ -123,7 +125,7 @@ class Chunks:
             self._num_ids[index] += len(token_ids)
             if (owner := 0 if self._chat else index) not in self._has_prompt_ids:
                 self._has_prompt_ids.add(owner)
-                (chunk if self._chat else choice)["prompt_token_ids"] = self._prompt_ids
+                (chunk if self._chat else choice)["prompt_token_ids"] = self._prompt_ids.get(index // self._n)
         return orjson.dumps(chunk | ({"usage": None} if self._include_usage else {}))
 
 

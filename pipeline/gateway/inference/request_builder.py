@@ -209,7 +209,7 @@ class InferenceRequestBuilder:
         resume = extension.resume if stream else 0.0
         ticket = None
         if self._rates is not None:
-            rows = checked.n if isinstance(checked, GenerationBody) else 1
+            rows = checked.n * checked.num_prompts if isinstance(checked, GenerationBody) else 1
             ticket = self._rates.admit(
                 caller, request.id, self._max_tokens(checked, dumped, default_max_tokens), seconds, rows
             )
@@ -293,7 +293,7 @@ class InferenceRequestBuilder:
         if not isinstance(body, GenerationBody):
             return prompt
         named = dumped.get("max_completion_tokens", dumped.get("max_tokens"))
-        return prompt + body.n * (default_max_tokens if named is None else named)
+        return prompt + body.n * body.num_prompts * (default_max_tokens if named is None else named)
 
     def _extension(self, given: Any) -> Extension:
         try:

@@ -126,8 +126,13 @@ def test_a_chat_body_that_cannot_be_honoured_is_refused_by_name(
         ({"prompt": []}, INVALID, "prompt is empty"),
         ({"prompt": [1, True]}, INVALID, "list of token ids"),
         ({"prompt": [1, -1]}, INVALID, "list of token ids"),
-        ({"prompt": ["a", "b"]}, UNSUPPORTED, "a line of its own"),
-        ({"prompt": [[1], [2]]}, UNSUPPORTED, "a line of its own"),
+        ({"prompt": ["a", ""]}, INVALID, "prompt[1] is empty"),
+        ({"prompt": [[1], []]}, INVALID, "prompt[1] is empty"),
+        ({"prompt": [[1], 2, "x"]}, INVALID, "prompt[1] must be a string or a list"),
+        ({"prompt": [[1], [-2]]}, INVALID, "prompt[1] must be a string or a list"),
+        ({"prompt": [["a"], ["b"]]}, INVALID, "prompt[0] must be a string or a list"),
+        ({"prompt": ["a"] * 2049}, INVALID, "prompt holds 2049, but at most 2048 are allowed"),
+        ({"prompt": ["a"] * 21, "n": 100}, INVALID, "prompt holds 21, 100 times each, but at most 2048 are allowed"),
         ({"logprobs": True}, INVALID, "must be an integer"),
         ({"logprobs": 21}, INVALID, "must be 20 or less"),
         ({"max_tokens": -1}, INVALID, "must be 0 or more"),
@@ -183,6 +188,17 @@ def test_scoring_only_is_for_completions() -> None:
 def test_a_list_of_one_prompt_is_that_prompt() -> None:
     assert completion(prompt=["hi"]).prompt == "hi"
     assert completion(prompt=[[1, 2]]).prompt == (1, 2)
+
+
+@pytest.mark.parametrize("given", [["a", "b"], [[1, 2], [3]], ["a", [3]], ["a"] * 2048])
+def test_several_prompts_are_one_request(given: list[Any]) -> None:
+    body = completion(prompt=given)
+    assert body.prompts == tuple(tuple(prompt) if isinstance(prompt, list) else prompt for prompt in given)
+    assert body.num_prompts == len(given)
+    assert load_body(COMPLETIONS_URL, dump_body(body)) == body
+    with pytest.raises(RowError, match=f"prompt holds {len(given)}, but at most 1 are"):
+        parse_body(COMPLETIONS_URL, {"model": "demo", "prompt": given}, Limits(max_prompts=1))
+    assert completion(prompt="alone", n=100, model="demo").prompts == ("alone",)
 
 
 def test_limits_are_settings() -> None:

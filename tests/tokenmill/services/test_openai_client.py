@@ -407,6 +407,38 @@ def test_texts_are_gone_on_with(served: InstallationUnderTest) -> None:
     assert echoed.choices[0].text == "a river" + text.choices[0].text
 
 
+def test_several_prompts_are_gone_on_with(served: InstallationUnderTest) -> None:
+    prompts = ["a river", "the sea", "a hill"]
+    request: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "temperature": 0.8, "seed": 4, "n": 2, "logprobs": 1}
+    whole = served.client.completions.create(**request, prompt=prompts)
+    alone = [served.client.completions.create(**request, prompt=prompt) for prompt in prompts]
+    texts = [choice.text for answer in alone for choice in answer.choices]
+    assert [choice.text for choice in whole.choices] == texts
+    assert [choice.index for choice in whole.choices] == list(range(6))
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == sum(answer.usage.total_tokens for answer in alone if answer.usage is not None)
+    streamed = dict.fromkeys(range(6), "")
+    ends = 0
+    options: Any = {"include_usage": True}
+    for chunk in served.client.completions.create(**request, prompt=prompts, stream=True, stream_options=options):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+            ends += choice.finish_reason is not None
+    assert list(streamed.values()) == texts
+    assert ends == 6
+    assert chunk.usage == whole.usage
+    prompt_ids: dict[int, list[int]] = {}
+    more: Any = {"stream": True, "extra_body": {"return_token_ids": True}}
+    for chunk in served.client.completions.create(**request, prompt=prompts, **more):
+        for choice in chunk.choices:
+            if (ids := getattr(choice, "prompt_token_ids", None)) is not None:
+                assert prompt_ids.setdefault(choice.index, ids) is ids, "each choice has them once"
+    assert [prompt_ids[number] for number in (0, 2, 4)] == [prompt_ids[number] for number in (1, 3, 5)]
+    assert len({tuple(ids) for ids in prompt_ids.values()}) == 3
+    with pytest.raises(openai.BadRequestError, match=r"prompt\[1\] of "):
+        served.client.completions.create(model="tiny", prompt=["a", "far too long " * 500, "b"])
+
+
 def test_each_error_is_the_clients_own_class(served: InstallationUnderTest) -> None:
     client = served.client.with_options(max_retries=0)
     with pytest.raises(openai.AuthenticationError) as wrong:

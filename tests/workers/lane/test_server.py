@@ -208,7 +208,16 @@ def bodies(kit: Any) -> list[dict[str, Any]]:
         kit.completion("scored", logprobs=2, echo=True, max_tokens=0),
         kit.completion("again", echo=True, **greedy),
         kit.chat("stops", stop=["e", "ab"], n=2, seed=9, max_tokens=40),
+        kit.completion(["one", [5, 6, 7], "naïve 日本語"], **greedy),
+        kit.completion(["a", "b c d"], stop=["e", "ab"], n=2, seed=9, max_tokens=40, logprobs=1),
+        kit.completion(["scored", "this too"], logprobs=1, echo=True, max_tokens=0),
     ]
+
+
+def choices_of(body: dict[str, Any]) -> range:
+    """The choices that a body asks for."""
+    prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+    return range(prompts * body.get("n", 1))
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +253,7 @@ def test_answers_are_those_of_the_same_rows_and_the_text_comes_in_pieces(
             assert streamed_logprobs == row["choices"][0]["logprobs"]["content"]
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(10))
 def test_an_attempt_resumes_after_the_tokens_of_another(
     loaded: LoadedModel, kit: Any, lane: MemoryLane, work: Any, number: int
 ) -> None:
@@ -258,13 +267,13 @@ def test_an_attempt_resumes_after_the_tokens_of_another(
             streamed_tokens.setdefault(event.choice, []).extend(event.tokens)
     # Given that the caller has some of the tokens of each choice, or all of them, when it resumes on another worker,
     for part in (1, 2, 7, 10**6):
-        known = tuple(tuple(streamed_tokens.get(choice, ())[:part]) for choice in range(body.get("n", 1)))
+        known = tuple(tuple(streamed_tokens.get(choice, ())[:part]) for choice in choices_of(body))
         again = events_of(lane, request(loaded, body, f"b{number}-{part}", attempt=2, tokens=known))
         # then it gets the others, and the same response.
         seeded = body.get("seed") is not None or body.get("temperature") == 0
         if seeded:
             assert alike(response(again)) == alike(response(first))
-        for choice in range(body.get("n", 1)):
+        for choice in choices_of(body):
             more = [t for e in again if isinstance(e, TokensEvent) and e.choice == choice for t in e.tokens]
             assert [*known[choice], *more] == streamed_tokens.get(choice, [])
             text[choice] = text_of(again, choice)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.groups import GroupEngine
 from schemas.jobs.results import RowStatus
 from tests.workers.model.scoring import score, windows
 from workers.errors import WorkerError
@@ -138,8 +139,9 @@ def test_logprobs_and_echo_through_the_whole_worker(loaded: LoadedModel, referen
 def test_perplexity_is_transformers(loaded: LoadedModel, reference: Any) -> None:
     texts = ["The quick brown fox jumps", "日本語 🎉 and more", "x"]
     sequences = loaded.tokenizer.encode_batch(texts, add_special_tokens=False)
-    assert isinstance(loaded.engine, Engine)
-    scores = score(loaded.engine, sequences)
+    assert isinstance(loaded.engine, GroupEngine)
+    assert isinstance(loaded.engine.engine, Engine)
+    scores = score(loaded.engine.engine, sequences)
     for ids, result in zip(sequences, scores, strict=True):
         assert result.tokens == len(ids) - 1
         if result.tokens:

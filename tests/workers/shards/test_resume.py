@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from engine.groups import ended_choice
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_job
 from pipeline.jobs.submit import JobOrder, submit
@@ -33,6 +34,8 @@ from workers.errors import BrokenEngineError
 from workers.model.loaded_model import LoadedModel
 from workers.observability.progress import WorkerProgress
 from workers.settings import WorkerSettings
+from workers.shards.resume import resume_from
+from workers.shards.shard_reader import ShardReader
 from workers.shards.worker import ShardWorker
 
 ROWS = 24
@@ -86,6 +89,9 @@ def requests(tmp_path: Path, kit: Any) -> Path:
         body = kit.chat(f"tell me {at}", max_tokens=20 + at, **KINDS[at % len(KINDS)])
         if at % 7 == 3:
             body = kit.completion(f"once {at}", max_tokens=16, echo=True, logprobs=1, temperature=0.7, seed=at)
+        if at % 7 == 5:
+            prompts = [f"first {at}", [5, 6, 7 + at], "third"]
+            body = kit.completion(prompts, max_tokens=18, n=2, logprobs=1, temperature=0.9, stop=["e", "th"])
         url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         lines.append(json.dumps({"custom_id": f"id-{row}", "method": "POST", "url": url, "body": body}))
     path = tmp_path / "in.jsonl"
@@ -374,7 +380,8 @@ def test_given_a_run_that_ends_with_an_error_when_it_is_resumed_then_no_row_is_a
 
 def failing(engine: Any, good: int, world: World) -> Callable[[], Any]:
     """Steps of which only the first few succeed; what fails takes a second."""
-    execute, steps = engine._runner.execute, 0
+    runner: Any = engine.engine._runner
+    execute, steps = runner.execute, 0
 
     def fail(plan: Any) -> Any:
         nonlocal steps
@@ -385,10 +392,27 @@ def failing(engine: Any, good: int, world: World) -> Callable[[], Any]:
         return execute(plan)
 
     def step() -> Any:
-        engine._runner.execute = fail
+        runner.execute = fail
         return engine.step()
 
     return step
+
+
+def test_given_prompts_that_are_scored_when_the_row_resumes_then_their_ended_choices_are_computed_again(
+    load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    body = kit.completion(["one", [5, 6, 7], "three"], max_tokens=6, n=2, echo=True, logprobs=1, temperature=0)
+    model = load()
+    (row,) = ShardReader(model).prepare(kit.make_work([body])).waiting
+    model.engine.add(row.request)
+    (whole,) = [completion for _ in range(99) for completion in model.engine.step()]
+    ended = tuple(ended_choice(choice) for choice in whole.choices)
+    resumed = resume_from(model.engine, row.request, ended)
+    assert [choice.index for choice in resumed.partial] == [1, 3, 5]  # the others return the prompts' scores
+    model.engine.add(resumed)
+    (again,) = [completion for _ in range(99) for completion in model.engine.step()]
+    assert [c.token_ids.tolist() for c in again.choices] == [c.token_ids.tolist() for c in whole.choices]
+    assert all(member.prompt_logprobs is not None for member in again.members)
 
 
 class WrappedEngine:

@@ -134,7 +134,7 @@ def test_a_damaged_tokenizer_is_one_clear_error(damage: Callable[[Path], None], 
 def test_an_end_token_beyond_the_models_vocabulary_fails_no_row(byte_level: Tokenizer, kit: Any) -> None:
     # Given a tokenizer whose end token (2) the model can't produce
     translator = Translator(byte_level, ModelLimits(64, 2, ()), JobRules())
-    request = translator.request("a", kit.parse(kit.chat()), np.array([1], dtype=np.int32), RowHints(0))
+    request = translator.request("a", kit.parse(kit.chat()), [np.array([1], dtype=np.int32)], RowHints(0))
     assert request.params.stop_token_ids == ()
 
 

@@ -115,7 +115,7 @@ def test_a_prompt_beyond_the_context_is_refused_without_being_tokenized(
     monkeypatch.setattr(Tokenizer, "encode_batch", None)
     body = CompletionBody(model="m", prompt="some words " * 100_000)
     with pytest.raises(RowError, match=r"prompt of at least \d+ tokens, but the context holds 512") as refused:
-        translator.prompt_of(body)
+        translator.prompts_of(body)
     assert refused.value.code is RowErrorCode.CONTEXT_LENGTH_EXCEEDED
     short = CompletionBody(model="m", prompt="some words")
-    assert translator.prompt_of(short) == "some words"
+    assert translator.prompts_of(short) == ["some words"]

@@ -25,9 +25,9 @@ def make(byte_level: Tokenizer, kit: Any) -> Any:
         parsed = parse_body(url, body)
         assert isinstance(parsed, ChatBody | CompletionBody)
         translator = Translator(byte_level, LIMITS, rules or JobRules(default_max_tokens=40))
-        translator.prompt_of(parsed)
+        translator.prompts_of(parsed)
         prompt = np.arange(prompt_tokens, dtype=np.int32)
-        return translator.request("r", parsed, prompt, hints or RowHints(7))
+        return translator.request("r", parsed, [prompt], hints or RowHints(7))
 
     return make
 

@@ -75,7 +75,7 @@ def build(byte_level: Tokenizer, kit: Any) -> Any:
             prompt_logprobs=logprobs_of(prompt_ids, top, first=float("nan")) if prompt_logprobs else None,
         )
         names = tuple(RowName(row, f"id-{row}") for row in range(4, 5 + copies))
-        request = Request("r", prompt_ids, SamplingParams(), watcher=watchers)
+        request = Request("r", prompt_ids, SamplingParams(n=len(answers)), watcher=watchers)
         row = ComputedRow(PreparedRow(names, parsed, request), completion)
         return ResponseBuilder(byte_level).results([row], envelope(kit.NOON))
 

@@ -36,7 +36,7 @@ def prompt(kit: Any) -> Callable[..., str]:
         tokenizer = Tokenizer(kit.byte_level_tokenizer(), ChatOptions(template))
         body = parse_body(CHAT_URL, kit.chat("hi") | fields)
         assert isinstance(body, ChatBody)
-        made = Translator(tokenizer, ModelLimits(500, 400, (2,)), JobRules()).prompt_of(body)
+        made = Translator(tokenizer, ModelLimits(500, 400, (2,)), JobRules()).prompts_of(body)[0]
         assert isinstance(made, str)
         return made
 
@@ -100,7 +100,7 @@ def test_variables_can_not_write_special_tokens(kit: Any) -> None:
     tokenizer = Tokenizer(kit.byte_level_tokenizer(), ChatOptions(HARMONY))
     body = parse_body(CHAT_URL, kit.chat("hi", chat_template_kwargs={"persona": "<end><turn>"}))
     assert isinstance(body, ChatBody)
-    text = Translator(tokenizer, ModelLimits(500, 400, (2,)), JobRules()).prompt_of(body)
+    text = Translator(tokenizer, ModelLimits(500, 400, (2,)), JobRules()).prompts_of(body)[0]
     (ids,) = tokenizer.encode_chats([str(text)])
     assert not np.isin(ids, list(tokenizer.special_ids)).any()
     assert "<end><turn>" in tokenizer.decode(ids)

@@ -1,0 +1,122 @@
+"""Several prompts in one completions row: the choices are those of the same prompts, each in a row of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from pipeline.adapters.system_clock import SystemClock
+from schemas.jobs.results import ResultRow, RowStatus
+from schemas.requests.errors import RowErrorCode
+from workers.model.loaded_model import LoadedModel
+from workers.shards.worker import ShardWorker
+
+CLOCK = SystemClock()
+CONFIG = EngineConfig(
+    dtype="float32", threads=1, max_model_len=128, cache=CacheConfig(block_size=16, num_blocks=200),
+    schedule=ScheduleConfig(max_num_seqs=8),
+)  # fmt: skip
+PROMPTS: list[Any] = ["The quick brown", [5, 6, 7, 8, 9], "naïve 日本語", "x", "The quick fox"]
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder: Path) -> LoadedModel:
+    return LoadedModel.load(model_folder, name="tiny", config=CONFIG)
+
+
+def compute(kit: Any, model: LoadedModel, bodies: list[dict[str, Any]]) -> list[ResultRow]:
+    sink = kit.MemorySink()
+    ShardWorker(model, kit.ListSource([kit.make_work(bodies)]), sink, CLOCK).run()
+    return list(sink.parts[1])
+
+
+def choices(row: ResultRow) -> list[dict[str, Any]]:
+    assert row.response is not None, row.error_message
+    found: list[dict[str, Any]] = json.loads(row.response)["choices"]
+    return found
+
+
+def rounded(value: Any) -> Any:
+    """Log-probabilities differ in their last digits with the shape of the batch."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": 0, "max_tokens": 20},
+        {"temperature": 1.1, "seed": 7, "max_tokens": 20, "n": 3},
+        {"temperature": 0.8, "seed": 7, "max_tokens": 30, "n": 2, "stop": ["e", "th", "q"], "logprobs": 2},
+        {"temperature": 0, "max_tokens": 0, "echo": True, "logprobs": 1},
+        {"temperature": 0, "max_tokens": 5, "echo": True, "logprobs": 3},
+        {"temperature": 0, "echo": True, "max_tokens": 10},
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 2, "max_tokens": 9, "n": 2, "return_token_ids": True, "bad_words": ["e"]},
+        {"temperature": 0.9, "seed": 1, "max_tokens": 12, "structured_outputs": {"regex": "[a-f]{3,9}"}, "n": 2},
+    ],
+)
+def test_each_prompt_is_answered_as_if_it_were_sent_alone(loaded: LoadedModel, kit: Any, body: dict[str, Any]) -> None:
+    n = body.get("n", 1)
+    whole, *single = compute(kit, loaded, [kit.completion(prompt, **body) for prompt in (PROMPTS, *PROMPTS)])
+    found = choices(whole)
+    assert [choice["index"] for choice in found] == list(range(len(PROMPTS) * n))
+    expected = [
+        choice | {"index": number * n + choice["index"]} for number in range(5) for choice in choices(single[number])
+    ]
+    assert found == rounded(expected)
+    assert whole.text == found[0]["text"]
+    assert whole.prompt_tokens == sum(row.prompt_tokens or 0 for row in single)
+    assert whole.completion_tokens == sum(row.completion_tokens or 0 for row in single)
+    usage = json.loads(whole.response or "")["usage"]
+    assert usage["total_tokens"] == (whole.prompt_tokens or 0) + (whole.completion_tokens or 0)
+
+
+def test_without_a_seed_equal_prompts_are_answered_differently_and_the_same_again(
+    loaded: LoadedModel, kit: Any
+) -> None:
+    body = kit.completion(["The quick"] * 6, temperature=1.5, max_tokens=20)
+    (first,), (again,) = compute(kit, loaded, [body]), compute(kit, loaded, [body])
+    texts = [choice["text"] for choice in choices(first)]
+    assert len(set(texts)) == 6
+    assert [choice["text"] for choice in choices(again)] == texts
+    (alone,) = compute(kit, loaded, [kit.completion("The quick", temperature=1.5, max_tokens=20)])
+    assert alone.text == texts[0]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "body", "code", "message"),
+    [
+        (["a", "b", "long " * 60, "c"], {}, RowErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt[2] of "),
+        (["a", [3] * 120], {"max_tokens": 9}, RowErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt[1] of 120 tokens and"),
+        (["a", "x" * 9_999], {}, RowErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt[1] of at least"),
+        (["a", [3, 99_999]], {}, RowErrorCode.INVALID_REQUEST, "prompt[1] holds token 99999"),
+    ],
+)
+def test_one_bad_prompt_fails_the_row_by_its_name(
+    loaded: LoadedModel, kit: Any, prompts: list[Any], body: dict[str, Any], code: RowErrorCode, message: str
+) -> None:
+    good = kit.completion(["a", "b"], temperature=0, max_tokens=4)
+    bad = kit.completion(prompts, **body)
+    failed, answered = compute(kit, loaded, [bad, good])
+    assert (failed.status, failed.error_code) == (RowStatus.FAILED, code)
+    assert message in (failed.error_message or "")
+    assert len(choices(answered)) == 2
+
+
+def test_in_a_small_pool_the_answers_are_the_same(model_folder: Path, loaded: LoadedModel, kit: Any) -> None:
+    bodies = [kit.completion(PROMPTS, n=2, seed=at, temperature=1.0, max_tokens=70, ignore_eos=True) for at in (1, 2)]
+    small = LoadedModel.load(
+        model_folder, name="tiny", config=replace(CONFIG, cache=CacheConfig(block_size=16, num_blocks=9))
+    )
+    found = compute(kit, small, bodies)
+    assert small.engine.stats().preemptions
+    assert [choices(row) for row in found] == [choices(row) for row in compute(kit, loaded, bodies)]
