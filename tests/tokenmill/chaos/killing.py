@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import json
 import random
 import shutil
@@ -263,11 +264,17 @@ def judge_job(out: Path, baseline: UndisturbedRun, report: KillReport, how: sign
     report.repeated_at_most += manifest["repeated_at_most"]
 
 
-def compare(setup: Setup, rows: int, max_tokens: int, seed: int, kills: int, how: signal.Signals) -> dict[str, Any]:
-    """One signal against a job of its own."""
+def compare(
+    setup: Setup, rows: int, max_tokens: int, seed: int, kills: int, how: signal.Signals, *, compress: bool = False
+) -> dict[str, Any]:
+    """One signal against a job of its own; with `compress` its input is gzip, in members of 1,000 bytes."""
     source = setup.folder / "requests.jsonl"
     write_requests(source, setup.model_name, rows, max_tokens)
     baseline = run_undisturbed(setup, source, setup.folder / "calm")
+    if compress:
+        data = source.read_bytes()
+        source = source.with_suffix(".jsonl.gz")
+        source.write_bytes(b"".join(gzip.compress(data[at : at + 1_000]) for at in range(0, len(data), 1_000)))
     return attack(setup, source, baseline, random.Random(seed), kills, how)
 
 

@@ -23,11 +23,18 @@ def setup(folder: Path, model_folder: Path) -> Setup:
     return Setup(f"tiny={model_folder}", folder, options, (("TOKENMILL_PLAN__MAX_SHARD_ROWS", "8"),))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("how", "compress"),
+    [
+        (signal.SIGKILL, False),
+        pytest.param(signal.SIGKILL, True, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_given_kills_at_random_moments_when_started_again_then_the_answers_are_those_of_an_unbroken_run(
-    setup: Setup, how: signal.Signals
+    setup: Setup, how: signal.Signals, compress: bool
 ) -> None:
-    report = compare(setup, rows=24, max_tokens=80, seed=3, kills=1, how=how)
+    report = compare(setup, rows=24, max_tokens=80, seed=3, kills=1, how=how, compress=compress)
     assert report["kills"] == 1
     assert report["readers_opened"] >= 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import socket
 import time
@@ -23,8 +24,9 @@ from pipeline.gateway.files.uploads import FormReader
 from pipeline.gateway.http.errors import ApiError
 from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep
 from schemas.settings.gateway import GatewayOptions
-from tests.pipeline.gateway.batches.test_batches import begin, wait
+from tests.pipeline.gateway.batches.test_batches import wait
 from tests.pipeline.gateway.http_harness import HttpHarness, lines, run_http_harness
+from tests.pipeline.planner.readers.arrow_files import arrow
 from tests.waiting import HANG_SECONDS
 
 SMALL = GatewayOptions(max_upload_bytes=100_000, max_body_bytes=10_000, idle_seconds=0.5)
@@ -193,17 +195,43 @@ def test_a_range_is_equal_to_a_slice(size: int, first: int | None, last: int | N
     assert got == expected
 
 
-def test_parquet_files_can_be_uploaded(tmp_path: Path) -> None:
+def test_files_of_each_format_can_be_uploaded(tmp_path: Path) -> None:
+    """Bytes tell the formats apart, and a name only CSV from JSONL."""
     table = pa.table({"custom_id": ["a", "b"], "prompt": ["one", "two"]})
-    buffer = io.BytesIO()
-    pq.write_table(table, buffer)
+    parquet = io.BytesIO()
+    pq.write_table(table, parquet)
+    zstd, text = pa.Codec("zstd"), b"custom_id,prompt\na,one\nb,two\n"
+    rows = lines(2, "/v1/completions")
+    uploads = [
+        ("nameless", parquet.getvalue()),
+        ("requests.jsonl", arrow(table, "file")),
+        ("table.arrow", arrow(table, "stream")),
+        ("table.csv", text),
+        ("TABLE.CSV.GZ", gzip.compress(text)),
+        ("nameless", zstd.compress(rows, asbytes=True)),
+        ("requests.jsonl.gz", gzip.compress(rows)),
+    ]
     with run_http_harness(tmp_path) as harness:
         client = harness.client()
-        batch = begin(
-            client, buffer.getvalue(), endpoint="/v1/completions", extra_body={"tokenmill": {"model": "tiny"}}
-        )
-        done = wait(client, batch.id)
-        assert done.status == "completed", done
+        for name, data in uploads:
+            file = client.files.create(file=(name, data), purpose="batch")
+            batch = client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h",
+                extra_body={"tokenmill": {"model": "tiny"}},
+            )  # fmt: skip
+            done = wait(client, batch.id)
+            assert done.status == "completed", (name, done)
+            assert done.request_counts is not None
+            assert done.request_counts.total == 2, (name, done)
+        file = client.files.create(file=("table.csv.gz", gzip.compress(text)[:-3]), purpose="batch")
+        failed = wait(client, client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h",
+            extra_body={"tokenmill": {"model": "tiny"}},
+        ).id)  # fmt: skip
+        assert failed.status == "failed"
+        assert failed.errors is not None
+        assert failed.errors.data is not None
+        assert "can't be decompressed as gzip" in str(failed.errors.data[0].message)
 
 
 def test_expired_files_are_removed_unless_an_open_batch_reads_them(tmp_path: Path) -> None:

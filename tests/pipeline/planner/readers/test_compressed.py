@@ -153,3 +153,22 @@ def test_bombs_of_gigabytes_are_read_in_bounded_memory(tmp_path: Path) -> None:
     rows, grown = read_in_child(InputFormat.JSONL, *paths)
     assert rows == [3, 3, 3, -1], "a line of gigabytes fails alone, but the last file expands too much"
     assert grown < 200, "MiB"
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_planning_a_compressed_input_goes_on_where_an_interrupted_planner_stopped(suffix: str, tools: Any) -> None:
+    data = b"\n".join(tools.line(f"id {number}", f"text {number % 20}") for number in range(50))
+
+    def packed() -> Any:
+        file = SourceFile(
+            "in.jsonl" + suffix, lambda: io.BytesIO(PACKERS[suffix](data[:999]) + PACKERS[suffix](data[999:]))
+        )
+        return open_source([file], InputFormat.JSONL, Limits())
+
+    job = tools.job(plan={"segment_rows": 8, "max_shard_rows": 3})
+    whole = tools.plan(data, job)
+    some = tools.plan(packed(), job, max_segments=2)
+    assert some.sink.committed == whole.sink.committed[:2]
+    rest = tools.plan(packed(), job, sink=tools.sink(standing=some.sink.standing))
+    assert rest.summary == whole.summary
+    assert {**some.shards, **rest.shards} == whole.shards
