@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from typing import Final
 
-from tests.hostile import drops, http_requests, jsonl, model_requests, parquet, store, websocket
+from tests.hostile import drops, formats, http_requests, jsonl, model_requests, parquet, store, websocket
 from tests.hostile.attack import Attack, Form
 
 ATTACKS: Final[tuple[Attack, ...]] = (
@@ -16,6 +16,7 @@ ATTACKS: Final[tuple[Attack, ...]] = (
     *jsonl.TABLE,
     *drops.TABLE,
     *parquet.TABLE,
+    *formats.TABLE,
     *store.TABLE,
 )
 
