@@ -90,6 +90,12 @@ class MessageBatchPage(ResponseModel):
     has_more: bool
 
 
+class MessageTokens(ResponseModel):
+    """The number of a prompt's tokens."""
+
+    input_tokens: Count
+
+
 class DeletedMessageBatch(ResponseModel):
     """A message batch whose results are removed."""
 

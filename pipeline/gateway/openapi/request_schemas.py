@@ -20,7 +20,7 @@ from pipeline.gateway.openapi.tokenizer_schemas import Detokenized, Tokenized
 from pipeline.gateway.response_models import Error
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
-from schemas.requests.dialects.anthropic.body import MESSAGES_URL
+from schemas.requests.dialects.anthropic.body import COUNTED, MESSAGES_URL
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.fields import NULL, TEXT, TEXTS, one_of, record
 from schemas.requests.parsing import BODIES, NO_CHANGE, GenerationBody
@@ -94,6 +94,14 @@ def build_schemas(default_model: str | None) -> dict[str, Json]:
         _default_model_of(schema, default_model)
     for tokenizing in TOKENIZER_BODIES.values():
         _default_model_of(found[tokenizing.__name__], default_model)
+    messages_body = found["MessagesBody"]
+    found["CountTokensBody"] = {
+        **messages_body,
+        "title": "CountTokensBody",
+        "description": "Body of /v1/messages/count_tokens.",
+        "properties": {name: messages_body["properties"][name] for name in COUNTED},
+        "required": [name for name in messages_body["required"] if name in COUNTED],
+    }
     for name in ("BatchBody", "MessageBatchBody"):
         found[name]["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/JobOptions"}, NULL)
     for name in OWN:

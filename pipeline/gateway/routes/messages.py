@@ -12,8 +12,9 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.inference.sse import STREAM_ID
+from pipeline.gateway.inference.token_counts import count_tokens
 from pipeline.gateway.openapi.document import BODY, document_body, document_responses
-from pipeline.gateway.response_models import DeletedMessageBatch, MessageBatch, MessageBatchPage
+from pipeline.gateway.response_models import DeletedMessageBatch, MessageBatch, MessageBatchPage, MessageTokens
 from pipeline.gateway.routes.dependencies import GatewayDependencies, Parts, authenticated_caller, json_body
 from pipeline.gateway.routes.files_and_batches import NDJSON, check_job_limit
 from pipeline.gateway.routes.inference import document_events, document_json, reply
@@ -35,6 +36,11 @@ def messages_router(answers: InferenceResponses) -> APIRouter:
     async def create(request: Request, caller: InferenceCaller, body: Body) -> Response:
         """Create a message, as with Anthropic's API."""
         return await reply(answers, request, caller, MESSAGES_URL, body)
+
+    @router.post("/count_tokens", openapi_extra=document_body("CountTokensBody", _COUNTED), responses=_COUNTS)
+    async def count(caller: InferenceCaller, body: Body, parts: Parts) -> MessageTokens:
+        """Count the tokens of a message's prompt."""
+        return MessageTokens.model_validate(await count_tokens(answers, caller, body, parts.limits))
 
     return router
 
@@ -95,6 +101,8 @@ def _answers(*refusals: int, **more: Any) -> dict[int | str, dict[str, Any]]:
 _LINES = {"schema": {"type": "string", "description": "One line for each request: its custom_id and its result."}}
 _RESULTS = _answers(404, 409, 410, content={NDJSON: _LINES})
 _MESSAGES = {"model": "demo", "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}
+_COUNTED = {name: _MESSAGES[name] for name in ("model", "messages")}
+_COUNTS = _answers(*BODY, 404)
 _BATCH = {"requests": [{"custom_id": "a", "params": _MESSAGES}]}
 _RESPONSES = document_responses(
     *BODY,

@@ -139,6 +139,7 @@ def _good(operations_client: OperationClient) -> None:
         client.chat.completions.create(**HELLO)
         client.completions.create(model="tiny", prompt="a")
         assert http.post(MESSAGES, json={**HELLO, "max_tokens": 5}).status_code == 200
+        assert http.post(f"{MESSAGES}/count_tokens", json=HELLO).json()["input_tokens"]
         request = {"custom_id": "a", "params": {**HELLO, "max_tokens": 5}}
         made = http.post(f"{MESSAGES}/batches", json={"requests": [request]}).json()
         wait_for(lambda: http.get(f"{MESSAGES}/batches/{made['id']}").json()["ended_at"], "it did not end")
@@ -174,6 +175,8 @@ def _refused_by_every_route(operations_client: OperationClient, monkeypatch: pyt
     with operations_client.harness.http(operations_client.key) as http:
         for method, path in operations_client.operations(404):
             body: Any = {**HELLO, "model": "none"} if path == CHAT else {"model": "none", "prompt": "a"}
+            if path == f"{MESSAGES}/count_tokens":
+                body = {**HELLO, "model": "none"}
             if path == MESSAGES:
                 body = {**HELLO, "model": "none", "max_tokens": 5}
             if path in OTHERS:

@@ -165,6 +165,17 @@ def test_tools_are_called_and_their_results_sent_back(served: ServedModel) -> No
     assert answer.usage.output_tokens
 
 
+def test_tokens_are_counted_as_a_message_has_them(served: ServedModel) -> None:
+    for prompt in ({"system": "be brief"}, {"tools": [WEATHER]}):
+        asked = ask(8, **prompt)
+        usage = served.client.messages.create(**asked).usage
+        given = {name: asked[name] for name in ("model", "messages", *prompt)}
+        counted = served.client.messages.count_tokens(**given).input_tokens
+        assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens is not a parameter known here"):
+        served.client.messages.count_tokens(**given, extra_body={"max_tokens": 5})
+
+
 def test_a_structured_answer_is_parsed(served: ServedModel) -> None:
     message = served.client.messages.parse(**ask(3, max_tokens=64), output_format=Order)
     assert message.parsed_output is not None

@@ -36,6 +36,11 @@ from schemas.requests.structured import invalid
 
 MESSAGES_URL: Final = "/v1/messages"
 
+COUNTED: Final = (
+    "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control", "speed",
+)  # fmt: skip
+"""The fields of /v1/messages that /v1/messages/count_tokens has too."""
+
 _TEXT: Final = frozenset({"text"})
 
 
