@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
 
-from schemas.requests.parsing import Body, ChatBody, ChatMessage, CompletionBody
+from schemas.requests.parsing import Body, ChatBody, ChatMessage, ClassifyBody, CompletionBody
 
 HASHED_MESSAGES = 4
 MASK = 2**63 - 1
@@ -28,6 +28,8 @@ class PrefixChain(NamedTuple):
 def prompt_bytes(body: Body) -> tuple[bytes, tuple[int, ...]]:
     """The prompt as bytes, which share a prefix when the prompts do, and the end offsets of its first messages. Of
     several prompts it is the first one. Texts for an encoder have no bytes: they share no prefix."""
+    if isinstance(body, ClassifyBody) and body.choices:
+        body = body.prompt_body
     if not isinstance(body, ChatBody | CompletionBody):
         return b"", ()
     if isinstance(body, CompletionBody):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipeline.planner.ports import TokenCounter
 from pipeline.planner.prefix_chain import message_text, tools_text
 from schemas.requests.bodies import Prompt
-from schemas.requests.parsing import Body, ChatBody, CompletionBody
+from schemas.requests.parsing import Body, ChatBody, ClassifyBody, CompletionBody
 
 DEFAULT_TOKENS_PER_BYTE = 0.25  # English text, common vocabularies
 SAMPLED_PROMPTS = 64
@@ -86,6 +86,10 @@ class TokenEstimator:
 
     def prompt_tokens(self, body: Body, size: int) -> PromptTokens:
         """Tokens of the body's prompt, or of all its prompts or sequences. `size`: bytes of a conversation's text."""
+        if isinstance(body, ClassifyBody) and body.choices:  # they are computed behind one prompt
+            prompts = self.prompt_tokens(body.prompt_body, size)
+            added = sum(self._of_prompt(choice) for choice in body.choices)
+            return PromptTokens(prompts.total + added * max(1, len(body.input)), prompts.longest + added)
         if not isinstance(body, ChatBody | CompletionBody):
             counts = [sum(self._of_prompt(given, TEXT_TOKENS) for given in sequence) for sequence in body.sequences]
             return PromptTokens(sum(counts), max(counts))

@@ -190,7 +190,7 @@ class Validator:
         """The expected answer. Vectors and scores are no tokens. `prompt_tokens`: of the longest prompt.
         `default_limit`: maximum tokens of a choice where the body sets none."""
         if not isinstance(body, GenerationBody):
-            return _Answer(True, len(body.sequences), 0, 0, 0)
+            return _Answer(True, body.num_sequences, 0, 0, 0)
         limit = self._within_context(body, prompt_tokens, self._output_limit(body, default_limit))
         choices = body.n * body.num_prompts
         return _Answer(body.is_deterministic, choices, self._expected(body, limit), limit * choices, _certain(body))

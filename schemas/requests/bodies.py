@@ -213,6 +213,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
+TemplateKwargs = Annotated[dict[str, str | bool | int | float], only(check_template_kwargs, TEMPLATE_KWARGS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -324,9 +325,7 @@ class ChatBody(GenerationBody):
     tools: Annotated[tuple[Tool, ...], Strict(False), defaulting(())] = ()
     tool_choice: Annotated[Literal["none", "required"] | NamedTool | None, only(check_tool_choice, TOOL_CHOICE)] = None
     parallel_tool_calls: Annotated[bool, defaulting(True)] = True
-    chat_template_kwargs: Annotated[
-        dict[str, str | bool | int | float], only(check_template_kwargs, TEMPLATE_KWARGS)
-    ] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     enable_thinking: bool | None = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
@@ -416,3 +415,8 @@ class EmbeddingBody(BaseModel):
     def sequences(self) -> tuple[tuple[str | tuple[int, ...]], ...]:
         """What the model reads: each input by itself."""
         return tuple((given,) for given in self.input)
+
+    @property
+    def num_sequences(self) -> int:
+        """The sequences that the model computes."""
+        return len(self.input)

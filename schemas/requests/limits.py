@@ -21,7 +21,7 @@ class Limits(BaseModel):
         max_custom_id_chars: longest custom_id.
         max_stop_sequences: most stop strings (OpenAI takes 4, vLLM any number) and most stop_token_ids.
         max_bad_words, max_bad_word_chars: most `bad_words`, and the longest one.
-        max_choices: largest `n`.
+        max_choices: largest `n`; most choices of one classification.
         max_prompts: most prompts of one request for completions, each counted `n` times.
         max_embedding_inputs: most texts of one request for embeddings, scores or labels (a pair counts once).
         max_embedding_tokens: most tokens of them in total.

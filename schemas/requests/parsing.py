@@ -156,7 +156,9 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
     parsed = parse_as(_stored_model(url), body)
     if isinstance(parsed, GenerationBody):
         _check_limits(parsed, limits)
-    elif (count := len(parsed.sequences)) > limits.max_embedding_inputs:
+    elif isinstance(parsed, ClassifyBody) and len(parsed.choices) > limits.max_choices:
+        raise _refuse("choices", f"holds {len(parsed.choices)}, but at most {limits.max_choices} are allowed")
+    elif (count := parsed.num_sequences) > limits.max_embedding_inputs:
         most = limits.max_embedding_inputs
         name = "documents" if isinstance(parsed, ScoreBody | RerankBody) else "input"
         raise _refuse(name, f"holds {count} texts, but at most {most} are allowed; send several requests")

@@ -5,11 +5,20 @@ Each body names the sequences that the model computes: a text, or a pair of text
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
-from schemas.requests.bodies import INT32_MAX, ChatBody, CompletionBody, EmbeddingBody, check_inputs
+from schemas.requests.bodies import (
+    INT32_MAX,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    Effort,
+    EmbeddingBody,
+    TemplateKwargs,
+    check_inputs,
+)
 from schemas.requests.fields import INPUTS, NULL, TEXT, TEXTS, defaulting, one_of, only, record
 from schemas.requests.structured import invalid
 
@@ -48,6 +57,7 @@ def _check_documents(value: Any) -> tuple[str, ...]:
     return _check_side([text["text"] if isinstance(text, dict) and text.keys() == {"text"} else text for text in value])
 
 
+_OF_TEMPLATE: Final = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "continue_final_message")
 _SIDE: Final = one_of(TEXT, TEXTS)
 _DOCUMENTS: Final = {"type": "array", "items": one_of(TEXT, record(("text",), text=TEXT)), "minItems": 1}
 _PAIRS: Final = {
@@ -67,6 +77,36 @@ def _with_names(schema: dict[str, Any]) -> None:
     schema["properties"] |= _PAIRS["properties"]
     schema["required"] = [name for name in schema["required"] if name not in _SIDES]
     schema["oneOf"] = _PAIRS["oneOf"]
+
+
+def _check_given_inputs(value: Any) -> Any:
+    return () if value is None or value == () else check_inputs(value)
+
+
+def _check_choices(value: Any) -> Any:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(isinstance(choice, str) for choice in value):
+        raise invalid("must be a list of strings")
+    if not all(value):
+        raise invalid("holds an empty string; remove it")
+    if len(set(value)) < len(value):
+        raise invalid("holds a string twice; remove one")
+    return tuple(value)
+
+
+def _with_prompts(schema: dict[str, Any]) -> None:
+    """Require one of the fields that hold what is classified."""
+    schema["properties"]["prompt"] = one_of(INPUTS, NULL)
+    none: dict[str, Any] = {"input": NULL, "prompt": NULL, "messages": {"enum": [None, []]}}
+    schema["oneOf"] = [
+        {"required": ["input"], "properties": {**none, "input": INPUTS}},
+        {"required": ["prompt"], "properties": {**none, "prompt": INPUTS}},
+        {
+            "required": ["messages", "choices"],
+            "properties": {**none, "messages": {"type": "array", "minItems": 1}, "choices": TEXTS},
+        },
+    ]
 
 
 class ScoringBody(BaseModel):
@@ -89,6 +129,11 @@ class ScoringBody(BaseModel):
     def sequences(self) -> Sequences:
         """What the model reads, in order."""
         raise NotImplementedError
+
+    @property
+    def num_sequences(self) -> int:
+        """The sequences that the model computes."""
+        return len(self.sequences)
 
     def name_of(self, index: int) -> str:
         """The field that holds a sequence, for messages."""
@@ -159,16 +204,95 @@ class RerankBody(ScoringBody):
 
 
 class ClassifyBody(ScoringBody):
-    """Body of /v1/classify: the label of each input, and the probability of each label. `input`: as for embeddings."""
+    """Body of /v1/classify: the label of each input, and the probability of each label.
 
-    input: Annotated[tuple[str | tuple[int, ...], ...], only(check_inputs, INPUTS)]
+    A classifier has labels of its own. With `choices`, a model that generates takes them as labels, by the probability
+    of each as the continuation of the prompt: of each `input` (also as `prompt`), or of a conversation.
+
+    Attributes:
+        input: texts or their token ids.
+        messages: a conversation, and variables of the model's chat template as in `ChatBody`; only with `choices`.
+        normalize: compare choices by the sum of their tokens' log-probabilities, or by the mean.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_with_prompts)
+
+    input: Annotated[tuple[str | tuple[int, ...], ...], only(_check_given_inputs, one_of(INPUTS, NULL))] = ()
+    messages: Annotated[tuple[ChatMessage, ...], Strict(False), defaulting(())] = ()
+    choices: Annotated[tuple[str, ...], only(_check_choices, one_of(TEXTS, NULL))] = ()
+    normalize: Annotated[Literal["sum", "mean"], defaulting("sum")] = "sum"
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    continue_final_message: Annotated[bool, defaulting(False)] = False
 
     @property
     def sequences(self) -> Sequences:
         return tuple((given,) for given in self.input)
 
+    @property
+    def prompt_body(self) -> ChatBody | CompletionBody:
+        """The request whose answer is one of the choices."""
+        if not self.messages:
+            return CompletionBody(model=self.model, prompt=self.input, max_tokens=0)
+        return ChatBody(
+            model=self.model,
+            messages=self.messages,
+            max_tokens=1,
+            chat_template_kwargs=self.chat_template_kwargs,
+            enable_thinking=self.enable_thinking,
+            reasoning_effort=self.reasoning_effort,
+            continue_final_message=self.continue_final_message,
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """The sequences that the model computes."""
+        return max(1, len(self.input)) * max(1, len(self.choices))
+
     def name_of(self, index: int) -> str:
         return "input" if len(self.input) == 1 else f"input[{index}]"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_prompt(cls, fields: Any) -> Any:
+        """Map `prompt` to `input`."""
+        if not isinstance(fields, dict) or "prompt" not in fields:
+            return fields
+        others = {name: value for name, value in fields.items() if name != "prompt"}
+        if fields["prompt"] is None:
+            return others
+        if others.get("input") is not None:
+            raise invalid("and input are both set; remove one", "prompt")
+        return others | {"input": fields["prompt"]}
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ClassifyBody:
+        if bool(self.input) == bool(self.messages):
+            raise invalid("and messages are both set; remove one" if self.input else "is missing; add it", "input")
+        needs = dict.fromkeys(("messages", "normalize"), "choices") | dict.fromkeys(_OF_TEMPLATE, "messages")
+        for name, other in needs.items():
+            if self._is_set(name) and not getattr(self, other):
+                raise invalid(f"needs {other}; add it", name)
+        for name in ("truncate_prompt_tokens", "use_activation"):
+            if self.choices and self._is_set(name):
+                raise invalid("can't go with choices; remove it", name)
+        if self.messages:
+            self._check_messages()
+        return self
+
+    def _is_set(self, name: str) -> bool:
+        """Whether a field has another value than its default."""
+        default: object = type(self).model_fields[name].get_default(call_default_factory=True)
+        return bool(getattr(self, name) != default)
+
+    def _check_messages(self) -> None:
+        """Refuse what a chat refuses."""
+        try:
+            assert self.prompt_body
+        except ValidationError as error:
+            detail = error.errors(include_url=False)[0]
+            raise invalid(detail["msg"], detail.get("ctx", {}).get("param")) from None
 
 
 PooledBody = EmbeddingBody | ScoreBody | RerankBody | ClassifyBody

@@ -124,7 +124,7 @@ def test_continuations_are_scored_on_a_cached_prefix(llama: Path, prompts: list[
     # Given continuations of one prompt, of which only their own tokens' log-probabilities are asked for, and answers
     # beside them that need the blocks where there are few
     prompt = (3 * max(prompts, key=len))[:70]
-    ends = [[5], [5, 6, 7], [9] * 6, [prompt[3]], [11, 12]]
+    ends = [[5], [5, 6, 7], [9] * 6, [9] * 6, [11, 12]]  # the fourth could also take the tokens of the third
     scored = [
         Request(
             f"score-{at}",

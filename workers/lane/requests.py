@@ -25,7 +25,7 @@ from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
 from workers.rows import PreparedRow, RowName
 from workers.shards.resume import resume_from
-from workers.translation.policy_texts import texts_of_inputs, texts_of_prompt
+from workers.translation.policy_texts import texts_of_prompt
 from workers.translation.pooled import PooledReader
 from workers.translation.prompts import encode
 from workers.translation.requests import PRIORITIES, JobRules, RowHints, StopWatchers, Translator
@@ -71,28 +71,30 @@ class LaneReader:
         body = parse_body(request.url, request.body, self._rules.limits)
         names = (RowName(0, request.id),)
         guard = self._rules.policies.guard(JudgedText(request.id, request.tenant, body.model, request.url))
-        if not isinstance(body, GenerationBody):
-            return PreparedRow(names, body, self._pooled(request, body, guard), guard)
         translator = Translator(
             self._model.tokenizer, self._model.limits, self._job_rules(request), self._model.grammars
         )
+        hints = RowHints(_row_number(request.id))
+        if not isinstance(body, GenerationBody):
+            return PreparedRow(names, body, self._pooled(request, body, translator, hints, guard), guard)
         inputs = translator.prompts_of(body)
         if guard is not None:
             for text in inputs:
                 guard.check_prompt(texts_of_prompt(body, text, self._model.tokenizer))
         (prompts,) = encode(self._model.tokenizer, [inputs], chat=request.url == CHAT_URL)
-        hints = RowHints(_row_number(request.id))
         engine_request = translator.request(engine_request_id(request), body, prompts, hints)
         engine_request = replace(engine_request, readers_known=False)  # more requests may share this prompt's prefix
         return PreparedRow(names, body, _resume(self._model.engine, engine_request, request.tokens), guard)
 
-    def _pooled(self, request: LaneRequest, body: PooledBody, guard: PolicyGuard | None) -> Request:
-        reader = PooledReader(self._model.tokenizer, self._model.limits, self._job_rules(request))
+    def _pooled(
+        self, request: LaneRequest, body: PooledBody, translator: Translator, hints: RowHints, guard: PolicyGuard | None
+    ) -> Request:
+        reader = PooledReader(self._model.tokenizer, self._model.limits, self._job_rules(request), translator)
         inputs = reader.inputs_of(body)
         if guard is not None:
-            guard.check_prompt(texts_of_inputs(inputs, self._model.tokenizer))
+            guard.check_prompt(reader.texts_of(body, inputs))
         (encoded,) = reader.encode([(body, inputs)])
-        return reader.request(engine_request_id(request), body, encoded)
+        return reader.request(engine_request_id(request), body, encoded, hints)
 
     def deadline(self, request: LaneRequest, now: datetime) -> float | None:
         """Seconds from now after which the engine times the request out; None: never."""

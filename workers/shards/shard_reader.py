@@ -22,7 +22,7 @@ from workers.rows import PreparedRow, RejectedRow, RowName
 from workers.shards.isolation import condemn
 from workers.shards.open_shard import PreparedShard
 from workers.shards.resume import resume
-from workers.translation.policy_texts import texts_of_inputs, texts_of_prompt
+from workers.translation.policy_texts import texts_of_prompt
 from workers.translation.pooled import Inputs, PooledReader
 from workers.translation.prompts import Prompt, encode
 from workers.translation.requests import PRIORITIES, JobRules, RowHints, Translator
@@ -65,7 +65,7 @@ class ShardReader:
             line.error = condemn(work.history.blamed.get(line.names[0].row, 0))
         model, rules = self.model, self._rules(work)
         translator = Translator(model.tokenizer, model.limits, rules, model.grammars)
-        pooled = PooledReader(model.tokenizer, model.limits, rules)
+        pooled = PooledReader(model.tokenizer, model.limits, rules, translator)
         for line in lines:
             if line.error is None:
                 self._read(line, work, translator, pooled)
@@ -131,7 +131,7 @@ class ShardReader:
             if not isinstance(line.parsed, GenerationBody):
                 line.inputs = pooled.inputs_of(line.parsed)
                 if guard is not None:
-                    guard.check_prompt(texts_of_inputs(line.inputs, tokenizer))
+                    guard.check_prompt(pooled.texts_of(line.parsed, line.inputs))
             else:
                 line.prompts = translator.prompts_of(line.parsed)
                 if guard is not None:
@@ -204,7 +204,7 @@ class ShardReader:
         logged = work.history.running.get(line.names[0].row)
         try:
             if not isinstance(line.parsed, GenerationBody):
-                request = pooled.request(request_id, line.parsed, line.inputs)
+                request = pooled.request(request_id, line.parsed, line.inputs, line.hints)
             else:
                 prompts = [prompt for prompt in line.prompts if not isinstance(prompt, str)]
                 assert len(prompts) == len(line.prompts), "prompts are encoded before"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from schemas.requests.parsing import ChatBody, ChatMessage, CompletionBody
 from workers.text.tokenizer import SPELT, EncodedText, TokenIds, Tokenizer
-from workers.translation.pooled import Inputs
 
 
 def texts_of_prompt(body: ChatBody | CompletionBody, prompt: str | TokenIds, tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -18,7 +17,7 @@ def texts_of_prompt(body: ChatBody | CompletionBody, prompt: str | TokenIds, tok
     return (whole, *(text for message in messages for text in _texts_of_message(message)))
 
 
-def texts_of_inputs(inputs: Inputs, tokenizer: Tokenizer) -> tuple[str, ...]:
+def texts_of_inputs(inputs: Sequence[Any], tokenizer: Tokenizer) -> tuple[str, ...]:
     """The inputs of a request for vectors, scores or labels, as the model reads them; each text of a pair by itself."""
     return tuple(text for given in inputs for text in _texts_of_input(given, tokenizer))
 

@@ -20,6 +20,7 @@ from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ClassifyBody, RerankBody, ScoreBody
 from workers.rows import ComputedRow, Envelope, RowName, response_id
 from workers.text.tokenizer import EncodedText, Texts, Tokenizer
+from workers.translation.choices import classified_by_choices
 from workers.translation.requests import JobRules, ModelLimits, encodable
 
 ScoringRequest = ScoreBody | RerankBody | ClassifyBody
@@ -132,7 +133,7 @@ class ScoringReader:
             raise RowError(
                 RowErrorCode.UNSUPPORTED_URL,
                 "the model has no head for labels (…ForSequenceClassification), so it makes no scores; "
-                "choose a reranker or a classifier",
+                "choose a reranker or a classifier, or classify by choices",
                 param="url",
             )
         return self._limits.classifier
@@ -141,24 +142,23 @@ class ScoringReader:
         return text.lower() if settings.lower_case else text
 
 
-def scoring_results(row: ComputedRow, envelope: Envelope, settings: ClassifierSettings) -> list[ResultRow]:
-    """The results of a scored row and of its copies. `ResultRow.text` is the label of a request with one input."""
+def scoring_results(row: ComputedRow, envelope: Envelope, settings: ClassifierSettings | None) -> list[ResultRow]:
+    """The results of a scored row and of its copies. `ResultRow.text` is the label of a request with one input.
+    `settings`: of the model's head for labels."""
     prepared, completion = row.prepared, row.completion
-    body, logits = prepared.body, completion.embeddings
+    body = prepared.body
     assert isinstance(body, ScoreBody | RerankBody | ClassifyBody)
-    assert logits is not None, "a scored row has logits"
     usage = {"prompt_tokens": completion.prompt_tokens, "total_tokens": completion.prompt_tokens}
     started, finished = envelope.wall(completion.started_at), envelope.wall(completion.finished_at)
     common = {"created": int(started.timestamp()), "model": body.model}
     text = None
     response: dict[str, Any]
     if isinstance(body, ClassifyBody):
-        values = activate(logits, settings.probability) if body.use_activation else logits
-        data = [_classified(at, each, settings.labels) for at, each in enumerate(values)]
+        data = _labels(body, row, settings)
         kind, response = "classify", {"id": "", "object": "list", **common, "data": data, "usage": usage}
         text = data[0]["label"] if len(data) == 1 else None
     else:
-        scores = (activate(logits, settings.score) if body.use_activation else logits)[:, 0]
+        scores = _scores(body, row, settings)
         if isinstance(body, RerankBody):
             kind, response = "rerank", {"id": "", **common, "results": _ranked(body, scores), "usage": usage}
         else:
@@ -185,6 +185,25 @@ def scoring_results(row: ComputedRow, envelope: Envelope, settings: ClassifierSe
         )
 
     return [result(index, name) for index, name in enumerate(prepared.names)]
+
+
+def _scores(body: ScoreBody | RerankBody, row: ComputedRow, settings: ClassifierSettings | None) -> NDArray[np.float32]:
+    """The score of each pair, float32 [pairs]."""
+    logits = row.completion.embeddings
+    assert settings is not None, "only a classifier gives scores"
+    assert logits is not None, "a scored row has logits"
+    return (activate(logits, settings.score) if body.use_activation else logits)[:, 0]
+
+
+def _labels(body: ClassifyBody, row: ComputedRow, settings: ClassifierSettings | None) -> list[dict[str, Any]]:
+    """The response's data: a label for each input."""
+    if body.choices:
+        return classified_by_choices(body, row.prepared.request, row.completion)
+    logits = row.completion.embeddings
+    assert settings is not None, "only a classifier gives labels"
+    assert logits is not None, "a scored row has logits"
+    values = activate(logits, settings.probability) if body.use_activation else logits
+    return [_classified(at, each, settings.labels) for at, each in enumerate(values)]
 
 
 def _classified(index: int, values: NDArray[np.float32], labels: Sequence[str]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _named_activation(path: Path, reader: SettingsReader) -> Activation | None:
     return _ACTIVATIONS[name]
 
 
-def activate(logits: NDArray[np.float32], activation: Activation) -> NDArray[np.float32]:
+def activate(logits: NDArray[np.floating[Any]], activation: Activation) -> NDArray[np.float32]:
     """The function's values, float32 [texts, labels], computed in float64."""
     exact = logits.astype(np.float64)
     if activation == "sigmoid":

@@ -53,13 +53,23 @@ class Ranking(ResponseModel):
     usage: EmbeddingUsage
 
 
+class ScoredChoice(ResponseModel):
+    """The log-probability of a choice's tokens behind the prompt: their sum."""
+
+    text: str
+    logprob: float
+    num_tokens: Count
+
+
 class Label(ResponseModel):
-    """The most probable label of an input, and the probability of each label, in the model's order."""
+    """The most probable label of an input, and the probability of each label, in the order of the model, or of the
+    request's choices."""
 
     index: Count
     label: str
     probs: list[float]
     num_classes: Count
+    choices: list[ScoredChoice] | None = None
 
 
 class Classification(ResponseModel):

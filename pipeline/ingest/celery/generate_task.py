@@ -29,6 +29,7 @@ from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode, error_
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import (
     CHAT_URL,
+    CLASSIFY_URL,
     COMPLETIONS_URL,
     EMBEDDINGS_URL,
     RERANK_URL,
@@ -42,6 +43,7 @@ from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 GENERATE: Final = "tokenmill.generate"
 URLS: Final = {
+    "choices": CLASSIFY_URL,
     "messages": CHAT_URL,
     "prompt": COMPLETIONS_URL,
     "input": EMBEDDINGS_URL,

@@ -153,9 +153,8 @@ def _ranking(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _labels(body: dict[str, Any]) -> dict[str, Any]:
-    data = [
-        {"index": index, "label": "a", "probs": [0.5, 0.5], "num_classes": 2} for index in range(len(body["input"]))
-    ]
+    count = len(body.get("input", ["conversation"]))
+    data = [{"index": index, "label": "a", "probs": [0.5, 0.5], "num_classes": 2} for index in range(count)]
     return {**_LIST, "data": data, "model": body["model"]}
 
 

@@ -9,7 +9,17 @@ import pytest
 
 from schemas.requests.errors import RowError
 from schemas.requests.limits import Limits
-from schemas.requests.parsing import CLASSIFY_URL, RERANK_URL, SCORE_URL, PooledBody, dump_body, load_body, parse_body
+from schemas.requests.parsing import (
+    CLASSIFY_URL,
+    RERANK_URL,
+    SCORE_URL,
+    ChatBody,
+    ClassifyBody,
+    PooledBody,
+    dump_body,
+    load_body,
+    parse_body,
+)
 
 
 def parse(url: str, limits: Limits | None = None, **fields: Any) -> PooledBody:
@@ -38,6 +48,20 @@ def test_inputs_to_classify_are_texts_or_token_ids() -> None:
     assert parse(CLASSIFY_URL, input=["a", [1, 2]], truncate_prompt_tokens=-1).sequences == (("a",), ((1, 2),))
 
 
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_choices_go_with_texts_or_a_conversation() -> None:
+    body = parse(CLASSIFY_URL, prompt=["a", "b"], choices=["x", "y", "z"], normalize="mean")
+    assert (body.num_sequences, body.sequences) == (6, (("a",), ("b",)))
+    assert body == parse(CLASSIFY_URL, input=["a", "b"], choices=["x", "y", "z"], normalize="mean")
+    chat = parse(CLASSIFY_URL, messages=MESSAGES, choices=["x"], enable_thinking=False, chat_template_kwargs={"a": 1})
+    assert isinstance(chat, ClassifyBody)
+    prompt = chat.prompt_body
+    assert isinstance(prompt, ChatBody)
+    assert (prompt.messages, prompt.enable_thinking, prompt.chat_template_kwargs) == (chat.messages, False, {"a": 1})
+
+
 @pytest.mark.parametrize(
     ("url", "fields", "param", "says"),
     [
@@ -63,9 +87,22 @@ def test_inputs_to_classify_are_texts_or_token_ids() -> None:
         (CLASSIFY_URL, {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be -1 or more"),
         (CLASSIFY_URL, {"input": "a", "use_activation": 1}, "use_activation", "must be true or false"),
         (CLASSIFY_URL, {"input": "a", "stream": True}, "stream", "is not supported"),
+        (CLASSIFY_URL, {"choices": ["a"]}, "input", "is missing"),
+        (CLASSIFY_URL, {"messages": MESSAGES}, "messages", "needs choices"),
+        (CLASSIFY_URL, {"input": "a", "messages": MESSAGES, "choices": ["a"]}, "input", "and messages are both set"),
+        (CLASSIFY_URL, {"input": "a", "prompt": "b", "choices": ["a"]}, "prompt", "and input are both set"),
+        (CLASSIFY_URL, {"input": "a", "normalize": "mean"}, "normalize", "needs choices"),
+        (CLASSIFY_URL, {"input": "a", "choices": ["a"], "enable_thinking": True}, "enable_thinking", "needs messages"),
+        (CLASSIFY_URL, {"input": "a", "choices": ["a", "a"]}, "choices", "holds a string twice"),
+        (CLASSIFY_URL, {"input": "a", "choices": ["a", ""]}, "choices", "holds an empty string"),
+        (CLASSIFY_URL, {"input": "a", "choices": list("abcde")}, "choices", "holds 5, but at most 4 are allowed"),
+        (CLASSIFY_URL, {"input": "a", "choices": "ab"}, "choices", "must be a list of strings"),
+        (CLASSIFY_URL, {"input": ["a", "b"], "choices": ["a", "b"]}, "input", "holds 4 texts, but at most 3"),
+        (CLASSIFY_URL, {"input": "a", "choices": ["a"], "use_activation": False}, "use_activation", "can't go with"),
+        (CLASSIFY_URL, {"messages": [{"role": "user"}], "choices": ["a"]}, "messages[0].content", "is missing"),
     ],
 )
 def test_mistakes_are_named(url: str, fields: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(RowError, match=re.escape(says)) as refused:
-        parse(url, Limits(max_embedding_inputs=3), **fields)
+        parse(url, Limits(max_embedding_inputs=3, max_choices=4), **fields)
     assert refused.value.param == param

@@ -139,7 +139,7 @@ def test_beyond_its_limit_a_task_is_to_be_tried_later(make_harness: Any) -> None
             ({"model": "tiny", "text": "x"},),
             {},
             "invalid_request",
-            "body has none of messages, prompt, input, query, queries, text_1, data_1; give one of them",
+            "body has none of choices, messages, prompt, input, query, queries, text_1, data_1; give one of them",
         ),
         (({"model": "tiny", "input": ""},), {}, "invalid_request", "input is empty"),
         (({**BODY, "user": "\ud800"},), {}, "invalid_request", "body holds half a character"),
