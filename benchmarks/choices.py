@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.embeddings import make_texts
 
-LABELS = ("technology and science", "politics and government", "sports and leisure", "arts and literature")
+LABELS = ("science", "politics", "sports", "arts")
 INSTRUCTION = f"Which of these topics is the text about: {', '.join(LABELS)}? Answer with the topic alone."
 
 
@@ -66,9 +66,9 @@ def main() -> None:
     labels: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds):
-            for way in rates:
+            for way, found in rates.items():
                 rate, labels[way] = run(args.model, make_lines(texts, way), Path(folder) / f"{way}-{number}")
-                rates[way].append(rate)
+                found.append(rate)
                 print(f"round {number + 1}, {way}: {rate:.1f} rows/s")
     same = sum(a == b for a, b in zip(labels["choices"], labels["decoded"], strict=True)) / args.rows
     medians = {way: statistics.median(found) for way, found in rates.items()}
