@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.engine import EngineStats
 from engine.errors import RequestRefused
-from engine.models.encoders.head import EmbeddingHead
 from engine.request import Choice, Completion, FinishReason, PartialChoice, Request, as_token_ids
 from engine.scheduler.latency import ClassStats
 from engine.scheduler.resume import ANSWERED
@@ -34,10 +34,18 @@ class _Open:
     done: dict[int, Completion] = field(default_factory=dict)
 
 
+class Head(Protocol):
+    """What follows the pooling (implemented by `EmbeddingHead` and `ScoreHead`)."""
+
+    def apply(self, pooled: NDArray[np.float32], dimensions: int | None = None) -> NDArray[np.float32]:
+        """Numbers float32 [texts, size] of pooled states float32 [texts, hidden]."""
+        ...
+
+
 class Embedder:
     """An engine that wraps an engine. Requests without pooling are passed on unchanged."""
 
-    def __init__(self, engine: StepEngine, head: EmbeddingHead) -> None:
+    def __init__(self, engine: StepEngine, head: Head) -> None:
         self.engine = engine
         self.clock = engine.clock
         self._head = head

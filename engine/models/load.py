@@ -30,7 +30,7 @@ from engine.models.base import CausalModel, ModelSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.decoder_builder import DecoderBuilder, TorchBuilder, build_decoder
 from engine.models.encoders.encoder import describe_encoder
-from engine.models.encoders.settings import embedding_settings, is_classifier, required_settings
+from engine.models.encoders.settings import SCORE, embedding_settings, is_classifier, required_settings
 from engine.models.families import fused_family
 from engine.models.hf import check_supported, describe_transformers_model, load_transformers_model
 
@@ -283,7 +283,8 @@ def _open(path: Path, *, own_models: bool = True) -> tuple[Any, DecoderSpec | No
     config = folder_config(path)
     with usable(path / "config.json"):
         headless = not has_head(config)
-        if _encodes(config) or (headless and embedding_settings(path) is None):
+        pools = is_classifier(path) or embedding_settings(path) is not None
+        if _encodes(config) or (headless and not pools):
             raise UnsupportedModel(f"{config.architectures[0]} is not a causal language model")
         family = fused_family(config) if own_models else None
         if family is None:
@@ -292,4 +293,6 @@ def _open(path: Path, *, own_models: bool = True) -> tuple[Any, DecoderSpec | No
         spec = family(config)
     if headless:  # nothing asks for logits, and the embedding is there anyway
         spec = replace(spec, headless=True, tied=True, weight_prefixes=("", *spec.weight_prefixes))
+    if is_classifier(path):  # a `ScoreHead` reads it
+        spec = replace(spec, ignored_weights=(*spec.ignored_weights, SCORE))
     return config, replace(spec, eos_token_ids=folder_end_tokens(path, config)), None

@@ -15,12 +15,12 @@ from typing import Any, Final, Literal, cast
 import torch
 
 from engine.config import EngineConfig, KVDType, Quantize
-from engine.embedding.embedder import Embedder
+from engine.embedding.embedder import Embedder, Head
 from engine.embedding.engine import EncoderEngine
 from engine.engine import Engine, resolve_device, resolve_dtype
 from engine.errors import UnsupportedModel
 from engine.groups import GroupEngine
-from engine.models.encoders.classifier import ClassifierSettings, classifier_settings
+from engine.models.encoders.classifier import ClassifierSettings, ScoreHead, classifier_settings
 from engine.models.encoders.head import EmbeddingHead
 from engine.models.encoders.settings import EmbeddingSettings, embedding_settings, is_classifier
 from engine.models.load import describe_shape, is_encoder, is_native
@@ -183,7 +183,12 @@ class LoadedModel:
     ) -> LoadedModel:
         embedding = None if weightless else embedding_settings(source)
         classifier = None if weightless else classifier_settings(source)
-        head = embedding if classifier is None else EmbeddingSettings("classify")
+        head: Head | None = None if embedding is None else EmbeddingHead(embedding)
+        if classifier is not None and isinstance(engine, Engine):
+            classifier = replace(classifier, pooling="last")
+            head = ScoreHead(source, len(classifier.labels), engine.spec.hidden_size)
+        elif classifier is not None:
+            head = EmbeddingHead(EmbeddingSettings(classifier.pooling))
         if isinstance(engine, VLLMEngine):
             limits, facts, dtype = _vllm_limits(engine, embedding), vllm_facts(engine), cast(DTypeName, engine.dtype)
         else:
@@ -193,7 +198,7 @@ class LoadedModel:
         return cls(
             name=name,
             source=str(source),
-            engine=grouped if head is None else Embedder(grouped, EmbeddingHead(head)),
+            engine=grouped if head is None else Embedder(grouped, head),
             tokenizer=tokenizer,
             limits=limits,
             dtype=dtype,

@@ -56,7 +56,7 @@ class ModelLimits:
     def pooling(self) -> Pooling | None:
         """How the hidden states of a prompt become numbers; None: they don't."""
         if self.classifier is not None:
-            return "classify"
+            return self.classifier.pooling
         return None if self.embedding is None else self.embedding.pooling
 
 

@@ -95,7 +95,7 @@ class ScoringReader:
             params=SamplingParams(max_tokens=0, temperature=0.0),
             priority=self._rules.priority,
             salt=self._rules.salt,
-            pooling="classify",
+            pooling=settings.pooling,
         )
 
     def _limit(self, body: ScoringRequest) -> int:

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from engine.checkpoints.checkpoint import SafetensorsCheckpoint
 from engine.checkpoints.config import folder_config, usable
-from engine.errors import UnsupportedModel
-from engine.models.encoders.settings import PROMPTS, SettingsReader, is_classifier
+from engine.errors import CorruptWeights, UnsupportedModel
+from engine.models.encoders.settings import PROMPTS, SCORE, SettingsReader, is_classifier
+from engine.request import Pooling
 
 Activation = Literal["identity", "sigmoid", "softmax", "tanh"]
 
@@ -36,6 +39,7 @@ class ClassifierSettings:
 
     Attributes:
         labels: their names, in the order of the numbers.
+        pooling: "classify" by an encoder's head; "last" with a decoder, whose head is a `ScoreHead`.
         probability: makes probabilities of all labels' numbers.  score: makes the score of a model with one label.
         max_tokens: the longest input; None: the model's own limit.
         lower_case: texts are lowered before they are tokenized.
@@ -48,6 +52,31 @@ class ClassifierSettings:
     max_tokens: int | None = None
     lower_case: bool = False
     files: tuple[str, ...] = ()
+    pooling: Pooling = "classify"
+
+
+class ScoreHead:
+    """A decoder's head for labels: a linear layer without bias behind the last position, in float32.
+
+    Raises:
+        CorruptWeights: its weights are missing or misshapen.
+    """
+
+    def __init__(self, path: Path, num_labels: int, hidden_size: int) -> None:
+        checkpoint = SafetensorsCheckpoint(path)
+        if SCORE not in checkpoint.names:
+            raise CorruptWeights(f"{path}: tensor {SCORE} is missing")
+        if (shape := tuple(checkpoint.shape(SCORE))) != (num_labels, hidden_size):
+            raise CorruptWeights(f"{path}: tensor {SCORE} is {list(shape)}, but must be {[num_labels, hidden_size]}")
+        self._weight = checkpoint.tensor(SCORE).float()
+
+    @torch.inference_mode()
+    def apply(self, pooled: NDArray[np.float32], dimensions: int | None = None) -> NDArray[np.float32]:
+        """Logits float32 [texts, labels] of pooled states float32 [texts, hidden]; each is computed separately, so that
+        it does not depend on others."""
+        rows = [torch.nn.functional.linear(row, self._weight) for row in torch.from_numpy(np.ascontiguousarray(pooled))]
+        logits: NDArray[np.float32] = torch.stack(rows).numpy()
+        return logits
 
 
 def classifier_settings(path: Path) -> ClassifierSettings | None:

@@ -22,6 +22,9 @@ _TRANSFORMER_FILES: Final = tuple(
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 PROMPTS: Final = "config_sentence_transformers.json"
+SCORE: Final = "score.weight"
+"""The tensor of a decoder's head for labels."""
+
 _CLASSIFIER: Final = "ForSequenceClassification"
 _SINGLE: Final = "model.safetensors"
 _LARGEST_FILE: Final = 4 << 20

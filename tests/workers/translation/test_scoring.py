@@ -250,3 +250,30 @@ def test_a_classifier_warms_up_and_answers_canaries(scores: LoadedModel) -> None
 def test_vllm_does_not_take_it(reranker: Path) -> None:
     with pytest.raises(UnsupportedModel, match="is a classifier"):
         check_vllm(reranker, CONFIG, {})
+
+
+@pytest.mark.parametrize("labels", [("relevant",), ("bad", "fair", "good")])
+def test_a_decoder_with_a_score_head_gives_transformers_numbers(
+    labels: tuple[str, ...], tiny_encoders: Any, tmp_path: Path, answer: Any
+) -> None:
+    folder = tiny_encoders.make_classifier("qwen3", tmp_path, labels=labels, has_types=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    reference = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    model = LoadedModel.load(folder, name="tiny", config=CONFIG)
+    wants = []
+    for text in DOCUMENTS:
+        given = (
+            tokenizer(QUERY, text, return_tensors="pt") if len(labels) == 1 else tokenizer(text, return_tensors="pt")
+        )
+        with torch.inference_mode():
+            wants.append(reference(**given).logits[0].numpy())
+    if len(labels) == 1:
+        rows = answer(model, {"query": QUERY, "documents": DOCUMENTS}, {"queries": QUERY, "documents": DOCUMENTS})
+        np.testing.assert_allclose(scores_of(rows[1]), 1 / (1 + np.exp(-np.concatenate(wants))), atol=1e-5)
+        best = json.loads(rows[0].response)["results"][0]["index"]
+        assert best == int(np.concatenate(wants).argmax())
+    else:
+        (row,) = answer(model, {"input": DOCUMENTS, "use_activation": False}).values()
+        np.testing.assert_allclose([data["probs"] for data in json.loads(row.response)["data"]], wants, atol=1e-5)
+    assert answer_canaries(model)
+    warm_up(model, WarmupOptions(rows=(2,), prompt_tokens=16))
