@@ -359,24 +359,41 @@ class ModelRunner:
     def _score(
         self, plan: StepPlan, hidden: Tensor, ends: NDArray[Any], failed: NDArray[np.bool_]
     ) -> dict[int, tuple[int, NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]]:
-        """Compute log-probabilities of the prompt tokens that follow this step's positions."""
-        scored = {}
+        """Compute log-probabilities of the prompt tokens that follow this step's positions: those of many rows at once,
+        because the head reads all of its weights for each call."""
+        wanted: dict[int, list[tuple[int, int, int]]] = {}  # top -> index in the plan, first position, end
         for i, row in enumerate(plan.rows.tolist()):
             if row not in self._prompt_logprobs:
                 continue
             top, first = self._prompt_logprobs[row]
             start = max(first, int(plan.starts[i]))
             stop = min(int(plan.starts[i] + plan.counts[i]), int(self._rows.prompt_len[row]) - 1)
-            if stop <= start:
-                continue
-            begin = int(ends[i]) - int(plan.counts[i]) + start - int(plan.starts[i])
-            targets = self._rows.token_ids[row, start + 1 : stop + 1]
-            parts = []
-            for at in range(0, stop - start, LOGITS_ROWS):
-                part = slice(at, min(at + LOGITS_ROWS, stop - start))
-                logits = self._model.logits(hidden[begin + part.start : begin + part.stop])
-                parts.append(prompt_logprobs(logits, targets[part], top))
-            chosen, ids, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-            failed[i] |= bool(np.isnan(chosen).any())
-            scored[row] = (start + 1, chosen, ids, values)
+            if start < stop:
+                wanted.setdefault(top, []).append((i, start, stop))
+        scored = {}
+        for top, parts in wanted.items():
+            before = [int(ends[i] - plan.counts[i] - plan.starts[i]) for i, _, _ in parts]  # of position 0 in `hidden`
+            spans = zip(before, parts, strict=True)
+            index = np.concatenate([np.arange(at + start, at + stop) for at, (_, start, stop) in spans])
+            targets = np.concatenate(
+                [self._rows.token_ids[plan.rows[i], start + 1 : stop + 1] for i, start, stop in parts]
+            )
+            chosen, ids, values = self._score_positions(hidden, index, targets, top)
+            borders = np.cumsum([stop - start for _, start, stop in parts])[:-1]
+            lines = zip(*(np.split(array, borders) for array in (chosen, ids, values)), strict=True)
+            for (i, start, _), line in zip(parts, lines, strict=True):
+                failed[i] |= bool(np.isnan(line[0]).any())
+                scored[int(plan.rows[i])] = (start + 1, *line)
         return scored
+
+    def _score_positions(
+        self, hidden: Tensor, index: NDArray[np.int64], targets: NDArray[np.int32], top: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+        """See `prompt_logprobs`; of the hidden states at `index`."""
+        parts = []
+        for at in range(0, len(index), LOGITS_ROWS):
+            (lines,) = self._transfer.up(index[at : at + LOGITS_ROWS])
+            logits = self._model.logits(hidden.index_select(0, lines))
+            parts.append(prompt_logprobs(logits, targets[at : at + LOGITS_ROWS], top))
+        chosen, ids, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return chosen, ids, values
