@@ -48,9 +48,9 @@ class AnthropicEvents:
 
     def _tokens(self, event: TokensEvent) -> Iterator[ServerEvent]:
         yield from self._begin()
-        if reasoning := getattr(event, "reasoning", None):
+        if event.reasoning:
             yield from self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._delta({"type": "thinking_delta", "thinking": reasoning})
+            yield self._delta({"type": "thinking_delta", "thinking": event.reasoning})
         if event.text:
             yield from self._switch("text", {"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": event.text})

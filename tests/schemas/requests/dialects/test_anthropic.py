@@ -119,6 +119,19 @@ def test_a_conversation_that_ends_with_the_assistant_is_continued() -> None:
     assert not read().continue_final_message
 
 
+@pytest.mark.parametrize(
+    ("thinking", "fields"),
+    [
+        ({"type": "enabled", "budget_tokens": 1_024}, {"enable_thinking": True, "thinking_token_budget": 1_024}),
+        ({"type": "adaptive"}, {"enable_thinking": True}),
+        ({"type": "disabled"}, {"enable_thinking": False}),
+    ],
+)
+def test_thinking(thinking: dict[str, Any], fields: dict[str, Any]) -> None:
+    body = dumped(read(thinking=thinking))
+    assert {name: body[name] for name in ("enable_thinking", "thinking_token_budget") if name in body} == fields
+
+
 def test_the_form_of_the_answer_and_the_effort() -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     body = read(output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}})
