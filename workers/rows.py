@@ -29,6 +29,7 @@ class PreparedRow:
     Attributes:
         names: the row itself first, then its copies.
         guard: checks its answers against the content policies; None: there are none.
+        given_tokens: of its prompts, before `truncate_prompt_tokens` cut any off; None: none can be cut off.
         dialect: of the request and its response; None: OpenAI's chat, completion or embedding.
     """
 
@@ -37,6 +38,7 @@ class PreparedRow:
     request: Request
     guard: PolicyGuard | None = None
     dialect: Dialect | None = None
+    given_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

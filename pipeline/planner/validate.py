@@ -215,7 +215,9 @@ class Validator:
         requested. An uncounted prompt counts as a single token, so that no estimate refuses a row."""
         if self._max_model_len is None:
             return limit
-        left = self._max_model_len - (prompt_tokens if self._estimator.exact else 1)
+        cut = body.truncate_prompt_tokens
+        prompt_tokens = prompt_tokens if self._estimator.exact and cut != -1 else 1
+        left = self._max_model_len - (prompt_tokens if cut is None or cut < 0 else min(cut, prompt_tokens))
         wanted = 1 if body.output_limit is None else limit
         if wanted > left:
             message = f"the prompt and max_tokens {wanted} do not fit the context of {self._max_model_len} tokens; "

@@ -240,6 +240,7 @@ class GenerationBody(BaseModel):
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100), defaulting(1.0)] = 1.0
     logit_bias: Annotated[dict[str, float], only(_check_logit_bias, LOGIT_BIAS)] = Field(default_factory=dict)
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Strict(False), Field(min_length=1)] | None = None
     bad_words: Annotated[tuple[str, ...], only(_check_bad_words, BAD_WORDS)] = ()
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), defaulting(0)] = 0
@@ -299,6 +300,15 @@ class GenerationBody(BaseModel):
             for name, value in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
                 if value:
                     raise invalid("can't go with a form that the answer must have: its end decides", name)
+        return self
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> GenerationBody:
+        name, kept = "truncate_prompt_tokens", self.truncate_prompt_tokens
+        if kept == 0:
+            raise invalid("is 0, but must be 1 or more, or -1 for what max_tokens leaves of the context", name)
+        if kept == -1 and self.output_limit is None:
+            raise invalid("is -1, which leaves room for the answer, but max_tokens is not set; set it", name)
         return self
 
     @model_validator(mode="after")

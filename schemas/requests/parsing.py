@@ -92,7 +92,6 @@ NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True, False),  # a shown special token is spelt as it is, without blanks around
     "chat_template": (),
     "refusal": (),

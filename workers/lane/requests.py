@@ -84,7 +84,8 @@ class LaneReader:
         (prompts,) = encode(self._model.tokenizer, [inputs], chat=request.url == CHAT_URL)
         engine_request = translator.request(engine_request_id(request), body, prompts, hints)
         engine_request = replace(engine_request, readers_known=False)  # more requests may share this prompt's prefix
-        return PreparedRow(names, body, _resume(self._model.engine, engine_request, request.tokens), guard)
+        resumed = _resume(self._model.engine, engine_request, request.tokens)
+        return PreparedRow(names, body, resumed, guard, given_tokens=sum(map(len, prompts)))
 
     def _pooled(
         self, request: LaneRequest, body: PooledBody, translator: Translator, hints: RowHints, guard: PolicyGuard | None

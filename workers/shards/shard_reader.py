@@ -202,6 +202,7 @@ class ShardReader:
             return None
         request_id = f"{work.job.id}/{work.shard}/{line.names[0].row}"
         logged = work.history.running.get(line.names[0].row)
+        given_tokens = None
         try:
             if not isinstance(line.parsed, GenerationBody):
                 request = pooled.request(request_id, line.parsed, line.inputs, line.hints)
@@ -209,6 +210,7 @@ class ShardReader:
                 prompts = [prompt for prompt in line.prompts if not isinstance(prompt, str)]
                 assert len(prompts) == len(line.prompts), "prompts are encoded before"
                 request = translator.request(request_id, line.parsed, prompts, line.hints)
+                given_tokens = sum(map(len, prompts))
             request = request if logged is None else resume(self.model.engine, request, logged)
         except RowError as error:
             line.error = translate_error(line.url, error)
@@ -218,7 +220,9 @@ class ShardReader:
         except Exception as error:  # noqa: BLE001 - it concerns one row
             line.error = _unforeseen(error, "a row could not be prepared", line, work)
             return None
-        return PreparedRow(line.names, line.parsed, request, line.guard, DIALECTS.get(line.url))
+        return PreparedRow(
+            line.names, line.parsed, request, line.guard, DIALECTS.get(line.url), given_tokens=given_tokens
+        )
 
 
 def _unforeseen(error: Exception, what: str, line: _Line, work: ShardWork) -> RowError:

@@ -179,14 +179,26 @@ class Translator:
         bias = {int(token_id): value for token_id, value in body.logit_bias.items()}
         for token_id in bias:
             self._check_token("logit_bias", token_id)
-        members = [self._member(request_id, body, prompts, at, bias, hints) for at in range(len(prompts))]
+        cut = [self._truncated(body, prompt) for prompt in prompts]
+        is_whole = all(len(one) == len(other) for one, other in zip(cut, prompts, strict=True))
+        members = [self._member(request_id, body, cut, at, bias, hints) for at in range(len(prompts))]
         return replace(
             members[0],
-            prefix_group=hints.prefix_group,
-            prefix_readers=hints.prefix_readers or 0,
-            readers_known=len(members) == 1,  # the planner groups rows with a common prefix by their first prompts
+            # The planner groups rows with a common prefix by their first prompts, before anything is cut off.
+            prefix_group=hints.prefix_group if is_whole else None,
+            prefix_readers=hints.prefix_readers or 0 if is_whole else 0,
+            readers_known=len(members) == 1 and is_whole,
             more=tuple(members[1:]),
         )
+
+    def _truncated(self, body: Generation, prompt: TokenIds) -> TokenIds:
+        """The last tokens of the prompt, as many as `truncate_prompt_tokens` leaves (vLLM's rule)."""
+        most = body.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == -1:
+            most = max(1, self._limits.max_model_len - (body.output_limit or 0))
+        return prompt[max(0, len(prompt) - most) :]
 
     def _member(
         self,
@@ -283,6 +295,8 @@ class Translator:
 
     def _within_context(self, text: str, body: Generation, at: int) -> str:
         """Return the text. Raises `RowError` when no encoding of it leaves room for one token of an answer."""
+        if body.truncate_prompt_tokens is not None:
+            return text
         min_tokens, limit = self._tokenizer.least_tokens(text), self._limits.max_model_len
         if min_tokens + (body.output_limit != 0) > limit:
             name = prompt_name(body, at)

@@ -177,7 +177,7 @@ class ResponseBuilder:
         def result(index: int, row_name: RowName) -> ResultRow:
             cached = completion.cached_tokens if index == 0 else completion.prompt_tokens
             response["id"] = response_id(kind, envelope.job, row_name.row)
-            response["usage"] = _usage(completion, cached) | details
+            response["usage"] = _usage(completion, cached, prepared.given_tokens) | details
             shown = response
             if prepared.dialect is not None and isinstance(body, ChatBody):
                 shown = prepared.dialect.response(response, body)
@@ -233,7 +233,8 @@ class ResponseBuilder:
             request = row.prepared.request
             number, ids = index // request.params.n, request.member_of(index).prompt_token_ids
             given = body.prompts[number]
-            prompt = given if isinstance(given, str) else self._tokenizer.decode(ids)
+            is_cut = body.truncate_prompt_tokens is not None
+            prompt = given if isinstance(given, str) and not is_cut else self._tokenizer.decode(ids)
             scored = (row.completion.members or (row.completion,))[number]
             if scored.prompt_logprobs is not None:
                 runs.append((ids, scored.prompt_logprobs))
@@ -348,10 +349,13 @@ def _refused(
     ]
 
 
-def _usage(completion: Completion, cached_tokens: int) -> dict[str, Any]:
+def _usage(completion: Completion, cached_tokens: int, given_tokens: int | None) -> dict[str, Any]:
+    details = {"cached_tokens": cached_tokens}
+    if given_tokens is not None and given_tokens > completion.prompt_tokens:
+        details["truncated_tokens"] = given_tokens - completion.prompt_tokens
     return {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.generated_tokens,
         "total_tokens": completion.prompt_tokens + completion.generated_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": details,
     }

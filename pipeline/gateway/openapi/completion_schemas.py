@@ -13,6 +13,12 @@ ServiceTier = Literal["priority", "default", "flex"]
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
+class PromptTokensDetails(CachedTokens):
+    """`truncated_tokens`: that `truncate_prompt_tokens` dropped; absent: none."""
+
+    truncated_tokens: Count | None = None
+
+
 class CompletionTokens(ResponseModel):
     """Details of an answer's tokens. `reasoning_tokens`: those of the model's thought."""
 
@@ -25,7 +31,7 @@ class CompletionUsage(ResponseModel):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokens | None = None
     tokenmill_cached: Literal[True] = True
 

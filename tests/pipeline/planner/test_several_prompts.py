@@ -42,6 +42,14 @@ def test_each_prompt_has_the_context_to_itself(check: Any) -> None:
     assert checked.rejected[0].error.code == "context_length_exceeded"
 
 
+def test_a_prompt_that_is_cut_fits(check: Any) -> None:
+    long = {"prompt": [[1] * 99, [2] * 5], "max_tokens": 34}
+    cuts = [long | {"truncate_prompt_tokens": most} for most in (30, -1, 31)]
+    checked = check(*cuts, long)
+    assert [row.row for row in checked.valid] == [0, 1]
+    assert len({row.request_hash for row in checked.valid}) == 2
+
+
 def test_equal_lists_are_one_request(check: Any) -> None:
     greedy = {"temperature": 0, "max_tokens": 4}
     rows = check(

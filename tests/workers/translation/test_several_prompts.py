@@ -112,6 +112,29 @@ def test_one_bad_prompt_fails_the_row_by_its_name(
     assert len(choices(answered)) == 2
 
 
+@pytest.mark.parametrize(("most", "kept"), [(6, 6), (-1, 118), (500, 118)])
+def test_the_beginning_of_a_long_prompt_is_cut_off(loaded: LoadedModel, kit: Any, most: int, kept: int) -> None:
+    long = [5 + at % 90 for at in range(118 if most == 500 else 300)]
+    body = {"temperature": 0, "max_tokens": 10, "echo": True, "logprobs": 0}
+    cut, expected, chat = compute(
+        kit,
+        loaded,
+        [
+            kit.completion([long, [7, 8]], truncate_prompt_tokens=most, **body),
+            kit.completion([long[-kept:], [7, 8]], **body),
+            kit.chat("many words " * 90, truncate_prompt_tokens=most, temperature=0, max_tokens=10),
+        ],
+    )
+    assert choices(cut) == rounded(choices(expected))
+    usage = json.loads(cut.response or "")["usage"]
+    assert usage["prompt_tokens"] == kept + 2
+    assert usage["prompt_tokens_details"].get("truncated_tokens", 0) == len(long) - kept
+    if most == 500:
+        assert (chat.status, chat.error_code) == (RowStatus.FAILED, RowErrorCode.CONTEXT_LENGTH_EXCEEDED)
+    else:
+        assert chat.prompt_tokens == kept
+
+
 def test_in_a_small_pool_the_answers_are_the_same(model_folder: Path, loaded: LoadedModel, kit: Any) -> None:
     bodies = [kit.completion(PROMPTS, n=2, seed=at, temperature=1.0, max_tokens=70, ignore_eos=True) for at in (1, 2)]
     small = LoadedModel.load(
