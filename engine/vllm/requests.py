@@ -21,12 +21,15 @@ MAX_BIAS = 100.0
 
 def grammar_of(request: Request) -> str | None:
     """The grammar of the answer in llguidance's Lark; None: there is none. Raises `RequestRefused` for a mask that is
-    no grammar (`workers.structured.grammar.Grammar` has its `source.text`)."""
+    no grammar (`workers.structured.grammar.Grammar` has its `source.text`), or more than one (its `source.limit`)."""
     if request.mask is None:
         return None
-    text = getattr(getattr(request.mask, "source", None), "text", None)
+    source = getattr(request.mask, "source", None)
+    text = getattr(source, "text", None)
     if not isinstance(text, str):
         raise RequestRefused("a mask that is no grammar is not available with vLLM")
+    if getattr(source, "limit", None) is not None:
+        raise RequestRefused("a budget of a thought whose markers are plain text is not available with vLLM")
     return text
 
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from tokenmill.jobs.http_client import GatewayClient
 
 
+DIM, NORMAL = "\033[2m", "\033[0m"
+"""A thought is dim in a terminal; elsewhere only the answer is written."""
+
+
 def chat(
     message: Annotated[
         str | None, typer.Argument(metavar="[MESSAGE]", help="What to say; '-' reads it from stdin. Default: a talk.")
@@ -87,10 +91,12 @@ def _answer(gateway: GatewayClient, body: dict[str, Any], messages: list[dict[st
     """Stream an answer to stdout and append it to the messages; False: the user cancelled it."""
     parts: list[str] = []
     try:
-        for part in _parts(gateway, body | {"messages": messages, "stream": True}):
-            parts.append(part)
-            sys.stdout.write(_shown(part))
-            sys.stdout.flush()
+        for thought, part in _parts(gateway, body | {"messages": messages, "stream": True}):
+            if not thought:
+                parts.append(part)
+            if not thought or sys.stdout.isatty():
+                sys.stdout.write(f"{DIM}{_shown(part)}{NORMAL}" if thought else _shown(part))
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print()
         output.say("cancelled")
@@ -104,8 +110,10 @@ def _answer(gateway: GatewayClient, body: dict[str, Any], messages: list[dict[st
     return True
 
 
-def _parts(gateway: GatewayClient, body: dict[str, Any]) -> Iterator[str]:
-    """The streamed text of an answer. Raises `UserError`, also for an incomplete stream."""
+def _parts(gateway: GatewayClient, body: dict[str, Any]) -> Iterator[tuple[bool, str]]:
+    """The streamed text of an answer, and whether it is the model's thought. Raises `UserError`, also for an incomplete
+    stream."""
+    thinks = False
     from tokenmill.jobs.http_client import error_of
 
     with gateway.stream("POST", "/v1/chat/completions", body) as answer:
@@ -122,7 +130,15 @@ def _parts(gateway: GatewayClient, body: dict[str, Any]) -> Iterator[str]:
             if "error" in chunk:
                 raise UserError(f"{gateway.url}: {error_of(chunk) or 'the answer failed'}")
             for choice in chunk.get("choices", ()):
-                yield choice.get("delta", {}).get("content") or ""
+                delta = choice.get("delta", {})
+                if thought := delta.get("reasoning_content"):
+                    thinks = True
+                    yield True, thought
+                if content := delta.get("content"):
+                    if thinks:
+                        yield True, "\n\n"
+                    thinks = False
+                    yield False, content
     raise UserError(f"{gateway.url}: the answer broke off; ask again")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody
 from schemas.requests.structured import NamedTool, Tool
-from workers.structured.grammar import OPTIONS, TEXT, GrammarSource, literal
+from workers.structured.grammar import OPTIONS, TEXT, GrammarSource, for_slashes, literal
 from workers.structured.json_schema import adapt_schema, check_depth, json_rule
 from workers.structured.thinking import grammar_behind_thought
 from workers.structured.tool_formats import KNOWN_FORMATS, ToolFormat, find_tool_format, takes_tools
@@ -139,7 +139,7 @@ def _free(form: ToolFormat, tokenizer: Tokenizer, opening: str, rest: str) -> li
     after = _marker(head[len(marker) :] + "".join(behind), tokenizer)
     return [
         f"start: TEXT | head {after} {rest}",
-        f"head[lazy]: /(?s:.)*{_for_slashes(re.escape(marker))}/",
+        f"head[lazy]: /(?s:.)*{for_slashes(re.escape(marker))}/",
         f"TEXT: {TEXT}",
     ]
 
@@ -165,10 +165,4 @@ def _marker(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _regex(pattern: str) -> str:
-    return f"/{_for_slashes(pattern)}/"
-
-
-def _for_slashes(pattern: str) -> str:
-    """Escape the pattern for use between slashes, on one line."""
-    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
-    return escaped.replace("\n", r"\n").replace("\r", r"\r")
+    return f"/{for_slashes(pattern)}/"

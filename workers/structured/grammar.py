@@ -13,8 +13,9 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, cast
 
 import llguidance
@@ -37,6 +38,9 @@ MAX_CACHED_GRAMMARS: Final = 512
 """Compiled grammars of real schemas take a fifth of a megabyte each."""
 
 MAX_MESSAGE_CHARS: Final = 300
+PANIC: Final = "panic"
+"""In the library's message about its own failure."""
+
 ONE_OF: Final = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 """The library's message about oneOf; its option corresponds to `strict: false` here."""
 
@@ -48,6 +52,12 @@ MAX_DIAGNOSIS_SECONDS: Final = 1.0
 def literal(text: str) -> str:
     """A string in a grammar."""
     return json.dumps(text)
+
+
+def for_slashes(pattern: str) -> str:
+    """Escape a regex for use between slashes, on one line."""
+    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+    return escaped.replace("\n", r"\n").replace("\r", r"\r")
 
 
 class GrammarFailure(Exception):
@@ -66,6 +76,23 @@ def too_complex(message: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class ThoughtLimit:
+    """Ends a thought that is marked in plain text. (The library can count the tokens of a rule, but not end one both at
+    a text and at a number of tokens.)
+
+    Attributes:
+        tokens: that the thought may have, at least one.
+        opening: begins the thought; empty: it has begun.  closing: ends it.
+        rest: the grammar from there on if the thought has not ended by itself, which begins with `closing`.
+    """
+
+    tokens: int
+    opening: bytes
+    closing: bytes
+    rest: str
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarSource:
     """A grammar to compile.
 
@@ -73,11 +100,13 @@ class GrammarSource:
         text: in llguidance's Lark.
         param: the body's field that requests it.
         schemas: the JSON schemas in it by their path in the body, for the diagnosis of an error.
+        limit: ends the thought before the answer; None: the grammar does.
     """
 
     text: str
     param: str
     schemas: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    limit: ThoughtLimit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +124,59 @@ class Grammar:
         return self.grammars.mask(self.source)
 
 
+class _LimitedThought:
+    """Counts the tokens of a choice's thought."""
+
+    def __init__(self, limit: ThoughtLimit, tokens: Sequence[bytes], rest: Any) -> None:
+        """`tokens`: the bytes of each token id; `rest`: the matcher of `limit.rest` at its start."""
+        self._rest = rest
+        self._limit = limit
+        self._tokens = tokens
+        self._text = b""
+        self._ids: list[int] = []
+        self._has_begun = not limit.opening
+        self._left = limit.tokens
+
+    def push(self, token_id: int) -> Any:
+        """Add the next token. Returns the matcher of the rest if the thought may have no more and has not ended."""
+        self._text += self._tokens[token_id]
+        self._ids.append(token_id)
+        if not self._has_begun:
+            before, found, behind = self._text.partition(self._limit.opening)
+            self._has_begun = bool(found)
+            self._text = behind if found else before
+            return None
+        self._left -= 1
+        if self._left or self._limit.closing in self._text:
+            return None
+        begun = max(range(len(self._limit.closing)), key=lambda count: count if self._begins_marker(count) else 0)
+        for last in self._ids[len(self._ids) - begun :]:
+            self._rest.consume_token(last)
+        return self._rest
+
+    def _begins_marker(self, count: int) -> bool:
+        """Whether the last tokens have begun the marker."""
+        last = b"".join(self._tokens[token_id] for token_id in self._ids[len(self._ids) - count :])
+        return self._limit.closing.startswith(last)
+
+
 class GrammarMask:
     """A choice's state in its grammar (an engine's `TokenMask`)."""
 
-    __slots__ = ("filler", "matcher")
+    __slots__ = ("_forget", "_thought", "filler", "matcher")
 
-    def __init__(self, matcher: Any, filler: ThreadedMaskFiller) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        filler: ThreadedMaskFiller,
+        forget: Callable[[], None] = lambda: None,
+        thought: _LimitedThought | None = None,
+    ) -> None:
+        """`forget`: called when the compiled grammar is unusable."""
         self.matcher = matcher
         self.filler = filler
+        self._forget = forget
+        self._thought = thought
 
     def fill(self, bitmask: NDArray[np.int32]) -> None:
         """See `TokenMask.fill`. Raises `GrammarFailure`."""
@@ -111,8 +185,19 @@ class GrammarMask:
 
     def advance(self, token_id: int) -> None:
         """See `TokenMask.advance`. Raises `GrammarFailure`."""
-        if token_id not in self.filler.ends and not self.matcher.consume_token(token_id):
-            raise _failure(self.matcher)
+        if token_id in self.filler.ends:
+            return
+        if not self.matcher.consume_token(token_id):
+            raise self.failure()
+        if self._thought is not None and (rest := self._thought.push(token_id)) is not None:
+            self.matcher, self._thought = rest, None
+
+    def failure(self) -> GrammarFailure:
+        """The error of a matcher that can't continue. All copies of a compiled grammar share a state, which a panic of
+        the library leaves locked for ever: others have to compile it again."""
+        if PANIC in self.matcher.get_error():
+            self._forget()
+        return _failure(self.matcher)
 
 
 class ThreadedMaskFiller:
@@ -139,7 +224,7 @@ class ThreadedMaskFiller:
         self._executor.unsafe_compute_mask_ptr(matchers, bitmasks.ctypes.data, words * 4, rows)
         may_end = (bitmasks[:, self._word] & self._bit) != 0
         bitmasks[may_end] |= self._end_words
-        return {at: _failure(matcher) for matcher, at in matchers if matcher.is_error()}
+        return {at: masks[at].failure() for matcher, at in matchers if matcher.is_error()}
 
 
 @dataclass(slots=True)
@@ -167,6 +252,7 @@ class Grammars:
         self._cache: OrderedDict[str, _CompiledGrammar] = OrderedDict()
         self._library: Any = None
         self._filler: ThreadedMaskFiller | None = None
+        self._tokens: Sequence[bytes] = ()
 
     def compile(self, source: GrammarSource) -> Grammar:
         """Compile the grammar.
@@ -174,29 +260,38 @@ class Grammars:
         Raises:
             RowError: invalid_request: it can't be compiled; unsupported_parameter: the model's tokens don't allow it.
         """
-        self._compiled(source)
+        for text in _texts(source):
+            self._compiled(text, source)
         return Grammar(self, source)
 
     def mask(self, source: GrammarSource) -> GrammarMask:
         """A mask at the start of a grammar. Raises `RowError` as `compile`."""
-        matcher, filler = self._compiled(source)
-        return GrammarMask(matcher.deep_copy(), filler)
+        matchers = [self._compiled(text, source).deep_copy() for text in _texts(source)]
+        _, filler, tokens = self._ready(source.param)
+        thought = None if source.limit is None else _LimitedThought(source.limit, tokens, matchers[1])
+        return GrammarMask(matchers[0], filler, partial(self._forget, source), thought)
 
-    def _compiled(self, source: GrammarSource) -> tuple[Any, ThreadedMaskFiller]:
-        """The compiled grammar, from the cache or compiled now; waits for one that another thread is compiling."""
-        library, filler = self._ready(source.param)
+    def _forget(self, source: GrammarSource) -> None:
         with self._lock:
-            entry = self._cache.get(source.text)
+            for text in _texts(source):
+                self._cache.pop(text, None)
+
+    def _compiled(self, text: str, source: GrammarSource) -> Any:
+        """The matcher of a source's grammar at its start, from the cache or compiled now; waits for one that another
+        thread is compiling."""
+        library, _, _ = self._ready(source.param)
+        with self._lock:
+            entry = self._cache.get(text)
             is_missing = entry is None
             if entry is None:
-                entry = self._cache[source.text] = _CompiledGrammar()
+                entry = self._cache[text] = _CompiledGrammar()
                 while len(self._cache) > MAX_CACHED_GRAMMARS:
                     self._cache.popitem(last=False)
-            self._cache.move_to_end(source.text)
+            self._cache.move_to_end(text)
         if is_missing:
             try:
                 began = time.monotonic()
-                matcher, reason = _compile(library, source.text)
+                matcher, reason = _compile(library, text)
                 entry.matcher = None if reason else matcher
                 # The diagnosis would compile a slow schema again, part by part.
                 is_quick = time.monotonic() - began < MAX_DIAGNOSIS_SECONDS / 4
@@ -207,10 +302,10 @@ class Grammars:
         if entry.matcher is None:
             message = f"{source.param} can't be compiled: {entry.reason}"
             raise RowError(RowErrorCode.INVALID_REQUEST, message, param=source.param)
-        return entry.matcher, filler
+        return entry.matcher
 
-    def _ready(self, param: str) -> tuple[Any, ThreadedMaskFiller]:
-        """The library's tokenizer with the model's vocabulary, made at the first call."""
+    def _ready(self, param: str) -> tuple[Any, ThreadedMaskFiller, Sequence[bytes]]:
+        """The library's tokenizer with the model's vocabulary, and the bytes of each token, made at the first call."""
         with self._lock:
             if self._filler is None:
                 if not self._ends:
@@ -220,7 +315,12 @@ class Grammars:
                 vocabulary = Vocabulary.of(self._tokenizer, self._size, self._ends)
                 self._library = llguidance.LLTokenizer(cast(Any, vocabulary))
                 self._filler = ThreadedMaskFiller(self._ends, vocabulary.eos_token_id, self._size)
-            return self._library, self._filler
+                self._tokens = vocabulary.tokens
+            return self._library, self._filler, self._tokens
+
+
+def _texts(source: GrammarSource) -> list[str]:
+    return [source.text] if source.limit is None else [source.text, source.limit.rest]
 
 
 def _compile(library: Any, text: str) -> tuple[Any, str]:

@@ -1,18 +1,19 @@
 """Bounds a thought, and binds the form of an answer behind it, by a grammar.
 
-A thought is any text without the model's markers; after as many tokens as its budget the grammar allows only the marker
-that ends it, so the budget holds wherever masks do: with drafts, after a preemption, and in a resumed answer. A request
-with neither a budget nor a form needs no grammar.
+A thought is any text without the model's markers; after as many tokens as its budget only the marker that ends it is
+allowed, so the budget holds wherever masks do: with drafts, after a preemption, and in a resumed answer. A request with
+neither a budget nor a form needs no grammar.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Final
 
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import Body, ChatBody
-from workers.structured.grammar import OPTIONS, TEXT, GrammarSource, literal
+from workers.structured.grammar import OPTIONS, TEXT, GrammarSource, ThoughtLimit, for_slashes, literal
 from workers.text.reasoning import TAIL_TOKENS, ReasoningMarkers
 from workers.text.tokenizer import TokenIds, Tokenizer
 
@@ -61,19 +62,42 @@ def grammar_behind_thought(
     state = prompt_state(body, prompt, tokenizer)
     if form is not None and state is False:
         return form
-    inner = "start: ANY\nANY: " + TEXT if form is None else form.text.removeprefix(OPTIONS).rstrip()
-    blanks = "" if form is None else " BLANKS?"
-    opening, direct = (_rule(markers, text) for text in (markers.form.opening, markers.form.direct))
-    thought = f"{'' if budget == 0 else 'thought '}{_rule(markers, markers.form.closing)}{blanks} answer"
-    starts = {True: thought, False: "answer", None: f"{opening} {thought} | {direct} answer"}
-    lines = [f"start: {starts[state]}", f"answer: %lark {{\n{inner}\n}}", BLANKS]
-    if budget != 0:
-        first = markers.pieces(markers.form.closing)[0]
-        bounds = [] if budget is None else [f"max_tokens={budget}"]
-        bounds += [f"stop={literal(first)}"] if isinstance(first, str) else []
-        lines.append(f"thought{'[' + ', '.join(bounds) + ']' if bounds else ''}: {TEXT}")
-    text = OPTIONS + "\n".join(lines) + "\n"
-    return GrammarSource(text, "thinking_token_budget") if form is None else replace(form, text=text)
+    opening, closing = markers.form.opening, markers.form.closing
+    is_plain = isinstance(markers.pieces(closing)[0], str)
+    # Where markers are plain text, an answer that any text may be must be kept from opening a thought.
+    free = f"start: ANY\nANY: {TEXT}{f' & ~{_containing(opening)}' if is_plain else ''}"
+    inner = free if form is None else form.text.removeprefix(OPTIONS).rstrip()
+    blanks = "" if form is None else "BLANKS? "
+    rules = [f"answer: %lark {{\n{inner}\n}}", BLANKS]
+    forced = f"{_rule(markers, closing)} {blanks}answer"
+    thought = forced
+    if budget != 0 and is_plain:
+        rules.append(f"thought[lazy]: /(?s:.)*{for_slashes(re.escape(closing))}/")
+        thought = f"thought {blanks}answer"
+    elif budget != 0:
+        rules.append(f"thought{'' if budget is None else f'[max_tokens={budget}]'}: {TEXT}")
+        thought = f"thought {forced}"
+    starts = {
+        True: thought,
+        False: "answer",
+        None: f"{_rule(markers, opening)} {thought} | {_rule(markers, markers.form.direct)} answer",
+    }
+    limit = None
+    if budget and is_plain and state is not False:
+        begun = "" if state is True else opening
+        limit = ThoughtLimit(budget, begun.encode(), closing.encode(), _lark(f"start: {forced}", *rules[:2]))
+    text = _lark(f"start: {starts[state]}", *rules)
+    if form is None:
+        return GrammarSource(text, "thinking_token_budget", limit=limit)
+    return replace(form, text=text, limit=limit)
+
+
+def _lark(*rules: str) -> str:
+    return OPTIONS + "\n".join(rules) + "\n"
+
+
+def _containing(text: str) -> str:
+    return f"/(?s:.)*{for_slashes(re.escape(text))}(?s:.)*/"
 
 
 def _rule(markers: ReasoningMarkers, text: str) -> str:

@@ -94,6 +94,7 @@ def answers(out: Path) -> dict[int, tuple[Any, ...]]:
     for row in pq.read_table(out / "results").to_pylist():
         texts = None
         if row["response"] is not None:
-            texts = [choice["message"]["content"] for choice in json.loads(row["response"])["choices"]]
+            messages = [choice["message"] for choice in json.loads(row["response"])["choices"]]
+            texts = [(message["content"], message.get("reasoning_content")) for message in messages]
         found[row["row"]] = (row["custom_id"], row["status"], row["error_code"], row["completion_tokens"], texts)
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import openai.types.chat
 import pytest
 
@@ -22,6 +23,8 @@ from tests.workers.structured import thinking_templates, tool_templates
 from tests.workers.structured.test_structured_output import CONFIG, FORMAT, SCHEMA, TOOLS, results_of, stream_events
 from workers.errors import TokenizerError
 from workers.model.loaded_model import LoadedModel
+from workers.structured.constraints import grammar_of
+from workers.structured.grammar import Grammars, GrammarSource, GrammarTooComplex
 from workers.text.chat_options import ChatOptions
 from workers.text.tokenizer import Tokenizer
 
@@ -114,6 +117,54 @@ def test_the_parts_and_the_markers_are_the_answer(model: LoadedModel, kit: Any) 
     raw = raw.removesuffix("<end>").strip()
     head, _, text = raw.removeprefix(THINK).partition(END)
     assert (head.strip(), text.strip()) == ((row.reasoning or "").strip(), row.text.strip())
+
+
+@pytest.mark.parametrize("budget", [None, 12])
+@pytest.mark.parametrize("before", ["well, ", "I think>", "so <", "</thin", ""])
+def test_a_thought_in_plain_text_ends_wherever_its_marker_does(
+    folders: dict[str, Path], kit: Any, before: str, budget: int | None
+) -> None:
+    """Given a marker of several tokens, which may share some with the text before it, when the model writes it, then
+    the form binds behind it."""
+    tokenizer = Tokenizer.load(folders["text"])
+    fields: dict[str, Any] = {"structured_outputs": {"choice": ["yes"]}, "thinking_token_budget": budget}
+    body = kit.parse(kit.chat("x", **{name: value for name, value in fields.items() if value is not None}))
+    (prompt,) = tokenizer.encode_chats([tokenizer.render_chat(body.messages)])
+    source = grammar_of(body, prompt, tokenizer)
+    assert source is not None
+    grammars = Grammars(tokenizer, tokenizer.size, (2,))
+    for text, end in ((before + END + "\n\nyes", True), (before + "x" * 30, False)):
+        mask = grammars.compile(source)(0)
+        (ids,) = tokenizer.encode_batch([text], add_special_tokens=False)
+        if end:
+            assert accepted(mask, ids.tolist(), tokenizer.size) == len(ids)
+            assert accepted(mask, [2], tokenizer.size) == 1
+        else:
+            assert accepted(mask, ids.tolist(), tokenizer.size) == (len(ids) if budget is None else budget)
+
+
+def accepted(mask: Any, ids: Sequence[int], size: int) -> int:
+    """How many of these tokens the mask allows, one after the other."""
+    for at, token_id in enumerate(ids):
+        words = np.zeros(-(-size // 32), dtype=np.int32)
+        mask.fill(words)
+        if not np.unpackbits(words.view(np.uint8), bitorder="little")[token_id]:
+            return at
+        mask.advance(token_id)
+    return len(ids)
+
+
+def test_a_grammar_whose_compiled_form_the_library_broke_is_compiled_again(folders: dict[str, Path], kit: Any) -> None:
+    """Given a grammar at which the library panics, when another answer follows the same grammar, then it begins with a
+    form of its own."""
+    tokenizer = Tokenizer.load(folders["text"])
+    grammars = Grammars(tokenizer, tokenizer.size, (2,))
+    source = GrammarSource('start: text "stop" "x"\ntext[stop="stop"]: /(?s:.)*/\n', "structured_outputs")
+    (ids,) = tokenizer.encode_batch(["a st op stop"], add_special_tokens=False)
+    with pytest.raises(GrammarTooComplex, match="panic"):
+        accepted(grammars.compile(source)(0), ids.tolist(), tokenizer.size)
+    again = grammars.compile(source)(0)
+    assert accepted(again, ids[:2].tolist(), tokenizer.size) == 2
 
 
 def test_a_form_binds_behind_the_thought(model: LoadedModel, kit: Any) -> None:

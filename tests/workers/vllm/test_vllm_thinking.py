@@ -51,6 +51,9 @@ def test_budgets_are_kept_and_forms_bind_behind_thoughts(model: LoadedModel, kit
     rows = results_of(kit, model, bodies)
     ended = 0
     for body, row in zip(bodies, rows, strict=True):
+        if not model.tokenizer.reasoning_ids and body["thinking_token_budget"]:
+            assert "plain text is not available with vLLM" in row.error_message
+            continue
         assert row.status is RowStatus.SUCCEEDED, row.error_message
         usage = json.loads(row.response)["usage"]
         assert usage["completion_tokens_details"]["reasoning_tokens"] <= body["thinking_token_budget"]
@@ -60,4 +63,4 @@ def test_budgets_are_kept_and_forms_bind_behind_thoughts(model: LoadedModel, kit
         if "response_format" in body and row.finish_reason == "stop":
             ended += 1
             jsonschema.validate(json.loads(row.text), SCHEMA)
-    assert ended >= 4
+    assert ended >= 4 or not model.tokenizer.reasoning_ids
