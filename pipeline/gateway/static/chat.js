@@ -76,6 +76,15 @@ class ChatView {
     return { text, note };
   }
 
+  /** Appends to the model's thought, which is shown on demand. */
+  appendThought(nodes, text) {
+    if (!nodes.thought) {
+      nodes.thought = h("p", { className: "text muted", dir: "auto" });
+      nodes.text.before(h("details", { className: "thought" }, h("summary", {}, "Thought"), nodes.thought));
+    }
+    nodes.thought.append(text);
+  }
+
   async submit(event) {
     event.preventDefault();
     const content = this.messageInput.value.trim();
@@ -96,8 +105,9 @@ class ChatView {
       if (error.name === "AbortError") answer.note = "stopped";
       else this.showError(describeError(error));
     } finally {
-      if (answer.content && messages.includes(question)) messages.push(answer);
-      else if (!answer.content) {
+      const isAnswered = answer.content || answerNodes.thought;
+      if (isAnswered && messages.includes(question)) messages.push(answer);
+      else if (!isAnswered) {
         answerNodes.text.parentElement.remove();
         questionNodes.text.parentElement.remove();
         const index = messages.indexOf(question);
@@ -124,6 +134,7 @@ class ChatView {
       const chunk = JSON.parse(data);
       if (chunk.error) throw createApiError(500, chunk.error);
       const choice = chunk.choices?.[0];
+      if (choice?.delta?.reasoning_content) this.appendThought(answerNodes, choice.delta.reasoning_content);
       const delta = choice?.delta?.content;
       if (delta) {
         // follows the answer only if the user hasn't scrolled up

@@ -56,3 +56,11 @@ OPENED = (
     "{% if add_generation_prompt %}<turn>assistant\n<think>\n{% endif %}{# the model ends it by </think> #}"
 )
 """As DeepSeek R1's: the prompt opens the thought."""
+
+SWITCHED = (
+    "{% for m in messages %}<turn>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<end>\n"
+    "{% endfor %}{% if add_generation_prompt %}<turn>assistant\n<think>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
+)
+"""The prompt opens the thought, and ends it again where it is switched off."""
