@@ -97,6 +97,7 @@ def judge(witness: Witness, answer: httpx2.Response) -> None:
     request = answer.request
     streamed = answer.headers.get("content-type", "").startswith("text/event-stream")
     body = None if streamed else answer.read()
+    answer.headers.pop("content-encoding", None)  # the client has decoded the body
     witness.look(request.method, request.url.path, answer.status_code, answer.headers, body)
 
 

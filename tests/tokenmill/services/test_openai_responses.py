@@ -64,6 +64,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iter
 
         def judge(answer: httpx2.Response) -> None:
             body = None if "event-stream" in answer.headers.get("content-type", "") else answer.read()
+            answer.headers.pop("content-encoding", None)  # the client has decoded the body
             witness.look(answer.request.method, answer.request.url.path, answer.status_code, answer.headers, body)
 
         seen = DefaultHttpxClient(event_hooks={"response": [judge]})
