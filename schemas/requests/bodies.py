@@ -240,6 +240,7 @@ class GenerationBody(BaseModel):
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100), defaulting(1.0)] = 1.0
     logit_bias: Annotated[dict[str, float], only(_check_logit_bias, LOGIT_BIAS)] = Field(default_factory=dict)
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Strict(False), Field(min_length=1)] | None = None
     bad_words: Annotated[tuple[str, ...], only(_check_bad_words, BAD_WORDS)] = ()

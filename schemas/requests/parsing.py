@@ -91,7 +91,6 @@ NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "prompt_logprobs": (),
     "spaces_between_special_tokens": (True, False),  # a shown special token is spelt as it is, without blanks around
     "chat_template": (),
     "refusal": (),

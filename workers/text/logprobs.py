@@ -90,6 +90,27 @@ def completion_logprobs(
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
 
+def prompt_logprobs(
+    texts: TokenTexts, ids: TokenIds, logprobs: TokenLogprobs, top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """A prompt's log-probabilities in vLLM's format: null for the first token, then for each of `ids` (int32 [tokens])
+    the likeliest tokens and the token itself, by id. `rank` counts from 1, and is null beyond the likeliest."""
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    for index, token_id in enumerate(ids.tolist()[1:], start=1):
+        values = zip(logprobs.top_ids[index, :top].tolist(), logprobs.top[index, :top].tolist(), strict=True)
+        entries: dict[int, tuple[float, int | None]] = {
+            other: (value, rank) for rank, (other, value) in enumerate(values, start=1)
+        }
+        entries.setdefault(token_id, (float(logprobs.chosen[index]), None))
+        found.append(
+            {
+                str(other): {"logprob": _finite(value), "rank": rank, "decoded_token": texts.spelling_of(other)}
+                for other, (value, rank) in entries.items()
+            }
+        )
+    return found
+
+
 def _tops(
     texts: TokenTexts, logprobs: TokenLogprobs, index: int, top: int, spelling: str, value: float
 ) -> dict[str, float]:

@@ -244,12 +244,12 @@ class Translator:
         return None if wanted is None else self._grammars.compile(wanted)
 
     def _params(self, body: Generation, max_tokens: int, bias: dict[int, float], seed: int) -> SamplingParams:
-        prompt_logprobs = None
+        scores = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
         if isinstance(body, ChatBody):
             logprobs = body.top_logprobs if body.logprobs else None
         else:
             logprobs = body.logprobs
-            prompt_logprobs = body.logprobs if body.echo else None
+            scores += [logprobs] if body.echo and logprobs is not None else []
         return SamplingParams(
             max_tokens=max_tokens,
             n=body.n,
@@ -268,7 +268,7 @@ class Translator:
             ignore_eos=body.ignore_eos,
             min_tokens=body.min_tokens,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=max(scores, default=None),
         )
 
     def _bad_word_tokens(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

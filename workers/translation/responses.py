@@ -26,7 +26,7 @@ from workers.structured.constraints import shown_tokens
 from workers.structured.grammar import Grammar, too_complex
 from workers.structured.tool_calls import CallIds, split_answer
 from workers.structured.tool_formats import find_tool_format
-from workers.text.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from workers.text.logprobs import TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 from workers.text.reasoning import SplitReasoning
 from workers.text.tokenizer import Tokenizer
 from workers.translation.pooled import pooled_results
@@ -171,6 +171,8 @@ class ResponseBuilder:
         response = {"id": "", "object": name, "created": int(started.timestamp()), "model": body.model}
         response["choices"] = choices
         _name_stops(choices, prepared.request)
+        if body.prompt_logprobs is not None:
+            self._add_prompt_logprobs(response, row, body.prompt_logprobs)
         if body.return_token_ids:
             _add_token_ids(response, prepared, completion, withheld)
 
@@ -224,6 +226,20 @@ class ResponseBuilder:
             if called.whole and choice.finish_reason is FinishReason.STOP:
                 reason = "tool_calls"
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _add_prompt_logprobs(self, response: dict[str, Any], row: ComputedRow, top: int) -> None:
+        """Add the prompts' log-probabilities as vLLM does: to the response, or of completions to each choice."""
+        request, completions = row.prepared.request, row.completion.members or (row.completion,)
+        scores = [
+            prompt_logprobs(self._texts, member.prompt_token_ids, scored.prompt_logprobs, top)
+            for member, scored in zip(request.members, completions, strict=True)
+            if scored.prompt_logprobs is not None
+        ]
+        if isinstance(row.prepared.body, ChatBody):
+            (response["prompt_logprobs"],) = scores
+            return
+        for choice in response["choices"]:
+            choice["prompt_logprobs"] = scores[choice["index"] // request.params.n]
 
     def _completion_choice(self, body: CompletionBody, row: ComputedRow, index: int, text: str) -> dict[str, Any]:
         choice = row.completion.choices[index]

@@ -194,6 +194,9 @@ class InferenceRequestBuilder:
             raise bad_request(f"there is no stream of {url}; remove stream", "stream")
         if stream and isinstance(checked, CompletionBody) and checked.echo:
             raise bad_request("echo is not supported in a stream; remove one of them", "echo", "unsupported_parameter")
+        if stream and isinstance(checked, GenerationBody) and checked.prompt_logprobs is not None:
+            message = "prompt_logprobs is not supported in a stream; remove one of them"
+            raise bad_request(message, "prompt_logprobs", "unsupported_parameter")
         seconds = self._settings.max_timeout_seconds if extension.timeout is None else extension.timeout
         request = LaneRequest(
             id=f"http-{self._world.random.token(16).hex()}",

@@ -82,6 +82,14 @@ class ChatLogprobs(ResponseModel):
     refusal: None
 
 
+class PromptLogprob(ResponseModel):
+    """A token at a place of the prompt. `rank`: from 1; null beyond the likeliest that were asked for."""
+
+    logprob: float
+    rank: Count | None
+    decoded_token: str
+
+
 class ChatChoice(ResponseModel):
     """One of `n` choices. `stop_reason`: the stop string that ended it. `token_ids`: with `return_token_ids`, the end
     token included."""
@@ -105,6 +113,7 @@ class ChatCompletion(ResponseModel):
     service_tier: ServiceTier = "priority"
     usage: CompletionUsage
     prompt_token_ids: list[Count] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class FunctionDelta(ResponseModel):
@@ -174,6 +183,7 @@ class TextChoice(ResponseModel):
     stop_reason: str | None = None
     token_ids: list[Count] | None = None
     prompt_token_ids: list[Count] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class TextCompletion(ResponseModel):

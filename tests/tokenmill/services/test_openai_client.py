@@ -440,6 +440,27 @@ def test_several_prompts_are_gone_on_with(served: InstallationUnderTest) -> None
         served.client.completions.create(model="tiny", prompt=["a", "far too long " * 500, "b"])
 
 
+def test_an_evaluation_harness_scores_continuations_in_batches(served: InstallationUnderTest) -> None:
+    """The requests of lm-eval's `local-completions`: lists of token ids, echoed with the log-probability of each."""
+    prompts = [[5, 6, 7, 8, 9], [5, 6, 7], [9, 8, 7, 6]]
+    request: dict[str, Any] = {"model": "tiny", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    scored = served.client.completions.create(**request, prompt=prompts, seed=1234)
+    for prompt, choice in zip(prompts, sorted(scored.choices, key=lambda choice: choice.index), strict=True):
+        alone = served.client.completions.create(**request, prompt=prompt).choices[0].logprobs
+        assert choice.logprobs is not None
+        assert alone is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert len(choice.logprobs.token_logprobs) == len(prompt) + 1
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx((alone.token_logprobs or [])[1:], abs=1e-4)
+        assert choice.logprobs.tokens == alone.tokens
+    extra: Any = {"prompt_logprobs": 1, "truncate_prompt_tokens": 2}
+    cut: Any = served.client.completions.create(model="tiny", prompt=prompts, max_tokens=1, extra_body=extra)
+    assert [len(choice.prompt_logprobs) for choice in cut.choices] == [2, 2, 2]
+    assert (cut.usage.prompt_tokens, cut.usage.prompt_tokens_details.truncated_tokens) == (6, 6)
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs is not supported in a stream"):
+        served.client.completions.create(model="tiny", prompt="x", stream=True, extra_body=extra)
+
+
 def test_each_error_is_the_clients_own_class(served: InstallationUnderTest) -> None:
     client = served.client.with_options(max_retries=0)
     with pytest.raises(openai.AuthenticationError) as wrong:

@@ -135,6 +135,34 @@ def test_the_beginning_of_a_long_prompt_is_cut_off(loaded: LoadedModel, kit: Any
         assert chat.prompt_tokens == kept
 
 
+def test_prompt_logprobs_are_those_of_an_echo(loaded: LoadedModel, kit: Any) -> None:
+    body = {"temperature": 0, "max_tokens": 3}
+    text = loaded.tokenizer.render_chat(kit.parse(kit.chat("Hello")).messages, ())
+    (ids,) = loaded.tokenizer.encode_chats([text])
+    asked, echoed, chat, as_ids = compute(
+        kit,
+        loaded,
+        [
+            kit.completion(PROMPTS, prompt_logprobs=2, n=2, **body),
+            kit.completion(PROMPTS, echo=True, logprobs=2, max_tokens=0),
+            kit.chat("Hello", prompt_logprobs=1, **body),
+            kit.completion(ids.tolist(), prompt_logprobs=1, **body),
+        ],
+    )
+    for at, choice in enumerate(choices(asked)):
+        expected = choices(echoed)[at // 2]["logprobs"]
+        first, *scores = choice["prompt_logprobs"]
+        assert first is None
+        assert len(scores) == len(expected["tokens"]) - 1
+        for entry, token, value in zip(scores, expected["tokens"][1:], expected["token_logprobs"][1:], strict=True):
+            own = [one for one in entry.values() if one["decoded_token"] == token]
+            assert max(one["logprob"] for one in own) == pytest.approx(value, abs=1e-4)
+            assert sorted(one["rank"] for one in entry.values() if one["rank"]) == [1, 2]
+    of_chat = json.loads(chat.response or "")["prompt_logprobs"]
+    assert of_chat == rounded(choices(as_ids)[0]["prompt_logprobs"])
+    assert list(of_chat[1]) != [str(ids[0])]
+
+
 def test_in_a_small_pool_the_answers_are_the_same(model_folder: Path, loaded: LoadedModel, kit: Any) -> None:
     bodies = [kit.completion(PROMPTS, n=2, seed=at, temperature=1.0, max_tokens=70, ignore_eos=True) for at in (1, 2)]
     small = LoadedModel.load(
