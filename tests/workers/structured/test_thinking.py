@@ -23,9 +23,10 @@ from tests.workers.structured import thinking_templates, tool_templates
 from tests.workers.structured.test_structured_output import CONFIG, FORMAT, SCHEMA, TOOLS, results_of, stream_events
 from workers.errors import TokenizerError
 from workers.model.loaded_model import LoadedModel
-from workers.structured.constraints import grammar_of
+from workers.structured.constraints import grammar_of, shown_tokens
 from workers.structured.grammar import Grammars, GrammarSource, GrammarTooComplex
 from workers.text.chat_options import ChatOptions
+from workers.text.reasoning import FORMATS, split_reasoning
 from workers.text.tokenizer import Tokenizer
 
 BUDGETS = (0, 1, 2, 7, 31, 64)
@@ -141,6 +142,32 @@ def test_a_thought_in_plain_text_ends_wherever_its_marker_does(
             assert accepted(mask, [2], tokenizer.size) == 1
         else:
             assert accepted(mask, ids.tolist(), tokenizer.size) == (len(ids) if budget is None else budget)
+
+
+@pytest.mark.parametrize("are_tokens", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_familys_markers_bound_and_split_a_thought(kit: Any, name: str, are_tokens: bool) -> None:
+    """Given a family's markers, when an answer is written as it writes one, then its grammar takes it, and the thought
+    is split off."""
+    form = FORMATS[name]
+    hf = kit.byte_level_tokenizer()
+    whole = form.opening + "why" + form.closing + "yes"
+    tags = re.findall(r"<[^<>]+>|\[/?THINK\]|◁/?think▷", whole + "".join(form.others))
+    if are_tokens:
+        hf.add_tokens(sorted(set(tags)))
+    tokenizer = Tokenizer(hf, ChatOptions(reasoning_parser=name))
+    grammars = Grammars(tokenizer, tokenizer.size, (2,))
+    (ids,) = tokenizer.encode_batch([whole], add_special_tokens=False)
+    for budget in (None, 3, 40):
+        fields = {} if budget is None else {"thinking_token_budget": budget}
+        body = kit.parse(kit.chat("x", structured_outputs={"choice": ["yes"]}, **fields))
+        (prompt,) = tokenizer.encode_chats([tokenizer.render_chat(body.messages)])
+        source = grammar_of(body, prompt, tokenizer)
+        assert source is not None
+        assert accepted(grammars.compile(source)(0), [*ids.tolist(), 2], tokenizer.size) == len(ids) + 1
+        text = tokenizer.decode_showing(ids[:0], ids, shown_tokens(body, tokenizer))
+        assert tokenizer.reasoning is not None
+        assert split_reasoning(tokenizer.reasoning, text, thinks=False)[:2] == ("why", "yes")
 
 
 def accepted(mask: Any, ids: Sequence[int], size: int) -> int:
