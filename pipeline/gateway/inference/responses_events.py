@@ -102,8 +102,8 @@ class ResponsesEvents:
         yield self._event("response.in_progress", response=begun)
 
     def _tokens(self, event: TokensEvent) -> Iterator[ServerEvent]:
-        if reasoning := getattr(event, "reasoning", ""):
-            yield from self._grow_text("reasoning", reasoning)
+        if event.reasoning:
+            yield from self._grow_text("reasoning", event.reasoning)
         self._logprobs += (event.logprobs or {}).get("content") or ()
         if event.text:
             yield from self._grow_text("message", event.text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -202,13 +201,8 @@ class Stream:
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningEvent(TokensEvent):
-    reasoning: str = ""
-
-
 def tokens(text: str = "", reasoning: str = "", **more: Any) -> LaneEvent:
-    return ReasoningEvent("http-7", 1, 0, 0, (), text, reasoning=reasoning, **more)
+    return TokensEvent("http-7", 1, 0, 0, (), text, reasoning=reasoning, **more)
 
 
 def end(finish_reason: str, content: str | None = None, **message: Any) -> EndEvent:
