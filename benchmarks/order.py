@@ -33,6 +33,7 @@ from throughput import machine
 from workload import load_prompts
 
 from engine import Engine, EngineConfig
+from engine.groups import GroupEngine
 from engine.models.load import describe_model
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.inputs.pinning import pin_input
@@ -53,6 +54,7 @@ from tokenmill.processes.logging import log_to_stderr
 from workers.model.loaded_model import LoadedModel
 from workers.shards.shard_reader import HINTS
 from workers.shards.worker import ShardWorker
+from workers.text.chat_options import OWN_CHAT
 
 RunOrder = Literal["plan", "arrival"]
 
@@ -81,7 +83,7 @@ def plan_workload(
     write_input(workload, source)
     pinned = ("dtype", "quantize", "kv_dtype")  # what a job is pinned to
     options = EngineOptions(**{name: overrides[name] for name in pinned if name in overrides})
-    pin = pin_model(ChosenModel("model", ModelSource("model", model.resolve(), None, 0)), model, options, None)
+    pin = pin_model(ChosenModel("model", ModelSource("model", model.resolve(), None, 0)), model, options, OWN_CHAT)
     order = JobOrder(input=pin_input(source), models=(pin,), settings=JobSettings(limit=limit), tier=Tier.STANDARD)
     with open_output(folder / "out") as output:
         job = submit(order, output.ledger, output.world).job
@@ -169,7 +171,8 @@ def run(
 ) -> tuple[dict[str, Any], list[StepRecord]]:
     """One run, and its steps. `best`: prompt tokens that could be taken from the cache at most."""
     model = load(planned, null=null)
-    engine = model.engine
+    assert isinstance(model.engine, GroupEngine)
+    engine = model.engine.engine
     assert isinstance(engine, Engine)
     recorder, before = StepRecorder.attach(engine), engine.stats()
     tables = planned.shards if order == "plan" else by_arrival(planned.shards)

@@ -72,7 +72,8 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
         """Create a response. It isn't stored."""
         return await reply(answers, request, caller, RESPONSES_URL, body)
 
-    @router.api_route(f"{RESPONSES_URL}/{{response_id}}", methods=["GET", "DELETE"], include_in_schema=False)
+    @router.get(f"{RESPONSES_URL}/{{response_id}}", response_class=Response, responses=document_responses(404))
+    @router.delete(f"{RESPONSES_URL}/{{response_id}}", response_class=Response, responses=document_responses(404))
     def find_response(response_id: str, _: InferenceCaller) -> Response:
         """Refuse the retrieval of a response with the reason."""
         message = f"response {response_id[:80]!r} is not here: responses aren't stored; keep what POST returns"

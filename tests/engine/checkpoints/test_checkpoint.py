@@ -194,7 +194,7 @@ def edit_config(folder, **changes):
     ("named", "changes"),
     [
         ("awq", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
-        ("LlamaForSequenceClassification", {"architectures": ["LlamaForSequenceClassification"]}),
+        ("LlamaForTokenClassification", {"architectures": ["LlamaForTokenClassification"]}),
         ("no_such_model", {"model_type": "no_such_model"}),
         ("T5ForConditionalGeneration", {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}),
         ("MambaForCausalLM", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}),

@@ -59,7 +59,8 @@ class Witness:
             if status not in (400, 403, 503, 404 if known is None else 405):
                 yield "no operation is here"
                 return
-            said: Any = {"$ref": f"#/components/responses/{status}"}
+            form = "anthropic-" if path.startswith("/v1/messages") else ""
+            said: Any = {"$ref": f"#/components/responses/{form}{status}"}
         else:
             self.seen.add((method, known, status))
             said = operations[method]["responses"].get(str(status))

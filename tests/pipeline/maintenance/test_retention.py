@@ -204,7 +204,7 @@ def test_given_ingested_files_when_one_is_gone_then_only_its_marker_is_removed(t
         store.create("catalog/x.json", CatalogEntry(pin=pin, max_model_len=9).to_json())
         incoming = tmp_path / "root" / "incoming"
         incoming.mkdir()
-        for name in ("a.jsonl", "b.jsonl", "c.csv"):
+        for name in ("a.jsonl", "b.jsonl", "c.txt"):
             (incoming / name).write_text("{}\n")
         source = FileIngestSource(FolderInbox(store, clock), Intake(world), world)
         for _ in range(2):

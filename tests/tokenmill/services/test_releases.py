@@ -41,6 +41,7 @@ from tokenmill.errors import ModelError
 from tokenmill.models.sources import ModelSource
 from tokenmill.services.worker import load_any
 from workers.model.loaded_model import model_digest
+from workers.text.chat_options import OWN_CHAT
 
 ENGINE = ("--dtype", "float32", "--threads", 1, "--max-num-seqs", 2, "--speculate", "off")
 
@@ -104,10 +105,10 @@ def test_given_a_digest_in_a_models_name_when_it_is_loaded_then_only_these_weigh
     digest = model_digest(model_folder)
     source = ModelSource("tiny", model_folder, None, 0)
     config = EngineConfig(dtype="float32", threads=1)
-    assert load_any(ChosenModel(f"tiny@{digest}", source), config, None).name == "tiny"
+    assert load_any(ChosenModel(f"tiny@{digest}", source), config, OWN_CHAT).name == "tiny"
     other = f"tiny@sha256:{'0' * 64}"
     with pytest.raises(ModelError, match=f"is {digest}; give the model's own digest"):
-        load_any(ChosenModel(other, source), config, None)
+        load_any(ChosenModel(other, source), config, OWN_CHAT)
 
 
 class Installation:

@@ -148,7 +148,7 @@ def test_given_few_long_requests_when_run_then_the_cache_is_no_larger_than_they_
 
     def load(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
         loaded = load_model(plan, pin, segments)
-        cache = loaded.engine.config.cache
+        cache = loaded.engine.engine.config.cache
         cache_sizes.append((cache.sequences, cache.tokens_per_sequence))
         return loaded
 
