@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Literal, Protocol
 
 import numpy as np
@@ -206,6 +207,8 @@ class Request:
             are evicted before the prefix's.
         readers_known: the planner guarantees that all requests that share more of the prompt than `prefix_readers`
             counts are in the queue already. Then blocks that only this request read are reused before any other.
+        retain: prefixes of the prompt whose full blocks stay in the prefix cache, each (tokens, seconds): others are
+            evicted before, until the seconds from the blocks' last use are over. No request waits for such blocks.
         salt: identifies the owner: separates the prefix-cache entries of different owners; the rows of class 0 are
             shared out by it.
         watcher, mask: factories of the per-choice watcher or mask; called with the choice's index.
@@ -231,6 +234,7 @@ class Request:
     prefix_group: int | None = None
     prefix_readers: int = 0
     readers_known: bool = False
+    retain: tuple[tuple[int, float], ...] = ()
     salt: bytes = b""
     watcher: Callable[[int], TokenWatcher] | None = None
     mask: Callable[[int], TokenMask] | None = None
@@ -290,6 +294,11 @@ def check_request(request: Request) -> None:
             f"request {request.request_id!r}: pooling leaves out {request.pooling_skip} positions, but must leave in "
             f"one of {prompt.size}"
         )
+    if not all(0 <= tokens <= prompt.size and 0 < seconds < inf for tokens, seconds in request.retain):
+        raise RequestRefused(
+            f"request {request.request_id!r}: retain is {request.retain}, but must be prefixes of the {prompt.size} "
+            "tokens, and seconds above 0"
+        )
     if request.more_prompts:
         raise RequestRefused(f"request {request.request_id!r}: an engine takes one prompt; give several to an Embedder")
     if request.more:
@@ -314,6 +323,7 @@ class Completion:
     Attributes:
         error: the failure, when any choice ended in `ERROR`.
         cached_tokens: prompt tokens taken from the prefix cache when the first choice was first admitted.
+        retained_tokens: prompt tokens in the blocks of the longest prefix that the request retains.
         generated_tokens: tokens sampled for all choices, end tokens included.
         pooled: float32 [hidden], when pooling was requested; of a classifier [labels].
         embeddings: float32 [prompts, size], of an `Embedder`; of a classifier [prompts, labels], its logits.
@@ -339,6 +349,7 @@ class Completion:
     resumed_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    retained_tokens: int = 0
     members: tuple[Completion, ...] = ()
 
 

@@ -7,13 +7,16 @@ A free block is, in the order of allocation:
     untouched  never allocated so far; its memory may not be mapped yet
     cached     published: a prefix node points to it
     awaited    the same, and sequences are registered that will read it
+    retained   the same as cached or awaited, and a request's mark keeps it for some more seconds
 
 Clean and spent blocks are allocated last in, first out: their memory is mapped, and may still be in the processor's
 caches. So a job whose plan is known touches no more memory than it needs at a time. Cached and awaited blocks are
 evicted in the order they were freed; an `OrderedDict` maintains it with O(1) removal from the middle (a hit takes a
-block out of the free ones). Spent, cached and awaited blocks can be hit until they are allocated to a new owner.
+block out of the free ones). Retained blocks are evicted by the earliest deadline, and are cached or awaited ones after
+it: as a mark counts its seconds from a block's last release, blocks with as many seconds are freed in the order of their
+deadlines. Published blocks can be hit until they are allocated to a new owner.
 
-    num_blocks - 1 == clean + spent + untouched + cached + awaited + referenced        (block 0 is `NO_BLOCK`)
+    num_blocks - 1 == clean + spent + untouched + cached + awaited + retained + referenced  (block 0 is `NO_BLOCK`)
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +40,14 @@ class BlockPool:
         group: the group's index, the slot of `PrefixNode.blocks` that this pool writes.
         num_blocks: blocks in the group's storage, block 0 included.
         index: holds the nodes of published blocks.
+
+    Attributes:
+        now: in seconds; its owner sets it.
     """
 
     __slots__ = (
-        "_awaited", "_cached", "_clean", "_dirty", "_group", "_index", "_nodes", "_refs", "_shared", "_spent",
-        "_suspect", "_untouched", "num_blocks",
+        "_awaited", "_cached", "_clean", "_dirty", "_group", "_index", "_nodes", "_refs", "_retained", "_seconds",
+        "_shared", "_spent", "_suspect", "_untouched", "now", "num_blocks",
     )  # fmt: skip
 
     def __init__(self, group: int, num_blocks: int, index: PrefixIndex) -> None:
@@ -55,6 +62,9 @@ class BlockPool:
         self._untouched = NO_BLOCK + 1  # this one and all above it
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._awaited: OrderedDict[int, None] = OrderedDict()
+        self._retained: dict[float, OrderedDict[int, float]] = {}  # by seconds: the free ones, and their deadlines
+        self._seconds: dict[int, float] = {}  # for which a published block is retained, free or not
+        self.now = 0.0
         self._nodes: list[PrefixNode | None] = [None] * num_blocks
         self._shared = bytearray(num_blocks)  # it was hit since it was published
         self._suspect = bytearray(num_blocks)
@@ -67,8 +77,14 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Free blocks that a prefix hit could still take, spent and awaited ones included."""
-        return len(self._spent) + len(self._cached) + len(self._awaited)
+        """Free blocks that a prefix hit could still take, spent, awaited and retained ones included."""
+        count = len(self._spent) + len(self._cached) + len(self._awaited)
+        return count + self.num_retained if self._seconds else count
+
+    @property
+    def num_retained(self) -> int:
+        """Free blocks that are retained, until a deadline that may have passed."""
+        return sum(map(len, self._retained.values()))
 
     @property
     def refs(self) -> NDArray[np.int32]:
@@ -94,8 +110,7 @@ class BlockPool:
                 block = self._untouched
                 self._untouched += 1
             else:
-                block, _ = (self._cached or self._awaited).popitem(last=False)
-                self._unpublish(block)
+                block = self._evict()
             self._refs[block] = 1
             if self._suspect[block]:
                 self._suspect[block] = 0
@@ -126,6 +141,8 @@ class BlockPool:
                 node = self._nodes[block]
                 if node is None:
                     self._clean.append(block)
+                elif block in self._seconds:
+                    self._put_retained(block)
                 elif self._index.is_awaited(node):
                     self._awaited[block] = None
                 elif readers_known and not self._shared[block]:
@@ -136,12 +153,19 @@ class BlockPool:
 
     def requeue(self, block: int) -> None:
         """Move a published free block after its prefix got its first registered reader, or lost its last one."""
-        if self._refs[block] == 0:
-            node = self._nodes[block]
-            assert node is not None
+        if self._refs[block] == 0 and block not in self._seconds:
             del self._queue_of(block)[block]
-            queue = self._awaited if self._index.is_awaited(node) else self._cached
-            queue[block] = None
+            self._put(block)
+
+    def retain(self, block: int, seconds: float) -> None:
+        """Keep a published block for some seconds from its last release: others are evicted before. Of several calls
+        the most seconds count."""
+        is_free = self._refs[block] == 0
+        if is_free:
+            del self._queue_of(block)[block]
+        self._seconds[block] = max(seconds, self._seconds.get(block, 0.0))
+        if is_free:
+            self._put_retained(block)
 
     def publish(self, block: int, node: PrefixNode) -> None:
         """Publish a referenced block under `node`, unless another block already is."""
@@ -155,8 +179,9 @@ class BlockPool:
 
     def withdraw(self, block: int) -> None:
         """Unpublish a block; existing references remain valid."""
+        queue = self._queue_of(block)
         self._unpublish(block)
-        if self._refs[block] == 0 and block in (queue := self._queue_of(block)):
+        if self._refs[block] == 0 and block in queue:
             del queue[block]
             self._clean.append(block)
 
@@ -183,13 +208,14 @@ class BlockPool:
                 f"{int(expected_refs[block])} in the tables"
             )
         used = int(np.count_nonzero(expected_refs))
-        named = {*self._spent, *self._cached, *self._awaited}
+        retained = {block for queue in self._retained.values() for block in queue}
+        named = {*self._spent, *self._cached, *self._awaited, *retained}
         free = {*self._clean, *named, *range(self._untouched, self.num_blocks)}
         if len(free) + used != self.num_blocks - 1 or self.num_free != len(free):
             raise AssertionError(
                 f"group {self._group}: {len(self._clean)} clean + {len(self._spent)} spent + "
                 f"{self.num_blocks - self._untouched} untouched + {len(self._cached)} cached + {len(self._awaited)} "
-                f"awaited + {used} in use != {self.num_blocks} - 1"
+                f"awaited + {len(retained)} retained + {used} in use != {self.num_blocks} - 1"
             )
         for block in free:
             if self._refs[block] or block == NO_BLOCK:
@@ -199,14 +225,51 @@ class BlockPool:
                 raise AssertionError(
                     f"group {self._group} block {block}: published and clean, or unpublished and cached"
                 )
-            if node is not None and self._index.is_awaited(node) != (block in self._awaited):
+            if (block in self._seconds) != (block in retained):
+                raise AssertionError(
+                    f"group {self._group} block {block}: retained, but not in its queue, or the reverse"
+                )
+            if node is not None and block not in retained and self._index.is_awaited(node) != (block in self._awaited):
                 raise AssertionError(f"group {self._group} block {block}: its queue does not match its readers")
         for block, node in self.named():
             if node.blocks[self._group] != block:
                 raise AssertionError(f"group {self._group} block {block}: its node names {node.blocks[self._group]}")
 
-    def _queue_of(self, block: int) -> OrderedDict[int, None]:
+    def _evict(self) -> int:
+        """Take the published free block that is worth least."""
+        if self._seconds:
+            self._expire()
+        if queue := self._cached or self._awaited:
+            block, _ = queue.popitem(last=False)
+        else:
+            first = min(filter(None, self._retained.values()), key=lambda queue: next(iter(queue.values())))
+            block, _ = first.popitem(last=False)
+        self._unpublish(block)
+        return block
+
+    def _expire(self) -> None:
+        """Put the blocks whose deadline has passed behind the other cached or awaited ones."""
+        for queue in self._retained.values():
+            while queue and next(iter(queue.values())) <= self.now:
+                block, _ = queue.popitem(last=False)
+                del self._seconds[block]
+                self._put(block)
+
+    def _put(self, block: int) -> None:
+        """Append a published free block to the cached or the awaited ones."""
+        node = self._nodes[block]
+        assert node is not None
+        queue = self._awaited if self._index.is_awaited(node) else self._cached
+        queue[block] = None
+
+    def _put_retained(self, block: int) -> None:
+        seconds = self._seconds[block]
+        self._retained.setdefault(seconds, OrderedDict())[block] = self.now + seconds
+
+    def _queue_of(self, block: int) -> OrderedDict[int, Any]:
         """Return the queue of a published free block."""
+        if (seconds := self._seconds.get(block)) is not None:
+            return self._retained.get(seconds, self._cached)
         if block in self._awaited:
             return self._awaited
         return self._spent if block in self._spent else self._cached
@@ -215,6 +278,7 @@ class BlockPool:
         node = self._nodes[block]
         if node is not None:
             self._nodes[block] = None
+            self._seconds.pop(block, None)
             self._shared[block] = 0
             node.blocks[self._group] = NO_BLOCK
             self._index.drop(node)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from engine.cache.blocks import BlockPool
 from engine.cache.prefix import Digest, HashChain, PrefixIndex, PrefixNode, chain_digest
 from engine.plan import NO_BLOCK, BlockRef, CacheGroup, RowState
+from engine.request import Request
 
 _UNPUBLISHED = np.iinfo(np.int32).max  # `published` of a row whose blocks are not (or no longer) published
 
@@ -33,6 +34,7 @@ class CacheTables:
         length: int32 [R], entries of the row's tables in use.
         first: per group int32 [R], the first entry not released behind the window (0 without a window).
         published: int32 [R], leading blocks whose prefix has a node (which may refer to another block).
+        retained: by row, the prefixes of its prompt that are retained (`Request.retain`), of rows that have any.
         readers_known: bool [R], whether all readers of the row's blocks are registered (`Request.readers_known`).
     """
 
@@ -54,11 +56,22 @@ class CacheTables:
         self.first = [np.zeros(num_rows, dtype=np.int32) for _ in groups]
         self.published = np.zeros(num_rows, dtype=np.int32)
         self.readers_known = np.zeros(num_rows, dtype=np.bool_)
+        self.retained: dict[int, tuple[tuple[int, float], ...]] = {}
         self._rows = rows
         self._tables = rows.block_tables
         self._tips: list[PrefixNode | None] = [None] * num_rows
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window is not None]
         self._full = [i for i, group in enumerate(groups) if group.window is None]
+
+    def set_time(self, now: float) -> None:
+        """Set the time (seconds) that retained blocks are retained from."""
+        for pool in self.pools:
+            pool.now = now
+
+    def retained_tokens(self, request: Request) -> int:
+        """Return the prompt tokens whose blocks a request retains."""
+        longest = max((tokens for tokens, _ in request.retain), default=0)
+        return longest // self.block_size * self.block_size if self.prefix_caching else 0
 
     def blocks_for(self, positions: int) -> int:
         """Return the number of blocks that hold `positions` leading positions."""
@@ -141,9 +154,11 @@ class CacheTables:
         window = self.groups[group].window
         return 0 if window is None else self.first_needed(window, num_blocks * self.block_size)
 
-    def open(self, row: int, chain: HashChain, readers_known: bool = False) -> None:
+    def open(self, row: int, chain: HashChain, request: Request) -> None:
         """Start an empty row's chain."""
-        self.readers_known[row] = readers_known
+        self.readers_known[row] = request.readers_known
+        if request.retain:
+            self.retained[row] = request.retain
         root = self.index.extend(None, chain.root_digest, chain.root_key) if self.prefix_caching else None
         if root is None:
             self.published[row] = _UNPUBLISHED
@@ -162,6 +177,8 @@ class CacheTables:
                 physical = nodes[block - start].blocks[group]
                 pool.acquire(physical)
                 table[block] = physical
+                if row in self.retained:
+                    self._retain(row, block, pool, physical)
             if keep > start:
                 self.first[group][row] = keep
         self.length[row] = self.published[row] = end
@@ -227,7 +244,17 @@ class CacheTables:
             self._move_tip(row, tip)
             for pool, table in zip(self.pools, self._tables, strict=True):
                 pool.publish(int(table[row, block]), tip)
+            if row in self.retained:
+                for pool, published in zip(self.pools, tip.blocks, strict=True):
+                    self._retain(row, block, pool, published)
             self.published[row] = block + 1
+
+    def _retain(self, row: int, block: int, pool: BlockPool, physical: int) -> None:
+        """Retain the block at a row's table index, if one of its request's prefixes covers it."""
+        end = (block + 1) * self.block_size
+        seconds = max((seconds for tokens, seconds in self.retained[row] if tokens >= end), default=0.0)
+        if seconds:
+            pool.retain(physical, seconds)
 
     def _move_tip(self, row: int, node: PrefixNode | None) -> None:
         old, self._tips[row] = self._tips[row], node
@@ -251,6 +278,7 @@ class CacheTables:
             pool.release(reversed(blocks), bool(self.readers_known[row]))
             self.first[group][row] = 0
         self.length[row] = self.published[row] = 0
+        self.retained.pop(row, None)
         self._move_tip(row, None)
 
     def _mark(self, group: int, blocks: list[int], first: int, confirmed: int) -> None:

@@ -128,6 +128,7 @@ class CompletionCollector:
             resumed_tokens=resumed_tokens(request),
             drafted_tokens=sum(s.drafted_tokens for s in sequences),
             accepted_tokens=sum(s.accepted_tokens for s in sequences),
+            retained_tokens=first.retained_tokens,
         )
 
     @staticmethod

@@ -97,7 +97,7 @@ class RunningBatch:
         rows.token_ids[row, : len(tokens)] = tokens
         rows.num_known[row] = len(tokens)
         rows.prompt_len[row] = sequence.prompt_len
-        self.cache.open(row, chain, sequence.request.readers_known)
+        self.cache.open(row, chain, sequence.request)
         if hits:
             self.cache.take(row, hits)
         rows.num_computed[row] = len(hits) * rows.block_size

@@ -248,6 +248,7 @@ class Scheduler:
         Every plan must be passed to `update`, in order; the next one may be planned before that.
         """
         self._now = now
+        self._cache.set_time(now)
         while (deadline := self._deadlines.first_order()) is not None and deadline <= now:
             siblings = self._deadlines.pop()
             self._end_request(siblings[0].request.request_id, FinishReason.TIMEOUT)
@@ -489,6 +490,7 @@ class Scheduler:
             error=error,
             drafted_tokens=sequence.drafted_tokens,
             accepted_tokens=sequence.accepted_tokens,
+            retained_tokens=self._cache.retained_tokens(request) if sequence.prompt_computed else 0,
         )
 
     def check_integrity(self) -> None:

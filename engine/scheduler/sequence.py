@@ -170,6 +170,7 @@ class FinishedSequence:
         token_ids: int32 [generated], without the stop token.
         stop_token_id: the token that ended it, when one did.
         cached_tokens: prompt tokens taken from the prefix cache before any preemption.
+        retained_tokens: prompt tokens in blocks that its request retains.
         prompt_computed: the model computed the whole prompt (false when it ended before that).
         started_at, finished_at: first admission (the end, when it was never admitted) and end, in seconds.
         error: the failure, when the reason is `ERROR`.
@@ -189,6 +190,7 @@ class FinishedSequence:
     error: str | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    retained_tokens: int = 0
 
     @property
     def generated_tokens(self) -> int:

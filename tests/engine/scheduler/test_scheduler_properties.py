@@ -70,6 +70,7 @@ def requests(draw: st.DrawFn, index: int) -> Request:
         expected_tokens=draw(st.sampled_from([None, None, 0, 1, 8, 100])),
         prefix_group=shared if draw(st.booleans()) else None,
         readers_known=draw(st.booleans()),
+        retain=draw(st.sampled_from([(), (), ((len(prompt), 5.0),), ((len(prompt) // 2, 30.0), (len(prompt), 3.0))])),
         salt=draw(st.sampled_from([b"", b"", b"one", b"another"])),
         watcher=(lambda _choice: EveryNth(n)) if kind == "watched" else None,
         pooling={"pooled": "last", "mean": "mean"}.get(kind),
