@@ -1,5 +1,6 @@
 """Requests with several members on any engine that takes one: each member is a request of its own to the wrapped
-engine, and one completion answers them all (`Request.more`).
+engine, and one completion answers them all (`Request.more`). Members that are only scored share what they have in
+common (shared_scores.py).
 
 A member that fails, or is late, fails its request, and the others are cancelled: the request is computed again as a
 whole, or not at all.
@@ -8,14 +9,17 @@ whole, or not at all.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from engine.engine import EngineStats
 from engine.errors import RequestRefused
 from engine.request import Choice, Completion, FinishReason, PartialChoice, Request
 from engine.scheduler.latency import ClassStats
 from engine.scheduler.resume import ANSWERED
+from engine.shared_scores import SharedScores, share_scores
 from engine.step_engine import StepEngine
 
 _MEMBER = "\1"
@@ -26,24 +30,31 @@ _FAILED = (FinishReason.ERROR, FinishReason.TIMEOUT)
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is computed: its members as the engine has them, and those that have ended, by number."""
+    """A request that is computed: its members as the engine has them, and those that have ended, by number. The members
+    of shared scores are `shared.requests`."""
 
     members: tuple[Request, ...]
+    shared: SharedScores | None = None
     done: dict[int, Completion] = field(default_factory=dict)
 
 
 class GroupEngine:
-    """An engine that wraps an engine. Requests with one member are passed on unchanged."""
+    """An engine that wraps an engine. Requests with one member are passed on unchanged.
 
-    def __init__(self, engine: StepEngine) -> None:
+    Args:
+        has_targets: the engine computes `SamplingParams.prompt_targets`.
+    """
+
+    def __init__(self, engine: StepEngine, *, has_targets: bool = True) -> None:
         self.engine = engine
+        self._has_targets = has_targets
         self.clock: Callable[[], float] = engine.clock
         self._open: dict[str, _Open] = {}
         self._ready: list[Completion] = []
 
     def add(self, request: Request) -> None:
         """See `StepEngine.add`. When a member is refused, no member is queued, and the message names it by its number
-        (`prompt[3]`)."""
+        (`prompt[3]`) unless it shares its scores."""
         if not request.more:
             self.engine.add(request)
             return
@@ -55,6 +66,8 @@ class GroupEngine:
         members = _singles(request)
         if any(member.params.n != n for member in members):
             raise RequestRefused(f"request {name!r}: its members have different numbers of choices")
+        if shared := share_scores(members) if self._has_targets else None:
+            members = _numbered(name, shared.requests)
         added: list[str] = []
         try:
             for member in members:
@@ -64,21 +77,24 @@ class GroupEngine:
             for member_id in added:
                 self.engine.cancel(member_id)
             self._ready += self._gather(self.engine.take_ended())  # discarded: the request isn't open
-            error.args = (f"prompt[{len(added)}]: {error}",)
+            if shared is None:  # else it may be any member's tokens
+                error.args = (f"prompt[{len(added)}]: {error}",)
             raise
-        self._open[name] = _Open(members)
+        self._open[name] = _Open(members, shared)
 
     def settle(self, *, more_to_come: bool) -> None:
         """See `StepEngine.settle`."""
         self.engine.settle(more_to_come=more_to_come)
 
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
-        """See `StepEngine.cancel`."""
+        """See `StepEngine.cancel`. Members that share their scores are cancelled together only."""
         opened = self._open.get(request_id)
         if opened is None:
             return self.engine.cancel(request_id, choice)
         if choice is None:
             return self._cancel_rest(opened)
+        if opened.shared is not None:
+            return False
         number, own = divmod(choice, opened.members[0].params.n)
         if not 0 <= number < len(opened.members) or number in opened.done:
             return False
@@ -89,6 +105,9 @@ class GroupEngine:
         opened = self._open.get(request.request_id)
         if opened is None:
             return self.engine.partial(request, given)
+        if opened.shared is not None:  # no member has ended before all have, and none has tokens
+            none = np.empty(0, dtype=np.int32)
+            return tuple(PartialChoice(number, none, None) for number in range(len(request.members)))
         given, n = given or {}, request.params.n
         found: list[PartialChoice] = []
         for number, member in enumerate(opened.members):
@@ -188,15 +207,18 @@ def _singles(request: Request) -> tuple[Request, ...]:
     return tuple(
         replace(
             member,
-            request_id=f"{request.request_id}{_MEMBER}{number}",
             priority=request.priority,
             deadline=request.deadline,
             salt=request.salt,
             more=(),
             partial=tuple(partial[number]),
         )
-        for number, member in enumerate(request.members)
+        for number, member in enumerate(_numbered(request.request_id, request.members))
     )
+
+
+def _numbered(name: str, members: Sequence[Request]) -> tuple[Request, ...]:
+    return tuple(replace(one, request_id=f"{name}{_MEMBER}{number}") for number, one in enumerate(members))
 
 
 def _answered(completion: Completion) -> list[Choice]:
@@ -206,6 +228,8 @@ def _answered(completion: Completion) -> list[Choice]:
 def _joined(name: str, opened: _Open) -> Completion:
     """Join the members' completions. Where one failed, the choices that were cancelled for it have its reason."""
     parts = [opened.done[number] for number in range(len(opened.members))]
+    if opened.shared is not None:
+        parts = opened.shared.completions(parts)
     choices = [
         replace(choice, index=number * len(part.choices) + choice.index)
         for number, part in enumerate(parts)

@@ -122,6 +122,8 @@ class StepOutput:
             float32, top ids int32 [k], top float32 [k]).
         prompt_logprobs: for rows that request them: row -> (first position, chosen float32 [c], ids [c, k], top [c,
             k]); entry i is the log-probability of the token at `first position + i`.
+        target_logprobs: for rows that request them: row -> (numbers int64 [t] of the row's `prompt_targets` that this
+            step's positions have, float32 [t]).
         pooled: for rows that request it and whose prompt is complete: row -> float32 [hidden].
         reasons: for rows that failed by their own rules, on finite values: row -> why.
         accepted: int32 [B], leading drafts of the row that equal the sampled tokens; None: there were none.
@@ -136,3 +138,4 @@ class StepOutput:
     reasons: dict[int, str] = field(default_factory=dict)
     accepted: NDArray[np.int32] | None = None
     tainted: frozenset[int] = frozenset()
+    target_logprobs: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = field(default_factory=dict)

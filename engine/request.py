@@ -93,6 +93,9 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens, from `prompt_logprobs_start` on.
         prompt_logprobs_start: the index of the first prompt token that has log-probabilities. What precedes the token
             before it may come from the prefix cache; 0 turns its reads off for this request.
+        prompt_targets: with max_tokens 0, log-probabilities of any tokens behind any part of the prompt: (index, token
+            id), the token taking the place of the prompt's at that index (1 or more), or following the last one's. What
+            precedes the token before the first index may come from the prefix cache.
     """
 
     max_tokens: int = 16
@@ -114,6 +117,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    prompt_targets: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         def refuse(name: str, value: object, rule: str) -> None:
@@ -142,12 +146,23 @@ class SamplingParams:
             refuse("min_tokens", self.min_tokens, f"from 0 to max_tokens ({self.max_tokens})")
         if self.allowed_token_ids == ():
             refuse("allowed_token_ids", self.allowed_token_ids, "one token id at least, or None")
+        if self.prompt_targets and (self.max_tokens or self.prompt_logprobs is not None):
+            refuse("prompt_targets", self.prompt_targets, "alone: without prompt_logprobs, and with max_tokens 0")
+        if any(index < 1 for index, _ in self.prompt_targets):
+            refuse("prompt_targets", self.prompt_targets, "at an index of 1 or more")
         if not all(self.bad_words):
             refuse("bad_words", self.bad_words, "sequences of one token at least")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def scored_from(self) -> int | None:
+        """The index of the first prompt token whose log-probability is wanted; None: of none."""
+        if self.prompt_targets:
+            return min(index for index, _ in self.prompt_targets)
+        return None if self.prompt_logprobs is None else self.prompt_logprobs_start
 
     @property
     def has_long_bad_words(self) -> bool:
@@ -270,7 +285,7 @@ class Request:
             self.mask is not None
             or self.pooling is not None
             or params.logprobs is not None
-            or params.prompt_logprobs is not None
+            or params.scored_from is not None
             or params.repetition_penalty != 1
             or bool(params.frequency_penalty or params.presence_penalty)
             or params.has_long_bad_words
@@ -279,7 +294,8 @@ class Request:
 
 def check_request(request: Request) -> None:
     """Check a request without a model; raises `RequestRefused`."""
-    prompt, max_tokens = request.prompt_token_ids, request.params.max_tokens
+    prompt, params = request.prompt_token_ids, request.params
+    max_tokens = params.max_tokens
     if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype != np.int32:
         raise RequestRefused(
             f"request {request.request_id!r}: the prompt is {prompt.dtype} {list(prompt.shape)}, "
@@ -299,6 +315,8 @@ def check_request(request: Request) -> None:
             f"request {request.request_id!r}: retain is {request.retain}, but must be prefixes of the {prompt.size} "
             "tokens, and seconds above 0"
         )
+    if any(index > prompt.size for index, _ in params.prompt_targets):
+        raise RequestRefused(f"request {request.request_id!r}: prompt_targets go beyond its {prompt.size} tokens")
     if request.more_prompts:
         raise RequestRefused(f"request {request.request_id!r}: an engine takes one prompt; give several to an Embedder")
     if request.more:
@@ -331,6 +349,7 @@ class Completion:
         preemptions: how often a choice was preempted and recomputed.
         resumed_tokens: of the generated ones, those that came with the request (`Request.partial`).
         drafted_tokens, accepted_tokens: drafts, and accepted drafts.
+        target_logprobs: float32 [targets], of `SamplingParams.prompt_targets`.
         members: completions of the members of a request that has more than one (`Request.more`).
     """
 
@@ -350,6 +369,7 @@ class Completion:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     retained_tokens: int = 0
+    target_logprobs: NDArray[np.float32] | None = None
     members: tuple[Completion, ...] = ()
 
 

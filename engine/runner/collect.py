@@ -29,6 +29,7 @@ class _ChoiceResults:
     logprobs: list[_TokenLogprob] = field(default_factory=list)
     prompt: dict[int, _TokenLogprob] = field(default_factory=dict)
     pooled: NDArray[np.float32] | None = None
+    targets: NDArray[np.float32] | None = None
 
 
 def _table(lines: list[_TokenLogprob], top: int) -> TokenLogprobs:
@@ -75,8 +76,11 @@ class CompletionCollector:
         for row, request, choice in plan.new_rows:
             self._at_row.pop(row, None)
             params = request.params
-            if params.logprobs is not None or params.prompt_logprobs is not None or request.pooling is not None:
-                self._at_row[row] = self._results.setdefault((request.request_id, choice), _ChoiceResults())
+            if params.logprobs is not None or params.scored_from is not None or request.pooling is not None:
+                results = self._results.setdefault((request.request_id, choice), _ChoiceResults())
+                if params.prompt_targets:
+                    results.targets = np.full(len(params.prompt_targets), np.nan, dtype=np.float32)
+                self._at_row[row] = results
 
     def take(self, output: StepOutput) -> None:
         """Store the step's log-probabilities and pooled states."""
@@ -86,6 +90,10 @@ class CompletionCollector:
             prompt = self._at_row[row].prompt
             for i in range(len(chosen)):
                 prompt[first + i] = _TokenLogprob(float(chosen[i]), ids[i], top[i])
+        for row, (numbers, values) in output.target_logprobs.items():
+            targets = self._at_row[row].targets
+            assert targets is not None, "only rows with targets have their log-probabilities"
+            targets[numbers] = values
         for row, vector in output.pooled.items():
             self._at_row[row].pooled = vector
 
@@ -129,6 +137,7 @@ class CompletionCollector:
             drafted_tokens=sum(s.drafted_tokens for s in sequences),
             accepted_tokens=sum(s.accepted_tokens for s in sequences),
             retained_tokens=first.retained_tokens,
+            target_logprobs=None if results is None else results.targets,
         )
 
     @staticmethod

@@ -22,7 +22,7 @@ from engine.models.base import CausalModel, LayeredModel
 from engine.models.encoders.pooling import Pooler
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.runner.graphs import Graphs
-from engine.sampling.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs
+from engine.sampling.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs, target_logprobs
 from engine.speculative.verify import NO_DRAFT_ID, Drafted, Line, Verifier
 
 LOGITS_ROWS = 128
@@ -147,6 +147,7 @@ class ModelRunner:
         self._pooler = Pooler()
         self._reader: StateReader | None = None
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> how many of each, the first position
+        self._targets: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}  # row -> positions, token ids
 
     def set_reader(self, reader: StateReader) -> None:
         """Set the reader of each step's states; the model must be a `LayeredModel`."""
@@ -228,11 +229,13 @@ class ModelRunner:
 
     def _scores(self, plan: StepPlan) -> bool:
         """Whether log-probabilities of prompt tokens are needed from this step."""
-        wanted = self._prompt_logprobs
-        if not wanted:
+        if not (self._prompt_logprobs or self._targets):
             return False
-        in_prompt = plan.rows[plan.starts < self._rows.prompt_len[plan.rows] - 1]
-        return any(row in wanted for row in in_prompt.tolist())
+        left = (self._rows.prompt_len[plan.rows] - plan.starts).tolist()
+        return any(
+            (count > 1 and row in self._prompt_logprobs) or (count > 0 and row in self._targets)
+            for row, count in zip(plan.rows.tolist(), left, strict=True)
+        )
 
     def _last_hidden(self, plan: StepPlan, hidden: Tensor, indices: NDArray[np.int64]) -> Tensor:
         """Return the hidden states of the last tokens of these rows of the plan [S, hidden_size]."""
@@ -270,15 +273,19 @@ class ModelRunner:
             if request.params.prompt_logprobs is not None and choice == 0:
                 first = max(0, request.params.prompt_logprobs_start - 1)
                 self._prompt_logprobs[row] = request.params.prompt_logprobs, first
+            self._targets.pop(row, None)
+            if request.params.prompt_targets and choice == 0:
+                indices, ids = np.array(request.params.prompt_targets, dtype=np.int64).T
+                self._targets[row] = indices - 1, ids
 
     def _logit_tokens(self, plan: StepPlan) -> NDArray[np.int32] | None:
         """Return the tokens whose last hidden states `_outputs` will read; None: all."""
         total = int(plan.num_logits.sum())
         if self._reader is not None and self._reader.layers[-1] == self._model.spec.num_layers:
             return None
-        if self._prompt_logprobs or self._pooler.concerns(plan.rows) or total == plan.num_tokens:
+        if self._pooler.concerns(plan.rows) or total == plan.num_tokens:
             return None
-        if plan.drafts is None:
+        if total == np.count_nonzero(plan.samples):
             return np.ascontiguousarray((np.cumsum(plan.counts) - 1)[plan.samples], dtype=np.int32)
         first = np.cumsum(plan.counts) - np.cumsum(plan.num_logits)  # of each row's lines, less the lines before it
         wanted: NDArray[np.int32] = (np.arange(total) + np.repeat(first, plan.num_logits)).astype(np.int32)
@@ -319,10 +326,14 @@ class ModelRunner:
         for row in scored:
             if np.isnan(scored[row][1]).any():
                 reasons.pop(row, None)
+        targets = self._score_targets(plan, hidden, ends, failed) if self._targets else {}
+        for row in targets:
+            if np.isnan(targets[row][1]).any():
+                reasons.pop(row, None)
         pooled = {}
         if self._pooler.concerns(plan.rows):
             pooled = self._pooler.take(plan, hidden, ends, self._rows, failed)
-        return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons, accepted, tainted)
+        return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons, accepted, tainted, targets)
 
     def _drafted(self, plan: StepPlan, ends: NDArray[Any], indices: NDArray[np.intp]) -> Drafted:
         """Return the rows with drafts, at `indices` of the plan."""
@@ -384,6 +395,41 @@ class ModelRunner:
             for (i, start, _), line in zip(parts, lines, strict=True):
                 failed[i] |= bool(np.isnan(line[0]).any())
                 scored[int(plan.rows[i])] = (start + 1, *line)
+        return scored
+
+    def _score_targets(
+        self, plan: StepPlan, hidden: Tensor, ends: NDArray[Any], failed: NDArray[np.bool_]
+    ) -> dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Compute log-probabilities of the targets behind this step's positions. Each position's logits are computed
+        once, and those of many rows at once."""
+        found: list[tuple[int, NDArray[np.int64]]] = []  # index in the plan, numbers of the row's targets
+        index: list[NDArray[np.int64]] = []
+        ids: list[NDArray[np.int64]] = []
+        for i, row in enumerate(plan.rows.tolist()):
+            if row not in self._targets:
+                continue
+            positions, tokens = self._targets[row]
+            start, count = int(plan.starts[i]), int(plan.counts[i])
+            numbers = np.flatnonzero((start <= positions) & (positions < start + count))
+            if len(numbers):
+                found.append((i, numbers))
+                index.append(positions[numbers] + (int(ends[i]) - count - start))
+                ids.append(tokens[numbers])
+        if not found:
+            return {}
+        lines, at = np.unique(np.concatenate(index), return_inverse=True)
+        targets = np.concatenate(ids)
+        values = np.empty(len(targets), dtype=np.float32)
+        for first in range(0, len(lines), LOGITS_ROWS):
+            (part,) = self._transfer.up(lines[first : first + LOGITS_ROWS])
+            here = np.flatnonzero((at >= first) & (at < first + LOGITS_ROWS))
+            logits = self._model.logits(hidden.index_select(0, part))
+            values[here] = target_logprobs(logits, at[here] - first, targets[here])
+        scored: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        borders = np.cumsum([len(numbers) for _, numbers in found])[:-1]
+        for (i, numbers), own in zip(found, np.split(values, borders), strict=True):
+            failed[i] |= bool(np.isnan(own).any())
+            scored[int(plan.rows[i])] = numbers, own
         return scored
 
     def _score_positions(

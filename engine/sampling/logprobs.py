@@ -69,6 +69,24 @@ def _sorted_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.inference_mode()
+def target_logprobs(logits: Tensor, lines: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Log-probabilities of given tokens, any number of them at a position.
+
+    Args:
+        logits: float32 [c, vocab]; not modified.
+        lines, tokens: int64 [t], the line and the id of each.
+
+    Returns:
+        float32 [t]; NaN where the line has NaN or +inf, or no finite logit.
+    """
+    space = DrawWorkspace(logits.shape[1], logits.device)
+    parts = [RawDistribution.of(logits[i : i + space.lines], space) for i in range(0, len(logits), space.lines)]
+    at, ids = torch.from_numpy(lines).to(logits.device), torch.from_numpy(tokens).to(logits.device)
+    values = logits[at, ids].double() - torch.cat([part.log_partition for part in parts])[at]
+    return values.float().cpu().numpy()
+
+
+@torch.inference_mode()
 def prompt_logprobs(
     logits: Tensor, targets: NDArray[np.int32], k: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:

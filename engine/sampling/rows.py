@@ -37,6 +37,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("bad_words", (token for word in params.bad_words for token in word)),
+        ("prompt_targets", (token for _, token in params.prompt_targets)),
     ):
         for token in tokens:
             if not 0 <= token < vocab_size:

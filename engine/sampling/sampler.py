@@ -24,11 +24,11 @@ from engine.sampling import logits_processors
 from engine.sampling.batch import DrawBatch
 from engine.sampling.draw import DrawWorkspace, argmax, block_max
 from engine.sampling.filters import Filters
-from engine.sampling.logprobs import RawDistribution, prompt_logprobs
+from engine.sampling.logprobs import RawDistribution, prompt_logprobs, target_logprobs
 from engine.sampling.philox import uniforms
 from engine.sampling.rows import OFF, RowParams, check_params
 
-__all__ = ["SampleOutput", "Sampler", "check_params", "prompt_logprobs"]
+__all__ = ["SampleOutput", "Sampler", "check_params", "prompt_logprobs", "target_logprobs"]
 
 NON_FINITE = "the model's logits are not finite"
 NOTHING_LEFT = "mask, allowed_token_ids, bad_words, logit_bias, penalties and min_tokens together leave no token"

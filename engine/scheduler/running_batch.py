@@ -110,8 +110,8 @@ class RunningBatch:
         self.confirmed[row] = rows.num_computed[row]
         self.promised[row] = 0
         self.awaited[row] = sequence.request.awaited
-        is_scored = params.prompt_logprobs is not None
-        self.scored_from[row] = max(0, params.prompt_logprobs_start - 1) if is_scored else NOT_SCORED
+        scored_from = params.scored_from
+        self.scored_from[row] = NOT_SCORED if scored_from is None else max(0, scored_from - 1)
         self.watched[row] = sequence.request.watcher is not None
         self.last_token_at[row] = sequence.last_token_at
         self.latency_class[row] = number = class_of(sequence.request.priority)

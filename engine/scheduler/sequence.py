@@ -159,7 +159,7 @@ class Sequence:
         params = self.request.params
         if self.request.pooling not in (None, "last"):
             return 0
-        return self.max_known if params.prompt_logprobs is None else params.prompt_logprobs_start
+        return self.max_known if params.scored_from is None else params.scored_from
 
 
 @dataclass(frozen=True, slots=True)

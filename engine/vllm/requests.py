@@ -45,6 +45,8 @@ def check_supported(request: Request, end_token_ids: tuple[int, ...]) -> None:
     """Raise `RequestRefused` for what vLLM does not compute."""
     params = request.params
     grammar_of(request)
+    if params.prompt_targets:
+        raise RequestRefused("prompt_targets are not available with vLLM; score each with prompt_logprobs")
     if any(abs(bias) > MAX_BIAS for bias in params.logit_bias.values()):
         raise RequestRefused(f"logit_bias is not available with vLLM beyond -{MAX_BIAS:g} to {MAX_BIAS:g}")
     if request.mask is not None and params.ignore_eos and not set(params.stop_token_ids) & set(end_token_ids):

@@ -194,7 +194,7 @@ class LoadedModel:
         else:
             limits, facts = _limits(engine, embedding, classifier), engine_facts(engine)
             dtype = dtype_name(engine.spec.dtype)
-        grouped = GroupEngine(engine) if limits.generates else engine
+        grouped = GroupEngine(engine, has_targets=not isinstance(engine, VLLMEngine)) if limits.generates else engine
         return cls(
             name=name,
             source=str(source),

@@ -161,3 +161,16 @@ def test_policies_judge_prompt_and_choices(model: LoadedModel, tmp_path: Path) -
         assert refused.value.code == "content_filter"
     row = reader.prepare(LaneRequest(id="r", model="tiny", url=URL, body={"model": "tiny", **bodies[0], "input": "a"}))
     assert len(row.request.members) == 2
+
+
+def test_labels_of_one_token_are_those_of_greedy_decoding(model: LoadedModel, answer: Any) -> None:
+    # Given labels that no other tokens spell
+    labels = list("abcdefg")
+    assert all(len(ids) == 1 for ids in model.tokenizer.encode_batch(labels, add_special_tokens=False))
+    bodies = [{"input": text, "choices": labels} for text in (*TEXTS, *CHOICES)]
+    how = {"max_tokens": 4, "temperature": 0, "structured_outputs": {"choice": labels}}
+    decoded = [{"prompt": body["input"], **how} for body in bodies]
+    rows = answer(model, *bodies, *decoded)
+    texts = [rows[at].text for at in range(len(rows))]
+    assert texts[: len(bodies)] == texts[len(bodies) :]
+    assert len(set(texts)) > 1
