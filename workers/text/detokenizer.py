@@ -10,6 +10,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from workers.text.reasoning import without_marks
 from workers.text.token_bytes import without_blanks
 from workers.text.tokenizer import CONTEXT_TOKENS, NOTHING_SHOWN, TokenIds, Tokenizer
 
@@ -65,6 +66,16 @@ class _ByteDecoding:
         return self._utf8.getstate()[0].decode("utf-8", "replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
+        if not self._shown:
+            return self._decode(token_ids)
+        text, start = "", 0
+        for at, token_id in enumerate(token_ids):
+            if token_id in self._shown:
+                text += without_marks(self._decode(token_ids[start:at])) + self._decode((token_id,))
+                start = at + 1
+        return text + without_marks(self._decode(token_ids[start:]))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         raw = self._tokenizer.join_bytes(token_ids, self._shown)
         if self._blanks and raw:
             rest = without_blanks(raw, self._blanks)
@@ -95,6 +106,6 @@ class _NeighbourDecoding:
                 ids = [*self._context, token_id]
                 before = self._tokenizer.decode(self._context)
                 if piece := self._tokenizer.decode(ids)[len(before) :]:  # an id without text is not context
-                    text += piece
+                    text += without_marks(piece)
                     self._context = ids[-CONTEXT_TOKENS:]
         return text

@@ -16,8 +16,10 @@ from typing import Final, NamedTuple
 from workers.text.markers import cut_at, overlap
 
 TOKEN_MARK: Final = "\ufdd1"
-"""Follows the spelling of a marker's token in decoded text, which ordinary tokens don't write. Unicode reserves this
-character for internal use."""
+"""Follows the spelling of a marker's token in decoded text. Unicode reserves this character for internal use; where
+ordinary tokens write it, decoding replaces it (`without_marks`)."""
+
+REPLACEMENT: Final = "\ufffd"
 
 TAIL_TOKENS: Final = 24
 """Last tokens of a prompt among which the template may have begun or ended a thought."""
@@ -55,8 +57,8 @@ FORMATS: Final[Mapping[str, ReasoningFormat]] = {
         "<|channel|>analysis<|message|>",
         f"<|end|><|start|>assistant{_FINAL}",
         direct=_FINAL,
-        answers=(_FINAL, "<|channel|>commentary<|message|>"),
-        others=("<|end|>", "<|start|>assistant"),
+        answers=(_FINAL, "<|channel|>commentary<|message|>", "<|end|>"),
+        others=("<|start|>assistant",),
     ),
     # Magistral
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
@@ -86,11 +88,17 @@ def format_of(template: str | None, parser: str | None) -> ReasoningFormat | Non
     return next((form for name, form in FORMATS.items() if _SHOWN_BY.get(name, form.closing) in template), None)
 
 
+def without_marks(text: str) -> str:
+    """The text of ordinary tokens, in which no token of a marker stands."""
+    return text.replace(TOKEN_MARK, REPLACEMENT)
+
+
 class ReasoningMarkers:
     """The markers of a format in the vocabulary of one model.
 
     Attributes:
         shown: tokens of the markers; decoded text has to spell them (`TOKEN_MARK`) to be split.
+        is_plain: no marker has a token. An answer may mention such a marker, so no thought begins within its text.
         opening, closing: as decoded.
     """
 
@@ -105,6 +113,7 @@ class ReasoningMarkers:
             for token_id, text in added_tokens.items()
             if len(text) >= MIN_TOKEN_CHARS and any(text in marker for marker in given)
         }
+        self.is_plain = not self.shown
         self._spellings = {text.removesuffix(TOKEN_MARK): token_id for token_id, text in self.shown.items()}
         self.opening, self.closing = self._decoded(form.opening), self._decoded(form.closing)
         # What the model does behind each marker: it thinks (True), answers (False), or goes on as before (None).
@@ -161,6 +170,8 @@ class ReasoningReader:
         self._thinks = thinks
         self._text = ""  # received, but not certain yet
         self._follows_marker = False  # white space belongs to the marker before it
+        self._begun = {True: False, False: False}  # whether thoughts (True) and the text have any characters
+        self._resumes = False  # a part of another kind stood before this one: a line ends between them
         self._at = 0  # characters before `_text`
         self._thought_from = 0
         self.spans: list[tuple[int, int]] = []
@@ -180,16 +191,21 @@ class ReasoningReader:
     def _read(self, *, is_end: bool) -> Iterable[AnswerPart]:
         while True:
             found = self._markers.pattern.search(self._text)
-            begun = self._begun() if not is_end else len(self._text)
+            begun = self._maybe_begun() if not is_end else len(self._text)
             if found is None or found.start() >= begun:
                 # A longer marker may begin where a shorter one was found, too.
                 yield from self._take(begun if is_end else len(self._text[:begun].rstrip()))
                 return
             start, end = found.span()
+            thinks = self._markers.thinks_behind[found[0]]
+            if self._markers.is_plain and not self._thinks and (self._begun[False] or self._text[:start].strip()):
+                yield from self._take(start)
+                self._drop(end - start)
+                continue
             yield from self._take(start, before_marker=True)
-            self._follow(self._markers.thinks_behind[found[0]], end - start)
+            self._follow(thinks, end - start)
 
-    def _begun(self) -> int:
+    def _maybe_begun(self) -> int:
         """Where a marker that isn't complete may begin."""
         text = self._text
         return len(text) - max(overlap(text, marker) for marker in self._markers.thinks_behind)
@@ -204,17 +220,25 @@ class ReasoningReader:
             taken = taken.lstrip()
             self._follows_marker = not taken
         if taken:
+            if self._resumes and self._begun[self._thinks]:
+                taken = "\n" + taken
+            self._resumes, self._begun[self._thinks] = False, True
             yield AnswerPart(taken, "") if self._thinks else AnswerPart("", taken)
+
+    def _drop(self, length: int) -> None:
+        """Leave out a marker that changes nothing."""
+        self._text = self._text[length:]
+        self._at += length
 
     def _follow(self, thinks: bool | None, length: int) -> None:
         """Skip a marker behind which the model thinks, or does not, or goes on as before (None)."""
         if self._thinks and thinks is not True:
             self.spans.append((self._thought_from, self._at))
             self._thought_from = self._at + length
-        self._text = self._text[length:]
-        self._at += length
+        self._drop(length)
         if thinks is True and not self._thinks:
             self._thought_from = self._at
+        self._resumes = True
         self._thinks = self._thinks if thinks is None else thinks
         self._follows_marker = True
 

@@ -32,7 +32,7 @@ from schemas.requests.structured import Tool, ToolCall
 from workers.errors import TokenizerError
 from workers.text.chat_options import OWN_CHAT, ChatOptions
 from workers.text.prompt_bounds import bound_of, component_state
-from workers.text.reasoning import ReasoningMarkers, format_of
+from workers.text.reasoning import REPLACEMENT, TOKEN_MARK, ReasoningMarkers, format_of, without_marks
 from workers.text.token_bytes import TokenBytes, dropped_blanks, without_blanks
 
 logger = structlog.get_logger(__name__)
@@ -331,6 +331,15 @@ class Tokenizer:
             return b"".join(map(self.token_bytes.__getitem__, ids))
         return b"".join([shown[i].encode() if i in shown else self.token_bytes[i] for i in ids])
 
+    def _join_showing(self, ids: Sequence[int], shown: Mapping[int, str]) -> bytes:
+        """The bytes of a whole answer; only the tokens in `shown` write their marks."""
+        joined, start = b"", 0
+        for at in [*(at for at, token_id in enumerate(ids) if token_id in shown), len(ids)]:
+            joined += self.join_bytes(ids[start:at]).replace(TOKEN_MARK.encode(), REPLACEMENT.encode())
+            joined += self.join_bytes(ids[at : at + 1], shown)
+            start = at + 1
+        return joined
+
     def blanks_to_drop(self, prompt: TokenIds) -> int:
         """Number of leading blanks that the decoder drops from an answer to `prompt`: it drops them only when no text
         precedes the answer."""
@@ -343,13 +352,14 @@ class Tokenizer:
         """The text of an answer after its prompt; of its special tokens only those in `shown` are spelt out."""
         ids = _as_list(answer)
         if self.joins_bytes:
-            raw = without_blanks(self.join_bytes(ids, shown), self.blanks_to_drop(prompt))
+            joined = self._join_showing(ids, shown) if shown else self.join_bytes(ids)
+            raw = without_blanks(joined, self.blanks_to_drop(prompt))
             return raw.decode("utf-8", "replace")
         positions = [index for index, token_id in enumerate(ids) if token_id in shown]
         text, start = "", 0
         for position in [*positions, len(ids)]:
             before = np.concatenate([prompt, np.asarray(ids[:start], dtype=np.int32)])
-            text += self.decode_answers([before], [ids[start:position]])[0]
+            text += without_marks(self.decode_answers([before], [ids[start:position]])[0])
             text += shown[ids[position]] if position < len(ids) else ""
             start = position + 1
         return text

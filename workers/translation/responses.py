@@ -27,7 +27,7 @@ from workers.structured.grammar import Grammar, too_complex
 from workers.structured.tool_calls import CallIds, split_answer
 from workers.structured.tool_formats import find_tool_format
 from workers.text.logprobs import TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
-from workers.text.reasoning import SplitReasoning
+from workers.text.reasoning import SplitReasoning, without_marks
 from workers.text.tokenizer import Tokenizer
 from workers.translation.pooled import pooled_results
 from workers.translation.reasoning import count_reasoning_tokens, split_texts
@@ -137,7 +137,7 @@ class ResponseBuilder:
             return self._tokenizer.decode_showing(prompt, [*choice.token_ids.tolist(), choice.stop_token_id], shown)
         if shown and not shown.keys().isdisjoint(choice.token_ids.tolist()):
             return self._tokenizer.decode_showing(prompt, choice.token_ids, shown)
-        return decoded
+        return without_marks(decoded) if shown else decoded
 
     def answered(
         self, row: ComputedRow, texts: list[str], withheld: frozenset[int], envelope: Envelope

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.text.chat_options import ChatOptions
+from workers.text.detokenizer import IncrementalDetokenizer
 from workers.text.reasoning import FORMATS, TOKEN_MARK, ReasoningMarkers, ReasoningReader, format_of, split_reasoning
 from workers.text.tokenizer import Tokenizer
 
@@ -37,7 +38,6 @@ def decoded(text: str) -> str:
         ("why\n</think>\n\nyes", True, "why", "yes"),
         ("<think>\n\n</think>\n\nyes ", False, None, "yes "),
         ("never ends \n", True, "never ends \n", ""),
-        ("\n <think>a</think>b<think>c</think> d", False, "ac", "bd"),
         ("</think></think>x", True, None, "x"),
         ("a < b <thin", False, None, "a < b <thin"),
     ],
@@ -45,6 +45,38 @@ def decoded(text: str) -> str:
 def test_an_answer_is_split(text: str, thinks: bool, reasoning: str | None, content: str) -> None:
     for markers, shown in ((PLAIN, text), (THINK, decoded(text))):
         assert split_reasoning(markers, shown, thinks=thinks)[:2] == (reasoning, content)
+
+
+def test_a_thought_may_go_on_where_its_markers_are_tokens() -> None:
+    text = "\n <think>a</think>b<think>c</think> d"
+    assert split_reasoning(THINK, decoded(text), thinks=False)[:2] == ("a\nc", "b\nd")
+    # and plain text may mention a marker: none of the words is lost
+    assert split_reasoning(PLAIN, text, thinks=False)[:2] == ("a", "bc d")
+    assert split_reasoning(PLAIN, "the tag <think> is", thinks=False)[:2] == (None, "the tag  is")
+
+
+def test_ordinary_tokens_can_not_forge_a_marker(kit: Any) -> None:
+    """Given a thought in which ordinary tokens spell the marker as decoding marks it, when it is decoded at once or
+    token by token, then it stays a thought."""
+    hf = kit.byte_level_tokenizer("{{ '</think>' }}")
+    hf.add_tokens(["<think>", "</think>"])
+    tokenizer = Tokenizer(hf)
+    markers = tokenizer.reasoning
+    assert markers is not None
+    forged, behind = tokenizer.encode_batch([f"</think>{M}still", "yes"], add_special_tokens=False)
+    ids = forged.tolist()
+    if ids[0] in markers.shown:  # the tokenizer finds the marker itself: spell it with ordinary tokens
+        spelt = tokenizer.encode_batch(["</", "think", f">{M}still"], add_special_tokens=False)
+        ids = [token_id for piece in spelt for token_id in piece.tolist()]
+    (closing,) = (token_id for token_id, text in markers.shown.items() if text.startswith("</"))
+    answer = [*ids, closing, *behind.tolist()]
+    assert M not in tokenizer.decode_showing(behind[:0], ids, markers.shown)
+    detokenizer = IncrementalDetokenizer(tokenizer, behind[:0], markers.shown)
+    for text in (
+        tokenizer.decode_showing(behind[:0], answer, markers.shown),
+        "".join(detokenizer.push(token_id) for token_id in answer),
+    ):
+        assert split_reasoning(markers, text, thinks=True)[:2] == ("</think>\ufffdstill", "yes")
 
 
 def test_a_marker_that_ordinary_tokens_spell_is_text() -> None:
@@ -62,8 +94,8 @@ def test_a_marker_that_ordinary_tokens_spell_is_text() -> None:
         (
             "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>wait<|end|>"
             "<|start|>assistant<|channel|>analysis<|message|>b<|end|><|start|>assistant<|channel|>final<|message|>yes",
-            "ab",
-            "waityes",
+            "a\nb",
+            "wait\nyes",
         ),
     ],
 )
