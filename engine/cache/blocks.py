@@ -13,8 +13,8 @@ Clean and spent blocks are allocated last in, first out: their memory is mapped,
 caches. So a job whose plan is known touches no more memory than it needs at a time. Cached and awaited blocks are
 evicted in the order they were freed; an `OrderedDict` maintains it with O(1) removal from the middle (a hit takes a
 block out of the free ones). Retained blocks are evicted by the earliest deadline, and are cached or awaited ones after
-it: as a mark counts its seconds from a block's last release, blocks with as many seconds are freed in the order of their
-deadlines. Published blocks can be hit until they are allocated to a new owner.
+it. A mark counts its seconds from a block's last release, so blocks with as many seconds are freed in the order of
+their deadlines. Published blocks can be hit until they are allocated to a new owner.
 
     num_blocks - 1 == clean + spent + untouched + cached + awaited + retained + referenced  (block 0 is `NO_BLOCK`)
 """
