@@ -29,7 +29,7 @@ class PreparedRow:
     Attributes:
         names: the row itself first, then its copies.
         guard: checks its answers against the content policies; None: there are none.
-        given_tokens: of its prompts, before `truncate_prompt_tokens` cut any off; None: none can be cut off.
+        given_tokens: of its prompts, before any were cut off; None: none can be cut off.
         dialect: of the request and its response; None: OpenAI's chat, completion or embedding.
     """
 
@@ -39,6 +39,10 @@ class PreparedRow:
     guard: PolicyGuard | None = None
     dialect: Dialect | None = None
     given_tokens: int | None = None
+
+    def truncated_tokens(self, kept: int) -> int | None:
+        """The tokens that its prompts lost, of which `kept` were computed; None: none."""
+        return None if self.given_tokens is None or self.given_tokens <= kept else self.given_tokens - kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,7 @@ class Intake:
                 limit=options.limit,
                 default_max_tokens=settings.default_max_tokens,
                 max_output_tokens=self._cap(tier, options.max_output_tokens),
+                truncate_prompt=options.truncate_prompt,
                 url=draft.url,
                 limits=settings.limits,
                 plan=settings.plan,

@@ -29,6 +29,7 @@ from schemas.requests.parsing import (
     parse_line,
 )
 from schemas.requests.sampling_defaults import answer_limit, fill_in
+from schemas.requests.truncation import kept_prompt_tokens
 
 NO_EFFECT = frozenset(("user", "metadata", "store", "safety_identifier", "prompt_cache_key"))
 SAMPLING_ONLY = ("seed", "top_p", "top_k", "min_p")  # no effect on a greedy request
@@ -164,7 +165,8 @@ class Validator:
         prompt_tokens = self._estimator.prompt_tokens(body, len(prompt))
         try:
             limit = answer_limit(defaults, self._settings.default_max_tokens)
-            answer = self._answer(body, prompt_tokens.longest, limit)
+            longest, total = self._cut(body, prompt_tokens.longest, prompt_tokens.total, limit)
+            answer = self._answer(body, longest, limit)
         except RowError as error:
             raise translate_error(line.url, error) from None
         key = self._keys[body.model, line.url]
@@ -179,12 +181,21 @@ class Validator:
             request_hash=same,
             shareable=answer.shareable,
             choices=answer.choices,
-            prompt_tokens=prompt_tokens.total,
+            prompt_tokens=total,
             expected_tokens=answer.expected_tokens,
             max_tokens=answer.max_tokens,
             certain_tokens=answer.certain_tokens,
             chain=prefix_chain(prompt, ends, key, self._settings.plan.min_prefix_bytes),
         )
+
+    def _cut(self, body: Body, longest: int, total: int, default_limit: int) -> tuple[int, int]:
+        """The tokens of the longest prompt and of all, of which the worker drops those that don't fit the context, if
+        the job wants that and the context is known."""
+        context, is_cut = self._max_model_len, self._settings.truncate_prompt is not None
+        if not is_cut or context is None or not isinstance(body, GenerationBody):
+            return longest, total
+        kept = kept_prompt_tokens(body, longest, context, min(default_limit, self._settings.max_output_tokens))
+        return kept, min(total, kept * body.num_prompts)
 
     def _answer(self, body: Body, prompt_tokens: int, default_limit: int) -> _Answer:
         """The expected answer. Vectors and scores are no tokens. `prompt_tokens`: of the longest prompt.

@@ -27,6 +27,7 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("finished_at", TIMESTAMP),
     pa.field("attempt", pa.int32()),
     pa.field("reasoning", pa.string()),
+    pa.field("truncated_tokens", pa.int32()),
 )
 
 SHARD_FIELDS: tuple[pa.Field, ...] = (

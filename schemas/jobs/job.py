@@ -13,6 +13,7 @@ from schemas.jobs.inputs import InputRef
 from schemas.jobs.row_selection import RowSelection
 from schemas.models import ModelPin
 from schemas.requests.limits import Limits, PlanSettings
+from schemas.requests.truncation import TruncatePrompt
 from schemas.stored import StoredModel
 
 MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
@@ -44,6 +45,7 @@ class JobSettings(StoredModel):
         rows: the only rows to answer, under their index in the input; None: all.
         default_max_tokens: for requests without max_tokens (or what is left of the context, if less).
         max_output_tokens: requests for more are refused.
+        truncate_prompt: what a prompt loses that is too long for the model's context; None: it is refused.
         url: of all requests; a request with another is invalid. None: each request has its own.
         content_policies: the fingerprint of the job's own policies, as `run` sets them; None: it has none. In a root
             the workers' settings decide.
@@ -55,6 +57,7 @@ class JobSettings(StoredModel):
     rows: RowSelection | None = None
     default_max_tokens: Annotated[int, Field(ge=1)] = 4_096
     max_output_tokens: Annotated[int, Field(ge=1)] = 131_072
+    truncate_prompt: TruncatePrompt | None = None
     url: Annotated[str, Field(max_length=256)] | None = None
     content_policies: Annotated[str, Field(max_length=64)] | None = None
     limits: Limits = Limits()

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from schemas.jobs.job import MetadataKey, MetadataValue, OnInvalid, Tier
+from schemas.requests.truncation import TruncatePrompt
 
 _AMOUNT = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 AMOUNT_PATTERN: Final = f"^{_AMOUNT.pattern}$"
@@ -64,6 +65,7 @@ class PartialJobOptions(BaseModel):
         on_invalid: the effect of an invalid line.
         limit: maximum number of rows to read.
         max_output_tokens: requests for more are refused; at most the tier's cap.
+        truncate_prompt: what a prompt loses that is too long for the model's context; default: it is refused.
         output_expires_after: retention of the results after the job's end; default: the installation's.
         metadata: at most 16 pairs, stored with the job.
     """
@@ -90,6 +92,7 @@ class PartialJobOptions(BaseModel):
     on_invalid: OnInvalid | None = None
     limit: Annotated[int, Field(ge=1)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt: TruncatePrompt | None = None
     output_expires_after: Amount | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
 

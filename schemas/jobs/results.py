@@ -41,6 +41,7 @@ class ResultRow:
         cached_tokens: prompt tokens not computed again.
         embedding: float32 values, for embeddings only.
         reasoning: the model's thought before the text, if it marks one.
+        truncated_tokens: that the prompts lost, which were too long; None: none.
     """
 
     custom_id: str | None
@@ -62,6 +63,7 @@ class ResultRow:
     finished_at: datetime | None = None
     attempt: int | None = None
     reasoning: str | None = None
+    truncated_tokens: int | None = None
 
     @classmethod
     def from_error(

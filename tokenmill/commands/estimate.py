@@ -21,6 +21,7 @@ from tokenmill.config.cli_options import (
     KvDType,
     Model,
     Quantize,
+    TruncatePrompt,
 )
 from tokenmill.settings import read_settings
 
@@ -91,6 +92,7 @@ def estimate(
     kv_dtype: Annotated[KvDType, typer.Option(help="For the time on this machine, likewise.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="For the time on this machine.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of the input.")] = None,
+    truncate_prompt: TruncatePrompt = None,
     exact: Annotated[bool, typer.Option("--exact", help="Count the tokens of every prompt, not of a sample.")] = False,
     as_json: Json = False,
     _debug: Debug = False,
@@ -117,7 +119,13 @@ def estimate(
 
     settings = read_settings()
     wanted = job_options.job_settings(
-        settings, tier="standard", seed=0, on_invalid="row", limit=limit, max_output_tokens=None
+        settings,
+        tier="standard",
+        seed=0,
+        on_invalid="row",
+        limit=limit,
+        max_output_tokens=None,
+        truncate_prompt=truncate_prompt,
     )
     inputs = job_options.read_input(input_)
     chosen = job_options.choose_model(job_options.only_model(model), settings.model_cache)

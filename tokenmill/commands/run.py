@@ -30,6 +30,7 @@ from tokenmill.config.cli_options import (
     OnInvalid,
     OutputTo,
     PricePerHour,
+    PromptSide,
     QuantizeOption,
     ReasoningParser,
     Replicas,
@@ -38,6 +39,7 @@ from tokenmill.config.cli_options import (
     ThinkingTokenBudget,
     Threads,
     Tier,
+    TruncatePrompt,
 )
 from tokenmill.settings import read_settings
 
@@ -69,6 +71,7 @@ def run(
     tensor_parallel: TensorParallel = 1,
     replicas: Replicas = 1,
     max_output_tokens: MaxOutputTokens = None,
+    truncate_prompt: TruncatePrompt = None,
     on_invalid: Annotated[
         OnInvalid, typer.Option(help="An invalid line fails by itself (row), or stops the job at once (job).")
     ] = "row",
@@ -107,7 +110,7 @@ def run(
         input_, model, out, tier, engine, chat,
         on_invalid=on_invalid, fresh=fresh, limit=limit, seed=seed, max_output_tokens=max_output_tokens,
         price_per_hour=price_of_worker(settings, price_per_hour), deadline=deadline, max_cost=max_cost,
-        content_policy=content_policy,
+        content_policy=content_policy, truncate_prompt=truncate_prompt,
     )  # fmt: skip
     check_limit(plan)
     execute(plan, as_json=as_json)
@@ -130,6 +133,7 @@ def _plan(
     deadline: timedelta | None,
     max_cost: float | None,
     content_policy: list[str] | None,
+    truncate_prompt: PromptSide | None,
 ) -> RunPlan:
     """Validate the options and build the run's plan, before a job is created. Cheap checks come first."""
     from schemas.jobs.job import Tier as JobTier
@@ -140,7 +144,13 @@ def _plan(
 
     settings = read_settings()
     wanted = job_options.job_settings(
-        settings, tier=tier, seed=seed, on_invalid=on_invalid, limit=limit, max_output_tokens=max_output_tokens
+        settings,
+        tier=tier,
+        seed=seed,
+        on_invalid=on_invalid,
+        limit=limit,
+        max_output_tokens=max_output_tokens,
+        truncate_prompt=truncate_prompt,
     )
     policies = job_options.content_policies(content_policy, settings)
     inputs = job_options.read_input(input_, None if fresh else out.expanduser())

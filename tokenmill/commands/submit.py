@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmill.config.cli_options import Debug, Json, MaxCost, MaxOutputTokens, OnInvalid, Tier, amount_of_time
+from tokenmill.config.cli_options import (
+    Debug,
+    Json,
+    MaxCost,
+    MaxOutputTokens,
+    OnInvalid,
+    Tier,
+    TruncatePrompt,
+    amount_of_time,
+)
 from tokenmill.errors import UserError
 
 
@@ -52,6 +61,7 @@ def submit(
     ] = False,
     max_cost: MaxCost = None,
     max_output_tokens: MaxOutputTokens = None,
+    truncate_prompt: TruncatePrompt = None,
     on_invalid: Annotated[
         OnInvalid | None, typer.Option(help="An invalid line fails by itself (row), or stops the job at once (job).")
     ] = None,
@@ -83,6 +93,7 @@ def submit(
     chosen: dict[str, Any] = {
         "model": model, "tier": tier, "deadline": deadline, "refuse_late": refuse_late or None, "max_cost": max_cost,
         "seed": seed, "max_output_tokens": max_output_tokens, "on_invalid": on_invalid, "limit": limit,
+        "truncate_prompt": truncate_prompt,
     }  # fmt: skip
     options = {name: value for name, value in chosen.items() if value is not None}
     made = submission.submit(input_, to, options, endpoint)

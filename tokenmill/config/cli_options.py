@@ -125,6 +125,7 @@ Quantize = Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"]
 KvDType = Literal["auto", "int8", "fp8"]
 Tier = Literal["standard", "bulk"]
 OnInvalid = Literal["row", "job"]
+PromptSide = Literal["left", "right", "newline"]
 
 # How an engine runs: `run`, `serve` and `worker` share all of it.
 
@@ -256,6 +257,13 @@ Deadline = Annotated[
 MaxOutputTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Refuse requests that ask for more, and give no more to those that don't say."),
+]
+TruncatePrompt = Annotated[
+    PromptSide | None,
+    typer.Option(
+        help="Cut prompts that are too long for the model: drop the beginning (left), the end (right), or the end from "
+        "the last newline on (newline); of a chat, right and newline cut the last user message. Default: refuse them."
+    ),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the job in OUT, and start anew.")]
 PricePerHour = Annotated[

@@ -96,10 +96,18 @@ def known_input(out: Path) -> InputRef | None:
 
 
 def job_settings(
-    settings: Settings, *, tier: str, seed: int, on_invalid: str, limit: int | None, max_output_tokens: int | None
+    settings: Settings,
+    *,
+    tier: str,
+    seed: int,
+    on_invalid: str,
+    limit: int | None,
+    max_output_tokens: int | None,
+    truncate_prompt: str | None,
 ) -> JobSettings:
     """The settings that change a job's answers or its plan. Raises `UserError`."""
     from schemas.jobs.job import JobSettings, OnInvalid, Tier
+    from schemas.requests.truncation import TruncatePrompt
 
     cap = settings.max_output_tokens.of(Tier(tier))
     if max_output_tokens is not None:
@@ -110,6 +118,7 @@ def job_settings(
         limit=limit,
         default_max_tokens=min(settings.default_max_tokens, max_output_tokens or cap),
         max_output_tokens=max_output_tokens or cap,
+        truncate_prompt=None if truncate_prompt is None else TruncatePrompt(truncate_prompt),
         limits=settings.limits,
         plan=settings.plan,
     )

@@ -91,6 +91,7 @@ class ShardReader:
             seed=settings.seed,
             default_max_tokens=answer_limit(defaults, settings.default_max_tokens),
             max_output_tokens=settings.max_output_tokens,
+            truncate_prompt=settings.truncate_prompt,
             max_embedding_tokens=settings.limits.max_embedding_tokens,
             priority=PRIORITIES[work.tier],
             salt=work.job.tenant.encode(),

@@ -202,6 +202,25 @@ class Tokenizer:
             encoding.truncate(length)
         return self._encoded(self._backend.post_process(encodings[0], encodings[1] if len(encodings) > 1 else None))
 
+    def without_last_tokens(self, text: str, count: int, *, chat: bool) -> str:
+        """The text without its last `count` tokens, at least 1; a character that is partly dropped is dropped whole.
+        `chat`: it is a message's, in which spelt special tokens are text."""
+        end = len(text)
+        spelt = list(self._special.finditer(text)) if chat else []
+        for found in (*reversed(spelt), None):
+            begin = 0 if found is None else found.end()
+            (encoding,) = self._backend.encode_batch([text[begin:end]], add_special_tokens=False)
+            if (kept := len(encoding) - count) >= 0:
+                span = encoding.token_to_chars(kept) if kept else None
+                return text[: begin + min(span[0] if span else 0, end - begin - 1)]
+            if found is None:
+                break
+            count -= len(encoding) + len(self._plain_ids[_mark_as_text(found[0])])
+            end = found.start()
+            if count <= 0:
+                return text[:end]
+        return ""
+
     def num_added_tokens(self, *, pair: bool) -> int:
         """The special tokens that the tokenizer adds to a text or a pair."""
         return self._backend.num_special_tokens_to_add(pair)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -20,11 +21,13 @@ from engine.request import Pooling, Request, SamplingParams
 from schemas.jobs.job import Tier
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL, ChatBody, CompletionBody
+from schemas.requests.truncation import TruncatePrompt, kept_prompt_tokens
 from workers.structured.constraints import grammar_of, shown_tokens, tool_format
 from workers.structured.grammar import Grammar, Grammars
 from workers.text.stop_strings import StopStringWatcher
 from workers.text.tokenizer import TokenIds, Tokenizer
 from workers.translation.template_variables import template_variables
+from workers.translation.truncation import PromptCutter
 
 PRIORITIES: Final = {Tier.INTERACTIVE: 0, Tier.STANDARD: 1, Tier.BULK: 2}
 
@@ -68,6 +71,7 @@ class JobRules:
         seed: of requests without a seed.
         default_max_tokens: of requests without max_tokens (or the remaining context, if that is less).
         max_output_tokens: a request for more is refused.
+        truncate_prompt: what a prompt loses that is too long for the context; None: it is refused.
         max_embedding_tokens: of all inputs of one embeddings request; a request with more is refused.
         priority: the engine's class; lower runs first.
         salt: separates the prefix caches of tenants.
@@ -76,6 +80,7 @@ class JobRules:
     seed: int = 0
     default_max_tokens: int = 4_096
     max_output_tokens: int = 131_072
+    truncate_prompt: TruncatePrompt | None = None
     max_embedding_tokens: int = 300_000
     priority: int = 2
     salt: bytes = b""
@@ -133,6 +138,10 @@ class Translator:
         self._grammars = grammars or Grammars(tokenizer, limits.vocab_size, limits.end_token_ids)
         self._limits = limits
         self._rules = rules
+        self._default_max_tokens = min(rules.default_max_tokens, rules.max_output_tokens)
+        side = rules.truncate_prompt
+        render = partial(rendered_chat, tokenizer=tokenizer)
+        self._cutter = None if side is None else PromptCutter(tokenizer, side, render)
         # The last row's words and their tokens: most rows of a job have the same.
         self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()
         eos = tokenizer.eos_token_id
@@ -179,7 +188,7 @@ class Translator:
         bias = {int(token_id): value for token_id, value in body.logit_bias.items()}
         for token_id in bias:
             self._check_token("logit_bias", token_id)
-        cut = [self._truncated(body, prompt) for prompt in prompts]
+        cut = [self._truncated(body, at, prompt) for at, prompt in enumerate(prompts)]
         is_whole = all(len(one) == len(other) for one, other in zip(cut, prompts, strict=True))
         members = [self._member(request_id, body, cut, at, bias, hints) for at in range(len(prompts))]
         return replace(
@@ -191,11 +200,16 @@ class Translator:
             more=tuple(members[1:]),
         )
 
-    def _truncated(self, body: Generation, prompt: TokenIds) -> TokenIds:
-        """The last tokens of the prompt, as many as `truncate_prompt_tokens` leaves (vLLM's rule)."""
+    def _truncated(self, body: Generation, at: int, prompt: TokenIds) -> TokenIds:
+        """The prompt cut as the job wants it, or its last tokens, as many as `truncate_prompt_tokens` leaves (vLLM's
+        rule)."""
         most = body.truncate_prompt_tokens
         if most is None:
-            return prompt
+            if self._cutter is None:
+                return prompt
+            context, default = self._limits.max_model_len, self._default_max_tokens
+            kept = kept_prompt_tokens(body, len(prompt), context, default)
+            return prompt if kept == len(prompt) else self._cutter.cut(body, at, prompt, kept)
         if most == -1:
             most = max(1, self._limits.max_model_len - (body.output_limit or 0))
         return prompt[max(0, len(prompt) - most) :]
@@ -285,7 +299,7 @@ class Translator:
             raise _refuse(f"max_tokens is {requested}, but this job allows at most {limit}; lower it", "max_tokens")
         left = self._limits.max_model_len - prompt_tokens
         if requested is None and left >= 1:
-            return min(self._rules.default_max_tokens, limit, left)
+            return min(self._default_max_tokens, left)
         wanted = 1 if requested is None else requested
         if wanted > left:
             error = ContextLengthExceeded(prompt_tokens, wanted, self._limits.max_model_len)
@@ -295,7 +309,7 @@ class Translator:
 
     def _within_context(self, text: str, body: Generation, at: int) -> str:
         """Return the text. Raises `RowError` when no encoding of it leaves room for one token of an answer."""
-        if body.truncate_prompt_tokens is not None:
+        if body.truncate_prompt_tokens is not None or self._cutter is not None:
             return text
         min_tokens, limit = self._tokenizer.least_tokens(text), self._limits.max_model_len
         if min_tokens + (body.output_limit != 0) > limit:

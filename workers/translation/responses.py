@@ -176,10 +176,12 @@ class ResponseBuilder:
         if body.return_token_ids:
             _add_token_ids(response, prepared, completion, withheld)
 
+        truncated = prepared.truncated_tokens(completion.prompt_tokens)
+
         def result(index: int, row_name: RowName) -> ResultRow:
             cached = completion.cached_tokens if index == 0 else completion.prompt_tokens
             response["id"] = response_id(kind, envelope.job, row_name.row)
-            response["usage"] = _usage(completion, cached, prepared.given_tokens) | details
+            response["usage"] = _usage(completion, cached, truncated) | details
             shown = response
             if prepared.dialect is not None and isinstance(body, ChatBody):
                 shown = prepared.dialect.response(response, body)
@@ -200,6 +202,7 @@ class ResponseBuilder:
                 started_at=started,
                 finished_at=finished,
                 attempt=envelope.attempt,
+                truncated_tokens=truncated,
             )
 
         return [result(index, row_name) for index, row_name in enumerate(prepared.names)]
@@ -249,7 +252,7 @@ class ResponseBuilder:
             request = row.prepared.request
             number, ids = index // request.params.n, request.member_of(index).prompt_token_ids
             given = body.prompts[number]
-            is_cut = body.truncate_prompt_tokens is not None
+            is_cut = row.prepared.truncated_tokens(row.completion.prompt_tokens) is not None
             prompt = given if isinstance(given, str) and not is_cut else self._tokenizer.decode(ids)
             scored = (row.completion.members or (row.completion,))[number]
             if scored.prompt_logprobs is not None:
@@ -365,10 +368,10 @@ def _refused(
     ]
 
 
-def _usage(completion: Completion, cached_tokens: int, given_tokens: int | None) -> dict[str, Any]:
+def _usage(completion: Completion, cached_tokens: int, truncated_tokens: int | None) -> dict[str, Any]:
     details = {"cached_tokens": cached_tokens}
-    if given_tokens is not None and given_tokens > completion.prompt_tokens:
-        details["truncated_tokens"] = given_tokens - completion.prompt_tokens
+    if truncated_tokens is not None:
+        details["truncated_tokens"] = truncated_tokens
     return {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.generated_tokens,

@@ -18,14 +18,14 @@ PROMPTS: list[Any] = [[1] * 30, "word " * 8, [2] * 20]
 
 @pytest.fixture
 def check(tools: Any, tmp_path: Path) -> Any:
-    def check(*bodies: dict[str, Any]) -> CheckedBatch:
+    def check(*bodies: dict[str, Any], **settings: Any) -> CheckedBatch:
         lines = [
             {"custom_id": f"{row}", "method": "POST", "url": "/v1/completions", "body": {"model": "demo"} | body}
             for row, body in enumerate(bodies)
         ]
         rows = [SourceRow(row, row + 1, line) for row, line in enumerate(lines)]
         estimator = TokenEstimator(lambda text: len(text.split()), exact=True)
-        validator = Validator(tools.job(), SeenIds(tmp_path), estimator, max_model_len=64)
+        validator = Validator(tools.job(**settings), SeenIds(tmp_path), estimator, max_model_len=64)
         return validator.check(SourceBatch(0, len(rows), rows))
 
     return check
@@ -48,6 +48,15 @@ def test_a_prompt_that_is_cut_fits(check: Any) -> None:
     checked = check(*cuts, long)
     assert [row.row for row in checked.valid] == [0, 1]
     assert len({row.request_hash for row in checked.valid}) == 2
+
+
+def test_a_prompt_that_the_job_cuts_fits(check: Any) -> None:
+    long = {"prompt": [[1] * 99, [2] * 5]}
+    bodies = [long | {"max_tokens": 34}, long, long | {"max_tokens": 64}, long | {"truncate_prompt_tokens": 63}]
+    checked = check(*bodies, truncate_prompt="right")
+    assert [(row.row, row.prompt_tokens, row.max_tokens) for row in checked.valid][:2] == [(0, 60, 68), (1, 96, 32)]
+    assert [row.row for row in checked.valid] == [0, 1, 3]
+    assert [row.row for row in check(*bodies).valid] == [3]
 
 
 def test_equal_lists_are_one_request(check: Any) -> None:

@@ -89,6 +89,7 @@ def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
 ) -> None:
     ingest = folder_ingest(world)
     options = ("--tier", "bulk", "--deadline", "6h", "--model", "tiny", "--limit", 3, "--seed", 7)
+    options += ("--truncate-prompt", "newline")
     sent = [
         tokenmill("submit", source, "--to", "root", *options),
         tokenmill("submit", source, "--to", "root", "--json"),
@@ -100,6 +101,7 @@ def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
     jobs = [job_at(world, job_id) for job_id in ids]
     assert len(set(ids)) == 2, "what is submitted twice is two jobs"
     assert (jobs[0].tier, jobs[0].settings.limit, jobs[0].settings.seed) == (Tier.BULK, 3, 7)
+    assert [job.settings.truncate_prompt for job in jobs] == ["newline", None]
     assert jobs[0].deadline is not None
     assert (jobs[0].deadline - jobs[0].created_at).total_seconds() == 6 * 3_600
     assert Path(jobs[1].input.files[0].uri).read_bytes() == source.read_bytes()

@@ -62,13 +62,14 @@ def test_a_file_is_submitted_watched_listed_shown_and_exported(
     harness: HttpHarness, source: Path, tokenmill: Any
 ) -> None:
     ended = tokenmill(
-        "submit", source, "--to", harness.url, "--deadline", "6h", "--tier", "bulk", "--seed", 7, "--watch"
-    )
+        "submit", source, "--to", harness.url, "--deadline", "6h", "--tier", "bulk", "--seed", 7,
+        "--truncate-prompt", "right", "--watch",
+    )  # fmt: skip
     assert ended.code == 0, ended.err
     job = ended.out.strip()
     assert "completed, 10 of 10 rows done, 2 without an answer" in ended.err.splitlines()[-1]
     stored = harness.ledger(job).job()
-    assert (stored.tier.value, stored.settings.seed) == ("bulk", 7)
+    assert (stored.tier.value, stored.settings.seed, stored.settings.truncate_prompt) == ("bulk", 7, "right")
     assert stored.deadline is not None
     assert (stored.deadline - stored.created_at).total_seconds() == 6 * 3_600
 

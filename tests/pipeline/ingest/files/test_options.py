@@ -11,6 +11,7 @@ from pipeline.ingest.intake import IntakeRefused
 from schemas.jobs.inputs import InputFormat
 from schemas.jobs.job import OnInvalid, Tier
 from schemas.jobs.job_options import JobOptions
+from schemas.requests.truncation import TruncatePrompt
 
 URI = "s3://b/incoming/a.jsonl"
 
@@ -24,7 +25,7 @@ def refusal(name: str, metadata: dict[str, str], *sidecars: bytes) -> IntakeRefu
 def test_given_metadata_with_and_without_prefix_then_both_are_options_and_other_programs_names_are_left_alone() -> None:
     metadata = {
         "tokenmill-model": "tiny", "deadline": "6h", "tokenmill-max-output-tokens": "50", "seed": "-3",
-        "tokenmill-output-expires-after": "30d",
+        "tokenmill-output-expires-after": "30d", "tokenmill-truncate-prompt": "left",
         "On-Invalid": "job", "tokenmill-metadata": '{"team": "search"}', "s3cmd-attrs": "x", "mtime": "1",
     }  # fmt: skip
     assert options_of("bulk/a.jsonl", metadata, [], location=URI) == JobOptions(
@@ -33,6 +34,7 @@ def test_given_metadata_with_and_without_prefix_then_both_are_options_and_other_
         deadline=timedelta(hours=6),
         max_output_tokens=50,
         output_expires_after=timedelta(days=30),
+        truncate_prompt=TruncatePrompt.LEFT,
         seed=-3,
         on_invalid=OnInvalid.JOB,
         metadata={"team": "search"},

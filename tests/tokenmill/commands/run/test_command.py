@@ -443,3 +443,34 @@ def test_given_one_name_for_two_models_when_run_then_it_is_refused_as_wrong_usag
     assert "two models are named 'tiny'" in twice.error
     assert "takes one model, not 2" in single.error
     assert not (folder / "out").exists()
+
+
+def test_given_prompts_that_are_too_long_when_run_with_a_side_then_they_are_cut_and_the_rows_say_it(
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
+) -> None:
+    text = "a message from the user\n" * 4_000
+    completion = {
+        "custom_id": "c", "method": "POST", "url": "/v1/completions",
+        "body": {"model": "tiny", "prompt": text, "max_tokens": 6},
+    }  # fmt: skip
+    common = ("run", write_lines(chat("a", text=text), chat("b"), completion), "--model", f"tiny={model_folder}")
+
+    for side in ("left", "right", "newline"):
+        ended = tokenmill(*common, "-o", folder / side, "--truncate-prompt", side)
+        assert ended.code == 0, ended.err
+        long, short, plain = results(folder / side)
+        for row in (long, plain):
+            assert (row["status"], row["completion_tokens"]) == ("succeeded", 6)
+            assert row["truncated_tokens"] > 10_000
+        assert short["truncated_tokens"] is None
+    other = tokenmill(*common, "-o", folder / "left", "--truncate-prompt", "right")
+    assert "settings.truncate_prompt was left, now right" in other.error
+    refused = tokenmill(*common, "-o", folder / "none")
+    assert [row["error_code"] for row in results(folder / "none")] == [
+        "context_length_exceeded", None, "context_length_exceeded"
+    ], refused.err  # fmt: skip
+    needed = [
+        tokenmill("estimate", common[1], "--model", f"tiny={model_folder}", "--exact", "--json", *side).json()
+        for side in ((), ("--truncate-prompt", "left"))
+    ]
+    assert [one["rejected"] for one in needed] == [2, 0]
