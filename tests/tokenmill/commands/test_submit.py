@@ -89,9 +89,8 @@ def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
 ) -> None:
     ingest = folder_ingest(world)
     options = ("--tier", "bulk", "--deadline", "6h", "--model", "tiny", "--limit", 3, "--seed", 7)
-    options += ("--truncate-prompt", "newline")
     sent = [
-        tokenmill("submit", source, "--to", "root", *options),
+        tokenmill("submit", source, "--to", "root", *options, "--truncate-prompt", "newline"),
         tokenmill("submit", source, "--to", "root", "--json"),
     ]
     assert [one.code for one in sent] == [0, 0]
