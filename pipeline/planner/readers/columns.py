@@ -201,6 +201,12 @@ class ColumnSource:
         return value
 
 
+def check_columns(name: str, count: int) -> None:
+    """Raise `InputError` for a file of more than `MAX_COLUMNS` columns."""
+    if count > MAX_COLUMNS:
+        raise InputError(f"{name} has {count} columns, but {MAX_COLUMNS} are allowed; leave some out")
+
+
 def _url_of(body: object) -> str:
     """The default url of a body."""
     if not isinstance(body, dict):
@@ -211,8 +217,7 @@ def _url_of(body: object) -> str:
 
 
 def _content_column(name: str, schema: pa.Schema) -> str:
-    if len(schema.names) > MAX_COLUMNS:
-        raise InputError(f"{name} has {len(schema.names)} columns, but {MAX_COLUMNS} are allowed; leave some out")
+    check_columns(name, len(schema.names))
     columns = ", ".join(schema.names)[:1000] or "none"
     doubled = sorted(column for column, count in Counter(schema.names).items() if count > 1)
     if doubled:

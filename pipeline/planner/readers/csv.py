@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pipeline.planner.ports import BrokenInput, InputError, SourceFile
-from pipeline.planner.readers.columns import Piece
+from pipeline.planner.readers.columns import Piece, check_columns
 from pipeline.planner.readers.decompression import decompressed
 from pipeline.planner.readers.expansion import MAX_DECODED_ROWS
 from pipeline.planner.readers.jsonl import BATCH_BYTES, refuse_other_formats
@@ -26,6 +26,9 @@ from schemas.requests.limits import Limits
 
 MAX_ROW_LINES: Final = 4
 """The bytes of a row, as a multiple of the longest line of JSONL. Beyond it a missing quote is likely."""
+
+MAX_HEADER_BYTES: Final = 1 << 20
+"""Maximum bytes of the header: a hundred for each of `MAX_COLUMNS`."""
 
 
 class CsvColumns:
@@ -42,7 +45,7 @@ class CsvColumns:
         self._file = decompressed(file)
         self._max_bytes = MAX_ROW_LINES * limits.max_line_bytes
         refuse_other_formats(self._file)
-        with closing(self._rows()) as rows:
+        with closing(self._rows(min(MAX_HEADER_BYTES, self._max_bytes))) as rows:
             header = next(rows, None)
         if header is None:
             raise BrokenInput(f"{self.name} is empty; begin it with a header: the names of the columns, with commas")
@@ -50,11 +53,12 @@ class CsvColumns:
             raise BrokenInput(f"{self.name}: line {header.line}: the header can't be read: {header.error.message}")
         if len(header.cells) == 1 and (other := [mark for mark in ";\t|" if mark in header.cells[0]]):
             raise InputError(f"{self.name}: the header has {other[0]!r} between names; separate the columns by commas")
+        check_columns(self.name, len(header.cells))  # fields are larger than the commas that ask for them
         self.schema = pa.schema([(name, pa.string()) for name in header.cells])
 
     def pieces(self) -> Iterator[Piece]:
         """See `ColumnFile`."""
-        with closing(self._rows()) as rows:
+        with closing(self._rows(self._max_bytes)) as rows:
             next(rows, None)
             found: list[_Row] = []
             size = 0
@@ -84,10 +88,10 @@ class CsvColumns:
         table = pa.Table.from_arrays(arrays, schema=self.schema)
         return Piece(table, errors, [row.line for row in rows])
 
-    def _rows(self) -> Generator[_Row]:
-        """The rows, the header first; empty lines are none."""
+    def _rows(self, max_bytes: int) -> Generator[_Row]:
+        """The rows of up to so many bytes, the header first; empty lines are none."""
         csv.field_size_limit(sys.maxsize)  # of the whole process; `_Lines` bounds rows, so the fields in them
-        with closing(_Lines(self._file, self._max_bytes)) as lines:
+        with closing(_Lines(self._file, max_bytes)) as lines:
             reader = csv.reader(lines, strict=True)
             while True:
                 lines.begin_row()

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.planner import BrokenInput, InputError, RowSource, SourceBatch, SourceFile, TooManyRows, open_source
+from pipeline.planner.readers import csv as csv_reading
 from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.jobs.inputs import InputFormat
 from schemas.requests.errors import RowError
@@ -137,6 +138,19 @@ def test_what_leaves_the_rows_unclear_is_the_jobs_error(data: bytes, message: st
 def test_more_columns_than_results_can_hold_are_refused() -> None:
     with pytest.raises(InputError, match="has 20002 columns, but 10000 are allowed; leave some out"):
         read(b"custom_id,prompt" + b",x" * 20_000 + b"\n")
+
+
+def test_a_header_is_bounded_before_its_columns_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    schema = pa.schema
+    monkeypatch.setattr(csv_reading.pa, "schema", lambda fields: made.append(len(fields)) or schema(fields))
+    with pytest.raises(InputError, match="has 500001 columns, but 10000 are allowed"):
+        read(b"," * 500_000 + b"\n")
+    with pytest.raises(BrokenInput, match="line 2: the row is longer than 1048576 bytes; close its quotes, shorten it"):
+        read(b"\n" + b"," * (1 << 20) + b",\n")
+    assert made == []
+    wide = b"custom_id,prompt," + b"n" * 1_000_000 + b"\n"
+    assert values(wide + b"a,b,c\n")[2]["custom_id"] == "a"
 
 
 def test_a_cell_longer_than_a_line_may_be_fails_alone() -> None:
