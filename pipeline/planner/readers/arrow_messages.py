@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from pipeline.planner.ports import BrokenInput
+from pipeline.planner.readers.expansion import ExpansionLimit
 
 MAX_BATCH_BYTES: Final = 512 << 20
 """Maximum bytes of a record batch, decoded, together with the dictionaries."""
@@ -39,10 +40,15 @@ class ArrowMessage(NamedTuple):
 
 
 class ArrowBlock(NamedTuple):
-    """A message's position in a file: where its metadata begin, after their length, and the length of both."""
+    """A message's place in a file: where it begins, and the bytes of its metadata, with their length, and its body."""
 
     offset: int
     metadata_bytes: int
+    body_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.metadata_bytes + self.body_bytes
 
 
 class FlatTable:
@@ -96,11 +102,15 @@ def parse_message(metadata: bytes) -> ArrowMessage:
 
 
 def parse_footer(footer: bytes) -> tuple[list[ArrowBlock], list[ArrowBlock]]:
-    """The dictionaries and the record batches of a file. Raises `struct.error`, `ValueError`."""
+    """The dictionaries and the record batches of a file. Raises `struct.error`, and `ValueError` if any overlap: a few
+    bytes in the footer would have the same block decoded again."""
     table = _root(memoryview(footer))
-    dictionaries, batches = (
-        [ArrowBlock(offset, length) for offset, length, _ in table.structs(field, "<qi4xq")] for field in (2, 3)
-    )
+    dictionaries, batches = ([ArrowBlock(*numbers) for numbers in table.structs(field, "<qi4xq")] for field in (2, 3))
+    end = 0
+    for block in sorted(dictionaries + batches):
+        if block.offset < end or min(block.metadata_bytes, block.body_bytes) < 0:
+            raise ValueError(f"the block at byte {block.offset} overlaps another")
+        end = block.end
     return dictionaries, batches
 
 
@@ -119,18 +129,28 @@ def decoded_bytes(batch: FlatTable, body: bytes) -> int:
 
 
 class BatchSizes:
-    """Checks each message of a file against `MAX_BATCH_BYTES`."""
+    """Checks each message of a file against `MAX_BATCH_BYTES`, and counts what it decodes to.
 
-    def __init__(self) -> None:
+    Args:
+        size: of the file, in bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._limit = ExpansionLimit(size, "Arrow", "submit such rows as JSONL")
         self._dictionaries: dict[int, int] = {}
 
     def check(self, where: str, message: ArrowMessage, body: bytes) -> None:
-        """Raises `BrokenInput` for a batch that would take too much memory, and `struct.error` or `ValueError`."""
+        """Raises `BrokenInput` for a batch that would take too much memory, or if the file has decoded to too much;
+        and `struct.error` or `ValueError`."""
         size = 0 if message.batch is None else decoded_bytes(message.batch, body)
         if message.kind == DICTIONARY_BATCH:
             before = self._dictionaries.get(message.dictionary, 0) if message.is_delta else 0
-            self._dictionaries[message.dictionary], size = before + size, 0
-        check_size(where, size + sum(self._dictionaries.values()))
+            self._dictionaries[message.dictionary] = work = before + size
+            total = sum(self._dictionaries.values())
+        else:  # the dictionaries are validated with each batch, even one without rows
+            work = total = size + sum(self._dictionaries.values())
+        check_size(where, total)
+        self._limit.add(work, where)
 
 
 def check_size(where: str, size: int) -> None:

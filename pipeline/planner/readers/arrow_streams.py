@@ -44,16 +44,16 @@ def read_batches(name: str, stream: BinaryIO) -> Iterator[tuple[str, pa.RecordBa
 
 
 def _from_file(name: str, stream: BinaryIO) -> Iterator[tuple[str, pa.RecordBatch]]:
-    sizes, blocks = BatchSizes(), _Blocks(stream)
+    blocks = _Blocks(stream)
     with decoding(name):
         reader = pa.ipc.open_file(pa.PythonFile(blocks, "r"))  # it verifies the footer
         dictionaries, batches = parse_footer(blocks.footer())
         for block in dictionaries:
-            blocks.load(f"{name}: its dictionaries", block, sizes)
+            blocks.load(f"{name}: its dictionaries", block)
     for index, block in enumerate(batches):
         where = f"{name}: record batch {index + 1} of {len(batches)}"
         with decoding(where):
-            blocks.load(where, block, sizes)
+            blocks.load(where, block)
             batch = reader.get_batch(index)
         yield where, batch
 
@@ -92,7 +92,7 @@ class _Messages(io.RawIOBase):
         self._name = name
         self._stream = stream
         self._left = stream.seek(0, os.SEEK_END)
-        self._sizes = BatchSizes()
+        self._sizes = BatchSizes(self._left)
         self._number = 0
         self._parts: list[memoryview] = []
         stream.seek(0)
@@ -145,6 +145,7 @@ class _Blocks(io.RawIOBase):
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._size = stream.seek(0, os.SEEK_END)
+        self._sizes = BatchSizes(self._size)
         self._at = self._start = 0
         self._block = memoryview(b"")
 
@@ -179,13 +180,15 @@ class _Blocks(io.RawIOBase):
         size = int.from_bytes(length, "little")
         return self._bytes(self._size - 10 - size, size)
 
-    def load(self, where: str, block: ArrowBlock, sizes: BatchSizes) -> None:
+    def load(self, where: str, block: ArrowBlock) -> None:
         """Read a block, and check it."""
         metadata = self._bytes(block.offset, block.metadata_bytes)
         message = parse_message(metadata[8 if metadata.startswith(CONTINUATION) else 4 :])
+        if message.body_bytes > block.body_bytes:
+            raise ValueError(f"a body of {message.body_bytes} bytes lies in a block of {block.body_bytes}")
         check_size(where, message.body_bytes)
         body = self._bytes(block.offset + block.metadata_bytes, message.body_bytes)
-        sizes.check(where, message, body)
+        self._sizes.check(where, message, body)
         self._start, self._block = block.offset, memoryview(metadata + body)
 
     def _bytes(self, at: int, size: int) -> bytes:

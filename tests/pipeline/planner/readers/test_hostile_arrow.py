@@ -50,6 +50,11 @@ def views(value: str, rows: int) -> pa.Array:
     )
 
 
+def footer_of(data: bytes) -> bytes:
+    size = int.from_bytes(data[-10:-6], "little")
+    return data[-10 - size : -10]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -124,6 +129,44 @@ def test_a_file_that_decodes_to_far_more_than_it_holds_is_refused(
     assert len(read(arrow(prompts(100, note=note("A" * 10_000, 100)), form))) == 100
     with pytest.raises(BrokenInput, match=r"in\.arrow: record batch 1.*: \d+ bytes of Arrow decode to more than"):
         read(arrow(prompts(300, note=note("A" * 10_000, 300)), form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_without_rows_count_by_what_their_buffers_decode_to(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expansion, "ALWAYS_DECODED_BYTES", 1 << 20)
+    monkeypatch.setattr(expansion, "MAX_EXPANSION", 50)
+
+    def batches(count: int) -> bytes:
+        data = arrow(prompts(77 * count, note=["x" * 3_000] * 77 * count), form, 77, compression="zstd")
+        return data.replace(struct.pack("<q", 77), struct.pack("<q", 0))
+
+    assert read(batches(3)) == []
+    with pytest.raises(BrokenInput, match=r"in\.arrow: .* decode to more than 1048576 bytes"):
+        read(batches(12))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_large_dictionary_counts_with_each_batch(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow validates it with each."""
+    monkeypatch.setattr(expansion, "ALWAYS_DECODED_BYTES", 1 << 20)
+    monkeypatch.setattr(expansion, "MAX_EXPANSION", 10)
+    note = pa.DictionaryArray.from_arrays(pa.array([0] * 40, pa.int32()), pa.array(["y", "x" * 90_000]))
+    assert len(read(arrow(prompts(8, note=note[:8]), form, 1, compression="zstd"))) == 8
+    with pytest.raises(BrokenInput, match=r"in\.arrow: .* decode to more than 1048576 bytes"):
+        read(arrow(prompts(40, note=note), form, 1, compression="zstd"))
+
+
+def test_blocks_of_a_file_that_overlap_are_refused() -> None:
+    data = arrow(prompts(30), "file", 10)
+    blocks = arrow_messages.parse_footer(footer_of(data))[1]
+    assert len(blocks) == 3
+    first, second = (data.rfind(struct.pack("<qi", *block[:2])) for block in blocks[:2])
+    same = data[:second] + data[first : first + 24] + data[second + 24 :]
+    with pytest.raises(BrokenInput, match=r"in\.arrow: can't be decoded: the block at byte \d+ overlaps another"):
+        read(same)
+    short = data[:second] + struct.pack("<qi4xq", *blocks[1][:2], 8) + data[second + 24 :]
+    with pytest.raises(BrokenInput, match=r"record batch 2 of 3: .* a body of \d+ bytes lies in a block of 8"):
+        read(short)
 
 
 @pytest.mark.parametrize("note", [repeated, views])
