@@ -27,9 +27,19 @@ class _ChoiceResults:
     """Results of one choice that requests more than tokens."""
 
     logprobs: list[_TokenLogprob] = field(default_factory=list)
-    prompt: dict[int, _TokenLogprob] = field(default_factory=dict)
+    prompt: TokenLogprobs | None = None
     pooled: NDArray[np.float32] | None = None
     targets: NDArray[np.float32] | None = None
+
+
+def _unknown(length: int, top: int) -> TokenLogprobs:
+    """A table for the log-probabilities of a prompt that has `length` tokens. Long prompts are scored in many chunks:
+    an object for each token would take several times the memory."""
+    return TokenLogprobs(
+        np.full(length, np.nan, dtype=np.float32),
+        np.full((length, top), -1, dtype=np.int32),
+        np.full((length, top), np.nan, dtype=np.float32),
+    )
 
 
 def _table(lines: list[_TokenLogprob], top: int) -> TokenLogprobs:
@@ -80,6 +90,8 @@ class CompletionCollector:
                 results = self._results.setdefault((request.request_id, choice), _ChoiceResults())
                 if params.prompt_targets:
                     results.targets = np.full(len(params.prompt_targets), np.nan, dtype=np.float32)
+                if params.prompt_logprobs is not None and choice == 0 and results.prompt is None:
+                    results.prompt = _unknown(len(request.prompt_token_ids), params.prompt_logprobs)
                 self._at_row[row] = results
 
     def take(self, output: StepOutput) -> None:
@@ -87,9 +99,9 @@ class CompletionCollector:
         for row, lines in output.logprobs.items():
             self._at_row[row].logprobs += [_TokenLogprob(*line) for line in lines]
         for row, (first, chosen, ids, top) in output.prompt_logprobs.items():
-            prompt = self._at_row[row].prompt
-            for i in range(len(chosen)):
-                prompt[first + i] = _TokenLogprob(float(chosen[i]), ids[i], top[i])
+            prompt, part = self._at_row[row].prompt, slice(first, first + len(chosen))
+            assert prompt is not None, "it is scored because the request wants that"
+            prompt.chosen[part], prompt.top_ids[part], prompt.top[part] = chosen, ids, top
         for row, (numbers, values) in output.target_logprobs.items():
             targets = self._at_row[row].targets
             assert targets is not None, "only rows with targets have their log-probabilities"
@@ -118,9 +130,9 @@ class CompletionCollector:
         prompt_logprobs = None
         top = request.params.prompt_logprobs
         if top is not None and results is not None and first.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            unknown = _TokenLogprob(float("nan"), np.full(top, -1, np.int32), np.full(top, np.nan, np.float32))
-            lines = [results.prompt.get(i, unknown) for i in range(len(request.prompt_token_ids))]
-            prompt_logprobs = _table(lines, top)
+            prompt_logprobs = results.prompt
+            if prompt_logprobs is None:  # resumed with all of its tokens: nothing was computed
+                prompt_logprobs = _unknown(len(request.prompt_token_ids), top)
         return Completion(
             request_id=request.request_id,
             choices=choices,
