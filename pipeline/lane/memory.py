@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from pipeline.lane.ports import NO_SHARES, LaneFull, LaneSettings, TenantShares, full_message
 from pipeline.ports import Clock, PipelineError
-from schemas.workers.lane import LaneEvent, LaneRequest, Position, closes_attempt, position_of, request_json
+from schemas.workers.lane import (
+    EndEvent,
+    ErrorEvent,
+    LaneEvent,
+    LaneRequest,
+    Position,
+    closes_attempt,
+    position_of,
+    request_json,
+)
 
 
 @dataclass(slots=True)
@@ -67,10 +76,16 @@ class MemoryLane:
             self._changed.notify_all()
 
     def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
-        """Events after these positions; waits up to `timeout` seconds for the first."""
+        """Events after these positions; waits up to `timeout` seconds for the first. An answer that was read to its end
+        is dropped: its one reader is in this process, and a response with log-probabilities takes many megabytes."""
         with self._changed:
             self._changed.wait_for(lambda: any(True for _ in self._events_after(after)), timeout)
-            return list(self._events_after(after))
+            events = list(self._events_after(after))
+            for event in events:
+                is_last = isinstance(event, EndEvent | ErrorEvent)
+                if is_last and event.attempt == self._calls[event.request].request.attempt:
+                    del self._calls[event.request]
+            return events
 
     def cancel(self, request: LaneRequest) -> None:
         """Cancel the request: its answer is not wanted any more."""

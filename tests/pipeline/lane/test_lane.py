@@ -116,6 +116,26 @@ def test_a_lane_that_is_away_for_a_while_is_waited_for() -> None:
     assert clock.monotonic() == pytest.approx(2.0)
 
 
+def test_an_answer_in_memory_is_dropped_when_its_end_was_read() -> None:
+    lane = MemoryLane(SimulatedClock())
+    worker = lane.worker("w")
+    begin = {"r1": Position(0, 0)}
+    lane.send(REQUEST)
+    worker.take(["m"], 1, 0)
+    worker.emit([tokens(0, 1)])
+    for _ in range(2):
+        assert [event.kind for event in lane.read(begin, 0)] == ["tokens"], "it has not ended"
+    worker.emit([HandBackEvent("r1", 1, 1)])
+    for _ in range(2):
+        assert [event.kind for event in lane.read(begin, 0)] == ["tokens", "hand_back"], "another attempt follows"
+    lane.send(replace(REQUEST, attempt=2))
+    worker.take(["m"], 1, 0)
+    worker.emit([EndEvent("r1", 2, 0, {"id": "x"})])
+    assert [event.kind for event in lane.read(begin, 0)] == ["tokens", "hand_back", "end"]
+    assert lane.read(begin, 0) == []
+    assert worker.emit([EndEvent("r1", 2, 0, {"id": "x"})]) == {"r1"}, "the worker has nothing to do for it"
+
+
 def test_a_lane_that_stays_away_ends_the_call_with_an_error() -> None:
     clock = SimulatedClock()
     (last,) = answer(
