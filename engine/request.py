@@ -325,13 +325,19 @@ def check_request(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer. `token_ids` int32 [tokens] excludes the end token; `stop_token_id` is that token."""
+    """One answer. `token_ids` int32 [tokens] excludes the end token; `stop_token_id` is that token.
+
+    Attributes:
+        logprobs: of `token_ids`, when the request asks for any.
+        end_logprobs: of `stop_token_id`, one line; None when the choice had ended before its request was resumed.
+    """
 
     index: int
     token_ids: NDArray[np.int32]
     finish_reason: FinishReason
     stop_token_id: int | None = None
     logprobs: TokenLogprobs | None = None
+    end_logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

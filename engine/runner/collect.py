@@ -154,8 +154,11 @@ class CompletionCollector:
 
     @staticmethod
     def _choice(request: Request, sequence: FinishedSequence, results: _ChoiceResults | None) -> Choice:
-        logprobs = None
-        if request.params.logprobs is not None:
-            lines = [] if results is None else results.logprobs[: len(sequence.token_ids)]
-            logprobs = _table(lines, request.params.logprobs)
-        return Choice(sequence.choice, sequence.token_ids, sequence.finish_reason, sequence.stop_token_id, logprobs)
+        top, stop = request.params.logprobs, sequence.stop_token_id
+        logprobs = end_logprobs = None
+        if top is not None:
+            lines, length = [] if results is None else results.logprobs, len(sequence.token_ids)
+            logprobs = _table(lines[:length], top)
+            if stop is not None and len(lines) > length:
+                end_logprobs = _table(lines[length : length + 1], top)
+        return Choice(sequence.choice, sequence.token_ids, sequence.finish_reason, stop, logprobs, end_logprobs)

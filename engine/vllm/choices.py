@@ -48,7 +48,7 @@ class OpenRequest:
             choices=tuple(
                 Choice(
                     choice.index, as_token_ids(choice.tokens), cast(FinishReason, choice.reason), choice.stop_token_id,
-                    None if top is None else joined(choice.logprobs, top),
+                    None if top is None else joined(choice.logprobs, top), choice.end_logprobs,
                 )
                 for choice in choices
             ),
@@ -71,7 +71,7 @@ class ChoiceState:
     Attributes:
         name: vLLM's id of it, while it has it.
         tokens: sampled so far, those that came with the request included, without an end token.
-        logprobs: of `tokens`, in runs.  prompt_logprobs: of the prompt, in runs.
+        logprobs: of `tokens`, in runs.  prompt_logprobs: of the prompt, in runs.  end_logprobs: of the end token.
         known: tokens that vLLM got as its prompt.
         has_begun: vLLM has computed these.  computing: of these, those that vLLM is probably computing.
         cached: known tokens from the prefix cache when it began first; None: it has not.
@@ -84,6 +84,7 @@ class ChoiceState:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    end_logprobs: TokenLogprobs | None = None
     name: str | None = None
     watcher: TokenWatcher | None = None
     mask: TokenMask | None = None

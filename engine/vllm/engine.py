@@ -417,11 +417,15 @@ class VLLMEngine:
         stopped = found.finish_reason == "stop"
         if stopped and tokens:
             choice.stop_token_id = tokens.pop()
-        if top is not None and tokens:
-            choice.logprobs.append(token_logprobs(found.logprobs, top)[: len(tokens)])
+        if top is not None and found.token_ids:
+            logprobs = token_logprobs(found.logprobs, top)
+            if tokens:
+                choice.logprobs.append(logprobs[: len(tokens)])
+            if choice.stop_token_id is not None:
+                choice.end_logprobs = logprobs[len(tokens) : len(tokens) + 1]
         is_over = choice.push_all(tokens)
         if is_over:
-            choice.stop_token_id = None
+            choice.stop_token_id = choice.end_logprobs = None
         self._generated += len(tokens) + (choice.stop_token_id is not None)
         self._computed += len(tokens)
         if is_over:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import orjson
 import structlog
 
@@ -259,6 +260,9 @@ class ResponseBuilder:
                 runs.append((ids, scored.prompt_logprobs))
         if choice.logprobs is not None:
             runs.append((choice.token_ids[: self._num_tokens_within(body, choice, text)], choice.logprobs))
+            # Callers that score a prompt drop the last entry, which must be the generated token's, as with vLLM.
+            if body.echo and choice.stop_token_id is not None and choice.end_logprobs is not None:
+                runs.append((np.array([choice.stop_token_id], dtype=np.int32), choice.end_logprobs))
         logprobs = None if body.logprobs is None else completion_logprobs(self._texts, runs, body.logprobs)
         return {
             "index": choice.index,

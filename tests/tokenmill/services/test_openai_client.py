@@ -453,6 +453,16 @@ def test_an_evaluation_harness_scores_continuations_in_batches(served: Installat
         assert len(choice.logprobs.token_logprobs) == len(prompt) + 1
         assert choice.logprobs.token_logprobs[1:] == pytest.approx((alone.token_logprobs or [])[1:], abs=1e-4)
         assert choice.logprobs.tokens == alone.tokens
+    ending: Any = {"stop_token_ids": [7]}
+    ended = served.client.completions.create(**request, prompt=prompts, logit_bias={"7": 100}, extra_body=ending)
+    for choice, whole in zip(ended.choices, scored.choices, strict=True):
+        assert (choice.finish_reason, whole.finish_reason) == ("stop", "length")
+        assert choice.logprobs is not None
+        assert whole.logprobs is not None
+        numbers = choice.logprobs.token_logprobs or []
+        assert len(numbers) == len(whole.logprobs.token_logprobs or []), "the end token is the last, which is dropped"
+        assert numbers[-1] is not None
+        assert numbers[1:-1] == pytest.approx((whole.logprobs.token_logprobs or [])[1:-1], abs=1e-4)
     extra: Any = {"prompt_logprobs": 1, "truncate_prompt_tokens": 2}
     cut: Any = served.client.completions.create(model="tiny", prompt=prompts, max_tokens=1, extra_body=extra)
     assert [len(choice.prompt_logprobs) for choice in cut.choices] == [2, 2, 2]
