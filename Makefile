@@ -26,7 +26,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-slow test-all test-bench install-vllm test-vllm test-page test-memory test-servers chaos cluster cluster-faults hostile releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 clean
+.PHONY: help install run test test-slow test-all test-bench install-vllm test-vllm test-page test-memory test-servers chaos cluster cluster-faults hostile releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 lm-eval clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -155,8 +155,11 @@ fleet: $(VENV)/.dev.stamp  ## benchmark real servers and processes without a mod
 streams: $(VENV)/.dev.stamp  ## benchmark a thousand streams on one gateway, without a model; some clients stop reading, some disconnect
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.streams --model demo --json benchmarks/results/streams.json
 
+lm-eval: $(VENV)/.run.stamp out/evaluation-model/config.json  ## evaluate the demo model with lm-eval, as served and in transformers: both print the same accuracy (examples/evaluation)
+	TOKENMILL=$(VENV)/bin/tokenmill LM_EVAL=$(VENV)-lm-eval/bin/lm_eval examples/evaluation/run.sh out/evaluation-model
+
 clean:  ## remove all build output; keeps the model cache
-	rm -rf $(VENV) $(VENV)-infra $(VENV)-torch211 $(VENV)-vllm out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-infra $(VENV)-torch211 $(VENV)-vllm $(VENV)-lm-eval out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.pip.stamp:
@@ -197,6 +200,18 @@ $(VENV)-torch211/.stamp: $(VENV)/.dev.stamp tests/cuda_stand_ins.py
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(VENV)-torch211/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	$(PY) tests/cuda_stand_ins.py $$($(VENV)-torch211/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 	@touch $@
+
+$(VENV)-lm-eval/.stamp: constraints.txt
+	$(PYTHON) -m venv $(VENV)-lm-eval
+	$(VENV)-lm-eval/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --constraint $(CONSTRAINT) torch
+	PIP_CONSTRAINT=$(CONSTRAINT) $(VENV)-lm-eval/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) \
+		"lm-eval[api,hf]==0.4.13" "transformers==5.24.0" "gguf==0.19.0"
+	@touch $@
+
+# What lm-eval's own transformers reads: it can't compute a GGUF file.
+out/evaluation-model/config.json: $(VENV)/.run.stamp $(VENV)-lm-eval/.stamp
+	$(VENV)-lm-eval/bin/python benchmarks/peers/to_safetensors.py \
+		"$$($(PY) -m tokenmill models pull demo)" out/evaluation-model
 
 $(VENV)-infra/%.stamp: infra/%.txt
 	$(PYTHON) -m venv $(VENV)-infra/$*
