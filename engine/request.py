@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import RequestRefused
+from engine.sampling.token_bans import TokenBans
 
 
 class FinishReason(StrEnum):
@@ -96,6 +97,8 @@ class SamplingParams:
         prompt_targets: with max_tokens 0, log-probabilities of any tokens behind any part of the prompt: (index, token
             id), the token taking the place of the prompt's at that index (1 or more), or following the last one's. What
             precedes the token before the first index may come from the prefix cache.
+        bans: made from `allowed_token_ids` and `bad_words`; None: there are none. `replace` keeps it while both stay
+            the same objects, so parameters that are made from others share it.
     """
 
     max_tokens: int = 16
@@ -118,6 +121,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     prompt_targets: tuple[tuple[int, int], ...] = ()
+    bans: TokenBans | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         def refuse(name: str, value: object, rule: str) -> None:
@@ -152,6 +156,10 @@ class SamplingParams:
             refuse("prompt_targets", self.prompt_targets, "at an index of 1 or more")
         if not all(self.bad_words):
             refuse("bad_words", self.bad_words, "sequences of one token at least")
+        allowed, words, bans = self.allowed_token_ids, self.bad_words, self.bans
+        if bans is None or bans.allowed_token_ids is not allowed or bans.bad_words is not words:
+            has_bans = allowed is not None or bool(words)
+            object.__setattr__(self, "bans", TokenBans(allowed, words) if has_bans else None)
 
     @property
     def greedy(self) -> bool:
@@ -167,7 +175,7 @@ class SamplingParams:
     @property
     def has_long_bad_words(self) -> bool:
         """Whether what is banned depends on the tokens before."""
-        return any(len(word) > 1 for word in self.bad_words)
+        return self.bans is not None and self.bans.long_words is not None
 
 
 @dataclass(frozen=True, slots=True)

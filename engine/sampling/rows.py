@@ -16,7 +16,7 @@ from engine.request import Request, SamplingParams, TokenMask
 from engine.sampling.draw import scale_of_temperature
 from engine.sampling.penalties import PenaltyTable
 from engine.sampling.philox import fold_seed
-from engine.sampling.token_bans import BadWordPrefixes, bad_word_prefixes, static_mask
+from engine.sampling.token_bans import BadWordPrefixes
 
 MASK_FAILED = "token mask failed"
 """Begins the reason of a row whose mask raised; the exception's class and message follow."""
@@ -35,13 +35,13 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     """
     for name, tokens in (
         ("stop_token_ids", params.stop_token_ids),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("bad_words", (token for word in params.bad_words for token in word)),
         ("prompt_targets", (token for _, token in params.prompt_targets)),
     ):
         for token in tokens:
             if not 0 <= token < vocab_size:
                 raise RequestRefused(f"{name} names token {token}, but the vocabulary ends at {vocab_size - 1}")
+    if params.bans is not None:
+        params.bans.check(vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         if (count := getattr(params, name)) is not None and count > vocab_size:
             raise RequestRefused(f"{name} is {count}, but the vocabulary has {vocab_size} tokens")
@@ -120,10 +120,11 @@ class RowParams:
             self.end_tokens[row] = np.array([t for t in sorted(ends) if 0 <= t < self._vocab_size], dtype=np.int64)
         if request.mask is not None:
             self._assign_mask(row, request.mask, choice, known[prompt_len:])
-        if (allowed := static_mask(params, self._vocab_size)) is not None:
-            self.allowed[row] = allowed
-        if (bad_words := bad_word_prefixes(params, known[prompt_len:])) is not None:
-            self.bad_words[row] = bad_words
+        if (bans := params.bans) is not None:
+            if (allowed := bans.static_mask(self._vocab_size)) is not None:
+                self.allowed[row] = allowed
+            if bans.long_words is not None:
+                self.bad_words[row] = BadWordPrefixes(bans.long_words, known[prompt_len:])
         self.special[row] = (
             params.logprobs is not None
             or params.min_tokens > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from schemas.requests.fields import (
@@ -148,6 +148,10 @@ def _check_logit_bias(value: Any) -> Any:
     return {key: float(bias) for key, bias in value.items()}
 
 
+DISTINCT = AfterValidator(lambda ids: tuple(dict.fromkeys(ids)))
+"""Drops what a list names again."""
+
+
 def _check_bad_words(value: Any) -> Any:
     if value is None:
         return ()
@@ -242,7 +246,7 @@ class GenerationBody(BaseModel):
     logit_bias: Annotated[dict[str, float], only(_check_logit_bias, LOGIT_BIAS)] = Field(default_factory=dict)
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    allowed_token_ids: Annotated[tuple[TokenId, ...], Strict(False), Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Strict(False), Field(min_length=1), DISTINCT] | None = None
     bad_words: Annotated[tuple[str, ...], only(_check_bad_words, BAD_WORDS)] = ()
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), defaulting(0)] = 0
     ignore_eos: Annotated[bool, defaulting(False)] = False

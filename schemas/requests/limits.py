@@ -20,6 +20,7 @@ class Limits(BaseModel):
         max_json_depth: deepest nesting of brackets, counted before anything is parsed.
         max_custom_id_chars: longest custom_id.
         max_stop_sequences: most stop strings (OpenAI takes 4, vLLM any number) and most stop_token_ids.
+        max_allowed_token_ids: most `allowed_token_ids`; one that is named again doesn't count.
         max_bad_words, max_bad_word_chars: most `bad_words`, and the longest one.
         max_choices: largest `n`; most choices of one classification.
         max_prompts: most prompts of one request for completions, each counted `n` times.
@@ -37,6 +38,7 @@ class Limits(BaseModel):
     max_json_depth: Positive = 64
     max_custom_id_chars: Positive = 512
     max_stop_sequences: Positive = 16
+    max_allowed_token_ids: Positive = 200_000
     max_bad_words: Positive = 1_000
     max_bad_word_chars: Positive = 256
     max_choices: Positive = 128

@@ -246,6 +246,7 @@ def _check_limits(body: GenerationBody, limits: Limits) -> None:
         ("n", body.n, limits.max_choices),
         ("stop", len(body.stop), limits.max_stop_sequences),
         ("stop_token_ids", len(body.stop_token_ids), limits.max_stop_sequences),
+        ("allowed_token_ids", len(body.allowed_token_ids or ()), limits.max_allowed_token_ids),
         ("bad_words", len(body.bad_words), limits.max_bad_words),
     ):
         if count > most:

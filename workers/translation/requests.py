@@ -190,7 +190,13 @@ class Translator:
             self._check_token("logit_bias", token_id)
         cut = [self._truncated(body, at, prompt) for at, prompt in enumerate(prompts)]
         is_whole = all(len(one) == len(other) for one, other in zip(cut, prompts, strict=True))
-        members = [self._member(request_id, body, cut, at, bias, hints) for at in range(len(prompts))]
+        members: list[Request] = []
+        for at in range(len(prompts)):
+            shared = members[0].params if members else None
+            members.append(self._member(request_id, body, cut, at, bias, hints, shared))
+        if (bans := members[0].params.bans) is not None:
+            bans.check(self._limits.vocab_size)  # here, and not in the thread that computes the steps
+            bans.static_mask(self._limits.vocab_size)
         return replace(
             members[0],
             # The planner groups rows with a common prefix by their first prompts, before anything is cut off.
@@ -222,8 +228,10 @@ class Translator:
         at: int,
         bias: dict[int, float],
         hints: RowHints,
+        shared: SamplingParams | None,
     ) -> Request:
-        """The engine's request for one of the prompts, as if it were the only one."""
+        """The engine's request for one of the prompts, as if it were the only one. `shared`: the parameters of another
+        one, whose lists it shares."""
         prompt, name = prompts[at], prompt_name(body, at)
         if not len(prompt):
             raise _refuse(f"the {name} holds no tokens; give some text", name)
@@ -232,7 +240,10 @@ class Translator:
             raise _refuse(f"min_tokens is {body.min_tokens}, but at most {max_tokens} can be generated", "min_tokens")
         seed = row_seed(self._rules.seed, hints.row, at) if body.seed is None else body.seed
         try:
-            params = self._params(body, max_tokens, bias, seed)
+            if shared is None:
+                params = self._params(body, max_tokens, bias, seed)
+            else:
+                params = replace(shared, max_tokens=max_tokens, seed=seed)
         except RequestRefused as error:
             raise _refuse(str(error), None) from error
         watchers = None

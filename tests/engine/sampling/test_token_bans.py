@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import RequestRefused
 from engine.plan import NO_TOKEN
 from engine.request import Request, SamplingParams
-from engine.sampling.sampler import NOTHING_LEFT, Sampler
+from engine.sampling.rows import RowParams
+from engine.sampling.sampler import NOTHING_LEFT, Sampler, check_params
 from tests.engine.sampling.test_sampler_rows import AllowMask
 
 VOCAB = 40
@@ -90,3 +94,19 @@ def test_only_words_of_several_tokens_make_the_host_wait_for_each_token() -> Non
     static = Request("a", PROMPT, SamplingParams(allowed_token_ids=(3, 4), bad_words=((3,),)))
     longer = Request("b", PROMPT, SamplingParams(bad_words=((3,), (4, 5))))
     assert (static.awaited, longer.awaited) == (False, True)
+
+
+def test_what_follows_from_the_lists_is_made_once_for_all_sequences_that_share_them() -> None:
+    # Given members of one request, which differ in their seeds, with a choice each
+    params = SamplingParams(allowed_token_ids=(3, 4, 5), bad_words=((3,), (4, 5)))
+    rows = RowParams(2, VOCAB, (EOS,))
+    rows.assign(0, Request("a", PROMPT, params), 0, PROMPT, len(PROMPT))
+    rows.assign(1, Request("b", PROMPT, replace(params, seed=7, max_tokens=3)), 0, PROMPT, len(PROMPT))
+    assert rows.allowed[0] is rows.allowed[1]
+    assert rows.bad_words[0].words is rows.bad_words[1].words
+    # Other lists have what follows from them
+    other = replace(params, allowed_token_ids=(6,))
+    assert other.bans is not None
+    with pytest.raises(RequestRefused, match="allowed_token_ids names token 6"):
+        check_params(other, 6)
+    assert replace(params, allowed_token_ids=None, bad_words=()).bans is None

@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from pipeline.adapters.system_clock import SystemClock
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowErrorCode
+from schemas.requests.parsing import COMPLETIONS_URL, CompletionBody, parse_body
 from workers.model.loaded_model import LoadedModel
 from workers.shards.worker import ShardWorker
+from workers.translation.requests import JobRules, RowHints, Translator
 
 CLOCK = SystemClock()
 CONFIG = EngineConfig(
@@ -171,3 +174,14 @@ def test_in_a_small_pool_the_answers_are_the_same(model_folder: Path, loaded: Lo
     found = compute(kit, small, bodies)
     assert small.engine.stats().preemptions
     assert [choices(row) for row in found] == [choices(row) for row in compute(kit, loaded, bodies)]
+
+
+def test_the_prompts_share_the_lists_of_tokens_that_are_allowed_and_banned(loaded: LoadedModel, kit: Any) -> None:
+    body = parse_body(COMPLETIONS_URL, kit.completion(["a", "b", "c"], allowed_token_ids=[5, 6], bad_words=["fox"]))
+    assert isinstance(body, CompletionBody)
+    translator = Translator(loaded.tokenizer, loaded.limits, JobRules())
+    prompts = [np.array([5, 6], dtype=np.int32)] * 3
+    request = translator.request("r", body, prompts, RowHints(row=0))
+    first, *others = (member.params for member in request.members)
+    assert first.bans is not None
+    assert all(other.bans is first.bans and other.seed != first.seed for other in others)

@@ -15,7 +15,7 @@ from pipeline.gateway.inference.responses import replay
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
-from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, parse_body
+from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, ChatBody, parse_body
 from schemas.workers.lane import LaneRequest, TokensEvent
 from tests.workers.structured.test_structured_output import load, results_of, stream_events
 from workers.model.loaded_model import LoadedModel
@@ -107,6 +107,7 @@ def test_bad_words_are_banned_with_and_without_a_blank_before_them(model: Loaded
         ({"allowed_token_ids": [True]}, r"allowed_token_ids\[0\] is true"),
         ({"bad_words": "fox"}, "bad_words must be a list of strings"),
         ({"bad_words": [" "]}, "bad_words holds an empty string"),
+        ({"allowed_token_ids": [7, 8, 9, 6]}, "allowed_token_ids asks for 4, but at most 3"),
         ({"bad_words": ["a", "b", "c"]}, "bad_words asks for 3, but at most 2"),
         ({"bad_words": ["abcdef"]}, "bad_words holds a word of 6 characters, but at most 5"),
         ({"return_token_ids": "yes"}, "return_token_ids is 'yes'"),
@@ -116,7 +117,7 @@ def test_bad_words_are_banned_with_and_without_a_blank_before_them(model: Loaded
 )
 def test_bad_values_are_refused_by_name(kit: Any, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(RowError, match=says):
-        parse_body(CHAT_URL, kit.chat(**fields), Limits(max_bad_words=2, max_bad_word_chars=5))
+        parse_body(CHAT_URL, kit.chat(**fields), Limits(max_bad_words=2, max_bad_word_chars=5, max_allowed_token_ids=3))
 
 
 def test_an_id_outside_of_the_vocabulary_fails_its_row(model: LoadedModel, kit: Any) -> None:
@@ -225,3 +226,9 @@ def test_a_resumed_stream_says_the_prompts_ids_again_for_whom_may_have_missed_th
     assert first[0].prompt_token_ids
     rest = stream_events(model, body, 3, tokens=(first[0].tokens,), attempt=2)
     assert rest[0].prompt_token_ids == first[0].prompt_token_ids
+
+
+def test_a_token_that_is_allowed_again_counts_once(kit: Any) -> None:
+    body = parse_body(CHAT_URL, kit.chat(allowed_token_ids=[9, 7, 9, 8, 7] * 10), Limits(max_allowed_token_ids=3))
+    assert isinstance(body, ChatBody)
+    assert body.allowed_token_ids == (9, 7, 8)
