@@ -24,6 +24,9 @@ class Limits(BaseModel):
         max_bad_words, max_bad_word_chars: most `bad_words`, and the longest one.
         max_choices: largest `n`; most choices of one classification.
         max_prompts: most prompts of one request for completions, each counted `n` times.
+        max_prompt_tokens: most tokens of these prompts in total, where there are several.
+        max_prompt_logprobs: most log-probabilities of prompt tokens in a response: of each token 1 and the number asked
+            for, `n` times.
         max_embedding_inputs: most texts of one request for embeddings, scores or labels (a pair counts once).
         max_embedding_tokens: most tokens of them in total.
         max_tools: most functions in `tools`.
@@ -43,6 +46,8 @@ class Limits(BaseModel):
     max_bad_word_chars: Positive = 256
     max_choices: Positive = 128
     max_prompts: Positive = 2_048
+    max_prompt_tokens: Positive = 1_000_000
+    max_prompt_logprobs: Positive = 4_000_000
     max_embedding_inputs: Positive = 2_048
     max_embedding_tokens: Positive = 300_000
     max_tools: Positive = 128

@@ -108,6 +108,8 @@ class LaneReader:
         return JobRules(
             default_max_tokens=answer_limit(self._model.sampling_defaults, rules.default_max_tokens),
             max_output_tokens=rules.caps.get(request.tier, JobSettings().max_output_tokens),
+            max_prompt_tokens=rules.limits.max_prompt_tokens,
+            max_prompt_logprobs=rules.limits.max_prompt_logprobs,
             max_embedding_tokens=rules.limits.max_embedding_tokens,
             priority=PRIORITIES[request.tier],
             salt=request.tenant.encode(),

@@ -92,6 +92,8 @@ class ShardReader:
             default_max_tokens=answer_limit(defaults, settings.default_max_tokens),
             max_output_tokens=settings.max_output_tokens,
             truncate_prompt=settings.truncate_prompt,
+            max_prompt_tokens=settings.limits.max_prompt_tokens,
+            max_prompt_logprobs=settings.limits.max_prompt_logprobs,
             max_embedding_tokens=settings.limits.max_embedding_tokens,
             priority=PRIORITIES[work.tier],
             salt=work.job.tenant.encode(),

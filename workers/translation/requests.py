@@ -72,6 +72,8 @@ class JobRules:
         default_max_tokens: of requests without max_tokens (or the remaining context, if that is less).
         max_output_tokens: a request for more is refused.
         truncate_prompt: what a prompt loses that is too long for the context; None: it is refused.
+        max_prompt_tokens: of several prompts in total.  max_prompt_logprobs: log-probabilities of prompt tokens in one
+            response. A request with more is refused.
         max_embedding_tokens: of all inputs of one embeddings request; a request with more is refused.
         priority: the engine's class; lower runs first.
         salt: separates the prefix caches of tenants.
@@ -81,6 +83,8 @@ class JobRules:
     default_max_tokens: int = 4_096
     max_output_tokens: int = 131_072
     truncate_prompt: TruncatePrompt | None = None
+    max_prompt_tokens: int = 1_000_000
+    max_prompt_logprobs: int = 4_000_000
     max_embedding_tokens: int = 300_000
     priority: int = 2
     salt: bytes = b""
@@ -190,6 +194,7 @@ class Translator:
             self._check_token("logit_bias", token_id)
         cut = [self._truncated(body, at, prompt) for at, prompt in enumerate(prompts)]
         is_whole = all(len(one) == len(other) for one, other in zip(cut, prompts, strict=True))
+        self._check_totals(body, sum(map(len, cut)))
         members: list[Request] = []
         for at in range(len(prompts)):
             shared = members[0].params if members else None
@@ -219,6 +224,28 @@ class Translator:
         if most == -1:
             most = max(1, self._limits.max_model_len - (body.output_limit or 0))
         return prompt[max(0, len(prompt) - most) :]
+
+    def _check_totals(self, body: Generation, tokens: int) -> None:
+        """Raises `RowError` for prompts of too many tokens together, or too many of their log-probabilities."""
+        rules = self._rules
+        if body.num_prompts > 1 and tokens > rules.max_prompt_tokens:
+            raise _refuse(
+                f"prompt holds {tokens} tokens in {body.num_prompts} prompts, but at most {rules.max_prompt_tokens} "
+                "are allowed together; send several requests",
+                "prompt",
+            )
+        scores = _prompt_scores(body)
+        if not scores:
+            return
+        most, name = max((count, name) for name, count in scores.items())
+        entries = tokens * (most + 1) * body.n
+        if entries > rules.max_prompt_logprobs:
+            raise _refuse(
+                f"{name} is {most}, which makes {entries} log-probabilities of {tokens} prompt tokens and {body.n} "
+                f"choices, but at most {rules.max_prompt_logprobs} are allowed; lower {name} or n, or send fewer or "
+                "shorter prompts",
+                name,
+            )
 
     def _member(
         self,
@@ -269,12 +296,7 @@ class Translator:
         return None if wanted is None else self._grammars.compile(wanted)
 
     def _params(self, body: Generation, max_tokens: int, bias: dict[int, float], seed: int) -> SamplingParams:
-        scores = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
-        if isinstance(body, ChatBody):
-            logprobs = body.top_logprobs if body.logprobs else None
-        else:
-            logprobs = body.logprobs
-            scores += [logprobs] if body.echo and logprobs is not None else []
+        top_logprobs = body.top_logprobs if isinstance(body, ChatBody) else body.logprobs
         return SamplingParams(
             max_tokens=max_tokens,
             n=body.n,
@@ -292,8 +314,8 @@ class Translator:
             stop_token_ids=body.stop_token_ids if body.ignore_eos else (*body.stop_token_ids, *self._extra_end_ids),
             ignore_eos=body.ignore_eos,
             min_tokens=body.min_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=max(scores, default=None),
+            logprobs=None if body.logprobs is False else top_logprobs,
+            prompt_logprobs=max(_prompt_scores(body).values(), default=None),
         )
 
     def _bad_word_tokens(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -363,6 +385,14 @@ def row_seed(job_seed: int, row: int, prompt: int = 0) -> int:
     name = f"{job_seed}:{row}:{prompt}" if prompt else f"{job_seed}:{row}"
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _prompt_scores(body: Generation) -> dict[str, int]:
+    """The parameters that ask for log-probabilities of the prompt's tokens, and how many likeliest each names."""
+    scores = {} if body.prompt_logprobs is None else {"prompt_logprobs": body.prompt_logprobs}
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+        scores["logprobs"] = body.logprobs
+    return scores
 
 
 def prompt_name(body: Generation, at: int) -> str:

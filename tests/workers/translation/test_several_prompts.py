@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,41 @@ def test_the_prompts_share_the_lists_of_tokens_that_are_allowed_and_banned(loade
     first, *others = (member.params for member in request.members)
     assert first.bans is not None
     assert all(other.bans is first.bans and other.seed != first.seed for other in others)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"max_tokens": 0}, None),
+        ({"max_tokens": 0, "echo": True, "logprobs": 1}, None),
+        ({"prompt_logprobs": 4}, None),  # 3 prompts of 4 tokens, 5 of each: 60
+        ({"prompt_logprobs": 5}, "prompt_logprobs"),
+        ({"prompt_logprobs": 2, "n": 2}, "prompt_logprobs"),
+        ({"max_tokens": 0, "echo": True, "logprobs": 5, "prompt_logprobs": 0}, "logprobs"),
+        ({"max_tokens": 0, "logprobs": 5}, None),  # of the answer only
+        ({"prompt": [[5, 6, 7, 8, 9]] * 3}, "prompt"),
+        ({"prompt": [[5] * 13]}, None),  # alone: the context is its limit
+    ],
+)
+def test_the_totals_of_a_request_are_bounded(
+    loaded: LoadedModel, kit: Any, fields: dict[str, Any], refused: str | None
+) -> None:
+    given = {"prompt": [[5, 6, 7, 8]] * 3, **fields}
+    sink = kit.MemorySink()
+    job = kit.make_job(limits={"max_prompt_logprobs": 60, "max_prompt_tokens": 12})
+    ShardWorker(loaded, kit.ListSource([kit.make_work([kit.completion(**given)], job=job)]), sink, CLOCK).run()
+    (row,) = sink.parts[1]
+    if refused is None:
+        assert row.status is RowStatus.SUCCEEDED, row.error_message
+        return
+    assert row.error_code is RowErrorCode.INVALID_REQUEST
+    assert re.search(rf": {refused} (is|holds) .* but at most (60|12) are allowed.*; ", row.error_message or "")
+
+
+def test_batches_of_an_evaluation_are_within_the_totals(loaded: LoadedModel, kit: Any) -> None:
+    given = kit.completion([[5, 6]] * 64, max_tokens=0, echo=True, logprobs=1)
+    body = parse_body(COMPLETIONS_URL, given)
+    assert isinstance(body, CompletionBody)
+    translator = Translator(loaded.tokenizer, replace(loaded.limits, max_model_len=8_192), JobRules())
+    prompts = [np.full(8_192, 5, dtype=np.int32)] * 64
+    assert len(translator.request("r", body, prompts, RowHints(row=0)).members) == 64
