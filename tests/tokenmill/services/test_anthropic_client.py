@@ -42,8 +42,8 @@ WEATHER: Any = {
 }
 
 
-LONG = 1_000
-"""Requests that take some seconds."""
+LONG = 3_500
+"""Requests that take many seconds, so that a cancellation comes before their end."""
 
 
 class Order(BaseModel):

@@ -20,6 +20,7 @@ from tokenmill.root import open_root
 from tokenmill.services.backends import in_process_backends
 from tokenmill.services.worker import WorkerService, load_any
 from tokenmill.settings import read_settings
+from workers.text.chat_options import OWN_CHAT
 
 
 @pytest.mark.slow
@@ -32,7 +33,7 @@ def test_a_caller_in_the_process_gets_the_text_that_run_gives(
     alone = [row["text"] for row in results(folder / "alone")]
     settings, stop, clock = read_settings(), threading.Event(), SystemClock()
     chosen = ChosenModel("tiny", ModelSource("tiny", model_folder, None, 0))
-    load = partial(load_any, chosen, EngineConfig(dtype="float32", threads=1), None)
+    load = partial(load_any, chosen, EngineConfig(dtype="float32", threads=1), OWN_CHAT)
     with open_root(str(folder / "root"), settings) as root:
         backends = in_process_backends(root)
         worker = WorkerService(root, backends, [load], settings, 60.0)
