@@ -17,7 +17,9 @@ from schemas.requests.structured import Tool, invalid
 TOKENIZE_URL: Final = "/tokenize"
 DETOKENIZE_URL: Final = "/detokenize"
 
-OF_CHAT: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+OF_CHAT: Final = (
+    "messages", "tools", "chat_template_kwargs", "enable_thinking", "add_generation_prompt", "continue_final_message",
+)  # fmt: skip
 """Fields of a tokenized conversation that mean what they do in a chat."""
 
 
@@ -38,6 +40,7 @@ class TokenizeBody(BaseModel):
     chat_template_kwargs: Annotated[
         dict[str, str | bool | int | float], only(check_template_kwargs, TEMPLATE_KWARGS)
     ] = Field(default_factory=dict)
+    enable_thinking: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[bool, defaulting(False)] = False
     add_special_tokens: bool | None = None
@@ -50,7 +53,7 @@ class TokenizeBody(BaseModel):
             raise invalid(text if self.prompt is None else f"{text}; remove one", "prompt")
         if self.prompt is not None:
             for name in OF_CHAT:
-                if getattr(self, name):
+                if getattr(self, name) or (name == "enable_thinking" and self.enable_thinking is not None):
                     raise invalid("goes with messages; remove it", name)
         elif self.add_special_tokens:
             raise invalid("goes with a prompt: a chat template writes special tokens itself", "add_special_tokens")

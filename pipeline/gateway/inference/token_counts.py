@@ -40,7 +40,5 @@ async def count_tokens(
     prompt = {name: dumped[name] for name in ("model", *OF_CHAT) if name in dumped}
     if not chat.offered_tools:
         prompt.pop("tools", None)
-    if chat.enable_thinking is not None:
-        prompt["chat_template_kwargs"] = {"enable_thinking": chat.enable_thinking}
     inference = await answers.read(caller, TOKENIZE_URL, prompt)
     return {"input_tokens": (await answers.complete(inference))["count"]}

@@ -14,9 +14,15 @@ import pytest
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.models.catalog import Catalog
 from schemas.models import CatalogEntry
+from schemas.requests.errors import RowError
+from schemas.requests.limits import Limits
+from schemas.requests.tokenizing import parse_tokenizing
+from schemas.workers.lane import LaneRequest
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.workers.lane.test_server import LaneWorker
+from workers.lane.tokenizing import tokenizer_response
 from workers.model.loaded_model import LoadedModel
+from workers.text.chat_options import ChatOptions
 
 CHAT = [{"role": "user", "content": "Hello <end> naïve 日本"}, {"role": "assistant", "content": "Hi", "refusal": None}]
 
@@ -86,6 +92,20 @@ def test_tokens_become_the_text_again(served: Served) -> None:
     for text in ("", "a quick fox\n", "  two blanks", "🎉 naïve", "<s><end>x"):
         tokens = served.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
         assert served.post("/detokenize", tokens=tokens) == {"prompt": text}
+
+
+def test_thinking_is_switched_under_the_name_that_the_template_has(model_folder: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}<think>{% else %}</think>{% endif %}"
+    model = LoadedModel.load(model_folder, name="tiny", chat=ChatOptions(template))
+
+    def text(**fields: Any) -> str:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
+        found = tokenizer_response(LaneRequest("r", "tiny", body, "/tokenize"), model, Limits())
+        return model.tokenizer.decode(found["tokens"])
+
+    assert (text(enable_thinking=True), text(enable_thinking=False)) == ("hi<think>", "hi</think>")
+    with pytest.raises(RowError, match="enable_thinking goes with messages; remove it"):
+        parse_tokenizing("/tokenize", {"model": "tiny", "prompt": "hi", "enable_thinking": False})
 
 
 def test_they_are_no_answers_in_the_metrics(served: Served) -> None:
