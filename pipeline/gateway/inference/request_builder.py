@@ -24,6 +24,7 @@ from pipeline.ports import World
 from pipeline.tracing import current_traceparent
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry
+from schemas.requests.dialects.anthropic.body import MESSAGES_URL
 from schemas.requests.dialects.dialect import Dialect
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import STATUS_CODES, RowError
@@ -170,7 +171,7 @@ class InferenceRequestBuilder:
         plain = dict(body)
         extension = self._extension(plain.pop(EXTENSION, None))
         tier, service_tier = take_service_tier(url, plain, extension.tier)
-        stream, include_usage = _streaming(plain)
+        stream, include_usage = _streaming(url, plain)
         if include_usage and url in DIALECTS:
             message = "stream_options.include_usage is not supported: this stream always ends with its usage; remove it"
             raise bad_request(message, "stream_options.include_usage", "unsupported_parameter")
@@ -354,9 +355,10 @@ class InferenceRequestBuilder:
         return entry
 
 
-def _streaming(plain: dict[str, Any]) -> tuple[bool, bool]:
+def _streaming(url: str, plain: dict[str, Any]) -> tuple[bool, bool]:
     """Remove `stream` and `stream_options` from the body; returns `stream` and `include_usage`. Raises `ApiError`."""
-    stream, options = plain.pop("stream", None), plain.pop("stream_options", None)
+    stream = plain.pop("stream", None)
+    options = None if url == MESSAGES_URL else plain.pop("stream_options", None)  # the parser refuses it there
     if stream is not None and not isinstance(stream, bool):
         raise bad_request("stream must be true or false", "stream")
     if options is None:

@@ -122,6 +122,8 @@ def _default_model_of(schema: Json, default_model: str | None) -> None:
 
 def _fields_of_http(url: str) -> Json:
     """The fields of bodies to `url` that only HTTP has."""
+    if url == MESSAGES_URL:
+        return {"stream": _STREAMED["stream"]}
     if url in DIALECTS:
-        return _DIALECT_STREAMED | ({} if url == MESSAGES_URL else _SERVICE_TIER)
+        return _DIALECT_STREAMED | _SERVICE_TIER
     return (_STREAMED | _OLDER_NAMES if issubclass(BODIES[url], GenerationBody) else _WHOLE) | _SERVICE_TIER

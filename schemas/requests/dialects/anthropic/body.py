@@ -231,6 +231,7 @@ _NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
     "stream": (False,),
+    "stream_options": (),
     "container": (),
     "context_management": (),
     "diagnostics": (),
@@ -240,6 +241,7 @@ _NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 _HINTS: Final[Mapping[str, str]] = {
     "stream": "a batch has no stream; remove it",
+    "stream_options": "a stream always ends with its usage; remove it",
     "service_tier": "use auto or standard_only; the tier of a batch is set with it",
     "container": "no tools run on this server; remove it",
     "mcp_servers": "no tools run on this server; offer tools of your own",
