@@ -269,6 +269,8 @@ def _same_answer(body: GenerationBody) -> dict[str, object]:
         update["logit_bias"] = dict(sorted(body.logit_bias.items()))
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         update |= {"max_tokens": body.max_completion_tokens, "max_completion_tokens": None}
+    if isinstance(body, ChatBody) and body.cache_breakpoints:
+        update["cache_breakpoints"] = ()
     return update
 
 

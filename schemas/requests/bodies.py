@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
+from schemas.requests.breakpoints import MAX_BREAKPOINTS, CacheBreakpoint, check_breakpoints
 from schemas.requests.fields import (
     BAD_WORDS,
     CONTENT,
@@ -100,6 +101,11 @@ class ChatMessage(BaseModel):
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content)
+
+    @property
+    def num_parts(self) -> int:
+        """Text parts of the content; a string is one."""
+        return len(self.content) if isinstance(self.content, tuple) else int(self.content is not None)
 
 
 def _check_conversation(messages: tuple[ChatMessage, ...]) -> None:
@@ -329,7 +335,7 @@ class ChatBody(GenerationBody):
 
     `chat_template_kwargs`, `enable_thinking` and `reasoning_effort` are variables of the model's chat template, and
     refused where it does not read them. `thinking_token_budget`: tokens of the thought; -1: any number; None: the
-    model's default.
+    model's default. `cache_breakpoints`: prefixes that stay in the prefix cache (`cache_control` on /v1/messages).
     """
 
     messages: Annotated[tuple[ChatMessage, ...], Strict(False), Field(min_length=1)]
@@ -346,6 +352,9 @@ class ChatBody(GenerationBody):
     thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[bool, defaulting(False)] = False
+    cache_breakpoints: Annotated[
+        tuple[CacheBreakpoint, ...], Strict(False), Field(max_length=MAX_BREAKPOINTS), defaulting(())
+    ] = ()
 
     @property
     def output_limit(self) -> int | None:
@@ -367,6 +376,8 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise invalid("needs logprobs; set logprobs to true", "top_logprobs")
         _check_conversation(self.messages)
+        if self.cache_breakpoints:
+            check_breakpoints(self.cache_breakpoints, [message.num_parts for message in self.messages])
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise invalid("can't go with continue_final_message; remove one", "add_generation_prompt")

@@ -11,7 +11,7 @@ from schemas.requests.limits import Limits
 from schemas.requests.tokenizing import DetokenizeBody, parse_tokenizing
 from schemas.workers.lane import LaneRequest
 from workers.model.loaded_model import LoadedModel
-from workers.translation.requests import encodable, rendered_chat
+from workers.translation.rendering import encodable, rendered_chat
 
 
 def tokenizer_response(request: LaneRequest, model: LoadedModel, limits: Limits) -> dict[str, Any]:

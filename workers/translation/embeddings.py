@@ -21,7 +21,8 @@ from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import EmbeddingBody
 from workers.rows import ComputedRow, Envelope, RowName
 from workers.text.tokenizer import TokenIds, Tokenizer
-from workers.translation.requests import JobRules, ModelLimits, encodable
+from workers.translation.rendering import encodable
+from workers.translation.requests import JobRules, ModelLimits
 
 Input = str | TokenIds
 """One input to embed: text to encode, or token ids (int32 [tokens])."""

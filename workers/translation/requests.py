@@ -22,11 +22,12 @@ from schemas.jobs.job import Tier
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL, ChatBody, CompletionBody
 from schemas.requests.truncation import TruncatePrompt, kept_prompt_tokens
-from workers.structured.constraints import grammar_of, shown_tokens, tool_format
+from workers.structured.constraints import grammar_of, shown_tokens
 from workers.structured.grammar import Grammar, Grammars
 from workers.text.stop_strings import StopStringWatcher
 from workers.text.tokenizer import TokenIds, Tokenizer
-from workers.translation.template_variables import template_variables
+from workers.translation.rendering import encodable, rendered_chat
+from workers.translation.retained_prefixes import retained_prefixes
 from workers.translation.truncation import PromptCutter
 
 PRIORITIES: Final = {Tier.INTERACTIVE: 0, Tier.STANDARD: 1, Tier.BULK: 2}
@@ -208,8 +209,14 @@ class Translator:
             prefix_group=hints.prefix_group if is_whole else None,
             prefix_readers=hints.prefix_readers or 0 if is_whole else 0,
             readers_known=len(members) == 1 and is_whole,
+            retain=self._retained(body, prompts) if is_whole else (),
             more=tuple(members[1:]),
         )
+
+    def _retained(self, body: Generation, prompts: Sequence[TokenIds]) -> tuple[tuple[int, float], ...]:
+        if not isinstance(body, ChatBody) or not body.cache_breakpoints:
+            return ()
+        return retained_prefixes(body, prompts[0], self._tokenizer)
 
     def _truncated(self, body: Generation, at: int, prompt: TokenIds) -> TokenIds:
         """The prompt cut as the job wants it, or its last tokens, as many as `truncate_prompt_tokens` leaves (vLLM's
@@ -357,21 +364,6 @@ class Translator:
             raise _refuse(f"{name} holds token {token_id}, but the model's ids end at {size - 1}", name)
 
 
-def rendered_chat(body: ChatBody, tokenizer: Tokenizer) -> str:
-    """The prompt of a chat as text, for `Tokenizer.encode_chats`. Raises `RowError` when the chat template refuses the
-    messages or the tools."""
-    if body.offered_tools:
-        tool_format(tokenizer)
-    rendered = tokenizer.render_chat(
-        body.messages,
-        body.offered_tools,
-        template_variables(body, tokenizer),
-        begins_answer=body.add_generation_prompt is not False,
-        continues=body.continue_final_message,
-    )
-    return encodable(rendered, "messages")
-
-
 def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The token sequences of bad words, each as it begins a text and as it stands behind a blank (vLLM's rule). Raises
     `RowError`."""
@@ -403,18 +395,6 @@ def prompt_name(body: Generation, at: int) -> str:
 def _param(name: str) -> str | None:
     """The field of an error about a prompt's length; a single prompt may be a conversation's."""
     return None if name == "prompt" else name
-
-
-def encodable(text: str, name: str) -> str:
-    """Return the text of the field `name`. Raises `RowError` when it can't be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        at = error.start
-        raise _refuse(
-            f"{name} holds half a surrogate pair at character {at}, which is no text; remove it", name
-        ) from error
-    return text
 
 
 def _refuse(message: str, param: str | None) -> RowError:

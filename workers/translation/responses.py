@@ -182,7 +182,7 @@ class ResponseBuilder:
         def result(index: int, row_name: RowName) -> ResultRow:
             cached = completion.cached_tokens if index == 0 else completion.prompt_tokens
             response["id"] = response_id(kind, envelope.job, row_name.row)
-            response["usage"] = _usage(completion, cached, truncated) | details
+            response["usage"] = _usage(prepared, completion, cached, truncated) | details
             shown = response
             if prepared.dialect is not None and isinstance(body, ChatBody):
                 shown = prepared.dialect.response(response, body)
@@ -372,8 +372,12 @@ def _refused(
     ]
 
 
-def _usage(completion: Completion, cached_tokens: int, truncated_tokens: int | None) -> dict[str, Any]:
+def _usage(
+    prepared: PreparedRow, completion: Completion, cached_tokens: int, truncated_tokens: int | None
+) -> dict[str, Any]:
     details = {"cached_tokens": cached_tokens}
+    if isinstance(prepared.body, ChatBody) and prepared.body.cache_breakpoints:
+        details["cache_write_tokens"] = max(0, completion.retained_tokens - cached_tokens)
     if truncated_tokens is not None:
         details["truncated_tokens"] = truncated_tokens
     return {

@@ -21,7 +21,8 @@ from schemas.requests.parsing import ClassifyBody, RerankBody, ScoreBody
 from workers.rows import ComputedRow, Envelope, RowName, response_id
 from workers.text.tokenizer import EncodedText, Texts, Tokenizer
 from workers.translation.choices import classified_by_choices
-from workers.translation.requests import JobRules, ModelLimits, encodable
+from workers.translation.rendering import encodable
+from workers.translation.requests import JobRules, ModelLimits
 
 ScoringRequest = ScoreBody | RerankBody | ClassifyBody
 

@@ -14,8 +14,10 @@ FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
 class PromptTokensDetails(CachedTokens):
-    """`truncated_tokens`: that `truncate_prompt_tokens` dropped; absent: none."""
+    """`truncated_tokens`: that `truncate_prompt_tokens` dropped; absent: none. `cache_write_tokens`: of the prefix that
+    `cache_breakpoints` mark, those that were not read from the cache; absent: nothing is marked."""
 
+    cache_write_tokens: Count | None = None
     truncated_tokens: Count | None = None
 
 

@@ -177,6 +177,33 @@ def test_tokens_are_counted_as_a_message_has_them(served: ServedModel) -> None:
         served.client.messages.count_tokens(**given, extra_body={"max_tokens": 5})
 
 
+def test_a_marked_prefix_is_written_once_and_read_from_the_cache(served: ServedModel) -> None:
+    instructions: Any = [
+        {"type": "text", "text": "Answer in rivers. " * 20, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    ]
+    first = served.client.messages.create(**ask(41), system=instructions).usage
+    again = served.client.messages.create(**ask(42), system=instructions).usage
+    assert first.cache_creation_input_tokens
+    assert again.cache_read_input_tokens
+    assert again.cache_creation_input_tokens == 0
+    assert again.cache_read_input_tokens >= first.cache_creation_input_tokens
+    counted = served.client.messages.count_tokens(model="tiny", messages=ask(42)["messages"], system=instructions)
+    assert again.input_tokens + again.cache_read_input_tokens == counted.input_tokens
+    # Without a mark nothing is said to be written; the last turn alone is marked by the client's shortest form.
+    assert served.client.messages.create(**ask(43)).usage.cache_creation_input_tokens == 0
+    long = ask(messages=[{"role": "user", "content": "Name a lake. " * 20}], cache_control={"type": "ephemeral"})
+    assert served.client.messages.create(**long).usage.cache_creation_input_tokens
+    with served.client.messages.stream(**long) as stream:
+        usage = stream.get_final_message().usage
+    assert (usage.cache_creation_input_tokens, bool(usage.cache_read_input_tokens)) == (0, True)
+
+
+def test_a_streams_options_are_refused_by_name(served: ServedModel) -> None:
+    for more in ({}, {"stream": True}):
+        with pytest.raises(anthropic.BadRequestError, match="stream_options is not supported"):
+            served.client.messages.create(**ask() | more | {"extra_body": {"stream_options": {"include_usage": False}}})
+
+
 def test_a_structured_answer_is_parsed(served: ServedModel) -> None:
     message = served.client.messages.parse(**ask(3, max_tokens=64), output_format=Order)
     assert message.parsed_output is not None

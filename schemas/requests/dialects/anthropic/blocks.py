@@ -14,9 +14,6 @@ from schemas.requests.bodies import unsupported
 from schemas.requests.fields import NULL, defaulting, one_of, only
 from schemas.requests.structured import NAME, invalid
 
-MAX_BREAKPOINTS: Final = 4
-"""Most `cache_control` marks of a request, as with Anthropic."""
-
 _BLOCK_HINTS: Final[Mapping[str, str]] = {
     "image": "models here read text only",
     "document": "models here read text only; give the document's text",

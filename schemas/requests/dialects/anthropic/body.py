@@ -8,14 +8,14 @@ with the assistant is continued.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import orjson
 from pydantic import Field, Strict, model_validator
 
 from schemas.requests.bodies import INT32_MAX, ChatBody, Finite
+from schemas.requests.breakpoints import MAX_BREAKPOINTS
 from schemas.requests.dialects.anthropic.blocks import (
-    MAX_BREAKPOINTS,
     Block,
     CacheControl,
     ClientTool,
@@ -101,15 +101,18 @@ class MessagesBody(DialectBody):
     def _breakpoints(self) -> Iterator[CacheControl]:
         marked: list[ClientTool | Block | MessagesBody] = [self, *self.tools, *self.system]
         for message in self.messages:
-            marked += message.content
+            for block in message.content:
+                marked += [*block.content, block] if block.type == "tool_result" else [block]
         for one in marked:
             if (mark := getattr(one, "cache_control", None)) is not None:
                 yield mark
 
     def to_chat(self) -> ChatBody:
+        messages, marks = self._conversation()
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": self._conversation(),
+            "messages": messages,
+            "cache_breakpoints": marks,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -126,19 +129,31 @@ class MessagesBody(DialectBody):
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
 
-    def _conversation(self) -> list[dict[str, Any]]:
+    def _conversation(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The chat's messages, and its `cache_breakpoints`."""
         made: list[dict[str, Any]] = []
+        marks: list[_Mark] = []
         if self.system:
-            _add(made, {"role": "system"}, _texts(self.system))
+            marks += _add(made, {"role": "system"}, self.system)
         for message in self.messages:
             texts = [block for block in message.content if block.type == "text"]
             if message.role == "assistant":
-                _add(made, _assistant(message.content), _texts(texts))
+                marks += _add(made, _assistant(message.content), texts)
+                called = [block for block in message.content if block.type == "tool_use"]
+                marks += [_Mark(len(made), 0, block.cache_control) for block in called]
                 continue
-            made += [_result(block) for block in message.content if block.type == "tool_result"]
+            for block in message.content:
+                if block.type == "tool_result":
+                    made.append(_result(block))
+                    marks += _part_marks(len(made) - 1, 0, block.content)
+                    marks.append(_Mark(len(made), 0, block.cache_control))
             if texts or not message.content:
-                _add(made, {"role": message.role}, _texts(texts))
-        return [_with_content(message) for message in made]
+                marks += _add(made, {"role": message.role}, texts)
+        # Most templates write tools behind the system's text, or into the first user's message.
+        behind_tools = int(made[0]["role"] == "system")
+        marks += [_Mark(behind_tools, 0, tool.cache_control) for tool in self.tools]
+        marks.append(_Mark(len(made), 0, self.cache_control))
+        return [_with_content(message) for message in made], _breakpoints(marks, made)
 
     def _tool_fields(self) -> dict[str, Any]:
         offered = [
@@ -175,18 +190,44 @@ def _texts(given: Sequence[TextBlock]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": block.text} for block in given]
 
 
-def _add(made: list[dict[str, Any]], message: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    """Append a message, or add it to the last one if that has the same role."""
+class _Mark(NamedTuple):
+    """The end of a prefix: whole messages, and text parts of the next one."""
+
+    messages: int
+    parts: int
+    control: CacheControl | None
+
+
+def _part_marks(message: int, parts: int, texts: Sequence[TextBlock]) -> list[_Mark]:
+    """The marks of text blocks behind the message's first `parts` ones."""
+    return [_Mark(message, parts + at, block.cache_control) for at, block in enumerate(texts, 1)]
+
+
+def _breakpoints(marks: Sequence[_Mark], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The chat's `cache_breakpoints`, each place once. A mark on a message's last part is one behind the message."""
+    seconds: dict[tuple[int, int], int] = {}
+    for messages, parts, control in marks:
+        if control is not None:
+            is_last = parts and parts == len(made[messages]["content"]) and not made[messages].get("tool_calls")
+            place = (messages + 1, 0) if is_last else (messages, parts)
+            seconds[place] = max(control.ttl_seconds, seconds.get(place, 0))
+    return [{"messages": place[0], "parts": place[1], "ttl": ttl} for place, ttl in sorted(seconds.items())]
+
+
+def _add(made: list[dict[str, Any]], message: dict[str, Any], texts: Sequence[TextBlock]) -> list[_Mark]:
+    """Append a message, or add it to the last one if that has the same role; returns the marks of its texts."""
     before = made[-1] if made and made[-1]["role"] == message["role"] else None
     if before is None:
-        made.append({**message, "content": parts})
-        return
-    before["content"] += parts
+        made.append({**message, "content": _texts(texts)})
+        return _part_marks(len(made) - 1, 0, texts)
+    marks = _part_marks(len(made) - 1, len(before["content"]), texts)
+    before["content"] += _texts(texts)
     if "tool_calls" in message:
         before["tool_calls"] = [*before.get("tool_calls", []), *message["tool_calls"]]
     if "reasoning_content" in message:
-        texts = (before.get("reasoning_content"), message["reasoning_content"])
-        before["reasoning_content"] = "\n".join(text for text in texts if text)
+        thoughts = (before.get("reasoning_content"), message["reasoning_content"])
+        before["reasoning_content"] = "\n".join(text for text in thoughts if text)
+    return marks
 
 
 def _assistant(content: Sequence[Block]) -> dict[str, Any]:

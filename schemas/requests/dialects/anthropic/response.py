@@ -73,14 +73,15 @@ def stop_of(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
     """The usage. `input_tokens` are neither read from the cache nor written to it."""
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    details = usage["prompt_tokens_details"]
+    cached, written = details["cached_tokens"], details.get("cache_write_tokens", 0)
     made = {
-        "input_tokens": usage["prompt_tokens"] - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage["prompt_tokens"] - cached - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
     }
-    details = usage.get("completion_tokens_details")
-    if details is not None and details.get("reasoning_tokens") is not None:
-        made["output_tokens_details"] = {"thinking_tokens": details["reasoning_tokens"]}
+    output = usage.get("completion_tokens_details")
+    if output is not None and output.get("reasoning_tokens") is not None:
+        made["output_tokens_details"] = {"thinking_tokens": output["reasoning_tokens"]}
     return made

@@ -8,12 +8,15 @@ import anthropic
 import orjson
 import pytest
 
+from pipeline.planner.validate import stored_and_hash
 from schemas.requests.dialects.anthropic.body import ANTHROPIC, MESSAGES_URL, MessagesBody
+from schemas.requests.dialects.anthropic.response import usage_of
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ChatBody, dump_body, load_body, parse_body
 
 HELLO = [{"role": "user", "content": "hi"}]
 CACHED = {"type": "ephemeral"}
+MARK: Any = {"cache_control": CACHED}
 TOOL = {"name": "weather", "description": "tells it", "input_schema": {"type": "object"}}
 INVALID, UNSUPPORTED = RowErrorCode.INVALID_REQUEST, RowErrorCode.UNSUPPORTED_PARAMETER
 
@@ -64,6 +67,50 @@ def test_blocks_become_parts_and_turns_of_one_role_one_message() -> None:
         messages=[*HELLO, {"role": "user", "content": [text("one"), text("two", citations=None)]}],
     )
     assert [message.text for message in body.messages] == ["a\nb", "hi\none\ntwo"]
+
+
+def test_marks_become_places_in_the_chat() -> None:
+    hour = {"type": "ephemeral", "ttl": "1h"}
+
+    def places(**fields: Any) -> list[tuple[int, int, int]]:
+        return [(mark.messages, mark.parts, mark.ttl) for mark in read(**fields).cache_breakpoints]
+
+    both = [text("a", cache_control=hour), text("b", cache_control=CACHED)]
+    assert places(system=both) == [(0, 1, 3_600), (1, 0, 300)]
+    # turns of one role are one message; a mark on its last part ends behind it
+    turns = [{"role": "user", "content": [text("a"), text("b", cache_control=CACHED)]}]
+    assert places(messages=turns) == [(1, 0, 300)]
+    assert places(messages=[*turns, *HELLO]) == [(0, 2, 300)]
+    # of one place the longest time counts; nothing is marked twice
+    assert places(messages=turns, cache_control=hour) == [(1, 0, 3_600)]
+    # tools stand before the messages, or behind the system's text
+    marked = [{**TOOL, "cache_control": CACHED}]
+    assert places(tools=marked) == [(0, 0, 300)]
+    assert places(tools=marked, system="s") == [(1, 0, 300)]
+    # a call ends its message, a result is one
+    call = {"role": "assistant", "content": [text("hm", cache_control=hour), {**CALL["content"][0], **MARK}]}
+    answer = {"role": "user", "content": [result(content=[text("a", **MARK), text("b")], **MARK), text("so?")]}
+    assert places(messages=[*HELLO, call, answer]) == [(1, 1, 3_600), (2, 0, 300), (2, 1, 300), (3, 0, 300)]
+    stored = dump_body(read(system=both))
+    assert load_body(MESSAGES_URL, stored) == read(system=both)
+
+
+def test_marks_change_no_answer_and_are_stored() -> None:
+    plain, marked = (stored_and_hash(MESSAGES_URL, read(**fields)) for fields in ({}, MARK))
+    assert plain[1] == marked[1]
+    assert b"cache_breakpoints" in marked[0]
+    assert b"cache_breakpoints" not in plain[0]
+
+
+def test_the_usage_is_split_by_what_the_cache_had() -> None:
+    details = {"cached_tokens": 32, "cache_write_tokens": 64}
+    usage = usage_of({"prompt_tokens": 100, "completion_tokens": 5, "prompt_tokens_details": details})
+    assert usage == {
+        "input_tokens": 4,
+        "cache_creation_input_tokens": 64,
+        "cache_read_input_tokens": 32,
+        "output_tokens": 5,
+    }
 
 
 def test_a_tools_round_trip_is_that_of_a_chat() -> None:
