@@ -91,7 +91,14 @@ class TokenEstimator:
             added = sum(self._of_prompt(choice) for choice in body.choices)
             return PromptTokens(prompts.total + added * max(1, len(body.input)), prompts.longest + added)
         if not isinstance(body, ChatBody | CompletionBody):
-            counts = [sum(self._of_prompt(given, TEXT_TOKENS) for given in sequence) for sequence in body.sequences]
+            known: dict[str, int] = {}  # a query stands in a pair with each document
+            for text in (given for sequence in body.sequences for given in sequence if isinstance(given, str)):
+                if text not in known:
+                    known[text] = self._of_prompt(text, TEXT_TOKENS)
+            counts = [
+                sum(known[given] if isinstance(given, str) else len(given) for given in sequence)
+                for sequence in body.sequences
+            ]
             return PromptTokens(sum(counts), max(counts))
         if isinstance(body, CompletionBody):
             counts = [self._of_prompt(prompt) for prompt in body.prompts]

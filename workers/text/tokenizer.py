@@ -31,6 +31,7 @@ from schemas.requests.parsing import ChatMessage
 from schemas.requests.structured import Tool, ToolCall
 from workers.errors import TokenizerError
 from workers.text.chat_options import OWN_CHAT, ChatOptions
+from workers.text.pair_frames import FramePart, cut_lengths, pair_frame
 from workers.text.prompt_bounds import bound_of, component_state
 from workers.text.reasoning import REPLACEMENT, TOKEN_MARK, ReasoningMarkers, format_of, without_marks
 from workers.text.token_bytes import TokenBytes, dropped_blanks, without_blanks
@@ -138,6 +139,7 @@ class Tokenizer:
             _mark_as_text(text): ids for text, ids in zip(spellings, self._as_text(spellings), strict=True)
         }
         self._bound = bound_of(self._backend)
+        self._frames: dict[int, tuple[FramePart, ...]] = {}  # by the number of texts, read off when it is needed
         self._gives_types = "token_type_ids" in hf.model_input_names
         form = format_of("".join({self._template or "", self.tool_template or ""}), chat.reasoning_parser)
         self.reasoning = None if form is None else ReasoningMarkers(form, self.added_tokens)
@@ -181,26 +183,33 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
-    def encode_texts(self, texts: Sequence[Texts]) -> list[EncodedText]:
-        """Each text or pair with the special tokens around and between them."""
-        given = [one[0] if len(one) == 1 else one for one in texts]
-        return [self._encoded(encoding) for encoding in self._backend.encode_batch_fast(given)]
+    def encode_texts(self, texts: Sequence[Texts], most: Sequence[int | None] | None = None) -> list[EncodedText]:
+        """Each text or pair with the special tokens around and between them. A text that stands in several pairs is
+        encoded once.
 
-    def encode_cut(self, texts: Texts, most: int) -> EncodedText:
-        """A text or pair as `encode_texts`, without tokens at the end beyond `most`, which is more than
-        `num_added_tokens`; of a pair the longer text is cut first."""
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        room = most - self.num_added_tokens(pair=len(texts) > 1)
-        lengths = [len(encoding.ids) for encoding in encodings]
-        if len(lengths) == 1:
-            lengths = [room]
-        elif sum(lengths) > room:
-            short, long = sorted(lengths)
-            short, long = (short, room - short) if 2 * short <= room else (room // 2, room - room // 2)
-            lengths = [short, long] if lengths[0] <= lengths[1] else [long, short]
-        for encoding, length in zip(encodings, lengths, strict=True):
-            encoding.truncate(length)
-        return self._encoded(self._backend.post_process(encodings[0], encodings[1] if len(encodings) > 1 else None))
+        Args:
+            most: for each text or pair None, or a number above `num_added_tokens`: tokens at the end beyond it are left
+                out; of a pair the longer text is cut first.
+        """
+        distinct = list(dict.fromkeys(text for one in texts for text in one))
+        encodings = self._backend.encode_batch_fast(distinct, add_special_tokens=False)
+        ids = {text: np.asarray(found.ids, dtype=np.int32) for text, found in zip(distinct, encodings, strict=True)}
+        limits = [None] * len(texts) if most is None else most
+        return [self._framed([ids[text] for text in one], limit) for one, limit in zip(texts, limits, strict=True)]
+
+    def _framed(self, texts: Sequence[TokenIds], most: int | None) -> EncodedText:
+        """The encoded text or pair, cut, with the special tokens."""
+        if most is not None:
+            room = most - self.num_added_tokens(pair=len(texts) > 1)
+            texts = [ids[:length] for ids, length in zip(texts, cut_lengths([*map(len, texts)], room), strict=True)]
+        if (frame := self._frames.get(len(texts))) is None:
+            frame = self._frames[len(texts)] = pair_frame(self._backend, len(texts))
+        parts = [texts[part.text] if part.text is not None else part.ids for part in frame]
+        types = None
+        if self._gives_types:
+            lengths = list(map(len, parts))
+            types = np.repeat([part.type_id for part in frame], lengths).astype(np.int32)
+        return EncodedText(np.concatenate(parts), types)
 
     def without_last_tokens(self, text: str, count: int, *, chat: bool) -> str:
         """The text without its last `count` tokens, at least 1; a character that is partly dropped is dropped whole.
@@ -224,10 +233,6 @@ class Tokenizer:
     def num_added_tokens(self, *, pair: bool) -> int:
         """The special tokens that the tokenizer adds to a text or a pair."""
         return self._backend.num_special_tokens_to_add(pair)
-
-    def _encoded(self, encoding: tokenizers.Encoding) -> EncodedText:
-        types = np.asarray(encoding.type_ids, dtype=np.int32) if self._gives_types else None
-        return EncodedText(np.asarray(encoding.ids, dtype=np.int32), types)
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of the text's tokens; 0: no bound is known without encoding it."""

@@ -61,9 +61,11 @@ class PooledReader:
         kinds = [_kind_of(body) for body, _ in requests]
         encoded: dict[_Kind, Iterator[Inputs]] = {}
         for kind in set(kinds):
-            inputs = [given for (_, given), each in zip(requests, kinds, strict=True) if each is kind]
+            own = [request for request, each in zip(requests, kinds, strict=True) if each is kind]
+            inputs = [given for _, given in own]
             if kind is _Kind.LABELS:
-                encoded[kind] = iter(self._scores.encode(inputs))
+                scored = [(body, given) for body, given in own if not isinstance(body, EmbeddingBody)]
+                encoded[kind] = iter(self._scores.encode(scored))
             elif kind is _Kind.VECTORS:
                 encoded[kind] = iter(self._embeddings.encode(inputs))
             else:

@@ -7,7 +7,7 @@ where the request says so: of a pair the longer text first, as by transformers (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import orjson
@@ -23,6 +23,12 @@ from workers.text.tokenizer import EncodedText, Texts, Tokenizer
 from workers.translation.choices import classified_by_choices
 from workers.translation.rendering import encodable
 from workers.translation.requests import JobRules, ModelLimits
+
+MAX_TOKEN_CHARS: Final = 16
+"""Characters of a request's texts for each token that it may have: about four times as many as texts have."""
+
+MAX_CUT_CHARS: Final = 64
+"""Characters that are encoded of a text for each token that it is cut to. Only runs of blanks or the like have more."""
 
 ScoringRequest = ScoreBody | RerankBody | ClassifyBody
 
@@ -45,30 +51,47 @@ class ScoringReader:
                 param="url",
             )
         limit = self._limit(body)
+        self._check_chars(body, limit)
+        known: dict[str, tuple[str, int]] = {}
         inputs: list[Texts | EncodedText] = []
         for at, sequence in enumerate(body.sequences):
             name = body.name_of(at)
             if isinstance(sequence[0], tuple):
                 inputs.append(self._ids(sequence[0], name))
                 continue
-            texts = tuple(self._prepared(encodable(str(text), name), settings) for text in sequence)
-            least = sum(map(self._tokenizer.least_tokens, texts))
+            for text in map(str, sequence):
+                if text not in known:
+                    known[text] = self._measured(
+                        text, name, settings, None if body.truncate_prompt_tokens is None else limit
+                    )
+            texts = tuple(known[str(text)][0] for text in sequence)
+            least = sum(known[str(text)][1] for text in sequence)
             if body.truncate_prompt_tokens is None and least > limit:
                 raise self._too_long(f"{name} has at least {least} tokens", limit)
             inputs.append(texts)
         return inputs
 
-    def encode(self, inputs: Sequence[Sequence[Texts | EncodedText]]) -> list[list[EncodedText]]:
-        """Encode the inputs of many requests; all texts in one call."""
-        texts = [given for request in inputs for given in request if not isinstance(given, EncodedText)]
-        encoded = iter(self._tokenizer.encode_texts(texts))
-        return [[given if isinstance(given, EncodedText) else next(encoded) for given in request] for request in inputs]
+    def encode(
+        self, requests: Sequence[tuple[ScoringRequest, Sequence[Texts | EncodedText]]]
+    ) -> list[list[EncodedText]]:
+        """Encode the inputs of many requests, and cut them where a request says so; all texts in one call."""
+        texts: list[Texts] = []
+        most: list[int | None] = []
+        for body, inputs in requests:
+            limit = None if body.truncate_prompt_tokens is None else self._limit(body)
+            own = [given for given in inputs if not isinstance(given, EncodedText)]
+            texts += own
+            most += [limit] * len(own)
+        encoded = iter(self._tokenizer.encode_texts(texts, most))
+        return [
+            [given if isinstance(given, EncodedText) else next(encoded) for given in inputs] for _, inputs in requests
+        ]
 
     def request(self, request_id: str, body: ScoringRequest, encoded: Sequence[EncodedText]) -> Request:
         """The engine's request for encoded inputs. Raises `RowError`."""
         settings, limit = self._settings(), self._limit(body)
         cut = list(encoded)
-        for at, (sequence, one) in enumerate(zip(body.sequences, encoded, strict=True)):
+        for at, one in enumerate(encoded):
             name = body.name_of(at)
             if not len(one.ids):
                 raise _refuse(f"{name} holds no tokens; give some text", name)
@@ -76,11 +99,7 @@ class ScoringReader:
                 continue
             if body.truncate_prompt_tokens is None:
                 raise self._too_long(f"{name} has {len(one.ids)} tokens", limit)
-            if isinstance(sequence[0], tuple):
-                cut[at] = EncodedText(one.ids[:limit])
-            else:
-                texts = tuple(self._prepared(str(text), settings) for text in sequence)
-                cut[at] = self._tokenizer.encode_cut(texts, limit)
+            cut[at] = EncodedText(one.ids[:limit])  # token ids: texts are cut where they are encoded
         total = sum(len(one.ids) for one in cut)
         if total > (allowed := self._rules.max_embedding_tokens):
             name = "input" if isinstance(body, ClassifyBody) else "documents"
@@ -98,6 +117,28 @@ class ScoringReader:
             salt=self._rules.salt,
             pooling=settings.pooling,
         )
+
+    def _check_chars(self, body: ScoringRequest, limit: int) -> None:
+        """Refuse texts that can't be few enough tokens before they are encoded: a query counts with each document.
+        Raises `RowError`."""
+        chars = 0
+        for sequence in body.sequences:
+            if not isinstance(sequence[0], tuple):
+                size = sum(map(len, map(str, sequence)))
+                chars += size if body.truncate_prompt_tokens is None else min(size, limit * MAX_TOKEN_CHARS)
+        if chars > (allowed := self._rules.max_embedding_tokens * MAX_TOKEN_CHARS):
+            name = "input" if isinstance(body, ClassifyBody) else "documents"
+            each = "" if isinstance(body, ClassifyBody) else ", the query with each of them"
+            raise _refuse(
+                f"{name} makes {chars} characters{each}, but at most {allowed} are allowed; send several requests", name
+            )
+
+    def _measured(self, text: str, name: str, settings: ClassifierSettings, limit: int | None) -> tuple[str, int]:
+        """The text as it is encoded, without what `limit` tokens never hold, and a lower bound of its tokens."""
+        if limit is not None:
+            text = text[: limit * MAX_CUT_CHARS]
+        prepared = self._prepared(encodable(text, name), settings)
+        return prepared, self._tokenizer.least_tokens(prepared)
 
     def _limit(self, body: ScoringRequest) -> int:
         """Maximum tokens of a sequence. Raises `RowError`."""

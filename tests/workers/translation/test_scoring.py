@@ -20,6 +20,7 @@ from engine.errors import UnsupportedModel
 from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowError
+from schemas.requests.parsing import RerankBody, parse_body
 from schemas.settings.releases import WarmupOptions
 from schemas.workers.lane import LaneRequest
 from workers.lane.requests import LaneReader, LaneRules
@@ -29,6 +30,8 @@ from workers.policies.policy import Policies
 from workers.policies.rules import Rules
 from workers.shards.worker import ShardWorker
 from workers.text.tokenizer import Tokenizer
+from workers.translation.requests import JobRules
+from workers.translation.scoring import ScoringReader
 
 CONFIG = EngineConfig(dtype="float32", threads=1, schedule=ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=128))
 QUERY = "what is a river?"
@@ -152,10 +155,10 @@ def test_given_a_limit_then_texts_are_cut_as_by_transformers(reranker: Path) -> 
     for most in range(4, 20):
         for pair in pairs:
             want = theirs(*pair, truncation=True, max_length=most)
-            got = mine.encode_cut(pair, most)
+            (got,) = mine.encode_texts([pair], [most])
             assert (got.ids.tolist(), got.types.tolist()) == (want["input_ids"], want["token_type_ids"]), (most, pair)
         want = theirs(pairs[2][1], truncation=True, max_length=most)
-        assert mine.encode_cut((pairs[2][1],), most).ids.tolist() == want["input_ids"]
+        assert mine.encode_texts([(pairs[2][1],)], [most])[0].ids.tolist() == want["input_ids"]
 
 
 def test_long_inputs_are_refused_or_cut_by_request(scores: LoadedModel, answer: Any) -> None:
@@ -202,6 +205,60 @@ def test_a_request_that_the_model_can_not_answer_says_which_it_can(
 def test_the_total_is_bounded(scores: LoadedModel, answer: Any) -> None:
     rows = answer(scores, {"query": QUERY, "documents": DOCUMENTS}, limits={"max_embedding_tokens": 20})
     assert re.search(r"documents makes \d+ tokens, but at most 20 are allowed", rows[0].error_message)
+
+
+def test_a_query_counts_with_each_document_before_anything_is_encoded(
+    scores: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode_texts = scores.tokenizer.encode_texts
+
+    def recorded(texts: Any, *limits: Any) -> Any:
+        encoded.extend(text for one in texts for text in one)
+        return encode_texts(texts, *limits)
+
+    monkeypatch.setattr(scores.tokenizer, "encode_texts", recorded)
+    reader = ScoringReader(scores.tokenizer, scores.limits, JobRules(max_embedding_tokens=1_000))
+
+    def prepare(**fields: Any) -> list[int]:
+        body = parse_body("/v1/rerank", {"model": "tiny", **fields})
+        assert isinstance(body, RerankBody)
+        (found,) = reader.encode([(body, reader.inputs_of(body))])
+        request = reader.request("r", body, found)
+        return [len(ids) for ids in (request.prompt_token_ids, *request.more_prompts)]
+
+    long = "fox dog " * 250  # 2,000 characters
+    with pytest.raises(
+        RowError, match=r"documents makes 20010 characters, the query with each of them, but at most 16000"
+    ):
+        prepare(query=long, documents=["x"] * 10)
+    assert not encoded
+    # Cut, the same pairs are few tokens, and most of a long text is never encoded
+    assert prepare(query=long, documents=["x"] * 10, truncate_prompt_tokens=10) == [10] * 10
+    assert max(map(len, encoded)) == 640
+
+
+def test_a_text_of_many_pairs_is_encoded_once(reranker: Path) -> None:
+    mine = Tokenizer.load(reranker)
+    pairs = [(QUERY, text) for text in (*DOCUMENTS, QUERY, "", "<s>")]
+    given: list[str] = []
+    backend = mine._backend  # pyright: ignore[reportPrivateUsage]
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(backend, name)
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            given.extend(texts)
+            return backend.encode_batch_fast(texts, **options)
+
+    mine._backend = Recorder()  # type: ignore[assignment]  # pyright: ignore[reportPrivateUsage]
+    found = mine.encode_texts(pairs)
+    assert sorted(given) == sorted({QUERY, *DOCUMENTS, "", "<s>"})
+    for pair, one in zip(pairs, found, strict=True):
+        want = backend.encode(*pair)
+        assert one.types is not None
+        assert (one.ids.tolist(), one.types.tolist()) == (want.ids, want.type_ids), pair
 
 
 def test_texts_are_lowered_and_bounded_where_the_files_say_so(tiny_encoders: Any, tmp_path: Path, answer: Any) -> None:

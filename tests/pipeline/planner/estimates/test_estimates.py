@@ -8,8 +8,9 @@ import pytest
 
 from pipeline.planner import HARDWARE, DoesNotFit, ModelShape, at_rate, bound, measure
 from pipeline.planner.estimates.capacity import concurrent_sequences, read_seconds
-from pipeline.planner.tokens import TemplateTokens
+from pipeline.planner.tokens import TemplateTokens, TokenEstimator
 from schemas.requests.errors import RowErrorCode
+from schemas.requests.parsing import RERANK_URL, parse_body
 
 LLAMA_70B = ModelShape(parameters=70_000_000_000, layers=80, kv_heads=8, head_dim=128)
 LLAMA_8B = ModelShape(parameters=8_030_000_000, layers=32, kv_heads=8, head_dim=128)
@@ -121,3 +122,17 @@ def test_time_and_cost_at_a_measured_rate() -> None:
     assert at_rate(10, 1, None).cost is None
     with pytest.raises(ValueError, match="above 0"):
         at_rate(10, 0, None)
+
+
+def test_a_query_is_counted_once_and_not_with_each_document() -> None:
+    counted: list[str] = []
+
+    def count(text: str) -> int:
+        counted.append(text)
+        return len(text.split())
+
+    documents = ["one", "two words", "two words"]
+    body = parse_body(RERANK_URL, {"model": "m", "query": "a query of five words", "documents": documents})
+    found = TokenEstimator(count, exact=True).prompt_tokens(body, 0)
+    assert counted == ["a query of five words", "one", "two words"]
+    assert found == (3 * (5 + 2) + (1 + 2) + 2 * (2 + 2), 11)
