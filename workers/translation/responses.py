@@ -65,7 +65,7 @@ def failure_of(completion: Completion, withheld: frozenset[int] = frozenset(), m
             message = completion.error if choice.finish_reason is FinishReason.ERROR else None
             if message is not None and (reason := too_complex(message)) is not None:
                 param = mask.source.param if isinstance(mask, Grammar) else None
-                what = f"the grammar of {param or 'the answer'} reached a limit while the answer was made"
+                what = f"{param or 'the answer'} has a grammar that reached a limit while the answer was made"
                 return RowError(RowErrorCode.INVALID_REQUEST, f"{what}: {reason}; simplify it", param=param)
             return RowError(code, message or MESSAGES[choice.finish_reason])
     return None

@@ -132,7 +132,7 @@ class InferenceRequest:
         if (dialect := self.dialect) is None:
             return event
         param = None if event.param is None else dialect.rename(event.param)
-        return replace(event, message=dialect.rename(event.message), param=param)
+        return replace(event, message=dialect.rename_in(event.message, event.param), param=param)
 
 
 class InferenceRequestBuilder:

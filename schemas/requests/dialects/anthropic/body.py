@@ -8,6 +8,7 @@ with the assistant is continued.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, Final, NamedTuple
 
 import orjson
@@ -76,6 +77,7 @@ class MessagesBody(DialectBody):
         if last.role == "assistant" and last.content and last.content[-1].type == "tool_use":
             where = f"messages[{len(self.messages) - 1}]"
             raise invalid("ends with a tool_use; add a message of the user with its tool_result", where)
+        self._check_continued()
         count = sum(1 for _ in self._breakpoints())
         if count > MAX_BREAKPOINTS:
             raise invalid(f"is set {count} times, but at most {MAX_BREAKPOINTS} are possible", "cache_control")
@@ -85,6 +87,13 @@ class MessagesBody(DialectBody):
             text = "is missing; name the tool" if choice.name is None else "goes with the type tool only; remove it"
             raise invalid(text, "tool_choice.name")
         return self
+
+    def _check_continued(self) -> None:
+        """Refuse assistant's messages at the end that have no text to go on with."""
+        last = list(takewhile(lambda message: message.role == "assistant", reversed(self.messages)))
+        if last and not any(block.type == "text" and block.text for message in last for block in message.content):
+            where = f"messages[{len(self.messages) - 1}].content"
+            raise invalid("needs text, which the answer goes on with; write some, or remove the message", where)
 
     def _check_thinking(self) -> None:
         thinking = self.thinking
@@ -294,7 +303,8 @@ _NAMES: Final[Mapping[str, str]] = {
     "stop": "stop_sequences",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "response_format": "output_config.format",
-    "response_format.json_schema": "output_config.format.schema",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    ".function.parameters": ".input_schema",
     "reasoning_effort": "output_config.effort",
     "enable_thinking": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",

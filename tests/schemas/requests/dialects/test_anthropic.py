@@ -223,6 +223,18 @@ def test_the_form_of_the_answer_and_the_effort() -> None:
         ({"messages": [*HELLO, CALL]}, INVALID, "messages[1]", "tool_result"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, UNSUPPORTED, "tools", "a tool of your own"),
         ({"tools": [TOOL, TOOL]}, INVALID, "tools", "twice"),
+        (
+            {"tools": [{**TOOL, "input_schema": {"type": "string"}}]},
+            INVALID, "tools[0].input_schema", "tools[0].input_schema must have the type",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": ""}]},
+            INVALID, "messages[1].content", "messages[1].content needs text",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]}]},
+            INVALID, "messages[1].content", "messages[1].content needs text",
+        ),
         ({"tools": [{**TOOL, "defer_loading": True}]}, UNSUPPORTED, "tools[0].defer_loading", "no search for tools"),
         ({"tool_choice": {"type": "tool"}}, INVALID, "tool_choice.name", "is missing"),
         ({"tool_choice": {"type": "any"}}, INVALID, "tool_choice", "needs tools"),
@@ -243,6 +255,35 @@ def test_refusals_name_the_field_and_the_fix(
         read(**fields)
     assert (refused.value.code, refused.value.param) == (code, param), refused.value.message
     assert message in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "named", "said"),
+    [
+        ("stop", "stop holds stop", "stop_sequences", "stop_sequences holds stop"),
+        ("messages", "the template says: please stop here", "messages", "the template says: please stop here"),
+        (None, "stop is no model", None, "stop is no model"),
+        ("stop_token_ids", "stop_token_ids asks for 5", "stop_token_ids", "stop_token_ids asks for 5"),
+        (
+            "tools", "tools can't be compiled: tools[0].function.parameters.properties.stop: stop is wrong",
+            "tools", "tools can't be compiled: tools[0].input_schema.properties.stop: stop is wrong",
+        ),
+        (
+            "response_format", "response_format can't be compiled: response_format.json_schema.schema.items: bad",
+            "output_config.format", "output_config.format can't be compiled: output_config.format.schema.items: bad",
+        ),
+    ],
+)  # fmt: skip
+def test_names_are_changed_where_a_message_names_the_field_only(
+    param: str | None, message: str, named: str | None, said: str
+) -> None:
+    error = ANTHROPIC.translate(RowError(INVALID, message, param=param))
+    assert (error.param, error.message) == (named, said)
+
+
+def test_a_turn_without_text_may_follow_one_with_text() -> None:
+    turns = [*HELLO, {"role": "assistant", "content": "so"}, {"role": "assistant", "content": []}]
+    assert read(messages=turns).continue_final_message
 
 
 def chat_response(**choice: Any) -> dict[str, Any]:

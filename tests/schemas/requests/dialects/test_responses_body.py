@@ -179,6 +179,10 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], messag
         ({"tools": [FUNCTION | {"parameters": {"type": "array"}}]}, 'tools[0].parameters must have the type "object"'),
         ({"tools": [FUNCTION, FUNCTION]}, "tools names the function 'f' twice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice must be none"),
+        (
+            {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function", "name": "messages"}},
+            "tool_choice names the function 'messages', which is none of the tools",
+        ),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format needs name: 1 to 64 letters, digits, _ or -"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"a": "b" * 99}}}}, "text.format has 12"),
