@@ -53,7 +53,8 @@ class TokenizeBody(BaseModel):
             raise invalid(text if self.prompt is None else f"{text}; remove one", "prompt")
         if self.prompt is not None:
             for name in OF_CHAT:
-                if getattr(self, name) or (name == "enable_thinking" and self.enable_thinking is not None):
+                field = type(self).model_fields[name]
+                if getattr(self, name) != field.get_default(call_default_factory=True):
                     raise invalid("goes with messages; remove it", name)
         elif self.add_special_tokens:
             raise invalid("goes with a prompt: a chat template writes special tokens itself", "add_special_tokens")

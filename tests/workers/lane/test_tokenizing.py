@@ -73,6 +73,8 @@ def test_a_prompts_tokens_are_those_that_the_model_gets(served: Served) -> None:
     assert plain["token_strs"] is None
     assert plain["tokens"] == found["tokens"][-plain["count"] :]
     assert served.post("/tokenize", prompt="", add_special_tokens=False)["tokens"] == []
+    as_absent: dict[str, Any] = {"tools": [], "continue_final_message": False, "add_generation_prompt": None}
+    assert served.post("/tokenize", prompt=prompt, **as_absent)["tokens"] == found["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +129,7 @@ def test_a_prompt_may_be_longer_than_the_context(served: Served) -> None:
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt and messages are both set"),
         ("/tokenize", {"prompt": ["a"]}, "prompt is a list, but must be a string"),
         ("/tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools goes with"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt goes with messages"),
         ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens goes with a prompt"),
         ("/tokenize", {"messages": []}, "messages is empty"),
         ("/tokenize", {"messages": [{"role": "tool", "content": "a"}]}, r"messages\[0\].tool_call_id is missing"),
