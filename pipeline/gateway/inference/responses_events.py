@@ -1,8 +1,9 @@
 """Conversion of a response's events into those of the Responses API.
 
 A stream begins with `response.created` and `response.in_progress`. Each item of the output is added, grows by deltas
-and is done; text items stay open until the end, because more text may follow a call. The last event holds the whole
-response: `response.completed`, `response.incomplete`, or, after `error`, `response.failed`.
+and is done. The text item stays open until the end, because more text may follow a call or a further thought; each
+thought is an item. The last event holds the whole response, with the items as they were streamed: `response.completed`,
+`response.incomplete`, or, after `error`, `response.failed`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _OpenItem:
 
     Attributes:
         kind: message, reasoning or function_call.  index: in the output.  item: as it was added, still empty.
-        text: of the content or the arguments so far.
+        text: of the content or the arguments so far.  status: of the item that is done; None: it still grows.
     """
 
     kind: str
@@ -50,7 +51,7 @@ class _OpenItem:
     item: Json
     text: str = ""
     logprobs: list[Json] = field(default_factory=list)
-    done: bool = False
+    status: str | None = None
 
 
 class ResponsesEvents:
@@ -68,6 +69,7 @@ class ResponsesEvents:
         self._name = PREFIX + inference.request.id.removeprefix("http-")
         self._items: list[_OpenItem] = []
         self._calls: dict[int, _OpenItem] = {}
+        self._grown: _OpenItem | None = None  # the one that grew last, which an answer's cut-off leaves incomplete
         self._logprobs: list[Json] = []  # of tokens since the last text: a text item gets those of all tokens
         self._has_begun = False
         self._sequence = 0
@@ -111,13 +113,17 @@ class ResponsesEvents:
             yield from self._grow_call(delta)
 
     def _grow_text(self, kind: str, text: str) -> Iterator[ServerEvent]:
-        open_item = next((one for one in self._items if one.kind == kind), None)
-        if open_item is None:
+        if kind == "message":
             yield from self._finish_reasoning()
+        open_item = next((one for one in self._items if one.kind == kind and one.status is None), None)
+        if open_item is None:
             made = message_item if kind == "message" else reasoning_item
-            open_item = self._open(kind, made(self._name, None, status="in_progress"))
+            earlier = sum(one.kind == kind for one in self._items)
+            name = f"{self._name}-{earlier}" if earlier else self._name
+            open_item = self._open(kind, made(name, None, status="in_progress"))
             yield self._item_event("response.output_item.added", open_item, item=open_item.item)
             yield self._part_event("response.content_part.added", open_item, part=_part(open_item))
+        self._grown = open_item
         open_item.text += text
         if kind == "message":
             logprobs, self._logprobs = self._logprobs, []
@@ -135,6 +141,7 @@ class ResponsesEvents:
             item = call_item(delta["id"], function["name"], "", "in_progress")
             open_item = self._calls[delta["index"]] = self._open("function_call", item)
             yield self._item_event("response.output_item.added", open_item, item=item)
+        self._grown = open_item
         if arguments := function.get("arguments"):
             open_item.text += arguments
             yield self._named_event("response.function_call_arguments.delta", open_item, delta=arguments)
@@ -146,11 +153,9 @@ class ResponsesEvents:
             yield from self._grow_text("message", "")
         last = "incomplete" if reason in INCOMPLETE else "completed"
         for open_item in self._items:
-            yield from self._finish(open_item, last if open_item is self._items[-1] else "completed")
+            yield from self._finish(open_item, last if open_item is self._grown else "completed")
         kind = "response.incomplete" if reason in INCOMPLETE else "response.completed"
-        whole = response_object(
-            self._name, self._created, self._body, self._output(last), reason, chat["usage"]
-        )  # the items as they were streamed
+        whole = response_object(self._name, self._created, self._body, self._output(last), reason, chat["usage"])
         yield self._event(kind, response=whole)
 
     def _finish_reasoning(self) -> Iterator[ServerEvent]:
@@ -159,9 +164,9 @@ class ResponsesEvents:
                 yield from self._finish(open_item)
 
     def _finish(self, open_item: _OpenItem, status: str = "completed") -> Iterator[ServerEvent]:
-        if open_item.done:
+        if open_item.status is not None:
             return
-        open_item.done = True
+        open_item.status = status
         if open_item.kind == "function_call":
             name = open_item.item["name"]
             yield self._named_event(
@@ -183,8 +188,8 @@ class ResponsesEvents:
         return self._items[-1]
 
     def _output(self, last: str) -> list[Json]:
-        """The items of the output so far; `last`: the status of the last one."""
-        return [self._whole(one, last if one is self._items[-1] else "completed") for one in self._items]
+        """The items of the output so far. `last`: the status of the one that grew last, unless it is done."""
+        return [self._whole(one, one.status or (last if one is self._grown else "completed")) for one in self._items]
 
     def _whole(self, open_item: _OpenItem, status: str) -> Json:
         """The item with its content so far."""

@@ -13,6 +13,7 @@ from schemas.requests.parsing import parse_body
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest, TokensEvent
 
 BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
 
 
 def converter() -> AnthropicEvents:
@@ -23,13 +24,12 @@ def converter() -> AnthropicEvents:
 def test_each_block_is_closed_before_the_next_begins() -> None:
     call = {"index": 0, "id": "t", "type": "function", "function": {"name": "f", "arguments": ""}}
     more = {"index": 0, "function": {"arguments": '{"a":1}'}}
-    usage = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
     events = [
         TokensEvent("http-1", 1, 0, reasoning="hm"),
         TokensEvent("http-1", 1, 1, reasoning="!", text="so"),
         TokensEvent("http-1", 1, 2, tool_calls=[call]),
         TokensEvent("http-1", 1, 3, tool_calls=[more]),
-        EndEvent("http-1", 1, 4, {"choices": [{"finish_reason": "tool_calls"}], "usage": usage}),
+        EndEvent("http-1", 1, 4, {"choices": [{"finish_reason": "tool_calls"}], "usage": USAGE}),
     ]
     made = converter()
     sent = [sent for event in events for sent in made.convert(event)]
@@ -51,6 +51,22 @@ def test_each_block_is_closed_before_the_next_begins() -> None:
     ]
     assert data[-2]["delta"]["stop_reason"] == "tool_use"
     assert (data[-2]["usage"]["input_tokens"], data[-2]["usage"]["cache_read_input_tokens"]) == (3, 2)
+
+
+def test_a_further_thought_and_the_text_after_it_are_blocks_of_their_own() -> None:
+    events = [
+        TokensEvent("http-1", 1, 0, reasoning="one"),
+        TokensEvent("http-1", 1, 1, text="a"),
+        TokensEvent("http-1", 1, 2, reasoning="two"),
+        TokensEvent("http-1", 1, 3, text="b"),
+        EndEvent("http-1", 1, 4, {"choices": [{"finish_reason": "stop"}], "usage": USAGE}),
+    ]
+    made = converter()
+    data: list[dict[str, Any]] = [orjson.loads(sent.data) for event in events for sent in made.convert(event)]
+    blocks = [(one["index"], one["type"].removeprefix("content_block_")) for one in data if "index" in one]
+    assert blocks == [(index, step) for index in range(4) for step in ("start", "delta", "stop")]
+    started = [one["content_block"]["type"] for one in data if one["type"] == "content_block_start"]
+    assert started == ["thinking", "text", "thinking", "text"]
 
 
 def test_an_error_is_the_last_event() -> None:

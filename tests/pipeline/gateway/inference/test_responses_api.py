@@ -255,6 +255,27 @@ def test_text_after_a_call_goes_on_with_the_text_item() -> None:
     assert stream.output[0]["content"][0]["text"] == "ab"
 
 
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_each_thought_is_an_item_and_the_text_goes_on(reason: str) -> None:
+    stream = Stream(
+        tokens(reasoning="one"), tokens("a"), tokens(reasoning="two"), tokens(reasoning="!"), tokens("b"),
+        tokens(reasoning="three"), tokens("c"), end(reason, "abc", reasoning_content="onetwo!three"),
+    ).check()  # fmt: skip
+    kinds = ["reasoning", "message", "reasoning", "reasoning"]
+    assert [(item["type"], item["content"][0]["text"]) for item in stream.output] == list(
+        zip(kinds, ["one", "abc", "two!", "three"], strict=True)
+    )
+    assert len({item["id"] for item in stream.output}) == 4
+    cut_off = "incomplete" if reason == "length" else "completed"
+    assert [item["status"] for item in stream.output] == ["completed", cut_off, "completed", "completed"]
+    closed: set[int] = set()
+    for event in stream.events:
+        if event["type"].endswith(".delta"):
+            assert event["output_index"] not in closed, "an item that is done doesn't grow"
+        if event["type"] == "response.output_item.done":
+            closed.add(event["output_index"])
+
+
 def test_a_call_that_is_cut_off_is_incomplete() -> None:
     stream = Stream(tokens("a"), tokens(tool_calls=[call(0, '{"a', "f")]), end("length", "a"), **TOOLS).check()
     assert [item["status"] for item in stream.output] == ["completed", "incomplete"]
