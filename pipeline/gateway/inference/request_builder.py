@@ -31,6 +31,7 @@ from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import CHAT_URL, Body, ChatBody, CompletionBody, GenerationBody, dump_body, parse_body
 from schemas.requests.sampling_defaults import answer_limit, fill_in
+from schemas.requests.scoring import ClassifyBody
 from schemas.requests.tokenizing import TOKENIZER_BODIES, DetokenizeBody, TokenizeBody, parse_tokenizing
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
@@ -213,10 +214,8 @@ class InferenceRequestBuilder:
         resume = extension.resume if stream else 0.0
         ticket = None
         if self._rates is not None:
-            rows = checked.n * checked.num_prompts if isinstance(checked, GenerationBody) else 1
-            ticket = self._rates.admit(
-                caller, request.id, self._max_tokens(checked, dumped, default_max_tokens), seconds, rows
-            )
+            most = self._max_tokens(checked, dumped, default_max_tokens)
+            ticket = self._rates.admit(caller, request.id, most, seconds, *_rows(checked))
         return InferenceRequest(
             request,
             url,
@@ -353,6 +352,14 @@ class InferenceRequestBuilder:
                 self._models.clear()
             self._models[name] = now + _CATALOG_CACHE_SECONDS, entry
         return entry
+
+
+def _rows(body: Body) -> tuple[int, str]:
+    """The request's rows in the engine, for `running_rows`, and the field that multiplies them: its answers, or the
+    choices that are computed for its prompts. Pooled texts count as one: they are computed at once."""
+    if isinstance(body, GenerationBody):
+        return body.n * body.num_prompts, "n" if body.n > 1 else "prompt"
+    return (body.num_sequences, "choices") if isinstance(body, ClassifyBody) and body.choices else (1, "n")
 
 
 def _streaming(url: str, plain: dict[str, Any]) -> tuple[bool, bool]:

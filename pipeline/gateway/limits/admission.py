@@ -153,12 +153,14 @@ class RateLimiter:
         """Count a request to any route; returns the rate-limit headers. Raises `ApiError` (429)."""
         return self._headers("requests", self._take("requests", caller, 1))
 
-    def admit(self, caller: Caller, request: str, tokens: int, seconds: float, rows: int = 1) -> AdmittedRequest:
+    def admit(
+        self, caller: Caller, request: str, tokens: int, seconds: float, rows: int = 1, multiplier: str = "n"
+    ) -> AdmittedRequest:
         """Admit an inference request, or raise `ApiError` (429). The caller releases it with `release`.
 
         Args:
             tokens: an upper bound of the tokens that it uses.  seconds: its time limit.
-            rows: the number of its answers (`n`).
+            rows: the number of its answers (`n`) or choices.  multiplier: the field to lower when they are too many.
         """
         names: list[str] = []
         try:
@@ -168,7 +170,7 @@ class RateLimiter:
                     (limit.name + _ROWS, limit.limits.running_rows, rows),
                 ):
                     if most is not None:
-                        self._enter(limit.whose, name, request, most, seconds, count)
+                        self._enter(limit.whose, name, request, most, seconds, count, multiplier)
                         names.append(name)
             windows = self._take("tokens", caller, tokens)
         except ApiError:
@@ -279,11 +281,13 @@ class RateLimiter:
         found = self._call(lambda: self._windows.get_sliding_window(key, window), (0, 0.0, 0, 0.0))
         return _Window(item.amount, *found)
 
-    def _enter(self, whose: str, name: str, request: str, most: int, seconds: float, count: int) -> None:
+    def _enter(
+        self, whose: str, name: str, request: str, most: int, seconds: float, count: int, multiplier: str
+    ) -> None:
         """Take `count` concurrency slots; raises `ApiError` (429)."""
         if count > most:
-            message = f"n is {count}, but {whose} may have {most} rows under way; lower n"
-            raise ApiError(429, CODE, message, param="n", headers={"x-should-retry": "false"})
+            message = f"{multiplier} asks for {count} rows, but {whose} may have {most} under way; send more requests"
+            raise ApiError(429, CODE, message, param=multiplier, headers={"x-should-retry": "false"})
         if not self._call(partial(self._running.enter, name, request, most, seconds, count), True):
             message = f"{whose} has {most} requests under way already; ask again when one has ended"
             if name.endswith(_ROWS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from websockets.sync.client import ClientConnection
 
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.gateway.http.api_keys import Scope
+from pipeline.gateway.http.auth import Caller
+from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.inference.responses import StreamSettings
 from pipeline.gateway.limits.admission import RateLimiter, RateSettings
 from pipeline.gateway.limits.concurrency_slots import MemoryConcurrencySlots
@@ -191,6 +194,34 @@ def test_a_stream_cut_off_by_shutdown_releases_its_slot_before_its_last_event(tm
                     assert running.enter("tenant/default", "another", 1, 1.0), "there is no folder"
                     return
     pytest.fail(f"it was not ended: {came[-500:]!r}")
+
+
+def test_a_classification_counts_its_choices_as_rows(tmp_path: Path) -> None:
+    clock = SystemClock()
+    limiter = RateLimiter(clock, RateSettings(tenant=RateLimits(running_rows=6)), running=MemoryConcurrencySlots(clock))
+    with run_http_harness(tmp_path, limiter=limiter) as harness, harness.http() as http:
+        harness.worker.stop_taking()
+        given = {"model": "tiny", "input": ["a", "b"], "choices": ["x", "y"]}
+        wide = http.post("/v1/classify", json=given | {"choices": ["w", "x", "y", "z"]})
+        error = wide.json()["error"]
+        assert (wide.status_code, error["param"]) == (429, "choices")
+        assert error["message"] == ("choices asks for 8 rows, but this tenant may have 6 under way; send more requests")
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(http.post, "/v1/classify", json=given)
+            wait_for(lambda: not limiter_has_room(limiter, 3))
+            assert limiter_has_room(limiter, 2)
+            harness.worker.hold.clear()
+            assert first.result(HANG_SECONDS).status_code == 200
+
+
+def limiter_has_room(limiter: RateLimiter, rows: int) -> bool:
+    """Whether the default tenant may have this many more rows under way."""
+    caller = Caller("default", frozenset(Scope))
+    try:
+        limiter.release(limiter.admit(caller, "probe", 1, 60.0, rows), 1)
+    except ApiError:
+        return False
+    return True
 
 
 @pytest.fixture
