@@ -8,6 +8,7 @@ that isn't closed properly leaves that open, so it is the job's error.
 from __future__ import annotations
 
 import csv
+import os
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -18,7 +19,7 @@ import pyarrow as pa
 from pipeline.planner.ports import BrokenInput, InputError, SourceFile
 from pipeline.planner.readers.columns import Piece, check_columns
 from pipeline.planner.readers.decompression import decompressed
-from pipeline.planner.readers.expansion import MAX_DECODED_ROWS
+from pipeline.planner.readers.expansion import MAX_DECODED_ROWS, ExpansionLimit
 from pipeline.planner.readers.jsonl import BATCH_BYTES, refuse_other_formats
 from pipeline.planner.readers.lines import BOM, lines_of
 from schemas.requests.errors import RowError, RowErrorCode
@@ -42,6 +43,7 @@ class CsvColumns:
 
     def __init__(self, file: SourceFile, limits: Limits) -> None:
         self.name = file.name
+        self._stored = file
         self._file = decompressed(file)
         self._max_bytes = MAX_ROW_LINES * limits.max_line_bytes
         refuse_other_formats(self._file)
@@ -58,6 +60,8 @@ class CsvColumns:
 
     def pieces(self) -> Iterator[Piece]:
         """See `ColumnFile`."""
+        with self._stored.open() as stream:
+            limit = ExpansionLimit(stream.seek(0, os.SEEK_END), "CSV", "leave out rows without all cells, or columns")
         with closing(self._rows(self._max_bytes)) as rows:
             next(rows, None)
             found: list[_Row] = []
@@ -66,10 +70,10 @@ class CsvColumns:
                 found.append(self._checked(row))
                 size += row.size
                 if len(found) == MAX_DECODED_ROWS or size >= BATCH_BYTES:
-                    yield self._piece(found)
+                    yield self._piece(found, limit)
                     found, size = [], 0
             if found:
-                yield self._piece(found)
+                yield self._piece(found, limit)
 
     def _checked(self, row: _Row) -> _Row:
         if row.error is None and len(row.cells) != len(self.schema):
@@ -77,15 +81,17 @@ class CsvColumns:
                 f"the row has {len(row.cells)} cells, but the header has {len(self.schema)}; give one for each column, "
                 "and put texts with commas in double quotes"
             )
-            return row._replace(error=_invalid(message))
+            return row._replace(cells=[], error=_invalid(message))
         return row
 
-    def _piece(self, rows: list[_Row]) -> Piece:
+    def _piece(self, rows: list[_Row], limit: ExpansionLimit) -> Piece:
         errors = {index: row.error for index, row in enumerate(rows) if row.error is not None}
         nulls = [None] * len(self.schema)
         columns = zip(*(nulls if row.error is not None else row.cells for row in rows), strict=True)
         arrays = [pa.array([cell or None for cell in column], pa.string()) for column in columns]
         table = pa.Table.from_arrays(arrays, schema=self.schema)
+        # A row of a few bytes becomes nulls in all columns.
+        limit.add(table.nbytes, f"{self.name}: line {rows[0].line}")
         return Piece(table, errors, [row.line for row in rows])
 
     def _rows(self, max_bytes: int) -> Generator[_Row]:

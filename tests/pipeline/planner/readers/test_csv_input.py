@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from pipeline.planner import BrokenInput, InputError, RowSource, SourceBatch, SourceFile, TooManyRows, open_source
 from pipeline.planner.readers import csv as csv_reading
+from pipeline.planner.readers import expansion
 from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.jobs.inputs import InputFormat
 from schemas.requests.errors import RowError
@@ -151,6 +153,20 @@ def test_a_header_is_bounded_before_its_columns_are_made(monkeypatch: pytest.Mon
     assert made == []
     wide = b"custom_id,prompt," + b"n" * 1_000_000 + b"\n"
     assert values(wide + b"a,b,c\n")[2]["custom_id"] == "a"
+
+
+def test_short_rows_count_by_the_columns_that_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expansion, "ALWAYS_DECODED_BYTES", 1 << 20)
+    monkeypatch.setattr(expansion, "MAX_EXPANSION", 50)
+    wide = b"custom_id,prompt" + b"".join(b",n%d" % number for number in range(500)) + b"\n"
+    whole = b"a,b" + b"," * 500 + b"\n"
+    assert len(values(wide + (b"x\n" + whole) * 50)) == 100
+    assert len(values(wide + whole * 3_000)) == 3_000, "they are 1.5 MB"
+    with pytest.raises(BrokenInput, match=r"0\.csv: line \d+: \d+ bytes of CSV decode to more than 1048576 bytes"):
+        read(wide + b"x\n" * 2_000)
+    packed = SourceFile("0.csv.gz", lambda: io.BytesIO(gzip.compress(wide + b"x\n" * 2_000)))
+    with pytest.raises(BrokenInput, match=r"0\.csv\.gz: line \d+: \d+ bytes of CSV decode to more than 1048576 bytes"):
+        list(open_source([packed], InputFormat.CSV, Limits(), "demo").batches(SIZES))
 
 
 def test_a_cell_longer_than_a_line_may_be_fails_alone() -> None:
