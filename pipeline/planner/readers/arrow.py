@@ -22,7 +22,7 @@ from pipeline.planner.readers.arrow_streams import read_batches, read_schema
 from pipeline.planner.readers.columns import Piece
 from pipeline.planner.readers.expansion import MAX_DECODED_ROWS, MAX_ROW_BYTES, ExpansionLimit, decoding
 from pipeline.planner.readers.jsonl import BATCH_BYTES
-from pipeline.planner.readers.plain_types import plain_schema
+from pipeline.planner.readers.plain_types import plain_schema, shown
 
 Positions = NDArray[np.int64]
 
@@ -74,10 +74,12 @@ class ArrowColumns:
             if column.type == field.type:
                 continue
             if pa.types.is_dictionary(column.type):
-                values = _cast_whole(f"{where}: the dictionary of column {field.name}", column.dictionary, field.type)
+                values = _cast_whole(
+                    f"{where}: the dictionary of column {shown(field.name)}", column.dictionary, field.type
+                )
                 columns[index] = pa.DictionaryArray.from_arrays(column.indices, values)
             elif pa.types.is_nested(column.type):
-                columns[index] = _cast_whole(f"{where}: the column {field.name}", column, field.type)
+                columns[index] = _cast_whole(f"{where}: the column {shown(field.name)}", column, field.type)
         return pa.RecordBatch.from_arrays(columns, names=self.schema.names)
 
     def _tables(self, where: str, batch: pa.RecordBatch, start: int, end: int) -> Iterator[pa.Table]:
@@ -116,7 +118,8 @@ def _refuse_unusable(name: str, field: pa.Field) -> None:
     except pa.ArrowException:
         usable = False
     if not usable:
-        raise InputError(f"{name}: the column {field.name} is {str(field.type)[:200]}; write it as text or plain lists")
+        column, kind = shown(field.name), shown(str(field.type), 200)
+        raise InputError(f"{name}: the column {column} is {kind}; write it as text or plain lists")
 
 
 def _contains_list_view(kind: pa.DataType) -> bool:

@@ -18,6 +18,7 @@ from pipeline.planner.ports import InputError, SourceBatch, SourceRow, TooManyRo
 from pipeline.planner.readers.cells import cells_of, row_bytes
 from pipeline.planner.readers.expansion import decoding
 from pipeline.planner.readers.jsonl import BATCH_BYTES, BATCH_ROWS, BLANK, parse_json
+from pipeline.planner.readers.plain_types import shown
 from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
@@ -164,7 +165,7 @@ class ColumnSource:
                 RowErrorCode.INVALID_REQUEST,
                 f"the columns that are carried through hold {sizes[index]} bytes, but {limit} are allowed; shorten "
                 "them, or leave them out (limits.max_carried_bytes)",
-                carried.column_names[0],
+                shown(carried.column_names[0]),
             )
         return carried.take(pa.array(range(len(values)), pa.int64(), mask=large))
 
@@ -218,10 +219,10 @@ def _url_of(body: object) -> str:
 
 def _content_column(name: str, schema: pa.Schema) -> str:
     check_columns(name, len(schema.names))
-    columns = ", ".join(schema.names)[:1000] or "none"
+    columns = _listed(schema.names) or "none"
     doubled = sorted(column for column, count in Counter(schema.names).items() if count > 1)
     if doubled:
-        raise InputError(f"{name} has columns of the same name ({', '.join(doubled)[:1000]}); rename them")
+        raise InputError(f"{name} has columns of the same name ({_listed(doubled)}); rename them")
     if "custom_id" not in schema.names:
         raise InputError(f"{name} lacks the column custom_id (it has: {columns}); add it")
     found = [column for column in CONTENT if column in schema.names] or [TO_EMBED] * (TO_EMBED in schema.names)
@@ -233,8 +234,14 @@ def _content_column(name: str, schema: pa.Schema) -> str:
     if not pa.types.is_string(schema.field("custom_id").type) and not pa.types.is_large_string(
         schema.field("custom_id").type
     ):
-        raise InputError(f"{name}: the column custom_id is {schema.field('custom_id').type}; make it a string")
+        kind = shown(str(schema.field("custom_id").type))
+        raise InputError(f"{name}: the column custom_id is {kind}; make it a string")
     return found[0]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The names for messages, as far as they fit."""
+    return ", ".join(shown(name) for name in names[:100])[:1000]
 
 
 def _without_nulls(message: object) -> object:

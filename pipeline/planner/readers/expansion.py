@@ -14,6 +14,7 @@ from typing import Final
 import pyarrow as pa
 
 from pipeline.planner.ports import BrokenInput, InputError
+from pipeline.planner.readers.plain_types import shown
 
 MAX_DECODED_ROWS: Final = 256
 """Rows decoded at once; fewer where they are large."""
@@ -64,5 +65,5 @@ def decoding(where: str) -> Iterator[None]:
 
 
 def _broken(where: str, error: Exception) -> BrokenInput:
-    reason = " ".join(str(error).split())[:500]
+    reason = shown(" ".join(str(error).split()), 500)
     return BrokenInput(f"{where}: can't be decoded: {reason or type(error).__name__}; write the file anew")

@@ -1,8 +1,14 @@
-"""Arrow types with values in place of codes and views."""
+"""Arrow types with values in place of codes and views, and how names and types are shown in messages."""
 
 from __future__ import annotations
 
 import pyarrow as pa
+
+
+def shown(text: str, most: int = 100) -> str:
+    """A name or type from a file for messages: cut, and escaped where it has characters that can't be printed."""
+    cut = text[:most]
+    return (cut if cut.isprintable() else repr(cut)) + "…" * (len(text) > most)
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:

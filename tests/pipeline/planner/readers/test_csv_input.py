@@ -169,6 +169,20 @@ def test_short_rows_count_by_the_columns_that_they_lack(monkeypatch: pytest.Monk
         list(open_source([packed], InputFormat.CSV, Limits(), "demo").batches(SIZES))
 
 
+def test_names_of_columns_are_escaped_and_cut_in_messages() -> None:
+    name = b"a\0\x1b[2J\xe2\x80\xae" + b"x" * 900
+    for header in (name + b",prompt\n", b"custom_id,prompt," + name + b"," + name + b"\n"):
+        with pytest.raises(InputError, match=r"'a\\x00\\x1b\[2J\\u202ex+'…") as found:
+            read(header)
+        assert str(found.value).isprintable()
+        assert len(str(found.value)) < 400
+    (large,) = values(b"custom_id,prompt," + name + b"\na,b,long\n", limits=Limits(max_carried_bytes=3)).values()
+    assert isinstance(large, RowError)
+    assert large.param is not None
+    assert large.param.isprintable()
+    assert len(large.param) < 200
+
+
 def test_a_cell_longer_than_a_line_may_be_fails_alone() -> None:
     found = values(HEADER + b"a,b\nb," + b"x" * 300 + b"\nc,d\n", limits=Limits(max_line_bytes=200))
     assert "the column prompt is longer than 200 bytes" in message_of(found[3])
