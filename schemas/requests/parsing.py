@@ -54,6 +54,7 @@ __all__ = [
     "parse_as",
     "parse_body",
     "parse_line",
+    "row_error",
     "unsupported_url",
 ]
 
@@ -134,7 +135,7 @@ def parse_line(obj: object, limits: Limits | None = None) -> RequestLine:
     try:
         line = RequestLine.model_validate(obj)
     except ValidationError as error:
-        raise _row_error(error) from None
+        raise row_error(error) from None
     if not line.custom_id:
         raise _refuse("custom_id", "is empty; give each line a name of its own")
     if len(line.custom_id) > limits.max_custom_id_chars:
@@ -174,7 +175,7 @@ def parse_as(model: type[_Model], body: Mapping[str, Any]) -> _Model:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise _row_error(error) from None
+        raise row_error(error) from None
 
 
 def _parse_dialect(dialect: Dialect, body: Mapping[str, Any], limits: Limits) -> ChatBody:
@@ -183,12 +184,12 @@ def _parse_dialect(dialect: Dialect, body: Mapping[str, Any], limits: Limits) ->
     try:
         parsed = dialect.body.model_validate(fields)
     except ValidationError as error:
-        raise _row_error(error) from None
+        raise row_error(error) from None
     try:
         chat = parsed.to_chat()
         _check_limits(chat, limits)
     except ValidationError as error:
-        raise dialect.translate(_row_error(error)) from None
+        raise dialect.translate(row_error(error)) from None
     except RowError as error:
         raise dialect.translate(error) from None
     return chat
@@ -284,7 +285,7 @@ def _refuse(name: str, text: str) -> RowError:
     return RowError(RowErrorCode.INVALID_REQUEST, f"{name} {text}", param=name)
 
 
-def _row_error(error: ValidationError) -> RowError:
+def row_error(error: ValidationError) -> RowError:
     """The first of pydantic's errors, as a `RowError`."""
     detail = error.errors(include_url=False)[0]
     path = ""

@@ -12,7 +12,7 @@ import orjson
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.gateway.batches.requests import EXTENSION, body_mistake, read_batch
+from pipeline.gateway.batches.requests import EXTENSION, read_batch
 from pipeline.gateway.batches.service import Batches
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.errors import ApiError, bad_request, not_found
@@ -29,6 +29,7 @@ from schemas.jobs.job import OnInvalid
 from schemas.jobs.outcome import JobStatus
 from schemas.jobs.results import RowStatus
 from schemas.requests.dialects.anthropic.body import MESSAGES_URL
+from schemas.requests.parsing import row_error
 
 MAX_REQUESTS: Final = 100_000
 """Most requests of a batch, as with Anthropic."""
@@ -87,19 +88,15 @@ class MessageBatches:
         try:
             given = MessageBatchBody.model_validate(body)
         except ValidationError as error:
-            raise body_mistake(error) from None
+            mistake = row_error(error)
+            raise bad_request(mistake.message, mistake.param, mistake.code.value) from None
         self._check_ids(given.requests)
         # An invalid request is a result of its own, as with Anthropic; and so is one of a model that isn't served.
         options = {"on_invalid": OnInvalid.ROW.value, **(given.tokenmill or {})}
         order = {"input_file_id": "", "endpoint": MESSAGES_URL, "completion_window": _WINDOW}
         request = read_batch({**order, EXTENSION: options})
         file = self._store(tenant, given.requests, quota)
-        try:
-            batch = self._batches.create_without_files(tenant, request, file, check)
-        except ApiError:
-            self._files.delete(tenant, file.id)
-            raise
-        return _serialize(batch)
+        return _serialize(self._batches.create_without_files(tenant, request, file, check))
 
     def get(self, tenant: str, batch_id: str) -> MessageBatch:
         """The tenant's batch; raises `ApiError` (404)."""

@@ -134,13 +134,19 @@ class Batches:
         self, tenant: str, request: BatchRequest, file: StoredFile, check: Callable[[], None] = lambda: None
     ) -> Batch:
         """Create a message batch: its results stay in Parquet, and no output files are made of them. Raises
-        `ApiError`."""
-        self._check_room(tenant)
-        check()
+        `ApiError`. The file, which nobody else knows, is removed when no batch is created."""
         job_id = new_job_id(self._world.clock.now(), self._world.random)
-        self._files.add_reader(file, job_id)
+        try:
+            self._check_room(tenant)
+            check()
+            self._files.add_reader(file, job_id)
+            self._submit(tenant, job_id, request, file)
+        except Exception:
+            if self._ledger(job_id).find_job() is None:
+                self._files.remove_reader(file.id, job_id)
+                self._files.delete(tenant, file.id)
+            raise
         message_batches_of(tenant).add(self._store, job_id)
-        self._submit(tenant, job_id, request, file)
         return self._batch(job_id)
 
     def get(self, tenant: str, batch_id: str) -> Batch:
