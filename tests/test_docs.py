@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.observability.metric_definitions import METRICS
 from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode
-from schemas.requests.parsing import parse_body
+from schemas.requests.parsing import BODIES, parse_body
 from schemas.requests.tokenizing import TOKENIZER_BODIES, parse_tokenizing
 
 REPOSITORY = Path(__file__).parent.parent
@@ -152,6 +152,8 @@ def test_given_the_error_codes_when_the_table_is_read_then_each_is_there_with_it
 
     rows = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", text, re.MULTILINE))
     assert rows == {code.value: str(status) for code, status in STATUS_CODES.items()}
+    (urls,) = re.findall(r"^\| `unsupported_url` \| 400 \| not (.*); or the model", text, re.MULTILINE)
+    assert set(re.split(", | or ", urls)) == BODIES.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
