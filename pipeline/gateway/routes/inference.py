@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
-from pipeline.gateway.http.errors import ApiError, disconnected
+from pipeline.gateway.http.errors import disconnected
 from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.inference.sse import STREAM_ID, EventStream, wait_for_disconnect
 from pipeline.gateway.openapi.document import BODY, document_body, document_responses
@@ -71,13 +71,6 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
     async def respond(request: Request, caller: InferenceCaller, body: Body) -> Response:
         """Create a response. It isn't stored."""
         return await reply(answers, request, caller, RESPONSES_URL, body)
-
-    @router.get(f"{RESPONSES_URL}/{{response_id}}", response_class=Response, responses=document_responses(404))
-    @router.delete(f"{RESPONSES_URL}/{{response_id}}", response_class=Response, responses=document_responses(404))
-    def find_response(response_id: str, _: InferenceCaller) -> Response:
-        """Refuse the retrieval of a response with the reason."""
-        message = f"response {response_id[:80]!r} is not here: responses aren't stored; keep what POST returns"
-        raise ApiError(404, "not_found", message, param="id")
 
     @router.post(
         SCORE_URL, openapi_extra=document_body("ScoreBody", _SCORE), response_class=Response, responses=_SCORES

@@ -197,7 +197,7 @@ def test_each_error_is_the_clients_own_class_and_names_the_field(served: Served)
                 client.responses.create(**ask(), **{field: value}, stream=stream)
             assert refused.value.code == "unsupported_parameter"
             assert (refused.value.param or "").startswith(field)
-    with pytest.raises(openai.NotFoundError, match="aren't stored"):
+    with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_1")
 
 
