@@ -90,10 +90,11 @@ class LaneContract:
         events = [*(tokens("r1", n) for n in range(5)), end("r1", 5)]
         assert worker.emit(events[:2]) == frozenset()
         assert read_events(lane, "r1") == events[:2]
-        assert worker.emit(events[2:]) == frozenset()
+        assert worker.emit(events[2:5]) == frozenset()
+        assert read_events(lane, "r1", Position(1, 3)) == events[4:5]
+        assert read_events(lane, "r1", Position(1, 4), timeout=0) == []
+        assert worker.emit(events[5:]) == frozenset()
         assert read_events(lane, "r1") == events
-        assert read_events(lane, "r1", Position(1, 3)) == events[4:]
-        assert read_events(lane, "r1", Position(1, 5), timeout=0) == []
 
     def test_a_reader_that_waits_for_events_or_requests_is_woken(self, make_lane: MakeLane, lane: OpenLane) -> None:
         worker = lane.worker("w1")

@@ -19,7 +19,7 @@ from tests.tokenmill.chaos.running import Setup
 from tests.workers.structured.thinking_templates import OPENED
 from tokenmill.models.sources import find
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 SCHEMA = {
     "type": "object",
