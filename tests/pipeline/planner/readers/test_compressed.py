@@ -142,6 +142,7 @@ def test_a_line_of_megabytes_fails_alone(suffix: str) -> None:
     assert (large.line, first.value, last.value) == (2, {"custom_id": "a"}, {"custom_id": "a"})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_bombs_of_gigabytes_are_read_in_bounded_memory(tmp_path: Path) -> None:
     paths = []
