@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-import resource
 import struct
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from schemas.requests.errors import RowError
 from schemas.requests.limits import Limits
 from tests.pipeline.planner.readers.arrow_files import FORMS, arrow
 from tests.pipeline.planner.readers.child_reads import read_in_child
+from tests.pipeline.planner.readers.damage import read_damaged
 
 SIZES = SegmentSizes(100, 1_000)
 NOT_UTF8 = pa.StringArray.from_buffers(1, pa.py_buffer(struct.pack("<ii", 0, 2)), pa.py_buffer(b"\xff\xfe"))
@@ -307,34 +306,13 @@ def whole_files() -> list[bytes]:
     return [arrow(table, form, 20, compression=how) for form in FORMS for how in (None, "lz4", "zstd")]
 
 
-def outcomes(count: int, seed: int) -> Counter[str]:
-    """The outcomes of reading so many damaged files; any other error than `InputError` is raised."""
-    chosen, bases, found = random.Random(seed), whole_files(), Counter[str]()
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, before[1]))
-    try:
-        for number in range(count):
-            data = damaged(chosen.choice(bases), chosen)
-            try:
-                read(data)
-                found["read"] += 1
-            except InputError:
-                found["refused"] += 1
-            except BaseException as error:
-                error.add_note(f"seed {seed}, file {number}")
-                raise
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-    return found
-
-
 def test_damaged_files_are_read_or_refused() -> None:
-    found = outcomes(300, seed=1)
+    found = read_damaged(whole_files(), damaged, read, 300, seed=1)
     assert found["read"] > 10, found
     assert found["refused"] > 50, found
 
 
 @pytest.mark.exhaustive
 def test_thousands_of_damaged_files_are_read_or_refused() -> None:
-    found = outcomes(5_000, seed=2)
+    found = read_damaged(whole_files(), damaged, read, 5_000, seed=2)
     assert found["refused"] > 500, found

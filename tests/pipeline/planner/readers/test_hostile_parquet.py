@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-import resource
 import struct
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.planner import BrokenInput, InputError, SourceFile, TooManyRows, open_source
+from pipeline.planner import BrokenInput, SourceFile, TooManyRows, open_source
 from pipeline.planner.readers import expansion, parquet
 from pipeline.planner.readers.columns import ColumnSource
 from pipeline.planner.segment_sizes import SegmentSizes
@@ -22,6 +20,7 @@ from schemas.jobs.inputs import InputFormat
 from schemas.requests.errors import RowError
 from schemas.requests.limits import Limits
 from tests.pipeline.planner.readers.child_reads import read_in_child
+from tests.pipeline.planner.readers.damage import read_damaged
 
 SIZES = SegmentSizes(100, 1_000)
 IDS = pa.array(["a"])
@@ -256,36 +255,15 @@ def whole_files() -> list[bytes]:
     ]
 
 
-def outcomes(count: int, seed: int) -> Counter[str]:
-    """The outcomes of reading so many damaged files; any other error than `InputError` is raised."""
-    chosen, bases, found = random.Random(seed), whole_files(), Counter[str]()
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, before[1]))  # a size that a file declares may be any
-    try:
-        for number in range(count):
-            data = damaged(chosen.choice(bases), chosen)
-            try:
-                read(data)
-                found["read"] += 1
-            except InputError:
-                found["refused"] += 1
-            except BaseException as error:
-                error.add_note(f"seed {seed}, file {number}")
-                raise
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-    return found
-
-
 def test_damaged_files_are_read_or_refused() -> None:
-    found = outcomes(150, seed=1)
+    found = read_damaged(whole_files(), damaged, read, 150, seed=1)
     assert found["read"] > 10, found
     assert found["refused"] > 50, found
 
 
 @pytest.mark.exhaustive
 def test_thousands_of_damaged_files_are_read_or_refused() -> None:
-    found = outcomes(2_000, seed=2)
+    found = read_damaged(whole_files(), damaged, read, 2_000, seed=2)
     assert found["refused"] > 500, found
 
 
