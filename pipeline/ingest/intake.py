@@ -149,7 +149,8 @@ class Intake:
             raise
         self.expect(draft.tenant, draft.job_id)
         submitted = submit(order, ledger, self._world, job_id=draft.job_id)
-        self._backlog.added(submitted.job)
+        if submitted.created:
+            self._backlog.added(submitted.job)
         self._metrics.record("created" if submitted.created else "repeated")
         return submitted
 

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.ledger.active_index import clean_up, delete_markers, mark
 from pipeline.ledger.ledger import JOB, OWN_FILES, OWN_FOLDERS, RESULTS, JobLedger, LedgerError, part_number
 from pipeline.ledger.records import RunRecord
-from pipeline.ledger.tenant_index import batches_of
+from pipeline.ledger.tenant_index import job_indexes_of
 from pipeline.ports import PipelineError, Randomness, World
 from pipeline.tracing import current_traceparent
 from schemas.jobs.inputs import InputRef
@@ -99,7 +99,8 @@ def submit(
         )  # fmt: skip
         mark(ledger)
         if ledger.in_root:
-            batches_of(order.tenant).add(ledger.store, ledger.name)
+            for index in job_indexes_of(order.tenant, order.settings.url):
+                index.add(ledger.store, ledger.name)
         if ledger.create_job(job):
             mark(ledger)  # a sweep may have found the marker without its job
             _record_run(ledger, world, now)

@@ -1,7 +1,7 @@
 """Index of a tenant's files and jobs: markers under a prefix of its own, so that a page of them is one listing and
 never reads other tenants' objects.
 
-    tenants/TENANT/message-batches/JOB      those of the batches that are Anthropic's
+    tenants/TENANT/message-batches/JOB      those of the batches whose requests are for Anthropic's Messages API
     tenants/TENANT/batches/JOB              tenants/TENANT/files/FILE.…            the newest first, as ids sort
     tenants/TENANT/oldest/batches/MIRRORED  tenants/TENANT/oldest/files/MIRRORED   the oldest first
     tenants/TENANT/idempotency/HASH.json
@@ -19,6 +19,7 @@ from typing import Final
 from urllib.parse import quote
 
 from pipeline.ports import ObjectStore
+from schemas.requests.dialects.anthropic.body import MESSAGES_URL
 
 TENANTS: Final = "tenants/"
 _MAX_NAME_BYTES: Final = 200
@@ -85,8 +86,13 @@ def batches_of(tenant: str) -> TenantIndex:
 
 
 def message_batches_of(tenant: str) -> TenantIndex:
-    """The index of those jobs of the tenant that are Anthropic's message batches."""
+    """The index of those jobs of the tenant whose requests are all for Anthropic's Messages API."""
     return TenantIndex(tenant_folder(tenant), "message-batches")
+
+
+def job_indexes_of(tenant: str, url: str | None) -> tuple[TenantIndex, ...]:
+    """The indexes that a job of the tenant is in. `url`: of all its requests; None: each names its own."""
+    return (batches_of(tenant), *([message_batches_of(tenant)] if url == MESSAGES_URL else []))
 
 
 def files_of(tenant: str) -> TenantIndex:

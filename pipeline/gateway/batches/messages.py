@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Annotated, Any, Final
 
 import orjson
@@ -74,12 +75,18 @@ class MessageBatches:
         self._batches = batches
 
     def create(
-        self, tenant: str, body: dict[str, Any], quota: StorageQuota, check: Callable[[], None] = lambda: None
+        self,
+        tenant: str,
+        body: dict[str, Any],
+        quota: StorageQuota,
+        key: str | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> MessageBatch:
-        """Create a batch.
+        """Create a batch, or find the one that the same request created before.
 
         Args:
             quota: of the tenant's stored files; the requests are one.
+            key: the idempotency key of the request.
             check: raises `ApiError` when the caller may not create another batch.
 
         Raises:
@@ -95,8 +102,8 @@ class MessageBatches:
         options = {"on_invalid": OnInvalid.ROW.value, **(given.tokenmill or {})}
         order = {"input_file_id": "", "endpoint": MESSAGES_URL, "completion_window": _WINDOW}
         request = read_batch({**order, EXTENSION: options})
-        file = self._store(tenant, given.requests, quota)
-        return _serialize(self._batches.create_without_files(tenant, request, file, check))
+        store = partial(self._store, tenant, given.requests, quota)
+        return _serialize(self._batches.create_without_files(tenant, body, request, store, key, check))
 
     def get(self, tenant: str, batch_id: str) -> MessageBatch:
         """The tenant's batch; raises `ApiError` (404)."""

@@ -27,7 +27,7 @@ from pipeline.ingest.validation import first_mistake
 from pipeline.jobs.retry import NothingToRetry, RetryOverrides, choose_rows, submit_retry
 from pipeline.jobs.submit import derived_job_id, new_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger
-from pipeline.ledger.tenant_index import TenantIndex, batches_of, message_batches_of
+from pipeline.ledger.tenant_index import TenantIndex, batches_of
 from pipeline.ports import StoreFull, World
 from pipeline.results.export import part_lines
 from schemas.jobs.batch import Batch
@@ -131,22 +131,39 @@ class Batches:
         return self._batch(job_id)
 
     def create_without_files(
-        self, tenant: str, request: BatchRequest, file: StoredFile, check: Callable[[], None] = lambda: None
+        self,
+        tenant: str,
+        body: dict[str, Any],
+        request: BatchRequest,
+        store: Callable[[], StoredFile],
+        key: str | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Batch:
-        """Create a message batch: its results stay in Parquet, and no output files are made of them. Raises
-        `ApiError`. The file, which nobody else knows, is removed when no batch is created."""
-        job_id = new_job_id(self._world.clock.now(), self._world.random)
+        """Create a message batch, or find the one that the same request created before. Its results stay in Parquet,
+        and no output files are made of them.
+
+        Args:
+            store: stores the requests as a file, which nobody else knows; it is removed when no batch reads it.
+            key, check: as for `create`.
+
+        Raises:
+            ApiError: the batch can't be created.
+        """
+        job_id, found = self._id(tenant, "message_batch", body, key)
+        if found:
+            return self._batch(job_id)
+        self._check_room(tenant)
+        check()
+        file = store()
         try:
-            self._check_room(tenant)
-            check()
             self._files.add_reader(file, job_id)
             self._submit(tenant, job_id, request, file)
-        except Exception:
-            if self._ledger(job_id).find_job() is None:
+        finally:
+            job = self._ledger(job_id).find_job()
+            # A repetition of this request, with a file of its own, may have been first.
+            if job is None or job.input.uri != self._files.as_input(file).uri:
                 self._files.remove_reader(file.id, job_id)
                 self._files.delete(tenant, file.id)
-            raise
-        message_batches_of(tenant).add(self._store, job_id)
         return self._batch(job_id)
 
     def get(self, tenant: str, batch_id: str) -> Batch:

@@ -15,7 +15,13 @@ from pipeline.gateway.inference.sse import STREAM_ID
 from pipeline.gateway.inference.token_counts import count_tokens
 from pipeline.gateway.openapi.document import BODY, document_body, document_responses
 from pipeline.gateway.response_models import DeletedMessageBatch, MessageBatch, MessageBatchPage, MessageTokens
-from pipeline.gateway.routes.dependencies import GatewayDependencies, Parts, authenticated_caller, json_body
+from pipeline.gateway.routes.dependencies import (
+    GatewayDependencies,
+    IdempotencyKey,
+    Parts,
+    authenticated_caller,
+    json_body,
+)
 from pipeline.gateway.routes.files_and_batches import NDJSON, check_job_limit
 from pipeline.gateway.routes.inference import document_events, document_json, reply
 from schemas.requests.dialects.anthropic.body import MESSAGES_URL
@@ -49,11 +55,11 @@ def message_batches_router() -> APIRouter:
     """Build the routes under `/v1/messages/batches`."""
     router = APIRouter(prefix=f"{MESSAGES_URL}/batches", tags=["messages"])
 
-    @router.post("", openapi_extra=document_body("MessageBatchBody", _BATCH), responses=_answers(*BODY, 507))
-    def create(caller: BatchesCaller, body: Body, parts: Parts) -> MessageBatch:
+    @router.post("", openapi_extra=document_body("MessageBatchBody", _BATCH), responses=_answers(*BODY, 409, 507))
+    def create(caller: BatchesCaller, body: Body, parts: Parts, idempotency_key: IdempotencyKey = None) -> MessageBatch:
         """Create a message batch."""
-        quota = parts.rates.storage_quota(caller)
-        return _batches(parts).create(caller.tenant, body, quota, check_job_limit(caller, parts))
+        quota, check = parts.rates.storage_quota(caller), check_job_limit(caller, parts)
+        return _batches(parts).create(caller.tenant, body, quota, idempotency_key, check)
 
     @router.get("", responses=_answers())
     def page(

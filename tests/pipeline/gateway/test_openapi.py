@@ -214,6 +214,9 @@ def _conflicts(operations_client: OperationClient, monkeypatch: pytest.MonkeyPat
         assert http.post("/v1/files", headers=once, **form).status_code == 409
         changed = {**wanted, "completion_window": "1h"}
         assert http.post("/v1/batches", headers=once, json=changed).status_code == 409
+        requests = [{"custom_id": name, "params": {**HELLO, "max_tokens": 5}} for name in "ab"]
+        assert http.post(f"{MESSAGES}/batches", headers=once, json={"requests": requests[:1]}).status_code == 200
+        assert http.post(f"{MESSAGES}/batches", headers=once, json={"requests": requests}).status_code == 409
         assert http.post(f"/v1/batches/{batch.id}/cancel").status_code == 409
         assert http.post(f"/v1/batches/{batch.id}/retry").status_code == 409
         harness.ledger(batch.id).create_tombstone(Tombstone(job=batch.id, at=harness.clock.now()))
