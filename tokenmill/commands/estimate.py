@@ -308,7 +308,13 @@ def _lower_bound(
 
     try:
         least = bound(
-            ModelShape(spec.num_parameters, spec.num_layers, spec.num_kv_heads, spec.head_dim),
+            ModelShape(
+                spec.num_parameters,
+                spec.num_layers,
+                spec.num_kv_heads,
+                spec.head_dim,
+                active_parameters=spec.num_active_parameters,
+            ),
             HARDWARE[name],
             requests=-(-amount.unique // workers),
             prompt_tokens=amount.prompt_tokens / workers,

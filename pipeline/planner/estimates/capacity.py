@@ -44,7 +44,12 @@ HARDWARE: Final[Mapping[str, Hardware]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The parameters of a model in the formulas. `bytes_per_parameter`: 2 for 16-bit, 1 for 8-bit, 0.5 for 4-bit."""
+    """The parameters of a model in the formulas.
+
+    Attributes:
+        bytes_per_parameter: 2 for 16-bit, 1 for 8-bit, 0.5 for 4-bit.
+        active_parameters: that a token is computed with, in a mixture of experts; None: all.
+    """
 
     parameters: int
     layers: int
@@ -52,10 +57,18 @@ class ModelShape:
     head_dim: int
     bytes_per_parameter: float = 2.0
     bytes_per_kv_element: float = 2.0
+    active_parameters: int | None = None
 
     @property
     def weight_bytes(self) -> float:
         return self.parameters * self.bytes_per_parameter
+
+    def read_bytes(self, tokens: float) -> float:
+        """Weights that a step of so many tokens reads: of a mixture, each token leaves the same share unread, as if
+        experts were chosen evenly."""
+        active = self.parameters if self.active_parameters is None else self.active_parameters
+        unread: float = (1 - active / self.parameters) ** max(1.0, tokens)
+        return self.weight_bytes * (1 - unread)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -83,12 +96,13 @@ def concurrent_sequences(model: ModelShape, hardware: Hardware, tokens: float, u
 def read_seconds(model: ModelShape, hardware: Hardware, sequences: float, tokens: float) -> float:
     """Seconds that one decode step takes to read the weights once and the KV cache of `sequences` with `tokens`
     each."""
-    return (model.weight_bytes + sequences * tokens * model.kv_bytes_per_token) / hardware.bandwidth
+    return (model.read_bytes(sequences) + sequences * tokens * model.kv_bytes_per_token) / hardware.bandwidth
 
 
 def compute_seconds(model: ModelShape, hardware: Hardware, tokens: float) -> float:
-    """Lower bound for computing `tokens`, of prompts or answers: two operations a parameter."""
-    return 2 * model.parameters * tokens / hardware.flops
+    """Lower bound for computing `tokens`, of prompts or answers: two operations a parameter that they are
+    computed with."""
+    return 2 * (model.active_parameters or model.parameters) * tokens / hardware.flops
 
 
 @dataclass(frozen=True, slots=True)
