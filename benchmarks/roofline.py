@@ -198,6 +198,8 @@ def decoder_of(model: Path) -> DecoderSpec:
         decoder = None if family is None else family(config)
     if decoder is None:
         raise SystemExit(f"error: {model} is computed by transformers' code; rooflines are for the fused decoder's")
+    if decoder.experts is not None:
+        raise SystemExit(f"error: {model} is a mixture of experts; what a step reads of it depends on its tokens")
     return decoder
 
 

@@ -52,6 +52,25 @@ _GEMMA = {
 _SLIDING_QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 _GPT2 = {"vocab_size": 257, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_MIXED = {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "num_experts_per_tok": 3}
+_QWEN2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "max_window_layers": 2,
+}
+_GLM = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "attention_bias": True,
+    "num_nextn_predict_layers": 0,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -76,17 +95,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 4, "head_dim": 16}),
+    "qwen2-moe": ("Qwen2MoeConfig", _QWEN2_MOE),
+    "qwen3-moe-mixed": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 6, "head_dim": 16, **_MIXED}),
+    "glm4-moe": ("Glm4MoeConfig", _GLM),
+    "glm4-moe-grouped": ("Glm4MoeConfig", {**_GLM, "n_group": 3, "topk_group": 2, "head_dim": 16, "use_qk_norm": True}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
 }
 """Family -> its transformers config class and what differs from the common shape."""
 
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "glm4-moe", "glm4-moe-grouped")
+"""Families with experts that the fused decoder computes."""
+
 FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
-    "qwen3-sliding", "gemma3", "gemma3-softcap",
+    "qwen3-sliding", "gemma3", "gemma3-softcap", *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 
-FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "mixtral", "qwen3-moe", "jetmoe")
+FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "jetmoe")
 """Families that go through transformers' own code."""
 
 
@@ -113,6 +139,9 @@ def make_tiny_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             _draw(name, parameter, tied=config.tie_word_embeddings, scaled="gemma" in family)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
         if edit is not None:
             edit(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -104,8 +104,12 @@ class SafetensorsCheckpoint:
 
     def read_part(self, name: str, axis: int, first: int, end: int, into: Tensor) -> None:
         """See `PartSource.read_part`. The file is mapped: pages of other parts are never touched."""
+        into.copy_(self.floats(name).narrow(axis, first, end - first))
+
+    def floats(self, name: str) -> Tensor:
+        """A tensor of a float dtype, mapped."""
         self._check(name)
-        into.copy_(self.tensor(name).narrow(axis, first, end - first))
+        return self.tensor(name)
 
     def _check(self, name: str) -> None:
         dtype = self._files[name].get_slice(name).get_dtype()

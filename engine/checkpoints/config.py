@@ -17,7 +17,7 @@ _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 4096),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 1 << 16),
     **dict.fromkeys(("hidden_size", "n_embd"), 1 << 20),
-    **dict.fromkeys(("intermediate_size", "n_inner", "vocab_size"), 1 << 24),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "vocab_size"), 1 << 24),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), (1 << 31) - 1),
 }
 """Config key -> maximum accepted value; far beyond any model, far below a size that would fill the memory."""

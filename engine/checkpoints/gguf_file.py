@@ -91,6 +91,18 @@ class GGUFFile:
         self._forget(tensor)
         return weight
 
+    def unstack(self, name: str) -> list[str]:
+        """Replace a tensor of three axes by its matrices, and return their names."""
+        whole = self.tensors.pop(name)
+        count, *shape = whole.shape
+        size = whole.size // count
+        parts = {
+            f"{name}[{index}]": GGUFTensor(tuple(shape), whole.kind, whole.start + index * size, size)
+            for index in range(count)
+        }
+        self.tensors |= parts
+        return list(parts)
+
     def _stored(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
         """A tensor's bytes, uint8 [rows, bytes of a row], where they lie."""
         stored = np.frombuffer(self._data, np.uint8, tensor.size, tensor.start)

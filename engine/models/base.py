@@ -24,6 +24,7 @@ class ModelSpec:
         max_position: context length of the model, tokens.
         windows: per layer, the sliding window in tokens (a query sees itself and window - 1 before it), or None.
         eos_token_ids: the tokens that end an answer (config and generation_config together).
+        num_active_parameters: that a token is computed with; None: all of them, or it is not known.
         generates: it has a language-model head.
         rope_original_max: length from which rotary frequencies depend on a sequence's length (dynamic scaling only).
     """
@@ -40,6 +41,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     dtype: torch.dtype
+    num_active_parameters: int | None = None
     rope_original_max: int | None = None
     generates: bool = True
 

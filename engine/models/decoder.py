@@ -1,4 +1,4 @@
-"""The fused decoder: one forward pass for the Llama, Mistral, Qwen2, Qwen3 and Gemma 3 families.
+"""The fused decoder: one forward pass for all families that a `DecoderSpec` describes, dense ones and mixtures.
 
 The families differ in data (`DecoderSpec`), not in code paths. Layers are plain tensors and
 `Linear`s in a slotted dataclass: at a handful of tokens per step, dispatch costs as much as arithmetic, so q, k and v
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.base import Attend, ModelSpec
+from engine.models.experts import ExpertRows, Experts, ExpertSpec, Mlp, weighted_sum
 from engine.models.rope import RopeSpec, RotaryTable
 from engine.quant.base import Linear
 from engine.quant.weight import QWeight
@@ -28,6 +29,8 @@ class DecoderSpec:
     """The parameters of a family and size.
 
     Attributes:
+        intermediate_size: of the dense MLPs.
+        experts: of the layers whose MLP is a mixture; None: none is.
         activation: of the gate.
         qkv_bias, output_bias, mlp_bias: which products have a bias.
         qk_norm: q and k are normed per head before they are rotated.
@@ -59,6 +62,7 @@ class DecoderSpec:
     layer_ropes: tuple[int, ...]
     max_position: int
     eos_token_ids: tuple[int, ...]
+    experts: ExpertSpec | None = None
     activation: Activation = "silu"
     tied: bool = False
     headless: bool = False
@@ -79,14 +83,20 @@ class DecoderSpec:
         kv = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv, kv
 
-    @property
-    def num_parameters(self) -> int:
+    def num_parameters(self, *, active: bool = False) -> int:
+        """Weights. `active`: those that a token is computed with, without the experts that are not chosen."""
         h, m = self.hidden_size, self.intermediate_size
         q, k, v = self.qkv_sizes
-        layer = h * (q + k + v) + q * h + 3 * h * m + (4 if self.sandwich_norms else 2) * h
-        layer += (q + k + v) * self.qkv_bias + h * self.output_bias + (2 * m + h) * self.mlp_bias
+        layer = h * (q + k + v) + q * h + (4 if self.sandwich_norms else 2) * h
+        layer += (q + k + v) * self.qkv_bias + h * self.output_bias
         layer += 2 * self.head_dim * self.qk_norm
-        return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tied else 2)
+        mixtures, mixture = 0, 0
+        if (experts := self.experts) is not None:
+            mixtures = sum(experts.layers)
+            mixture = experts.num_parameters(h, experts.top_k if active else experts.num_experts)
+        mlp = 3 * h * m + (2 * m + h) * self.mlp_bias
+        mlps = (self.num_layers - mixtures) * mlp + mixtures * mixture
+        return self.num_layers * layer + mlps + h + self.vocab_size * h * (1 if self.tied else 2)
 
     def model_spec(self, dtype: torch.dtype) -> ModelSpec:
         """The model's shape for the rest of the engine."""
@@ -102,7 +112,8 @@ class DecoderSpec:
             max_position=self.max_position,
             windows=self.windows,
             eos_token_ids=self.eos_token_ids,
-            num_parameters=self.num_parameters,
+            num_parameters=self.num_parameters(),
+            num_active_parameters=self.num_parameters(active=True),
             dtype=dtype,
             rope_original_max=dynamic.original_max if dynamic else None,
             generates=not self.headless,
@@ -115,7 +126,6 @@ class Layer:
 
     Attributes:
         qkv: hidden -> (heads + 2 kv_heads) * head_dim.  output: heads * head_dim -> hidden.
-        gate_up: hidden -> 2 * intermediate.  down: intermediate -> hidden.
         qk_norm: float32 [heads + kv_heads, head_dim].
     """
 
@@ -123,8 +133,7 @@ class Layer:
     qkv: Linear
     output: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | Experts
     qk_norm: Tensor | None = None
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
@@ -171,8 +180,10 @@ class FusedDecoder:
     @property
     def recordable(self) -> bool:
         """Whether `forward` can be captured as a graph: it never reads a value on the host. (Frequencies that follow a
-        sequence's length are read.)"""
-        return self._spec.rope_original_max is None
+        sequence's length are read, and the rows of experts that are multiplied one by one.)"""
+        mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Experts)]
+        grouped = all(product.recordable for mlp in mixtures for product in (mlp.gate_up, mlp.down))
+        return grouped and self._spec.rope_original_max is None
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
         """See `CausalModel.forward`."""
@@ -220,7 +231,7 @@ class FusedDecoder:
                 q, k = rotations[spec.layer_ropes[index]].apply(qk).tensor_split((spec.num_heads,), dim=1)
                 update = layer.output(attend(index, q, k, v, spec.attention_scale).flatten(1))
                 hidden += update if layer.output_norm is None else self._rms_norm(update, layer.output_norm)
-                update = layer.down(self._gated(layer.gate_up(self._rms_norm(hidden, layer.mlp_norm))))
+                update = self._mlp(layer.mlp, self._rms_norm(hidden, layer.mlp_norm))
                 hidden += update if layer.down_norm is None else self._rms_norm(update, layer.down_norm)
             if states is not None and spec.num_layers in states:
                 states[spec.num_layers].copy_(hidden)
@@ -239,6 +250,21 @@ class FusedDecoder:
             if (cap := self._decoder.final_softcap) is not None:
                 logits.div_(cap).tanh_().mul_(cap)
             return logits
+
+    def _mlp(self, mlp: Mlp | Experts, x: Tensor) -> Tensor:
+        """[T, hidden_size] -> [T, hidden_size]."""
+        if isinstance(mlp, Mlp):
+            return mlp.down(self._gated(mlp.gate_up(x)))
+        spec = self._decoder.experts
+        assert spec is not None
+        weights, chosen = mlp.route(spec, x)
+        rows = ExpertRows.of(chosen, spec.num_experts)
+        inner = self._gated(mlp.gate_up(rows.take(x, spec.top_k), rows.ends))
+        total = weighted_sum(rows.restore(mlp.down(inner, rows.ends), spec.top_k), weights)
+        if mlp.shared is not None:
+            shared = self._mlp(mlp.shared, x)
+            total += shared if mlp.shared_gate is None else shared * F.linear(x.float(), mlp.shared_gate).sigmoid()
+        return total.to(x.dtype)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Zhang & Sennrich 2019 (RMSNorm), equation 4: in float32, rounded once to x's dtype."""

@@ -20,6 +20,7 @@ from engine.config import Quantize
 from engine.errors import CorruptWeights
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
+from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, Mlp
 from engine.quant.base import DenseLinear, Linear, dense, packs
 from engine.quant.int8_linear import Int8Linear
 from engine.quant.linear import fast_kernel, int8_weight_only, quantized_linear
@@ -27,6 +28,7 @@ from engine.quant.rtn import AT_LOAD, at_load, round_to_nearest
 from engine.quant.weight import QWeight, stack
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_SHARED = ("shared_experts", "shared_expert")
 
 _PACKED_HEAD_BYTES = 128 << 20
 """A tied head is packed as a second copy only up to this size: small models gain 10 to 60 % on their largest product,
@@ -55,6 +57,10 @@ class DecoderBuilder(Protocol):
 
     def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
         """The product of gate and up, stacked in this order [2 * intermediate, hidden]."""
+        ...
+
+    def experts(self, weights: Sequence[Tensor | QWeight], *, gated: bool) -> ExpertLinear:
+        """The products of a mixture's experts, with a weight for each. `gated`: as of `DecoderBuilder.gated`."""
         ...
 
     def head(self, weight: Tensor | QWeight) -> Linear: ...
@@ -96,6 +102,12 @@ class TorchBuilder:
 
     def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
         return self.linear(weight, bias)
+
+    def experts(self, weights: Sequence[Tensor | QWeight], *, gated: bool) -> ExpertLinear:
+        dense = [weight for weight in weights if isinstance(weight, Tensor)]
+        if self.quantize in ("none", "dense") and len(dense) == len(weights) and GroupedLinear.runs(dense[0]):
+            return GroupedLinear(torch.stack(dense))
+        return LinearPerExpert([self.linear(weight, None) for weight in weights])
 
     def head(self, weight: Tensor | QWeight) -> Linear:
         return quantized_linear(weight, dtype=self.dtype) if isinstance(weight, QWeight) else dense(weight)
@@ -182,9 +194,14 @@ class WeightReader:
         return weight
 
     def norm(self, name: str, size: int, offset: bool) -> Tensor:
-        weight = torch.empty(size, dtype=torch.float32, device=self.device)
-        self.fill(f"{name}.weight", weight)
+        weight = self.exact(f"{name}.weight", size)
         return weight.add_(1) if offset else weight
+
+    def exact(self, name: str, *shape: int) -> Tensor:
+        """A small tensor in float32."""
+        weight = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self.fill(name, weight)
+        return weight
 
     def finish(self, ignored: tuple[str, ...]) -> None:
         known = (n for n in self._left if not n.endswith(DERIVED) and not n.startswith(ignored or ("\0",)))
@@ -226,38 +243,88 @@ def build_decoder(
     prefix = next((p for p in spec.weight_prefixes if reader.has(f"{p}embed_tokens.weight")), spec.weight_prefixes[0])
     use: Use = "tied" if spec.tied else "embedding"
     embedding = reader.matrix(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size, use)
-    layers = tuple(_layer(spec, reader, builder, f"{prefix}layers.{index}") for index in range(spec.num_layers))
+    layers = tuple(_layer(spec, reader, builder, prefix, index) for index in range(spec.num_layers))
     norm = reader.norm(f"{prefix}norm", spec.hidden_size, spec.norm_offset)
     head = _head(spec, reader, builder, embedding)
     reader.finish(spec.ignored_weights)
     return builder.decoder(spec, dtype, embedding=embedding, layers=layers, norm=norm, head=head, positions=positions)
 
 
-def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, name: str) -> Layer:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, prefix: str, index: int) -> Layer:
+    hidden, name = spec.hidden_size, f"{prefix}layers.{index}"
+    attention = f"{name}.self_attn"
 
     def norm(part: str) -> Tensor:
         return reader.norm(f"{name}.{part}", hidden, spec.norm_offset)
 
+    order = spec.ropes[spec.layer_ropes[index]].head_order(spec.head_dim)
     qk_norm = None
     if spec.qk_norm:
         q = reader.norm(f"{attention}.q_norm", spec.head_dim, spec.norm_offset)
         k = reader.norm(f"{attention}.k_norm", spec.head_dim, spec.norm_offset)
         qk_norm = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
+        qk_norm = qk_norm if order is None else qk_norm[:, order]
     qkv_names = [f"{attention}.{part}_proj" for part in "qkv"]
+    qkv, qkv_bias = reader.fused(qkv_names, spec.qkv_sizes, hidden, spec.qkv_bias)
+    if order is not None:
+        qkv, qkv_bias = _reordered(spec, qkv, qkv_bias, order)
     return Layer(
         input_norm=norm("input_layernorm"),
-        qkv=builder.linear(*reader.fused(qkv_names, spec.qkv_sizes, hidden, spec.qkv_bias)),
+        qkv=builder.linear(qkv, qkv_bias),
         output=builder.linear(*reader.fused([f"{attention}.o_proj"], [hidden], spec.qkv_sizes[0], spec.output_bias)),
         mlp_norm=norm("pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"),
-        gate_up=builder.gated(
-            *reader.fused([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, spec.mlp_bias, "gated")
+        mlp=(
+            _experts(spec, spec.experts, reader, builder, name)
+            if spec.experts is not None and spec.experts.layers[index]
+            else _mlp(spec, f"{name}.mlp", spec.intermediate_size, reader, builder)
         ),
-        down=builder.linear(*reader.fused([f"{mlp}.down_proj"], [hidden], inner, spec.mlp_bias)),
         qk_norm=qk_norm,
         output_norm=norm("post_attention_layernorm") if spec.sandwich_norms else None,
         down_norm=norm("post_feedforward_layernorm") if spec.sandwich_norms else None,
+    )
+
+
+def _reordered(
+    spec: DecoderSpec, weight: Tensor | QWeight, bias: Tensor | None, order: Tensor
+) -> tuple[Tensor | QWeight, Tensor | None]:
+    """The product of q, k and v with the dimensions of each head of q and k in this order."""
+    heads = torch.arange(spec.num_heads + spec.num_kv_heads)[:, None] * spec.head_dim
+    rows = torch.cat(((heads + order).flatten(), torch.arange(sum(spec.qkv_sizes[:2]), sum(spec.qkv_sizes))))
+    taken = weight.take(rows.to(weight.codes.device)) if isinstance(weight, QWeight) else weight[rows]
+    return taken, None if bias is None else bias[rows]
+
+
+def _mlp(spec: DecoderSpec, name: str, inner: int, reader: WeightReader, builder: DecoderBuilder) -> Mlp:
+    hidden, bias = spec.hidden_size, spec.mlp_bias
+    gate_up = reader.fused([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden, bias, "gated")
+    # The fused decoder computes mixtures for all builders, and splits the outputs of gate and up in halves.
+    gated = builder.gated if spec.experts is None else builder.linear
+    return Mlp(gated(*gate_up), builder.linear(*reader.fused([f"{name}.down_proj"], [hidden], inner, bias)))
+
+
+def _experts(
+    decoder: DecoderSpec, spec: ExpertSpec, reader: WeightReader, builder: DecoderBuilder, name: str
+) -> Experts:
+    """Mixtral has names of its own."""
+    hidden, inner = decoder.hidden_size, spec.intermediate_size
+    mixtral = reader.has(f"{name}.block_sparse_moe.gate.weight")
+    block = f"{name}.block_sparse_moe" if mixtral else f"{name}.mlp"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    each = [f"{block}.experts.{expert}" for expert in range(spec.num_experts)]
+    router = reader.exact(f"{block}.gate.weight", spec.num_experts, hidden)
+    gates = [reader.fused([f"{e}.{gate}", f"{e}.{up}"], [inner, inner], hidden, False, "gated")[0] for e in each]
+    gate_up = builder.experts(gates, gated=True)
+    del gates
+    downs = [reader.fused([f"{e}.{down}"], [hidden], inner, False)[0] for e in each]
+    shared = next((part for part in _SHARED if reader.has(f"{block}.{part}.down_proj.weight")), _SHARED[0])
+    correction = f"{block}.gate.e_score_correction_bias"
+    return Experts(
+        router=router,
+        gate_up=gate_up,
+        down=builder.experts(downs, gated=False),
+        correction=reader.exact(correction, spec.num_experts) if spec.has_correction else None,
+        shared=_mlp(decoder, f"{block}.{shared}", spec.shared_size, reader, builder) if spec.shared_size else None,
+        shared_gate=reader.exact(f"{block}.shared_expert_gate.weight", 1, hidden) if spec.has_shared_gate else None,
     )
 
 

@@ -12,9 +12,15 @@ from typing import Any
 from engine.checkpoints.config import end_tokens
 from engine.errors import UnsupportedModel
 from engine.models.decoder import Activation, DecoderSpec
+from engine.models.experts import ExpertSpec
 from engine.models.rope import RopeSpec, context_length, rope_spec
 
 Family = Callable[[Any], DecoderSpec]
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MOST_EXPERTS = 4096
+_MOST_FURTHER = 8
+"""Layers behind the last one that may be passed over."""
 
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "alibi": (False,),
@@ -101,6 +107,72 @@ def gemma3(config: Any) -> DecoderSpec:
     )
 
 
+def mixtral(config: Any) -> DecoderSpec:
+    """Mixtral (Jiang et al. 2024): Mistral with a mixture in each layer."""
+    windows = (config.sliding_window,) * config.num_hidden_layers
+    return _decoder(
+        config,
+        windows=windows,
+        experts=_experts(config, "num_local_experts", config.intermediate_size, renormalize=True),
+    )
+
+
+def qwen2_moe(config: Any) -> DecoderSpec:
+    """Qwen 1.5 and 2 MoE: every token goes through a shared expert, too, which a gate scales."""
+    experts = _experts(
+        config,
+        "num_experts",
+        config.moe_intermediate_size,
+        layers=_sparse_layers(config),
+        renormalize=bool(config.norm_topk_prob),
+        shared_size=config.shared_expert_intermediate_size,
+        has_shared_gate=True,
+    )
+    return _decoder(config, qkv_bias=bool(config.qkv_bias), windows=_windows(config), experts=experts)
+
+
+def qwen3_moe(config: Any) -> DecoderSpec:
+    """Qwen 3 MoE: Qwen 3 with mixtures."""
+    bias = bool(config.attention_bias)
+    experts = _experts(
+        config,
+        "num_experts",
+        config.moe_intermediate_size,
+        layers=_sparse_layers(config),
+        renormalize=bool(config.norm_topk_prob),
+    )
+    windows = (config.sliding_window,) * config.num_hidden_layers
+    return _decoder(config, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=windows, experts=experts)
+
+
+def glm4_moe(config: Any) -> DecoderSpec:
+    """GLM 4.5 and 4.6: a part of each head is rotated, and the first layers are dense. Layers that predict further
+    tokens are not read."""
+    layers = config.num_hidden_layers
+    experts = _experts(
+        config,
+        "n_routed_experts",
+        config.moe_intermediate_size,
+        layers=tuple(index >= config.first_k_dense_replace for index in range(layers)),
+        scoring="sigmoid",
+        renormalize=bool(config.norm_topk_prob),
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        scale=config.routed_scaling_factor,
+        has_correction=True,
+        shared_size=config.moe_intermediate_size * config.n_shared_experts,
+    )
+    further = range(layers, layers + min(config.num_nextn_predict_layers, _MOST_FURTHER))
+    return _decoder(
+        config,
+        qkv_bias=bool(config.attention_bias),
+        qk_norm=bool(config.use_qk_norm),
+        ropes=(rope_spec(config, _head_dim(config), partial=True),),
+        experts=experts,
+        ignored_weights=tuple(f"model.layers.{index}." for index in further),
+    )
+
+
 _FAMILIES: Mapping[str, Family] = {
     "llama": llama,
     "mistral": mistral,
@@ -108,6 +180,10 @@ _FAMILIES: Mapping[str, Family] = {
     "qwen3": qwen3,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
+    "mixtral": mixtral,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+    "glm4_moe": glm4_moe,
 }
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -131,7 +207,7 @@ def _decoder(config: Any, *, activation: str | None = None, **differences: Any) 
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     if heads % kv_heads:
         raise UnsupportedModel(f"{heads} attention heads can't share {kv_heads} key-value heads evenly")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = _head_dim(config)
     ropes: tuple[RopeSpec, ...] = differences.pop("ropes", None) or (rope_spec(config, head_dim),)
     fields: dict[str, Any] = {
         "windows": (None,) * config.num_hidden_layers,
@@ -162,14 +238,52 @@ def _decoder(config: Any, *, activation: str | None = None, **differences: Any) 
     )
 
 
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _experts(
+    config: Any, name: str, inner: int, *, layers: tuple[bool, ...] | None = None, **differences: Any
+) -> ExpertSpec:
+    """Return the mixture of a config.
+
+    Args:
+        name: the key of the number of experts.  inner: intermediate size of one.  layers: None: all of them.
+    """
+    count, top_k = getattr(config, name), config.num_experts_per_tok
+    if not 1 <= count <= _MOST_EXPERTS:
+        raise UnsupportedModel(f"{name} is {count}, but must be from 1 to {_MOST_EXPERTS}")
+    if not 1 <= top_k <= count:
+        raise UnsupportedModel(f"num_experts_per_tok is {top_k}, but must be from 1 to {name}, {count}")
+    spec = ExpertSpec(count, top_k, inner, layers or (True,) * config.num_hidden_layers, **differences)
+    groups, best = spec.num_groups, spec.top_groups
+    if groups != 1 and not (groups > 1 and count % groups == 0 and count // groups >= 2 and 1 <= best <= groups):
+        raise UnsupportedModel(f"n_group={groups} and topk_group={best} do not fit {name}={count}")
+    if count // groups * best < top_k:
+        raise UnsupportedModel(f"num_experts_per_tok is {top_k}, but topk_group={best} groups have fewer experts")
+    return spec
+
+
+def _sparse_layers(config: Any) -> tuple[bool, ...]:
+    """Return per layer whether Qwen's MLP is a mixture."""
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers
+    if step < 1:
+        raise UnsupportedModel(f"decoder_sparse_step is {step}, but must be 1 or more")
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(config.num_hidden_layers))
+
+
 def _windows(config: Any) -> tuple[int | None, ...]:
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 def _refuse_unread(config: Any, differences: Mapping[str, Any]) -> None:
+    reads = {
+        *(_EXPERT_COUNTS if "experts" in differences else ()),
+        *(["use_qk_norm"] if "qk_norm" in differences else ()),
+    }
     for key, neutral in _OFF.items():
         value = getattr(config, key, None)
-        if value is not None and value not in neutral:
+        if key not in reads and value is not None and value not in neutral:
             raise UnsupportedModel(f"{key}={value!r} is not supported for {config.model_type} models")
     if getattr(config, "final_logit_softcapping", None) is not None and "final_softcap" not in differences:
         raise UnsupportedModel(f"final_logit_softcapping is not supported for {config.model_type} models")

@@ -22,13 +22,23 @@ from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.quant.weight import QWeight
 
-_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+_ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+}
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 _SIZES = {
@@ -39,7 +49,19 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-_HARMLESS = {"vocab_size", "rope.scaling.finetuned", "expert_count", "expert_used_count"}
+_QWEN_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_EXPERT_KEYS = {
+    "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    "qwen2_moe": _QWEN_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    "qwen3_moe": _QWEN_EXPERTS,
+}
+"""Model type of a mixture -> metadata of its sizes, and the config's names of them."""
+
+_HARMLESS = {"vocab_size", "rope.scaling.finetuned"}
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10_000.0
 _GEMMA_27B_LAYERS = 62
 
@@ -61,7 +83,15 @@ _INNER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_STACKS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Tensors of all experts of a layer -> the module of each."""
+
 _GEMMA_INNER = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -88,9 +118,11 @@ class GGUFCheckpoint:
         if architecture not in _ARCHITECTURES:
             raise UnsupportedModel(f"GGUF files of architecture {architecture!r} can't be loaded; give safetensors")
         self._architecture = architecture
-        inner = _INNER | _GEMMA_INNER if architecture == "gemma3" else _INNER
-        self._stored = {_translate(name, inner): name for name in self._file.tensors if name != _ROPE_FACTORS}
         self.config = self._config()
+        family = fused_family(self.config)
+        assert family is not None, self.config.model_type
+        self._spec = family(self.config)
+        self._stored = self._names()
 
     @property
     def names(self) -> Collection[str]:
@@ -118,9 +150,7 @@ class GGUFCheckpoint:
 
     def decoder_spec(self) -> DecoderSpec:
         """Return the fused decoder's spec, with the file's end tokens and frequency factors."""
-        family = fused_family(self.config)
-        assert family is not None, self.config.model_type
-        spec = replace(family(self.config), eos_token_ids=self._end_tokens())
+        spec = replace(self._spec, eos_token_ids=self._end_tokens())
         if _ROPE_FACTORS not in self._file.tensors:
             return spec
         factors = torch.empty(self._file.tensors[_ROPE_FACTORS].shape, dtype=torch.float32)
@@ -129,6 +159,24 @@ class GGUFCheckpoint:
             raise CorruptWeights(f"{_ROPE_FACTORS} has shape {list(factors.shape)}, not [{spec.head_dim // 2}]")
         stretched = (replace(rope, inverse_frequencies=rope.inverse_frequencies / factors) for rope in spec.ropes)
         return replace(spec, ropes=tuple(stretched))
+
+    def _names(self) -> dict[str, str]:
+        """Return the file's tensors by transformers' names. Stacks of experts are split, and the gate of a shared
+        expert is a matrix again."""
+        inner = _INNER | _GEMMA_INNER if self._architecture == "gemma3" else _INNER
+        found, tensors, experts = dict[str, str](), self._file.tensors, self._spec.experts
+        for stored in sorted(tensors.keys() - {_ROPE_FACTORS}):
+            match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", stored)
+            if experts is None or match is None or match[2] not in _STACKS:
+                found[_translate(stored, inner)] = stored
+                if stored.endswith("ffn_gate_inp_shexp.weight") and len(tensors[stored].shape) == 1:
+                    tensors[stored] = replace(tensors[stored], shape=(1, *tensors[stored].shape))
+                continue
+            if len(shape := tensors[stored].shape) != 3 or shape[0] != experts.num_experts:
+                raise CorruptWeights(f"tensor {stored} has shape {list(shape)}, not [{experts.num_experts}, …, …]")
+            for expert, part in enumerate(self._file.unstack(stored)):
+                found[f"model.layers.{match[1]}.mlp.experts.{expert}.{_STACKS[match[2]]}.weight"] = part
+        return found
 
     def _rotary_heads(self, name: str) -> int | None:
         """Return the heads whose rotary halves are interleaved in this tensor's rows; None: they aren't."""
@@ -152,8 +200,6 @@ class GGUFCheckpoint:
     def _config(self) -> Any:
         prefix = f"{self._architecture}."
         left = {key.removeprefix(prefix): v for key, v in self._file.metadata.items() if key.startswith(prefix)}
-        if left.get("expert_count", 0) > 0:
-            raise UnsupportedModel(f"{self._file.path} is a mixture of {left['expert_count']} experts")
         for key in _HARMLESS:
             left.pop(key, None)
         try:
@@ -171,6 +217,11 @@ class GGUFCheckpoint:
         values["rope_scaling"] = _rope_scaling(left)
         values["tie_word_embeddings"] = "output.weight" not in self._file.tensors
         model_type = self._family_values(left, values)
+        if model_type in _EXPERT_KEYS:
+            values |= self._expert_values(left, _EXPERT_KEYS[model_type])
+        elif left.pop("expert_count", 0) > 0:
+            raise UnsupportedModel(f"{self._file.path} is a mixture of experts, which {model_type} models are not")
+        left.pop("expert_used_count", None)
         if left:
             raise UnsupportedModel(f"{self._file.path}: metadata {prefix}{min(left)} is not understood")
         return built_config(self._file.path, model_type, architectures=[_CLASSES[model_type]], **values)
@@ -179,9 +230,10 @@ class GGUFCheckpoint:
         """Move this architecture's own keys from `left` into `values`; returns the transformers model type."""
         model_type = _ARCHITECTURES[self._architecture]
         if model_type == "llama":
-            if (window := left.pop("attention.sliding_window", None)) is not None:
+            mixture = left.get("expert_count", 0) != 0
+            if (window := left.pop("attention.sliding_window", None)) is not None or mixture:
                 values["sliding_window"] = window
-                return "mistral"
+                return "mixtral" if mixture else "mistral"
             values["attention_bias"] = "blk.0.attn_q.bias" in self._file.tensors
             values["mlp_bias"] = "blk.0.ffn_gate.bias" in self._file.tensors
         elif model_type == "gemma3_text":
@@ -193,7 +245,16 @@ class GGUFCheckpoint:
             large = values["num_hidden_layers"] == _GEMMA_27B_LAYERS
             per_head = values["hidden_size"] // values["num_attention_heads"]
             values["query_pre_attn_scalar"] = per_head if large else values["head_dim"]
+        elif model_type == "qwen3_moe":
+            values["norm_topk_prob"] = True
         return model_type
+
+    def _expert_values(self, left: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
+        """Move the sizes of a mixture from `left`; `keys`: of the file -> of the config."""
+        try:
+            return {ours: left.pop(key) for key, ours in keys.items()}
+        except KeyError as error:
+            raise CorruptWeights(f"{self._file.path} lacks {error.args[0]}") from error
 
 
 def _rope_scaling(left: dict[str, Any]) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from engine.checkpoints.config import (
     quantization_settings,
     usable,
 )
+from engine.checkpoints.stacked_experts import StackedExperts
 from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
 from engine.models.base import CausalModel, ModelSpec
 from engine.models.decoder import DecoderSpec
@@ -82,7 +83,7 @@ def load_model(
             )
         return build_decoder(
             decoder,
-            source or folder_weights(path),
+            source or _folder_weights(path, decoder),
             dtype=dtype,
             device=device,
             positions=max_positions,
@@ -183,7 +184,7 @@ def open_model(path: str | Path) -> OpenedModel:
     """
     path = _existing(path)
     config, decoder, source = _open(path)
-    return OpenedModel(path, config, decoder, source or folder_weights(path))
+    return OpenedModel(path, config, decoder, source or _folder_weights(path, decoder))
 
 
 def is_encoder(path: str | Path) -> bool:
@@ -268,6 +269,13 @@ def _existing(path: str | Path) -> Path:
     if path.is_file() and path.suffix != ".gguf":
         raise ModelNotFound(f"{path} is no model folder and no .gguf file")
     return path
+
+
+def _folder_weights(path: Path, decoder: DecoderSpec | None) -> WeightSource:
+    weights = folder_weights(path)
+    if decoder is None or decoder.experts is None or not isinstance(weights, SafetensorsCheckpoint):
+        return weights
+    return StackedExperts(weights, decoder.experts.num_experts)
 
 
 def _open(path: Path, *, own_models: bool = True) -> tuple[Any, DecoderSpec | None, WeightSource | None]:

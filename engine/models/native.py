@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ from engine.attention.base import AttentionStep
 from engine.attention.native import NativeAttention
 from engine.config import Quantize
 from engine.errors import EngineError
-from engine.models.base import Attend, ModelSpec
-from engine.models.decoder import DecoderSpec, Layer
+from engine.models.base import Attend, CausalModel, ModelSpec
+from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
 from engine.models.decoder_builder import Use
+from engine.models.experts import ExpertLinear, LinearPerExpert, Mlp
 from engine.models.rope import RotaryTable
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
@@ -170,7 +172,8 @@ class NativeDecoder:
         for index, layer in enumerate(self._layers):
             struct = attention.storage.layer_struct(index)
             struct.qkv, struct.output = _native(layer.qkv).struct, _native(layer.output).struct
-            struct.gate_up, struct.down = _native(layer.gate_up).struct, _native(layer.down).struct
+            mlp = _dense(layer)
+            struct.gate_up, struct.down = _native(mlp.gate_up).struct, _native(mlp.down).struct
             for name, weight in zip(_NORMS, _norms(layer), strict=True):
                 setattr(struct, name, None if weight is None else weight.data_ptr())
             struct.rope = spec.layer_ropes[index]
@@ -225,6 +228,9 @@ class NativeBuilder:
             return NativeLinear(self.library, pack_quantized(self.library, weight, mixed_bias, gated=True))
         return NativeLinear.dense(self.library, self._kind(weight), self._mix(weight), mixed_bias)
 
+    def experts(self, weights: Sequence[Tensor | QWeight], *, gated: bool) -> ExpertLinear:
+        return LinearPerExpert([self.linear(weight, None) for weight in weights])
+
     def head(self, weight: Tensor | QWeight) -> Linear:
         if isinstance(weight, QWeight):
             return self.linear(weight, None)
@@ -233,8 +239,11 @@ class NativeBuilder:
     def tied_head(self, embedding: Tensor | QWeight) -> Linear:
         return self._table(embedding) if isinstance(embedding, QWeight) else self.head(embedding)
 
-    def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> NativeDecoder:
-        """A tied head in a small form is the embedding's only copy."""
+    def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
+        """A tied head in a small form is the embedding's only copy. Mixtures of experts are computed by the fused
+        decoder, of native products."""
+        if spec.experts is not None:
+            return FusedDecoder(spec, dtype, **parts)
         if isinstance(embedding := parts.pop("embedding"), QWeight):
             head = _native(parts["head"])
             embedding = head if head.looked_up else self._table(embedding)
@@ -267,7 +276,13 @@ class NativeBuilder:
 
 
 def _products(layer: Layer) -> tuple[Linear, ...]:
-    return layer.qkv, layer.output, layer.gate_up, layer.down
+    mlp = _dense(layer)
+    return layer.qkv, layer.output, mlp.gate_up, mlp.down
+
+
+def _dense(layer: Layer) -> Mlp:
+    assert isinstance(layer.mlp, Mlp), "layers of experts are computed by the fused decoder"
+    return layer.mlp
 
 
 def _norms(layer: Layer) -> tuple[Tensor | None, ...]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -40,15 +41,26 @@ class RopeSpec:
 
     Attributes:
         kind: the scaling's name.
-        inverse_frequencies: float32 [head_dim / 2].
+        inverse_frequencies: float32 [head_dim / 2]; zeros for dimensions that are not rotated.
         scale: factor of cos and sin.
         dynamic: set when frequencies depend on the sequence's length.
+        rotary_dim: leading dimensions of a head that are rotated, None: all. The loader reorders those of q and k, so
+            that the halves that rotate together lie half a head apart, as they do where all are rotated.
     """
 
     kind: str
     inverse_frequencies: Tensor
     scale: float = 1.0
     dynamic: DynamicScaling | None = None
+    rotary_dim: int | None = None
+
+    def head_order(self, head_dim: int) -> Tensor | None:
+        """int64 [head_dim]: the dimension of a stored head at each place of a loaded one; None: they lie in order."""
+        if self.rotary_dim is None:
+            return None
+        half, first = head_dim // 2, self.rotary_dim // 2
+        rest = torch.arange(self.rotary_dim, head_dim).tensor_split((half - first,))
+        return torch.cat((torch.arange(first), rest[0], torch.arange(first, 2 * first), rest[1]))
 
 
 class Rotation(NamedTuple):
@@ -62,11 +74,12 @@ class Rotation(NamedTuple):
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
 
 
-def rope_spec(config: Any, head_dim: int, layer_type: str | None = None) -> RopeSpec:
+def rope_spec(config: Any, head_dim: int, layer_type: str | None = None, *, partial: bool = False) -> RopeSpec:
     """Read a transformers config's rotary parameters.
 
     Args:
         layer_type: the key to read when the config holds parameters per layer type.
+        partial: of a family whose `partial_rotary_factor` says how much of each head is rotated.
 
     Raises:
         UnsupportedModel: for scalings and parameters that this engine does not compute.
@@ -77,15 +90,23 @@ def rope_spec(config: Any, head_dim: int, layer_type: str | None = None) -> Rope
         raise UnsupportedModel(f"rope_type {kind!r} is not supported; known are {', '.join(_KINDS)}")
     if unknown := sorted(set(parameters) - _KNOWN_KEYS):
         raise UnsupportedModel(f"rope parameter {unknown[0]!r} is not supported")
-    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UnsupportedModel(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported here")
+    share = parameters.get("partial_rotary_factor")
+    share = 1.0 if share is None else float(share)
+    rotated = int(head_dim * share) if 0 < share <= 1 else 0
+    if share != 1 and not (partial and rotated >= 2 and rotated % 2 == 0):
+        raise UnsupportedModel(f"partial_rotary_factor {share} is not supported here")
     theta = float(parameters["rope_theta"])
     if kind == "default":
-        frequencies, scale = _plain_frequencies(theta, head_dim), 1.0
+        frequencies, scale = _plain_frequencies(theta, rotated), 1.0
     else:
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
     if not bool(torch.isfinite(frequencies).all()):
         raise UnsupportedModel(f"the rope parameters {dict(parameters)} give rotary frequencies that are not finite")
+    if rotated < head_dim:
+        if scale != 1 or kind == "dynamic":
+            raise UnsupportedModel(f"rope_type {kind!r} with partial_rotary_factor {share} is not supported")
+        frequencies = F.pad(frequencies, (0, (head_dim - rotated) // 2))
+        return RopeSpec(kind, frequencies, rotary_dim=rotated)
     dynamic = DynamicScaling(theta, parameters["factor"], config.max_position_embeddings) if kind == "dynamic" else None
     return RopeSpec(kind, frequencies, scale, dynamic)
 

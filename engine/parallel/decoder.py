@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.config import Quantize
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder
 from engine.models.decoder_builder import TorchBuilder, Use
+from engine.models.experts import ExpertLinear, Experts, Mlp
 from engine.parallel.process_group import RankGroup
 from engine.parallel.sharding import Share
 from engine.quant.base import Linear
@@ -76,6 +78,11 @@ class RankDecoder(FusedDecoder):
         hidden = super()._embed(here.masked_fill(elsewhere, 0))
         return self._group.sum(hidden.masked_fill_(elsewhere[:, None], 0))
 
+    def _mlp(self, mlp: Mlp | Experts, x: Tensor) -> Tensor:
+        """Each rank has a slice of every expert, and routes as the others do: one sum completes a mixture."""
+        update = super()._mlp(mlp, x)
+        return self._group.sum(update) if isinstance(mlp, Experts) else update
+
 
 @dataclass(frozen=True, slots=True)
 class RankBuilder:
@@ -98,6 +105,9 @@ class RankBuilder:
     def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
         return self.inner.gated(weight, bias)
 
+    def experts(self, weights: Sequence[Tensor | QWeight], *, gated: bool) -> ExpertLinear:
+        return self.inner.experts(weights, gated=gated)
+
     def head(self, weight: Tensor | QWeight) -> Linear:
         return self._gathered(self.inner.head(weight))
 
@@ -106,10 +116,14 @@ class RankBuilder:
 
     def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
         layers = tuple(
-            replace(layer, output=SummedLinear(layer.output, self.group), down=SummedLinear(layer.down, self.group))
+            replace(layer, output=SummedLinear(layer.output, self.group), mlp=self._summed(layer.mlp))
             for layer in parts.pop("layers")
         )
         return RankDecoder(self.share, dtype, self.group, layers=layers, **parts)
+
+    def _summed(self, mlp: Mlp | Experts) -> Mlp | Experts:
+        """A mixture is summed as a whole (`RankDecoder`)."""
+        return replace(mlp, down=SummedLinear(mlp.down, self.group)) if isinstance(mlp, Mlp) else mlp
 
     def _gathered(self, part: Linear) -> Linear:
         return GatheredLinear(part, self.group, self.share.vocabulary_width, self.share.spec.vocab_size)

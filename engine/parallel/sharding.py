@@ -1,8 +1,8 @@
 """Sharding of a model over ranks, as in Megatron-LM (Shoeybi et al. 2019, section 3).
 
 Rank r has its heads' rows of q, k and v and the columns of the output product that read them, and a part of the MLP's
-inner dimension likewise, so that a layer needs two sums over the ranks and nothing else. Embedding and head are sharded
-by tokens. The loader receives a shard as a smaller `DecoderSpec`.
+inner dimension likewise (of each expert's, in a mixture), so that a layer needs two sums over the ranks and nothing
+else. Embedding and head are sharded by tokens. The loader receives a shard as a smaller `DecoderSpec`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from dataclasses import dataclass, replace
 
 from engine.errors import UnsupportedModel
 from engine.models.decoder import DecoderSpec
+from engine.models.experts import ExpertSpec
 
-_LAYER = re.compile(r"layers\.\d+\.(?:self_attn|mlp)\.(\w+)\.(weight|bias)$")
+_LAYER = re.compile(
+    r"layers\.\d+\.(self_attn|mlp|mlp\.shared_experts?|(?:mlp|block_sparse_moe)\.experts\.\d+)\.(\w+)\.(weight|bias)$"
+)
+_GATED, _DOWN = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.weight$")
 
 
@@ -56,6 +60,7 @@ class Share:
             num_heads=spec.num_heads // self.size,
             num_kv_heads=max(1, spec.num_kv_heads // self.size),
             intermediate_size=spec.intermediate_size // self.size,
+            experts=self._local_experts,
             vocab_size=tokens.end - tokens.first,
         )
 
@@ -75,15 +80,13 @@ class Share:
             return self.vocabulary
         if (match := _LAYER.search(name)) is None:
             return None
-        module, kind = match.groups()
+        block, module, kind = match.groups()
         heads = self._of(self.spec.num_heads, self.spec.head_dim)
-        inner = self._of(self.spec.intermediate_size, 1)
-        by_rows = {
-            "q_proj": heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads, "gate_proj": inner, "up_proj": inner,
-        }  # fmt: skip
+        inner = self._of(self._inner_size(block), 1)
+        by_rows = {"q_proj": heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads} | dict.fromkeys(_GATED, inner)
         if module in by_rows:
             return TensorShard(0, *by_rows[module])
-        by_columns = {"o_proj": heads, "down_proj": inner}
+        by_columns = {"o_proj": heads} | dict.fromkeys(_DOWN, inner)
         if module in by_columns and kind == "weight":
             return TensorShard(1, *by_columns[module])
         return None
@@ -91,7 +94,21 @@ class Share:
     def is_added_once(self, name: str) -> bool:
         """Whether it is a bias of a product that is summed over the ranks: only the first rank adds it."""
         match = _LAYER.search(name)
-        return match is not None and match[1] in ("o_proj", "down_proj") and match[2] == "bias"
+        return match is not None and match[2] in ("o_proj", *_DOWN) and match[3] == "bias"
+
+    def _inner_size(self, block: str) -> int:
+        """Return the intermediate size of an MLP, by its name within a layer."""
+        experts = self.spec.experts
+        if experts is None or "." not in block:
+            return self.spec.intermediate_size
+        return experts.shared_size if ".shared_expert" in block else experts.intermediate_size
+
+    @property
+    def _local_experts(self) -> ExpertSpec | None:
+        if (experts := self.spec.experts) is None:
+            return None
+        inner, shared = experts.intermediate_size // self.size, experts.shared_size // self.size
+        return replace(experts, intermediate_size=inner, shared_size=shared)
 
     @property
     def _kv_heads(self) -> tuple[int, int]:
@@ -112,8 +129,13 @@ def _uneven(spec: DecoderSpec, size: int) -> str | None:
         return f"{spec.num_heads} attention heads"
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         return f"{spec.num_kv_heads} key-value heads"
-    if spec.intermediate_size % size:
+    dense = spec.experts is None or not all(spec.experts.layers)
+    if dense and spec.intermediate_size % size:
         return f"an MLP of {spec.intermediate_size} columns"
+    if spec.experts is not None and spec.experts.intermediate_size % size:
+        return f"experts of {spec.experts.intermediate_size} columns"
+    if spec.experts is not None and spec.experts.shared_size % size:
+        return f"a shared expert of {spec.experts.shared_size} columns"
     if -(-spec.vocab_size // size) * (size - 1) >= spec.vocab_size:
         return f"a vocabulary of {spec.vocab_size} tokens"
     return None

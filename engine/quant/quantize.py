@@ -88,6 +88,8 @@ def _fused(path: Path, what: str) -> tuple[DecoderSpec, str]:
         raise UnsupportedModel(
             f"{opened.config.model_type} models can't be {what}: the fused decoder has no such family"
         )
+    if opened.decoder.experts is not None:  # an expert may see none of the calibration's tokens
+        raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: they are mixtures of experts")
     prefixes, names = opened.decoder.weight_prefixes, opened.weights.names
     return opened.decoder, next((p for p in prefixes if f"{p}embed_tokens.weight" in names), prefixes[0])
 

@@ -21,7 +21,8 @@ from engine.models.load import describe_model, load_model
 CPU = torch.device("cpu")
 FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
-    "qwen3-sliding", "gemma3", "gemma3-softcap",
+    "qwen3-sliding", "gemma3", "gemma3-softcap", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "glm4-moe",
+    "glm4-moe-grouped",
 )  # fmt: skip
 
 
@@ -71,14 +72,16 @@ def test_windows_come_from_the_config_and_matter(family, tiny_model, tiny_models
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_the_spec_describes_the_model(family, tiny_model):
+def test_the_spec_describes_the_model(family, tiny_model, tiny_models):
     config = AutoConfig.from_pretrained(tiny_model(family))
     reference = AutoModelForCausalLM.from_pretrained(tiny_model(family))
     description = describe_model(tiny_model(family), dtype=torch.float32)
     spec = description.spec
     assert description.fused
     assert spec == load_model(tiny_model(family), dtype=torch.float32, device=CPU).spec
-    assert spec.num_parameters == sum(p.numel() for p in reference.parameters())
+    corrections = sum(b.numel() for name, b in reference.named_buffers() if name.endswith("correction_bias"))
+    assert spec.num_parameters == sum(p.numel() for p in reference.parameters()) + corrections
+    assert (spec.num_active_parameters < spec.num_parameters) == (family in tiny_models.MIXTURES)
     assert description.parameter_bytes == 4 * spec.num_parameters
     assert (spec.num_layers, spec.num_heads) == (config.num_hidden_layers, config.num_attention_heads)
     assert (spec.num_kv_heads, spec.vocab_size) == (config.num_key_value_heads, config.vocab_size)

@@ -34,7 +34,14 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+EXPERTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 LLAMA_NAMES = NAMES | {"post_attention_layernorm": "ffn_norm"}
 GEMMA_NAMES = NAMES | {
     "post_attention_layernorm": "post_attention_norm",
@@ -57,10 +64,28 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """The experts of each layer in three tensors [experts, n, k], by their names there; taken out of `tensors`."""
+    found: dict[str, dict[int, np.ndarray]] = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        layer, _, expert, module = re.fullmatch(
+            r"model\.layers\.(\d+)\.(.+)\.experts\.(\d+)\.(\w+)\.weight", name
+        ).groups()
+        stack = found.setdefault(f"blk.{layer}.ffn_{EXPERTS[module]}_exps.weight", {})
+        stack[int(expert)] = tensors.pop(name).float().numpy()
+    return {name: np.stack([stack[expert] for expert in range(len(stack))]) for name, stack in found.items()}
+
+
 def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=None) -> Path:
     """Convert a Hugging Face folder as llama.cpp's converter does."""
     config = AutoConfig.from_pretrained(folder)
-    architecture = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
+    architecture = {
+        "gemma3_text": "gemma3",
+        "mistral": "llama",
+        "mixtral": "llama",
+        "qwen2_moe": "qwen2moe",
+        "qwen3_moe": "qwen3moe",
+    }.get(config.model_type, config.model_type)
     gemma = architecture == "gemma3"
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -77,14 +102,24 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
     writer.add_token_scores([0.0] * config.vocab_size)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(7)
-    if architecture in ("qwen3", "gemma3"):
+    if architecture in ("qwen3", "qwen3moe", "gemma3"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     for key, add in (metadata or {}).items():
         getattr(writer, add[0])(f"{architecture}.{key}", add[1])
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    stored = load_file(folder / "model.safetensors")
+    for name, weight in stack_experts(stored).items():
+        writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    for name, tensor in stored.items():
         weight = tensor.float().numpy()
         if architecture == "llama" and ".q_proj." in name:
             weight = interleave(weight, config.num_attention_heads)
@@ -92,7 +127,9 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
             weight = interleave(weight, config.num_key_value_heads)
         elif gemma and name.endswith("norm.weight"):
             weight = weight + 1
-        quantized = kind if weight.ndim == 2 else F32
+        if name.endswith("shared_expert_gate.weight"):
+            weight = weight[0]
+        quantized = kind if weight.ndim == 2 and ".gate." not in name else F32
         writer.add_tensor(stored_name(name, gemma), gguf.quants.quantize(weight, quantized), raw_dtype=quantized)
     for name, weight in (tensors or {}).items():
         writer.add_tensor(name, weight)
@@ -129,6 +166,9 @@ GEMMA_AS_GGUF = {
         ("qwen2", {"use_sliding_window": False}),
         ("qwen3", {}),
         ("gemma3", GEMMA_AS_GGUF),
+        ("mixtral", {"head_dim": 12, "sliding_window": None}),
+        ("qwen2-moe", {"use_sliding_window": False, "norm_topk_prob": False}),
+        ("qwen3-moe", {}),
     ],
 )
 def test_a_gguf_file_is_the_model_it_was_made_from(family, changes, tiny_models, tmp_path, prompts, run, steps_over):
@@ -248,7 +288,7 @@ def test_another_format_under_the_name_is_refused(tmp_path):
     ("named", "metadata"),
     [
         ("attn_logit_softcapping", {"attn_logit_softcapping": ("add_float32", 50.0)}),
-        ("mixture of 8 experts", {"expert_count": ("add_uint32", 8)}),
+        ("expert_weights_scale", {"expert_weights_scale": ("add_float32", 2.5)}),
         ("rope.dimension_count", {"rope.dimension_count": ("add_uint32", 6)}),
         ("longrope", {"rope.scaling.type": ("add_string", "longrope")}),
         ("yarn_log_multiplier", {"rope.scaling.yarn_log_multiplier": ("add_float32", 0.1)}),
@@ -257,6 +297,19 @@ def test_another_format_under_the_name_is_refused(tmp_path):
 def test_metadata_that_is_not_computed_is_refused_by_name(named, metadata, tiny_model, tmp_path):
     path = write_gguf(tiny_model("llama"), tmp_path / "model.gguf", metadata=metadata)
     with pytest.raises(UnsupportedModel, match=named):
+        load(path)
+
+
+def test_a_mixture_without_its_sizes_or_with_other_stacks_is_refused(tiny_model, tmp_path):
+    path = write_gguf(tiny_model("llama"), tmp_path / "few.gguf", metadata={"expert_count": ("add_uint32", 8)})
+    with pytest.raises(CorruptWeights, match="lacks expert_used_count"):
+        load(path)
+    path = write_gguf(
+        tiny_model("qwen3-moe"),
+        tmp_path / "odd.gguf",
+        tensors={"blk.7.ffn_up_exps.weight": np.zeros((3, 32, 48), np.float32)},
+    )
+    with pytest.raises(CorruptWeights, match=r"blk\.7\.ffn_up_exps\.weight has shape \[3, 32, 48\], not \[4, "):
         load(path)
 
 

@@ -20,7 +20,7 @@ from engine.models.load import describe_model, load_model
 from tests.engine.oracle import check_equal, engine_answers, greedy_answer
 
 CPU = torch.device("cpu")
-FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "mixtral", "qwen3-moe", "jetmoe")
+FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "jetmoe")
 
 
 def load(path, **options):
@@ -204,7 +204,7 @@ def test_a_window_that_the_config_does_not_declare_is_refused(tiny_model, prompt
         model.forward(prompts[0], torch.arange(45), lambda layer, q, k, v, scale: q, None)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "phi", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt2", "phi", "jetmoe"])
 def test_bfloat16_passes_the_check_and_stays_close(family, tiny_model, prompts, run, oracle):
     model = load_model(tiny_model(family), dtype=torch.bfloat16, device=CPU)
     truth = oracle(tiny_model(family), prompts[:1])[0]

@@ -125,8 +125,10 @@ def test_products_with_the_small_form_are_those_of_the_dense_one(case: str, fold
     apart = "desc-act" in case or case == "gptq-8-asymmetric"  # each module has an order of its own
     small = 0
     for ours, theirs in zip(packed._layers, dense._layers, strict=True):
-        for name in ("qkv", "output", "gate_up", "down"):
-            linear, wanted = getattr(ours, name), getattr(theirs, name)
+        for linear, wanted in (
+            (ours.qkv, theirs.qkv), (ours.output, theirs.output),
+            (ours.mlp.gate_up, theirs.mlp.gate_up), (ours.mlp.down, theirs.mlp.down),
+        ):  # fmt: skip
             x = torch.randn(5, linear.in_features)
             torch.testing.assert_close(linear(x), wanted(x), rtol=1e-5, atol=1e-5)
             if isinstance(linear, QuantizedLinear):

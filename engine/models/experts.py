@@ -1,0 +1,209 @@
+"""Mixtures of experts (Shazeer et al. 2017, section 2): a router chooses a few MLPs for each token and adds them up.
+
+Families differ in data (`ExpertSpec`). Routing is computed in float32 whatever the model's dtype, equal scores go to
+the lowest expert, and a token's experts are added in the order of their scores, so that an answer does not depend on
+the other rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.quant.base import Linear
+
+_TINY = 1e-20
+"""Added to a sum of scores that is divided by, as the families with sigmoid scores do: all may be zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """How a family routes tokens, and the sizes of its experts.
+
+    Attributes:
+        num_experts, top_k: experts of a layer, and how many of them compute a token.
+        intermediate_size: of one expert.
+        layers: per layer, whether its MLP is a mixture.
+        scoring: of the router's product with a token: over all experts, or each for itself.
+        renormalize: the weights of a token's experts are divided by their sum.
+        num_groups, top_groups: experts are chosen from the `top_groups` groups of neighbours (of `num_groups` equal
+            ones) whose two best scores have the largest sum (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+        scale: factor of the weights.
+        has_correction: a bias is added to the scores for choosing, not to the weights (DeepSeek-V3, equation 16).
+        shared_size: intermediate size of the MLP that computes every token besides; 0: there is none.
+        has_shared_gate: its output is multiplied by the sigmoid of a product with the token.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    layers: tuple[bool, ...]
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    has_correction: bool = False
+    shared_size: int = 0
+    has_shared_gate: bool = False
+
+    def num_parameters(self, hidden_size: int, experts: int) -> int:
+        """Weights of a mixture with so many of its experts, the router and the shared MLP included."""
+        inner = experts * self.intermediate_size + self.shared_size
+        router = self.num_experts * (hidden_size + self.has_correction) + hidden_size * self.has_shared_gate
+        return 3 * hidden_size * inner + router
+
+    def route(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token.
+
+        Args:
+            logits: float32 [T, num_experts], the router's.  correction: float32 [num_experts].
+
+        Returns:
+            weights float32 and experts int64 [T, top_k], best first.
+        """
+        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+        ranked = scores if correction is None else scores + correction
+        if self.num_groups > 1:
+            ranked = self._in_best_groups(ranked)
+        # Not topk, which orders equal scores as it happens.
+        chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+        weights = scores.gather(1, chosen)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        return weights * self.scale, chosen
+
+    def _in_best_groups(self, ranked: Tensor) -> Tensor:
+        """Scores of experts outside of the best groups become -inf."""
+        grouped = ranked.view(len(ranked), self.num_groups, -1)
+        of_groups = grouped.topk(2, dim=-1).values.sum(-1)
+        best = of_groups.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_groups]
+        outside = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, best, False)
+        return grouped.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
+
+
+class ExpertRows(NamedTuple):
+    """The rows of a step's mixture, each a pair of token and expert, sorted by expert.
+
+    Attributes:
+        order: int64 [T * top_k]: the place of row i among the pairs token by token.
+        ends: int32 [num_experts]: the rows of expert e end before ends[e], where those of e + 1 begin.
+    """
+
+    order: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, chosen: Tensor, num_experts: int) -> ExpertRows:
+        """Of the experts int64 [T, top_k] of each token. Nothing is read on the host."""
+        experts, order = chosen.flatten().sort(stable=True)
+        numbers = torch.arange(num_experts, device=chosen.device)
+        return cls(order, torch.searchsorted(experts, numbers, right=True, out_int32=True))
+
+    def take(self, x: Tensor, top_k: int) -> Tensor:
+        """The rows' inputs [T * top_k, hidden] of tokens x [T, hidden]."""
+        return x.index_select(0, self.order // top_k)
+
+    def restore(self, rows: Tensor, top_k: int) -> Tensor:
+        """Rows [T * top_k, hidden] in the tokens' order: [T, top_k, hidden]."""
+        return torch.empty_like(rows).index_copy_(0, self.order, rows).view(-1, top_k, rows.shape[1])
+
+
+class ExpertLinear(Protocol):
+    """A product with a weight for each expert, whatever their storage."""
+
+    @property
+    def recordable(self) -> bool:
+        """Whether it never reads a value on the host."""
+        ...
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        """[rows, in_features] sorted by expert, with `ExpertRows.ends` -> a new [rows, out_features], in x's dtype."""
+        ...
+
+
+class LinearPerExpert:
+    """Each expert's product by itself; those without rows are skipped."""
+
+    __slots__ = ("linears",)
+    recordable = False
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self.linears = tuple(linears)
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        parts, first = [], 0
+        for linear, end in zip(self.linears, ends.tolist(), strict=True):
+            if first < end:
+                parts.append(linear(x[first:end]))
+            first = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class GroupedLinear:
+    """All experts' products in one kernel, which reads the rows' bounds on the device."""
+
+    __slots__ = ("weight",)
+    recordable = True
+
+    def __init__(self, weight: Tensor) -> None:
+        """From weight [num_experts, out_features, in_features]."""
+        self.weight = weight
+
+    @staticmethod
+    def runs(weight: Tensor) -> bool:
+        """Whether the kernel multiplies with an expert's weight [out_features, in_features]: bfloat16, rows of whole
+        16 bytes."""
+        whole = all(size * weight.element_size() % 16 == 0 for size in weight.shape)
+        return weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and whole
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mlp:
+    """A gated MLP's weights.
+
+    Attributes:
+        gate_up: hidden -> 2 * intermediate.  down: intermediate -> hidden.
+    """
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """A mixture's weights.
+
+    Attributes:
+        router: float32 [num_experts, hidden].  correction: float32 [num_experts].
+        gate_up, down: as of `Mlp`, of each expert.
+        shared: computes every token.  shared_gate: float32 [1, hidden].
+    """
+
+    router: Tensor
+    gate_up: ExpertLinear
+    down: ExpertLinear
+    correction: Tensor | None = None
+    shared: Mlp | None = None
+    shared_gate: Tensor | None = None
+
+    def route(self, spec: ExpertSpec, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`ExpertSpec.route` of tokens x [T, hidden]."""
+        return spec.route(F.linear(x.float(), self.router), self.correction)
+
+
+def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """float32 [T, hidden]: outputs [T, top_k, hidden] of each token's experts times weights [T, top_k], added in their
+    order, which a reduction would not promise."""
+    total = outputs[:, 0] * weights[:, :1]
+    for rank in range(1, outputs.shape[1]):
+        total = total.addcmul_(outputs[:, rank].float(), weights[:, rank, None])
+    return total

@@ -1,0 +1,237 @@
+"""Mixtures of experts: routing by its definition, weights under every name, and models that a dense one predicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine.errors import CorruptWeights, UnsupportedModel
+from engine.models.decoder import FusedDecoder
+from engine.models.decoder_builder import TorchBuilder
+from engine.models.experts import ExpertRows, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, weighted_sum
+from engine.models.families import fused_family
+from engine.models.load import load_model
+from engine.quant.base import DenseLinear
+
+CPU = torch.device("cpu")
+PLAIN = ExpertSpec(num_experts=8, top_k=3, intermediate_size=4, layers=(True,))
+SPECS = {
+    "softmax": PLAIN,
+    "softmax, renormalized": replace(PLAIN, renormalize=True),
+    "sigmoid, scaled": replace(PLAIN, scoring="sigmoid", renormalize=True, scale=2.5),
+    "corrected groups": replace(PLAIN, scoring="sigmoid", num_groups=4, top_groups=2, has_correction=True),
+}
+
+
+def load(path: Path) -> Any:
+    return load_model(path, dtype=torch.float32, device=CPU, builder=TorchBuilder())
+
+
+def routed(spec: ExpertSpec, logits: list[float], correction: list[float]) -> dict[int, float]:
+    """A token's experts, best first, with their weights; one number at a time."""
+    exact = torch.tensor(logits, dtype=torch.float64)
+    scores = (exact.softmax(0) if spec.scoring == "softmax" else exact.sigmoid()).tolist()
+    ranked = [s + c for s, c in zip(scores, correction, strict=True)]
+    width = spec.num_experts // spec.num_groups
+    groups = [range(g * width, (g + 1) * width) for g in range(spec.num_groups)]
+    if spec.num_groups > 1:
+        groups.sort(key=lambda group: -sum(sorted((ranked[e] for e in group), reverse=True)[:2]))
+    allowed = sorted(e for group in groups[: spec.top_groups] for e in group)
+    chosen = sorted(allowed, key=lambda e: -ranked[e])[: spec.top_k]
+    total = sum(scores[e] for e in chosen) if spec.renormalize else 1.0
+    return {e: spec.scale * scores[e] / total for e in chosen}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_tokens_are_routed_by_the_definition(name: str) -> None:
+    spec, generator = SPECS[name], torch.Generator().manual_seed(3)
+    logits = torch.randn(200, 8, generator=generator).mul(2).round(decimals=1)  # equal scores are frequent
+    correction = torch.randn(8, generator=generator) if spec.has_correction else torch.zeros(8)
+    weights, experts = spec.route(logits, correction if spec.has_correction else None)
+    for token in range(200):
+        wanted = routed(spec, logits[token].tolist(), correction.tolist())
+        assert experts[token].tolist() == list(wanted)
+        torch.testing.assert_close(weights[token], torch.tensor(list(wanted.values())))
+
+
+def test_equal_scores_go_to_the_lowest_experts_and_nan_to_real_ones() -> None:
+    weights, experts = PLAIN.route(torch.tensor([[0.0] * 8, [float("nan")] * 8]), None)
+    assert experts[0].tolist() == [0, 1, 2]
+    assert bool(((experts >= 0) & (experts < 8)).all())
+    assert bool(weights[1].isnan().all())
+
+
+def test_rows_are_sorted_by_expert_and_put_back() -> None:
+    chosen = torch.tensor([[5, 0], [2, 5], [0, 7]])
+    rows = ExpertRows.of(chosen, 8)
+    assert rows.ends.tolist() == [2, 2, 3, 3, 3, 5, 5, 6]
+    x = torch.arange(3.0)[:, None]
+    assert rows.take(x, 2).flatten().tolist() == [0, 2, 1, 0, 1, 2]
+    assert rows.restore(rows.take(x, 2), 2).flatten(1).tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_a_tokens_experts_are_added_in_their_order() -> None:
+    outputs, weights = torch.randn(5, 7, 33), torch.rand(5, 7)
+    for token in range(5):
+        total = outputs[token, 0] * weights[token, 0]
+        for rank in range(1, 7):
+            total = torch.addcmul(total, outputs[token, rank], weights[token, rank])
+        assert torch.equal(weighted_sum(outputs, weights)[token], total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_those_of_each_expert(dtype: torch.dtype) -> None:
+    # Given rows of three experts of five, on the CPU, where torch has the same operator
+    weight, x = torch.randn(5, 24, 16).to(dtype), torch.randn(9, 16).to(dtype)
+    ends = torch.tensor([0, 4, 4, 5, 9], dtype=torch.int32)
+    each = LinearPerExpert([DenseLinear(matrix) for matrix in weight])
+    torch.testing.assert_close(GroupedLinear(weight)(x, ends), each(x, ends))
+    assert GroupedLinear.recordable
+    assert not LinearPerExpert.recordable
+
+
+def test_a_mixture_of_grouped_products_reads_nothing_on_the_host(tiny_model: Callable[[str], Path]) -> None:
+    # Given a decoder's mixture of six experts whose products are grouped
+    model = load(tiny_model("qwen2-moe"))
+    assert not model.recordable
+    gate_up, down, router = torch.randn(6, 48, 48), torch.randn(6, 48, 24), torch.randn(6, 48)
+    x = torch.randn(5, 48).bfloat16()
+    grouped = Experts(router, GroupedLinear(gate_up.bfloat16()), GroupedLinear(down.bfloat16()))
+    # When it computes tensors without data, then nothing asks for any
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model._mlp(grouped, torch.empty(5, 48, dtype=torch.bfloat16)).shape == (5, 48)
+    # and with data it computes what the experts do one by one
+    apart = Experts(
+        router,
+        LinearPerExpert([DenseLinear(matrix) for matrix in gate_up.bfloat16()]),
+        LinearPerExpert([DenseLinear(matrix) for matrix in down.bfloat16()]),
+    )
+    torch.testing.assert_close(model._mlp(grouped, x), model._mlp(apart, x))
+    with pytest.raises(RuntimeError), FakeTensorMode(allow_non_fake_inputs=True):
+        model._mlp(apart, torch.empty(5, 48, dtype=torch.bfloat16))
+    model._layers = tuple(replace(layer, mlp=grouped) for layer in model._layers)
+    assert model.recordable
+
+
+def upcycle(dense: Path, folder: Path, router_scale: float) -> Path:
+    """A Mixtral whose eight experts are all the MLP of a dense Llama, of which two compute each token."""
+    folder.mkdir()
+    tensors: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(1)
+    config = json.loads((dense / "config.json").read_text())
+    for name, tensor in load_file(dense / "model.safetensors").items():
+        if ".mlp." not in name:
+            tensors[name] = tensor
+            continue
+        layer, _, module = name.removesuffix(".weight").partition(".mlp.")
+        own = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[module]
+        for expert in range(8):
+            tensors[f"{layer}.block_sparse_moe.experts.{expert}.{own}.weight"] = tensor.clone()
+        router = torch.randn(8, config["hidden_size"], generator=generator)
+        tensors[f"{layer}.block_sparse_moe.gate.weight"] = router * router_scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    config |= {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+    for key in ("attention_bias", "mlp_bias", "pretraining_tp"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("router_scale", [0.0, 0.3])
+def test_a_dense_model_copied_into_eight_experts_is_the_dense_model(
+    router_scale: float, tiny_model: Any, tmp_path: Path, prompts: Any, run: Any, steps_over: Any
+) -> None:
+    dense, mixture = load(tiny_model("llama")), load(upcycle(tiny_model("llama"), tmp_path / "m", router_scale))
+    assert isinstance(mixture, FusedDecoder)
+    steps = steps_over([45, 6, 23], 7)
+    for ours, wanted in zip(run(mixture, prompts, steps), run(dense, prompts, steps), strict=True):
+        assert torch.equal(ours.argmax(-1), wanted.argmax(-1))
+        if router_scale == 0:  # half of the output, twice, is the output
+            assert torch.equal(ours, wanted)
+        else:
+            torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=1e-5)
+
+
+def stack(folder: Path, out: Path) -> Path:
+    """The checkpoint with each layer's experts in two tensors, as transformers' modules hold them."""
+    out.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    blocks = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for block in blocks:
+        count = len({n.split(".experts.")[1].split(".")[0] for n in tensors if n.startswith(f"{block}.experts.")})
+
+        def all_of(module: str, block: str = block, count: int = count) -> Tensor:
+            return torch.stack([tensors.pop(f"{block}.experts.{e}.{module}.weight") for e in range(count)])
+
+        tensors[f"{block}.experts.gate_up_proj"] = torch.cat((all_of("gate_proj"), all_of("up_proj")), dim=1)
+        tensors[f"{block}.experts.down_proj"] = all_of("down_proj")
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text((folder / "config.json").read_text())
+    return out
+
+
+def test_experts_in_one_tensor_are_read(tiny_model: Any, tmp_path: Path, prompts: Any, run: Any) -> None:
+    folder = stack(tiny_model("qwen3-moe-mixed"), tmp_path / "stacked")
+    names = load_file(folder / "model.safetensors").keys()
+    assert "model.layers.1.mlp.experts.gate_up_proj" in names
+    assert not any(".experts.0." in name for name in names)
+    steps = [[(0, 0, 45)]]
+    ours, wanted = (run(load(path), prompts[:1], steps) for path in (folder, tiny_model("qwen3-moe-mixed")))
+    assert torch.equal(ours[0], wanted[0])
+
+
+def edited(folder: Path, out: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:
+    out.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text((folder / "config.json").read_text())
+    return out
+
+
+EXPERT = "model.layers.1.mlp.experts"
+ODD: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    f"tensor {EXPERT}.3.up_proj.weight is missing": lambda t: t.pop(f"{EXPERT}.3.up_proj.weight"),
+    "tensor model.layers.1.mlp.gate.weight has shape": lambda t: t.update(
+        {"model.layers.1.mlp.gate.weight": torch.zeros(5, 48)}
+    ),
+    f"holds tensor {EXPERT}.4.up_proj.weight": lambda t: t.update({f"{EXPERT}.4.up_proj.weight": torch.ones(32, 48)}),
+    f"tensor {EXPERT}.gate_up_proj has shape .3, 64, 48., but the config asks for 4 experts": lambda t: t.update(
+        {f"{EXPERT}.gate_up_proj": torch.ones(3, 64, 48)}
+    ),
+}
+
+
+@pytest.mark.parametrize("said", ODD)
+def test_missing_and_odd_tensors_are_named(said: str, tiny_model: Any, tmp_path: Path) -> None:
+    with pytest.raises(CorruptWeights, match=said):
+        load(edited(tiny_model("qwen3-moe"), tmp_path / "odd", ODD[said]))
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "num_local_experts is 0, but must be from 1 to 4096": ("mixtral", {"num_local_experts": 0}),
+    "num_experts is 100000, but must be from 1": ("qwen3-moe", {"num_experts": 100_000}),
+    "num_experts_per_tok is 5, but must be from 1 to num_experts, 4": ("qwen3-moe", {"num_experts_per_tok": 5}),
+    "num_experts_per_tok is 0": ("mixtral", {"num_experts_per_tok": 0}),
+    "decoder_sparse_step is 0": ("qwen2-moe", {"decoder_sparse_step": 0}),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_routing_that_can_not_be_is_refused_by_name(said: str, tiny_models: Any) -> None:
+    family, changes = REFUSED[said]
+    config = tiny_models.make_config(family, **changes)
+    function = fused_family(config)
+    assert function is not None
+    with pytest.raises(UnsupportedModel, match=said):
+        function(config)
