@@ -12,9 +12,12 @@ A free block is, in the order of allocation:
 Clean and spent blocks are allocated last in, first out: their memory is mapped, and may still be in the processor's
 caches. So a job whose plan is known touches no more memory than it needs at a time. Cached and awaited blocks are
 evicted in the order they were freed; an `OrderedDict` maintains it with O(1) removal from the middle (a hit takes a
-block out of the free ones). Retained blocks are evicted by the earliest deadline, and are cached or awaited ones after
-it. A mark counts its seconds from a block's last release, so blocks with as many seconds are freed in the order of
-their deadlines. Published blocks can be hit until they are allocated to a new owner.
+block out of the free ones). Published blocks can be hit until they are allocated to a new owner.
+
+At most half of the pool's blocks are free and retained, so marks leave room for the cached blocks of those who set
+none. A mark counts its seconds from a block's last release; afterwards the block is cached or awaited. When one more is
+released than may be retained, or all other free blocks are gone, the owner that has most of them gives one up
+(`RetainedBlocks`): it is cached or awaited in the first case, evicted in the second.
 
     num_blocks - 1 == clean + spent + untouched + cached + awaited + retained + referenced  (block 0 is `NO_BLOCK`)
 """
@@ -24,12 +27,12 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.cache.prefix import PrefixIndex, PrefixNode
+from engine.cache.retained_blocks import RetainedBlocks
 from engine.plan import NO_BLOCK
 
 
@@ -42,12 +45,13 @@ class BlockPool:
         index: holds the nodes of published blocks.
 
     Attributes:
+        max_retained: most blocks that are free and retained.
         now: in seconds; its owner sets it.
     """
 
     __slots__ = (
-        "_awaited", "_cached", "_clean", "_dirty", "_group", "_index", "_nodes", "_refs", "_retained", "_seconds",
-        "_shared", "_spent", "_suspect", "_untouched", "now", "num_blocks",
+        "_awaited", "_cached", "_clean", "_dirty", "_group", "_index", "_nodes", "_refs", "_retained", "_shared",
+        "_spent", "_suspect", "_untouched", "max_retained", "now", "num_blocks",
     )  # fmt: skip
 
     def __init__(self, group: int, num_blocks: int, index: PrefixIndex) -> None:
@@ -62,8 +66,8 @@ class BlockPool:
         self._untouched = NO_BLOCK + 1  # this one and all above it
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._awaited: OrderedDict[int, None] = OrderedDict()
-        self._retained: dict[float, OrderedDict[int, float]] = {}  # by seconds: the free ones, and their deadlines
-        self._seconds: dict[int, float] = {}  # for which a published block is retained, free or not
+        self._retained = RetainedBlocks()
+        self.max_retained = (num_blocks - 1) // 2
         self.now = 0.0
         self._nodes: list[PrefixNode | None] = [None] * num_blocks
         self._shared = bytearray(num_blocks)  # it was hit since it was published
@@ -79,12 +83,12 @@ class BlockPool:
     def num_cached(self) -> int:
         """Free blocks that a prefix hit could still take, spent, awaited and retained ones included."""
         count = len(self._spent) + len(self._cached) + len(self._awaited)
-        return count + self.num_retained if self._seconds else count
+        return count + self.num_retained if self._retained else count
 
     @property
     def num_retained(self) -> int:
         """Free blocks that are retained, until a deadline that may have passed."""
-        return sum(map(len, self._retained.values()))
+        return self._retained.num_free
 
     @property
     def refs(self) -> NDArray[np.int32]:
@@ -121,7 +125,7 @@ class BlockPool:
     def acquire(self, block: int) -> None:
         """Add a reference to a published block (a prefix hit)."""
         if self._refs[block] == 0:
-            del self._queue_of(block)[block]
+            self._take_out(block)
         self._refs[block] += 1
         self._shared[block] = 1
 
@@ -141,7 +145,7 @@ class BlockPool:
                 node = self._nodes[block]
                 if node is None:
                     self._clean.append(block)
-                elif block in self._seconds:
+                elif block in self._retained:
                     self._put_retained(block)
                 elif self._index.is_awaited(node):
                     self._awaited[block] = None
@@ -153,17 +157,17 @@ class BlockPool:
 
     def requeue(self, block: int) -> None:
         """Move a published free block after its prefix got its first registered reader, or lost its last one."""
-        if self._refs[block] == 0 and block not in self._seconds:
-            del self._queue_of(block)[block]
+        if self._refs[block] == 0 and block not in self._retained:
+            self._take_out(block)
             self._put(block)
 
-    def retain(self, block: int, seconds: float) -> None:
+    def retain(self, block: int, seconds: float, owner: bytes) -> None:
         """Keep a published block for some seconds from its last release: others are evicted before. Of several calls
-        the most seconds count."""
+        the most seconds count. `owner`: the salt of the block's prefix."""
         is_free = self._refs[block] == 0
         if is_free:
-            del self._queue_of(block)[block]
-        self._seconds[block] = max(seconds, self._seconds.get(block, 0.0))
+            self._take_out(block)
+        self._retained.mark(block, owner, seconds)
         if is_free:
             self._put_retained(block)
 
@@ -179,11 +183,10 @@ class BlockPool:
 
     def withdraw(self, block: int) -> None:
         """Unpublish a block; existing references remain valid."""
-        queue = self._queue_of(block)
-        self._unpublish(block)
-        if self._refs[block] == 0 and block in queue:
-            del queue[block]
+        if self._refs[block] == 0 and self._nodes[block] is not None:
+            self._take_out(block)
             self._clean.append(block)
+        self._unpublish(block)
 
     def suspect(self, block: int) -> None:
         """Mark a block that may hold non-finite values: it is zeroed before its next owner uses it."""
@@ -208,7 +211,12 @@ class BlockPool:
                 f"{int(expected_refs[block])} in the tables"
             )
         used = int(np.count_nonzero(expected_refs))
-        retained = {block for queue in self._retained.values() for block in queue}
+        retained = self._retained.check()
+        if len(retained) > self.max_retained or self.num_retained != len(retained):
+            raise AssertionError(
+                f"group {self._group}: {len(retained)} blocks are retained, {self.num_retained} counted, "
+                f"{self.max_retained} allowed"
+            )
         named = {*self._spent, *self._cached, *self._awaited, *retained}
         free = {*self._clean, *named, *range(self._untouched, self.num_blocks)}
         if len(free) + used != self.num_blocks - 1 or self.num_free != len(free):
@@ -225,7 +233,7 @@ class BlockPool:
                 raise AssertionError(
                     f"group {self._group} block {block}: published and clean, or unpublished and cached"
                 )
-            if (block in self._seconds) != (block in retained):
+            if (block in self._retained) != (block in retained):
                 raise AssertionError(
                     f"group {self._group} block {block}: retained, but not in its queue, or the reverse"
                 )
@@ -237,22 +245,18 @@ class BlockPool:
 
     def _evict(self) -> int:
         """Take the published free block that is worth least."""
-        if self._seconds:
-            self._expire()
+        self._expire()
         if queue := self._cached or self._awaited:
             block, _ = queue.popitem(last=False)
         else:
-            first = min(filter(None, self._retained.values()), key=lambda queue: next(iter(queue.values())))
-            block, _ = first.popitem(last=False)
+            block = self._retained.give_up()
         self._unpublish(block)
         return block
 
     def _expire(self) -> None:
         """Put the blocks whose deadline has passed behind the other cached or awaited ones."""
-        for queue in self._retained.values():
-            while queue and next(iter(queue.values())) <= self.now:
-                block, _ = queue.popitem(last=False)
-                del self._seconds[block]
+        if self._retained:
+            for block in self._retained.expire(self.now):
                 self._put(block)
 
     def _put(self, block: int) -> None:
@@ -263,22 +267,26 @@ class BlockPool:
         queue[block] = None
 
     def _put_retained(self, block: int) -> None:
-        seconds = self._seconds[block]
-        self._retained.setdefault(seconds, OrderedDict())[block] = self.now + seconds
+        self._retained.add(block, self.now)
+        if self.num_retained > self.max_retained:
+            self._expire()
+        if self.num_retained > self.max_retained:
+            self._put(self._retained.give_up())
 
-    def _queue_of(self, block: int) -> OrderedDict[int, Any]:
-        """Return the queue of a published free block."""
-        if (seconds := self._seconds.get(block)) is not None:
-            return self._retained.get(seconds, self._cached)
-        if block in self._awaited:
-            return self._awaited
-        return self._spent if block in self._spent else self._cached
+    def _take_out(self, block: int) -> None:
+        """Take a published free block out of its queue."""
+        if block in self._retained:
+            self._retained.remove(block)
+        elif block in self._awaited:
+            del self._awaited[block]
+        else:
+            del (self._spent if block in self._spent else self._cached)[block]
 
     def _unpublish(self, block: int) -> None:
         node = self._nodes[block]
         if node is not None:
             self._nodes[block] = None
-            self._seconds.pop(block, None)
+            self._retained.unmark(block)
             self._shared[block] = 0
             node.blocks[self._group] = NO_BLOCK
             self._index.drop(node)

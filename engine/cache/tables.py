@@ -34,7 +34,7 @@ class CacheTables:
         length: int32 [R], entries of the row's tables in use.
         first: per group int32 [R], the first entry not released behind the window (0 without a window).
         published: int32 [R], leading blocks whose prefix has a node (which may refer to another block).
-        retained: by row, the prefixes of its prompt that are retained (`Request.retain`), of rows that have any.
+        retained: by row, the request whose prefixes are retained (`Request.retain`), of rows that have any.
         readers_known: bool [R], whether all readers of the row's blocks are registered (`Request.readers_known`).
     """
 
@@ -56,7 +56,7 @@ class CacheTables:
         self.first = [np.zeros(num_rows, dtype=np.int32) for _ in groups]
         self.published = np.zeros(num_rows, dtype=np.int32)
         self.readers_known = np.zeros(num_rows, dtype=np.bool_)
-        self.retained: dict[int, tuple[tuple[int, float], ...]] = {}
+        self.retained: dict[int, Request] = {}
         self._rows = rows
         self._tables = rows.block_tables
         self._tips: list[PrefixNode | None] = [None] * num_rows
@@ -158,7 +158,7 @@ class CacheTables:
         """Start an empty row's chain."""
         self.readers_known[row] = request.readers_known
         if request.retain:
-            self.retained[row] = request.retain
+            self.retained[row] = request
         root = self.index.extend(None, chain.root_digest, chain.root_key) if self.prefix_caching else None
         if root is None:
             self.published[row] = _UNPUBLISHED
@@ -252,9 +252,10 @@ class CacheTables:
     def _retain(self, row: int, block: int, pool: BlockPool, physical: int) -> None:
         """Retain the block at a row's table index, if one of its request's prefixes covers it."""
         end = (block + 1) * self.block_size
-        seconds = max((seconds for tokens, seconds in self.retained[row] if tokens >= end), default=0.0)
+        request = self.retained[row]
+        seconds = max((seconds for tokens, seconds in request.retain if tokens >= end), default=0.0)
         if seconds:
-            pool.retain(physical, seconds)
+            pool.retain(physical, seconds, request.salt)
 
     def _move_tip(self, row: int, node: PrefixNode | None) -> None:
         old, self._tips[row] = self._tips[row], node

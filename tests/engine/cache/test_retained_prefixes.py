@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -86,10 +88,29 @@ class TestRequests:
         h = harness(8)
         for i in range(2):
             run(h, make_request(f"r{i}", tokens(i, 16), retain=((16, 3600.0),)), float(i))
-        assert h.scheduler._cache.pools[0].num_retained >= 6
+        assert h.scheduler._cache.pools[0].num_retained == 4
         run(h, make_request("large", tokens(5, 30)), 2.0)
         assert h.scheduler.stats.preemptions == 0
         assert h.scheduler.stats.free_blocks == (8,)
+
+    def test_marks_of_one_tenant_do_not_evict_what_another_retains(self) -> None:
+        h, prompt = harness(16), tokens(1, 17)
+        run(h, make_request("first", prompt, retain=((16, 300.0),), salt=b"one"), 0.0)
+        for i in range(20):  # each takes half of the pool, for longer, and is read again
+            for again in range(2):
+                hostile = make_request(f"{i} {again}", tokens(i + 3, 29), retain=((28, 3600.0),), salt=b"two")
+                run(h, hostile, 1.0 + i)
+        press(h, 30.0)
+        assert run(h, make_request("again", prompt, salt=b"one"), 31.0) == 16
+
+    def test_marks_leave_half_of_the_pool_to_prefixes_without_any(self) -> None:
+        h, prompt = harness(24), tokens(1, 25)
+        for i in range(6):
+            run(h, make_request(f"hostile{i}", tokens(i + 3, 17), retain=((16, 3600.0),), salt=b"two"), float(i))
+        assert h.scheduler._cache.pools[0].num_retained == 12
+        run(h, make_request("first", prompt, salt=b"one"), 10.0)
+        run(h, make_request("between", tokens(20, 16), salt=b"two"), 11.0)
+        assert run(h, make_request("again", prompt, salt=b"one"), 12.0) == 24
 
     @pytest.mark.parametrize("retain", [((5, 300.0),), ((4, 0.0),), ((-1, 1.0),), ((4, float("inf")),)])
     def test_a_prefix_that_is_none_is_refused(self, retain: tuple[tuple[int, float], ...]) -> None:
@@ -108,8 +129,8 @@ class TestPool:
             pool.publish(block, node)
         long, short, awaited, cached = blocks
         index.expect(chain_digest(b"", bytes([2])))
-        pool.retain(long, 100.0)
-        pool.retain(short, 10.0)
+        pool.retain(long, 100.0, b"")
+        pool.retain(short, 10.0, b"")
         for pool.now, block in enumerate([long, short, awaited, cached]):
             pool.release([block])
         assert (pool.num_retained, pool.num_free) == (2, 5)
@@ -123,7 +144,7 @@ class TestPool:
             node = index.extend(None, chain_digest(b"", bytes([i])), bytes([i]))
             assert node is not None
             pool.publish(block, node)
-        pool.retain(blocks[0], 10.0)
+        pool.retain(blocks[0], 10.0, b"")
         pool.release(blocks[:2])
         pool.now = 10.0
         assert pool.allocate(1) == [blocks[1]]  # here the deadline is seen to be over
@@ -131,55 +152,99 @@ class TestPool:
         assert pool.allocate(2) == [blocks[0], blocks[2]]
 
 
+NUM_BLOCKS = 12
+OWNERS = st.sampled_from([b"a", b"a", b"b", b"c"])
+
+
 class RetainingPool(RuleBasedStateMachine):
-    """A pool beside a model of it: which free blocks are retained, and until when."""
+    """A pool beside a model of it: which free blocks are retained, until when, and for which owner."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex(1)
-        self.pool = BlockPool(0, 6, self.index)
+        self.pool = BlockPool(0, NUM_BLOCKS, self.index)
         self.held: list[int] = []
         self.seconds: dict[int, float] = {}
         self.deadlines: dict[int, float] = {}
         self.nodes: dict[int, PrefixNode] = {}
+        self.owners: dict[int, bytes] = {}
         self.expected: list[bytes] = []
         self.made = 0
 
     def live(self) -> dict[int, float]:
         return {block: until for block, until in self.deadlines.items() if until > self.pool.now}
 
+    def lose(self, block: int, live: dict[int, float]) -> None:
+        """Remove a block of `live` that was given up, if it was the right one."""
+        counts = Counter(self.owners[one] for one in live)
+        owner, until = self.owners[block], live.pop(block)
+        assert counts[owner] == max(counts.values()), f"{owner!r} lost a block, but of {counts} another has more"
+        assert until <= min((live[one] for one in live if self.owners[one] == owner), default=until)
+        for known in (self.seconds, self.deadlines):
+            known.pop(block)
+
+    def put(self, block: int) -> None:
+        """A free block is retained now: with one too many, one was given up."""
+        self.deadlines[block] = self.pool.now + self.seconds[block]
+        live = self.live()
+        lost = [one for one in live if one not in self.pool._retained]
+        assert len(lost) == (len(live) > self.pool.max_retained)
+        for one in lost:
+            self.lose(one, live)
+
     @rule(seconds=st.sampled_from([0.5, 1, 2, 3]))
     def wait(self, seconds: float) -> None:
         self.pool.now += seconds
 
     @precondition(lambda self: self.pool.num_free)
-    @rule(count=st.integers(1, 5))
+    @rule(count=st.integers(1, NUM_BLOCKS - 1))
     def allocate(self, count: int) -> None:
+        self.take(count)
+
+    @precondition(lambda self: self.pool.num_free)
+    @rule(count=st.integers(1, 4), owner=OWNERS, seconds=st.sampled_from([1.0, 4.0]))
+    def answer(self, count: int, owner: bytes, seconds: float) -> None:
+        """A request that retains its blocks comes and ends."""
+        for block in self.take(count):
+            self.publish_one(block, owner)
+            self.pool.retain(block, seconds, owner)
+            self.seconds[block] = seconds
+            self.held.remove(block)
+            self.pool.release([block])
+            self.put(block)
+
+    def take(self, count: int) -> list[int]:
         count = min(count, self.pool.num_free)
         live = self.live()
         num_others = self.pool.num_free - len(live)
         taken = self.pool.allocate(count)
-        lost = [live.pop(block) for block in taken if block in live]
+        lost = [block for block in taken if block in live]
         assert len(lost) == max(0, count - num_others), "a retained block went while there was another"
-        assert all(gone <= min(live.values(), default=gone) for gone in lost), "not the earliest deadline"
+        for block in lost:
+            self.lose(block, live)
         for block in taken:
-            for known in (self.seconds, self.deadlines, self.nodes):
+            for known in (self.seconds, self.deadlines, self.nodes, self.owners):
                 known.pop(block, None)
         self.held += taken
+        return taken
 
     @precondition(lambda self: any(block not in self.nodes for block in self.held))
-    @rule(awaited=st.booleans())
-    def publish(self, awaited: bool) -> None:
+    @rule(awaited=st.booleans(), owner=OWNERS)
+    def publish(self, awaited: bool, owner: bytes) -> None:
         block = next(block for block in self.held if block not in self.nodes)
+        node = self.publish_one(block, owner)
+        if awaited:
+            self.index.expect(node.digest)
+            self.expected.append(node.digest)
+
+    def publish_one(self, block: int, owner: bytes) -> PrefixNode:
         name = b"%d" % self.made
         self.made += 1
         node = self.index.extend(None, chain_digest(b"", name), name)
         assert node is not None
-        self.nodes[block] = node
+        self.nodes[block], self.owners[block] = node, owner
         self.pool.publish(block, node)
-        if awaited:
-            self.index.expect(node.digest)
-            self.expected.append(node.digest)
+        return node
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data(), seconds=st.sampled_from([1.0, 4.0]))
@@ -187,10 +252,10 @@ class RetainingPool(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted(self.nodes)))
         if self.deadlines.get(block, np.inf) <= self.pool.now:
             return  # it may have been expired or not: no request can tell
-        self.pool.retain(block, seconds)
+        self.pool.retain(block, seconds, self.owners[block])
         self.seconds[block] = max(seconds, self.seconds.get(block, 0.0))
         if block not in self.held:
-            self.deadlines[block] = self.pool.now + self.seconds[block]
+            self.put(block)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), known=st.booleans())
@@ -199,7 +264,7 @@ class RetainingPool(RuleBasedStateMachine):
         self.held.remove(block)
         self.pool.release([block], known)
         if block in self.seconds and block not in self.held:
-            self.deadlines[block] = self.pool.now + self.seconds[block]
+            self.put(block)
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
@@ -223,14 +288,14 @@ class RetainingPool(RuleBasedStateMachine):
     def withdraw(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.nodes)))
         self.pool.withdraw(block)
-        for known in (self.seconds, self.deadlines, self.nodes):
+        for known in (self.seconds, self.deadlines, self.nodes, self.owners):
             known.pop(block, None)
 
     @invariant()
     def the_references_add_up(self) -> None:
-        self.pool.check(np.bincount(self.held, minlength=6).astype(np.int64))
-        assert self.pool.num_free == 5 - len(set(self.held))
+        self.pool.check(np.bincount(self.held, minlength=NUM_BLOCKS).astype(np.int64))
+        assert self.pool.num_free == NUM_BLOCKS - 1 - len(set(self.held))
 
 
 TestRetainingPool = RetainingPool.TestCase
-TestRetainingPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRetainingPool.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
