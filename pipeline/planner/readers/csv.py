@@ -31,6 +31,10 @@ MAX_ROW_LINES: Final = 4
 MAX_HEADER_BYTES: Final = 1 << 20
 """Maximum bytes of the header: a hundred for each of `MAX_COLUMNS`."""
 
+MAX_REFUSED_CELLS: Final = 10_000_000
+"""Maximum cells of refused rows, beyond one for each byte that was read. Such a row is null in all columns, which takes
+as long as the cells of a whole row; but a whole row has a byte for each of them."""
+
 
 class CsvColumns:
     """A CSV file, which may be compressed, as `ColumnFile`.
@@ -65,10 +69,14 @@ class CsvColumns:
         with closing(self._rows(self._max_bytes)) as rows:
             next(rows, None)
             found: list[_Row] = []
-            size = 0
+            size = refused = read = 0
             for row in rows:
                 found.append(self._checked(row))
                 size += row.size
+                read += row.size
+                if found[-1].error is not None:
+                    refused += len(self.schema)
+                    self._check_refused(refused, read, row.line)
                 if len(found) == MAX_DECODED_ROWS or size >= BATCH_BYTES:
                     yield self._piece(found, limit)
                     found, size = [], 0
@@ -83,6 +91,14 @@ class CsvColumns:
             )
             return row._replace(cells=[], error=_invalid(message))
         return row
+
+    def _check_refused(self, cells: int, read: int, line: int) -> None:
+        if cells > MAX_REFUSED_CELLS + read:
+            raise BrokenInput(
+                f"{self.name}: line {line}: too many rows lack cells, or can't be read: {cells // len(self.schema)} up "
+                f"to here, with {len(self.schema)} columns each; give each row a cell for each column, or leave out "
+                "columns"
+            )
 
     def _piece(self, rows: list[_Row], limit: ExpansionLimit) -> Piece:
         errors = {index: row.error for index, row in enumerate(rows) if row.error is not None}

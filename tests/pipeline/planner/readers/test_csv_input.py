@@ -56,6 +56,10 @@ def written(rows: list[dict[str, str | None]], line_end: str) -> bytes:
     return text.getvalue().encode()
 
 
+def wide_header(columns: int) -> bytes:
+    return b"custom_id,prompt" + b"".join(b",n%d" % number for number in range(columns - 2)) + b"\n"
+
+
 cells = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=20).map(lambda text: text or None)
 
 
@@ -155,18 +159,38 @@ def test_a_header_is_bounded_before_its_columns_are_made(monkeypatch: pytest.Mon
     assert values(wide + b"a,b,c\n")[2]["custom_id"] == "a"
 
 
-def test_short_rows_count_by_the_columns_that_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_counted_by_what_they_become(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expansion, "ALWAYS_DECODED_BYTES", 1 << 20)
     monkeypatch.setattr(expansion, "MAX_EXPANSION", 50)
-    wide = b"custom_id,prompt" + b"".join(b",n%d" % number for number in range(500)) + b"\n"
-    whole = b"a,b" + b"," * 500 + b"\n"
+    wide, whole = wide_header(500), b"a,b" + b"," * 498 + b"\n"
     assert len(values(wide + (b"x\n" + whole) * 50)) == 100
     assert len(values(wide + whole * 3_000)) == 3_000, "they are 1.5 MB"
-    with pytest.raises(BrokenInput, match=r"0\.csv: line \d+: \d+ bytes of CSV decode to more than 1048576 bytes"):
-        read(wide + b"x\n" * 2_000)
-    packed = SourceFile("0.csv.gz", lambda: io.BytesIO(gzip.compress(wide + b"x\n" * 2_000)))
+    packed = SourceFile("0.csv.gz", lambda: io.BytesIO(gzip.compress(wide + whole * 2_000)))
     with pytest.raises(BrokenInput, match=r"0\.csv\.gz: line \d+: \d+ bytes of CSV decode to more than 1048576 bytes"):
         list(open_source([packed], InputFormat.CSV, Limits(), "demo").batches(SIZES))
+
+
+def test_rows_without_all_cells_are_counted_before_their_columns_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+    make = csv_reading.CsvColumns._piece
+
+    def made(file: csv_reading.CsvColumns, rows: list[Any], limit: Any) -> Any:
+        pieces.append(len(rows))
+        return make(file, rows, limit)
+
+    monkeypatch.setattr(csv_reading.CsvColumns, "_piece", made)
+    monkeypatch.setattr(csv_reading, "MAX_REFUSED_CELLS", 500_000)
+    wide, whole = wide_header(1_000), b"a,b" + b"," * 998 + b"\n"
+    assert len(values(wide + b"x\n" * 500)) == 500
+    assert len(values(wide + (b"x\n" + whole) * 2_000)) == 4_000, "as many bytes as refused cells"
+    message = r": line 502: too many rows lack cells, or can't be read: 501 up to here, with 1000 columns each; "
+    pieces.clear()
+    with pytest.raises(BrokenInput, match=r"0\.csv" + message):
+        read(wide + b"x\n" * 100_000)
+    packed = SourceFile("0.csv.gz", lambda: io.BytesIO(gzip.compress(wide + b"\xff\n" * 100_000)))
+    with pytest.raises(BrokenInput, match=r"0\.csv\.gz" + message):
+        list(open_source([packed], InputFormat.CSV, Limits(), "demo").batches(SIZES))
+    assert pieces == [256, 256], "one of each file"
 
 
 def test_names_of_columns_are_escaped_and_cut_in_messages() -> None:
