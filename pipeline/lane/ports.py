@@ -35,7 +35,7 @@ class LaneSettings:
             request is dropped if its answer hasn't begun. At least as long as a caller waits for a lane that it can't
             reach (`CallSettings.unavailable_timeout_seconds`).
         default_deadline_seconds: a request without a deadline is wanted for so long.
-        retention_seconds: events are stored for so long after the last one.
+        retention_seconds: events that were not read are stored for so long after the last one.
         max_waiting: maximum number of a model's requests whose answer has not begun; only first attempts are refused
             beyond it. One tenant alone may have seven eighths of them.
         max_events: maximum number of a request's events that are stored for its reader.
@@ -66,7 +66,10 @@ class Lane(Protocol):
 
     def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
         """Events of these requests (ids), each after its position (`START`: from the beginning), those of a request in
-        order; waits up to `timeout` seconds for the first. Events that were evicted by later ones are missing."""
+        order; waits up to `timeout` seconds for the first. Events that were evicted by later ones are missing.
+
+        Events can be read again until the request's end was: then the lane may drop the request, so later reads have
+        all of its events or none, and `lost` may name it. A caller reads a request no further than to its end."""
         ...
 
     def cancel(self, request: LaneRequest) -> None:

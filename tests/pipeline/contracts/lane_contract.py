@@ -96,6 +96,29 @@ class LaneContract:
         assert worker.emit(events[5:]) == frozenset()
         assert read_events(lane, "r1") == events
 
+    def test_events_can_be_read_again_until_the_end_was_and_then_all_or_none_are_there(
+        self, lane: OpenLane, worker: LaneWorker
+    ) -> None:
+        lane.send(request("r1"))
+        lane.send(request("r2"))
+        worker.take([MODEL], 2, 2.0)
+        begun = [tokens("r1", 0), tokens("r1", 1)]
+        worker.emit([*begun, tokens("r2", 0)])
+        for _ in range(3):
+            assert read_events(lane, "r1") == begun
+        whole = [*begun, end("r1", 2)]
+        worker.emit(whole[2:])
+        assert read_events(lane, "r1", Position(1, 1)) == whole[2:]
+        left = read_events(lane, "r1", timeout=0)
+        assert left in ([], whole)
+        # The worker is done with it, and what it sends again changes nothing
+        assert worker.hold(["r1", "r2"]) == {"r1"}
+        worker.emit(whole)
+        assert read_events(lane, "r1", timeout=0) == left
+        assert lane.waiting([MODEL]) == {MODEL: 0}
+        assert worker.take([MODEL], 1, 0) == []
+        assert read_events(lane, "r2") == [tokens("r2", 0)], "another's answer is not affected"
+
     def test_a_reader_that_waits_for_events_or_requests_is_woken(self, make_lane: MakeLane, lane: OpenLane) -> None:
         worker = lane.worker("w1")
         threading.Timer(0.2, lane.send, [request()]).start()
