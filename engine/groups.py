@@ -19,7 +19,7 @@ from engine.errors import RequestRefused
 from engine.request import Choice, Completion, FinishReason, PartialChoice, Request
 from engine.scheduler.latency import ClassStats
 from engine.scheduler.resume import ANSWERED
-from engine.shared_scores import SharedScores, share_scores
+from engine.shared_scores import SharedScores, is_scored_only, share_scores
 from engine.step_engine import StepEngine
 
 _MEMBER = "\1"
@@ -54,7 +54,7 @@ class GroupEngine:
 
     def add(self, request: Request) -> None:
         """See `StepEngine.add`. When a member is refused, no member is queued, and the message names it by its number
-        (`prompt[3]`) unless it shares its scores."""
+        (`prompt[3]`) unless all are only scored."""
         if not request.more:
             self.engine.add(request)
             return
@@ -66,7 +66,8 @@ class GroupEngine:
         members = _singles(request)
         if any(member.params.n != n for member in members):
             raise RequestRefused(f"request {name!r}: its members have different numbers of choices")
-        if shared := share_scores(members) if self._has_targets else None:
+        scored = all(map(is_scored_only, members))
+        if shared := share_scores(members) if scored and self._has_targets else None:
             members = _numbered(name, shared.requests)
         added: list[str] = []
         try:
@@ -77,7 +78,7 @@ class GroupEngine:
             for member_id in added:
                 self.engine.cancel(member_id)
             self._ready += self._gather(self.engine.take_ended())  # discarded: the request isn't open
-            if shared is None:  # else it may be any member's tokens
+            if not scored:  # else a member is a choice of a prompt
                 error.args = (f"prompt[{len(added)}]: {error}",)
             raise
         self._open[name] = _Open(members, shared)

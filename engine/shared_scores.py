@@ -67,7 +67,7 @@ class SharedScores:
 def share_scores(members: tuple[Request, ...]) -> SharedScores | None:
     """Share the work of members that only have log-probabilities of their own last tokens to compute; None: some have
     more."""
-    if not all(map(_is_scored_only, members)):
+    if not all(map(is_scored_only, members)):
         return None
     # Nodes are numbered: a root for each different beginning, and a child for each different token behind a node.
     roots: dict[bytes, int] = {}
@@ -111,7 +111,8 @@ def share_scores(members: tuple[Request, ...]) -> SharedScores | None:
     return SharedScores(members, requests, made_of, tuple(tuple(found[step] for step in path) for path in paths))
 
 
-def _is_scored_only(member: Request) -> bool:
+def is_scored_only(member: Request) -> bool:
+    """Whether log-probabilities of its last tokens are all that there is to compute of a request."""
     params = member.params
     return (
         params.max_tokens == 0

@@ -210,8 +210,9 @@ class VLLMEngine:
             raise RequestRefused(f"request {name!r} can't go on from its tokens with vLLM")
         # vLLM samples at least one token behind each prompt.
         limit = self.max_model_len if self.pools else min(self.max_model_len, self._blocks * self.block_size)
-        if len(ids) + (0 if self.pools else max(1, params.max_tokens)) > limit:
-            raise ContextLengthExceeded(len(ids), params.max_tokens, limit)
+        max_tokens = 0 if self.pools else max(1, params.max_tokens)
+        if len(ids) + max_tokens > limit:
+            raise ContextLengthExceeded(len(ids), max_tokens, limit)
 
     def resumes(self, request: Request) -> bool:
         """See `StepEngine.resumes`: not with a grammar, nor with penalties of the answer's own tokens."""

@@ -45,15 +45,6 @@ def choices(row: ResultRow) -> list[dict[str, Any]]:
     return found
 
 
-def rounded(value: Any) -> Any:
-    """Log-probabilities differ in their last digits with the shape of the batch."""
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rounded(inner) for inner in value]
-    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -76,7 +67,7 @@ def test_each_prompt_is_answered_as_if_it_were_sent_alone(loaded: LoadedModel, k
     expected = [
         choice | {"index": number * n + choice["index"]} for number in range(5) for choice in choices(single[number])
     ]
-    assert found == rounded(expected)
+    assert found == kit.rounded(expected)
     assert whole.text == found[0]["text"]
     assert whole.prompt_tokens == sum(row.prompt_tokens or 0 for row in single)
     assert whole.completion_tokens == sum(row.completion_tokens or 0 for row in single)
@@ -129,7 +120,7 @@ def test_the_beginning_of_a_long_prompt_is_cut_off(loaded: LoadedModel, kit: Any
             kit.chat("many words " * 90, truncate_prompt_tokens=most, temperature=0, max_tokens=10),
         ],
     )
-    assert choices(cut) == rounded(choices(expected))
+    assert choices(cut) == kit.rounded(choices(expected))
     usage = json.loads(cut.response or "")["usage"]
     assert usage["prompt_tokens"] == kept + 2
     assert usage["prompt_tokens_details"].get("truncated_tokens", 0) == len(long) - kept
@@ -163,7 +154,7 @@ def test_prompt_logprobs_are_those_of_an_echo(loaded: LoadedModel, kit: Any) -> 
             assert max(one["logprob"] for one in own) == pytest.approx(value, abs=1e-4)
             assert sorted(one["rank"] for one in entry.values() if one["rank"]) == [1, 2]
     of_chat = json.loads(chat.response or "")["prompt_logprobs"]
-    assert of_chat == rounded(choices(as_ids)[0]["prompt_logprobs"])
+    assert of_chat == kit.rounded(choices(as_ids)[0]["prompt_logprobs"])
     assert list(of_chat[1]) != [str(ids[0])]
 
 

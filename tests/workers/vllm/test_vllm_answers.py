@@ -141,6 +141,66 @@ def test_a_choice_that_vllm_ends_before_its_grammar_does_is_an_error(
     assert "vLLM ended the answer before its grammar does" in row.error_message
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": 0, "max_tokens": 12, "logprobs": 2},
+        {"temperature": 1.1, "seed": 7, "max_tokens": 12, "stop": ["e", "th"]},
+        {"temperature": 0, "max_tokens": 3, "echo": True, "logprobs": 1},
+    ],
+)
+def test_each_of_several_prompts_is_answered_as_if_it_were_sent_alone(
+    model: LoadedModel, folder: Path, answer: Any, kit: Any, body: dict[str, Any]
+) -> None:
+    prompts: list[Any] = ["The quick brown", [5, 6, 7, 8, 9], "naïve 日本語"]
+    bodies = [kit.completion(prompt, n=2, **body) for prompt in (prompts, *prompts)]
+    whole, *single = answer(model, bodies)
+    assert whole.status is RowStatus.SUCCEEDED, whole.error_message
+    found = json.loads(whole.response)["choices"]
+    assert [choice["index"] for choice in found] == list(range(6))
+    alone = [choice for row in single for choice in json.loads(row.response)["choices"]]
+    assert found == [kit.rounded(choice | {"index": at}) for at, choice in enumerate(alone)]
+    for count in ("prompt_tokens", "completion_tokens"):
+        assert getattr(whole, count) == sum(getattr(row, count) for row in single)
+    if body["temperature"] == 0:
+        ours = LoadedModel.load(folder, name="tiny", config=CONFIG)
+        assert found == kit.rounded(json.loads(answer(ours, bodies[:1])[0].response)["choices"])
+        ours.close()
+
+
+def test_one_bad_prompt_of_several_fails_its_row_by_its_name(model: LoadedModel, answer: Any, kit: Any) -> None:
+    bodies = [kit.completion(["a", [3, 99_999], "b"], n=2), kit.completion(["a", "b"], temperature=0, max_tokens=4)]
+    failed, other = answer(model, bodies)
+    assert failed.error_code is RowErrorCode.INVALID_REQUEST
+    assert "prompt[1] holds token 99999" in failed.error_message
+    assert other.status is RowStatus.SUCCEEDED
+
+
+def test_labels_of_choices_are_those_of_our_engine(model: LoadedModel, folder: Path, answer: Any, kit: Any) -> None:
+    texts = ["The quick brown fox jumps over the lazy dog. What is a river?", "0123456789 a stream", "query: passage"]
+    labels = [" a", " fox jumps", " the lazy dog", "0"]
+    how = {"model": "tiny", "choices": labels}
+    talk = [{"role": "user", "content": "Is a fox a dog?"}]
+    bodies = [
+        *({"input": text, "normalize": normalize, **how} for text in texts for normalize in ("sum", "mean")),
+        {"input": texts, **how},
+        {"messages": talk, **how, "choices": ["yes", "no"]},
+        {"input": [[5] * 1023], **how, "choices": ["0"]},  # fills the context
+    ]
+    rows = [("/v1/classify", body) for body in bodies]
+    ours = LoadedModel.load(folder, name="tiny", config=CONFIG, chat=ChatOptions(tool_templates.HERMES))
+    expected, found = answer(ours, rows), answer(model, rows)
+    ours.close()
+    for own, row in zip(expected[:-1], found, strict=False):
+        assert row.status is RowStatus.SUCCEEDED, row.error_message
+        assert json.loads(row.response)["data"] == kit.rounded(json.loads(own.response)["data"])
+        assert (row.text, row.prompt_tokens, row.completion_tokens) == (own.text, own.prompt_tokens, 0)
+    assert len({row.text for row in found[:6]}) > 1
+    assert expected[-1].status is RowStatus.SUCCEEDED
+    assert found[-1].error_code is RowErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert "input: prompt of 1024 tokens and max_tokens 1 need 1025, but the context" in found[-1].error_message
+
+
 def test_bad_rows_have_the_codes_of_our_engine(model: LoadedModel, folder: Path, answer: Any, kit: Any) -> None:
     broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"a": {"not": {}}}}}}
     bodies = [
