@@ -16,6 +16,10 @@ def main(broker: str, model: str) -> None:
     # One request whose answer is waited for: it takes the lane, and is no job.
     response = app.send_task("tokenmill.generate", args=[body], queue="tokenmill").get(timeout=300)
     print(response["choices"][0]["message"]["content"])
+    # A url takes its own body, here that of OpenAI's Responses API.
+    asked = {"model": model, "input": "Say hello.", "max_output_tokens": 16}
+    task = app.send_task("tokenmill.generate", args=[asked], kwargs={"url": "/v1/responses"}, queue="tokenmill")
+    print(task.get(timeout=300)["status"])
     # Many requests: a job, which outlives this process.
     lines = [
         {"custom_id": f"row-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}

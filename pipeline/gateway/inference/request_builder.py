@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any, Final
 
@@ -18,6 +18,7 @@ from pipeline.gateway.inference.response_cache import ResponseCache, cache_key
 from pipeline.gateway.inference.service_tier import take_service_tier
 from pipeline.gateway.limits.admission import AdmittedRequest, RateLimiter
 from pipeline.ingest.validation import first_mistake
+from pipeline.lane.dialects import lane_url, rewrite_response, translate_event
 from pipeline.models.catalog import Catalog
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
 from pipeline.ports import World
@@ -25,11 +26,10 @@ from pipeline.tracing import current_traceparent
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry
 from schemas.requests.dialects.anthropic.body import MESSAGES_URL
-from schemas.requests.dialects.dialect import Dialect
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.limits import Limits
-from schemas.requests.parsing import CHAT_URL, Body, ChatBody, CompletionBody, GenerationBody, dump_body, parse_body
+from schemas.requests.parsing import Body, CompletionBody, GenerationBody, dump_body, parse_body
 from schemas.requests.sampling_defaults import answer_limit, fill_in
 from schemas.requests.scoring import ClassifyBody
 from schemas.requests.tokenizing import TOKENIZER_BODIES, DetokenizeBody, TokenizeBody, parse_tokenizing
@@ -117,23 +117,13 @@ class InferenceRequest:
         is_echoed = self.service_tier is not None and isinstance(self.body, GenerationBody)
         return {"service_tier": self.service_tier} if is_echoed else {}
 
-    @property
-    def dialect(self) -> Dialect | None:
-        """The dialect of the request and its response."""
-        return DIALECTS.get(self.url)
-
     def rewrite(self, response: dict[str, Any]) -> dict[str, Any]:
         """The complete response in the format of the request's url."""
-        if self.dialect is not None and isinstance(self.body, ChatBody):
-            response = self.dialect.response(response, self.body)
-        return response | self.added_fields
+        return rewrite_response(self.url, self.body, response) | self.added_fields
 
     def translate(self, event: ErrorEvent) -> ErrorEvent:
         """The worker's error, with the names of the request's own parameters."""
-        if (dialect := self.dialect) is None:
-            return event
-        param = None if event.param is None else dialect.rename(event.param)
-        return replace(event, message=dialect.rename_in(event.message, event.param), param=param)
+        return translate_event(self.url, event)
 
 
 class InferenceRequestBuilder:
@@ -203,7 +193,7 @@ class InferenceRequestBuilder:
         request = LaneRequest(
             id=f"http-{self._world.random.token(16).hex()}",
             model=entry.pin.key,
-            url=CHAT_URL if url in DIALECTS else url,
+            url=lane_url(url),
             body=dumped,
             tier=tier,
             tenant=caller.tenant,

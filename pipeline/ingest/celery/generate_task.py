@@ -19,6 +19,7 @@ import structlog
 
 from pipeline.ingest.celery.tasks import TryLater
 from pipeline.lane.client import CallSettings, LaneCalls
+from pipeline.lane.dialects import lane_url, rewrite_response, translate_event
 from pipeline.lane.ports import Lane, LaneFull
 from pipeline.models.catalog import Catalog
 from pipeline.ports import Clock, PipelineError
@@ -28,14 +29,17 @@ from schemas.models import ModelPin
 from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode, error_body
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import (
+    BODIES,
     CHAT_URL,
     CLASSIFY_URL,
     COMPLETIONS_URL,
     EMBEDDINGS_URL,
     RERANK_URL,
     SCORE_URL,
+    Body,
     dump_body,
     parse_body,
+    unsupported_url,
 )
 from schemas.requests.sampling_defaults import fill_in
 from schemas.requests.scoring import PAIR_NAMES
@@ -50,9 +54,9 @@ URLS: Final = {
     "query": RERANK_URL,
     **{names[0]: SCORE_URL for names in PAIR_NAMES},
 }
-"""Field of the body -> its endpoint; the first match counts."""
+"""Field of the body -> the url of a task that names none; the first match counts."""
 
-_ARGUMENTS: Final = ("body", "tier", "timeout")
+_ARGUMENTS: Final = ("body", "tier", "timeout", "url")
 _READ_SECONDS: Final = 0.1
 _IDLE_SECONDS: Final = 0.5
 _CATALOG_SECONDS: Final = 5.0
@@ -101,6 +105,16 @@ class WaitingTask(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class _WaitingCall:
+    """A lane request with its task. `url`, `body`: of the task's request, which may be in a dialect."""
+
+    request: LaneRequest
+    url: str
+    body: Body
+    waiter: WaitingTask
+
+
+@dataclass(frozen=True, slots=True)
 class _UnsavedResult:
     waiter: WaitingTask
     body: Mapping[str, Any]
@@ -123,7 +137,7 @@ class GenerateCalls:
         self._catalog = catalog
         self._clock = clock
         self._lock = threading.Lock()
-        self._waiters: dict[str, WaitingTask] = {}
+        self._waiting: dict[str, _WaitingCall] = {}
         self._unsaved: list[_UnsavedResult] = []
         self._models: dict[str, tuple[float, ModelPin]] = {}  # name -> when it was read, its pin
 
@@ -133,25 +147,26 @@ class GenerateCalls:
         """Send the task's request; `waiter` receives its result later. Returns the result if it is known at once.
 
         Args:
-            args, kwargs: `(body, tier="standard", timeout=None)`, as received.
+            args, kwargs: `(body, tier="standard", timeout=None, url=None)`, as received.
 
         Raises:
             TryLater: not now.
         """
         try:
-            request = self._request(tenant, task_id, args, kwargs)
+            call = self._call(tenant, task_id, args, kwargs, waiter)
         except RowError as error:
             return error_body(error.code.value, error.message, STATUS_CODES[error.code], error.param)
+        name = call.request.id
         with self._lock:
-            if request.id in self._waiters:  # the same task, delivered twice
+            if name in self._waiting:  # the same task, delivered twice
                 return None
-            if len(self._waiters) >= self._settings.max_waiting:
+            if len(self._waiting) >= self._settings.max_waiting:
                 raise TryLater(f"no_room: {self._settings.max_waiting} requests wait already; ask again later")
-            self._waiters[request.id] = waiter
+            self._waiting[name] = call
         try:
-            self._calls.start(request)
+            self._calls.start(call.request)
         except BaseException as error:
-            self._take(request.id)
+            self._take(name)
             if isinstance(error, LaneFull):
                 raise TryLater(f"no_room: {error}") from error
             if isinstance(error, PipelineError):
@@ -164,33 +179,34 @@ class GenerateCalls:
         while not stop.is_set():
             self._calls.wait(_IDLE_SECONDS)
             for event in self._calls.turn():
-                if isinstance(event, EndEvent | ErrorEvent) and (waiter := self._take(event.request)) is not None:
-                    self._end(waiter, event)
+                if isinstance(event, EndEvent | ErrorEvent) and (call := self._take(event.request)) is not None:
+                    self._end(call, event)
             self._cancel_revoked()
             self._save()
         self._calls.leave()
-        for request_id in list(self._waiters):
-            waiter = self._take(request_id)
-            if waiter is None:
+        for request_id in list(self._waiting):
+            call = self._take(request_id)
+            if call is None:
                 continue
             try:
-                waiter.send_again()
+                call.waiter.send_again()
             except Exception as error:  # noqa: BLE001 - any error of the broker
                 logger.warning("a waiting task can't be sent again", request=request_id, reason=str(error))
         self._save()
 
     # -- requests
 
-    def _request(self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LaneRequest:
+    def _call(
+        self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], waiter: WaitingTask
+    ) -> _WaitingCall:
+        """The task's request; raises `RowError`."""
         given = _arguments(args, kwargs)
         body, tier, timeout = given.get("body"), given.get("tier"), given.get("timeout")
         if not isinstance(body, dict):
             raise _refuse("body", "must be an object, as OpenAI's API takes it")
         if "model" not in body and self._settings.default_model is not None:
             body = {**body, "model": self._settings.default_model}
-        url = next((url for field, url in URLS.items() if field in body), None)
-        if url is None:
-            raise _refuse("body", f"has none of {', '.join(URLS)}; give one of them")
+        url = _url(given.get("url"), body)
         checked = parse_body(url, body, self._settings.limits)
         try:
             dump_body(checked)
@@ -204,18 +220,21 @@ class GenerateCalls:
         chosen = _tier(tier)
         seconds = longest if timeout is None else float(timeout)
         pin = self._pin(checked.model)
-        plain = dump_body(fill_in(checked, pin.sampling_defaults))
-        identity = b"\0".join((tenant.encode(), task_id.encode(errors="surrogatepass"), chosen.encode(), plain))
-        return LaneRequest(
+        checked = fill_in(checked, pin.sampling_defaults)
+        plain = dump_body(checked)
+        sent = (tenant, task_id, chosen, url)
+        identity = b"\0".join([*(part.encode(errors="surrogatepass") for part in sent), plain])
+        request = LaneRequest(
             id=f"task-{hashlib.sha256(identity).hexdigest()[:48]}",
             model=pin.key,
             body=orjson.loads(plain),
-            url=url,
+            url=lane_url(url),
             tier=chosen,
             tenant=tenant,
             deadline=self._clock.now() + timedelta(seconds=seconds),
             traceparent=current_traceparent(),
         )
+        return _WaitingCall(request, url, checked, waiter)
 
     def _pin(self, name: str) -> ModelPin:
         """The pin of the served model; raises `RowError` for one that no worker serves."""
@@ -237,16 +256,17 @@ class GenerateCalls:
 
     # -- results
 
-    def _take(self, request_id: str) -> WaitingTask | None:
+    def _take(self, request_id: str) -> _WaitingCall | None:
         with self._lock:
-            return self._waiters.pop(request_id, None)
+            return self._waiting.pop(request_id, None)
 
-    def _end(self, waiter: WaitingTask, event: EndEvent | ErrorEvent) -> None:
+    def _end(self, call: _WaitingCall, event: EndEvent | ErrorEvent) -> None:
         if isinstance(event, EndEvent):
-            body: Mapping[str, Any] = event.response
+            body: Mapping[str, Any] = rewrite_response(call.url, call.body, event.response)
         else:
+            event = translate_event(call.url, event)
             body = error_body(event.code, event.message, event.status, event.param)
-        self._unsaved.append(_UnsavedResult(waiter, body, self._clock.monotonic() + _RESULT_RETRY_SECONDS))
+        self._unsaved.append(_UnsavedResult(call.waiter, body, self._clock.monotonic() + _RESULT_RETRY_SECONDS))
 
     def _save(self) -> None:
         """Store results for their callers; one that can't be stored now is retried for a while."""
@@ -264,11 +284,11 @@ class GenerateCalls:
         self._unsaved = left
 
     def _cancel_revoked(self) -> None:
-        for request_id, waiter in list(self._waiters.items()):
-            if waiter.revoked() and self._take(request_id) is not None:
+        for request_id, call in list(self._waiting.items()):
+            if call.waiter.revoked() and self._take(request_id) is not None:
                 self._calls.cancel(request_id)
                 try:
-                    waiter.cancelled()
+                    call.waiter.cancelled()
                 except Exception as error:  # noqa: BLE001 - its sender revoked it, and needs no result
                     logger.warning("a revoked task can't be marked", reason=str(error))
 
@@ -283,6 +303,20 @@ def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]
                 str(name)[:80], f"is no argument, or is given twice; {GENERATE} takes {', '.join(_ARGUMENTS)}"
             )
     return given | dict(kwargs)
+
+
+def _url(given: Any, body: Mapping[str, Any]) -> str:
+    """The url of the request; raises `RowError`."""
+    if given is None:
+        found = next((url for field, url in URLS.items() if field in body), None)
+        if found is None:
+            raise _refuse("body", f"has none of {', '.join(URLS)}; give one of them, or name the url")
+        return found
+    if not isinstance(given, str):
+        raise _refuse("url", f"must be a string such as {CHAT_URL!r}")
+    if given not in BODIES:
+        raise unsupported_url(given)
+    return given
 
 
 def _tier(value: Any) -> Tier:

@@ -17,6 +17,7 @@ from pipeline.lane.ports import LaneSettings
 from pipeline.models.catalog import Catalog
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry, ModelPin
+from schemas.requests.parsing import BODIES
 from schemas.requests.sampling_defaults import SamplingDefaults
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 from tests.pipeline.made_jobs import PIN
@@ -139,7 +140,8 @@ def test_beyond_its_limit_a_task_is_to_be_tried_later(make_harness: Any) -> None
             ({"model": "tiny", "text": "x"},),
             {},
             "invalid_request",
-            "body has none of choices, messages, prompt, input, query, queries, text_1, data_1; give one of them",
+            "body has none of choices, messages, prompt, input, query, queries, text_1, data_1; give one of them, or "
+            "name the url",
         ),
         (({"model": "tiny", "input": ""},), {}, "invalid_request", "input is empty"),
         (({**BODY, "user": "\ud800"},), {}, "invalid_request", "body holds half a character"),
@@ -148,7 +150,11 @@ def test_beyond_its_limit_a_task_is_to_be_tried_later(make_harness: Any) -> None
         ((BODY, "fast"), {}, "invalid_request", "tier must be one of interactive, standard, bulk"),
         ((BODY,), {"timeout": 0}, "invalid_request", "timeout must be above 0 and at most 600 seconds"),
         ((BODY,), {"timeout": float("nan")}, "invalid_request", "timeout must be above 0"),
-        ((BODY, "bulk", 3, 4), {}, "invalid_request", "arguments are 4"),
+        ((BODY, "bulk", 3, 4, 5), {}, "invalid_request", "arguments are 5"),
+        ((BODY,), {"url": "/v1/images"}, "unsupported_url", "url is '/v1/images', but must be /v1/chat/completions, "),
+        ((BODY,), {"url": ["/v1/responses"]}, "invalid_request", "url must be a string such as"),
+        ((BODY,), {"url": "/v1/messages"}, "invalid_request", "max_tokens is missing"),
+        ((BODY,), {"url": "/v1/completions"}, "invalid_request", "prompt is missing; add it"),
         ((BODY,), {"body": BODY}, "invalid_request", "body is no argument, or is given twice"),
         ((BODY,), {"colour": 1}, "invalid_request", "colour is no argument"),
     ],
@@ -172,6 +178,62 @@ def test_an_error_of_the_worker_comes_in_the_same_shape(make_harness: Any) -> No
     eventually(lambda: task.body is not None)
     error = {"message": "too long", "type": "invalid_request_error", "param": "prompt"}
     assert task.body == {"error": {**error, "code": "context_length_exceeded"}}
+
+
+CLASSIFY = {"model": PIN.name, "input": "hello"}
+RESPOND = {"model": PIN.name, "input": "hello", "max_output_tokens": 5}
+MESSAGE = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+USAGE = {
+    "prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4, "prompt_tokens_details": {"cached_tokens": 0}
+}  # fmt: skip
+SAID = {
+    "id": "chatcmpl-1", "object": "chat.completion", "created": 5, "model": PIN.name, "usage": USAGE,
+    "choices": [{
+        "index": 0, "message": {"role": "assistant", "content": "hi"}, "logprobs": None, "finish_reason": "stop",
+    }],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "sent_to", "kind"),
+    [
+        ("/v1/classify", CLASSIFY, "/v1/classify", "chat.completion"),
+        ("/v1/embeddings", CLASSIFY, "/v1/embeddings", "chat.completion"),
+        ("/v1/responses", RESPOND, "/v1/chat/completions", "response"),
+        ("/v1/messages", MESSAGE, "/v1/chat/completions", None),
+    ],
+)
+def test_a_named_url_decides_what_body_and_response_are(
+    make_harness: Any, url: str, body: Any, sent_to: str, kind: str | None
+) -> None:
+    harness = make_harness()
+    task = harness.start("t", body, url=url)
+    (one,) = harness.taken()
+    assert one.url == sent_to
+    harness.worker.emit([EndEvent(one.id, 1, 0, SAID)])
+    eventually(lambda: task.body is not None)
+    assert task.body is not None
+    assert task.body.get("object") == kind
+    assert (url == "/v1/messages") is (task.body.get("content") == [{"type": "text", "text": "hi"}])
+
+
+def test_all_urls_of_batch_lines_can_be_named(make_harness: Any) -> None:
+    harness = make_harness()
+    for url in BODIES:
+        error = harness.calls.start("default", "t", ({"model": PIN.name},), {"url": url}, WaitingTask())
+        assert error["error"]["message"].endswith("is missing; add it"), "the url's own body is parsed"
+
+
+def test_a_workers_error_has_the_names_of_the_url(make_harness: Any) -> None:
+    harness = make_harness()
+    task = harness.start("t", RESPOND, url="/v1/responses")
+    (one,) = harness.taken()
+    harness.worker.emit([ErrorEvent(one.id, 1, 0, "invalid_request", "max_tokens is 5, but", 400, "max_tokens")])
+    eventually(lambda: task.body is not None)
+    assert task.body is not None
+    assert (task.body["error"]["param"], task.body["error"]["message"]) == (
+        "max_output_tokens", "max_output_tokens is 5, but"
+    )  # fmt: skip
 
 
 def test_a_revoked_task_is_cancelled_on_the_lane(make_harness: Any) -> None:
@@ -220,9 +282,12 @@ def test_at_the_end_waiting_tasks_are_sent_to_another_ingest_worker_and_find_the
     thread.join(HANG_SECONDS)
     assert again.body == {"id": "x"}
     # The same id with another prompt, or of another tenant, is another request.
-    names = {other._request(*arguments, {}).id for arguments in (("a", "t", (BODY,)), ("b", "t", (BODY,)))}
-    names |= {other._request("a", "t", ({**BODY, "seed": 1},), {}).id, one.id}
-    assert len(names) == 4
+    sent: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("a", BODY, {}), ("b", BODY, {}), ("a", {**BODY, "seed": 1}, {}), ("a", BODY, {"max_tokens": 5}),
+    ]  # fmt: skip
+    names = {other._call(tenant, "t", ({**body, **more},), {}, again).request.id for tenant, body, more in sent}
+    names.add(other._call("a", "t", ({**BODY, "max_tokens": 5},), {"url": "/v1/messages"}, again).request.id)
+    assert len(names | {one.id}) == 6
 
 
 def test_a_task_gets_the_models_sampling_defaults_where_it_sets_none(make_harness: Any) -> None:

@@ -352,6 +352,10 @@ def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_i
     assert (one.tier.value, one.body) == ("bulk", body)
     lane.worker("w").emit([EndEvent(one.id, 1, 0, {"id": "cmpl-1"})])
     assert sent.get(timeout=HANG_SECONDS) == {"id": "cmpl-1"}
+    classified = harness.call("generate", {"model": "tiny", "input": "x"}, url="/v1/classify")
+    (one,) = lane.worker("w").take([PIN.key], 1, WAIT)
+    lane.worker("w").emit([EndEvent(one.id, 1, 0, {"id": "classify-1"})])
+    assert (one.url, classified.get(timeout=HANG_SECONDS)) == ("/v1/classify", {"id": "classify-1"})
     linked = harness.caller.signature("tokenmill.generate", args=[body]).set(queue=harness.queue)
     linked.link(harness.caller.signature("theirs.next").set(queue="theirs"))
     with pytest.raises(Exception, match="nothing can be linked to"):
