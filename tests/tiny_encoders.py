@@ -1,5 +1,5 @@
-"""Tiny random models that make embeddings or labels, saved as sentence-transformers saves them: weights, tokenizer,
-modules."""
+"""Tiny random models that make embeddings, labels or scores, saved as sentence-transformers saves them: weights,
+tokenizer, modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY = 400
 _SHAPE = {
@@ -131,6 +136,21 @@ def make_classifier(
     tokenizer(model_input_names=inputs).save_pretrained(folder)
     for name, value in (files or {}).items():
         write(folder / name, value)
+    return folder
+
+
+def make_reranker(folder: Path, *, template: str | None = None, **config_changes: Any) -> Path:
+    """Save a random float32 Qwen3 that generates, with Qwen's special tokens and the words yes and no as tokens, and
+    return the folder. `template`: the tokenizer's chat template."""
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    words.add_tokens(["yes", "no", "<think>", "</think>"])
+    words.chat_template = template
+    words.save_pretrained(folder)
+    class_name, shape = DECODERS["qwen3"]
+    changes = {"vocab_size": len(words), "max_position_embeddings": 1024, "tie_word_embeddings": True}
+    config = getattr(transformers, class_name)(**{**shape, **changes, **config_changes})
+    _random_model(AutoModelForCausalLM, config).save_pretrained(folder)
     return folder
 
 

@@ -26,7 +26,7 @@ from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
 from schemas.requests.sampling_defaults import FILLED_IN
-from schemas.requests.scoring import Body, ClassifyBody, PooledBody, RerankBody, ScoreBody, ScoringBody
+from schemas.requests.scoring import Body, ClassifyBody, PairBody, PooledBody, RerankBody, ScoreBody, ScoringBody
 from schemas.requests.structured import size_of
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "CompletionBody",
     "EmbeddingBody",
     "GenerationBody",
+    "PairBody",
     "PooledBody",
     "RequestLine",
     "RerankBody",

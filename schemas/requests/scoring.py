@@ -39,6 +39,10 @@ def _check_text(value: Any) -> str:
     return value
 
 
+def _check_instruction(value: Any) -> str | None:
+    return None if value is None else _check_text(value)
+
+
 def _check_side(value: Any) -> tuple[str, ...]:
     texts = value if isinstance(value, list | tuple) else [value]
     if not texts:
@@ -140,7 +144,19 @@ class ScoringBody(BaseModel):
         raise NotImplementedError
 
 
-class ScoreBody(ScoringBody):
+class PairBody(ScoringBody):
+    """The common fields of scores and rankings.
+
+    Attributes:
+        instruction: what makes a document relevant, for a chat template that reads pairs.
+        chat_template_kwargs: variables of this template.
+    """
+
+    instruction: Annotated[str | None, only(_check_instruction, one_of(TEXT, NULL))] = None
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+
+
+class ScoreBody(PairBody):
     """Body of /v1/score: a score for each pair. One query goes with each document; as many queries as documents go in
     pairs. The sides are also taken as `text_1` and `text_2`, `data_1` and `data_2`, or `queries` and `items`."""
 
@@ -181,7 +197,7 @@ class ScoreBody(ScoringBody):
         return self
 
 
-class RerankBody(ScoringBody):
+class RerankBody(PairBody):
     """Body of /v1/rerank: documents by their relevance to the query.
 
     Attributes:

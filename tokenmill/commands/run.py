@@ -34,6 +34,7 @@ from tokenmill.config.cli_options import (
     QuantizeOption,
     ReasoningParser,
     Replicas,
+    ScoreTokens,
     SpeculateOption,
     TensorParallel,
     ThinkingTokenBudget,
@@ -82,6 +83,7 @@ def run(
     chat_template: ChatTemplate = None,
     reasoning_parser: ReasoningParser = None,
     thinking_token_budget: ThinkingTokenBudget = None,
+    score_tokens: ScoreTokens = None,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
@@ -105,7 +107,7 @@ def run(
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, replicas=replicas, engine=engine_name,
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
-    chat = job_options.chat_options(chat_template, reasoning_parser, thinking_token_budget)
+    chat = job_options.chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     plan = _plan(
         input_, model, out, tier, engine, chat,
         on_invalid=on_invalid, fresh=fresh, limit=limit, seed=seed, max_output_tokens=max_output_tokens,

@@ -32,6 +32,7 @@ from tokenmill.config.cli_options import (
     ReasoningParser,
     Replicas,
     RootUrl,
+    ScoreTokens,
     SpeculateOption,
     SwitchAfter,
     TensorParallel,
@@ -87,6 +88,7 @@ def serve(
     chat_template: ChatTemplate = None,
     reasoning_parser: ReasoningParser = None,
     thinking_token_budget: ThinkingTokenBudget = None,
+    score_tokens: ScoreTokens = None,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
@@ -131,7 +133,8 @@ def serve(
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, engine=engine,
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
-    loads = _loads(model, settings, options, chat_options(chat_template, reasoning_parser, thinking_token_budget))
+    chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
+    loads = _loads(model, settings, options, chat)
     with (
         stop_on_signals() as stop,
         traces_of("serve") as traces,
@@ -178,6 +181,7 @@ def worker(
     chat_template: ChatTemplate = None,
     reasoning_parser: ReasoningParser = None,
     thinking_token_budget: ThinkingTokenBudget = None,
+    score_tokens: ScoreTokens = None,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
@@ -210,7 +214,8 @@ def worker(
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, replicas=replicas, engine=engine,
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
-    loads = _loads(model, settings, options, chat_options(chat_template, reasoning_parser, thinking_token_budget))
+    chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
+    loads = _loads(model, settings, options, chat)
     price = price_of_worker(settings, price_per_hour)
     if candidate:
         from tokenmill.errors import UserError

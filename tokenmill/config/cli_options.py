@@ -216,6 +216,14 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute. 
 ChatTemplate = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A chat template (jinja) in place of the model's own.")
 ]
+ScoreTokens = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NO,YES",
+        help="The tokens that mean no and yes to a reranker that generates (Qwen3-Reranker: no,yes), for /v1/score and "
+        "/v1/rerank. Default: as its files say.",
+    ),
+]
 ReasoningParser = Annotated[
     str | None,
     typer.Option(

@@ -140,7 +140,9 @@ def content_policies(given: Sequence[str] | None, settings: Settings) -> Policie
     return load_policies(given or settings.content_policies)
 
 
-def chat_options(template: Path | None, parser: str | None, thinking_token_budget: int | None) -> ChatOptions:
+def chat_options(
+    template: Path | None, parser: str | None, thinking_token_budget: int | None, score_tokens: str | None
+) -> ChatOptions:
     """Read the options of conversations. Raises `UserError`."""
     from workers.text.chat_options import ChatOptions
     from workers.text.reasoning import FORMATS, NO_PARSER
@@ -152,7 +154,10 @@ def chat_options(template: Path | None, parser: str | None, thinking_token_budge
         text = None if template is None else template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--chat-template {template}: can't be read: {error}") from error
-    return ChatOptions(text, parser, thinking_token_budget)
+    no, _, yes = (score_tokens or "").partition(",")
+    if score_tokens is not None and (not no or not yes or "," in yes):
+        raise UserError(f"--score-tokens {score_tokens}: must be two tokens with a comma between them, such as no,yes")
+    return ChatOptions(text, parser, thinking_token_budget, None if score_tokens is None else (no, yes))
 
 
 def template_tokens(path: Path) -> TemplateTokens:

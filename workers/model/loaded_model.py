@@ -22,7 +22,8 @@ from engine.errors import UnsupportedModel
 from engine.groups import GroupEngine
 from engine.models.encoders.classifier import ClassifierSettings, ScoreHead, classifier_settings
 from engine.models.encoders.head import EmbeddingHead
-from engine.models.encoders.settings import EmbeddingSettings, embedding_settings, is_classifier
+from engine.models.encoders.settings import PROMPTS, EmbeddingSettings, embedding_settings, is_classifier
+from engine.models.encoders.token_scores import token_scores
 from engine.models.load import describe_shape, is_encoder, is_native
 from engine.plan import RowState
 from engine.runner.null_runner import NullRunner
@@ -36,6 +37,7 @@ from schemas.models import EngineName, ModelPin
 from schemas.requests.sampling_defaults import SamplingDefaults
 from workers.errors import WorkerError
 from workers.model.generation_config import sampling_defaults
+from workers.model.score_tokens import scores_by_tokens
 from workers.structured.grammar import Grammars
 from workers.text.chat_options import OWN_CHAT, ChatOptions
 from workers.text.tokenizer import Tokenizer
@@ -129,6 +131,7 @@ class LoadedModel:
         with ThreadPoolExecutor(max_workers=1) as pool:
             computed_digest = None if digest is not None else pool.submit(model_digest, path, chat)
             tokenizer = Tokenizer.load(path, chat)
+            scores = scores_by_tokens(path, tokenizer, chat)
             speculation = None if config is None else config.speculation
             if speculation is not None and speculation.method == "draft" and speculation.draft_model is not None:
                 _check_same_tokens(speculation.draft_model, tokenizer)
@@ -138,7 +141,9 @@ class LoadedModel:
             else:
                 engine = EncoderEngine.load(path, config) if is_encoder(path) else Engine.load(path, config)
             digest = digest if computed_digest is None else computed_digest.result()
-        loaded = cls._of(engine, tokenizer, name=name, source=path, digest=digest, revision=revision, aliases=aliases)
+        loaded = cls._of(
+            engine, tokenizer, scores=scores, name=name, source=path, digest=digest, revision=revision, aliases=aliases
+        )
         return replace(
             loaded,
             engine_name=computing,
@@ -166,7 +171,9 @@ class LoadedModel:
         if encoder:
             raise UnsupportedModel(f"{path} is an encoder, and what stands in for a model here only generates tokens")
         engine = Engine.without_model(spec, config, num_blocks, make_runner=make_runner)
-        return cls._of(engine, Tokenizer.load(path), name=name, source=path, digest=digest, weightless=True)
+        tokenizer = Tokenizer.load(path)
+        scores = scores_by_tokens(path, tokenizer, OWN_CHAT)
+        return cls._of(engine, tokenizer, scores=scores, name=name, source=path, digest=digest, weightless=True)
 
     @classmethod
     def _of(
@@ -177,6 +184,7 @@ class LoadedModel:
         name: str,
         source: Path,
         digest: str | None,
+        scores: ClassifierSettings | None = None,
         revision: str | None = None,
         aliases: frozenset[str] = frozenset(),
         weightless: bool = False,
@@ -188,12 +196,19 @@ class LoadedModel:
             classifier = replace(classifier, pooling="last")
             head = ScoreHead(source, len(classifier.labels), engine.spec.hidden_size)
         elif classifier is not None:
-            head = EmbeddingHead(EmbeddingSettings(classifier.pooling))
+            head = EmbeddingHead(EmbeddingSettings("classify"))
         if isinstance(engine, VLLMEngine):
             limits, facts, dtype = _vllm_limits(engine, embedding), vllm_facts(engine), cast(DTypeName, engine.dtype)
         else:
             limits, facts = _limits(engine, embedding, classifier), engine_facts(engine)
             dtype = dtype_name(engine.spec.dtype)
+        if scores is not None:
+            if not limits.generates:
+                raise UnsupportedModel(
+                    f"{source} generates nothing, so no tokens score pairs; leave --score-tokens out"
+                )
+            limits = replace(limits, classifier=scores)
+        _check_instruction(limits.classifier, tokenizer, source)
         grouped = GroupEngine(engine, has_targets=not isinstance(engine, VLLMEngine)) if limits.generates else engine
         return cls(
             name=name,
@@ -290,6 +305,17 @@ def _limits(
     )
 
 
+def _check_instruction(classifier: ClassifierSettings | None, tokenizer: Tokenizer, source: Path) -> None:
+    """Raise `UnsupportedModel` when the model's own instruction would not stand in its prompts."""
+    if classifier is None or classifier.instruction is None:
+        return
+    if not (tokenizer.renders_pairs and tokenizer.takes_instruction):
+        raise UnsupportedModel(
+            f"{source}: default_prompt_name of {PROMPTS} needs a chat template that reads it with the roles query and "
+            "document; give one with --chat-template"
+        )
+
+
 def _check_same_tokens(draft: str, tokenizer: Tokenizer) -> None:
     """Raise `WorkerError` when the token ids of the draft model have other texts."""
     if (token_id := tokenizer.first_difference(Tokenizer.load(model_path(Path(draft))))) is not None:
@@ -321,7 +347,7 @@ def model_digest(path: Path, chat: ChatOptions = OWN_CHAT) -> str:
     try:
         if path.is_file() and chat == OWN_CHAT:
             return "sha256:" + _file_digest(path)
-        files = [path] if path.is_file() else _model_files(path)
+        files = [path] if path.is_file() else _model_files(path, chat)
         if not files:
             raise WorkerError(f"{path} holds no model; give a folder with config.json and weights, or a GGUF file")
         digest = hashlib.sha256()
@@ -334,14 +360,16 @@ def model_digest(path: Path, chat: ChatOptions = OWN_CHAT) -> str:
     return "sha256:" + digest.hexdigest()
 
 
-def _model_files(folder: Path) -> list[Path]:
+def _model_files(folder: Path, chat: ChatOptions) -> list[Path]:
     found = {file for pattern in (*WEIGHT_FILES, *MEANING_FILES) for file in folder.glob(pattern) if file.is_file()}
     embedding = embedding_settings(folder)
     if embedding is not None:
         found |= {folder / name for name in embedding.files}
-    classifier = classifier_settings(folder)
+    classifier, scores = classifier_settings(folder), token_scores(folder, chat.score_tokens)
     if classifier is not None:
         found |= {folder / name for name in classifier.files}
+    if scores is not None:
+        found |= {folder / name for name in scores.settings.files}
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 

@@ -14,11 +14,13 @@ class ChatOptions:
         template: jinja; None: the model's own.
         reasoning_parser: how the model marks its thought, a name in `FORMATS`, or "none"; None: as the template shows.
         thinking_token_budget: tokens of a thought, for requests without a budget; None: no bound.
+        score_tokens: the tokens that mean no and yes to a reranker that generates; None: as its files say, if they do.
     """
 
     template: str | None = None
     reasoning_parser: str | None = None
     thinking_token_budget: int | None = None
+    score_tokens: tuple[str, str] | None = None
 
     def fingerprint(self) -> bytes:
         """A string that differs if answers do; empty for the model's own."""
@@ -26,6 +28,7 @@ class ChatOptions:
             (b"chat template", self.template),
             (b"reasoning parser", self.reasoning_parser),
             (b"thinking token budget", self.thinking_token_budget),
+            (b"score tokens", self.score_tokens),
         )
         return b"".join(name + b"\0" + str(value).encode() for name, value in parts if value is not None)
 

@@ -93,6 +93,8 @@ class Tokenizer:
         decodes_tokens_alone: whether each token has bytes of its own, except for a blank at the beginning.
         tool_template: the chat template for conversations with tools.
         template_variables: of the chat templates, that a request may set.
+        renders_pairs: the chat template has roles for a query and a document (`render_pair`).
+        takes_instruction: with them it reads an instruction.
         added_tokens: ids and texts of the tokens that are matched whole.  special_ids: those that decoding leaves out.
         special_spellings: ids and texts of these.
         joins_bytes: whether a text is its joined `token_bytes`; otherwise a token's text depends on its neighbours.
@@ -117,6 +119,9 @@ class Tokenizer:
         self.template_variables = template_variables(self._template or "") | template_variables(
             self.tool_template or ""
         )
+        self.renders_pairs = all(_names_role(self._template or "", role) for role in ("query", "document"))
+        self._reads_instruction = "instruction" in self.template_variables
+        self.takes_instruction = self._reads_instruction or _names_role(self._template or "", "system")
         self._supports_developer = self._template is not None and "developer" in self._template
         self.bos_token_id: int | None = hf.bos_token_id
         self.eos_token_id: int | None = hf.eos_token_id
@@ -301,22 +306,59 @@ class Tokenizer:
                 "messages hold tool_calls, which the model's chat template leaves out; write them as content",
                 param="messages",
             )
-        conversation = [self._message(message) for message in messages]
+        return self._apply_template(
+            template,
+            [self._message(message) for message in messages],
+            variables,
+            "messages",
+            tools=[self._escape_specials(_tool(tool)) for tool in tools] or None,
+            add_generation_prompt=begins_answer and not continues,
+            continue_final_message=continues,
+        )
+
+    def render_pair(
+        self,
+        query: str,
+        document: str,
+        instruction: str | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Render a pair with the model's chat template, which `renders_pairs`: a message of the role query and one of
+        the role document. An instruction is the variable of this name, where the template reads it (vLLM), else a
+        message of the role system before them (sentence-transformers).
+
+        Encode the text with `encode_chats`. Raises `RowError` (invalid_request) when the template refuses the pair.
+        """
+        pair = [("query", query), ("document", document)]
+        if instruction is not None and self._reads_instruction:
+            variables = {"instruction": instruction, **variables}
+        elif instruction is not None:
+            pair.insert(0, ("system", instruction))
+        messages = [{"role": role, "content": self._escape_specials(text)} for role, text in pair]
+        return self._apply_template(self._template or "", messages, variables, "documents")
+
+    def _apply_template(
+        self,
+        template: str,
+        conversation: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        param: str,
+        **options: Any,
+    ) -> str:
+        """The text of a conversation; `param` names it in errors. Raises `RowError`."""
         try:
             rendered: str = self._hf.apply_chat_template(
                 conversation,
-                tools=[self._escape_specials(_tool(tool)) for tool in tools] or None,
                 chat_template=template,
                 tokenize=False,
-                add_generation_prompt=begins_answer and not continues,
-                continue_final_message=continues,
+                **options,
                 **self._escape_specials(dict(variables)),
             )
         except Exception as error:  # a template is a program from the model's author
             raise RowError(
                 RowErrorCode.INVALID_REQUEST,
-                f"the model's chat template refuses the messages: {str(error) or type(error).__name__}"[:500],
-                param="messages",
+                f"the model's chat template refuses the {param}: {str(error) or type(error).__name__}"[:500],
+                param=param,
             ) from error
         return rendered
 
@@ -406,6 +448,11 @@ class Tokenizer:
             for head, whole, answer in zip(heads, wholes, ids, strict=True)
         ]
 
+    def token_to_id(self, token: str) -> int | None:
+        """The id of the token with this spelling in the vocabulary, or None."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
     def id_to_token(self, token_id: int) -> str | None:
         """The token's spelling in the vocabulary (bytes may be escaped), or None for an unused id."""
         token: str | None = self._backend.id_to_token(token_id)
@@ -424,6 +471,11 @@ def template_variables(template: str) -> frozenset[str]:
         return frozenset(jinja2.meta.find_undeclared_variables(tree)) - TEMPLATE_NAMES
     except (jinja2.TemplateError, RecursionError):
         return frozenset()
+
+
+def _names_role(template: str, role: str) -> bool:
+    """Whether a chat template (jinja) asks for messages of this role. (One that writes any role's name does not.)"""
+    return re.search(f"""["']{role}["']""", template) is not None
 
 
 def _joins_pieces(decoder: dict[str, Any]) -> bool:

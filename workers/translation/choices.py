@@ -40,7 +40,6 @@ class ChoiceReader:
         if total > (allowed := self._rules.max_embedding_tokens):
             name = "input" if body.input else "messages"
             raise _refuse(f"{name} and choices make {total} tokens, but at most {allowed} are allowed", name)
-        members: list[Request] = []
         for at, prompt in enumerate(prompts):
             name = body.name_of(at) if body.input else "messages"
             if not len(prompt):
@@ -48,19 +47,7 @@ class ChoiceReader:
             if len(prompt) + longest > (most := self._limits.max_model_len):
                 message = f"{name} has {len(prompt)} tokens and the longest choice {longest}, but the context holds "
                 raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message}{most}; shorten them", param=name)
-            members += [
-                Request(
-                    request_id=request_id,
-                    prompt_token_ids=np.concatenate([prompt, choice]),
-                    params=replace(_SCORED, prompt_logprobs_start=len(prompt)),
-                    priority=self._rules.priority,
-                    prefix_group=hints.prefix_group,
-                    prefix_readers=hints.prefix_readers or 0,
-                    salt=self._rules.salt,
-                )
-                for choice in choices
-            ]
-        return replace(members[0], more=tuple(members[1:]))
+        return scoring_request(request_id, prompts, choices, self._rules, hints)
 
     def _choices(self, body: ClassifyBody) -> list[TokenIds]:
         known, encoded = self._encoded
@@ -73,10 +60,34 @@ class ChoiceReader:
         return encoded
 
 
+def scoring_request(
+    request_id: str,
+    prompts: Sequence[TokenIds],
+    continuations: Sequence[TokenIds],
+    rules: JobRules,
+    hints: RowHints,
+) -> Request:
+    """The engine's request with a member for each continuation of each prompt (all int32 [tokens])."""
+    members = [
+        Request(
+            request_id=request_id,
+            prompt_token_ids=np.concatenate([prompt, continuation]),
+            params=replace(_SCORED, prompt_logprobs_start=len(prompt)),
+            priority=rules.priority,
+            prefix_group=hints.prefix_group,
+            prefix_readers=hints.prefix_readers or 0,
+            salt=rules.salt,
+        )
+        for prompt in prompts
+        for continuation in continuations
+    ]
+    return replace(members[0], more=tuple(members[1:]))
+
+
 def classified_by_choices(body: ClassifyBody, request: Request, completion: Completion) -> list[dict[str, Any]]:
     """The response's data: for each prompt the most probable choice, with the log-probabilities of all."""
     data: list[dict[str, Any]] = []
-    scored = list(map(_logprobs, request.members, completion.members or (completion,)))
+    scored = continuation_logprobs(request, completion)
     count = len(body.choices)
     for index in range(len(scored) // count):
         logprobs = scored[index * count : (index + 1) * count]
@@ -98,10 +109,13 @@ def classified_by_choices(body: ClassifyBody, request: Request, completion: Comp
     return data
 
 
-def _logprobs(member: Request, completion: Completion) -> NDArray[np.float32]:
-    """The log-probabilities of a choice's tokens."""
-    assert completion.prompt_logprobs is not None, "a scored prompt has log-probabilities"
-    return completion.prompt_logprobs.chosen[member.params.prompt_logprobs_start :]
+def continuation_logprobs(request: Request, completion: Completion) -> list[NDArray[np.float32]]:
+    """The log-probabilities of the tokens of each member's continuation."""
+    found: list[NDArray[np.float32]] = []
+    for member, scored in zip(request.members, completion.members or (completion,), strict=True):
+        assert scored.prompt_logprobs is not None, "a scored prompt has log-probabilities"
+        found.append(scored.prompt_logprobs.chosen[member.params.prompt_logprobs_start :])
+    return found
 
 
 def _refuse(message: str, param: str) -> RowError:

@@ -24,7 +24,7 @@ def texts_of_inputs(inputs: Sequence[Any], tokenizer: Tokenizer) -> tuple[str, .
 
 def _texts_of_input(given: Any, tokenizer: Tokenizer) -> tuple[str, ...]:
     if isinstance(given, str):
-        return (given,)
+        return (given.replace(SPELT, ""),)
     if isinstance(given, EncodedText):
         return (tokenizer.decode(given.ids),)
     return given if isinstance(given, tuple) else (tokenizer.decode(given),)

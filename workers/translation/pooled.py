@@ -9,7 +9,7 @@ from typing import Any
 from engine.models.encoders.classifier import ClassifierSettings
 from engine.request import Request
 from schemas.jobs.results import ResultRow
-from schemas.requests.parsing import ClassifyBody, EmbeddingBody, PooledBody
+from schemas.requests.parsing import ClassifyBody, EmbeddingBody, PairBody, PooledBody
 from workers.rows import ComputedRow, Envelope
 from workers.text.tokenizer import Tokenizer
 from workers.translation.choices import ChoiceReader
@@ -51,7 +51,8 @@ class PooledReader:
     def texts_of(self, body: PooledBody, inputs: Inputs) -> tuple[str, ...]:
         """The texts that content policies judge: what the model reads, and choices and messages as received."""
         if not (isinstance(body, ClassifyBody) and body.choices):
-            return texts_of_inputs(inputs, self._tokenizer)
+            read = texts_of_inputs(inputs, self._tokenizer)
+            return (*read, *_texts_of_pairs(body)) if isinstance(body, PairBody) else read
         prompts = body.prompt_body
         texts = (text for given in inputs for text in texts_of_prompt(prompts, given, self._tokenizer))
         return (*texts, *body.choices)
@@ -78,7 +79,14 @@ class PooledReader:
             return self._embeddings.request(request_id, body, encoded)
         if isinstance(body, ClassifyBody) and body.choices:
             return self._choices.request(request_id, body, encoded, hints)
-        return self._scores.request(request_id, body, encoded)
+        return self._scores.request(request_id, body, encoded, hints)
+
+
+def _texts_of_pairs(body: PairBody) -> tuple[str, ...]:
+    """A body's texts as received: a chat template may omit or respell parts of them."""
+    texts = dict.fromkeys(str(text) for pair in body.sequences for text in pair)
+    given = (body.instruction, *body.chat_template_kwargs.values())
+    return (*texts, *(text for text in given if isinstance(text, str)))
 
 
 def _kind_of(body: PooledBody) -> _Kind:

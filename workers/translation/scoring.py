@@ -1,12 +1,13 @@
 """Requests for scores, rankings and labels: translates a body to the engine's request, and logits to vLLM's response.
 
-The tokenizer's own template joins the texts of a pair. A sequence that is too long fails its row, or is cut at its end
-where the request says so: of a pair the longer text first, as by transformers ("longest_first").
+The tokenizer's own template joins the texts of a pair, unless the model's chat template does (`Tokenizer.render_pair`).
+A sequence that is too long fails its row, or is cut where the request says so: at its end, of a pair the longer text
+first, as by transformers ("longest_first"); of a rendered pair the document's end, so that the template stays whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,12 +18,14 @@ from engine.models.encoders.classifier import ClassifierSettings, activate
 from engine.request import Request, SamplingParams
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.parsing import ClassifyBody, RerankBody, ScoreBody
+from schemas.requests.parsing import ClassifyBody, PairBody, RerankBody, ScoreBody
 from workers.rows import ComputedRow, Envelope, RowName, response_id
-from workers.text.tokenizer import EncodedText, Texts, Tokenizer
-from workers.translation.choices import classified_by_choices
+from workers.text.tokenizer import EncodedText, Texts, TokenIds, Tokenizer
+from workers.translation.choices import classified_by_choices, continuation_logprobs, scoring_request
 from workers.translation.rendering import encodable
-from workers.translation.requests import JobRules, ModelLimits
+from workers.translation.requests import JobRules, ModelLimits, RowHints
+from workers.translation.template_variables import pair_variables
+from workers.translation.truncation import cut_text
 
 MAX_TOKEN_CHARS: Final = 16
 """Characters of a request's texts for each token that it may have: about four times as many as texts have."""
@@ -31,6 +34,9 @@ MAX_CUT_CHARS: Final = 64
 """Characters that are encoded of a text for each token that it is cut to. Only runs of blanks or the like have more."""
 
 ScoringRequest = ScoreBody | RerankBody | ClassifyBody
+
+Input = Texts | str | EncodedText
+"""What the model reads: a text or a pair to encode, a pair as its chat template has rendered it, or token ids."""
 
 
 class ScoringReader:
@@ -41,19 +47,15 @@ class ScoringReader:
         self._limits = limits
         self._rules = rules
 
-    def inputs_of(self, body: ScoringRequest) -> list[Texts | EncodedText]:
-        """What the model reads: texts to encode, or token ids. Raises `RowError`."""
+    def inputs_of(self, body: ScoringRequest) -> list[Input]:
+        """What the model reads. Raises `RowError`."""
         settings = self._settings()
-        if not isinstance(body, ClassifyBody) and len(settings.labels) > 1:
-            raise RowError(
-                RowErrorCode.UNSUPPORTED_URL,
-                f"the model tells {len(settings.labels)} labels apart and gives no score; use /v1/classify",
-                param="url",
-            )
+        _check_labels(body, settings)
         limit = self._limit(body)
+        variables = pair_variables(body, self._tokenizer) if isinstance(body, PairBody) else {}
         self._check_chars(body, limit)
         known: dict[str, tuple[str, int]] = {}
-        inputs: list[Texts | EncodedText] = []
+        inputs: list[Input] = []
         for at, sequence in enumerate(body.sequences):
             name = body.name_of(at)
             if isinstance(sequence[0], tuple):
@@ -68,26 +70,34 @@ class ScoringReader:
             least = sum(known[str(text)][1] for text in sequence)
             if body.truncate_prompt_tokens is None and least > limit:
                 raise self._too_long(f"{name} has at least {least} tokens", limit)
-            inputs.append(texts)
+            inputs.append(self._rendered(body, texts, variables) if self._renders(body) else texts)
         return inputs
 
-    def encode(
-        self, requests: Sequence[tuple[ScoringRequest, Sequence[Texts | EncodedText]]]
-    ) -> list[list[EncodedText]]:
-        """Encode the inputs of many requests, and cut them where a request says so; all texts in one call."""
+    def encode(self, requests: Sequence[tuple[ScoringRequest, Sequence[Input]]]) -> list[list[EncodedText]]:
+        """Encode the inputs of many requests, and cut them where a request says so, but for rendered pairs; all texts
+        in one call."""
         texts: list[Texts] = []
         most: list[int | None] = []
+        rendered: list[str] = []
         for body, inputs in requests:
             limit = None if body.truncate_prompt_tokens is None else self._limit(body)
-            own = [given for given in inputs if not isinstance(given, EncodedText)]
+            own = [given for given in inputs if not isinstance(given, EncodedText | str)]
             texts += own
             most += [limit] * len(own)
+            rendered += [given for given in inputs if isinstance(given, str)]
         encoded = iter(self._tokenizer.encode_texts(texts, most))
-        return [
-            [given if isinstance(given, EncodedText) else next(encoded) for given in inputs] for _, inputs in requests
-        ]
+        chats = iter(self._tokenizer.encode_chats(rendered))
 
-    def request(self, request_id: str, body: ScoringRequest, encoded: Sequence[EncodedText]) -> Request:
+        def encoding(given: Input) -> EncodedText:
+            if isinstance(given, EncodedText):
+                return given
+            return EncodedText(next(chats)) if isinstance(given, str) else next(encoded)
+
+        return [[encoding(given) for given in inputs] for _, inputs in requests]
+
+    def request(
+        self, request_id: str, body: ScoringRequest, encoded: Sequence[EncodedText], hints: RowHints
+    ) -> Request:
         """The engine's request for encoded inputs. Raises `RowError`."""
         settings, limit = self._settings(), self._limit(body)
         cut = list(encoded)
@@ -99,18 +109,23 @@ class ScoringReader:
                 continue
             if body.truncate_prompt_tokens is None:
                 raise self._too_long(f"{name} has {len(one.ids)} tokens", limit)
-            cut[at] = EncodedText(one.ids[:limit])  # token ids: texts are cut where they are encoded
+            # Other texts are cut where they are encoded.
+            cut[at] = EncodedText(self._cut_document(body, at, one.ids) if self._renders(body) else one.ids[:limit])
         total = sum(len(one.ids) for one in cut)
         if total > (allowed := self._rules.max_embedding_tokens):
             name = "input" if isinstance(body, ClassifyBody) else "documents"
             raise _refuse(
                 f"{name} makes {total} tokens, but at most {allowed} are allowed; send several requests", name
             )
+        prompts = [one.ids for one in cut]
+        if settings.tokens is not None:
+            tokens = [np.array([token_id], dtype=np.int32) for token_id in settings.tokens]
+            return scoring_request(request_id, prompts, tokens, self._rules, hints)
         types = [one.types for one in cut if one.types is not None]
         return Request(
             request_id=request_id,
-            prompt_token_ids=cut[0].ids,
-            more_prompts=tuple(one.ids for one in cut[1:]),
+            prompt_token_ids=prompts[0],
+            more_prompts=tuple(prompts[1:]),
             token_type_ids=tuple(types) if len(types) == len(cut) else (),
             params=SamplingParams(max_tokens=0, temperature=0.0),
             priority=self._rules.priority,
@@ -118,10 +133,44 @@ class ScoringReader:
             pooling=settings.pooling,
         )
 
+    def _renders(self, body: ScoringRequest) -> bool:
+        """Whether the model's chat template joins the body's pairs."""
+        return self._tokenizer.renders_pairs and not isinstance(body, ClassifyBody)
+
+    def _rendered(self, body: ScoringRequest, pair: Texts, variables: Mapping[str, Any]) -> str:
+        """The prompt of a prepared pair. Raises `RowError`."""
+        assert isinstance(body, PairBody)
+        query, document = pair
+        instruction = body.instruction or self._settings().instruction
+        return encodable(self._tokenizer.render_pair(query, document, instruction, variables), "documents")
+
+    def _cut_document(self, body: ScoringRequest, at: int, prompt: TokenIds) -> TokenIds:
+        """The prompt of a rendered pair with as much of the document as fits. Raises `RowError`."""
+        assert isinstance(body, PairBody)
+        limit, settings = self._limit(body), self._settings()
+        variables = pair_variables(body, self._tokenizer)
+        query, document = (self._prepared(str(text)[: limit * MAX_CUT_CHARS], settings) for text in body.sequences[at])
+
+        def prompt_of(text: str) -> TokenIds:
+            return self._tokenizer.encode_chats([self._rendered(body, (query, text), variables)])[0]
+
+        kept = cut_text(self._tokenizer, document, prompt_of, prompt, limit, chat=True)
+        if kept is None:
+            message = f"{body.name_of(at)} of {len(prompt)} tokens with its query is to be cut to {limit}, but nothing "
+            raise RowError(
+                RowErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"{message}of the document fits behind the query and the chat template; raise truncate_prompt_tokens",
+                param="truncate_prompt_tokens",
+            )
+        return kept
+
     def _check_chars(self, body: ScoringRequest, limit: int) -> None:
         """Refuse texts that can't be few enough tokens before they are encoded: a query counts with each document.
         Raises `RowError`."""
         chars = 0
+        if isinstance(body, PairBody):  # they stand in each pair's prompt
+            given = [body.instruction or "", *body.chat_template_kwargs.values()]
+            chars = len(body.sequences) * sum(len(text) for text in given if isinstance(text, str))
         for sequence in body.sequences:
             if not isinstance(sequence[0], tuple):
                 size = sum(map(len, map(str, sequence)))
@@ -142,7 +191,9 @@ class ScoringReader:
 
     def _limit(self, body: ScoringRequest) -> int:
         """Maximum tokens of a sequence. Raises `RowError`."""
-        most = min(self._limits.max_model_len, self._settings().max_tokens or self._limits.max_model_len)
+        settings = self._settings()
+        most = self._limits.max_model_len - (settings.tokens is not None)  # one of these follows the prompt
+        most = min(most, settings.max_tokens or most)
         wanted = body.truncate_prompt_tokens
         if wanted is None or wanted == -1:
             return most
@@ -151,7 +202,7 @@ class ScoringReader:
                 f"truncate_prompt_tokens is {wanted}, but the model takes at most {most}; lower it, or give -1",
                 "truncate_prompt_tokens",
             )
-        added = self._tokenizer.num_added_tokens(pair=not isinstance(body, ClassifyBody))
+        added = 0 if self._renders(body) else self._tokenizer.num_added_tokens(pair=not isinstance(body, ClassifyBody))
         if wanted <= added:
             raise _refuse(
                 f"truncate_prompt_tokens is {wanted}, but the tokenizer itself adds {added} tokens; raise it",
@@ -174,8 +225,8 @@ class ScoringReader:
         if self._limits.classifier is None:
             raise RowError(
                 RowErrorCode.UNSUPPORTED_URL,
-                "the model has no head for labels (…ForSequenceClassification), so it makes no scores; "
-                "choose a reranker or a classifier, or classify by choices",
+                "the model has no head for labels (…ForSequenceClassification) and no tokens for scores "
+                "(--score-tokens), so it makes none; choose a reranker or a classifier, or classify by choices",
                 param="url",
             )
         return self._limits.classifier
@@ -184,13 +235,35 @@ class ScoringReader:
         return text.lower() if settings.lower_case else text
 
 
+def _check_labels(body: ScoringRequest, settings: ClassifierSettings) -> None:
+    """Refuse what the model's head is not made for. Raises `RowError`."""
+    if isinstance(body, ClassifyBody):
+        if not settings.labels:
+            raise RowError(
+                RowErrorCode.UNSUPPORTED_URL,
+                "the model scores pairs and has no labels; use /v1/score or /v1/rerank, or classify by choices",
+                param="url",
+            )
+    elif len(settings.labels) > 1:
+        raise RowError(
+            RowErrorCode.UNSUPPORTED_URL,
+            f"the model tells {len(settings.labels)} labels apart and gives no score; use /v1/classify",
+            param="url",
+        )
+
+
 def scoring_results(row: ComputedRow, envelope: Envelope, settings: ClassifierSettings | None) -> list[ResultRow]:
     """The results of a scored row and of its copies. `ResultRow.text` is the label of a request with one input.
     `settings`: of the model's head for labels."""
     prepared, completion = row.prepared, row.completion
     body = prepared.body
     assert isinstance(body, ScoreBody | RerankBody | ClassifyBody)
-    usage = {"prompt_tokens": completion.prompt_tokens, "total_tokens": completion.prompt_tokens}
+    prompt_tokens, cached_tokens = completion.prompt_tokens, completion.cached_tokens
+    if settings is not None and settings.tokens is not None and not isinstance(body, ClassifyBody):
+        # Each prompt is that of two members, one for each token, and is read once.
+        prompt_tokens = sum(member.params.prompt_logprobs_start for member in prepared.request.members[::2])
+        cached_tokens = max(0, cached_tokens - (completion.prompt_tokens - prompt_tokens))
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     started, finished = envelope.wall(completion.started_at), envelope.wall(completion.finished_at)
     common = {"created": int(started.timestamp()), "model": body.model}
     text = None
@@ -217,8 +290,8 @@ def scoring_results(row: ComputedRow, envelope: Envelope, settings: ClassifierSe
             text=text,
             response=orjson.dumps(response, option=orjson.OPT_SERIALIZE_NUMPY).decode(),
             model=body.model,
-            prompt_tokens=completion.prompt_tokens,
-            cached_tokens=completion.cached_tokens if index == 0 else completion.prompt_tokens,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens if index == 0 else prompt_tokens,
             completion_tokens=0,
             created_at=envelope.created_at,
             started_at=started,
@@ -231,9 +304,13 @@ def scoring_results(row: ComputedRow, envelope: Envelope, settings: ClassifierSe
 
 def _scores(body: ScoreBody | RerankBody, row: ComputedRow, settings: ClassifierSettings | None) -> NDArray[np.float32]:
     """The score of each pair, float32 [pairs]."""
-    logits = row.completion.embeddings
-    assert settings is not None, "only a classifier gives scores"
-    assert logits is not None, "a scored row has logits"
+    assert settings is not None, "only a model with settings for scores gives them"
+    if settings.tokens is None:
+        logits = row.completion.embeddings
+        assert logits is not None, "a scored row has logits"
+    else:  # a difference of log-probabilities is that of the logits
+        no_and_yes = np.concatenate(continuation_logprobs(row.prepared.request, row.completion)).reshape(-1, 2)
+        logits = no_and_yes[:, 1:] - no_and_yes[:, :1]
     return (activate(logits, settings.score) if body.use_activation else logits)[:, 0]
 
 

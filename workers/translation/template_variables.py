@@ -6,10 +6,11 @@ What the template does not read is refused by name: it would be ignored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.parsing import ChatBody
+from schemas.requests.parsing import ChatBody, PairBody
 from workers.text.tokenizer import Tokenizer
 
 THINKING: Final = ("enable_thinking", "thinking")
@@ -17,14 +18,13 @@ THINKING: Final = ("enable_thinking", "thinking")
 
 EFFORT: Final = "reasoning_effort"
 
+INSTRUCTION: Final = "instruction"
+
 
 def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
     """The template's variables for this request. Raises `RowError`."""
     known = tokenizer.template_variables
-    variables: dict[str, Any] = dict(body.chat_template_kwargs)
-    for name in variables:
-        if name not in known:
-            raise _unread(f"chat_template_kwargs.{name}", known)
+    variables = _read(body.chat_template_kwargs, known)
     switch = next((name for name in THINKING if name in known), None)
     if body.enable_thinking is not None:
         if switch is None:
@@ -38,6 +38,36 @@ def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
         else:
             raise _unread(EFFORT, known)
     return variables
+
+
+def pair_variables(body: PairBody, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The template's variables for pairs; an instruction that it reads as a message is not among them. Raises
+    `RowError`."""
+    if not tokenizer.renders_pairs:
+        for name in (INSTRUCTION, "chat_template_kwargs"):
+            if getattr(body, name):
+                message = f"{name} is not supported: the model has no chat template with the roles query and document"
+                raise RowError(
+                    RowErrorCode.UNSUPPORTED_PARAMETER, f"{message}; remove it, or give --chat-template", param=name
+                )
+        return {}
+    known = tokenizer.template_variables
+    variables = _read(body.chat_template_kwargs, known)
+    if body.instruction is None:
+        return variables
+    if not tokenizer.takes_instruction:
+        raise _unread(INSTRUCTION, known)
+    if INSTRUCTION in known:
+        _set(variables, INSTRUCTION, body.instruction, INSTRUCTION)
+    return variables
+
+
+def _read(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """The given variables. Raises `RowError` for one that the template does not read."""
+    for name in given:
+        if name not in known:
+            raise _unread(f"chat_template_kwargs.{name}", known)
+    return dict(given)
 
 
 def _set(variables: dict[str, Any], name: str, value: Any, param: str) -> None:

@@ -66,19 +66,8 @@ class PromptCutter:
     def _cut_text(
         self, text: str, prompt_of: Callable[[str], TokenIds], prompt: TokenIds, most: int, *, chat: bool
     ) -> TokenIds | None:
-        """The prompt of as much of the text's beginning as fits; None: no text is left. Tokens are dropped by the
-        excess; another template or tokenizer than expected takes more tries, each of which drops twice as much."""
-        excess, factor = len(prompt) - most, 1
-        while True:
-            text = self._tokenizer.without_last_tokens(text, excess * factor, chat=chat)
-            if self._side is TruncatePrompt.NEWLINE:
-                text = text[: text.rfind("\n") + 1]
-            if not text:
-                return None
-            prompt = prompt_of(text)
-            if len(prompt) <= most:
-                return prompt
-            excess, factor = len(prompt) - most, 2 * factor
+        whole_lines = self._side is TruncatePrompt.NEWLINE
+        return cut_text(self._tokenizer, text, prompt_of, prompt, most, chat=chat, whole_lines=whole_lines)
 
     def _encode(self, text: str) -> TokenIds:
         return self._tokenizer.encode_batch([text], add_special_tokens=True)[0]
@@ -88,3 +77,34 @@ class PromptCutter:
             if b"\n" in self._tokenizer.token_bytes[int(prompt[length - 1])]:
                 return prompt[:length]
         return None
+
+
+def cut_text(
+    tokenizer: Tokenizer,
+    text: str,
+    prompt_of: Callable[[str], TokenIds],
+    prompt: TokenIds,
+    most: int,
+    *,
+    chat: bool,
+    whole_lines: bool = False,
+) -> TokenIds | None:
+    """The prompt of as much of the text's beginning as `most` tokens hold; None: no text is left. Tokens are dropped by
+    the excess; another template or tokenizer than expected takes more tries, each of which drops twice as much.
+
+    Args:
+        prompt_of: the prompt of a text.  prompt: that of the whole text, with more than `most` tokens.
+        chat: see `Tokenizer.without_last_tokens`.
+        whole_lines: drop what follows the last newline as well.
+    """
+    excess, factor = len(prompt) - most, 1
+    while True:
+        text = tokenizer.without_last_tokens(text, excess * factor, chat=chat)
+        if whole_lines:
+            text = text[: text.rfind("\n") + 1]
+        if not text:
+            return None
+        prompt = prompt_of(text)
+        if len(prompt) <= most:
+            return prompt
+        excess, factor = len(prompt) - most, 2 * factor

@@ -39,10 +39,14 @@ class ClassifierSettings:
 
     Attributes:
         labels: their names, in the order of the numbers.
-        pooling: "classify" by an encoder's head; "last" with a decoder, whose head is a `ScoreHead`.
+        pooling: "classify" by an encoder's head; "last" with a decoder, whose head is a `ScoreHead`; None: there is no
+            head for labels (`tokens`).
         probability: makes probabilities of all labels' numbers.  score: makes the score of a model with one label.
         max_tokens: the longest input; None: the model's own limit.
         lower_case: texts are lowered before they are tokenized.
+        instruction: of pairs whose request has none, for a chat template that reads one.
+        tokens: ids of the two tokens that mean no and yes to a model that generates: the number is the second one's
+            logit behind the prompt less the first one's. Then there are no labels.
         files: of these settings, relative to the model's folder; config.json is not among them.
     """
 
@@ -52,7 +56,9 @@ class ClassifierSettings:
     max_tokens: int | None = None
     lower_case: bool = False
     files: tuple[str, ...] = ()
-    pooling: Pooling = "classify"
+    pooling: Pooling | None = "classify"
+    instruction: str | None = None
+    tokens: tuple[int, int] | None = None
 
 
 class ScoreHead:
@@ -101,16 +107,17 @@ def classifier_settings(path: Path) -> ClassifierSettings | None:
     reader = SettingsReader(path)
     max_tokens, lower_case = reader.transformer()
     prompts, default = reader.prompts()
-    if default is not None and prompts[default]:
-        raise UnsupportedModel(f"{path / PROMPTS}: default_prompt_name is not supported for a classifier")
     score: Activation = "sigmoid" if len(labels) == 1 else "identity"
-    if (named := _named_activation(path, reader)) is not None:
+    if (named := named_activation(path, reader)) is not None:
         score = named
-    return ClassifierSettings(labels, probability, score, max_tokens, lower_case, tuple(reader.read))
+    instruction = None if default is None else prompts[default] or None
+    return ClassifierSettings(
+        labels, probability, score, max_tokens, lower_case, tuple(reader.read), instruction=instruction
+    )
 
 
-def _named_activation(path: Path, reader: SettingsReader) -> Activation | None:
-    """The activation of scores that the files name."""
+def named_activation(path: Path, reader: SettingsReader) -> Activation | None:
+    """The activation of scores that the files name; None: they name none."""
     with usable(path / "config.json"):
         config = json.loads((path / "config.json").read_bytes())
         section = config.get("sentence_transformers") or {}

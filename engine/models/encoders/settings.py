@@ -22,6 +22,9 @@ _TRANSFORMER_FILES: Final = tuple(
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 PROMPTS: Final = "config_sentence_transformers.json"
+LOGIT_SCORE: Final = "LogitScore"
+"""The module that makes a score of two tokens' logits."""
+
 SCORE: Final = "score.weight"
 """The tensor of a decoder's head for labels."""
 
@@ -105,6 +108,8 @@ def embedding_settings(path: Path) -> EmbeddingSettings | None:
         return None
     reader = SettingsReader(path)
     modules = reader.modules()
+    if [kind for kind, _ in modules] == ["Transformer", LOGIT_SCORE]:  # token_scores.py reads them
+        return None
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         kinds = ", ".join(kind for kind, _ in modules) or "none"
         raise UnsupportedModel(f"{path / MODULES}: modules are {kinds}, but must begin with Transformer and Pooling")

@@ -30,7 +30,7 @@ from workers.policies.policy import Policies
 from workers.policies.rules import Rules
 from workers.shards.worker import ShardWorker
 from workers.text.tokenizer import Tokenizer
-from workers.translation.requests import JobRules
+from workers.translation.requests import JobRules, RowHints
 from workers.translation.scoring import ScoringReader
 
 CONFIG = EngineConfig(dtype="float32", threads=1, schedule=ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=128))
@@ -224,7 +224,7 @@ def test_a_query_counts_with_each_document_before_anything_is_encoded(
         body = parse_body("/v1/rerank", {"model": "tiny", **fields})
         assert isinstance(body, RerankBody)
         (found,) = reader.encode([(body, reader.inputs_of(body))])
-        request = reader.request("r", body, found)
+        request = reader.request("r", body, found, RowHints(0))
         return [len(ids) for ids in (request.prompt_token_ids, *request.more_prompts)]
 
     long = "fox dog " * 250  # 2,000 characters

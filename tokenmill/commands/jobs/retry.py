@@ -33,6 +33,7 @@ from tokenmill.config.cli_options import (
     ReasoningParser,
     Replicas,
     RootUrl,
+    ScoreTokens,
     SpeculateOption,
     TensorParallel,
     ThinkingTokenBudget,
@@ -69,8 +70,9 @@ ONLY_HERE: Final = {
     "kv_dtype": "--kv-dtype", "speculate": "--speculate", "content_policy": "--content-policy", "device": "--device",
     "threads": "--threads", "tensor_parallel": "--tensor-parallel", "replicas": "--replicas", "fresh": "--fresh",
     "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "reasoning_parser": "--reasoning-parser",
-    "thinking_token_budget": "--thinking-token-budget", "max_num_seqs": "--max-num-seqs",
-    "max_num_batched_tokens": "--max-num-batched-tokens", "kv_cache_memory": "--kv-cache-memory",
+    "thinking_token_budget": "--thinking-token-budget", "score_tokens": "--score-tokens",
+    "max_num_seqs": "--max-num-seqs", "max_num_batched_tokens": "--max-num-batched-tokens",
+    "kv_cache_memory": "--kv-cache-memory",
 }  # fmt: skip
 """Options of a retry in a folder; in a root the workers' settings apply."""
 
@@ -127,6 +129,7 @@ def retry(
     chat_template: ChatTemplate = None,
     reasoning_parser: ReasoningParser = None,
     thinking_token_budget: ThinkingTokenBudget = None,
+    score_tokens: ScoreTokens = None,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
@@ -182,7 +185,7 @@ def retry(
         engine_option=list(pin.engine_options) if as_begun == "vllm" and not model else None,
         generation_config=None if model else _generation_config(first.job.models),
     )  # fmt: skip
-    chat = chat_options(chat_template, reasoning_parser, thinking_token_budget)
+    chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     plan = _plan(
         first, new, overrides, engine, input_, model, chat,
         fresh=fresh, price_per_hour=price_of_worker(settings, price_per_hour),

@@ -116,7 +116,7 @@ def test_the_files_say_which_functions_make_scores(
     [
         ({"sentence_transformers": {"activation_fn": "os.system"}}, {}, "'os.system' is none of"),
         ({}, {CROSS_ENCODER: {"activation_fn": 3}}, "'3' is none of"),
-        ({}, {CROSS_ENCODER: {"prompts": {"q": "x"}, "default_prompt_name": "q"}}, "default_prompt_name"),
+        ({}, {CROSS_ENCODER: {"default_prompt_name": "q"}}, "default_prompt_name 'q' is none of the prompts"),
         ({}, {"sentence_bert_config.json": {"max_seq_length": "x"}}, "max_seq_length is x"),
     ],
 )

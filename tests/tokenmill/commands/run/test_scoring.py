@@ -49,3 +49,24 @@ def test_given_a_file_for_two_models_when_run_then_each_row_has_its_scores_or_la
     estimated = tokenmill("estimate", short, "--model", models[0], "--exact", "--json")
     assert estimated.code == 0, estimated.err
     assert estimated.json()["prompt_tokens"] > 16
+
+
+def test_given_tokens_and_a_template_when_run_then_a_model_that_generates_ranks(
+    tokenmill: Cli, folder: Path, tiny_encoders: Any, write_lines: Any, results: Any
+) -> None:
+    model = tiny_encoders.make_reranker(folder / "model")
+    body = {"model": "ranks", "query": "a river?", "documents": ["a stream", "a fox"]}
+    path = write_lines(
+        line("plain", "/v1/rerank", **body), line("dog", "/v1/rerank", **body, instruction="Find the dog")
+    )
+    template = Path(__file__).parents[4] / "examples/templates/qwen3_reranker.jinja"
+    given = ("run", path, "--model", f"ranks={model}", "--output", folder / "out", "--chat-template", template)
+    wrong = tokenmill(*given, "--score-tokens", "yes")
+    assert wrong.code == 1
+    assert "--score-tokens yes: must be two tokens with a comma between them, such as no,yes" in wrong.err
+    ended = tokenmill(*given, "--score-tokens", "no,yes", "--json")
+    assert ended.code == 0, ended.err
+    found = {row["custom_id"]: json.loads(row["response"])["results"] for row in results(folder / "out")}
+    scores = {name: sorted(each["relevance_score"] for each in ranked) for name, ranked in found.items()}
+    assert all(0 < score < 1 for each in scores.values() for score in each)
+    assert scores["plain"] != scores["dog"]
