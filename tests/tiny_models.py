@@ -50,6 +50,19 @@ _GEMMA = {
     "rope_parameters": _GEMMA_ROPE,
 }
 _SLIDING_QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+_MIXED_WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_OLMO3_ROPE = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 50_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50_000.0},
+}
+_GRANITE = {
+    "logits_scaling": 4.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
+}  # fmt: skip
 _GPT2 = {"vocab_size": 257, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _MIXED = {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "num_experts_per_tok": 3}
@@ -86,13 +99,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-sliding": ("Qwen3Config", {"head_dim": 16, **_SLIDING_QWEN}),
     "gemma3": ("Gemma3TextConfig", _GEMMA),
     "gemma3-softcap": ("Gemma3TextConfig", {**_GEMMA, "final_logit_softcapping": 5.0}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "ministral": ("MinistralConfig", {**_MIXED_WINDOWS, "head_dim": 16}),
+    "cwm": ("CwmConfig", {**_MIXED_WINDOWS, "head_dim": 12, **_LLAMA3}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": WINDOW}),
+    "ernie4.5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True}),
+    "helium": ("HeliumConfig", {"head_dim": 12, "attention_bias": True}),
+    "granite": ("GraniteConfig", _GRANITE),
+    "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "phi3-partial": ("Phi3Config", {"partial_rotary_factor": 0.5, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {**_MIXED_WINDOWS, "rope_parameters": _OLMO3_ROPE}),
+    "exaone4": ("Exaone4Config", _MIXED_WINDOWS),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "cohere-norms": ("CohereConfig", {"use_qk_norm": True, "attention_bias": True}),
+    "cohere2": ("Cohere2Config", _MIXED_WINDOWS),
     "gpt2": ("GPT2Config", _GPT2),
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),
-    "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
     "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.5, "num_key_value_heads": 4}),
     "opt": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 48, "num_key_value_heads": 4}),
-    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
-    "granite": ("GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 4, "head_dim": 16}),
     "qwen2-moe": ("Qwen2MoeConfig", _QWEN2_MOE),
@@ -108,12 +136,14 @@ MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "glm4-moe", 
 
 FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
-    "qwen3-sliding", "gemma3", "gemma3-softcap", *MIXTURES,
+    "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
+    "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
+    "cohere2", *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 
 FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "jetmoe")
-"""Families that go through transformers' own code."""
+"""Families that go through transformers' own code, or can be made to."""
 
 
 def make_config(family: str, **changes: Any) -> Any:

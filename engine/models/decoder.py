@@ -23,6 +23,14 @@ from engine.quant.weight import QWeight
 
 Activation = Literal["silu", "gelu_tanh"]
 
+QkNorm = Literal["head", "heads", "projection"]
+"""Norms of q and k before they are rotated: of each head, with one weight for all heads of q and one for those of k, or
+with a weight for each head; or of all heads together."""
+
+NormNames = tuple[str | None, str | None, str | None, str | None]
+"""A layer's norms in checkpoints: of the input and the output of attention, and of the input and the output of the MLP.
+None: there is none."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderSpec:
@@ -33,11 +41,18 @@ class DecoderSpec:
         experts: of the layers whose MLP is a mixture; None: none is.
         activation: of the gate.
         qkv_bias, output_bias, mlp_bias: which products have a bias.
-        qk_norm: q and k are normed per head before they are rotated.
+        fused_qkv, fused_gate_up: checkpoints store these products stacked, as one tensor.
+        qk_norm: how q and k are normed before they are rotated; None: not at all.
+        interleaved_rope: in checkpoints, the two rows of q and k that are rotated together are neighbours. The loader
+            puts them half a head apart.
+        norms: see `NormNames`.
         norm_offset: norm weights are stored as w and mean 1 + w.
-        sandwich_norms: the outputs of attention and MLP are normed before they join the residual.
+        layer_norm: norms subtract the mean first (LayerNorm without a bias).
+        parallel: attention and MLP read the same normed input, and both join the residual.
         embedding_scale: factor of the embeddings, rounded to the weights' dtype.
+        residual_scale: factor of what joins the residual.
         attention_scale: factor of q k^T.
+        logits_scale: factor of the logits, above 0.
         final_softcap: logits become cap * tanh(logits / cap).
         tied: the head is the embedding.
         headless: the checkpoint has no head; the model returns hidden states only.
@@ -69,10 +84,17 @@ class DecoderSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    qk_norm: QkNorm | None = None
+    interleaved_rope: bool = False
+    norms: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
     norm_offset: bool = False
-    sandwich_norms: bool = False
+    layer_norm: bool = False
+    parallel: bool = False
     embedding_scale: float | None = None
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     final_softcap: float | None = None
     weight_prefixes: tuple[str, ...] = ("model.",)
     ignored_weights: tuple[str, ...] = ()
@@ -83,13 +105,24 @@ class DecoderSpec:
         kv = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv, kv
 
+    @property
+    def qkv_rows(self) -> dict[str, int]:
+        """Modules that make q, k and v -> their rows, as checkpoints store them."""
+        q, k, v = self.qkv_sizes
+        return {"qkv_proj": q + k + v} if self.fused_qkv else {"q_proj": q, "k_proj": k, "v_proj": v}
+
+    def gate_up_rows(self, inner: int) -> dict[str, int]:
+        """Modules that make an MLP's gate and up, of `inner` rows each -> their rows, as checkpoints store them."""
+        return {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
+
     def num_parameters(self, *, active: bool = False) -> int:
         """Weights. `active`: those that a token is computed with, without the experts that are not chosen."""
         h, m = self.hidden_size, self.intermediate_size
         q, k, v = self.qkv_sizes
-        layer = h * (q + k + v) + q * h + (4 if self.sandwich_norms else 2) * h
+        layer = h * (q + k + v) + q * h + sum(name is not None for name in self.norms) * h
         layer += (q + k + v) * self.qkv_bias + h * self.output_bias
-        layer += 2 * self.head_dim * self.qk_norm
+        if self.qk_norm is not None:
+            layer += 2 * self.head_dim if self.qk_norm == "head" else q + k
         mixtures, mixture = 0, 0
         if (experts := self.experts) is not None:
             mixtures = sum(experts.layers)
@@ -126,13 +159,14 @@ class Layer:
 
     Attributes:
         qkv: hidden -> (heads + 2 kv_heads) * head_dim.  output: heads * head_dim -> hidden.
+        input_norm, mlp_norm, output_norm, down_norm: float32 [hidden_size]; None: there is none.
         qk_norm: float32 [heads + kv_heads, head_dim].
     """
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: Linear
     output: Linear
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     mlp: Mlp | Experts
     qk_norm: Tensor | None = None
     output_norm: Tensor | None = None
@@ -223,19 +257,22 @@ class FusedDecoder:
             for index, layer in enumerate(self._layers):
                 if states is not None and index in states:
                     states[index].copy_(hidden)
-                qkv = layer.qkv(self._rms_norm(hidden, layer.input_norm))
+                normed = self._normed(hidden, layer.input_norm)
+                qkv = layer.qkv(normed)
                 qkv = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
                 qk, v = qkv.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
                 if layer.qk_norm is not None:
-                    qk = self._head_norm(qk, layer.qk_norm)
+                    qk = self._qk_normed(qk, layer.qk_norm)
                 q, k = rotations[spec.layer_ropes[index]].apply(qk).tensor_split((spec.num_heads,), dim=1)
                 update = layer.output(attend(index, q, k, v, spec.attention_scale).flatten(1))
-                hidden += update if layer.output_norm is None else self._rms_norm(update, layer.output_norm)
-                update = self._mlp(layer.mlp, self._rms_norm(hidden, layer.mlp_norm))
-                hidden += update if layer.down_norm is None else self._rms_norm(update, layer.down_norm)
+                hidden.add_(self._normed(update, layer.output_norm), alpha=spec.residual_scale)
+                if not spec.parallel:
+                    normed = self._normed(hidden, layer.mlp_norm)
+                update = self._mlp(layer.mlp, normed)
+                hidden.add_(self._normed(update, layer.down_norm), alpha=spec.residual_scale)
             if states is not None and spec.num_layers in states:
                 states[spec.num_layers].copy_(hidden)
-            return self._rms_norm(hidden, self._norm)
+            return self._normed(hidden, self._norm)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Return the tokens' rows [T, hidden_size], before any scaling; a new tensor."""
@@ -247,6 +284,8 @@ class FusedDecoder:
         """See `CausalModel.logits`."""
         with torch.inference_mode():
             logits = self._head(hidden).float()
+            if self._decoder.logits_scale != 1.0:
+                logits *= self._decoder.logits_scale
             if (cap := self._decoder.final_softcap) is not None:
                 logits.div_(cap).tanh_().mul_(cap)
             return logits
@@ -266,13 +305,23 @@ class FusedDecoder:
             total += shared if mlp.shared_gate is None else shared * F.linear(x.float(), mlp.shared_gate).sigmoid()
         return total.to(x.dtype)
 
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Zhang & Sennrich 2019 (RMSNorm), equation 4: in float32, rounded once to x's dtype."""
-        return F.rms_norm(x.float(), weight.shape, weight, self._decoder.norm_eps).to(x.dtype)
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """In float32, rounded once to x's dtype; x itself where there is no norm."""
+        return x if weight is None else self._norm32(x, weight.shape[0], weight).to(x.dtype)
 
-    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), weight.shape[-1:], None, self._decoder.norm_eps)
-        return normed.mul_(weight).to(x.dtype)
+    def _qk_normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norm q and k [T, heads + kv_heads, head_dim]; weight: float32 [heads + kv_heads, head_dim]."""
+        if self._decoder.qk_norm != "projection":
+            return self._norm32(x, x.shape[-1]).mul_(weight).to(x.dtype)
+        parts = (part.flatten(1) for part in x.tensor_split((self._decoder.num_heads,), dim=1))
+        whole = torch.cat([self._norm32(part, part.shape[1]) for part in parts], dim=1)
+        return whole.view(x.shape).mul_(weight).to(x.dtype)
+
+    def _norm32(self, x: Tensor, size: int, weight: Tensor | None = None) -> Tensor:
+        """Zhang & Sennrich 2019 (RMSNorm), equation 4, or Ba et al. 2016 (LayerNorm) without a bias, of the last `size`
+        elements, in float32."""
+        norm = F.layer_norm if self._decoder.layer_norm else F.rms_norm
+        return norm(x.float(), (size,), weight=weight, eps=self._decoder.norm_eps)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -21,6 +21,7 @@ from engine.errors import CorruptWeights
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
 from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, Mlp
+from engine.models.head_order import head_order, qkv_order
 from engine.quant.base import DenseLinear, Linear, dense, packs
 from engine.quant.int8_linear import Int8Linear
 from engine.quant.linear import fast_kernel, int8_weight_only, quantized_linear
@@ -157,25 +158,30 @@ class WeightReader:
         return self._matrices([name], [rows], columns, use)
 
     def fused(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool, use: Use = "linear"
-    ) -> tuple[Tensor | QWeight, Tensor | None]:
-        """Weight and bias of the products `names`, stacked."""
+        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool, use: Use = "linear",
+        order: Tensor | None = None,
+    ) -> tuple[Tensor | QWeight, Tensor | None]:  # fmt: skip
+        """Weight and bias of the products `names`, stacked; `order`: int64 [all rows], which row comes where."""
         for name, count in zip(names, rows, strict=True):
             self.expect(f"{name}.weight", count, columns)
-        weight = self._matrices([f"{name}.weight" for name in names], rows, columns, use)
+        weight = self._matrices([f"{name}.weight" for name in names], rows, columns, use, order)
         offset = torch.empty(sum(rows), dtype=self.dtype, device=self.device) if bias else None
         if offset is not None:
             for index, part in enumerate(torch.split(offset, list(rows))):
                 self.fill(f"{names[index]}.bias", part)
+            offset = offset if order is None else offset[order.to(self.device)]
         return weight, offset
 
-    def _matrices(self, names: Sequence[str], rows: Sequence[int], columns: int, use: Use) -> Tensor | QWeight:
+    def _matrices(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, use: Use, order: Tensor | None = None
+    ) -> Tensor | QWeight:
         """Stacked: quantized if all are, can be stacked so and the builder computes with that; else dense."""
         parts: list[QWeight | None] = [None] * len(names)
         if self._builder.quantize == "none":
             parts = [self._source.quantized(name) for name in names]
             stored = [part for part in parts if part is not None]
             whole = stack(stored) if len(stored) == len(parts) else None
+            whole = whole if whole is None or order is None else whole.take(order)
             if whole is not None and self._builder.runs(whole := whole.to(self.device), use):
                 assert (whole.n, whole.k) == (sum(rows), columns), names
                 self._left.difference_update(names)
@@ -191,10 +197,10 @@ class WeightReader:
                 quantized.dequantize(into=into)
                 self._left.remove(names[index])
                 parts[index] = None
-        return weight
+        return weight if order is None else weight[order.to(self.device)]
 
-    def norm(self, name: str, size: int, offset: bool) -> Tensor:
-        weight = self.exact(f"{name}.weight", size)
+    def norm(self, name: str, shape: tuple[int, ...], offset: bool) -> Tensor:
+        weight = self.exact(f"{name}.weight", *shape)
         return weight.add_(1) if offset else weight
 
     def exact(self, name: str, *shape: int) -> Tensor:
@@ -244,7 +250,7 @@ def build_decoder(
     use: Use = "tied" if spec.tied else "embedding"
     embedding = reader.matrix(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size, use)
     layers = tuple(_layer(spec, reader, builder, prefix, index) for index in range(spec.num_layers))
-    norm = reader.norm(f"{prefix}norm", spec.hidden_size, spec.norm_offset)
+    norm = reader.norm(f"{prefix}norm", (spec.hidden_size,), spec.norm_offset)
     head = _head(spec, reader, builder, embedding)
     reader.finish(spec.ignored_weights)
     return builder.decoder(spec, dtype, embedding=embedding, layers=layers, norm=norm, head=head, positions=positions)
@@ -254,49 +260,45 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
     hidden, name = spec.hidden_size, f"{prefix}layers.{index}"
     attention = f"{name}.self_attn"
 
-    def norm(part: str) -> Tensor:
-        return reader.norm(f"{name}.{part}", hidden, spec.norm_offset)
-
-    order = spec.ropes[spec.layer_ropes[index]].head_order(spec.head_dim)
-    qk_norm = None
-    if spec.qk_norm:
-        q = reader.norm(f"{attention}.q_norm", spec.head_dim, spec.norm_offset)
-        k = reader.norm(f"{attention}.k_norm", spec.head_dim, spec.norm_offset)
-        qk_norm = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
-        qk_norm = qk_norm if order is None else qk_norm[:, order]
-    qkv_names = [f"{attention}.{part}_proj" for part in "qkv"]
-    qkv, qkv_bias = reader.fused(qkv_names, spec.qkv_sizes, hidden, spec.qkv_bias)
-    if order is not None:
-        qkv, qkv_bias = _reordered(spec, qkv, qkv_bias, order)
+    input_norm, output_norm, mlp_norm, down_norm = (
+        None if part is None else reader.norm(f"{name}.{part}", (hidden,), spec.norm_offset) for part in spec.norms
+    )
+    qkv = [f"{attention}.{part}" for part in spec.qkv_rows], list(spec.qkv_rows.values())
     return Layer(
-        input_norm=norm("input_layernorm"),
-        qkv=builder.linear(qkv, qkv_bias),
+        input_norm=input_norm,
+        qkv=builder.linear(*reader.fused(*qkv, hidden, spec.qkv_bias, order=qkv_order(spec, index))),
         output=builder.linear(*reader.fused([f"{attention}.o_proj"], [hidden], spec.qkv_sizes[0], spec.output_bias)),
-        mlp_norm=norm("pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"),
+        mlp_norm=mlp_norm,
         mlp=(
             _experts(spec, spec.experts, reader, builder, name)
             if spec.experts is not None and spec.experts.layers[index]
             else _mlp(spec, f"{name}.mlp", spec.intermediate_size, reader, builder)
         ),
-        qk_norm=qk_norm,
-        output_norm=norm("post_attention_layernorm") if spec.sandwich_norms else None,
-        down_norm=norm("post_feedforward_layernorm") if spec.sandwich_norms else None,
+        qk_norm=_qk_norm(spec, reader, attention, head_order(spec, index)),
+        output_norm=output_norm,
+        down_norm=down_norm,
     )
 
 
-def _reordered(
-    spec: DecoderSpec, weight: Tensor | QWeight, bias: Tensor | None, order: Tensor
-) -> tuple[Tensor | QWeight, Tensor | None]:
-    """The product of q, k and v with the dimensions of each head of q and k in this order."""
-    heads = torch.arange(spec.num_heads + spec.num_kv_heads)[:, None] * spec.head_dim
-    rows = torch.cat(((heads + order).flatten(), torch.arange(sum(spec.qkv_sizes[:2]), sum(spec.qkv_sizes))))
-    taken = weight.take(rows.to(weight.codes.device)) if isinstance(weight, QWeight) else weight[rows]
-    return taken, None if bias is None else bias[rows]
+def _qk_norm(spec: DecoderSpec, reader: WeightReader, name: str, order: Tensor | None) -> Tensor | None:
+    """Read the norms of q and k, for each head [heads + kv_heads, head_dim]."""
+    if spec.qk_norm is None:
+        return None
+    parts = []
+    for part, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
+        shapes = {
+            "head": (spec.head_dim,), "heads": (heads, spec.head_dim), "projection": (heads * spec.head_dim,)
+        }  # fmt: skip
+        weight = reader.norm(f"{name}.{part}", shapes[spec.qk_norm], spec.norm_offset)
+        parts.append(weight.view(-1, spec.head_dim).expand(heads, -1))
+    whole = torch.cat(parts)
+    return whole if order is None else whole[:, order.to(whole.device)].contiguous()
 
 
 def _mlp(spec: DecoderSpec, name: str, inner: int, reader: WeightReader, builder: DecoderBuilder) -> Mlp:
     hidden, bias = spec.hidden_size, spec.mlp_bias
-    gate_up = reader.fused([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden, bias, "gated")
+    rows = spec.gate_up_rows(inner)
+    gate_up = reader.fused([f"{name}.{part}" for part in rows], list(rows.values()), hidden, bias, "gated")
     # The fused decoder computes mixtures for all builders, and splits the outputs of gate and up in halves.
     gated = builder.gated if spec.experts is None else builder.linear
     return Mlp(gated(*gate_up), builder.linear(*reader.fused([f"{name}.down_proj"], [hidden], inner, bias)))

@@ -163,16 +163,16 @@ def _read(
     weights = HeadWeights(
         embedding=embedding,
         fc=product(["fc"], [hidden], num_states * spec.target_hidden_size),
-        input_norm=reader.norm(f"{layer}.input_layernorm", hidden, offset=False),
-        hidden_norm=reader.norm(f"{layer}.hidden_norm", hidden, offset=False),
+        input_norm=reader.norm(f"{layer}.input_layernorm", (hidden,), offset=False),
+        hidden_norm=reader.norm(f"{layer}.hidden_norm", (hidden,), offset=False),
         qkv=product(
             [f"{attention}.{part}_proj" for part in "qkv"], list(decoder.qkv_sizes), 2 * hidden, decoder.qkv_bias
         ),
         output=product([f"{attention}.o_proj"], [hidden], decoder.qkv_sizes[0], decoder.output_bias),
-        mlp_norm=reader.norm(f"{layer}.post_attention_layernorm", hidden, offset=False),
+        mlp_norm=reader.norm(f"{layer}.post_attention_layernorm", (hidden,), offset=False),
         gate_up=product([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, decoder.mlp_bias),
         down=product([f"{mlp}.down_proj"], [hidden], inner, decoder.mlp_bias),
-        norm=reader.norm("norm", hidden, offset=False),
+        norm=reader.norm("norm", (hidden,), offset=False),
         head=product(["lm_head"], [spec.draft_vocab_size], hidden),
         targets=targets,
     )

@@ -112,12 +112,14 @@ class NativeDecoder:
         """See `CausalModel.logits`."""
         with torch.inference_mode():
             logits = self._head.product(hidden, self._room(len(hidden)))
+            if self._decoder.logits_scale != 1.0:
+                logits *= self._decoder.logits_scale
             if (cap := self._decoder.final_softcap) is not None:
                 logits.div_(cap).tanh_().mul_(cap)
             return logits
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `GreedyModel.greedy`. A soft cap preserves the order, so it is not applied."""
+        """See `GreedyModel.greedy`. A soft cap and a scale preserve the order, so they are not applied."""
         return self._head.argmax(hidden, self._room(len(hidden)))
 
     def spent(self) -> dict[str, float]:
@@ -165,7 +167,9 @@ class NativeDecoder:
         spec, cache = self._decoder, attention.storage.shape
         shape = DecoderShape(
             self._kind, spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.num_heads,
-            int(spec.activation == "gelu_tanh"), spec.norm_eps, spec.attention_scale, self._embedding_scale(), cache,
+            int(spec.activation == "gelu_tanh"), int(spec.layer_norm), int(spec.parallel),
+            int(spec.qk_norm == "projection"),
+            spec.norm_eps, spec.attention_scale, self._embedding_scale(), spec.residual_scale, cache,
             None if self._table is None else ctypes.addressof(self._table.struct),
         )  # fmt: skip
         layers = (LayerStruct * spec.num_layers)()
@@ -176,6 +180,8 @@ class NativeDecoder:
             struct.gate_up, struct.down = _native(mlp.gate_up).struct, _native(mlp.down).struct
             for name, weight in zip(_NORMS, _norms(layer), strict=True):
                 setattr(struct, name, None if weight is None else weight.data_ptr())
+            if spec.parallel:
+                struct.mlp_norm = struct.input_norm
             struct.rope = spec.layer_ropes[index]
             layers[index] = struct
         space = KernelWorkspace.for_decoder(

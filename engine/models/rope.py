@@ -7,6 +7,7 @@ each token has the length that it is rotated for, and only tokens past the origi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,11 +18,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import UnsupportedModel
 
-_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _KNOWN_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "partial_rotary_factor",
-    "finetuned",
+    "finetuned", "short_factor", "long_factor",
 }  # fmt: skip
 _INITIAL_POSITIONS = 2048
 
@@ -36,31 +37,36 @@ class DynamicScaling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LongFrequencies:
+    """Frequencies of an engine whose sequences may be longer than `original_max` tokens (LongRoPE, Ding et al. 2024).
+
+    They are chosen once, by the longest sequence that is allowed, as vLLM and llama.cpp do: chosen by each sequence's
+    length, an answer that grows past the limit would attend to keys that were rotated otherwise.
+    """
+
+    inverse_frequencies: Tensor
+    original_max: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RopeSpec:
     """How one kind of layer is rotated.
 
     Attributes:
         kind: the scaling's name.
-        inverse_frequencies: float32 [head_dim / 2]; zeros for dimensions that are not rotated.
+        inverse_frequencies: float32 [rotated pairs].
         scale: factor of cos and sin.
         dynamic: set when frequencies depend on the sequence's length.
-        rotary_dim: leading dimensions of a head that are rotated, None: all. The loader reorders those of q and k, so
-            that the halves that rotate together lie half a head apart, as they do where all are rotated.
+        passing: pairs behind the rotated ones that stay as they are; head_dim / 2 pairs in all.
+        long: set when longer contexts have frequencies of their own.
     """
 
     kind: str
     inverse_frequencies: Tensor
     scale: float = 1.0
     dynamic: DynamicScaling | None = None
-    rotary_dim: int | None = None
-
-    def head_order(self, head_dim: int) -> Tensor | None:
-        """int64 [head_dim]: the dimension of a stored head at each place of a loaded one; None: they lie in order."""
-        if self.rotary_dim is None:
-            return None
-        half, first = head_dim // 2, self.rotary_dim // 2
-        rest = torch.arange(self.rotary_dim, head_dim).tensor_split((half - first,))
-        return torch.cat((torch.arange(first), rest[0], torch.arange(first, 2 * first), rest[1]))
+    passing: int = 0
+    long: LongFrequencies | None = None
 
 
 class Rotation(NamedTuple):
@@ -74,12 +80,20 @@ class Rotation(NamedTuple):
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
 
 
-def rope_spec(config: Any, head_dim: int, layer_type: str | None = None, *, partial: bool = False) -> RopeSpec:
+def no_rope(head_dim: int) -> RopeSpec:
+    """Layers without positions (NoPE, Kazemnejad et al. 2023)."""
+    return RopeSpec("none", torch.empty(0), passing=head_dim // 2)
+
+
+def rope_spec(
+    config: Any, head_dim: int, layer_type: str | None = None, *, partial: bool = False, ignored: Sequence[str] = ()
+) -> RopeSpec:
     """Read a transformers config's rotary parameters.
 
     Args:
         layer_type: the key to read when the config holds parameters per layer type.
-        partial: of a family whose `partial_rotary_factor` says how much of each head is rotated.
+        partial: whether this family's heads may be rotated in part (`partial_rotary_factor`).
+        ignored: parameters that matter to other inputs than text.
 
     Raises:
         UnsupportedModel: for scalings and parameters that this engine does not compute.
@@ -88,13 +102,17 @@ def rope_spec(config: Any, head_dim: int, layer_type: str | None = None, *, part
     kind = parameters.get("rope_type", "default")
     if kind not in _KINDS:
         raise UnsupportedModel(f"rope_type {kind!r} is not supported; known are {', '.join(_KINDS)}")
-    if unknown := sorted(set(parameters) - _KNOWN_KEYS):
+    if unknown := sorted(set(parameters) - _KNOWN_KEYS - set(ignored)):
         raise UnsupportedModel(f"rope parameter {unknown[0]!r} is not supported")
-    share = parameters.get("partial_rotary_factor")
-    share = 1.0 if share is None else float(share)
-    rotated = int(head_dim * share) if 0 < share <= 1 else 0
-    if share != 1 and not (partial and rotated >= 2 and rotated % 2 == 0):
-        raise UnsupportedModel(f"partial_rotary_factor {share} is not supported here")
+    part = parameters.get("partial_rotary_factor")
+    part = 1.0 if part is None else part
+    rotated = int(head_dim * part)
+    if part != 1.0 and not partial:
+        raise UnsupportedModel(f"partial_rotary_factor {part} is not supported for {config.model_type} models")
+    if rotated % 2 or not 2 <= rotated <= head_dim:
+        raise UnsupportedModel(
+            f"partial_rotary_factor is {part}, but must leave an even number of a head's {head_dim} dimensions"
+        )
     theta = float(parameters["rope_theta"])
     if kind == "default":
         frequencies, scale = _plain_frequencies(theta, rotated), 1.0
@@ -102,13 +120,21 @@ def rope_spec(config: Any, head_dim: int, layer_type: str | None = None, *, part
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
     if not bool(torch.isfinite(frequencies).all()):
         raise UnsupportedModel(f"the rope parameters {dict(parameters)} give rotary frequencies that are not finite")
-    if rotated < head_dim:
-        if scale != 1 or kind == "dynamic":
-            raise UnsupportedModel(f"rope_type {kind!r} with partial_rotary_factor {share} is not supported")
-        frequencies = F.pad(frequencies, (0, (head_dim - rotated) // 2))
-        return RopeSpec(kind, frequencies, rotary_dim=rotated)
     dynamic = DynamicScaling(theta, parameters["factor"], config.max_position_embeddings) if kind == "dynamic" else None
-    return RopeSpec(kind, frequencies, scale, dynamic)
+    if len(frequencies) != rotated // 2:
+        raise UnsupportedModel(f"the rope parameters give {len(frequencies)} frequencies, not {rotated // 2}")
+    long = _long_frequencies(config, parameters, layer_type) if kind == "longrope" else None
+    return RopeSpec(kind, frequencies, scale, dynamic, (head_dim - rotated) // 2, long)
+
+
+def _long_frequencies(config: Any, parameters: Any, layer_type: str | None) -> LongFrequencies:
+    original_max = int(parameters["original_max_position_embeddings"])
+    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
+        config, torch.device("cpu"), seq_len=original_max + 1, layer_type=layer_type
+    )
+    if not bool(torch.isfinite(frequencies).all()):
+        raise UnsupportedModel(f"long_factor {parameters['long_factor']} gives frequencies that are not finite")
+    return LongFrequencies(frequencies, original_max)
 
 
 def context_length(config: Any, rope: RopeSpec) -> int:
@@ -130,11 +156,14 @@ class RotaryTable:
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device, positions: int | None = None) -> None:
         """Positions beyond `positions` are added on first use, except on devices where reading the positions would
-        stall
-        the queue of kernels: there all of them must be given here."""
+        stall the queue of kernels: there all of them must be given here. Without `positions` a sequence may have any
+        length."""
         self._spec = spec
         self._dtype = dtype
-        self._frequencies = spec.inverse_frequencies.to(device=device, dtype=torch.float32)
+        frequencies = spec.inverse_frequencies
+        if spec.long is not None and (positions is None or positions > spec.long.original_max):
+            frequencies = spec.long.inverse_frequencies
+        self._frequencies = frequencies.to(device=device, dtype=torch.float32)
         self._grows = device.type == "cpu"
         self._table = self._rows(0, positions or _INITIAL_POSITIONS)
 
@@ -168,10 +197,12 @@ class RotaryTable:
         return self._encode(positions[:, None] * self._frequencies)
 
     def _encode(self, angles: Tensor) -> Tensor:
-        return (torch.cat((angles.cos(), angles.sin()), dim=-1) * self._spec.scale).to(self._dtype)
+        cos, sin = angles.cos() * self._spec.scale, angles.sin() * self._spec.scale
+        passing = (0, self._spec.passing)
+        return torch.cat((F.pad(cos, passing, value=1.0), F.pad(sin, passing)), dim=-1).to(self._dtype)
 
     def _stretched(self, dynamic: DynamicScaling, lengths: Tensor) -> Tensor:
-        """Inverse frequencies float32 [tokens, head_dim / 2] for sequences of these lengths."""
+        """Inverse frequencies float32 [tokens, rotated pairs] for sequences of these lengths."""
         dim = 2 * self._frequencies.shape[0]
         growth = dynamic.factor * lengths / dynamic.original_max - (dynamic.factor - 1)
         theta = dynamic.theta * growth ** (dim / (dim - 2))

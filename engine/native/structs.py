@@ -73,8 +73,10 @@ class CacheShape(ctypes.Structure):
 class DecoderShape(ctypes.Structure):
     _fields_ = (
         ("activations", c_int32), ("num_layers", c_int32), ("hidden", c_int32), ("intermediate", c_int32),
-        ("heads", c_int32), ("gelu", c_int32),
-        ("eps", c_float), ("attention_scale", c_float), ("embedding_scale", c_float), ("cache", CacheShape),
+        ("heads", c_int32), ("gelu", c_int32), ("layer_norm", c_int32), ("parallel", c_int32),
+        ("joint_qk_norm", c_int32),
+        ("eps", c_float), ("attention_scale", c_float), ("embedding_scale", c_float), ("residual_scale", c_float),
+        ("cache", CacheShape),
         ("table", c_void_p),
     )  # fmt: skip
 

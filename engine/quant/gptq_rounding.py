@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import UnsupportedModel
+from engine.models.decoder import DecoderSpec
 from engine.models.decoder_builder import TorchBuilder
+from engine.models.head_order import qkv_order
 from engine.quant.base import Linear
 from engine.quant.rtn import Rounding, from_grid, integer_grid, on_grid
 from engine.quant.weight import QWeight
@@ -164,26 +166,26 @@ def _gram(x: Tensor) -> Tensor:
     return total
 
 
-def by_module(done: Sequence[QWeight | None], sizes: Sequence[int], inner: int, prefix: str) -> dict[str, QWeight]:
-    """The quantized products of a run by the names of the modules that they are made of.
-
-    Args:
-        sizes: rows of q, k and v.  inner: rows of gate and of up.  prefix: of the layers' names ("model.").
-    """
+def by_module(done: Sequence[QWeight | None], spec: DecoderSpec, prefix: str) -> dict[str, QWeight]:
+    """The quantized products of a run by the names of the modules that they are made of, their rows as checkpoints
+    order them. `prefix`: of the layers' names ("model.")."""
     found: dict[str, QWeight] = {}
     parts = (
-        (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], sizes),
-        (["self_attn.o_proj"], None),
-        (["mlp.gate_proj", "mlp.up_proj"], [inner, inner]),
-        (["mlp.down_proj"], None),
+        ("self_attn", spec.qkv_rows),
+        ("self_attn", {"o_proj": spec.hidden_size}),
+        ("mlp", spec.gate_up_rows(spec.intermediate_size)),
+        ("mlp", {"down_proj": spec.hidden_size}),
     )
     assert len(parts) == PRODUCTS
     for number, weight in enumerate(done):
         if weight is None:
             continue
-        names, rows = parts[number % PRODUCTS]
+        layer, product = divmod(number, PRODUCTS)
+        module, rows = parts[product]
+        order = qkv_order(spec, layer) if product == 0 else None
+        stored = weight if order is None else weight.take(order.argsort())
         first = 0
-        for name, count in zip(names, rows or [weight.n], strict=True):
-            found[f"{prefix}layers.{number // PRODUCTS}.{name}"] = weight.rows(first, first + count)
+        for name, count in rows.items():
+            found[f"{prefix}layers.{layer}.{module}.{name}"] = stored.rows(first, first + count)
             first += count
     return found

@@ -78,7 +78,7 @@ def gptq_weights(
     longest = max(map(len, sequences))
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"), max_positions=longest, builder=builder)
     run_in_one_step(model, sequences)
-    return by_module(builder.done, spec.qkv_sizes, spec.intermediate_size, prefix)
+    return by_module(builder.done, spec, prefix)
 
 
 def _fused(path: Path, what: str) -> tuple[DecoderSpec, str]:

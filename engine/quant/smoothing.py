@@ -84,15 +84,18 @@ def factors(spec: DecoderSpec, noted: Sequence[_Noting], prefix: str, strength: 
         prefix: of the layers' names ("model.").  strength: the paper's alpha.
     """
     found: dict[str, Tensor] = {}
-    mlp_norm = "pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"
+    attention = [f"self_attn.{part}" for part in spec.qkv_rows]
+    mlp = [f"mlp.{part}" for part in spec.gate_up_rows(spec.intermediate_size)]
     for layer in range(spec.num_layers):
         name = f"{prefix}layers.{layer}."
         qkv, _, gate_up, _ = noted[4 * layer : 4 * layer + 4]
-        for linear, norm, modules in (
-            (qkv, "input_layernorm", [f"self_attn.{part}_proj" for part in "qkv"]),
-            (gate_up, mlp_norm, ["mlp.gate_proj", "mlp.up_proj"]),
-        ):
-            factor = _factor(linear, strength)
+        fed = [(spec.norms[0], [qkv], attention), (spec.norms[2], [gate_up], mlp)]
+        if spec.parallel:
+            fed = [(spec.norms[0], [qkv, gate_up], attention + mlp)]
+        for norm, linears, modules in fed:
+            if norm is None:  # nothing that could be divided comes before these
+                continue
+            factor = _factor(linears, strength)
             found[f"{name}{norm}.weight"] = 1 / factor
             found |= {f"{name}{module}.weight": factor for module in modules}
     return found
@@ -107,7 +110,9 @@ def smoothed(name: str, tensor: Tensor, by: Mapping[str, Tensor], norm_offset: b
     return tensor * factor
 
 
-def _factor(linear: _Noting, strength: float) -> Tensor:
-    inputs, weights = linear.inputs.clamp(min=_LEAST), linear.weights.clamp(min=_LEAST)
-    factor = inputs**strength / weights ** (1 - strength)
-    return torch.where(linear.inputs == 0, 1.0, factor.clamp(min=_LEAST))  # a channel that nothing came through
+def _factor(linears: Sequence[_Noting], strength: float) -> Tensor:
+    """Of products that have the same input."""
+    inputs = torch.stack([linear.inputs for linear in linears]).amax(0)
+    weights = torch.stack([linear.weights for linear in linears]).amax(0)
+    factor = inputs.clamp(min=_LEAST) ** strength / weights.clamp(min=_LEAST) ** (1 - strength)
+    return torch.where(inputs == 0, 1.0, factor.clamp(min=_LEAST))  # a channel that nothing came through

@@ -30,6 +30,8 @@ SHARED = 40
 LONGEST = 90
 EOS = (2,)
 FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma3")
+NEWER = ("smollm3", "phi3-partial", "glm4", "granite", "olmo2", "olmo3", "exaone4", "cohere2")
+"""One family for each way in which the newer ones differ from Llama."""
 FALLBACKS = ("gpt2", "phi")
 NUM_PROMPTS = {1: 8, 7: 20, 64: 70}
 
@@ -93,7 +95,15 @@ def test_every_cut_of_the_work_gives_the_same_tokens(
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["paged-sdpa", *INSTRUCTION_SETS])
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3", "gpt2"))]
+    "family",
+    [
+        *("llama", "gemma3", "olmo2", "cohere2"),
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in ("qwen3", "gpt2", *NEWER)
+            if each not in ("olmo2", "cohere2")
+        ),
+    ],
 )
 def test_every_path_gives_the_same_tokens(
     family: str, path: str, tiny_model: TinyModel, prompts: list[list[int]], answers: Callable[[str], list[Answer]]
@@ -118,7 +128,7 @@ def test_every_path_gives_the_same_tokens(
         "llama3-rope",
         "qwen3",
         "phi",
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("mistral", "qwen2", "gpt2")),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("mistral", "qwen2", "gpt2", *NEWER)),
     ],
 )
 def test_every_family_is_as_exact(
@@ -133,7 +143,9 @@ def test_every_family_is_as_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, *FALLBACKS])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *FALLBACKS, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in NEWER)]
+)
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_sequences_go_on_as_if_nothing_happened(
     family: str,

@@ -35,7 +35,7 @@ struct Linear {
 
 struct Layer {
     Linear qkv, output, gate_up, down;
-    const float *input_norm, *mlp_norm, *qk_norm, *output_norm, *down_norm;  // the last three may be null
+    const float *input_norm, *mlp_norm, *qk_norm, *output_norm, *down_norm;  // null: there is none
     uint32_t *keys, *values;         // the layer's cache, see CacheShape
     float *key_scales, *value_scales;  // I8 caches: [num_blocks][kv_heads][columns]
     int32_t group, rope;
@@ -53,7 +53,10 @@ struct CacheShape {
 struct DecoderShape {
     int32_t activations;  // KIND_F32 or KIND_BF16
     int32_t num_layers, hidden, intermediate, heads, gelu;
-    float eps, attention_scale, embedding_scale;
+    int32_t layer_norm;     // norms subtract the mean
+    int32_t parallel;       // attention and MLP read the same state
+    int32_t joint_qk_norm;  // all heads of q are normed as one row, and those of k; else each head
+    float eps, attention_scale, embedding_scale, residual_scale;
     CacheShape cache;
     const Linear* table;  // the embedding where it is kept as a small weight, or null
 };

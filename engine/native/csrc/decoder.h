@@ -6,7 +6,15 @@
 
 namespace {
 
-inline void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
+// Of x less its mean where it is centred. y may be x.
+inline void norm_row(const float* x, const float* weight, int n, float eps, bool centred, float* y) {
+    if (centred) {
+        vf total = zero();
+        for (int i = 0; i < n; i += VL) total = add(total, n - i >= VL ? load(x + i) : load_first(x + i, n - i));
+        const float mean = sum(total) / n;
+        for (int i = 0; i < n; i++) y[i] = x[i] - mean;
+        x = y;
+    }
     vf squares = zero();
     for (int i = 0; i < n; i += VL) {
         const vf v = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
@@ -81,18 +89,19 @@ struct Decoder {
     // Which of the kept states is the one before this layer; -1: none.
     int state_before(int layer) { return kept < step.num_states && step.state_layers[kept] == layer ? kept++ : -1; }
 
-    // residual += norm(update) where `update_norm` is given; then `norm` of it as the operand of `next`. What is normed
-    // is kept as a token's state number `state`.
+    // residual += norm(update) where `update_norm` is given; then `norm` of it (itself where `weight` is null) as the
+    // operand of `next`. What is normed is kept as a token's state number `state`. `late`: the update joins only then.
     void norm(Member& me, const float* update_norm, const float* weight, const Linear* next, void* hidden,
-              int state = -1) const {
+              int state = -1, bool late = false) const {
         float* y = line(me);
         const int n = shape.hidden;
         me.share_rows(tokens, 8, [&](int first, int last) {
             for (int t = first; t < last; t++) {
                 float* x = space.residual + t * space.hidden_stride;
+                const float* update = space.update + t * space.hidden_stride;
                 if (update_norm) {
-                    rms_norm(space.update + t * space.hidden_stride, update_norm, n, shape.eps, y);
-                    for (int i = 0; i < n; i++) x[i] += y[i];
+                    norm_row(update, update_norm, n, shape.eps, shape.layer_norm, y);
+                    for (int i = 0; i < n; i++) x[i] += y[i] * shape.residual_scale;
                 }
                 if (state >= 0) {
                     const int64_t at = (int64_t(t) * step.num_states + state) * n;
@@ -101,10 +110,15 @@ struct Decoder {
                     else
                         for (int i = 0; i < n; i++) ((uint16_t*)step.states)[at + i] = to_bf16(x[i]);
                 }
-                rms_norm(x, weight, n, shape.eps, y);
+                if (weight)
+                    norm_row(x, weight, n, shape.eps, shape.layer_norm, y);
+                else
+                    __builtin_memcpy(y, x, n * 4);
                 if (next) {
                     write_operand(operand_kind(shape.activations, *next), in_order(*next, y, y + n + VL), n,
                                   space.input + t * space.input_words, space.row_scale + t * space.scale_stride);
+                    if (late)
+                        for (int i = 0; i < n; i++) x[i] += update[i] * shape.residual_scale;
                     continue;
                 }
                 // Only behind the last layer are the tokens those that are wanted.
@@ -148,9 +162,15 @@ struct Decoder {
             for (int t = first; t < last; t++) {
                 float* x = space.qkv + t * space.qkv_stride;
                 const float* cosine = rotation + int64_t(t) * dim;
+                const bool centred = shape.layer_norm, joint = layer.qk_norm && shape.joint_qk_norm;
+                if (joint) {
+                    norm_row(x, layer.qk_norm, heads * dim, shape.eps, centred, x);
+                    norm_row(x + heads * dim, layer.qk_norm + heads * dim, cache.kv_heads * dim, shape.eps, centred,
+                             x + heads * dim);
+                }
                 for (int h = 0; h < rotated; h++) {
                     float* head = x + h * dim;
-                    if (layer.qk_norm) rms_norm(head, layer.qk_norm + h * dim, dim, shape.eps, head);
+                    if (layer.qk_norm && !joint) norm_row(head, layer.qk_norm + h * dim, dim, shape.eps, centred, head);
                     rotate_head(head, cosine, half);
                     if (h < heads) {
                         const int64_t to = (int64_t(t) * heads + h) * dim;
@@ -216,7 +236,7 @@ struct Decoder {
                        for (int r = 0; r < count; r++, to += space.hidden_stride)
                            for (int v = 0; v < PANEL; v += VL) {
                                const vf y = load(c + r * PANEL + v);
-                               store(to + v, joins ? add(load(to + v), y) : y);
+                               store(to + v, joins ? fma(y, set1(shape.residual_scale), load(to + v)) : y);
                            }
                    });
     }
@@ -262,9 +282,11 @@ void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer*
         if (only_wanted) decoder.keep_wanted(me);
         me.book(PART_ATTENTION);
         if (decoder.tokens == 0) return;  // a step that only fills the cache
-        decoder.project(me, layer.output, space->attended, space->attended_stride, !layer.output_norm);
+        // Where attention and MLP are parallel, the MLP's input is the state without what attention adds.
+        const bool waits = layer.output_norm || shape->parallel;
+        decoder.project(me, layer.output, space->attended, space->attended_stride, !waits);
         me.book(PART_PRODUCT);
-        decoder.norm(me, layer.output_norm, layer.mlp_norm, &layer.gate_up, nullptr);
+        decoder.norm(me, layer.output_norm, layer.mlp_norm, &layer.gate_up, nullptr, -1, shape->parallel);
         me.book(PART_NORM);
         decoder.gate_up(me, layer);
         me.book(PART_PRODUCT);

@@ -21,8 +21,9 @@ from engine.models.load import describe_model, load_model
 CPU = torch.device("cpu")
 FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
-    "qwen3-sliding", "gemma3", "gemma3-softcap", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "glm4-moe",
-    "glm4-moe-grouped",
+    "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
+    "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
+    "cohere2", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "glm4-moe", "glm4-moe-grouped",
 )  # fmt: skip
 
 
@@ -135,18 +136,11 @@ REFUSED = {
     "attention_sinks": ("llama", {"attention_sinks": 4}),
     "activation 'relu'": ("llama", {"hidden_act": "relu"}),
     "partial_rotary_factor": ("llama", {"partial_rotary_factor": 0.5}),
-    "longrope": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 6,
-                "long_factor": [2.0] * 6,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
+    "residual_multiplier": ("llama", {"residual_multiplier": 0.5}),
+    "logits scale of -0.25": ("cohere", {"logit_scale": -0.25}),
+    "residual scale of inf": ("granite", {"residual_multiplier": float("inf")}),
+    "logit_scale": ("qwen3", {"logit_scale": 0.25}),
+    "partial_rotary_factor is 0.4": ("glm4", {"partial_rotary_factor": 0.4, "head_dim": 8}),
     "mrope_section": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2]}}),
     "linear_attention": ("qwen3", {"layer_types": ["linear_attention", "full_attention", "full_attention"]}),
     "ministral": ("mistral", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}),

@@ -24,7 +24,8 @@ FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "jetm
 
 
 def load(path, **options):
-    return load_model(path, dtype=torch.float32, device=CPU, **options)
+    """A model as transformers' code computes it, also of a family that the fused decoder knows."""
+    return load_model(path, dtype=torch.float32, device=CPU, own_models=False, **options)
 
 
 def test_every_fallback_family_is_covered(tiny_models):
@@ -49,7 +50,7 @@ def test_logits_equal_transformers_over_flat_chunked_batches(family, tiny_model,
 def test_the_spec_describes_the_model(family, tiny_model, tiny_models):
     config = AutoConfig.from_pretrained(tiny_model(family))
     reference = AutoModelForCausalLM.from_pretrained(tiny_model(family))
-    description = describe_model(tiny_model(family), dtype=torch.float32)
+    description = describe_model(tiny_model(family), dtype=torch.float32, own_models=False)
     spec = description.spec
     assert not description.fused
     assert spec == load(tiny_model(family)).spec
@@ -174,7 +175,7 @@ def test_rotation_by_length_is_capped_at_the_original_context(tiny_models, tmp_p
     # When it is loaded, its context ends there
     model = load(folder)
     assert model.spec.max_position == 32
-    assert describe_model(folder).spec.max_position == 32
+    assert describe_model(folder, own_models=False).spec.max_position == 32
     [ours] = run(model, prompts[2:], [[(0, 0, 23)]])
     torch.testing.assert_close(ours, oracle(folder, prompts[2:])[0], atol=1e-4, rtol=1e-5)
     # And a longer one is refused

@@ -43,7 +43,7 @@ def builder(of: str, quantize: str) -> DecoderBuilder:
 
 
 def load(path: Any, made_by: DecoderBuilder | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    return load_model(path, dtype=dtype, device=CPU, builder=made_by)
+    return load_model(path, dtype=dtype, device=CPU, builder=made_by, own_models=path.name in FUSED)
 
 
 def logits(model: Any) -> torch.Tensor:

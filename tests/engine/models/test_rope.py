@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.errors import UnsupportedModel
 from engine.models.load import load_model
 from engine.models.rope import RotaryTable, rope_spec
 
@@ -32,6 +33,43 @@ def test_rotations_equal_transformers_far_beyond_the_original_context(family, ti
         rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
         theirs = x * cos[0][:, None] + rotated * sin[0][:, None]
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 20,
+}
+
+
+def test_longrope_has_the_long_frequencies_where_the_context_is_long(tiny_models, tmp_path, prompts, run, oracle):
+    # Given a Phi 3 that was trained on 20 tokens, with heads of 12 dimensions of which 6 are rotated
+    folder = tiny_models.make_tiny_model(
+        "phi3", tmp_path, rope_parameters=LONG_ROPE, original_max_position_embeddings=20, partial_rotary_factor=0.5
+    )
+    long, short = ([ids for ids in prompts if (len(ids) > 20) is above] for above in (True, False))
+    wanted = {len(ids): logits for ids, logits in zip(prompts, oracle(folder, prompts), strict=True)}
+    # When sequences may be longer, then those that are have transformers' logits
+    for positions in (None, 21):
+        model = load_model(folder, dtype=torch.float32, device=CPU, max_positions=positions)
+        assert model.spec.rope_original_max is None
+        for ids in long:
+            [ours] = run(model, [ids], [[(0, 0, 5)], [(0, 5, len(ids))]])
+            torch.testing.assert_close(ours, wanted[len(ids)], atol=5e-5, rtol=1e-5)
+    # and when they may not, then shorter ones have
+    model = load_model(folder, dtype=torch.float32, device=CPU, max_positions=20)
+    for ids in short:
+        [ours] = run(model, [ids], [[(0, 0, 2)], [(0, 2, len(ids))]])
+        torch.testing.assert_close(ours, wanted[len(ids)], atol=5e-5, rtol=1e-5)
+
+
+def test_long_factors_of_another_number_are_refused(tiny_models):
+    rope = {**LONG_ROPE, "short_factor": [1.0] * 6, "long_factor": [2.0] * 5}
+    config = tiny_models.make_config("llama", rope_parameters=rope)
+    with pytest.raises((UnsupportedModel, RuntimeError)):
+        rope_spec(config, config.head_dim)
 
 
 def test_the_table_grows_and_keeps_what_it_had(tiny_models):

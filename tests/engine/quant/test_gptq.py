@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from engine.models.decoder import DecoderSpec
+from engine.models.families import fused_family
+from engine.models.head_order import qkv_order
 from engine.quant.gptq_rounding import CalibratingBuilder, by_module, gptq
 from engine.quant.rtn import Rounding, round_to_nearest
 from engine.quant.weight import QWeight
@@ -92,11 +97,40 @@ def test_a_product_quantizes_itself_to_what_it_sees_and_passes_on_what_it_then_c
     torch.testing.assert_close(y, x @ quantized.dequantize().t() + 1.0)
 
 
-def test_fused_products_are_split_again() -> None:
-    stacked = [round_to_nearest(weight(n), Rounding("int4", group=32)) for n in (64, 32, 80, 24)]
-    modules = by_module([*stacked, None, *stacked[1:]], (32, 16, 16), 40, "model.")
+def spec_of(family: str, tiny_models: Any) -> DecoderSpec:
+    """Of 4 heads and 2 key-value heads of 8 dimensions, and an MLP of 40 columns."""
+    config = tiny_models.make_config(family, hidden_size=32, intermediate_size=40, head_dim=8)
+    described = fused_family(config)
+    assert described is not None
+    return described(config)
+
+
+def test_fused_products_are_split_again(tiny_models: Any) -> None:
+    stacked = [round_to_nearest(weight(n), Rounding("int4", group=32)) for n in (64, 32, 80, 32)]
+    spec = spec_of("llama", tiny_models)
+    modules = by_module([*stacked, None, *stacked[1:]], spec, "model.")
     assert len(modules) == 7 + 4
     again = torch.cat([modules[f"model.layers.0.self_attn.{part}_proj"].dequantize() for part in "qkv"])
     torch.testing.assert_close(again, stacked[0].dequantize())
     assert "model.layers.1.self_attn.q_proj" not in modules
     torch.testing.assert_close(modules["model.layers.1.mlp.up_proj"].dequantize(), stacked[2].dequantize()[40:])
+
+
+@pytest.mark.parametrize("family", ["ernie4.5", "glm4"])
+def test_products_whose_rows_were_sorted_are_stored_as_they_were(family: str, tiny_models: Any) -> None:
+    # Given q, k and v as a decoder computes them, their rows in the order of its rotation
+    spec = spec_of(family, tiny_models)
+    order = qkv_order(spec, 0)
+    assert order is not None
+    stored = round_to_nearest(weight(64), Rounding("int4", group=32))
+    # When they go back into a checkpoint, then each row is at its own place
+    modules = by_module([stored.take(order), None, None, None], spec, "model.")
+    again = torch.cat([modules[f"model.layers.0.self_attn.{part}_proj"].dequantize() for part in "qkv"])
+    assert torch.equal(again, stored.dequantize())
+
+
+def test_stacked_modules_stay_stacked(tiny_models: Any) -> None:
+    stacked = [round_to_nearest(weight(n), Rounding("int4", group=32)) for n in (64, 32, 80, 32)]
+    modules = by_module(stacked, spec_of("phi3", tiny_models), "model.")
+    parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert list(modules) == [f"model.layers.0.{part}" for part in parts]

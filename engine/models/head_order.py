@@ -1,0 +1,34 @@
+"""The order of a head's dimensions: that of checkpoints, and that in which a decoder rotates them.
+
+A decoder rotates dimension i with i + head_dim / 2, the rotated pairs first. Checkpoints have all rotated dimensions
+first, the two of a pair half of them apart or next to each other. Scores don't depend on the order, so the rows of
+q and k are sorted once, when they are loaded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.models.decoder import DecoderSpec
+
+
+def head_order(spec: DecoderSpec, layer: int) -> Tensor | None:
+    """Where the decoder's dimensions of a head lie in the checkpoint, int64 [head_dim]; None: at the same place."""
+    passing = spec.ropes[spec.layer_ropes[layer]].passing
+    rotated = spec.head_dim - 2 * passing
+    if rotated in (0, spec.head_dim) and not spec.interleaved_rope:
+        return None
+    turning, rest = torch.arange(rotated), torch.arange(rotated, spec.head_dim)
+    first, second = (turning[::2], turning[1::2]) if spec.interleaved_rope else turning.tensor_split(2)
+    return torch.cat((first, rest[:passing], second, rest[passing:]))
+
+
+def qkv_order(spec: DecoderSpec, layer: int) -> Tensor | None:
+    """Likewise the rows of q, k and v, stacked: int64 [(heads + 2 kv_heads) * head_dim]."""
+    order = head_order(spec, layer)
+    if order is None:
+        return None
+    heads = torch.arange(spec.num_heads + 2 * spec.num_kv_heads)[:, None] * spec.head_dim
+    values = heads[-spec.num_kv_heads :] + torch.arange(spec.head_dim)
+    return torch.cat((heads[: -spec.num_kv_heads] + order, values)).flatten()
