@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from engine.checkpoints.stacked import UnstackedWeights
 from engine.config import Quantize
 from engine.errors import OutOfMemory, UnsupportedModel
 from engine.models.decoder_builder import TorchBuilder, build_decoder
@@ -33,10 +35,12 @@ def load_share(
         )
     share = Share(opened.decoder, group.rank, group.size)
     builder = RankBuilder(share, group, TorchBuilder(quantize))
+    apart = replace(opened.decoder, fused_qkv=False, fused_gate_up=False)
+    stacked = {"qkv_proj": apart.qkv_rows, "gate_up_proj": apart.gate_up_rows}
     try:
         model = build_decoder(
             share.local,
-            ShareOfWeights(opened.weights, share),
+            ShareOfWeights(UnstackedWeights(opened.weights, stacked), share),
             dtype=dtype,
             device=group.device,
             positions=max_positions,

@@ -62,6 +62,8 @@ class Share:
             intermediate_size=spec.intermediate_size // self.size,
             experts=self._local_experts,
             vocab_size=tokens.end - tokens.first,
+            fused_qkv=False,
+            fused_gate_up=False,
         )
 
     @property
@@ -125,6 +127,8 @@ class Share:
 
 def _uneven(spec: DecoderSpec, size: int) -> str | None:
     """Return the dimension of the decoder that is not divisible by `size` ranks; None: all are."""
+    if spec.qk_norm in ("heads", "projection") and size > 1:
+        return "norms over all heads"
     if spec.num_heads % size:
         return f"{spec.num_heads} attention heads"
     if spec.num_kv_heads % size and size % spec.num_kv_heads:

@@ -52,6 +52,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3-softcap", {}),
+    "phi3, products stacked": ("phi3", {}),
+    "glm4, one of them stacked, rows sorted": ("glm4", {}),
+    "granite": ("granite", {}),
+    "cohere2": ("cohere2", {}),
+    "exaone4": ("exaone4", {}),
 }
 
 
