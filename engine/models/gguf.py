@@ -7,8 +7,8 @@ here. Its metadata is read key by key, and an unknown key is refused: it may cha
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +22,12 @@ from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.quant.weight import QWeight
 
-_ARCHITECTURES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma3": "gemma3_text",
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-}
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 _QWEN_EXPERTS = {
     "expert_count": "num_experts",
@@ -66,6 +46,8 @@ _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10_000.0
 _GEMMA_27B_LAYERS = 62
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONG_ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+_MOST_FACTORS = 1 << 16
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -76,6 +58,7 @@ _INNER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -92,11 +75,108 @@ _INNER = {
 _STACKS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Tensors of all experts of a layer -> the module of each."""
 
-_GEMMA_INNER = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """How llama.cpp stores an architecture.
+
+    Attributes:
+        model_type, class_name: in transformers.
+        names: a layer's tensors -> transformers' modules, where they differ from `_INNER`.
+        keys: metadata of its own -> config keys; each may be missing.
+        biases: config keys -> the tensors of the first layer that have a bias if they are set.
+        sorts_pairs: the converter puts the two rows of q and k that are rotated together next to each other.
+        adds_one: the converter adds 1 to norms.
+        partial: heads may be rotated in part.
+        epsilon: (metadata, config key) of the norms' epsilon.
+    """
+
+    model_type: str
+    class_name: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    sorts_pairs: bool = False
+    adds_one: bool = False
+    partial: bool = False
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+
+
+_ATTENTION_BIAS = {"attention_bias": "attn_q"}
+_BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
+_MISTRALS = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
+"""Model types that llama.cpp stores as Llama -> their classes."""
+_LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
+_ARCHITECTURES = {
+    "llama": _Architecture("llama", "LlamaForCausalLM", biases=_BIASES, sorts_pairs=True),
+    "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM"),
+    "gemma": _Architecture("gemma", "GemmaForCausalLM", adds_one=True),
+    "gemma3": _Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        names={
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        adds_one=True,
+    ),
+    "qwen2moe": _Architecture("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "qwen3moe": _Architecture("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "smollm3": _Architecture("smollm3", "SmolLM3ForCausalLM", biases=_BIASES, sorts_pairs=True),
+    "ernie4_5": _Architecture("ernie4_5", "Ernie4_5ForCausalLM", biases={"use_bias": "attn_q"}),
+    "seed_oss": _Architecture(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        names={"post_attention_norm": "post_attention_layernorm"},
+        biases=_BIASES | {"attention_out_bias": "attn_output"},
+    ),
+    "granite": _Architecture(
+        "granite",
+        "GraniteForCausalLM",
+        keys={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        biases=_BIASES,
+        sorts_pairs=True,
+    ),
+    "olmo2": _Architecture(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        biases=_ATTENTION_BIAS,
+    ),
+    "phi3": _Architecture("phi3", "Phi3ForCausalLM", names={"ffn_up": "mlp.gate_up_proj"}, partial=True),
+    "glm4": _Architecture(
+        "glm4",
+        "Glm4ForCausalLM",
+        names={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        biases=_ATTENTION_BIAS,
+        partial=True,
+    ),
+    "command-r": _Architecture(
+        "cohere", "CohereForCausalLM", keys={"logit_scale": "logit_scale"}, biases=_ATTENTION_BIAS, epsilon=_LAYER_NORM
+    ),
+    "cohere2": _Architecture(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        keys={"logit_scale": "logit_scale", "attention.sliding_window": "sliding_window"},
+        biases=_ATTENTION_BIAS,
+        epsilon=_LAYER_NORM,
+    ),
 }
+"""llama.cpp's name -> how it is stored."""
 
 
 class GGUFCheckpoint:
@@ -114,10 +194,10 @@ class GGUFCheckpoint:
             raise UnsupportedModel(
                 f"{path} is one of {metadata['split.count']} parts; merge them with gguf-split first"
             )
-        architecture = metadata.get("general.architecture")
-        if architecture not in _ARCHITECTURES:
-            raise UnsupportedModel(f"GGUF files of architecture {architecture!r} can't be loaded; give safetensors")
-        self._architecture = architecture
+        name = metadata.get("general.architecture")
+        if name not in _ARCHITECTURES:
+            raise UnsupportedModel(f"GGUF files of architecture {name!r} can't be loaded; give safetensors")
+        self._name, self._architecture = name, _ARCHITECTURES[name]
         self.config = self._config()
         family = fused_family(self.config)
         assert family is not None, self.config.model_type
@@ -137,7 +217,7 @@ class GGUFCheckpoint:
             self._read_rotary(stored, into, heads)
         else:
             self._file.read(stored, into)
-            if self._architecture == "gemma3" and name.endswith("norm.weight"):
+            if self._architecture.adds_one and name.endswith("norm.weight"):
                 into.sub_(1)
 
     def quantized(self, name: str) -> QWeight | None:
@@ -163,9 +243,9 @@ class GGUFCheckpoint:
     def _names(self) -> dict[str, str]:
         """Return the file's tensors by transformers' names. Stacks of experts are split, and the gate of a shared
         expert is a matrix again."""
-        inner = _INNER | _GEMMA_INNER if self._architecture == "gemma3" else _INNER
+        inner = {**_INNER, **self._architecture.names}
         found, tensors, experts = dict[str, str](), self._file.tensors, self._spec.experts
-        for stored in sorted(tensors.keys() - {_ROPE_FACTORS}):
+        for stored in sorted(tensors.keys() - {_ROPE_FACTORS, *_LONG_ROPE_FACTORS.values()}):
             match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", stored)
             if experts is None or match is None or match[2] not in _STACKS:
                 found[_translate(stored, inner)] = stored
@@ -180,7 +260,7 @@ class GGUFCheckpoint:
 
     def _rotary_heads(self, name: str) -> int | None:
         """Return the heads whose rotary halves are interleaved in this tensor's rows; None: they aren't."""
-        if self._architecture != "llama":
+        if not self._architecture.sorts_pairs:
             return None
         if ".self_attn.q_proj." in name:
             return int(self.config.num_attention_heads)
@@ -198,12 +278,13 @@ class GGUFCheckpoint:
         return tuple(sorted(token_id for token_id in ids if 0 <= token_id < self.config.vocab_size))
 
     def _config(self) -> Any:
-        prefix = f"{self._architecture}."
+        prefix = f"{self._name}."
         left = {key.removeprefix(prefix): v for key, v in self._file.metadata.items() if key.startswith(prefix)}
         for key in _HARMLESS:
             left.pop(key, None)
         try:
-            values = {ours: left.pop(key) for key, ours in _SIZES.items()}
+            sizes = {**_SIZES, self._architecture.epsilon[0]: self._architecture.epsilon[1]}
+            values = {ours: left.pop(key) for key, ours in sizes.items()}
             values["vocab_size"] = self._file.tensors["token_embd.weight"].shape[0]
         except KeyError as error:
             raise CorruptWeights(f"{self._file.path} lacks {error.args[0]}") from error
@@ -211,10 +292,13 @@ class GGUFCheckpoint:
         values["num_key_value_heads"] = left.pop("attention.head_count_kv", values["num_attention_heads"])
         values["head_dim"] = left.pop("attention.key_length", values["hidden_size"] // values["num_attention_heads"])
         for key in ("attention.value_length", "rope.dimension_count"):
-            if (size := left.pop(key, values["head_dim"])) != values["head_dim"]:
+            if (size := left.pop(key, values["head_dim"])) == values["head_dim"]:
+                continue
+            if not self._architecture.partial or key != "rope.dimension_count":
                 raise UnsupportedModel(f"{prefix}{key} is {size}, but heads have {values['head_dim']} dimensions")
+            values["partial_rotary_factor"] = size / values["head_dim"]
         values["rope_theta"] = left.pop("rope.freq_base", 10_000.0)
-        values["rope_scaling"] = _rope_scaling(left)
+        values["rope_scaling"] = self._long_rope(left, values) or _rope_scaling(left)
         values["tie_word_embeddings"] = "output.weight" not in self._file.tensors
         model_type = self._family_values(left, values)
         if model_type in _EXPERT_KEYS:
@@ -224,18 +308,30 @@ class GGUFCheckpoint:
         left.pop("expert_used_count", None)
         if left:
             raise UnsupportedModel(f"{self._file.path}: metadata {prefix}{min(left)} is not understood")
-        return built_config(self._file.path, model_type, architectures=[_CLASSES[model_type]], **values)
+        name = _MISTRALS.get(model_type, self._architecture.class_name)
+        return built_config(self._file.path, model_type, architectures=[name], **values)
 
     def _family_values(self, left: dict[str, Any], values: dict[str, Any]) -> str:
         """Move this architecture's own keys from `left` into `values`; returns the transformers model type."""
-        model_type = _ARCHITECTURES[self._architecture]
+        model_type = self._architecture.model_type
+        for key, ours in self._architecture.keys.items():
+            if key in left:
+                values[ours] = left.pop(key)
+        for ours, tensor in self._architecture.biases.items():
+            values[ours] = f"blk.0.{tensor}.bias" in self._file.tensors
         if model_type == "llama":
             mixture = left.get("expert_count", 0) != 0
             if (window := left.pop("attention.sliding_window", None)) is not None or mixture:
                 values["sliding_window"] = window
                 return "mixtral" if mixture else "mistral"
-            values["attention_bias"] = "blk.0.attn_q.bias" in self._file.tensors
-            values["mlp_bias"] = "blk.0.ffn_gate.bias" in self._file.tensors
+        elif model_type == "granite":  # as llama.cpp, where the file doesn't say
+            values.setdefault("attention_multiplier", values["head_dim"] ** -0.5)
+        elif model_type == "phi3":
+            values["sliding_window"] = left.pop("attention.sliding_window", 0) or None
+            original = left.pop("rope.scaling.original_context_length", values["max_position_embeddings"])
+            values["original_max_position_embeddings"] = original
+        elif model_type == "cohere":
+            values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in self._file.tensors
         elif model_type == "gemma3_text":
             values["sliding_window"] = left.pop("attention.sliding_window", None)
             values["sliding_window_pattern"] = left.pop("attention.sliding_window_pattern", _GEMMA_PATTERN)
@@ -255,6 +351,23 @@ class GGUFCheckpoint:
             return {ours: left.pop(key) for key, ours in keys.items()}
         except KeyError as error:
             raise CorruptWeights(f"{self._file.path} lacks {error.args[0]}") from error
+
+    def _long_rope(self, left: dict[str, Any], values: dict[str, Any]) -> dict[str, Any] | None:
+        """LongRoPE's parameters, whose factors are tensors; None: the file has none."""
+        if not set(_LONG_ROPE_FACTORS.values()) & self._file.tensors.keys():
+            return None
+        scaling: dict[str, Any] = {"rope_type": "longrope"}
+        for ours, name in _LONG_ROPE_FACTORS.items():
+            stored = self._file.tensors.get(name)
+            if stored is None or len(stored.shape) != 1 or stored.shape[0] > _MOST_FACTORS:
+                raise CorruptWeights(f"{self._file.path} must hold {name} as a list of factors")
+            factors = torch.empty(stored.shape, dtype=torch.float32)
+            self._file.read(name, factors)
+            scaling[ours] = factors.tolist()
+        if (factor := left.pop("rope.scaling.attn_factor", None)) is not None:
+            scaling["attention_factor"] = factor
+        original = left.get("rope.scaling.original_context_length", values["max_position_embeddings"])
+        return scaling | {"original_max_position_embeddings": original}
 
 
 def _rope_scaling(left: dict[str, Any]) -> dict[str, Any] | None:

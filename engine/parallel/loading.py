@@ -36,7 +36,7 @@ def load_share(
     share = Share(opened.decoder, group.rank, group.size)
     builder = RankBuilder(share, group, TorchBuilder(quantize))
     apart = replace(opened.decoder, fused_qkv=False, fused_gate_up=False)
-    stacked = {"qkv_proj": apart.qkv_rows, "gate_up_proj": apart.gate_up_rows}
+    stacked = {"qkv_proj": apart.qkv_rows, "gate_up_proj": apart.gate_up_rows(apart.intermediate_size)}
     try:
         model = build_decoder(
             share.local,

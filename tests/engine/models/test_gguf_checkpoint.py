@@ -43,16 +43,35 @@ NAMES = {
 }
 EXPERTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 LLAMA_NAMES = NAMES | {"post_attention_layernorm": "ffn_norm"}
-GEMMA_NAMES = NAMES | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+NORMS_BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+STACKED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+NAMES_OF = {
+    "gemma3": NAMES | NORMS_BEHIND | {"pre_feedforward_layernorm": "ffn_norm"},
+    "olmo2": NAMES | NORMS_BEHIND,
+    "phi3": LLAMA_NAMES | STACKED,
+    "glm4": LLAMA_NAMES
+    | STACKED
+    | {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    "seed_oss": NAMES | {"post_attention_layernorm": "post_attention_norm"},
+}
+"""Architecture -> transformers' modules as llama.cpp names them; others as Llama."""
+
+ARCHITECTURE_OF = {
+    "gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "cohere": "command-r", "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}  # fmt: skip
+SORTED_PAIRS = ("llama", "smollm3", "granite")
+MULTIPLIERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
 
 
-def stored_name(name: str, gemma: bool) -> str:
+def stored_name(name: str, architecture: str) -> str:
     module, kind = name.rsplit(".", 1)
-    names = GEMMA_NAMES if gemma else LLAMA_NAMES
+    names = NAMES_OF.get(architecture, LLAMA_NAMES)
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module):
         return f"blk.{match[1]}.{names[match[2]]}.{kind}"
     return f"{names[module]}.{kind}"
@@ -79,13 +98,7 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=None) -> Path:
     """Convert a Hugging Face folder as llama.cpp's converter does."""
     config = AutoConfig.from_pretrained(folder)
-    architecture = {
-        "gemma3_text": "gemma3",
-        "mistral": "llama",
-        "mixtral": "llama",
-        "qwen2_moe": "qwen2moe",
-        "qwen3_moe": "qwen3moe",
-    }.get(config.model_type, config.model_type)
+    architecture = ARCHITECTURE_OF.get(config.model_type, config.model_type)
     gemma = architecture == "gemma3"
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -94,7 +107,11 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture in ("command-r", "cohere2"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base((rope["full_attention"] if gemma else rope)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
@@ -102,7 +119,13 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
     writer.add_token_scores([0.0] * config.vocab_size)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(7)
-    if architecture in ("qwen3", "qwen3moe", "gemma3"):
+    if architecture == "granite":
+        for key, ours in MULTIPLIERS.items():
+            writer.add_float32(f"granite.{key}", getattr(config, ours))
+    if (part := rope.get("partial_rotary_factor")) is not None:
+        head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        writer.add_rope_dimension_count(int(head_dim * part))
+    if hasattr(config, "head_dim") and architecture not in ("llama", "cohere2", "qwen2moe"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if getattr(config, "sliding_window", None):
@@ -121,16 +144,16 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
         writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
     for name, tensor in stored.items():
         weight = tensor.float().numpy()
-        if architecture == "llama" and ".q_proj." in name:
+        if architecture in SORTED_PAIRS and ".q_proj." in name:
             weight = interleave(weight, config.num_attention_heads)
-        elif architecture == "llama" and ".k_proj." in name:
+        elif architecture in SORTED_PAIRS and ".k_proj." in name:
             weight = interleave(weight, config.num_key_value_heads)
-        elif gemma and name.endswith("norm.weight"):
+        elif "gemma" in architecture and name.endswith("norm.weight"):
             weight = weight + 1
         if name.endswith("shared_expert_gate.weight"):
             weight = weight[0]
         quantized = kind if weight.ndim == 2 and ".gate." not in name else F32
-        writer.add_tensor(stored_name(name, gemma), gguf.quants.quantize(weight, quantized), raw_dtype=quantized)
+        writer.add_tensor(stored_name(name, architecture), gguf.quants.quantize(weight, quantized), raw_dtype=quantized)
     for name, weight in (tensors or {}).items():
         writer.add_tensor(name, weight)
     writer.write_header_to_file()
@@ -165,10 +188,22 @@ GEMMA_AS_GGUF = {
         ("mistral", {"head_dim": 12}),
         ("qwen2", {"use_sliding_window": False}),
         ("qwen3", {}),
+        ("gemma", {}),
         ("gemma3", GEMMA_AS_GGUF),
         ("mixtral", {"head_dim": 12, "sliding_window": None}),
         ("qwen2-moe", {"use_sliding_window": False, "norm_topk_prob": False}),
         ("qwen3-moe", {}),
+        ("smollm3", {"no_rope_layers": None, "num_hidden_layers": 5, "sliding_window": None}),
+        ("ernie4.5", {}),
+        ("seed-oss", {}),
+        ("granite", {}),
+        ("olmo2", {}),
+        ("phi3", {}),
+        ("phi3-partial", {}),
+        ("glm4", {}),
+        ("cohere", {}),
+        ("cohere-norms", {}),
+        ("cohere2", {"layer_types": None, "num_hidden_layers": 5}),
     ],
 )
 def test_a_gguf_file_is_the_model_it_was_made_from(family, changes, tiny_models, tmp_path, prompts, run, steps_over):
@@ -184,6 +219,31 @@ def test_a_gguf_file_is_the_model_it_was_made_from(family, changes, tiny_models,
     steps = steps_over([45, 6, 23], 7)
     for ours, theirs in zip(run(model, prompts, steps), run(original, prompts, steps), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_longropes_factors_are_tensors(tiny_models, tmp_path, prompts, run):
+    # Given a Phi 3 that was trained on 20 tokens, and the GGUF file that llama.cpp's converter would make of it
+    short, long = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5], [2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
+    factors = {"short_factor": short, "long_factor": long}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 20, **factors}
+    changes = {"rope_parameters": rope, "original_max_position_embeddings": 20}
+    folder = tiny_models.make_tiny_model("phi3", tmp_path / "model", **changes)
+    tensors = {
+        f"rope_factors_{name}.weight": np.array(values, np.float32)
+        for name, values in (("short", short), ("long", long))
+    }
+    metadata = {"rope.scaling.original_context_length": ("add_uint32", 20)}
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata, tensors=tensors)
+    # Then both have the same frequencies, in long contexts and in short ones
+    for positions in (20, 512):
+        models = (load_model(p, dtype=torch.float32, device=CPU, max_positions=positions) for p in (path, folder))
+        [ours], [theirs] = (run(model, prompts[1:2], [[(0, 0, 6)]]) for model in models)
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    # and a file that lacks some of them is refused
+    del tensors["rope_factors_long.weight"]
+    lacking = write_gguf(folder, tmp_path / "lacking.gguf", metadata=metadata, tensors=tensors)
+    with pytest.raises(CorruptWeights, match="must hold rope_factors_long"):
+        load(lacking)
 
 
 def test_a_folder_of_one_gguf_file_means_that_file(tiny_model, tmp_path):
