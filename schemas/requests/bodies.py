@@ -6,6 +6,7 @@ fields are refused in `schemas.requests.parsing`, with a message of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
@@ -182,31 +183,33 @@ def check_template_kwargs(value: Any) -> Any:
 def _check_prompt(value: Any) -> Any:
     """A single prompt as it is, several as a tuple of them."""
     if not isinstance(value, list | tuple) or not any(isinstance(item, str | list | tuple) for item in value):
-        return _check_text_or_ids(value)
+        return check_text_or_ids(value)
     if len(value) == 1:
-        return _check_text_or_ids(value[0])
+        return check_text_or_ids(value[0])
     prompts = []
     for index, prompt in enumerate(value):
         try:
-            prompts.append(_check_text_or_ids(prompt))
+            prompts.append(check_text_or_ids(prompt))
         except PydanticCustomError as error:
             raise invalid(error.message(), f"prompt[{index}]") from None
     return tuple(prompts)
 
 
-def check_inputs(value: Any) -> Any:
-    """Check a text, token ids, or a list of either; returns a tuple of texts and tuples of token ids."""
+def check_inputs(value: Any, check: Callable[[Any], Any] | None = None) -> Any:
+    """Check a text, token ids, or a list of either; returns a tuple of texts and tuples of token ids. `check`: of one
+    of them, where they may be something else as well."""
     several = isinstance(value, list | tuple) and any(isinstance(item, str | list | tuple) for item in value)
     inputs = []
     for index, one in enumerate(value if several else (value,)):
         try:
-            inputs.append(_check_text_or_ids(one))
+            inputs.append((check or check_text_or_ids)(one))
         except PydanticCustomError as error:
             raise invalid(f"[{index}] {error.message()}" if several else error.message()) from None
     return tuple(inputs)
 
 
-def _check_text_or_ids(value: Any) -> str | tuple[int, ...]:
+def check_text_or_ids(value: Any) -> str | tuple[int, ...]:
+    """Check a text or token ids."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, str) or value in ([], ()):

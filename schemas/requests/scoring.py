@@ -5,7 +5,7 @@ Each body names the sequences that the model computes: a text, or a pair of text
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
@@ -16,10 +16,12 @@ from schemas.requests.bodies import (
     CompletionBody,
     Effort,
     EmbeddingBody,
+    Prompt,
     TemplateKwargs,
     check_inputs,
+    check_text_or_ids,
 )
-from schemas.requests.fields import INPUTS, NULL, TEXT, TEXTS, defaulting, one_of, only, record
+from schemas.requests.fields import NULL, TEXT, TEXTS, TOKEN_IDS, defaulting, one_of, only, record
 from schemas.requests.structured import invalid
 
 Sequences = tuple[tuple[str | tuple[int, ...], ...], ...]
@@ -61,6 +63,8 @@ def _check_documents(value: Any) -> tuple[str, ...]:
     return _check_side([text["text"] if isinstance(text, dict) and text.keys() == {"text"} else text for text in value])
 
 
+_PAIR: Final = {"type": "array", "items": TEXT, "minItems": 2, "maxItems": 2}
+_CLASSIFIED: Final = one_of(TEXT, TOKEN_IDS, {"type": "array", "items": one_of(TEXT, TOKEN_IDS, _PAIR), "minItems": 1})
 _OF_TEMPLATE: Final = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "continue_final_message")
 _SIDE: Final = one_of(TEXT, TEXTS)
 _DOCUMENTS: Final = {"type": "array", "items": one_of(TEXT, record(("text",), text=TEXT)), "minItems": 1}
@@ -84,7 +88,15 @@ def _with_names(schema: dict[str, Any]) -> None:
 
 
 def _check_given_inputs(value: Any) -> Any:
-    return () if value is None or value == () else check_inputs(value)
+    return () if value is None or value == () else check_inputs(value, _check_input)
+
+
+def _check_input(value: Any) -> str | tuple[Any, ...]:
+    if not isinstance(value, list | tuple) or not any(isinstance(text, str) for text in value):
+        return check_text_or_ids(value)
+    if len(value) != 2 or not all(isinstance(text, str) and text for text in value):
+        raise invalid("must be a pair of two texts that are not empty")
+    return tuple(value)
 
 
 def _check_choices(value: Any) -> Any:
@@ -101,11 +113,11 @@ def _check_choices(value: Any) -> Any:
 
 def _with_prompts(schema: dict[str, Any]) -> None:
     """Require one of the fields that hold what is classified."""
-    schema["properties"]["prompt"] = one_of(INPUTS, NULL)
+    schema["properties"]["prompt"] = one_of(_CLASSIFIED, NULL)
     none: dict[str, Any] = {"input": NULL, "prompt": NULL, "messages": {"enum": [None, []]}}
     schema["oneOf"] = [
-        {"required": ["input"], "properties": {**none, "input": INPUTS}},
-        {"required": ["prompt"], "properties": {**none, "prompt": INPUTS}},
+        {"required": ["input"], "properties": {**none, "input": _CLASSIFIED}},
+        {"required": ["prompt"], "properties": {**none, "prompt": _CLASSIFIED}},
         {
             "required": ["messages", "choices"],
             "properties": {**none, "messages": {"type": "array", "minItems": 1}, "choices": TEXTS},
@@ -226,14 +238,16 @@ class ClassifyBody(ScoringBody):
     of each as the continuation of the prompt: of each `input` (also as `prompt`), or of a conversation.
 
     Attributes:
-        input: texts or their token ids.
+        input: texts, their token ids, or pairs of texts, which a classifier reads together.
         messages: a conversation, and variables of the model's chat template as in `ChatBody`; only with `choices`.
         normalize: compare choices by the sum of their tokens' log-probabilities, or by the mean.
     """
 
     model_config = ConfigDict(json_schema_extra=_with_prompts)
 
-    input: Annotated[tuple[str | tuple[int, ...], ...], only(_check_given_inputs, one_of(INPUTS, NULL))] = ()
+    input: Annotated[
+        tuple[str | tuple[int, ...] | tuple[str, str], ...], only(_check_given_inputs, one_of(_CLASSIFIED, NULL))
+    ] = ()
     messages: Annotated[tuple[ChatMessage, ...], Strict(False), defaulting(())] = ()
     choices: Annotated[tuple[str, ...], only(_check_choices, one_of(TEXTS, NULL))] = ()
     normalize: Annotated[Literal["sum", "mean"], defaulting("sum")] = "sum"
@@ -244,13 +258,14 @@ class ClassifyBody(ScoringBody):
 
     @property
     def sequences(self) -> Sequences:
-        return tuple((given,) for given in self.input)
+        return cast("Sequences", tuple(given if _is_pair(given) else (given,) for given in self.input))
 
     @property
     def prompt_body(self) -> ChatBody | CompletionBody:
         """The request whose answer is one of the choices."""
         if not self.messages:
-            return CompletionBody(model=self.model, prompt=self.input, max_tokens=0)
+            prompts = cast("tuple[Prompt, ...]", self.input)  # choices go with no pairs
+            return CompletionBody(model=self.model, prompt=prompts, max_tokens=0)
         return ChatBody(
             model=self.model,
             messages=self.messages,
@@ -290,6 +305,8 @@ class ClassifyBody(ScoringBody):
         for name, other in needs.items():
             if self._is_set(name) and not getattr(self, other):
                 raise invalid(f"needs {other}; add it", name)
+        if self.choices and any(map(_is_pair, self.input)):
+            raise invalid("holds a pair, which can't go with choices; make a text of it", "input")
         for name in ("truncate_prompt_tokens", "use_activation"):
             if self.choices and self._is_set(name):
                 raise invalid("can't go with choices; remove it", name)
@@ -309,6 +326,10 @@ class ClassifyBody(ScoringBody):
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]
             raise invalid(detail["msg"], detail.get("ctx", {}).get("param")) from None
+
+
+def _is_pair(given: object) -> bool:
+    return isinstance(given, tuple) and isinstance(given[0], str)
 
 
 PooledBody = EmbeddingBody | ScoreBody | RerankBody | ClassifyBody

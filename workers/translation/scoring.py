@@ -52,7 +52,7 @@ class ScoringReader:
         settings = self._settings()
         _check_labels(body, settings)
         limit = self._limit(body)
-        variables = pair_variables(body, self._tokenizer) if isinstance(body, PairBody) else {}
+        variables = self._variables(body)
         self._check_chars(body, limit)
         known: dict[str, tuple[str, int]] = {}
         inputs: list[Input] = []
@@ -70,7 +70,7 @@ class ScoringReader:
             least = sum(known[str(text)][1] for text in sequence)
             if body.truncate_prompt_tokens is None and least > limit:
                 raise self._too_long(f"{name} has at least {least} tokens", limit)
-            inputs.append(self._rendered(body, texts, variables) if self._renders(body) else texts)
+            inputs.append(self._rendered(body, texts, variables) if self._renders(sequence) else texts)
         return inputs
 
     def encode(self, requests: Sequence[tuple[ScoringRequest, Sequence[Input]]]) -> list[list[EncodedText]]:
@@ -100,7 +100,7 @@ class ScoringReader:
     ) -> Request:
         """The engine's request for encoded inputs. Raises `RowError`."""
         settings, limit = self._settings(), self._limit(body)
-        cut = list(encoded)
+        cut, sequences = list(encoded), body.sequences
         for at, one in enumerate(encoded):
             name = body.name_of(at)
             if not len(one.ids):
@@ -110,7 +110,8 @@ class ScoringReader:
             if body.truncate_prompt_tokens is None:
                 raise self._too_long(f"{name} has {len(one.ids)} tokens", limit)
             # Other texts are cut where they are encoded.
-            cut[at] = EncodedText(self._cut_document(body, at, one.ids) if self._renders(body) else one.ids[:limit])
+            rendered = self._renders(sequences[at])
+            cut[at] = EncodedText(self._cut_document(body, at, one.ids) if rendered else one.ids[:limit])
         total = sum(len(one.ids) for one in cut)
         if total > (allowed := self._rules.max_embedding_tokens):
             name = "input" if isinstance(body, ClassifyBody) else "documents"
@@ -133,22 +134,25 @@ class ScoringReader:
             pooling=settings.pooling,
         )
 
-    def _renders(self, body: ScoringRequest) -> bool:
-        """Whether the model's chat template joins the body's pairs."""
-        return self._tokenizer.renders_pairs and not isinstance(body, ClassifyBody)
+    def _variables(self, body: ScoringRequest) -> dict[str, Any]:
+        """Those of the chat template for pairs. Raises `RowError`."""
+        return pair_variables(body, self._tokenizer) if isinstance(body, PairBody) else {}
+
+    def _renders(self, sequence: Sequence[Any]) -> bool:
+        """Whether the model's chat template joins it: a pair."""
+        return self._tokenizer.renders_pairs and len(sequence) > 1
 
     def _rendered(self, body: ScoringRequest, pair: Texts, variables: Mapping[str, Any]) -> str:
         """The prompt of a prepared pair. Raises `RowError`."""
-        assert isinstance(body, PairBody)
         query, document = pair
-        instruction = body.instruction or self._settings().instruction
+        own = body.instruction if isinstance(body, PairBody) else None
+        instruction = own or self._settings().instruction
         return encodable(self._tokenizer.render_pair(query, document, instruction, variables), "documents")
 
     def _cut_document(self, body: ScoringRequest, at: int, prompt: TokenIds) -> TokenIds:
         """The prompt of a rendered pair with as much of the document as fits. Raises `RowError`."""
-        assert isinstance(body, PairBody)
         limit, settings = self._limit(body), self._settings()
-        variables = pair_variables(body, self._tokenizer)
+        variables = self._variables(body)
         query, document = (self._prepared(str(text)[: limit * MAX_CUT_CHARS], settings) for text in body.sequences[at])
 
         def prompt_of(text: str) -> TokenIds:
@@ -202,7 +206,8 @@ class ScoringReader:
                 f"truncate_prompt_tokens is {wanted}, but the model takes at most {most}; lower it, or give -1",
                 "truncate_prompt_tokens",
             )
-        added = 0 if self._renders(body) else self._tokenizer.num_added_tokens(pair=not isinstance(body, ClassifyBody))
+        longest = max(body.sequences, key=len)
+        added = 0 if self._renders(longest) else self._tokenizer.num_added_tokens(pair=len(longest) > 1)
         if wanted <= added:
             raise _refuse(
                 f"truncate_prompt_tokens is {wanted}, but the tokenizer itself adds {added} tokens; raise it",
@@ -247,7 +252,8 @@ def _check_labels(body: ScoringRequest, settings: ClassifierSettings) -> None:
     elif len(settings.labels) > 1:
         raise RowError(
             RowErrorCode.UNSUPPORTED_URL,
-            f"the model tells {len(settings.labels)} labels apart and gives no score; use /v1/classify",
+            f"the model tells {len(settings.labels)} labels apart and gives no score; use /v1/classify, whose input "
+            "takes pairs",
             param="url",
         )
 

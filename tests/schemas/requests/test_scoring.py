@@ -48,6 +48,13 @@ def test_inputs_to_classify_are_texts_or_token_ids() -> None:
     assert parse(CLASSIFY_URL, input=["a", [1, 2]], truncate_prompt_tokens=-1).sequences == (("a",), ((1, 2),))
 
 
+def test_inputs_to_classify_are_pairs_of_texts() -> None:
+    body = parse(CLASSIFY_URL, input=[["a", "b"], "c", [1, 2]])
+    assert body.sequences == (("a", "b"), ("c",), ((1, 2),))
+    assert parse(CLASSIFY_URL, prompt=[["a", "b"]]).sequences == (("a", "b"),)
+    assert parse(CLASSIFY_URL, input=["a", "b"]).sequences == (("a",), ("b",))
+
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -77,6 +84,8 @@ def test_choices_go_with_texts_or_a_conversation() -> None:
         (SCORE_URL, {"queries": 1, "documents": "b"}, "queries", "must be a string or a list of strings"),
         (SCORE_URL, {"queries": "a", "documents": ["b"] * 4}, "documents", "holds 4 texts, but at most 3 are allowed"),
         (RERANK_URL, {"query": "q"}, "documents", "is missing"),
+        (RERANK_URL, {"query": "q", "documents": ["a"], "instruction": ""}, "instruction", "is empty"),
+        (SCORE_URL, {"queries": "q", "documents": "a", "instruction": 1}, "instruction", "must be a string"),
         (RERANK_URL, {"query": "", "documents": ["a"]}, "query", "is empty"),
         (RERANK_URL, {"query": ["q"], "documents": ["a"]}, "query", "must be a string"),
         (RERANK_URL, {"query": "q", "documents": "a"}, "documents", "must be a list of strings"),
@@ -84,6 +93,10 @@ def test_choices_go_with_texts_or_a_conversation() -> None:
         (RERANK_URL, {"query": "q", "documents": ["a"], "top_n": -1}, "top_n", "must be 0 or more"),
         (RERANK_URL, {"query": "q", "documents": ["a"], "rank_fields": []}, "rank_fields", "not a parameter known"),
         (CLASSIFY_URL, {"input": ""}, "input", "is empty"),
+        (CLASSIFY_URL, {"input": [["a", "b", "c"]]}, "input", "[0] must be a pair of two texts that are not empty"),
+        (CLASSIFY_URL, {"input": ["a", ["a", 1]]}, "input", "[1] must be a pair of two texts"),
+        (CLASSIFY_URL, {"input": [["a", ""]]}, "input", "[0] must be a pair of two texts"),
+        (CLASSIFY_URL, {"input": [["a", "b"]], "choices": ["x"]}, "input", "holds a pair, which can't go with choices"),
         (CLASSIFY_URL, {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be -1 or more"),
         (CLASSIFY_URL, {"input": "a", "use_activation": 1}, "use_activation", "must be true or false"),
         (CLASSIFY_URL, {"input": "a", "stream": True}, "stream", "is not supported"),

@@ -149,6 +149,31 @@ def test_labels_are_those_of_transformers(problem: str | None, tiny_encoders: An
     assert several[4]["probs"] == pytest.approx(several[0]["probs"], abs=1e-6)
 
 
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_labels_of_pairs_are_those_of_a_cross_encoder(
+    family: str, tiny_encoders: Any, tmp_path: Path, answer: Any
+) -> None:
+    # Given a model that tells contradiction, entailment and neutral apart
+    folder = tiny_encoders.make_classifier(family, tmp_path, labels=("no", "yes", "maybe"), has_types=family == "bert")
+    pairs = [(QUERY, text) for text in DOCUMENTS]
+    cross_encoder = CrossEncoder(str(folder), device="cpu")
+    logits, probabilities = cross_encoder.predict(pairs), cross_encoder.predict(pairs, apply_softmax=True)
+    rows = answer(
+        LoadedModel.load(folder, name="tiny", config=CONFIG),
+        {"input": pairs},
+        {"input": [*pairs, QUERY], "use_activation": False},
+        {"input": [[QUERY, "fox dog " * 40]], "truncate_prompt_tokens": 20},
+    )
+    assert rows[0].status is RowStatus.SUCCEEDED, rows[0].error_message
+    data = json.loads(rows[0].response)["data"]
+    np.testing.assert_allclose([each["probs"] for each in data], probabilities, atol=1e-5)
+    assert [each["label"] for each in data] == [("no", "yes", "maybe")[at] for at in logits.argmax(axis=1)]
+    both = json.loads(rows[1].response)["data"]
+    np.testing.assert_allclose([each["probs"] for each in both[:4]], logits, atol=1e-5)
+    assert len(both) == 5
+    assert rows[2].prompt_tokens == 20
+
+
 def test_given_a_limit_then_texts_are_cut_as_by_transformers(reranker: Path) -> None:
     mine, theirs = Tokenizer.load(reranker), AutoTokenizer.from_pretrained(reranker)
     pairs = [("a b c d e f g", "h"), ("a", "b c d e f g h"), ("a b c d e f g", "h i j k l m n o"), ("a b", "c d")]
