@@ -23,7 +23,7 @@ from engine.groups import GroupEngine
 from engine.models.encoders.classifier import ClassifierSettings, ScoreHead, classifier_settings
 from engine.models.encoders.head import EmbeddingHead
 from engine.models.encoders.settings import PROMPTS, EmbeddingSettings, embedding_settings, is_classifier
-from engine.models.encoders.token_scores import token_scores
+from engine.models.encoders.token_scores import token_score_settings
 from engine.models.load import describe_shape, is_encoder, is_native
 from engine.plan import RowState
 from engine.runner.null_runner import NullRunner
@@ -365,7 +365,7 @@ def _model_files(folder: Path, chat: ChatOptions) -> list[Path]:
     embedding = embedding_settings(folder)
     if embedding is not None:
         found |= {folder / name for name in embedding.files}
-    classifier, scores = classifier_settings(folder), token_scores(folder, chat.score_tokens)
+    classifier, scores = classifier_settings(folder), token_score_settings(folder, chat.score_tokens)
     if classifier is not None:
         found |= {folder / name for name in classifier.files}
     if scores is not None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.models.encoders.classifier import ClassifierSettings
-from engine.models.encoders.token_scores import token_scores
+from engine.models.encoders.token_scores import token_score_settings
 from workers.errors import TokenizerError
 from workers.text.chat_options import ChatOptions
 from workers.text.tokenizer import Tokenizer
@@ -16,10 +16,10 @@ def scores_by_tokens(path: Path, tokenizer: Tokenizer, chat: ChatOptions) -> Cla
     """The settings of the scores of the model at `path`; None: it scores nothing by tokens.
 
     Raises:
-        UnsupportedModel: as `token_scores`.
+        UnsupportedModel: as `token_score_settings`.
         TokenizerError: the tokens are none of the tokenizer's, or its chat template renders no pairs.
     """
-    found = token_scores(path, chat.score_tokens)
+    found = token_score_settings(path, chat.score_tokens)
     if found is None:
         return None
     ids: list[int] = []

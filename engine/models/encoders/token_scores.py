@@ -21,7 +21,7 @@ _LOGITS: Final = "causal_logits"
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScores:
+class TokenScoreSettings:
     """How pairs are scored by tokens.
 
     Attributes:
@@ -33,7 +33,7 @@ class TokenScores:
     settings: ClassifierSettings
 
 
-def token_scores(path: Path, given: tuple[str, str] | None = None) -> TokenScores | None:
+def token_score_settings(path: Path, given: tuple[str, str] | None = None) -> TokenScoreSettings | None:
     """How the model at `path` scores pairs by tokens; None: nothing says that it does. `given`: the tokens' spellings,
     which replace what its files name.
 
@@ -42,7 +42,9 @@ def token_scores(path: Path, given: tuple[str, str] | None = None) -> TokenScore
     """
     if path.is_file():
         return (
-            None if given is None else TokenScores(given, ClassifierSettings((), "identity", "sigmoid", pooling=None))
+            None
+            if given is None
+            else TokenScoreSettings(given, ClassifierSettings((), "identity", "sigmoid", pooling=None))
         )
     reader = SettingsReader(path)
     tokens = given or _named_in_config(path) or _named_in_modules(path, reader)
@@ -55,7 +57,7 @@ def token_scores(path: Path, given: tuple[str, str] | None = None) -> TokenScore
         )
     max_tokens, lower_case = reader.transformer()
     prompts, default = reader.prompts()
-    return TokenScores(
+    return TokenScoreSettings(
         tokens,
         ClassifierSettings(
             labels=(),
