@@ -28,4 +28,4 @@ def translate_event(url: str, event: ErrorEvent) -> ErrorEvent:
     if (dialect := DIALECTS.get(url)) is None:
         return event
     param = None if event.param is None else dialect.rename(event.param)
-    return replace(event, message=dialect.rename_in(event.message, event.param), param=param)
+    return replace(event, message=dialect.rename_in(event.message, event.fields), param=param)

@@ -232,7 +232,9 @@ class Validator:
         wanted = 1 if body.output_limit is None else limit
         if wanted > left:
             message = f"the prompt and max_tokens {wanted} do not fit the context of {self._max_model_len} tokens; "
-            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message + "shorten the prompt or lower max_tokens")
+            message += "shorten the prompt or lower max_tokens"
+            fields = ("max_tokens", "max_tokens")
+            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message, fields=fields)
         return min(limit, left)
 
     def _expected(self, body: GenerationBody, limit: int) -> int:

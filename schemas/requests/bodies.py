@@ -309,7 +309,7 @@ class GenerationBody(BaseModel):
     @model_validator(mode="after")
     def _check_constraints(self) -> GenerationBody:
         if self.response_format is not None and self.structured_outputs is not None:
-            raise invalid("and response_format are both set; remove one", "structured_outputs")
+            raise invalid("and response_format are both set; remove one", "structured_outputs", "response_format")
         if self.constrained:
             for name, value in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
                 if value:
@@ -320,16 +320,21 @@ class GenerationBody(BaseModel):
     def _check_truncation(self) -> GenerationBody:
         name, kept = "truncate_prompt_tokens", self.truncate_prompt_tokens
         if kept == 0:
-            raise invalid("is 0, but must be 1 or more, or -1 for what max_tokens leaves of the context", name)
+            raise invalid(
+                "is 0, but must be 1 or more, or -1 for what max_tokens leaves of the context", name, "max_tokens"
+            )
         if kept == -1 and self.output_limit is None:
-            raise invalid("is -1, which leaves room for the answer, but max_tokens is not set; set it", name)
+            raise invalid(
+                "is -1, which leaves room for the answer, but max_tokens is not set; set it", name, "max_tokens"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_min_tokens(self) -> GenerationBody:
         limit = self.output_limit
         if limit is not None and self.min_tokens > limit:
-            raise invalid(f"is {self.min_tokens}, but max_tokens is {limit}; lower min_tokens", "min_tokens")
+            text = f"is {self.min_tokens}, but max_tokens is {limit}; lower min_tokens"
+            raise invalid(text, "min_tokens", "max_tokens")
         return self
 
 
@@ -388,7 +393,7 @@ class ChatBody(GenerationBody):
                 raise invalid("needs a last message of the assistant to go on with", "continue_final_message")
         check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.offered_tools and self.structured_outputs is not None:
-            raise invalid("can't go with tools; use response_format", "structured_outputs")
+            raise invalid("can't go with tools; use response_format", "structured_outputs", "response_format")
         return self
 
 

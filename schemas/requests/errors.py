@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 
@@ -46,14 +47,26 @@ class RowError(Exception):
 
     Attributes:
         code: the kind of error.  message: the problem and its remedy.  param: the invalid field of the body, if any.
+        fields: the fields that the message itself names, in their order, so that a dialect can give them its own names;
+            by default `param`, if the message begins with it. The rest of the message may quote the caller.
         line: 1-based line of the input file, when known.
     """
 
-    def __init__(self, code: RowErrorCode, message: str, *, param: str | None = None, line: int | None = None) -> None:
+    def __init__(
+        self,
+        code: RowErrorCode,
+        message: str,
+        *,
+        param: str | None = None,
+        fields: Sequence[str] | None = None,
+        line: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
+        starts = (param,) if param and message.startswith(param) else ()
+        self.fields: tuple[str, ...] = starts if fields is None else tuple(fields)
         self.line = line
 
 

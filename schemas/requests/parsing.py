@@ -296,7 +296,9 @@ def row_error(error: ValidationError) -> RowError:
     code = RowErrorCode.INVALID_REQUEST
     if detail["type"] in (UNSUPPORTED, "extra_forbidden"):
         code = RowErrorCode.UNSUPPORTED_PARAMETER
-    return RowError(code, f"{path[:200]} {_explain(detail)}".strip(), param=path[:200] or None)
+    param, others = path[:200], detail.get("ctx", {}).get("fields", ())
+    message = f"{param} {_explain(detail)}".strip()
+    return RowError(code, message, param=param or None, fields=[*([param] if param else []), *others])
 
 
 def _explain(detail: ErrorDetails) -> str:

@@ -18,9 +18,10 @@ KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")
 """The kinds of vLLM's `structured_outputs`; one at a time."""
 
 
-def invalid(message: str, param: str | None = None) -> PydanticCustomError:
-    """A validation error with this text; `param` names the field where a check covers several."""
-    return PydanticCustomError("invalid_request", "{text}", {"text": message, "param": param})
+def invalid(message: str, param: str | None = None, *fields: str) -> PydanticCustomError:
+    """A validation error with this text; `param` names the field where a check covers several. `fields`: others that
+    the text names (`RowError.fields`)."""
+    return PydanticCustomError("invalid_request", "{text}", {"text": message, "param": param, "fields": fields})
 
 
 class ResponseFormat(BaseModel):

@@ -99,12 +99,14 @@ class EndEvent(_Event):
 
 @dataclass(frozen=True, slots=True)
 class ErrorEvent(_Event):
-    """The answer failed; no more of it follows. `status`: the HTTP status; `param`: the invalid field."""
+    """The answer failed; no more of it follows. `status`: the HTTP status; `param`: the invalid field; `fields`: those
+    that the message itself names, in their order (`RowError.fields`)."""
 
     code: Text
     message: str
     status: Annotated[int, Field(ge=400, le=599)] = 500
     param: Text | None = None
+    fields: tuple[Text, ...] = ()
     kind: Literal["error"] = "error"
 
 

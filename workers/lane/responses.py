@@ -272,8 +272,8 @@ def _response(results: Sequence[ResultRow]) -> dict[str, Any]:
 
 def refusal_events(request: LaneRequest, error: RowError, sequence: int = 0) -> list[LaneEvent]:
     """The event that ends a request with an error."""
-    status = STATUS_CODES[error.code]
-    return [ErrorEvent(request.id, request.attempt, sequence, error.code.value, error.message, status, error.param)]
+    head, status = (request.id, request.attempt, sequence), STATUS_CODES[error.code]
+    return [ErrorEvent(*head, error.code.value, error.message, status, error.param, error.fields)]
 
 
 def response_events(request: LaneRequest, response: dict[str, Any]) -> list[LaneEvent]:

@@ -301,7 +301,8 @@ class Grammars:
         entry.done.wait()
         if entry.matcher is None:
             message = f"{source.param} can't be compiled: {entry.reason}"
-            raise RowError(RowErrorCode.INVALID_REQUEST, message, param=source.param)
+            fields = [source.param, *(path for path in source.schemas if entry.reason.startswith(path))]
+            raise RowError(RowErrorCode.INVALID_REQUEST, message, param=source.param, fields=fields)
         return entry.matcher
 
     def _ready(self, param: str) -> tuple[Any, ThreadedMaskFiller, Sequence[bytes]]:

@@ -344,7 +344,8 @@ class Translator:
         if wanted > left:
             error = ContextLengthExceeded(prompt_tokens, wanted, self._limits.max_model_len)
             message = str(error).replace("prompt", name, 1)
-            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param=_param(name)) from error
+            fields = ("max_tokens", "max_tokens")
+            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param=_param(name), fields=fields) from error
         return wanted
 
     def _within_context(self, text: str, body: Generation, at: int) -> str:

@@ -7,17 +7,14 @@ engine compute a chat, and only its response (and the events of its stream) are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from schemas.requests.bodies import ChatBody
 from schemas.requests.errors import RowError
-
-_UNCOMPILED: Final = " can't be compiled: "
-"""What stands in a worker's message between the parameter and the path of the schema in it."""
 
 
 class DialectBody(BaseModel):
@@ -53,7 +50,9 @@ class Dialect:
     def translate(self, error: RowError) -> RowError:
         """The error of a chat, with the dialect's names for its parameters."""
         param = None if error.param is None else self.rename(error.param)
-        return RowError(error.code, self.rename_in(error.message, error.param), param=param, line=error.line)
+        message = self.rename_in(error.message, error.fields)
+        fields = [self.rename(name) for name in error.fields]
+        return RowError(error.code, message, param=param, fields=fields, line=error.line)
 
     def rename(self, param: str) -> str:
         """The dialect's name of a chat's parameter, or of a path that begins with it."""
@@ -64,12 +63,12 @@ class Dialect:
             rf"^(\w+\[\d+\])?({words})(?!\w)", lambda found: (found[1] or "") + self.names[found[2]], param, count=1
         )
 
-    def rename_in(self, message: str, param: str | None) -> str:
-        """The message with the dialect's name of the parameter that it begins with, and of the schema that can't be
-        compiled. The rest may quote the caller, who may have named a tool `stop`."""
-        if not param or not message.startswith(param):
-            return message
-        rest = message[len(param) :]
-        if rest.startswith(_UNCOMPILED):
-            rest = _UNCOMPILED + self.rename(rest.removeprefix(_UNCOMPILED))
-        return self.rename(param) + rest
+    def rename_in(self, message: str, fields: Sequence[str]) -> str:
+        """The message with the dialect's names of the fields that it names (`RowError.fields`), and of nothing else: it
+        may quote the caller, who may have named a tool `stop`."""
+        made, rest = "", message
+        for name in fields:
+            before, found, behind = rest.partition(name)
+            if found:
+                made, rest = f"{made}{before}{self.rename(name)}", behind
+        return made + rest

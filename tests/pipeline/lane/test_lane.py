@@ -234,7 +234,7 @@ def test_requests_and_events_survive_the_wire() -> None:
     for event in (
         TokensEvent("r1", 1, 0, 2, (1,), "\ud7ff", {"content": []}),
         EndEvent("r1", 1, 1, {"x": 1.5}),
-        ErrorEvent("r1", 1, 1, "c", "m", 503, "max_tokens"),
+        ErrorEvent("r1", 1, 1, "c", "m", 503, "max_tokens", ("max_tokens",)),
         HandBackEvent("r1", 1, 1),
     ):
         assert read_event(event_json(event)) == event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -179,12 +180,15 @@ def test_a_conversation_goes_on_with_the_output_as_input(served: Served) -> None
     assert second.usage.input_tokens == chat.usage.prompt_tokens
 
 
+TOO_LONG = "and max_output_tokens 5000 need 5018, but .* lower max_output_tokens$"
+
+
 def test_each_error_is_the_clients_own_class_and_names_the_field(served: Served) -> None:
     client = served.client.with_options(max_retries=0)
     with pytest.raises(openai.NotFoundError) as unknown:
         client.responses.create(**ask() | {"model": "gpt-9"})
     assert unknown.value.param == "model"
-    with pytest.raises(openai.BadRequestError, match="5000 need 5018") as long:
+    with pytest.raises(openai.BadRequestError, match=TOO_LONG) as long:
         client.responses.create(**ask(max_output_tokens=5_000))
     assert long.value.code == "context_length_exceeded"
     for field, value in (
@@ -237,4 +241,4 @@ def test_a_batch_gives_the_responses_of_interactive_requests(
         "unsupported_parameter",
         "context_length_exceeded",
     )
-    assert "5000 need 5018" in rows["long"]["error_message"]
+    assert re.search(TOO_LONG, rows["long"]["error_message"])

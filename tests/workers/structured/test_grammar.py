@@ -138,6 +138,7 @@ def test_the_error_of_a_schema_has_the_path_of_its_invalid_part(
     assert refused.value.code is RowErrorCode.INVALID_REQUEST
     assert refused.value.param == "response_format"
     assert refused.value.message.startswith(f"response_format can't be compiled: response_format.json_schema.{where}")
+    assert refused.value.fields == ("response_format", "response_format.json_schema.schema")
     assert why in refused.value.message
     assert "\n" not in refused.value.message
     assert len(refused.value.message) < 600

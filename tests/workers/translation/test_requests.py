@@ -104,3 +104,4 @@ def test_an_invalid_request_fails_its_row(
     with pytest.raises(RowError, match=message) as caught:
         make(kit.completion(**{"prompt": "x", **body}), prompt_tokens=prompt_tokens, rules=rules)
     assert caught.value.code is code
+    assert caught.value.message.count("max_tokens") == caught.value.fields.count("max_tokens")

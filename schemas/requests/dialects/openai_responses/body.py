@@ -234,13 +234,6 @@ class ResponsesBody(DialectBody):
             raise invalid(f'needs include: ["{LOGPROBS}"]; add it', "top_logprobs")
         return self
 
-    @model_validator(mode="after")
-    def _check_min_tokens(self) -> ResponsesBody:
-        limit = self.max_output_tokens
-        if limit is not None and self.min_tokens > limit:
-            raise invalid(f"is {self.min_tokens}, but max_output_tokens is {limit}; lower min_tokens", "min_tokens")
-        return self
-
     def to_chat(self) -> ChatBody:
         """The same request as a chat; `instructions` are its first message, of the role system."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in SAME_AS_CHAT if name in self.model_fields_set}

@@ -228,11 +228,12 @@ def test_a_workers_error_has_the_names_of_the_url(make_harness: Any) -> None:
     harness = make_harness()
     task = harness.start("t", RESPOND, url="/v1/responses")
     (one,) = harness.taken()
-    harness.worker.emit([ErrorEvent(one.id, 1, 0, "invalid_request", "max_tokens is 5, but", 400, "max_tokens")])
+    named = "max_tokens", ("max_tokens", "max_tokens")
+    harness.worker.emit([ErrorEvent(one.id, 1, 0, "invalid_request", "max_tokens is 5; lower max_tokens", 400, *named)])
     eventually(lambda: task.body is not None)
     assert task.body is not None
     assert (task.body["error"]["param"], task.body["error"]["message"]) == (
-        "max_output_tokens", "max_output_tokens is 5, but"
+        "max_output_tokens", "max_output_tokens is 5; lower max_output_tokens"
     )  # fmt: skip
 
 

@@ -258,27 +258,34 @@ def test_refusals_name_the_field_and_the_fix(
 
 
 @pytest.mark.parametrize(
-    ("param", "message", "named", "said"),
+    ("param", "fields", "message", "named", "said"),
     [
-        ("stop", "stop holds stop", "stop_sequences", "stop_sequences holds stop"),
-        ("messages", "the template says: please stop here", "messages", "the template says: please stop here"),
-        (None, "stop is no model", None, "stop is no model"),
-        ("stop_token_ids", "stop_token_ids asks for 5", "stop_token_ids", "stop_token_ids asks for 5"),
+        ("stop", None, "stop holds stop", "stop_sequences", "stop_sequences holds stop"),
+        ("messages", None, "the template says: please stop here", "messages", "the template says: please stop here"),
+        (None, None, "stop is no model", None, "stop is no model"),
+        ("stop_token_ids", None, "stop_token_ids asks for 5", "stop_token_ids", "stop_token_ids asks for 5"),
         (
-            "tools", "tools can't be compiled: tools[0].function.parameters.properties.stop: stop is wrong",
+            "tools", ["tools", "tools[0].function.parameters"],
+            "tools can't be compiled: tools[0].function.parameters.properties.stop: stop is wrong",
             "tools", "tools can't be compiled: tools[0].input_schema.properties.stop: stop is wrong",
         ),
         (
-            "response_format", "response_format can't be compiled: response_format.json_schema.schema.items: bad",
+            "response_format", ["response_format", "response_format.json_schema.schema"],
+            "response_format can't be compiled: response_format.json_schema.schema.items: bad",
             "output_config.format", "output_config.format can't be compiled: output_config.format.schema.items: bad",
+        ),
+        (
+            None, ["stop", "reasoning_effort"], "'a' and stop and reasoning_effort are set; remove stop",
+            None, "'a' and stop_sequences and output_config.effort are set; remove stop",
         ),
     ],
 )  # fmt: skip
-def test_names_are_changed_where_a_message_names_the_field_only(
-    param: str | None, message: str, named: str | None, said: str
+def test_the_names_of_the_fields_that_a_message_names_are_changed_and_nothing_else(
+    param: str | None, fields: list[str] | None, message: str, named: str | None, said: str
 ) -> None:
-    error = ANTHROPIC.translate(RowError(INVALID, message, param=param))
+    error = ANTHROPIC.translate(RowError(INVALID, message, param=param, fields=fields))
     assert (error.param, error.message) == (named, said)
+    assert all(name in said for name in error.fields)
 
 
 def test_a_turn_without_text_may_follow_one_with_text() -> None:
