@@ -16,6 +16,7 @@ from schemas.requests.breakpoints import MAX_BREAKPOINTS, CacheBreakpoint, check
 from schemas.requests.fields import (
     BAD_WORDS,
     CONTENT,
+    GUIDED,
     INPUTS,
     LOGIT_BIAS,
     MESSAGE,
@@ -130,7 +131,7 @@ def _check_conversation(messages: tuple[ChatMessage, ...]) -> None:
                 raise invalid(f"is {name!r}, which no call before it has as its id", f"messages[{at}].tool_call_id")
 
 
-def check_stop(value: Any) -> Any:
+def _check_stop(value: Any) -> Any:
     if value is None or value == []:
         return ()
     stops = (value,) if isinstance(value, str) else value
@@ -229,13 +230,11 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 TemplateKwargs = Annotated[dict[str, str | bool | int | float], only(check_template_kwargs, TEMPLATE_KWARGS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
+class SamplingBody(BaseModel):
+    """The common fields of chats, completions and OpenAI's responses.
 
-class GenerationBody(BaseModel):
-    """The common fields of chat and completions.
-
-    `top_k` 0 or -1 is off. `user`, `metadata`, `store` and the like are accepted and don't change an answer.
+    `top_k` 0 or -1 is off. `user`, `metadata` and the like are accepted and don't change an answer.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -245,15 +244,13 @@ class GenerationBody(BaseModel):
     top_p: Annotated[Finite, Field(gt=0, le=1), defaulting(1.0)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), defaulting(0)] = 0
     min_p: Annotated[Finite, Field(ge=0, le=1), defaulting(0.0)] = 0.0
-    n: Annotated[int, Field(ge=1), defaulting(1)] = 1
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
-    stop: Annotated[tuple[str, ...], only(check_stop, STOP)] = ()
+    stop: Annotated[tuple[str, ...], only(_check_stop, STOP)] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Strict(False), defaulting(())] = ()
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100), defaulting(1.0)] = 1.0
     logit_bias: Annotated[dict[str, float], only(_check_logit_bias, LOGIT_BIAS)] = Field(default_factory=dict)
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Strict(False), Field(min_length=1), DISTINCT] | None = None
     bad_words: Annotated[tuple[str, ...], only(_check_bad_words, BAD_WORDS)] = ()
@@ -261,14 +258,21 @@ class GenerationBody(BaseModel):
     ignore_eos: Annotated[bool, defaulting(False)] = False
     skip_special_tokens: Annotated[bool, defaulting(True)] = True
     include_stop_str_in_output: Annotated[bool, defaulting(False)] = False
-    return_token_ids: Annotated[bool, defaulting(False)] = False
-    response_format: Annotated[ResponseFormat | None, only(check_response_format, RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[StructuredOutputs | None, only(check_structured_outputs, STRUCTURED_OUTPUTS)] = None
     user: str | None = None
     metadata: dict[str, str] | None = None
-    store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+
+class GenerationBody(SamplingBody):
+    """The common fields of chat and completions. `store` is accepted and doesn't change an answer."""
+
+    n: Annotated[int, Field(ge=1), defaulting(1)] = 1
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: Annotated[bool, defaulting(False)] = False
+    response_format: Annotated[ResponseFormat | None, only(check_response_format, RESPONSE_FORMAT)] = None
+    store: bool | None = None
 
     @property
     def num_prompts(self) -> int:

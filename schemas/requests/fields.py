@@ -124,20 +124,22 @@ RESPONSE_FORMAT: Final = one_of(
     ),
     NULL,
 )
+_KINDS: Final[dict[str, JsonSchemaValue]] = {
+    "json": {"type": ["object", "string", "null"]},
+    "regex": one_of(TEXT, NULL),
+    "choice": one_of(TEXTS, NULL),
+    "grammar": one_of(TEXT, NULL),
+}
 STRUCTURED_OUTPUTS: Final = one_of(
     {
-        **record(
-            json={"type": ["object", "string", "null"]},
-            json_schema={"type": ["object", "string", "null"]},
-            json_object=or_null("boolean"),
-            regex=one_of(TEXT, NULL),
-            choice=one_of(TEXTS, NULL),
-            grammar=one_of(TEXT, NULL),
-        ),
+        **record((), json_schema=_KINDS["json"], json_object=or_null("boolean"), **_KINDS),
         "minProperties": 1,
     },
     NULL,
 )
+GUIDED: Final = {f"guided_{kind}": schema for kind, schema in _KINDS.items()}
+"""vLLM's older names of `structured_outputs` of one kind."""
+
 TOOL_CHOICE: Final = one_of(
     {"enum": ["none", "auto", "required", None]},
     record(("type", "function"), type={"const": "function"}, function=record(("name",), name=NAME)),

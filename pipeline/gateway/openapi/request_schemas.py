@@ -22,7 +22,7 @@ from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
 from schemas.requests.dialects.anthropic.body import COUNTED, MESSAGES_URL
 from schemas.requests.dialects.registry import DIALECTS
-from schemas.requests.fields import NULL, TEXT, TEXTS, one_of, record
+from schemas.requests.fields import GUIDED, NULL, one_of, record
 from schemas.requests.parsing import BODIES, NO_CHANGE, GenerationBody
 from schemas.requests.tokenizing import TOKENIZER_BODIES
 
@@ -31,13 +31,6 @@ Json = dict[str, Any]
 TIERS: Final = [tier.value for tier in Tier if tier is not Tier.INTERACTIVE]
 """The tiers of batch jobs."""
 
-_OLDER_NAMES: Final[Json] = {
-    # vLLM's older names for `structured_outputs`.
-    "guided_json": {"type": ["object", "string", "null"]},
-    "guided_regex": one_of(TEXT, NULL),
-    "guided_choice": one_of(TEXTS, NULL),
-    "guided_grammar": one_of(TEXT, NULL),
-}
 _STREAMED: Final[Json] = {
     "stream": {"type": ["boolean", "null"], "description": "Stream the response as server-sent events."},
     "stream_options": one_of({"$ref": "#/components/schemas/StreamOptions"}, NULL),
@@ -126,4 +119,4 @@ def _fields_of_http(url: str) -> Json:
         return {"stream": _STREAMED["stream"]}
     if url in DIALECTS:
         return _DIALECT_STREAMED | _SERVICE_TIER
-    return (_STREAMED | _OLDER_NAMES if issubclass(BODIES[url], GenerationBody) else _WHOLE) | _SERVICE_TIER
+    return (_STREAMED | GUIDED if issubclass(BODIES[url], GenerationBody) else _WHOLE) | _SERVICE_TIER

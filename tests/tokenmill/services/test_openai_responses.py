@@ -96,6 +96,22 @@ def test_a_response_is_the_answer_of_the_same_chat(served: Served) -> None:
     assert served.client.responses.create(**ask()).usage != made.usage, "without instructions the prompt is shorter"
 
 
+def test_extensions_of_sampling_do_what_they_do_in_a_chat(served: Served) -> None:
+    messages: Any = [{"role": "user", "content": "number 1"}]
+    chat: Any = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
+    plain = served.client.chat.completions.create(**chat, extra_body={"return_token_ids": True}).choices[0].model_dump()
+    extensions: list[dict[str, Any]] = [
+        {"structured_outputs": {"choice": ["red", "green"]}},
+        {"logit_bias": {"65": 100}},
+        {"allowed_token_ids": [65, 66, 67]},
+        {"stop_token_ids": [plain["token_ids"][2]]},
+    ]
+    for extension in extensions:
+        wanted = served.client.chat.completions.create(**chat, extra_body=extension)
+        made = served.client.responses.create(**ask(), extra_body=extension)
+        assert made.output_text == wanted.choices[0].message.content != plain["message"]["content"], extension
+
+
 def test_a_stream_is_the_same_response(served: Served) -> None:
     whole = served.client.responses.create(**ask())
     events = list(served.client.responses.create(**ask(), stream=True))

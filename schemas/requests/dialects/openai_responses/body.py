@@ -1,4 +1,4 @@
-"""The body of /v1/responses: OpenAI's fields, plus vLLM's usual extensions of sampling."""
+"""The body of /v1/responses: OpenAI's fields, plus the extensions of sampling that chats have."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from pydantic_core import PydanticCustomError
 
 from schemas.requests.bodies import (
     INT32_MAX,
-    INT64_MAX,
     ChatBody,
     ChatMessage,
     Effort,
-    Finite,
-    check_stop,
-    check_template_kwargs,
+    SamplingBody,
+    TemplateKwargs,
     unsupported,
 )
 from schemas.requests.dialects.dialect import DialectBody
 from schemas.requests.dialects.openai_responses.input_items import INPUT, read_input
-from schemas.requests.fields import NAME, NULL, STOP, TEMPLATE_KWARGS, defaulting, one_of, only, or_null, record
+from schemas.requests.fields import NAME, NULL, defaulting, one_of, only, or_null, record
 from schemas.requests.structured import NAME as NAME_PATTERN
 from schemas.requests.structured import NamedTool, ResponseFormat, check_response_format, check_tool_choice, invalid
 
@@ -51,8 +49,11 @@ NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": (),
     "reasoning_effort": (),
     "logprobs": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
 }
 _STATELESS: Final = "responses aren't stored here"
+_NO_PLACE: Final = "a response has no place for them; use /v1/chat/completions"
 HINTS: Final[Mapping[str, str]] = {
     "background": "submit a batch instead",
     "store": f"{_STATELESS}; set it to false, or remove it",
@@ -72,6 +73,8 @@ HINTS: Final[Mapping[str, str]] = {
     "response_format": "give text.format",
     "reasoning_effort": "give reasoning.effort",
     "logprobs": f'give include: ["{LOGPROBS}"]',
+    "prompt_logprobs": _NO_PLACE,
+    "return_token_ids": _NO_PLACE,
 }
 CHAT_NAMES: Final[Mapping[str, str]] = {
     "max_completion_tokens": "max_output_tokens",
@@ -84,9 +87,8 @@ CHAT_NAMES: Final[Mapping[str, str]] = {
 }
 """The chat's names of parameters, and those of the Responses API."""
 SAME_AS_CHAT: Final = (
-    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "frequency_penalty", "presence_penalty",
-    "repetition_penalty", "min_tokens", "ignore_eos", "top_logprobs", "parallel_tool_calls", "tool_choice",
-    "chat_template_kwargs", "enable_thinking", "user", "metadata", "safety_identifier", "prompt_cache_key",
+    *SamplingBody.model_fields, "top_logprobs", "parallel_tool_calls", "tool_choice", "chat_template_kwargs",
+    "enable_thinking",
 )  # fmt: skip
 
 
@@ -191,18 +193,16 @@ _CHOICE: Final = one_of(
 _INCLUDE: Final[JsonSchemaValue] = one_of({"type": "array", "items": {"const": LOGPROBS}}, NULL)
 
 
-class ResponsesBody(DialectBody):
+class ResponsesBody(SamplingBody, DialectBody):
     """Body of /v1/responses.
 
     Nothing is stored: a conversation goes on by giving the earlier input and output items as `input`. `text` is the
-    format of the answer. `user`, `metadata` and the like are accepted and don't change an answer.
+    format of the answer.
     """
 
     input: Annotated[tuple[ChatMessage, ...], only(read_input, INPUT)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=2), defaulting(1.0)] = 1.0
-    top_p: Annotated[Finite, Field(gt=0, le=1), defaulting(1.0)] = 1.0
     text: Annotated[ResponseFormat | None, only(_check_text, _TEXT)] = None
     reasoning: Reasoning | None = None
     include: Annotated[tuple[str, ...], only(_check_include, _INCLUDE)] = ()
@@ -210,23 +210,8 @@ class ResponsesBody(DialectBody):
     tools: Annotated[tuple[FunctionTool, ...], Strict(False), BeforeValidator(_check_tools), defaulting(())] = ()
     tool_choice: Annotated[Literal["none", "required"] | NamedTool | None, only(_check_choice, _CHOICE)] = None
     parallel_tool_calls: Annotated[bool, defaulting(True)] = True
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), defaulting(0)] = 0
-    min_p: Annotated[Finite, Field(ge=0, le=1), defaulting(0.0)] = 0.0
-    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
-    stop: Annotated[tuple[str, ...], only(check_stop, STOP)] = ()
-    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
-    presence_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=100), defaulting(1.0)] = 1.0
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), defaulting(0)] = 0
-    ignore_eos: Annotated[bool, defaulting(False)] = False
-    chat_template_kwargs: Annotated[
-        dict[str, str | bool | int | float], only(check_template_kwargs, TEMPLATE_KWARGS)
-    ] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     enable_thinking: bool | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ResponsesBody:

@@ -29,6 +29,14 @@ SAID = {
 }  # fmt: skip
 
 
+EXTENSIONS: list[dict[str, Any]] = [
+    {"stop_token_ids": [5], "include_stop_str_in_output": True, "skip_special_tokens": False},
+    {"logit_bias": {"7": 5}, "allowed_token_ids": [7, 8], "bad_words": ["no"]},
+    {"structured_outputs": {"regex": "[0-9]+"}},
+    {"structured_outputs": {"json": SCHEMA}, "truncate_prompt_tokens": 9},
+]
+
+
 def respond(limits: Limits | None = None, **fields: Any) -> ChatBody:
     body = parse_body(RESPONSES_URL, {"model": "m", "input": "hi", **fields}, limits)
     assert isinstance(body, ChatBody)
@@ -71,6 +79,7 @@ def chat(**fields: Any) -> ChatBody:
             },
         ),
         ({"include": LOGPROBS, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+        *((extension, extension) for extension in EXTENSIONS),
         ({"seed": 3, "top_k": 4, "stop": "x"}, {"seed": 3, "top_k": 4, "stop": "x"}),
     ],
 )  # fmt: skip
@@ -130,6 +139,9 @@ def test_items_become_messages() -> None:
     [
         ({"store": True}, "store is not supported: responses aren't stored here; set it to false, or remove it"),
         ({"max_tokens": 5}, "max_tokens is not supported: give max_output_tokens"),
+        ({"return_token_ids": True}, "return_token_ids is not supported: a response has no place for them; use"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs is not supported: a response has no place for them; use"),
+        ({"guided_regex": "a"}, "guided_regex is not a parameter known here; remove it"),
         ({"truncation": "auto"}, "truncation is not supported: shorten the input, or set it to disabled"),
         ({"nonsense": 1}, "nonsense is not a parameter known here; remove it"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search', but only functions are supported"),
@@ -175,6 +187,17 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], messag
         ({"input": [CALL | {"call_id": ""}]}, "input[0].call_id must have 1 to 256 characters"),
         ({"input": [{"type": "function_call_output", "call_id": "z", "output": ""}]}, "input[0].call_id is 'z'"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0, but must be 1 or more"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens is -1, which leaves room for the answer, but "
+         "max_output_tokens is not set; set it"),
+        (
+            {"structured_outputs": {"choice": ["a"]}, "text": {"format": {"type": "json_object"}}},
+            "structured_outputs and text.format are both set; remove one",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a"]}, "tools": [FUNCTION]},
+            "structured_outputs can't go with tools; use text.format",
+        ),
+        ({"logit_bias": {"x": 1}}, "logit_bias has the key 'x'"),
         ({"max_output_tokens": 2, "min_tokens": 3}, "min_tokens is 3, but max_output_tokens is 2; lower min_tokens"),
         ({"tools": [FUNCTION | {"parameters": {"type": "array"}}]}, 'tools[0].parameters must have the type "object"'),
         ({"tools": [FUNCTION, FUNCTION]}, "tools names the function 'f' twice"),
