@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,46 +280,63 @@ def compare(
 
 
 def logged_tokens(out: Path) -> tuple[int, int]:
-    """Of a job of one row: the tokens of its answer that are logged, and how many were sampled for that in all."""
+    """Of a job of one row: the tokens of its answers that are logged, and how many were sampled for that in all."""
     with FolderStore(out, read_only=True) as store:
         history = read_history(JobLedger(store), 1)
-    longest = max((len(choice.token_ids) for choices in history.running.values() for choice in choices), default=0)
-    return longest, sum(history.logged.values())
+    return (
+        sum(len(choice.token_ids) for choices in history.running.values() for choice in choices),
+        sum(history.logged.values()),
+    )
 
 
-def long_answer(setup: Setup, chance: random.Random, tokens: int, kills: int) -> dict[str, Any]:
-    """One long answer, killed in the middle again and again: it goes on from its last logged token each time."""
+LONG_ANSWER: Mapping[str, Any] = {"prompt": "Once upon a time", "temperature": 0}
+SEVERAL_ANSWERS: Mapping[str, Any] = {
+    "prompt": ["Once upon a time", "The quick brown", [5, 6, 7]], "n": 2, "temperature": 0.8, "seed": 5
+}  # fmt: skip
+
+
+def long_answers(
+    setup: Setup, chance: random.Random, tokens: int, kills: int, asked: Mapping[str, Any] = LONG_ANSWER
+) -> dict[str, Any]:
+    """One row of long answers, killed in the middle again and again: it goes on from its last logged tokens each time.
+
+    Args:
+        tokens: of each answer.  asked: the prompts, and how they are answered.
+    """
     source, out = setup.folder / "long.jsonl", setup.folder / "long"
-    body = {"model": setup.model_name, "prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {**body, "temperature": 0}}
+    whole = tokens * asked.get("n", 1) * (len(asked["prompt"]) if isinstance(asked["prompt"], list) else 1)
+    body = {"model": setup.model_name, "max_tokens": tokens, "ignore_eos": True, **asked}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     source.write_text(json.dumps(line) + "\n")
     reached = [0]
     for kill in range(kills):
         process = setup.start(source, out)
-        goal = reached[-1] + chance.randrange(20, tokens // (kills + 2))
+        goal = reached[-1] + chance.randrange(20, whole // (kills + 2))
         while process.poll() is None and (not (out / "plan/00000.json").exists() or logged_tokens(out)[0] < goal):
             time.sleep(0.02)
         process.kill()
         _, err = process.communicate()
         assert process.returncode == -signal.SIGKILL, f"it ended before kill {kill + 1}: {err}"
-        longest, sampled = logged_tokens(out)
-        assert longest == sampled, f"{sampled - longest} logged tokens were sampled again"
-        assert longest > reached[-1]
-        reached.append(longest)
+        logged, sampled = logged_tokens(out)
+        assert logged == sampled, f"{sampled - logged} logged tokens were sampled again"
+        assert logged > reached[-1]
+        reached.append(logged)
     last = setup.start(source, out)
     _, err = last.communicate()
     assert last.returncode == 0, err
     (row,) = pq.read_table(out / "results").to_pylist()
-    assert row["completion_tokens"] == tokens
+    assert row["completion_tokens"] == whole
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["usage"]["repeated"] == 0, "every logged token is in the answer"
     shutil.rmtree(out)
-    whole = setup.start(source, out)
-    _, err = whole.communicate()
-    assert whole.returncode == 0, err
+    calm = setup.start(source, out)
+    _, err = calm.communicate()
+    assert calm.returncode == 0, err
     (unbroken,) = pq.read_table(out / "results").to_pylist()
-    assert unbroken["text"] == row["text"]
-    return {"tokens": tokens, "logged_at_each_kill": reached[1:], "repeated_at_most": manifest["repeated_at_most"]}
+    choices, expected = (json.loads(one["response"])["choices"] for one in (row, unbroken))
+    assert choices == expected
+    assert sum(choice["text"] != "" for choice in choices) == whole // tokens
+    return {"tokens": whole, "logged_at_each_kill": reached[1:], "repeated_at_most": manifest["repeated_at_most"]}
 
 
 def main() -> None:
@@ -352,7 +370,7 @@ def main() -> None:
             report["stories"].append(story)
             print(json.dumps(story), file=sys.stderr, flush=True)
         if args.long:
-            report["long_answer"] = long_answer(setup, random.Random(args.seed), args.long, 4)
+            report["long_answer"] = long_answers(setup, random.Random(args.seed), args.long, 4)
             print(json.dumps(report["long_answer"]), file=sys.stderr, flush=True)
     reads = sum(story["readers_opened"] for story in report["stories"])
     assert reads >= 2 * args.kills, f"the readers were opened only {reads} times"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tokenmill.chaos.killing import compare, long_answer
+from tests.tokenmill.chaos.killing import SEVERAL_ANSWERS, compare, long_answers
 from tests.tokenmill.chaos.running import Setup
 
 pytestmark = pytest.mark.slow
@@ -51,5 +51,14 @@ def long_context(setup: Setup, folder: Path) -> Setup:
 
 @pytest.mark.exhaustive
 def test_given_a_long_answer_when_killed_then_it_goes_on_from_its_last_logged_token(long_context: Setup) -> None:
-    report = long_answer(long_context, random.Random(2), tokens=4000, kills=1)
+    report = long_answers(long_context, random.Random(2), tokens=4000, kills=1)
     assert len(report["logged_at_each_kill"]) == 1
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_given_several_prompts_in_a_row_when_killed_then_all_answers_are_those_of_an_unbroken_run(
+    long_context: Setup, kills: int
+) -> None:
+    """Two answers run at a time, so that some have ended at a kill and others have not begun."""
+    report = long_answers(long_context, random.Random(4), tokens=500 * kills, kills=kills, asked=SEVERAL_ANSWERS)
+    assert len(report["logged_at_each_kill"]) == kills
