@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pipeline.planner import HARDWARE, DoesNotFit, ModelShape, at_rate, bound, measure
-from pipeline.planner.estimates.capacity import concurrent_sequences, read_seconds
+from pipeline.planner.estimates.capacity import compute_seconds, concurrent_sequences, read_seconds
 from pipeline.planner.tokens import TemplateTokens, TokenEstimator
 from schemas.requests.errors import RowErrorCode
 from schemas.requests.parsing import RERANK_URL, parse_body
@@ -90,6 +91,20 @@ def test_what_a_template_adds_depends_on_whether_it_brings_a_system_message_of_i
 @pytest.mark.parametrize(("billions", "gigabytes"), [(7, 14), (13, 26), (70, 140), (405, 810)])
 def test_weights_in_16_bits(billions: int, gigabytes: int) -> None:
     assert ModelShape(billions * 10**9, 1, 1, 1).weight_bytes == gigabytes * 10**9
+
+
+def test_a_mixture_computes_with_its_active_parameters_and_reads_more_with_each_sequence() -> None:
+    # Given a mixture a tenth of whose parameters compute a token
+    dense = ModelShape(30 * 10**9, 48, 4, 128)
+    mixture = replace(dense, active_parameters=3 * 10**9)
+    # Then a token is a tenth of the work, one sequence reads a tenth, two less than twice that, and many read all
+    assert compute_seconds(mixture, HARDWARE["h100"], 1000) == pytest.approx(
+        compute_seconds(dense, HARDWARE["h100"], 1000) / 10
+    )
+    assert [mixture.read_bytes(n) for n in (1, 2)] == pytest.approx([6e9, 6e9 + 0.9 * 6e9])
+    assert mixture.read_bytes(500) == pytest.approx(dense.read_bytes(1)) == pytest.approx(60e9)
+    # and it needs as much memory
+    assert concurrent_sequences(mixture, HARDWARE["h100"], 100) == concurrent_sequences(dense, HARDWARE["h100"], 100)
 
 
 def test_known_numbers_of_a_70b_model() -> None:
