@@ -24,6 +24,9 @@ from engine.quant.smoothing import NotingBuilder, factors, run_in_one_step, run_
 from engine.quant.weight import QWeight
 from engine.quant.writing import FILE_BYTES, CheckpointWriter, Scheme, module_tensors
 
+_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
+_ROUTER = re.compile(r"\.(?:mlp|block_sparse_moe)\.(?:gate|shared_expert_gate)\.weight$")
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
@@ -145,7 +148,8 @@ def write_quantized(
 
 
 def _linears(opened: OpenedModel, source: WeightSource) -> tuple[frozenset[str], list[str]]:
-    """Names of the linear layers between embedding and head, and the head's, from a model without weights."""
+    """Names of the linear layers between embedding and head, and of those that are not quantized (the head, routers),
+    from a model without weights."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
 
     with usable(opened.path), torch.device("meta"):
@@ -154,6 +158,11 @@ def _linears(opened: OpenedModel, source: WeightSource) -> tuple[frozenset[str],
     found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     heads = [name for name, module in found.items() if module is head]
     linears = frozenset(found) - frozenset(heads)
+    if opened.decoder is not None and opened.decoder.experts is not None:
+        # Of transformers' modules one holds all experts, and the gate of a shared one is a layer: it routes, too.
+        routers = [name.removesuffix(".weight") for name in source.names if _ROUTER.search(name)]
+        experts = (name.removesuffix(".weight") for name in source.names if _EXPERT.search(name))
+        linears, heads = linears.union(experts).difference(routers), [*heads, *routers]
     if missing := sorted(name for name in linears if f"{name}.weight" not in source.names):
         raise UnsupportedModel(f"{opened.path} can't be quantized: it does not store {missing[0]}.weight by this name")
     if not linears:

@@ -77,6 +77,39 @@ def test_the_written_weights_are_the_rounded_ones(target: Any, family: str, plai
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "glm4-moe"])
+def test_experts_are_written_small_and_routers_whole(
+    target: Any, family: str, tiny_models: Any, tmp_path: Path
+) -> None:
+    # Given a mixture's checkpoint that was written quantized
+    sizes = {"moe_intermediate_size": 32, "intermediate_size": 64}
+    if family == "qwen2-moe":
+        sizes["shared_expert_intermediate_size"] = 64
+    folder = tiny_models.make_tiny_model(family, tmp_path / "plain", hidden_size=64, **sizes)
+    scheme = Scheme(target)
+    done = write(folder, tmp_path / "made", scheme)
+    source, modules = folder_weights(tmp_path / "made"), 0
+    # Then each expert's matrix is what rounding made of it, and what routes is as it was
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        found = torch.empty(tensor.shape)
+        source.read(name, found)
+        whole = tensor.dim() < 2 or name.endswith(
+            (".gate.weight", "expert_gate.weight", "head.weight", "tokens.weight")
+        )
+        assert (source.quantized(name) is None) == whole, name
+        modules += not whole
+        wanted = tensor.bfloat16().float() if whole else round_to_nearest(tensor, scheme.rounding).dequantize()
+        assert torch.equal(found, wanted), name
+    assert (done.modules, done.kept) == (modules, ())
+    said = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "lm_head" in said
+    assert sum(name.endswith(".gate") for name in said) == (2 if family == "glm4-moe" else 3)
+    load_model(tmp_path / "made", dtype=torch.float32, device=CPU)
+    with pytest.raises(UnsupportedModel, match="can't be smoothed: they are mixtures of experts"):
+        smoothing_factors(folder, [[3, 4]], torch.float32)
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_transformers_reads_it_with_the_formats_library(target: Any, plain: Any, tmp_path: Path) -> None:
     # Given a checkpoint of ours, when transformers loads it with compressed-tensors, then its weights are ours
     reason = "NOT TESTED HERE: the library of the format is not installed"
