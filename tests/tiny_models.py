@@ -125,13 +125,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 4, "head_dim": 16}),
     "qwen2-moe": ("Qwen2MoeConfig", _QWEN2_MOE),
     "qwen3-moe-mixed": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 6, "head_dim": 16, **_MIXED}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}),
+    "granite-moe": ("GraniteMoeConfig", {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4-moe": ("Glm4MoeConfig", _GLM),
     "glm4-moe-grouped": ("Glm4MoeConfig", {**_GLM, "n_group": 3, "topk_group": 2, "head_dim": 16, "use_qk_norm": True}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
 }
 """Family -> its transformers config class and what differs from the common shape."""
 
-MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "glm4-moe", "glm4-moe-grouped")
+MIXTURES = (
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "qwen3-moe-mixed",
+    "olmoe",
+    "granite-moe",
+    "glm4-moe",
+    "glm4-moe-grouped",
+)
 """Families with experts that the fused decoder computes."""
 
 FUSED = (

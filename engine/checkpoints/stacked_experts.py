@@ -1,5 +1,6 @@
 """Experts that a checkpoint stores as one tensor: transformers' `experts.gate_up_proj` [experts, 2 * inner, hidden] and
-`experts.down_proj` [experts, hidden, inner] appear as each expert's matrices, under the names of other checkpoints."""
+`experts.down_proj` [experts, hidden, inner], or Granite's `input_linear` and `output_linear`, appear as each expert's
+matrices, under the names of other checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from engine.checkpoints.checkpoint import SafetensorsCheckpoint
 from engine.errors import CorruptWeights
 from engine.quant.weight import QWeight
 
-_STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+_GATE_UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+_STACKS = {
+    ".experts.gate_up_proj": _GATE_UP,
+    ".experts.down_proj": _DOWN,
+    ".input_linear.weight": _GATE_UP,
+    ".output_linear.weight": _DOWN,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,22 @@ from engine.quant.weight import QWeight, stack
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _SHARED = ("shared_experts", "shared_expert")
+
+
+class _MixtureNames(NamedTuple):
+    """A mixture's modules in checkpoints: gate, up and down are parts of each expert."""
+
+    block: str
+    router: str
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+_MIXTURES = (
+    _MixtureNames("mlp", "mlp.gate"),
+    _MixtureNames("block_sparse_moe", "block_sparse_moe.gate", ("w1", "w3", "w2")),
+    _MixtureNames("block_sparse_moe", "block_sparse_moe.router.layer"),
+    _MixtureNames("block_sparse_moe", "block_sparse_moe.router"),
+)
 
 _PACKED_HEAD_BYTES = 128 << 20
 """A tied head is packed as a second copy only up to this size: small models gain 10 to 60 % on their largest product,
@@ -307,13 +323,11 @@ def _mlp(spec: DecoderSpec, name: str, inner: int, reader: WeightReader, builder
 def _experts(
     decoder: DecoderSpec, spec: ExpertSpec, reader: WeightReader, builder: DecoderBuilder, name: str
 ) -> Experts:
-    """Mixtral has names of its own."""
     hidden, inner = decoder.hidden_size, spec.intermediate_size
-    mixtral = reader.has(f"{name}.block_sparse_moe.gate.weight")
-    block = f"{name}.block_sparse_moe" if mixtral else f"{name}.mlp"
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    names = next((found for found in _MIXTURES if reader.has(f"{name}.{found.router}.weight")), _MIXTURES[0])
+    block, (gate, up, down) = f"{name}.{names.block}", names.parts
     each = [f"{block}.experts.{expert}" for expert in range(spec.num_experts)]
-    router = reader.exact(f"{block}.gate.weight", spec.num_experts, hidden)
+    router = reader.exact(f"{name}.{names.router}.weight", spec.num_experts, hidden)
     gates = [reader.fused([f"{e}.{gate}", f"{e}.{up}"], [inner, inner], hidden, False, "gated")[0] for e in each]
     gate_up = builder.experts(gates, gated=True)
     del gates

@@ -117,7 +117,7 @@ def helium(config: Any) -> DecoderSpec:
     return _decoder(config, interleaved_rope=True, qkv_bias=bool(config.attention_bias), mlp_bias=bool(config.mlp_bias))
 
 
-def granite(config: Any) -> DecoderSpec:
+def granite(config: Any, **differences: Any) -> DecoderSpec:
     """Granite 3 and 4, dense (technical report, 2024): Llama with four multipliers."""
     bias = bool(config.attention_bias)
     return _decoder(
@@ -129,7 +129,8 @@ def granite(config: Any) -> DecoderSpec:
         logits_scale=1.0 / float(config.logits_scaling),
         qkv_bias=bias,
         output_bias=bias,
-        mlp_bias=bool(config.mlp_bias),
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        **differences,
     )
 
 
@@ -314,6 +315,19 @@ def qwen3_moe(config: Any) -> DecoderSpec:
     return _decoder(config, qk_norm="head", qkv_bias=bias, output_bias=bias, windows=windows, experts=experts)
 
 
+def olmoe(config: Any) -> DecoderSpec:
+    """OLMoE (Muennighoff et al. 2024): norms of all of q and of k, as in OLMo 2."""
+    bias = bool(config.attention_bias)
+    experts = _experts(config, "num_experts", config.intermediate_size, renormalize=bool(config.norm_topk_prob))
+    return _decoder(config, qk_norm="projection", qkv_bias=bias, output_bias=bias, experts=experts)
+
+
+def granitemoe(config: Any) -> DecoderSpec:
+    """Granite 3 MoE: Granite with mixtures."""
+    experts = _experts(config, "num_local_experts", config.intermediate_size, renormalize=True)
+    return granite(config, experts=experts)
+
+
 def glm4_moe(config: Any) -> DecoderSpec:
     """GLM 4.5 and 4.6: a part of each head is rotated, and the first layers are dense. Layers that predict further
     tokens are not read."""
@@ -373,6 +387,7 @@ _FAMILIES: Mapping[str, Family] = {
     "glm4": glm4,
     "glm4_moe": glm4_moe,
     "granite": granite,
+    "granitemoe": granitemoe,
     "helium": helium,
     "llama": llama,
     "ministral": ministral,
@@ -380,6 +395,7 @@ _FAMILIES: Mapping[str, Family] = {
     "mixtral": mixtral,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "olmoe": olmoe,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,

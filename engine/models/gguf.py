@@ -38,10 +38,24 @@ _EXPERT_KEYS = {
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "qwen2_moe": _QWEN_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     "qwen3_moe": _QWEN_EXPERTS,
+    "olmoe": {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+    "glm4_moe": {
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "leading_dense_block_count": "first_k_dense_replace",
+    },
 }
 """Model type of a mixture -> metadata of its sizes, and the config's names of them."""
 
 _HARMLESS = {"vocab_size", "rope.scaling.finetuned"}
+_SIGMOID = 2
+"""llama.cpp's number of the function that makes scores of a router's products."""
+
+_CORRECTION = "exp_probs_b.bias"
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10_000.0
 _GEMMA_27B_LAYERS = 62
 
@@ -124,6 +138,19 @@ _ARCHITECTURES = {
     ),
     "qwen2moe": _Architecture("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3moe": _Architecture("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "olmoe": _Architecture("olmoe", "OlmoeForCausalLM"),
+    "glm4moe": _Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        names={"post_attention_norm": "post_attention_layernorm"},
+        keys={
+            "nextn_predict_layers": "num_nextn_predict_layers",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
+        biases=_ATTENTION_BIAS,
+        partial=True,
+    ),
     "smollm3": _Architecture("smollm3", "SmolLM3ForCausalLM", biases=_BIASES, sorts_pairs=True),
     "ernie4_5": _Architecture("ernie4_5", "Ernie4_5ForCausalLM", biases={"use_bias": "attn_q"}),
     "seed_oss": _Architecture(
@@ -343,6 +370,11 @@ class GGUFCheckpoint:
             values["query_pre_attn_scalar"] = per_head if large else values["head_dim"]
         elif model_type == "qwen3_moe":
             values["norm_topk_prob"] = True
+        elif model_type == "glm4_moe":
+            if (function := left.pop("expert_gating_func", _SIGMOID)) != _SIGMOID:
+                raise UnsupportedModel(f"{self._file.path} makes scores of experts by function {function}, not sigmoid")
+            values["num_hidden_layers"] -= values.setdefault("num_nextn_predict_layers", 0)
+            values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in self._file.tensors
         return model_type
 
     def _expert_values(self, left: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
@@ -387,7 +419,11 @@ def _translate(name: str, inner: dict[str, str]) -> str:
     """Return transformers' name of a tensor; names without one are unchanged, and are reported as unexpected later."""
     if name in _OUTER:
         return _OUTER[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    match = re.fullmatch(r"blk\.(\d+)\.((?:nextn\.)?\w+)\.(weight|bias)", name)
+    if match is not None and f"{match[2]}.{match[3]}" == _CORRECTION:
+        return f"model.layers.{match[1]}.mlp.gate.e_score_correction_bias"
+    if match is not None and match[2].startswith("nextn."):  # of a layer that predicts further tokens
+        return f"model.layers.{match[1]}.{match[2]}.{match[3]}"
     if match is None or match[2] not in inner:
         return name
     return f"model.layers.{match[1]}.{inner[match[2]]}.{match[3]}"

@@ -33,6 +33,7 @@ FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma3")
 NEWER = ("smollm3", "phi3-partial", "glm4", "granite", "olmo2", "olmo3", "exaone4", "cohere2")
 """One family for each way in which the newer ones differ from Llama."""
 FALLBACKS = ("gpt2", "phi")
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "glm4-moe-grouped")
 NUM_PROMPTS = {1: 8, 7: 20, 64: 70}
 
 TinyModel = Callable[[str], Path]
@@ -74,7 +75,10 @@ def run(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=() if family == "llama" else pytest.mark.exhaustive) for family in FAMILIES],
+    [
+        pytest.param(family, marks=() if family == "llama" else pytest.mark.exhaustive)
+        for family in (*FAMILIES, *MIXTURES)
+    ],
 )
 def test_every_cut_of_the_work_gives_the_same_tokens(
     family: str, tiny_model: TinyModel, prompts: list[list[int]], answers: Callable[[str], list[Answer]]
@@ -100,7 +104,7 @@ def test_every_cut_of_the_work_gives_the_same_tokens(
         *("llama", "gemma3", "olmo2", "cohere2"),
         *(
             pytest.param(each, marks=pytest.mark.exhaustive)
-            for each in ("qwen3", "gpt2", *NEWER)
+            for each in ("qwen3", "gpt2", "mixtral", "qwen2-moe", *NEWER)
             if each not in ("olmo2", "cohere2")
         ),
     ],
@@ -128,7 +132,12 @@ def test_every_path_gives_the_same_tokens(
         "llama3-rope",
         "qwen3",
         "phi",
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("mistral", "qwen2", "gpt2", *NEWER)),
+        "qwen2-moe",
+        "glm4-moe-grouped",
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in ("mistral", "qwen2", "gpt2", "mixtral", "qwen3-moe-mixed", *NEWER)
+        ),
     ],
 )
 def test_every_family_is_as_exact(
@@ -144,7 +153,13 @@ def test_every_family_is_as_exact(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [*FAMILIES, *FALLBACKS, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in NEWER)]
+    "family",
+    [
+        *FAMILIES,
+        *FALLBACKS,
+        "glm4-moe-grouped",
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3-moe-mixed", *NEWER)),
+    ],
 )
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_sequences_go_on_as_if_nothing_happened(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,13 @@ from engine.models.decoder_builder import TorchBuilder
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, weighted_sum
 from engine.models.families import fused_family
 from engine.models.load import load_model
+from engine.models.native import NativeBuilder
 from engine.quant.base import DenseLinear
+from engine.quant.int8_linear import quantize_rows
+from engine.quant.rtn import AT_LOAD, round_to_nearest
+from engine.quant.writing import Scheme, module_tensors
+from tests.engine.quant.packing import pack_awq, pack_fp8, pack_gptq, write
+from tests.native_paths import native_path
 
 CPU = torch.device("cpu")
 PLAIN = ExpertSpec(num_experts=8, top_k=3, intermediate_size=4, layers=(True,))
@@ -188,6 +195,74 @@ def test_experts_in_one_tensor_are_read(tiny_model: Any, tmp_path: Path, prompts
     steps = [[(0, 0, 45)]]
     ours, wanted = (run(load(path), prompts[:1], steps) for path in (folder, tiny_model("qwen3-moe-mixed")))
     assert torch.equal(ours[0], wanted[0])
+
+
+def all_but_routers(pack: Callable[[Tensor], Any]) -> Callable[[str, Tensor], Any]:
+    return lambda module, weight: None if module.endswith(("lm_head", ".gate", "expert_gate")) else pack(weight)
+
+
+ROUNDED: dict[Any, Callable[[Tensor], Tensor]] = {
+    "int4": lambda weight: round_to_nearest(weight, AT_LOAD["int4"]).dequantize(),
+    "fp8": lambda weight: round_to_nearest(weight, AT_LOAD["fp8"]).dequantize(),
+    "int8-weight-only": lambda weight: math.prod(quantize_rows(weight)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "glm4-moe"])
+@pytest.mark.parametrize("quantize", ROUNDED)
+def test_mixtures_quantized_at_load_are_those_of_rounded_weights(
+    quantize: Any, family: str, tiny_model: Any, tmp_path: Path, prompts: Any, run: Any
+) -> None:
+    # Given a mixture, and the same with all weights rounded but those of head and routers
+    pack = all_but_routers(lambda weight: ({"weight": weight}, ROUNDED[quantize](weight)))
+    rounded = load(write(tiny_model(family), tmp_path / "made", {}, pack))
+    # When it is quantized as it is loaded, then each expert is, and the logits are those of the other
+    small: Any = load_model(tiny_model(family), dtype=torch.float32, device=CPU, builder=TorchBuilder(quantize))
+    for layer in small._layers:
+        if isinstance(layer.mlp, Experts):
+            assert not any(isinstance(e, DenseLinear) for e in (*layer.mlp.gate_up.linears, *layer.mlp.down.linears))
+    [ours], [wanted] = (run(model, prompts[:1], [[(0, 0, 45)]]) for model in (small, rounded))
+    torch.testing.assert_close(ours, wanted, atol=1e-3, rtol=1e-3)
+
+
+INT4 = Scheme("int4", group=16, dtype=torch.float16)
+PACKED: dict[str, tuple[dict[str, Any], Callable[[Tensor], Any]]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True}, pack_gptq),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"},
+        pack_awq,
+    ),
+    "fp8 blocks": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}, pack_fp8),
+    "compressed-tensors": (INT4.settings(["lm_head", "re:.*gate$"]), lambda weight: compressed(weight)),
+}
+
+
+def compressed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    rounded = round_to_nearest(weight, INT4.rounding)
+    return module_tensors(rounded, INT4), rounded.dequantize()
+
+
+@pytest.mark.parametrize("of", ["torch", "native"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "glm4-moe"])
+@pytest.mark.parametrize("name", PACKED)
+def test_quantized_checkpoints_of_mixtures_are_what_they_stand_for(
+    name: str, family: str, of: str, tiny_models: Any, tmp_path: Path, prompts: Any, run: Any
+) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96, "vocab_size": 264}
+    if family == "qwen2-moe":
+        sizes["shared_expert_intermediate_size"] = 64
+    folder = tiny_models.make_tiny_model(family, tmp_path / "model", **sizes)
+    settings, pack = PACKED[name]
+    plain = write(folder, tmp_path / "made", settings, all_but_routers(pack))
+    builder = TorchBuilder() if of == "torch" else NativeBuilder(native_path("avx2", 1))
+    model: Any = load_model(tmp_path / "made", dtype=torch.float32, device=CPU, builder=builder)
+    if of == "native":
+        linears = [
+            linear for layer in model._layers if isinstance(layer.mlp, Experts) for linear in layer.mlp.gate_up.linears
+        ]
+        assert {linear.form for linear in linears} == {"fp8" if name == "fp8 blocks" else "int4"}
+    [ours], [wanted] = (run(each, prompts[:1], [[(0, 0, 45)]]) for each in (model, load(plain)))
+    torch.testing.assert_close(ours, wanted, atol=2e-3, rtol=1e-3)
 
 
 def edited(folder: Path, out: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:

@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.checkpoints.gguf_file import GGUFFile, SkippedArray
 from engine.errors import CorruptWeights, ModelNotFound, UnsupportedModel
 from engine.models.load import describe_model, load_model
+from engine.models.native import NativeBuilder
+from tests.native_paths import native_path
 
 CPU = torch.device("cpu")
 F32, F16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "Q8_0"))
@@ -40,6 +42,9 @@ NAMES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 EXPERTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 LLAMA_NAMES = NAMES | {"post_attention_layernorm": "ffn_norm"}
@@ -53,12 +58,13 @@ NAMES_OF = {
     | STACKED
     | {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "seed_oss": NAMES | {"post_attention_layernorm": "post_attention_norm"},
+    "glm4moe": NAMES | {"post_attention_layernorm": "post_attention_norm"},
 }
 """Architecture -> transformers' modules as llama.cpp names them; others as Llama."""
 
 ARCHITECTURE_OF = {
     "gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "cohere": "command-r", "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
+    "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
 }  # fmt: skip
 SORTED_PAIRS = ("llama", "smollm3", "granite")
 MULTIPLIERS = {
@@ -70,6 +76,8 @@ MULTIPLIERS = {
 
 
 def stored_name(name: str, architecture: str) -> str:
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.gate\.e_score_correction_bias", name):
+        return f"blk.{match[1]}.exp_probs_b.bias"
     module, kind = name.rsplit(".", 1)
     names = NAMES_OF.get(architecture, LLAMA_NAMES)
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module):
@@ -103,7 +111,8 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    further = getattr(config, "num_nextn_predict_layers", 0)
+    writer.add_block_count(config.num_hidden_layers + further)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -131,12 +140,22 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if hasattr(config, "num_experts_per_tok"):
-        writer.add_expert_count(config.num_experts)
+        experts = next(key for key in ("num_experts", "num_local_experts") if hasattr(config, key))
+        writer.add_expert_count(getattr(config, experts))
         writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if hasattr(config, "shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "glm4moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_nextn_predict_layers(further)
     for key, add in (metadata or {}).items():
         getattr(writer, add[0])(f"{architecture}.{key}", add[1])
     stored = load_file(folder / "model.safetensors")
@@ -204,6 +223,9 @@ GEMMA_AS_GGUF = {
         ("cohere", {}),
         ("cohere-norms", {}),
         ("cohere2", {"layer_types": None, "num_hidden_layers": 5}),
+        ("olmoe", {"attention_bias": False}),
+        ("glm4-moe", {"head_dim": 16}),
+        ("glm4-moe-grouped", {}),
     ],
 )
 def test_a_gguf_file_is_the_model_it_was_made_from(family, changes, tiny_models, tmp_path, prompts, run, steps_over):
@@ -244,6 +266,34 @@ def test_longropes_factors_are_tensors(tiny_models, tmp_path, prompts, run):
     lacking = write_gguf(folder, tmp_path / "lacking.gguf", metadata=metadata, tensors=tensors)
     with pytest.raises(CorruptWeights, match="must hold rope_factors_long"):
         load(lacking)
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tiny_models, tmp_path, prompts, run):
+    folder = tiny_models.make_tiny_model("glm4-moe", tmp_path / "model", head_dim=16, num_nextn_predict_layers=1)
+    further = {
+        "blk.3.nextn.eh_proj.weight": np.ones((48, 96), np.float32),
+        "blk.3.attn_norm.weight": np.ones(48, np.float32),
+        "blk.3.ffn_up_exps.weight": np.ones((6, 24, 48), np.float32),
+    }
+    path = write_gguf(folder, tmp_path / "model.gguf", tensors=further)
+    [ours], [theirs] = (run(load(p), prompts[:1], [[(0, 0, 45)]]) for p in (path, folder))
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    path = write_gguf(folder, tmp_path / "more.gguf", tensors={"blk.4.attn_norm.weight": np.ones(48, np.float32)})
+    with pytest.raises(CorruptWeights, match=r"model\.layers\.4\.input_layernorm"):
+        load(path)
+
+
+@pytest.mark.parametrize("kind", [Q8_0, gguf.GGMLQuantizationType.Q4_0])
+def test_quantized_experts_stay_as_they_are_stored(kind, tiny_models, tmp_path, prompts, run):
+    # Given a file of small experts, when the kernels multiply with them
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    path = write_gguf(tiny_models.make_tiny_model("qwen3-moe", tmp_path / "m", **sizes), tmp_path / "m.gguf", kind=kind)
+    small = load_model(path, dtype=torch.float32, device=CPU, builder=NativeBuilder(native_path("avx2", 1)))
+    forms = {linear.form for layer in small._layers for linear in layer.mlp.gate_up.linears}
+    # Then they are what they were dequantized to
+    assert forms == {"int8" if kind == Q8_0 else "int4"}
+    [ours], [theirs] = (run(model, prompts[:1], [[(0, 0, 45)]]) for model in (small, load(path)))
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
 def test_a_folder_of_one_gguf_file_means_that_file(tiny_model, tmp_path):

@@ -52,6 +52,26 @@ def test_joined_parts_equal_the_whole(tiny_model: Callable[[str], Path]) -> None
             assert torch.equal(part, read(opened.weights, name)), name
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "glm4-moe"])
+def test_joined_parts_of_experts_equal_the_whole(family: str, tiny_model: Callable[[str], Path]) -> None:
+    opened = open_model(tiny_model(family))
+    assert opened.decoder is not None
+    ranks = [ShareOfWeights(opened.weights, Share(opened.decoder, rank, 2)) for rank in range(2)]
+    names = [name for name in opened.weights.names if name.startswith(f"{LAYER}.") and "self_attn" not in name]
+    assert any(".experts.3." in name for name in names)
+    assert any(".shared_expert" in name for name in names) == (family != "mixtral")
+    for name in names:
+        parts = [read(rank, name) for rank in ranks]
+        whole = read(opened.weights, name)
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if module in ("gate_proj", "up_proj", "w1", "w3"):
+            assert torch.equal(torch.cat(parts, 0), whole), name
+        elif module in ("down_proj", "w2"):
+            assert torch.equal(torch.cat(parts, 1), whole), name
+        else:
+            assert all(torch.equal(part, whole) for part in parts), name
+
+
 def test_ranks_that_are_more_than_kv_heads_share_one(tiny_models: Any, tmp_path: Path) -> None:
     opened = open_model(tiny_models.make_tiny_model("llama", tmp_path / "model", num_key_value_heads=2))
     assert opened.decoder is not None

@@ -57,6 +57,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {}),
     "cohere2": ("cohere2", {}),
     "exaone4": ("exaone4", {}),
+    "mixtral": ("mixtral", {"sliding_window": None}),
+    "a shared expert": ("qwen2-moe", {"use_sliding_window": False}),
+    "dense layers and mixtures": ("qwen3-moe-mixed", {}),
+    "groups of experts": ("glm4-moe-grouped", {}),
 }
 
 
@@ -88,7 +92,10 @@ def all_tokens(completions: list[Completion]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=() if each in ("llama", "gemma3") else pytest.mark.exhaustive) for each in FAMILIES],
+    [
+        pytest.param(each, marks=() if each in ("llama", "gemma3", "groups of experts") else pytest.mark.exhaustive)
+        for each in FAMILIES
+    ],
 )
 def test_every_family_answers_as_one_process_does(
     name: str, rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
@@ -250,6 +257,8 @@ def test_each_rank_holds_its_share_and_no_more(
             "3 attention heads can't be shared evenly by 2",
         ),
         ("llama", {"intermediate_size": 81}, "an MLP of 81 columns can't be shared evenly by 2"),
+        ("qwen3-moe", {"moe_intermediate_size": 33}, "experts of 33 columns can't be shared evenly by 2"),
+        ("olmoe", {}, "a norm of all heads at once can't be shared evenly by 2"),
         ("phi", {}, "phi models are computed by transformers' code, which can't be shared"),
     ],
 )
