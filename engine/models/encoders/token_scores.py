@@ -41,11 +41,9 @@ def token_score_settings(path: Path, given: tuple[str, str] | None = None) -> To
         UnsupportedModel: the settings can't be read, or are not supported.
     """
     if path.is_file():
-        return (
-            None
-            if given is None
-            else TokenScoreSettings(given, ClassifierSettings((), "identity", "sigmoid", pooling=None))
-        )
+        if given is None:
+            return None
+        return TokenScoreSettings(given, ClassifierSettings((), "identity", "sigmoid", pooling=None))
     reader = SettingsReader(path)
     tokens = given or _named_in_config(path) or _named_in_modules(path, reader)
     if tokens is None:

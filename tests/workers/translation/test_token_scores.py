@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from workers.policies.policy import Policies
 from workers.policies.rules import Rules
 from workers.shards.worker import ShardWorker
 from workers.text.chat_options import ChatOptions
+from workers.text.tokenizer import Tokenizer
 
 CONFIG = EngineConfig(
     dtype="float32", threads=1, cache=CacheConfig(block_size=16, num_blocks=200),
@@ -299,9 +301,12 @@ def test_the_digest_tells_scores_apart(folder: Path, tiny_encoders: Any, tmp_pat
     assert model_digest(made, ChatOptions(score_tokens=TOKENS)) != seen
 
 
-def test_policies_judge_pairs_and_instruction(model: LoadedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("~ document ~", "~").replace("~ task ~", "~")])
+def test_policies_judge_pairs_and_instruction(template: str, model: LoadedModel, folder: Path, tmp_path: Path) -> None:
+    # Given a template that writes both, and one that leaves them out
     rules = tmp_path / "rules.toml"
     rules.write_text("[[rule]]\nname = 'secrets'\nkeywords = ['secret']\n")
+    model = replace(model, tokenizer=Tokenizer.load(folder, ChatOptions(template)))
     reader = LaneReader(model, LaneRules(policies=Policies((("rules", Rules(rules)),))))
     for at, body in enumerate((pairs("a secret"), pairs("a", instruction="find the secret"))):
         request = LaneRequest(id=f"r{at}", model="tiny", url="/v1/score", body={"model": "tiny", **body})

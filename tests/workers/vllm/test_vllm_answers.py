@@ -19,7 +19,9 @@ from schemas.requests.errors import RowErrorCode
 from tests.workers.structured import tool_templates
 from tests.workers.structured.test_structured_output import FORMAT, SCHEMA, TOOLS, choices_of, forced_calls, results_of
 from workers.model.loaded_model import LoadedModel
+from workers.model.score_tokens import scores_by_tokens
 from workers.text.chat_options import ChatOptions
+from workers.text.tokenizer import Tokenizer
 
 pytestmark = [
     pytest.mark.vllm,
@@ -199,6 +201,22 @@ def test_labels_of_choices_are_those_of_our_engine(model: LoadedModel, folder: P
     assert expected[-1].status is RowStatus.SUCCEEDED
     assert found[-1].error_code is RowErrorCode.CONTEXT_LENGTH_EXCEEDED
     assert "input: prompt of 1024 tokens and max_tokens 1 need 1025, but the context" in found[-1].error_message
+
+
+def test_scores_by_tokens_are_those_of_our_engine(model: LoadedModel, folder: Path, answer: Any, kit: Any) -> None:
+    template = "{% for m in messages %}{% if m.role in ('query', 'document') %}{{ m.content }}\n{% endif %}{% endfor %}"
+    chat = ChatOptions(template)
+    tokenizer = Tokenizer.load(folder, chat)
+    settings = scores_by_tokens(folder, tokenizer, replace(chat, score_tokens=("n", "y")))
+    ours = LoadedModel.load(folder, name="tiny", config=CONFIG, chat=replace(chat, score_tokens=("n", "y")))
+    theirs = replace(model, tokenizer=tokenizer, limits=replace(model.limits, classifier=settings))
+    documents = ["The quick brown fox jumps over the lazy dog.", "0123456789 a stream", "query: passage"]
+    rows = [("/v1/rerank", {"model": "tiny", "query": "What is a river?", "documents": documents})]
+    (own,), (row,) = answer(ours, rows), answer(theirs, rows)
+    ours.close()
+    assert row.status is RowStatus.SUCCEEDED, row.error_message
+    assert json.loads(row.response)["results"] == kit.rounded(json.loads(own.response)["results"])
+    assert row.prompt_tokens == own.prompt_tokens
 
 
 def test_bad_rows_have_the_codes_of_our_engine(model: LoadedModel, folder: Path, answer: Any, kit: Any) -> None:
