@@ -308,10 +308,29 @@ def long_answers(
     body = {"model": setup.model_name, "max_tokens": tokens, "ignore_eos": True, **asked}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     source.write_text(json.dumps(line) + "\n")
+    with setup.start(source, setup.folder / "long-calm") as calm:
+        reached = _kill_at_work(setup, source, out, kills, whole, chance)
+        last = setup.start(source, out)
+        for process in (last, calm):
+            _, err = process.communicate()
+            assert process.returncode == 0, err
+    (row,), (unbroken,) = (pq.read_table(done / "results").to_pylist() for done in (out, setup.folder / "long-calm"))
+    assert row["completion_tokens"] == whole
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["usage"]["repeated"] == 0, "every logged token is in the answer"
+    choices, expected = (json.loads(one["response"])["choices"] for one in (row, unbroken))
+    assert choices == expected
+    assert sum(choice["text"] != "" for choice in choices) == whole // tokens
+    return {"tokens": whole, "logged_at_each_kill": reached[1:], "repeated_at_most": manifest["repeated_at_most"]}
+
+
+def _kill_at_work(setup: Setup, source: Path, out: Path, kills: int, whole: int, chance: random.Random) -> list[int]:
+    """Kill a job of one row this often, at shares of its `whole` tokens; returns the tokens logged before and at each
+    kill."""
     reached = [0]
     for kill in range(kills):
         process = setup.start(source, out)
-        goal = reached[-1] + chance.randrange(20, whole // (kills + 2))
+        goal = max(reached[-1] + 20, whole * (kill + chance.uniform(0.9, 1.3)) / (kills + 1))
         while process.poll() is None and (not (out / "plan/00000.json").exists() or logged_tokens(out)[0] < goal):
             time.sleep(0.02)
         process.kill()
@@ -321,22 +340,7 @@ def long_answers(
         assert logged == sampled, f"{sampled - logged} logged tokens were sampled again"
         assert logged > reached[-1]
         reached.append(logged)
-    last = setup.start(source, out)
-    _, err = last.communicate()
-    assert last.returncode == 0, err
-    (row,) = pq.read_table(out / "results").to_pylist()
-    assert row["completion_tokens"] == whole
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["usage"]["repeated"] == 0, "every logged token is in the answer"
-    shutil.rmtree(out)
-    calm = setup.start(source, out)
-    _, err = calm.communicate()
-    assert calm.returncode == 0, err
-    (unbroken,) = pq.read_table(out / "results").to_pylist()
-    choices, expected = (json.loads(one["response"])["choices"] for one in (row, unbroken))
-    assert choices == expected
-    assert sum(choice["text"] != "" for choice in choices) == whole // tokens
-    return {"tokens": whole, "logged_at_each_kill": reached[1:], "repeated_at_most": manifest["repeated_at_most"]}
+    return reached
 
 
 def main() -> None:

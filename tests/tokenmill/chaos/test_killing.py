@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def test_given_a_long_answer_when_killed_then_it_goes_on_from_its_last_logged_to
 def test_given_several_prompts_in_a_row_when_killed_then_all_answers_are_those_of_an_unbroken_run(
     long_context: Setup, kills: int
 ) -> None:
-    """Two answers run at a time, so that some have ended at a kill and others have not begun."""
-    report = long_answers(long_context, random.Random(4), tokens=500 * kills, kills=kills, asked=SEVERAL_ANSWERS)
+    """Three of the six answers run at a time: at the last kill others have ended."""
+    setup = replace(long_context, options=(*long_context.options, "--max-num-seqs", "3"))
+    report = long_answers(setup, random.Random(4), tokens=600 * kills, kills=kills, asked=SEVERAL_ANSWERS)
     assert len(report["logged_at_each_kill"]) == kills
