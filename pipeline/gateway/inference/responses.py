@@ -87,8 +87,7 @@ class Stream:
             self._bridge.forget(self.id)
             self._end(converted, event)
             return
-        for sent in converted:
-            self.buffer.push(*sent)
+        self.buffer.push(*converted)
         if self.buffer.overrun:
             self.cancel()
         self._set_first(None)
@@ -117,8 +116,7 @@ class Stream:
         self._has_ended = True
 
         def push_last(_: object = None) -> None:
-            for sent in last:
-                self.buffer.push(*sent)
+            self.buffer.push(*last)
             self.buffer.end()
             self._set_first(event)
 

@@ -37,7 +37,8 @@ class StreamBuffer:
     """A bounded buffer of a stream's events.
 
     Args:
-        max_bytes: of buffered events.  retain: events that were read stay in the buffer, for readers that resume.
+        max_bytes: of buffered events, besides the largest push: a reader can't take events between those of one push.
+        retain: events that were read stay in the buffer, for readers that resume.
 
     Attributes:
         ended: no further events follow.  overrun: unread events were evicted.
@@ -50,21 +51,25 @@ class StreamBuffer:
         self._retain = retain
         self._items: deque[Item] = deque()
         self._size = 0
+        self._largest_push = 0  # bytes, of those since the buffer was empty
         self._next = 0
         self._changed = asyncio.Event()
 
-    def push(self, data: bytes, name: str = "") -> None:
-        """Append an event; `name` as in `ServerEvent`."""
+    def push(self, *events: ServerEvent) -> None:
+        """Append events that arise together. Whether the reader is too slow depends on those before them."""
         if self.ended:
             return
-        self._items.append(Item(self._next, data, name))
-        self._next += 1
-        self._size += len(data)
-        if self._size > self._max_bytes and len(self._items) > 1 and not self._retain:
+        allowed = self._max_bytes + self._largest_push
+        if self._size > allowed and not self._retain:
             self.overrun = True
             self._clear()
-        while self._size > self._max_bytes and len(self._items) > 1:
+        while self._size > allowed:
             self._size -= len(self._items.popleft().data)
+        self._items.extend(Item(self._next + at, *event) for at, event in enumerate(events))
+        self._next += len(events)
+        pushed = sum(len(event.data) for event in events)
+        self._size += pushed
+        self._largest_push = max(self._largest_push, pushed)
         self._changed.set()
 
     def end(self) -> None:
@@ -95,4 +100,4 @@ class StreamBuffer:
 
     def _clear(self) -> None:
         self._items.clear()
-        self._size = 0
+        self._size = self._largest_push = 0

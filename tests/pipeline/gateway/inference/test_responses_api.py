@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.request_builder import InferenceRequest, InferenceSettings
+from pipeline.gateway.inference.responses import StreamSettings
 from pipeline.gateway.inference.responses_events import ResponsesEvents
 from schemas.jobs.job import Tier
 from schemas.requests.dialects.openai_responses import RESPONSES_URL
@@ -84,6 +85,16 @@ def test_each_event_is_named_and_an_interrupted_stream_is_resumed(harness: HttpH
         assert all(json.loads(data)["type"] == name for _, name, data in parts)
         rest = http.get(f"/v1/streams/{answer.headers['x-stream-id']}", headers={"Last-Event-ID": "3"})
     assert rest.text == answer.text.partition("id: 4\n")[1] + answer.text.partition("id: 4\n")[2]
+
+
+@pytest.mark.parametrize("resume", [0, 5])
+def test_the_last_events_may_be_larger_than_the_streams_buffer(tmp_path: Path, resume: float) -> None:
+    with run_http_harness(tmp_path, streams=StreamSettings(buffer_bytes=64 << 10)) as harness:
+        harness.worker.text = "x" * 2_000
+        more: Any = {"extra_body": {"tokenmill": {"resume": resume}}}
+        events = list(harness.client().responses.create(**HELLO, max_output_tokens=20, stream=True, **more))
+        assert events[-1].type == "response.incomplete"
+        assert len(events[-1].response.output_text) == 40_000, "which the last four events have, and the deltas once"
 
 
 def test_errors_before_and_during_a_stream(harness: HttpHarness) -> None:
