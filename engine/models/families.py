@@ -452,7 +452,7 @@ def _decoder(
         "windows": (None,) * config.num_hidden_layers,
         "layer_ropes": (0,) * config.num_hidden_layers,
         "attention_scale": head_dim**-0.5,
-        "tied": bool(config.tie_word_embeddings),
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),  # text halves leave it to the whole
         "norm_eps": getattr(config, "rms_norm_eps", None),
     } | differences
     if rotated is not None and not all(rotated):

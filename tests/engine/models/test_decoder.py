@@ -9,8 +9,12 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    PixtralVisionConfig,
+    Qwen3VLConfig,
     SiglipVisionConfig,
 )
 
@@ -125,6 +129,49 @@ def test_the_text_half_of_an_image_model_is_loaded(tmp_path, tiny_models, prompt
     with torch.inference_mode():
         theirs = full(input_ids=prompts[0][None]).logits[0]
     torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("outer", ["mistral3", "qwen3_vl"])
+def test_the_text_half_of_another_image_model_is_loaded(outer, tmp_path, tiny_models, prompts, run, oracle):
+    # Given an image model whose text half is of a family that the decoder knows
+    if outer == "mistral3":
+        text = tiny_models.make_config("mistral")
+        vision = PixtralVisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        )
+        config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    else:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        sizes = {**tiny_models._SHAPE, "head_dim": 16, "rope_parameters": rope}
+        vision = {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48,
+            "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+        }  # fmt: skip
+        config = Qwen3VLConfig(text_config=sizes, vision_config=vision)
+    torch.manual_seed(0)
+    full = AutoModelForImageTextToText.from_config(config).eval()
+    for parameter in full.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    full.save_pretrained(tmp_path)
+    # When it is loaded and given text, then it answers as the whole model does
+    model = load_model(tmp_path, dtype=torch.float32, device=CPU)
+    assert describe_model(tmp_path, dtype=torch.float32).spec == model.spec
+    assert model.spec.architecture == type(full).__name__
+    [ours] = run(model, prompts[:1], [[(0, 0, 20)], [(0, 20, 45)]])
+    with torch.inference_mode():
+        theirs = full(input_ids=prompts[0][None]).logits[0]
+    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
+
+
+def test_an_image_model_of_another_text_half_is_left_to_others():
+    # Given Mistral 3 around Ministral 3, whose queries are scaled by their position
+    config = Mistral3Config(text_config={"model_type": "ministral3"})
+    assert fused_family(config) is None
 
 
 REFUSED = {

@@ -106,7 +106,8 @@ def test_every_family_answers_as_one_process_does(
     engine = shared(path, rank_group, CUT)
     assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS, expected_tokens=1)) == wanted
     stats = engine.stats()
-    assert stats.preemptions > 0 or family == "llama-dynamic"  # whose prefixes are shared less
+    # Prefixes are shared less where the rotation follows the length, and blocks behind a window are free again.
+    assert stats.preemptions > 0 or family in ("llama-dynamic", "phi3", "exaone4")
     assert stats.cached > 0
     assert stats.free_blocks == stats.total_blocks
     assert len({tuple(tokens) for tokens in wanted}) > len(prompts) // 2, "answers must depend on the prompts"
