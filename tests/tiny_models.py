@@ -107,6 +107,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4.5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True}),
     "helium": ("HeliumConfig", {"head_dim": 12, "attention_bias": True}),
     "granite": ("GraniteConfig", _GRANITE),
+    "hyperclovax": ("HyperCLOVAXConfig", {**_GRANITE, "attention_bias": True}),
+    "internlm3": ("InternLM3Config", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
     "phi3-partial": ("Phi3Config", {"partial_rotary_factor": 0.5, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "glm": ("GlmConfig", {"head_dim": 16}),
@@ -149,7 +151,7 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", *MIXTURES,
+    "cohere2", "hyperclovax", "internlm3", *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 

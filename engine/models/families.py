@@ -59,7 +59,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 
 def fused_family(config: Any) -> Family | None:
     """Return the family function for a config, or None when the fused decoder does not support its model type."""
-    if config.model_type not in _IMAGE_MODELS:
+    if config.model_type not in IMAGE_MODELS:
         return _FAMILIES.get(config.model_type)
     text = _FAMILIES.get(config.get_text_config().model_type)
     return None if text is None else partial(_text_half, text)
@@ -119,6 +119,18 @@ def helium(config: Any) -> DecoderSpec:
 
 def granite(config: Any, **differences: Any) -> DecoderSpec:
     """Granite 3 and 4, dense (technical report, 2024): Llama with four multipliers."""
+    return _granite(config, logits_scale=1.0 / float(config.logits_scaling), **differences)
+
+
+def hyperclovax(config: Any) -> DecoderSpec:
+    """HyperCLOVA X (NAVER, 2024): Granite, perhaps with norms of what joins the residual; logits are multiplied by their
+    scale."""
+    around = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    norms = around if config.use_post_norm else _NORMS_BEFORE
+    return _granite(config, logits_scale=float(config.logits_scaling), norms=norms)
+
+
+def _granite(config: Any, **differences: Any) -> DecoderSpec:
     bias = bool(config.attention_bias)
     return _decoder(
         config,
@@ -126,7 +138,6 @@ def granite(config: Any, **differences: Any) -> DecoderSpec:
         attention_scale=float(config.attention_multiplier),
         embedding_scale=float(config.embedding_multiplier),
         residual_scale=float(config.residual_multiplier),
-        logits_scale=1.0 / float(config.logits_scaling),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
@@ -364,7 +375,7 @@ def _text_half(family: Family, config: Any) -> DecoderSpec:
         architecture=(config.architectures or [config.model_type])[0],
         tied=bool(config.tie_word_embeddings),
         weight_prefixes=("model.language_model.", "language_model.model."),
-        ignored_weights=_IMAGE_MODELS[config.model_type],
+        ignored_weights=IMAGE_MODELS[config.model_type],
     )
 
 
@@ -389,6 +400,9 @@ _FAMILIES: Mapping[str, Family] = {
     "granite": granite,
     "granitemoe": granitemoe,
     "helium": helium,
+    "hyperclovax": hyperclovax,
+    "internlm3": llama,
+    "iquestcoder": llama,
     "llama": llama,
     "ministral": ministral,
     "mistral": mistral,
@@ -417,7 +431,7 @@ _IMAGE_WEIGHTS = tuple(
     f"{outer}{part}." for outer in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
 )
 
-_IMAGE_MODELS: Mapping[str, tuple[str, ...]] = {"mistral3": _IMAGE_WEIGHTS, "qwen3_vl": ("model.visual.", "visual.")}
+IMAGE_MODELS: Mapping[str, tuple[str, ...]] = {"mistral3": _IMAGE_WEIGHTS, "qwen3_vl": ("model.visual.", "visual.")}
 """Image models whose text half is one of the families -> prefixes of the weights that only images need."""
 
 

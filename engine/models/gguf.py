@@ -206,6 +206,11 @@ _ARCHITECTURES = {
 """llama.cpp's name -> how it is stored."""
 
 
+def gguf_architectures() -> dict[str, str]:
+    """Transformers' model types whose GGUF files can be read -> their architecture there."""
+    return {stored.model_type: name for name, stored in _ARCHITECTURES.items()} | dict.fromkeys(_MISTRALS, "llama")
+
+
 class GGUFCheckpoint:
     """A GGUF file of one of the fused families, as a `WeightSource` and a transformers config.
 

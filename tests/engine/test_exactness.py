@@ -30,7 +30,7 @@ SHARED = 40
 LONGEST = 90
 EOS = (2,)
 FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma3")
-NEWER = ("smollm3", "phi3-partial", "glm4", "granite", "olmo2", "olmo3", "exaone4", "cohere2")
+NEWER = ("smollm3", "phi3-partial", "glm4", "granite", "olmo2", "olmo3", "cohere2")
 """One family for each way in which the newer ones differ from Llama."""
 FALLBACKS = ("gpt2", "phi")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "glm4-moe-grouped")

@@ -27,8 +27,8 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe",
-    "glm4-moe", "glm4-moe-grouped",
+    "cohere2", "hyperclovax", "internlm3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe",
+    "granite-moe", "glm4-moe", "glm4-moe-grouped",
 )  # fmt: skip
 
 
