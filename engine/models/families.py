@@ -123,8 +123,8 @@ def granite(config: Any, **differences: Any) -> DecoderSpec:
 
 
 def hyperclovax(config: Any) -> DecoderSpec:
-    """HyperCLOVA X (NAVER, 2024): Granite, perhaps with norms of what joins the residual; logits are multiplied by their
-    scale."""
+    """HyperCLOVA X (NAVER, 2024): Granite, perhaps with norms of what joins the residual. Its logits' scale is a
+    factor."""
     around = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
     norms = around if config.use_post_norm else _NORMS_BEFORE
     return _granite(config, logits_scale=float(config.logits_scaling), norms=norms)

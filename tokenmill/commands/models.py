@@ -9,7 +9,7 @@ import typer
 
 from tokenmill import output
 from tokenmill.config.cli_options import Debug, EngineOption, Json
-from tokenmill.errors import EXIT_USAGE
+from tokenmill.errors import EXIT_USAGE, ModelError
 from tokenmill.models import sources
 from tokenmill.settings import read_settings
 
@@ -66,29 +66,40 @@ def show_model(
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Show a model's architecture, which engine would compute it on this machine, and why, and the sampling parameters
-    that its authors set."""
+    """Show a model's architecture, which engines compute it, which one would on this machine, and why, and the sampling
+    parameters that its authors set."""
     from engine.models.load import architecture_of
-    from tokenmill.config.engine_choice import choose_engine
+    from tokenmill.config.engine_choice import choose_engine, computed_by
     from workers.model.generation_config import sampling_defaults
     from workers.model.loaded_model import model_path
 
     settings = read_settings()
     source = sources.pull(name, settings.model_cache, output.say)
     path = model_path(source.path)
-    choice = choose_engine(path, engine or settings.engine, settings.vllm.python)
+    wanted = engine or settings.engine
+    chosen: str | None = None
+    try:
+        choice = choose_engine(path, wanted, settings.vllm.python)
+        chosen, why = choice.engine, choice.why
+    except ModelError as error:
+        if wanted != "auto":
+            raise
+        why = str(error)
     defaults = sampling_defaults(path)
     facts: dict[str, Any] = {
         "path": path,
         "architecture": architecture_of(path) if path.is_dir() else "GGUF",
         "size": source.size,
-        "engine": choice.engine,
-        "why": choice.why,
+        "engine": chosen,
+        "why": why,
+        "computed_by": computed_by(path, settings.vllm.python),
         "sampling_defaults": {} if defaults is None else defaults.model_dump(exclude_none=True),
     }
     if as_json:
         output.print_json(facts)
         return
     shown = ", ".join(f"{name} {value}" for name, value in facts["sampling_defaults"].items())
-    cells = [*(facts | {"size": output.size(source.size), "sampling_defaults": shown or "none"}).items()]
+    facts |= {"engine": chosen or "none"} | facts.pop("computed_by")
+    facts |= {"size": output.size(source.size), "sampling_defaults": shown or "none"}
+    cells = [*facts.items()]
     output.stdout().print(output.table(None, ("", ""), cells))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from engine.engine import resolve_device
 from engine.errors import EngineError, ModelNotFound
@@ -69,33 +69,49 @@ def choose_engine(path: Path, wanted: Engine, vllm_python: Path | None) -> Engin
         if vllm_interpreter(vllm_python) is None:
             raise ModelError(f"--engine vllm: vLLM is not installed here; {INSTALL}")
         return EngineChoice("vllm", "as wanted")
-    native, refusal = _ours(path)
-    if native and wanted != "transformers":
-        return EngineChoice("tokenmill", "its own code knows this architecture")
-    if wanted == "tokenmill":
-        raise ModelError(f"--engine tokenmill: {refusal or f'{path} needs vllm or transformers: give auto'}")
+    if wanted != "transformers":
+        if (own := refusal(path, "tokenmill")) is None:
+            return EngineChoice("tokenmill", "its own code knows this architecture")
+        if wanted == "tokenmill":
+            raise ModelError(f"--engine tokenmill: {own}; vllm or transformers may compute it: give auto")
     if wanted == "auto" and (why := _why_vllm(path, vllm_python)) is not None:
         return EngineChoice("vllm", why)
-    if refusal is None:
-        return EngineChoice("transformers", "as wanted" if native else "transformers' code, since no other is here")
+    refused = refusal(path, "transformers")
+    if refused is None:
+        return EngineChoice(
+            "transformers", "as wanted" if wanted == "transformers" else "transformers' code, since no other is here"
+        )
     if wanted == "transformers":
-        raise ModelError(f"--engine transformers: {refusal}")
+        raise ModelError(f"--engine transformers: {refused}")
     missing = f"vLLM may: {INSTALL}" if vllm_interpreter(vllm_python) is None else "vLLM doesn't know it, either"
-    raise ModelError(f"{refusal}; {missing}")
+    raise ModelError(f"{refused}; {missing}")
 
 
-def _ours(path: Path) -> tuple[bool, str | None]:
-    """Whether this project has code for the model, and why transformers' code can't compute it either; None: it can, or
-    needn't. Raises `ModelNotFound`."""
+def refusal(path: Path, engine: Literal["tokenmill", "transformers"]) -> str | None:
+    """Why this project's own code, or transformers' code in its engine, can't compute the model, in one line; None: it
+    can, as far as config and headers show it. Raises `ModelNotFound`."""
     try:
-        if is_native(path):
-            return True, None
-        describe_model(path)
+        if engine == "tokenmill" and not is_native(path):
+            return f"{architecture_of(path)} is not among the architectures of tokenmill's own code"
+        describe_model(path, own_models=engine == "tokenmill")
     except ModelNotFound:
         raise
     except EngineError as error:
-        return False, str(error)
-    return False, None
+        return str(error)
+    return None
+
+
+def computed_by(path: Path, vllm_python: Path | None) -> dict[EngineName, str]:
+    """For each engine, "yes" if it computes the model, or why not. Raises `ModelError`, `ModelNotFound`."""
+    interpreter = vllm_interpreter(vllm_python)
+    if interpreter is None:
+        vllm = "not installed here"
+    elif not path.is_dir():
+        vllm = "GGUF files are given to no vLLM"
+    else:
+        vllm = "yes" if _why_vllm(path, vllm_python) else f"it doesn't know {architecture_of(path)}"
+    own, others = refusal(path, "tokenmill"), refusal(path, "transformers")
+    return {"tokenmill": own or "yes", "vllm": vllm, "transformers": others or "yes"}
 
 
 def vllm_interpreter(python: Path | None) -> Path | None:

@@ -80,6 +80,48 @@ def test_where_no_engine_is_there_it_is_said_what_to_install(unknown: Path) -> N
         choose_engine(unknown, "auto", Path(sys.executable))
 
 
+def test_a_config_that_the_own_code_refuses_goes_to_the_next_engine(
+    tiny_models: Any, vllm_python: Path, tmp_path: Path
+) -> None:
+    # Given a Llama whose config asks for what no family function reads, and which transformers' code ignores
+    folder = tiny_models.make_tiny_model("llama", tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"clip_qkv": 8.0}))
+    # Then transformers' code computes it, which a check at load compares with transformers alone
+    assert choose_engine(folder, "auto", None).engine == "transformers"
+    with pytest.raises(ModelError, match=r"--engine tokenmill: clip_qkv=8.0 is not supported for llama models; .*auto"):
+        choose_engine(folder, "tokenmill", None)
+
+
+def test_the_models_command_shows_what_each_engine_says(
+    tiny_model: Any,
+    unknown: Path,
+    vllm_python: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def shown(folder: Path) -> dict[str, Any]:
+        assert main(["models", "show", str(folder), "--json"]) == 0
+        facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return facts
+
+    monkeypatch.delenv("TOKENMILL_VLLM__PYTHON", raising=False)
+    facts = shown(tiny_model("olmo2"))
+    assert (facts["engine"], facts["architecture"]) == ("tokenmill", "Olmo2ForCausalLM")
+    assert facts["computed_by"] == {"tokenmill": "yes", "vllm": "not installed here", "transformers": "yes"}
+    facts = shown(unknown)
+    assert facts["engine"] is None
+    assert "nextyear" in facts["computed_by"]["transformers"]
+    assert "vLLM may: install it" in facts["why"]
+    monkeypatch.setenv("TOKENMILL_VLLM__PYTHON", str(vllm_python))
+    facts = shown(tiny_model("gpt2"))
+    assert facts["computed_by"] == {
+        "tokenmill": "GPT2LMHeadModel is not among the architectures of tokenmill's own code",
+        "vllm": "it doesn't know GPT2LMHeadModel",
+        "transformers": "yes",
+    }
+
+
 def test_a_command_goes_on_in_the_environment_of_vllm(
     tiny_model: Any, vllm_python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +166,8 @@ def test_a_model_that_only_vllm_knows_has_an_estimate(
     shape, encoder = describe_shape(folder)
     assert not encoder
     assert shape.num_parameters == known.num_parameters
-    assert replace(shape, architecture=known.architecture, eos_token_ids=known.eos_token_ids) == known
+    of_config = {"architecture": known.architecture, "num_active_parameters": known.num_active_parameters}
+    assert replace(shape, eos_token_ids=known.eos_token_ids, **of_config) == known
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
