@@ -146,7 +146,7 @@ class DecoderSpec:
             windows=self.windows,
             eos_token_ids=self.eos_token_ids,
             num_parameters=self.num_parameters(),
-            num_active_parameters=self.num_parameters(active=True),
+            num_active_parameters=None if self.experts is None else self.num_parameters(active=True),
             dtype=dtype,
             rope_original_max=dynamic.original_max if dynamic else None,
             generates=not self.headless,

@@ -143,6 +143,8 @@ SMALL: dict[str, Any] = {
     [
         ("llama", "paged-sdpa"),
         ("gemma3", "native"),
+        ("qwen2-moe", "native"),
+        pytest.param("glm4-moe-grouped", "paged-sdpa", marks=pytest.mark.exhaustive),
         pytest.param("llama", "native", marks=pytest.mark.exhaustive),
         pytest.param("gemma3", "paged-sdpa", marks=pytest.mark.exhaustive),
         pytest.param("phi", "auto", marks=pytest.mark.exhaustive),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from engine.checkpoints.checkpoint import WeightSource
 from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.decoder import FusedDecoder
-from engine.models.decoder_builder import TorchBuilder
+from engine.models.decoder_builder import TorchBuilder, build_decoder
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, weighted_sum
 from engine.models.families import fused_family
-from engine.models.load import load_model
+from engine.models.load import load_model, open_model
 from engine.models.native import NativeBuilder
 from engine.quant.base import DenseLinear
 from engine.quant.int8_linear import quantize_rows
@@ -167,6 +169,54 @@ def test_a_dense_model_copied_into_eight_experts_is_the_dense_model(
             assert torch.equal(ours, wanted)
         else:
             torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=1e-5)
+
+
+class Upcycled:
+    """A `WeightSource`: each MLP of a dense model as eight experts, with random routers."""
+
+    def __init__(self, dense: WeightSource, hidden: int) -> None:
+        self._dense = dense
+        self._hidden = hidden
+        self._experts: dict[str, str] = {}
+        self._routers: set[str] = set()
+        self.names: set[str] = {name for name in dense.names if ".mlp." not in name}
+        for name in set(dense.names) - self.names:
+            block, module = name.split(".mlp.")
+            self._experts |= {f"{block}.mlp.experts.{expert}.{module}": name for expert in range(8)}
+            self._routers.add(f"{block}.mlp.gate.weight")
+        self.names |= self._experts.keys() | self._routers
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (8, self._hidden) if name in self._routers else self._dense.shape(self._experts.get(name, name))
+
+    def read(self, name: str, into: Tensor) -> None:
+        if name in self._routers:
+            into.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+        else:
+            self._dense.read(self._experts.get(name, name), into)
+
+    def quantized(self, name: str) -> None:
+        return None
+
+
+@pytest.mark.exhaustive
+def test_a_real_model_copied_into_eight_experts_answers_as_it_does(run: Any) -> None:
+    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    path = Path(os.environ.get("TOKENMILL_TEST_MODELS", ".")) / name
+    if not path.is_file():
+        pytest.skip(f"NOT TESTED HERE: a real file; TOKENMILL_TEST_MODELS names no folder with {name}")
+    opened = open_model(path)
+    assert opened.decoder is not None
+    inner, layers = opened.decoder.intermediate_size, opened.decoder.num_layers
+    spec = replace(opened.decoder, experts=ExpertSpec(8, 2, inner, (True,) * layers, renormalize=True))
+    weights = Upcycled(opened.weights, spec.hidden_size)
+    mixture = build_decoder(spec, weights, dtype=torch.float32, device=CPU, builder=TorchBuilder("dense"))
+    dense = load_model(path, dtype=torch.float32, device=CPU, builder=TorchBuilder("dense"))
+    ids = torch.randint(100, 40_000, (64,), generator=torch.Generator().manual_seed(1))
+    steps = [[(0, 0, 40)], *([(0, at, at + 1)] for at in range(40, 64))]
+    [ours], [wanted] = (run(model, [ids], steps) for model in (mixture, dense))
+    assert torch.equal(ours.argmax(-1), wanted.argmax(-1))
+    torch.testing.assert_close(ours, wanted, atol=2e-3, rtol=1e-3)
 
 
 def stack(folder: Path, out: Path) -> Path:
