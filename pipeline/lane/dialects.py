@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from schemas.requests.dialects.anthropic.body import MESSAGES_URL
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.parsing import CHAT_URL, ChatBody
+from schemas.requests.tokenizing import COUNT_TOKENS_URL
 from schemas.workers.lane import ErrorEvent
 
 
@@ -25,7 +27,7 @@ def rewrite_response(url: str, body: BaseModel, response: dict[str, Any]) -> dic
 
 def translate_event(url: str, event: ErrorEvent) -> ErrorEvent:
     """The worker's error with the parameters' names in requests to `url`."""
-    if (dialect := DIALECTS.get(url)) is None:
+    if (dialect := DIALECTS.get(MESSAGES_URL if url == COUNT_TOKENS_URL else url)) is None:
         return event
     param = None if event.param is None else dialect.rename(event.param)
     return replace(event, message=dialect.rename_in(event.message, event.fields), param=param)

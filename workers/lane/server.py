@@ -38,7 +38,7 @@ from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_TRACES, Traces
 from schemas.requests.errors import RowError, RowErrorCode
-from schemas.requests.tokenizing import TOKENIZER_BODIES
+from schemas.requests.tokenizing import TOKENIZER_URLS
 from schemas.workers.lane import LaneEvent, LaneRequest, closes_attempt
 from workers.lane.preparation import PreparationQueue
 from workers.lane.requests import PREFIX, LaneReader, LaneRules
@@ -380,7 +380,7 @@ class LaneServer:
 
     def _prepare(self, request: LaneRequest) -> None:
         try:
-            if request.url in TOKENIZER_BODIES:
+            if request.url in TOKENIZER_URLS:
                 response = tokenizer_response(request, self._model, self._reader.limits)
                 self._pending_events.put(partial(response_events, request, response))
                 return

@@ -1,4 +1,5 @@
-"""Answers requests for the model's tokenizer: /tokenize and /detokenize. The engine has no part in them."""
+"""Answers requests for the model's tokenizer: /tokenize, /detokenize and `count_tokens`. The engine has no part in
+them."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ import numpy as np
 
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
-from schemas.requests.tokenizing import DetokenizeBody, parse_tokenizing
+from schemas.requests.tokenizing import COUNT_TOKENS_URL, DetokenizeBody, parse_tokenizing
 from schemas.workers.lane import LaneRequest
 from workers.model.loaded_model import LoadedModel
 from workers.translation.rendering import encodable, rendered_chat
 
 
 def tokenizer_response(request: LaneRequest, model: LoadedModel, limits: Limits) -> dict[str, Any]:
-    """The response body, in vLLM's form. A prompt may be longer than the model's context. Raises `RowError`."""
+    """The response body, in the form of vLLM or Anthropic. A prompt may be longer than the model's context. Raises
+    `RowError`."""
     body, chat = parse_tokenizing(request.url, request.body, limits)
     tokenizer = model.tokenizer
     if isinstance(body, DetokenizeBody):
@@ -31,6 +33,8 @@ def tokenizer_response(request: LaneRequest, model: LoadedModel, limits: Limits)
     else:
         text = encodable(body.prompt or "", "prompt")
         (ids,) = tokenizer.encode_batch([text], add_special_tokens=body.add_special_tokens is not False)
+    if request.url == COUNT_TOKENS_URL:
+        return {"input_tokens": len(ids)}
     tokens = ids.tolist()
     return {
         "count": len(tokens),

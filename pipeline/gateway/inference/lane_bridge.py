@@ -21,7 +21,7 @@ from pipeline.lane.client import CallSettings, LaneCalls
 from pipeline.lane.ports import Lane, LaneFull
 from pipeline.ports import Clock, PipelineError
 from pipeline.tracing import NO_TRACES, Traces
-from schemas.requests.tokenizing import TOKENIZER_BODIES
+from schemas.requests.tokenizing import TOKENIZER_URLS
 from schemas.workers.lane import ErrorEvent, LaneEvent, LaneRequest
 
 _IDLE_SECONDS: Final = 0.2
@@ -65,7 +65,7 @@ class LaneBridge:
             raise _full(f"{self._max_calls} requests wait here already")
         self._loop = asyncio.get_running_loop()
         self._sinks[request.id] = sink
-        if request.url not in TOKENIZER_BODIES:  # which would distort the times of answers
+        if request.url not in TOKENIZER_URLS:  # which would distort the times of answers
             self.metrics.inference_started(request)
         sending = asyncio.ensure_future(asyncio.to_thread(self._calls.start, request))
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any, Final
@@ -29,10 +30,17 @@ from schemas.requests.dialects.anthropic.body import MESSAGES_URL
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.limits import Limits
-from schemas.requests.parsing import Body, CompletionBody, GenerationBody, dump_body, parse_body
+from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody, dump_body, parse_body
 from schemas.requests.sampling_defaults import answer_limit, fill_in
 from schemas.requests.scoring import ClassifyBody
-from schemas.requests.tokenizing import TOKENIZER_BODIES, DetokenizeBody, TokenizeBody, parse_tokenizing
+from schemas.requests.tokenizing import (
+    COUNT_TOKENS_URL,
+    TOKENIZER_URLS,
+    DetokenizeBody,
+    TokenizeBody,
+    counted_chat,
+    parse_tokenizing,
+)
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 _CATALOG_CACHE_SECONDS: Final = 5.0
@@ -157,24 +165,18 @@ class InferenceRequestBuilder:
     def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
         """Build and admit the request that a body describes; raises `ApiError`. It counts against the caller's limits
         until `release`."""
-        if url in TOKENIZER_BODIES:
+        if url in TOKENIZER_URLS:
             return self._read_tokenizing(caller, url, body)
-        plain = dict(body)
+        plain = self._with_model(body)
         extension = self._extension(plain.pop(EXTENSION, None))
         tier, service_tier = take_service_tier(url, plain, extension.tier)
         stream, include_usage = _streaming(url, plain)
         if include_usage and url in DIALECTS:
             message = "stream_options.include_usage is not supported: this stream always ends with its usage; remove it"
             raise bad_request(message, "stream_options.include_usage", "unsupported_parameter")
-        if plain.get("model") is None and self._settings.default_model is not None:
-            plain["model"] = self._settings.default_model
-        try:
+        with _refusals():
             checked = parse_body(url, plain, self._settings.limits)
             dumped = orjson.loads(dump_body(checked))
-        except RowError as error:
-            raise ApiError(STATUS_CODES[error.code], error.code.value, error.message, param=error.param) from None
-        except ValueError:
-            raise bad_request("the body holds half a character (a lone surrogate); send text") from None
         entry = self._entry(checked.model)
         defaults = entry.pin.sampling_defaults
         if (filled := fill_in(checked, defaults)) is not checked:
@@ -190,16 +192,7 @@ class InferenceRequestBuilder:
             message = "prompt_logprobs is not supported in a stream; remove one of them"
             raise bad_request(message, "prompt_logprobs", "unsupported_parameter")
         seconds = self._settings.max_timeout_seconds if extension.timeout is None else extension.timeout
-        request = LaneRequest(
-            id=f"http-{self._world.random.token(16).hex()}",
-            model=entry.pin.key,
-            url=lane_url(url),
-            body=dumped,
-            tier=tier,
-            tenant=caller.tenant,
-            deadline=self._world.clock.now() + timedelta(seconds=seconds),
-            traceparent=current_traceparent(),
-        )
+        request = self._lane_request(caller, entry, lane_url(url), dumped, seconds, tier)
         key = self._cache_key(extension, checked, request, entry.policies, default_max_tokens)
         resume = extension.resume if stream else 0.0
         ticket = None
@@ -222,28 +215,43 @@ class InferenceRequestBuilder:
 
     def _read_tokenizing(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
         """Build and admit a request for a worker's tokenizer, which costs no tokens."""
-        plain = dict(body)
-        if plain.get("model") is None and self._settings.default_model is not None:
-            plain["model"] = self._settings.default_model
-        try:
-            checked, _ = parse_tokenizing(url, plain, self._settings.limits)
-            dumped = orjson.loads(checked.model_dump_json(exclude_defaults=True))
-        except RowError as error:
-            raise ApiError(STATUS_CODES[error.code], error.code.value, error.message, param=error.param) from None
-        except ValueError:
-            raise bad_request("the body holds half a character (a lone surrogate); send text") from None
+        plain = self._with_model(body)
+        checked: ChatBody | TokenizeBody | DetokenizeBody
+        with _refusals():
+            if url == COUNT_TOKENS_URL:
+                checked, dumped = counted_chat(plain, self._settings.limits)
+            else:
+                checked, _ = parse_tokenizing(url, plain, self._settings.limits)
+                dumped = orjson.loads(checked.model_dump_json(exclude_defaults=True))
         seconds = self._settings.max_timeout_seconds
-        request = LaneRequest(
+        request = self._lane_request(caller, self._entry(checked.model), url, dumped, seconds)
+        ticket = None if self._rates is None else self._rates.admit(caller, request.id, 0, seconds)
+        return InferenceRequest(request, url, checked, checked.model, ticket=ticket)
+
+    def _with_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of the body, with the default model if it names none."""
+        default = self._settings.default_model
+        return {**body, "model": default} if body.get("model") is None and default is not None else dict(body)
+
+    def _lane_request(
+        self,
+        caller: Caller,
+        entry: CatalogEntry,
+        url: str,
+        body: dict[str, Any],
+        seconds: float,
+        tier: Tier = Tier.INTERACTIVE,
+    ) -> LaneRequest:
+        return LaneRequest(
             id=f"http-{self._world.random.token(16).hex()}",
-            model=self._entry(checked.model).pin.key,
+            model=entry.pin.key,
             url=url,
-            body=dumped,
+            body=body,
+            tier=tier,
             tenant=caller.tenant,
             deadline=self._world.clock.now() + timedelta(seconds=seconds),
             traceparent=current_traceparent(),
         )
-        ticket = None if self._rates is None else self._rates.admit(caller, request.id, 0, seconds)
-        return InferenceRequest(request, url, checked, checked.model, ticket=ticket)
 
     def _cache_key(
         self, extension: Extension, body: Body, request: LaneRequest, policies: str | None, default_max_tokens: int
@@ -342,6 +350,17 @@ class InferenceRequestBuilder:
                 self._models.clear()
             self._models[name] = now + _CATALOG_CACHE_SECONDS, entry
         return entry
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise the errors of a body's validation as `ApiError`."""
+    try:
+        yield
+    except RowError as error:
+        raise ApiError(STATUS_CODES[error.code], error.code.value, error.message, param=error.param) from None
+    except ValueError:
+        raise bad_request("the body holds half a character (a lone surrogate); send text") from None
 
 
 def _rows(body: Body) -> tuple[int, str]:

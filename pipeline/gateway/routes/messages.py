@@ -12,7 +12,6 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.inference.sse import STREAM_ID
-from pipeline.gateway.inference.token_counts import count_tokens
 from pipeline.gateway.openapi.document import BODY, document_body, document_responses
 from pipeline.gateway.response_models import DeletedMessageBatch, MessageBatch, MessageBatchPage, MessageTokens
 from pipeline.gateway.routes.dependencies import (
@@ -25,6 +24,7 @@ from pipeline.gateway.routes.dependencies import (
 from pipeline.gateway.routes.files_and_batches import NDJSON, check_job_limit
 from pipeline.gateway.routes.inference import document_events, document_json, reply
 from schemas.requests.dialects.anthropic.body import MESSAGES_URL
+from schemas.requests.tokenizing import COUNT_TOKENS_URL
 
 InferenceCaller = Annotated[Caller, authenticated_caller(Scope.INFERENCE, anthropic=True)]
 BatchesCaller = Annotated[Caller, authenticated_caller(Scope.BATCHES, anthropic=True)]
@@ -43,10 +43,15 @@ def messages_router(answers: InferenceResponses) -> APIRouter:
         """Create a message, as with Anthropic's API."""
         return await reply(answers, request, caller, MESSAGES_URL, body)
 
-    @router.post("/count_tokens", openapi_extra=document_body("CountTokensBody", _COUNTED), responses=_COUNTS)
-    async def count(caller: InferenceCaller, body: Body, parts: Parts) -> MessageTokens:
+    @router.post(
+        "/count_tokens",
+        openapi_extra=document_body("CountTokensBody", _COUNTED),
+        response_model=MessageTokens,
+        responses=_COUNTS,
+    )
+    async def count(request: Request, caller: InferenceCaller, body: Body) -> Response:
         """Count the tokens of a message's prompt."""
-        return MessageTokens.model_validate(await count_tokens(answers, caller, body, parts.limits))
+        return await reply(answers, request, caller, COUNT_TOKENS_URL, body)
 
     return router
 
@@ -108,7 +113,7 @@ _LINES = {"schema": {"type": "string", "description": "One line for each request
 _RESULTS = _answers(404, 409, 410, content={NDJSON: _LINES})
 _MESSAGES = {"model": "demo", "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}
 _COUNTED = {name: _MESSAGES[name] for name in ("model", "messages")}
-_COUNTS = _answers(*BODY, 404)
+_COUNTS = _answers(*BODY, 404, headers=(STREAM_ID,))
 _BATCH = {"requests": [{"custom_id": "a", "params": _MESSAGES}]}
 _RESPONSES = document_responses(
     *BODY,

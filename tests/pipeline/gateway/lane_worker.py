@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.lane.ports import OpenLane
 from schemas.requests.parsing import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL
-from schemas.requests.tokenizing import DETOKENIZE_URL, TOKENIZE_URL
+from schemas.requests.tokenizing import COUNT_TOKENS_URL, DETOKENIZE_URL, TOKENIZE_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.pipeline.made_jobs import PIN
 
@@ -170,4 +170,5 @@ def _tokens(body: dict[str, Any]) -> dict[str, Any]:
 NUMBERS = {
     EMBEDDINGS_URL: _vectors, SCORE_URL: _scores, RERANK_URL: _ranking, CLASSIFY_URL: _labels,
     TOKENIZE_URL: _tokens, DETOKENIZE_URL: lambda body: {"prompt": "a"},
+    COUNT_TOKENS_URL: lambda body: {"input_tokens": 2},
 }  # fmt: skip

@@ -1,7 +1,9 @@
-"""/tokenize and /detokenize over HTTP, answered by a real worker: the ids are those that a generation's prompt has."""
+"""/tokenize, /detokenize and Anthropic's `count_tokens` over HTTP, answered by a real worker: the ids are those that a
+generation's prompt has."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +14,12 @@ from typing import Any
 import pytest
 
 from pipeline.gateway.http.api_keys import Scope
+from pipeline.gateway.inference import request_builder
 from pipeline.models.catalog import Catalog
 from schemas.models import CatalogEntry
 from schemas.requests.errors import RowError
 from schemas.requests.limits import Limits
-from schemas.requests.tokenizing import parse_tokenizing
+from schemas.requests.tokenizing import counted_chat, parse_tokenizing
 from schemas.workers.lane import LaneRequest
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.workers.lane.test_server import LaneWorker
@@ -94,6 +97,21 @@ def test_tokens_become_the_text_again(served: Served) -> None:
     for text in ("", "a quick fox\n", "  two blanks", "🎉 naïve", "<s><end>x"):
         tokens = served.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
         assert served.post("/detokenize", tokens=tokens) == {"prompt": text}
+
+
+def test_a_count_is_that_of_the_same_message_and_is_made_off_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(body: Any, limits: Limits) -> Any:
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        return counted_chat(body, limits)
+
+    monkeypatch.setattr(request_builder, "counted_chat", counted)
+    given = {"messages": CHAT[:1], "system": "Be brief."}
+    count = served.post("/v1/messages/count_tokens", **given)
+    usage = served.post("/v1/messages", max_tokens=1, **given)["usage"]
+    assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
 def test_thinking_is_switched_under_the_name_that_the_template_has(model_folder: Path) -> None:
