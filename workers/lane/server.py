@@ -4,8 +4,11 @@ Threads of the server:
 
 - The taker takes requests from the lane.
 - A few preparers prepare them, alternating between tenants (`workers.lane.preparation`).
-- The emitter makes events from the engine's tokens and emits them in batches. Every few seconds it renews the holds on
-  the requests of this worker. The lane's replies name the requests that are no longer wanted.
+- The emitter makes events from the engine's tokens and emits them in batches.
+- The holder renews the holds on the requests of this worker every few seconds. It does nothing else, so that no request
+  delays it.
+
+The lane's replies to the last two name the requests that are no longer wanted.
 
 Between them and the engine is the worker's loop, which polls the server between two steps (`SideWork`).
 
@@ -150,6 +153,7 @@ class LaneServer:
         self._is_admitting = True
         self._wake = threading.Event()
         self._closed = threading.Event()
+        self._all_emitted = threading.Event()
         self._pending_events: queue.SimpleQueue[_EventMaker | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._taker: threading.Thread | None = None
@@ -167,11 +171,12 @@ class LaneServer:
         """Serve until the block ends. Once `stop` is set no more requests are taken."""
         self._taker = taker = threading.Thread(target=self._guarded, args=(self._take_all, stop), name="lane-taker")
         emitter = threading.Thread(target=self._guarded, args=(self._emit_all,), name="lane-emitter")
+        holder = threading.Thread(target=self._guarded, args=(self._hold_all,), name="lane-holder")
         self._preparers = [
             threading.Thread(target=self._guarded, args=(self._preparation.work,), name=f"lane-preparer-{number}")
             for number in range(self._serving.num_preparers)
         ]
-        for thread in (emitter, taker, *self._preparers):
+        for thread in (emitter, holder, taker, *self._preparers):
             thread.start()
         try:
             yield self
@@ -181,6 +186,8 @@ class LaneServer:
                 self._pending_events.put(left.answer.hand_back)
             self._pending_events.put(None)
             emitter.join()
+            self._all_emitted.set()
+            holder.join()
 
     # -- on the loop's thread
 
@@ -402,7 +409,7 @@ class LaneServer:
 
     def _emit_all(self) -> None:
         events: deque[LaneEvent] = deque()
-        is_ending, next_hold, deadline = False, 0.0, float("inf")
+        is_ending, deadline = False, float("inf")
         while not (is_ending and not events) and self._clock.monotonic() < deadline:
             makers, has_ended = self._gather(wait=not events)
             if has_ended and not is_ending:
@@ -415,9 +422,6 @@ class LaneServer:
                     self._emit(batch)
                     for _ in batch:
                         events.popleft()
-                if self._clock.monotonic() >= next_hold:
-                    next_hold = self._clock.monotonic() + self._hold_interval_seconds
-                    self._hold()
             except ServiceUnavailable as error:
                 logger.warning("events can't be emitted to the lane", events=len(events), reason=str(error))
                 self._clock.sleep(_RETRY_SECONDS)
@@ -427,7 +431,7 @@ class LaneServer:
         makers: list[_EventMaker] = []
         try:
             while True:
-                one = self._pending_events.get(wait and not makers, self._hold_interval_seconds / 2)
+                one = self._pending_events.get(wait and not makers, _TAKE_SECONDS)
                 if one is None:
                     return makers, True
                 makers.append(one)
@@ -472,6 +476,18 @@ class LaneServer:
             elif event.request in unwanted:
                 self._mark_unwanted(event.request, event.attempt)
 
+    # -- on the holder's thread
+
+    def _hold_all(self) -> None:
+        seconds = 0.0
+        while not self._all_emitted.wait(seconds):
+            seconds = self._hold_interval_seconds
+            try:
+                self._hold()
+            except ServiceUnavailable as error:
+                logger.warning("holds on requests can't be renewed", reason=str(error))
+                seconds = min(seconds, _RETRY_SECONDS)
+
     def _hold(self) -> None:
         with self._changed:
             held = {request_id: request.attempt for request_id, request in self._held.items()}
@@ -479,14 +495,14 @@ class LaneServer:
             for request_id in self._lane.hold(list(held)):
                 self._mark_unwanted(request_id, held[request_id])
 
+    # -- on any thread
+
     def _mark_unwanted(self, request_id: str, attempt: int) -> None:
         """Mark the attempt as unwanted from this worker; the loop then cancels it in the engine."""
         with self._changed:
             if self._holds(request_id, attempt):
                 self._unwanted.add((request_id, attempt))
         self._wake.set()
-
-    # -- on any thread
 
     def _holds(self, request_id: str, attempt: int) -> bool:
         held = self._held.get(request_id)

@@ -27,11 +27,16 @@ def count_reasoning_tokens(row: PreparedRow, choice: Choice, split: SplitReasoni
         return 0
     shown = shown_tokens(row.body, tokenizer)
     detokenizer = IncrementalDetokenizer(tokenizer, row.request.prompt_token_ids, shown)
+    thoughts = iter(split.spans)
+    first, last = next(thoughts)
     count = characters = 0
     for token_id in choice.token_ids.tolist():
         characters += len(detokenizer.push(token_id))
         end = characters + len(detokenizer.pending)
-        if characters > split.spans[-1][1]:
-            break
-        count += any(first < end <= last for first, last in split.spans)
+        while last < end:  # tokens and thoughts are in the order of the text, so each is seen once
+            thought = next(thoughts, None)
+            if thought is None:
+                return count
+            first, last = thought
+        count += first < end
     return count

@@ -5,11 +5,6 @@ bench`)."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,27 +12,10 @@ from engine.config import ScheduleConfig
 from engine.plan import CacheGroup
 from engine.request import Request, SamplingParams
 from engine.scheduler.scheduler import Scheduler
+from tests.counting import count_lines
 
 ROWS = 256
 STEPS = 8
-
-
-def count_lines(work: Callable[[], Any]) -> tuple[int, Any]:
-    """Lines of Python that `work` executes, and what it returns."""
-    count = 0
-
-    def trace(_frame: FrameType, event: str, _arg: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        found = work()
-    finally:
-        sys.settrace(before)
-    return count, found
 
 
 def lines_of_decode_steps(*, prefix_caching: bool, windows: tuple[int | None, ...], waiting: int) -> list[int]:

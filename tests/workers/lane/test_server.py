@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -436,6 +436,38 @@ def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: 
     wait_until(lambda: model.engine.num_running == 0)
     assert runner.steps < 200, "it was not computed to its end"
     assert isinstance(events_of(lane, request(model, kit.chat(max_tokens=3), "r2"))[-1], EndEvent)
+
+
+def test_a_request_whose_events_take_long_does_not_delay_the_holds(
+    host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a request whose events are being made,
+    model, _ = host()
+    is_making, may_end, holds = threading.Event(), threading.Event(), []
+    grow, hold = LaneAnswer.grow, MemoryLane.hold
+
+    def grow_slowly(answer: LaneAnswer, partial: Sequence[PartialChoice]) -> list[LaneEvent]:
+        is_making.set()
+        assert may_end.wait(HANG_SECONDS)
+        return grow(answer, partial)
+
+    def counted_hold(lane: MemoryLane, worker: str, requests: Collection[str]) -> frozenset[str]:
+        if is_making.is_set():
+            holds.append(set(requests))
+        return hold(lane, worker, requests)
+
+    monkeypatch.setattr(LaneAnswer, "grow", grow_slowly)
+    monkeypatch.setattr(MemoryLane, "hold", counted_hold)
+    work(model)
+    events = answer(lane, request(model, kit.chat(max_tokens=30, ignore_eos=True)), CLOCK, CALL)
+    # when the worker's lifetime in the lane passes several times, then its holds are renewed meanwhile,
+    waiter = threading.Thread(target=lambda: (wait_until(lambda: len(holds) > 9), may_end.set()))
+    waiter.start()
+    received = list(events)
+    waiter.join()
+    assert holds[0] == {"r1"}
+    # and it answers the request at its first attempt.
+    assert (type(received[-1]), received[-1].attempt) == (EndEvent, 1)
 
 
 def test_behind_its_deadline_a_request_ends_with_an_error(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
