@@ -99,7 +99,7 @@ class ReasoningMarkers:
     Attributes:
         shown: tokens of the markers; decoded text has to spell them (`TOKEN_MARK`) to be split.
         is_plain: no marker has a token. An answer may mention such a marker, so no thought begins within its text.
-        opening, closing: as decoded.
+        opening, closing: as decoded.  max_length: of a marker, in characters.
     """
 
     def __init__(self, form: ReasoningFormat, added_tokens: Mapping[int, str]) -> None:
@@ -121,6 +121,7 @@ class ReasoningMarkers:
         self.thinks_behind |= {self._decoded(text): None for text in form.others}
         self.thinks_behind |= {self._decoded(text): thinks for text, thinks in texts.items() if text}
         by_length = sorted(self.thinks_behind, key=len, reverse=True)
+        self.max_length = len(by_length[0])
         self.pattern = re.compile("|".join(map(re.escape, by_length)))
 
     def pieces(self, text: str) -> list[str | int]:
@@ -168,7 +169,8 @@ class ReasoningReader:
     def __init__(self, markers: ReasoningMarkers, thinks: bool) -> None:
         self._markers = markers
         self._thinks = thinks
-        self._text = ""  # received, but not certain yet
+        self._text = ""  # received last, and shorter than a marker: one may begin with it
+        self._blanks: list[str] = []  # before it: they belong to a marker if one follows
         self._follows_marker = False  # white space belongs to the marker before it
         self._begun = {True: False, False: False}  # whether thoughts (True) and the text have any characters
         self._resumes = False  # a part of another kind stood before this one: a line ends between them
@@ -178,66 +180,76 @@ class ReasoningReader:
 
     def push(self, text: str) -> list[AnswerPart]:
         """Add text; returns the pieces that are certain now."""
-        self._text += text
-        return list(self._read(is_end=False))
+        return list(self._read(text, is_end=False))
 
     def close(self) -> list[AnswerPart]:
         """The text that was held back in case a marker followed."""
-        parts = list(self._read(is_end=True))
+        parts = list(self._read("", is_end=True))
         if self._thinks:
             self.spans.append((self._thought_from, self._at))
         return parts
 
-    def _read(self, *, is_end: bool) -> Iterable[AnswerPart]:
+    def _read(self, new: str, *, is_end: bool) -> Iterable[AnswerPart]:
+        """Each character is searched a bounded number of times, however an answer is cut into pieces and whatever is
+        in it: the pattern goes on behind the last marker, and blanks that are held back are not in `text`."""
+        text, at = self._text + new, 0
         while True:
-            found = self._markers.pattern.search(self._text)
-            begun = self._maybe_begun() if not is_end else len(self._text)
+            found = self._markers.pattern.search(text, at)
+            begun = len(text) if is_end else self._maybe_begun(text, at)
             if found is None or found.start() >= begun:
                 # A longer marker may begin where a shorter one was found, too.
-                yield from self._take(begun if is_end else len(self._text[:begun].rstrip()))
+                yield from self._take(text[at:begun])
+                if is_end:
+                    yield from self._take_blanks()
+                self._text, self._at = text[begun:], self._at + begun
                 return
             start, end = found.span()
-            thinks = self._markers.thinks_behind[found[0]]
-            if self._markers.is_plain and not self._thinks and (self._begun[False] or self._text[:start].strip()):
-                yield from self._take(start)
-                self._drop(end - start)
-                continue
-            yield from self._take(start, before_marker=True)
-            self._follow(thinks, end - start)
+            is_answer = not self._thinks and (self._begun[False] or bool(text[at:start].strip()))
+            yield from self._take(text[at:start])
+            if is_answer and self._markers.is_plain:  # which mentions the marker
+                yield from self._take_blanks()
+            else:
+                self._blanks.clear()
+                self._follow(self._markers.thinks_behind[found[0]], self._at + start, self._at + end)
+            at = end
 
-    def _maybe_begun(self) -> int:
-        """Where a marker that isn't complete may begin."""
-        text = self._text
-        return len(text) - max(overlap(text, marker) for marker in self._markers.thinks_behind)
+    def _maybe_begun(self, text: str, at: int) -> int:
+        """Where behind `at` a marker that isn't complete may begin."""
+        end = text[max(at, len(text) - self._markers.max_length) :]
+        return len(text) - max(overlap(end, marker) for marker in self._markers.thinks_behind)
 
-    def _take(self, end: int, *, before_marker: bool = False) -> Iterable[AnswerPart]:
-        """Emit text up to `end`, without the white space that belongs to a marker."""
-        taken, self._text = self._text[:end], self._text[end:]
-        self._at += end
-        if before_marker:
-            taken = taken.rstrip()
+    def _take(self, text: str) -> Iterable[AnswerPart]:
+        """Emit text without the blanks at its end, which are held back, and without those that belong to a marker."""
         if self._follows_marker:
-            taken = taken.lstrip()
-            self._follows_marker = not taken
+            text = text.lstrip()
+            self._follows_marker = not text
+        taken = text.rstrip()
         if taken:
-            if self._resumes and self._begun[self._thinks]:
-                taken = "\n" + taken
-            self._resumes, self._begun[self._thinks] = False, True
-            yield AnswerPart(taken, "") if self._thinks else AnswerPart("", taken)
+            yield from self._take_blanks()
+            yield self._part(taken)
+        if len(taken) < len(text):
+            self._blanks.append(text[len(taken) :])
 
-    def _drop(self, length: int) -> None:
-        """Leave out a marker that changes nothing."""
-        self._text = self._text[length:]
-        self._at += length
+    def _take_blanks(self) -> Iterable[AnswerPart]:
+        """Emit the blanks that were held back."""
+        if self._blanks:
+            yield self._part("".join(self._blanks))
+            self._blanks.clear()
 
-    def _follow(self, thinks: bool | None, length: int) -> None:
-        """Skip a marker behind which the model thinks, or does not, or goes on as before (None)."""
+    def _part(self, text: str) -> AnswerPart:
+        if self._resumes and self._begun[self._thinks]:
+            text = "\n" + text
+        self._resumes, self._begun[self._thinks] = False, True
+        return AnswerPart(text, "") if self._thinks else AnswerPart("", text)
+
+    def _follow(self, thinks: bool | None, start: int, end: int) -> None:
+        """Skip a marker behind which the model thinks, or does not, or goes on as before (None). `start`, `end`: its
+        characters in the pushed text."""
         if self._thinks and thinks is not True:
-            self.spans.append((self._thought_from, self._at))
-            self._thought_from = self._at + length
-        self._drop(length)
+            self.spans.append((self._thought_from, start))
+            self._thought_from = end
         if thinks is True and not self._thinks:
-            self._thought_from = self._at
+            self._thought_from = end
         self._resumes = True
         self._thinks = self._thinks if thinks is None else thinks
         self._follows_marker = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -132,6 +133,33 @@ def test_any_pieces_of_a_stream_add_up(pieces: list[str], cuts: list[int], think
     assert all(marker not in text for marker in markers.thinks_behind for part in found for text in part)
     bare = markers.pattern.sub("", text)
     assert sorted("".join(bare.split())) == sorted("".join("".join(left).split()))
+
+
+class CountedPattern:
+    """A pattern that counts the characters that it reads."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self.characters = 0
+
+    def search(self, text: str, at: int = 0) -> re.Match[str] | None:
+        found = self._pattern.search(text, at)
+        self.characters += (len(text) if found is None else found.end()) - at
+        return found
+
+
+@pytest.mark.parametrize(
+    "piece", ["\n" * 64, "a" * 64, "<", f"<think>{M} a</think>{M} "], ids=["blanks", "text", "beginnings", "thoughts"]
+)
+def test_each_character_is_read_a_bounded_number_of_times(piece: str) -> None:
+    """Given an answer that is held back for long, as blanks are, when it grows, then only what is new is read."""
+    markers = ReasoningMarkers(FORMATS["think"], TOKENS)
+    markers.pattern = counted = CountedPattern(markers.pattern)  # type: ignore[assignment]
+    reader = ReasoningReader(markers, thinks=False)
+    parts = [part for _ in range(500) for part in reader.push(piece)]
+    assert counted.characters <= 500 * (len(piece) + markers.max_length)
+    if "think" not in piece:
+        assert "".join(part.content for part in [*parts, *reader.close()]) == piece * 500
 
 
 @pytest.mark.parametrize(
