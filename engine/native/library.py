@@ -20,7 +20,7 @@ CHOICES = ("auto", *INSTRUCTION_SETS, "amx")
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tm_supported": (c_int, [c_int]),
     "tm_panel": (c_int, [c_int]),
-    "tm_abi": (c_int, []),
+    "tm_abi": (c_int64, []),
     "tm_pack": (None, [c_int, c_int, c_int, c_int, *[c_void_p] * 4, c_int64]),
     "tm_pack_codes": (None, [c_int, c_int, c_int, c_int, c_void_p, c_int64, *[c_void_p] * 3]),
     "tm_plan": (c_void_p, [c_void_p, c_int, c_int, c_int, c_int, c_void_p]),
@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tm_plan_free": (None, [c_void_p]),
     "tm_forward": (None, [c_int, c_int, c_int, *[c_void_p] * 6]),
     "tm_linear": (None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "tm_experts": (None, [*[c_int] * 6, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
     "tm_argmax": (None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "tm_attend": (None, [c_int, c_int, c_int, c_void_p, c_int, c_int, c_float, c_void_p, c_void_p, c_int,
                          *[c_void_p] * 5]),
@@ -109,6 +110,15 @@ class NativeLibrary:
         self._library.tm_linear(
             self._isa, self.threads, self._matrix, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
             y.data_ptr(), ctypes.byref(space),
+        )  # fmt: skip
+
+    def experts(
+        self, activations: ElementKind, experts: Any, x: Tensor, y: Tensor, space: Any, *, gelu: bool
+    ) -> None:  # fmt: skip
+        """y float32 [rows, hidden]: the weighted sum of each row's experts; see csrc/experts.h."""
+        self._library.tm_experts(
+            self._isa, self.threads, self._matrix, activations, x.shape[1], int(gelu), ctypes.byref(experts),
+            x.data_ptr(), x.shape[0], y.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
     def argmax(

@@ -22,7 +22,7 @@ class ElementKind(IntEnum):
     E4M3 = 6
 
 
-PARTS = ("norm", "product", "rotate", "attention", "quantize", "head")
+PARTS = ("norm", "product", "rotate", "attention", "quantize", "head", "route")
 """Categories of time, in the order of the kernels' counters."""
 
 KIND_OF = {torch.float32: ElementKind.F32, torch.bfloat16: ElementKind.BF16}
@@ -53,9 +53,27 @@ class LinearStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+class Scoring(IntEnum):
+    """What a router's logits become."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+
+
+class ExpertsStruct(ctypes.Structure):
+    _fields_ = (
+        ("num_experts", c_int32), ("top_k", c_int32), ("scoring", c_int32), ("renormalize", c_int32),
+        ("num_groups", c_int32), ("top_groups", c_int32), ("shared", c_int32), ("shared_gate", c_int32),
+        ("scale", c_float), ("unused", c_int32),
+        ("gate_up", POINTER(LinearStruct)), ("down", POINTER(LinearStruct)), ("router", LinearStruct),
+        ("correction", c_void_p), ("counts", c_void_p),
+    )  # fmt: skip
+
+
 class LayerStruct(ctypes.Structure):
     _fields_ = (
         ("qkv", LinearStruct), ("output", LinearStruct), ("gate_up", LinearStruct), ("down", LinearStruct),
+        ("experts", POINTER(ExpertsStruct)),
         ("input_norm", c_void_p), ("mlp_norm", c_void_p), ("qk_norm", c_void_p),
         ("output_norm", c_void_p), ("down_norm", c_void_p),
         ("keys", c_void_p), ("values", c_void_p), ("key_scales", c_void_p), ("value_scales", c_void_p),
@@ -114,9 +132,20 @@ class WorkspaceStruct(ctypes.Structure):
         ("residual", c_void_p), ("update", c_void_p), ("qkv", c_void_p), ("row_scale", c_void_p),
         ("state", c_void_p), ("partial", c_void_p),
         ("input", c_void_p), ("attended", c_void_p), ("gated", c_void_p), ("query", c_void_p),
-        ("thread_space", c_void_p), ("thread_bytes", c_int64), ("spent", c_void_p),
+        ("thread_space", c_void_p), ("thread_bytes", c_int64),
+        ("logits_stride", c_int64), ("logits", c_void_p), ("factors", c_void_p), ("expert_scale", c_void_p),
+        ("expert_output", c_void_p), ("expert_input", c_void_p), ("expert_gated", c_void_p), ("chosen", c_void_p),
+        ("sorted", c_void_p), ("expert_starts", c_void_p), ("runs", c_void_p), ("spent", c_void_p),
     )  # fmt: skip
 
 
-ABI = ctypes.sizeof(LayerStruct) + 1000 * ctypes.sizeof(WorkspaceStruct) + 1_000_000 * ctypes.sizeof(AttentionGroup)
+ABI = sum(
+    size * ctypes.sizeof(struct)
+    for size, struct in (
+        (1, LayerStruct),
+        (1000, WorkspaceStruct),
+        (1_000_000, AttentionGroup),
+        (1_000_000_000, ExpertsStruct),
+    )
+)
 """What `tm_abi` must return: the sizes agree, or a field is missing on one side."""

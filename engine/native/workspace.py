@@ -14,10 +14,30 @@ ROW_BLOCK = 120
 TILE_KEYS = 256
 ATTENTION_ROWS = 60
 QUANT_GROUP = 192
+UNPACKED_ROWS = 240
 """As in csrc/api.h."""
 
 MOST_PARTIALS = 8192
 """Results of single attention tiles that can be stored: spreads about 8,192 / heads tiles of one step over threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """What the experts of a layer need room for.
+
+    Attributes:
+        num_experts, top_k: of a layer, and chosen for a token.
+        intermediate: of a chosen one.  shared: of the shared one; 0: there is none.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate: int
+    shared: int = 0
+
+    @property
+    def widest(self) -> int:
+        return max(self.intermediate, self.shared)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,20 +86,21 @@ class KernelWorkspace:
     @classmethod
     def for_decoder(
         cls, library: NativeLibrary, cache: CacheShape, heads: int, hidden: int, intermediate: int,
-        activations: ElementKind, max_tokens: int, *, reorders: bool = False,
+        activations: ElementKind, max_tokens: int, *, reorders: bool = False, experts: ExpertSizes | None = None,
     ) -> KernelWorkspace:  # fmt: skip
-        """For whole steps of up to `max_tokens` tokens; `reorders` as in `for_linear`."""
+        """For whole steps of up to `max_tokens` tokens; `reorders` as in `for_linear`. `intermediate`: of the layers
+        without experts."""
         panel, dim = library.panel, cache.head_dim
+        widest = max(hidden, heads * dim, intermediate, experts.widest if experts else 0)
         strides = {
             "hidden_stride": _padded(hidden, panel),
             "qkv_stride": _padded((heads + 2 * cache.kv_heads) * dim, panel),
             "attended_stride": _padded(heads * dim, 4),
             "gated_stride": _padded(intermediate, panel),
-            "scale_stride": -(-max(hidden, heads * dim, intermediate) // QUANT_GROUP),
+            "scale_stride": -(-widest // QUANT_GROUP),
         }
         element = 1 if activations == ElementKind.F32 else 2  # elements of activations in a word
-        widest = max(hidden, heads * dim, intermediate)
-        input_words = _padded(max(-(-(widest if reorders else hidden) // element), -(-widest // 4)), 16)
+        input_words = _input_words(activations, hidden, widest, reorders=reorders)
         stride = cache.value_dim + 2
         buffers = {
             "residual": torch.zeros(max_tokens * strides["hidden_stride"]),
@@ -94,7 +115,27 @@ class KernelWorkspace:
             "query": torch.zeros(max_tokens * heads * dim // element + 16, dtype=torch.int32),
         }
         thread_bytes = max(_product_bytes(library, widest), _attention_bytes(cache, heads))
-        return cls._of(library, buffers, thread_bytes, max_tokens, input_words=input_words, **strides)
+        strides["input_words"] = input_words
+        if experts is not None:
+            buffers |= _expert_buffers(library, experts, activations, max_tokens, strides)
+            thread_bytes = max(thread_bytes, _expert_bytes(library, experts, widest))
+        return cls._of(library, buffers, thread_bytes, max_tokens, **strides)
+
+    @classmethod
+    def for_experts(
+        cls, library: NativeLibrary, experts: ExpertSizes, hidden: int, activations: ElementKind, max_tokens: int,
+        *, reorders: bool = False,
+    ) -> KernelWorkspace:  # fmt: skip
+        """For experts alone."""
+        widest = max(hidden, experts.widest)
+        strides = {
+            "hidden_stride": _padded(hidden, library.panel),
+            "scale_stride": -(-widest // QUANT_GROUP),
+            "input_words": _input_words(activations, hidden, widest, reorders=reorders),
+        }
+        buffers = {"update": torch.empty(max_tokens * strides["hidden_stride"])}
+        buffers |= _expert_buffers(library, experts, activations, max_tokens, strides)
+        return cls._of(library, buffers, _expert_bytes(library, experts, widest), max_tokens, **strides)
 
     @classmethod
     def _of(
@@ -108,6 +149,41 @@ class KernelWorkspace:
         struct.thread_bytes = thread_bytes
         struct.spent = spent.data_ptr()
         return cls(struct, max_tokens, spent, (space, *buffers.values()))
+
+
+def _input_words(activations: ElementKind, hidden: int, widest: int, *, reorders: bool) -> int:
+    """Of a row of an operand: `hidden` elements as they are, or any quantized or in another order."""
+    element = 1 if activations == ElementKind.F32 else 2
+    return _padded(max(-(-(widest if reorders else hidden) // element), -(-widest // 4)), 16)
+
+
+def _expert_bytes(library: NativeLibrary, experts: ExpertSizes, widest: int) -> int:
+    """Of a product, or the scores of one token."""
+    return max(_product_bytes(library, widest), 16 * experts.num_experts)
+
+
+def _expert_buffers(
+    library: NativeLibrary, experts: ExpertSizes, activations: ElementKind, max_tokens: int, strides: dict[str, int]
+) -> dict[str, Tensor]:
+    """Of every token's chosen experts and the shared one. Their pages are taken when steps first need them."""
+    panel = library.panel
+    rows = max_tokens * (experts.top_k + (experts.shared > 0))
+    strides["logits_stride"] = _padded(experts.num_experts + 1, panel)
+    gated = max_tokens * (experts.top_k * _padded(experts.intermediate, panel) + _padded(experts.shared, panel))
+    element = 1 if activations == ElementKind.F32 else 2
+    max_runs = experts.num_experts + 1 + rows // UNPACKED_ROWS + 1
+    return {
+        "logits": torch.empty(max_tokens * strides["logits_stride"]),
+        "factors": torch.empty(rows),
+        "expert_scale": torch.empty(rows * strides["scale_stride"]),
+        "expert_output": torch.empty(rows * strides["hidden_stride"]),
+        "expert_input": torch.empty(rows * strides["input_words"] + 16, dtype=torch.int32),
+        "expert_gated": torch.empty(gated // element + 16, dtype=torch.int32),
+        "chosen": torch.empty(rows, dtype=torch.int32),
+        "sorted": torch.empty(rows, dtype=torch.int32),
+        "expert_starts": torch.empty(experts.num_experts + 2, dtype=torch.int32),
+        "runs": torch.empty(2 + 3 * max_runs, dtype=torch.int32),
+    }
 
 
 def _padded(n: int, to: int) -> int:

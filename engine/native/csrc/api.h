@@ -33,8 +33,35 @@ struct Linear {
     int32_t group, unused;
 };
 
+enum Scoring : int32_t { SCORE_SOFTMAX, SCORE_SIGMOID };
+
+// A layer's experts; see experts.h. Each is a gated MLP, whose gate and up are interleaved as in Layer::gate_up.
+struct Experts {
+    int32_t num_experts, top_k;
+    int32_t scoring, renormalize;      // renormalize: a token's factors add up to 1, before `scale`
+    int32_t num_groups, top_groups;    // only experts of a token's best groups are chosen; fewer than all, or no matter
+    int32_t shared, shared_gate;       // 1: there is one more expert, for all tokens; its factor is a sigmoid
+    float scale;                       // of the factors
+    int32_t unused;
+    const Linear *gate_up, *down;      // [num_experts + shared]; those that are chosen have one shape
+    Linear router;                     // KIND_F32, a column for each expert, and one for the shared one's gate
+    const float* correction;           // or null; [num_experts], added to the scores for choosing only
+    int64_t* counts;                   // or null; [num_experts], rows so far
+};
+
+// Rows that one expert multiplies together.
+struct ExpertRun {
+    int32_t expert, first_row, rows;
+};
+
+struct RunList {
+    int32_t num_runs, num_routed;  // those of a shared expert are the last
+    ExpertRun runs[];
+};
+
 struct Layer {
-    Linear qkv, output, gate_up, down;
+    Linear qkv, output, gate_up, down;  // the last two without experts
+    const Experts* experts;             // or null
     const float *input_norm, *mlp_norm, *qk_norm, *output_norm, *down_norm;  // null: there is none
     uint32_t *keys, *values;         // the layer's cache, see CacheShape
     float *key_scales, *value_scales;  // I8 caches: [num_blocks][kv_heads][columns]
@@ -101,10 +128,16 @@ struct Workspace {
     uint32_t *input, *attended, *gated, *query;
     uint8_t* thread_space;  // [threads][thread_bytes]
     int64_t thread_bytes;
+    // Of layers with experts; rows: tokens * (top_k + shared).
+    int64_t logits_stride;
+    float *logits, *factors, *expert_scale, *expert_output;  // [tokens], [rows], [rows], [rows][hidden_stride]
+    uint32_t *expert_input, *expert_gated;                   // [rows][input_words], [rows]
+    int32_t *chosen, *sorted, *expert_starts;                // [rows], [rows], [num_experts + shared + 1]
+    RunList* runs;
     int64_t* spent;  // or null: nanoseconds that the first thread spent in each Part, waiting for others included
 };
 
-enum Part : int32_t { PART_NORM, PART_PRODUCT, PART_ROTATE, PART_ATTENTION, PART_QUANTIZE, PART_HEAD, NUM_PARTS };
+enum Part : int32_t { PART_NORM, PART_PRODUCT, PART_ROTATE, PART_ATTENTION, PART_QUANTIZE, PART_HEAD, PART_ROUTE, NUM_PARTS };
 
 typedef void (*Brgemm)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const void* a,
                        const void* b, void* c);
@@ -126,6 +159,8 @@ struct Kernels {
                     const Step*, const Workspace*);
     void (*linear)(Team*, int32_t member, int32_t activations, const Linear*, const void* x, int64_t rows, float* y,
                    const Workspace*);
+    void (*experts)(Team*, int32_t member, int32_t activations, int32_t hidden, int32_t gelu, const Experts*, const void* x,
+                    int64_t rows, float* y, const Workspace*);
     void (*argmax)(Team*, int32_t member, int32_t activations, const Linear*, const void* x, int64_t rows,
                    int64_t* best, uint8_t* finite, const Workspace*);
     void (*attend)(Team*, int32_t member, const CacheShape*, int32_t activations, int32_t heads, float scale,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 
 namespace {
 
@@ -27,14 +28,6 @@ inline void norm_row(const float* x, const float* weight, int n, float eps, bool
         else
             store_first(y + i, mul(mul(load_first(x + i, n - i), inverse), load_first(weight + i, n - i)), n - i);
     }
-}
-
-inline vf gate(vf x, bool gelu) {
-    // gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)); silu(x) = x * sigmoid(x); in base 2
-    constexpr float log2e = 1.44269504088896341f;
-    vf exponent = mul(x, set1(-log2e));
-    if (gelu) exponent = mul(set1(-1.5957691216057308f * log2e), fma(mul(set1(0.044715f), mul(x, x)), x, x));
-    return div(x, add(set1(1.0f), exp2_f(min(set1(126.0f), exponent))));
 }
 
 // One head: its first half against its second. turns: the cosines [half], then the sines.
@@ -90,7 +83,8 @@ struct Decoder {
     int state_before(int layer) { return kept < step.num_states && step.state_layers[kept] == layer ? kept++ : -1; }
 
     // residual += norm(update) where `update_norm` is given; then `norm` of it (itself where `weight` is null) as the
-    // operand of `next`. What is normed is kept as a token's state number `state`. `late`: the update joins only then.
+    // operand of `next`, or into `hidden`, or without both, for experts, into `update` in the activations' kind. What is
+    // normed is kept as a token's state number `state`. `late`: the update joins only then.
     void norm(Member& me, const float* update_norm, const float* weight, const Linear* next, void* hidden,
               int state = -1, bool late = false) const {
         float* y = line(me);
@@ -114,11 +108,16 @@ struct Decoder {
                     norm_row(x, weight, n, shape.eps, shape.layer_norm, y);
                 else
                     __builtin_memcpy(y, x, n * 4);
+                if (late)
+                    for (int i = 0; i < n; i++) x[i] += update[i] * shape.residual_scale;
                 if (next) {
                     write_operand(operand_kind(shape.activations, *next), in_order(*next, y, y + n + VL), n,
                                   space.input + t * space.input_words, space.row_scale + t * space.scale_stride);
-                    if (late)
-                        for (int i = 0; i < n; i++) x[i] += update[i] * shape.residual_scale;
+                    continue;
+                }
+                if (!hidden) {
+                    float* to = space.update + t * space.hidden_stride;
+                    for (int i = 0; i < n; i++) to[i] = shape.activations == KIND_F32 ? y[i] : from_bf16(to_bf16(y[i]));
                     continue;
                 }
                 // Only behind the last layer are the tokens those that are wanted.
@@ -241,6 +240,11 @@ struct Decoder {
                    });
     }
 
+    void experts(Member& me, const Layer& layer) const {
+        const ExpertLayer of{shape.activations, shape.hidden, bool(shape.gelu), *layer.experts, space, tokens};
+        of.compute(me, !layer.down_norm, shape.residual_scale);
+    }
+
     // Gate and up lie side by side in a panel, so a row of the result is finished where it is computed.
     void gate_up(Member& me, const Layer& layer) const {
         const bool gelu = shape.gelu;
@@ -286,12 +290,17 @@ void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer*
         const bool waits = layer.output_norm || shape->parallel;
         decoder.project(me, layer.output, space->attended, space->attended_stride, !waits);
         me.book(PART_PRODUCT);
-        decoder.norm(me, layer.output_norm, layer.mlp_norm, &layer.gate_up, nullptr, -1, shape->parallel);
+        decoder.norm(me, layer.output_norm, layer.mlp_norm, layer.experts ? nullptr : &layer.gate_up, nullptr, -1,
+                     shape->parallel);
         me.book(PART_NORM);
-        decoder.gate_up(me, layer);
-        me.book(PART_PRODUCT);
-        decoder.project(me, layer.down, space->gated, space->gated_stride, !layer.down_norm);
-        me.book(PART_PRODUCT);
+        if (layer.experts) {
+            decoder.experts(me, layer);
+        } else {
+            decoder.gate_up(me, layer);
+            me.book(PART_PRODUCT);
+            decoder.project(me, layer.down, space->gated, space->gated_stride, !layer.down_norm);
+            me.book(PART_PRODUCT);
+        }
         update_norm = layer.down_norm;
     }
     decoder.norm(me, update_norm, norm, nullptr, step->hidden, decoder.state_before(shape->num_layers));

@@ -220,7 +220,9 @@ int tm_supported(int isa) { return kernels_of(isa) != nullptr; }
 
 int tm_panel(int isa) { return kernels_of(isa)->panel; }
 
-int tm_abi() { return int(sizeof(Layer) + 1000 * sizeof(Workspace) + 1000000 * sizeof(AttentionGroup)); }
+int64_t tm_abi() {
+    return sizeof(Layer) + 1000 * sizeof(Workspace) + 1000000 * sizeof(AttentionGroup) + 1000000000 * sizeof(Experts);
+}
 
 void tm_pack(int isa, int kind, int n, int k, const float* rows, uint32_t* packed, float* scale, int32_t* offset,
              int64_t offset_stride) {
@@ -284,6 +286,13 @@ void tm_linear(int isa, int threads, int matrix, int activations, const Linear* 
                const Workspace* space) {
     const Kernels* k = kernels_of(isa);
     run_team(threads, matrix, [&](Team* team, int m) { k->linear(team, m, activations, w, x, rows, y, space); });
+}
+
+void tm_experts(int isa, int threads, int matrix, int activations, int hidden, int gelu, const Experts* of, const void* x,
+                int64_t rows, float* y, const Workspace* space) {
+    const Kernels* k = kernels_of(isa);
+    run_team(threads, matrix,
+             [&](Team* team, int m) { k->experts(team, m, activations, hidden, gelu, of, x, rows, y, space); });
 }
 
 void tm_argmax(int isa, int threads, int matrix, int activations, const Linear* w, const void* x, int64_t rows,

@@ -2,4 +2,4 @@
 #include "decoder.h"
 
 extern "C" __attribute__((visibility("hidden"))) const Kernels KERNELS;
-const Kernels KERNELS = {PANEL, VL, pack, pack_codes, forward, linear, argmax, attend};
+const Kernels KERNELS = {PANEL, VL, pack, pack_codes, forward, linear, experts, argmax, attend};

@@ -70,6 +70,11 @@ void pack(int32_t kind, int32_t n, int32_t k, const float* rows, u32* packed, fl
     }
 }
 
+inline const u32* panel_at(const Linear& w, int panel) {
+    const int64_t bytes = is_small(w.kind) ? panel_bytes(w.kind, w.kw) : int64_t(w.kw) * PANEL * 4;
+    return (const u32*)((const uint8_t*)w.packed + panel * bytes);
+}
+
 // One panel's columns for `rows` rows; a [rows][lda words] -> c [rows][PANEL] float32 or int32.
 template <class D>
 void panel_product(const Team& team, const u32* a, int64_t lda, int rows, const u32* b, int kw, u32* c, const u32* ahead) {
@@ -148,52 +153,53 @@ template <class T> inline void fetch_targets(int first, int count, int panel, T 
         }
 }
 
-// `for_panels` for small weights and a few rows of bfloat16: they are multiplied as they are unpacked.
-template <class T, class F>
-void for_few_rows(Member& me, const Linear& w, const u32* a, int64_t lda, int rows, uint8_t* space, T target, F finish) {
-    const int panels = (w.n + PANEL - 1) / PANEL, at_once = rows <= TWO_PANEL_ROWS ? 2 : 1;
-    const SmallKernels& kernels = *small_kernels_of(w);
-    float* c = (float*)space;
-    me.share((panels + at_once - 1) / at_once, [&](int task) {
-        const int first = task * at_once, count = panels - first < at_once ? panels - first : at_once;
-        for (int p = first; p < first + count; p++) fetch_targets(0, rows, p, target);
-        (count == 2 ? kernels.two_panels : kernels.few)[rows - 1](w, first, a, lda, c);
-        for (int i = 0; i < count; i++) {
-            finish_columns(w, first + i, rows, c + i * rows * PANEL);
-            finish(0, rows, first + i, c + i * rows * PANEL);
-        }
-    });
+// Whether so many rows are multiplied by codes as they are unpacked.
+inline bool takes_few(int32_t activations, const Linear& w, int rows) {
+    return is_small(w.kind) && rows <= FEW_ROWS && activations == KIND_BF16;
 }
 
-// For more rows: what is unpacked serves as many as possible.
+// One task of a product: `rows` rows with `count` panels (1, or 2) from `panel` on; x and row_scale are those of the first
+// row. finish, target: as for `for_panels`, rows counted from 0. ahead: the panel that this thread reads next, or null.
 template <class T, class F>
-void for_small_panels(Member& me, int32_t activations, const Linear& w, const u32* x, int64_t lda, int rows, uint8_t* space,
-                      T target, F finish) {
-    const int panels = (w.n + PANEL - 1) / PANEL;
-    int blocks = (rows + UNPACKED_ROWS - 1) / UNPACKED_ROWS;
-    if (panels * blocks < 2 * me.team->size) blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+void panel_task(const Team& team, int32_t activations, const Linear& w, int panel, int count, const u32* x, int64_t lda,
+                const float* row_scale, int64_t scale_stride, int rows, uint8_t* space, const u32* ahead, T target,
+                F finish) {
     float* c = (float*)space;
-    u32* unpacked = (u32*)(space + ROW_BLOCK * PANEL * 4);
-    const SmallKernels& kernels = *small_kernels_of(w);
-    const int64_t bytes = panel_bytes(w.kind, w.kw);
-    me.share(panels * blocks, [&](int task) {
-        const int block = task / panels, p = task % panels;
-        const int first = int(int64_t(rows) * block / blocks), end = int(int64_t(rows) * (block + 1) / blocks);
-        const int parts = (end - first + ROW_BLOCK - 1) / ROW_BLOCK;
-        (activations == KIND_BF16 ? kernels.bf16 : kernels.f32)(w, p, unpacked);
-        const u32* ahead = p + 1 < panels ? (const u32*)((const uint8_t*)w.packed + (p + 1) * bytes) : nullptr;
-        for (int part = 0; part < parts; part++) {
-            const int from = first + (end - first) * part / parts, count = first + (end - first) * (part + 1) / parts - from;
-            const u32* a = x + from * lda;
-            fetch_targets(from, count, p, target);
-            if (activations == KIND_BF16)
-                panel_product<BF16>(*me.team, a, lda, count, unpacked, w.kw, (u32*)c, part ? nullptr : ahead);
-            else
-                panel_product<F32>(*me.team, a, lda, count, unpacked, w.k, (u32*)c, part ? nullptr : ahead);
-            finish_columns(w, p, count, c);
-            finish(from, count, p, c);
+    u32* more = (u32*)(space + ROW_BLOCK * PANEL * 4);  // a block's integers, or an unpacked panel
+    if (takes_few(activations, w, rows)) {
+        const SmallKernels& kernels = *small_kernels_of(w);
+        const int at_once = rows <= TWO_PANEL_ROWS ? count : 1;
+        for (int p = panel; p < panel + count; p += at_once) {
+            for (int i = p; i < p + at_once; i++) fetch_targets(0, rows, i, target);
+            (at_once == 2 ? kernels.two_panels : kernels.few)[rows - 1](w, p, x, lda, c);
+            for (int i = 0; i < at_once; i++) {
+                finish_columns(w, p + i, rows, c + i * rows * PANEL);
+                finish(0, rows, p + i, c + i * rows * PANEL);
+            }
         }
-    });
+        return;
+    }
+    const int parts = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    for (int p = panel; p < panel + count; p++) {
+        const u32 *b = panel_at(w, p), *following = p + 1 < panel + count ? panel_at(w, p + 1) : ahead;
+        if (is_small(w.kind)) {
+            (activations == KIND_BF16 ? small_kernels_of(w)->bf16 : small_kernels_of(w)->f32)(w, p, more);
+            b = more;
+        }
+        for (int part = 0; part < parts; part++, following = nullptr) {
+            const int from = rows * part / parts, block = rows * (part + 1) / parts - from;
+            const u32* a = x + from * lda;
+            fetch_targets(from, block, p, target);
+            if (w.kind == KIND_I8)
+                grouped_product(team, w, a, lda, block, p, b, row_scale + from * scale_stride, scale_stride, c, more, following);
+            else if (activations == KIND_F32)
+                panel_product<F32>(team, a, lda, block, b, is_small(w.kind) ? w.k : w.kw, (u32*)c, following);
+            else
+                panel_product<BF16>(team, a, lda, block, b, w.kw, (u32*)c, following);
+            finish_columns(w, p, block, c);
+            finish(from, block, p, c);
+        }
+    }
 }
 
 // Calls finish(first_row, rows, panel, c) for blocks of rows and panels, c: [rows][PANEL] float32, scaled and biased.
@@ -202,32 +208,36 @@ void for_small_panels(Member& me, int32_t activations, const Linear& w, const u3
 template <class T, class F>
 void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, int64_t lda, const float* row_scale,
                 int64_t scale_stride, int rows, uint8_t* space, T target, F finish) {
-    if (is_small(w.kind) && rows <= FEW_ROWS && activations == KIND_BF16)
-        return for_few_rows(me, w, x, lda, rows, space, target, finish);
-    if (is_small(w.kind)) return for_small_panels(me, activations, w, x, lda, rows, space, target, finish);
     const int panels = (w.n + PANEL - 1) / PANEL, size = me.team->size;
-    int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    // As many for each thread, so that it meets its own rows again in the next product.
-    const int even = (blocks + size - 1) / size * size;
-    if (rows / even >= 4 * TILE_ROWS) blocks = even;
-    float* c = (float*)space;
-    u32* sums = (u32*)(space + ROW_BLOCK * PANEL * 4);
-    me.share(panels * blocks, [&](int task) {
-        const int block = task / panels, p = task % panels;
-        const int first = int(int64_t(rows) * block / blocks), count = int(int64_t(rows) * (block + 1) / blocks) - first;
-        const u32* a = x + first * lda;
-        const u32* b = w.packed + int64_t(p) * w.kw * PANEL;
-        fetch_targets(first, count, p, target);
-        const u32* ahead = p + 1 < panels ? b + int64_t(w.kw) * PANEL : nullptr;
-        if (w.kind == KIND_F32)
-            panel_product<F32>(*me.team, a, lda, count, b, w.kw, (u32*)c, ahead);
-        else if (w.kind == KIND_BF16)
-            panel_product<BF16>(*me.team, a, lda, count, b, w.kw, (u32*)c, ahead);
-        else
-            grouped_product(*me.team, w, a, lda, count, p, b, row_scale + first * scale_stride, scale_stride, c, sums, ahead);
-        finish_columns(w, p, count, c);
-        finish(first, count, p, c);
+    int blocks = 1, at_once = 1;
+    if (takes_few(activations, w, rows)) {
+        at_once = rows <= TWO_PANEL_ROWS ? 2 : 1;
+    } else if (is_small(w.kind)) {  // what is unpacked serves as many rows as possible
+        blocks = (rows + UNPACKED_ROWS - 1) / UNPACKED_ROWS;
+        if (panels * blocks < 2 * size) blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    } else {
+        blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+        // As many for each thread, so that it meets its own rows again in the next product.
+        const int even = (blocks + size - 1) / size * size;
+        if (rows / even >= 4 * TILE_ROWS) blocks = even;
+    }
+    const int tasks = (panels + at_once - 1) / at_once;
+    me.share(tasks * blocks, [&](int task) {
+        const int block = task / tasks, p = task % tasks * at_once, count = panels - p < at_once ? panels - p : at_once;
+        const int first = int(int64_t(rows) * block / blocks), end = int(int64_t(rows) * (block + 1) / blocks);
+        const u32* ahead = p + count < panels ? panel_at(w, p + count) : nullptr;
+        panel_task(*me.team, activations, w, p, count, x + first * lda, lda, row_scale + first * scale_stride,
+                   scale_stride, end - first, space, ahead, [&](int row, int panel) { return target(first + row, panel); },
+                   [&](int from, int block_rows, int panel, const float* c) { finish(first + from, block_rows, panel, c); });
     });
+}
+
+inline vf gate(vf x, bool gelu) {
+    // gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)); silu(x) = x * sigmoid(x); in base 2
+    constexpr float log2e = 1.44269504088896341f;
+    vf exponent = mul(x, set1(-log2e));
+    if (gelu) exponent = mul(set1(-1.5957691216057308f * log2e), fma(mul(set1(0.044715f), mul(x, x)), x, x));
+    return div(x, add(set1(1.0f), exp2_f(min(set1(126.0f), exponent))));
 }
 
 // x [n] -> integers of at most 127, and `middle` added to each, as bytes; returns the scale. What is not finite makes the

@@ -1,0 +1,74 @@
+"""A layer's mixture of experts in native code; see engine/native/csrc/experts.h."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from engine.models.experts import Experts, ExpertSpec, LinearPerExpert
+from engine.native.library import NativeLibrary
+from engine.native.linear import NativeLinear
+from engine.native.structs import KIND_OF, ElementKind, ExpertsStruct, LinearStruct, Scoring
+from engine.native.workspace import ExpertSizes, KernelWorkspace
+from engine.quant.base import Linear
+
+
+class NativeExperts:
+    """A mixture whose products are `NativeLinear`s, one for each expert.
+
+    Attributes:
+        struct: for the kernels; points into what lives as long as this object.
+        linears: all its products: of the experts, the shared one, and the router.
+        sizes: what it needs room for.
+        rows: int64 [num_experts], that each expert has computed so far.
+    """
+
+    __slots__ = ("_correction", "_down", "_gate_up", "_library", "linears", "rows", "sizes", "struct")
+
+    def __init__(self, library: NativeLibrary, spec: ExpertSpec, mlp: Experts) -> None:
+        self._library = library
+        gate_up, down = _experts(mlp.gate_up), _experts(mlp.down)
+        if mlp.shared is not None:
+            gate_up.append(_native(mlp.shared.gate_up))
+            down.append(_native(mlp.shared.down))
+        weight = mlp.router if mlp.shared_gate is None else torch.cat((mlp.router, mlp.shared_gate))
+        router = NativeLinear.dense(library, ElementKind.F32, weight)
+        self.linears = (*gate_up, *down, router)
+        self.rows = torch.zeros(spec.num_experts, dtype=torch.int64)
+        self.sizes = ExpertSizes(spec.num_experts, spec.top_k, spec.intermediate_size, spec.shared_size)
+        self._gate_up, self._down = _structs(gate_up), _structs(down)
+        self._correction = None if mlp.correction is None else mlp.correction.contiguous()
+        self.struct = ExpertsStruct(
+            spec.num_experts, spec.top_k, Scoring[spec.scoring.upper()], spec.renormalize, spec.num_groups,
+            spec.top_groups, mlp.shared is not None, mlp.shared_gate is not None, spec.scale, 0, self._gate_up,
+            self._down, router.struct, None if self._correction is None else self._correction.data_ptr(),
+            self.rows.data_ptr(),
+        )  # fmt: skip
+
+    def product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        """float32 [rows, hidden] for x [rows, hidden] in the dtype that the experts multiply, by themselves and not as
+        a part of a decoder's step."""
+        rows, hidden = x.shape
+        y = torch.empty(rows, hidden, dtype=torch.float32)
+        if rows:
+            kind = KIND_OF[x.dtype]
+            reorders = any(linear.reorders for linear in self.linears)
+            space = KernelWorkspace.for_experts(self._library, self.sizes, hidden, kind, rows, reorders=reorders)
+            self._library.experts(kind, self.struct, x.contiguous(), y, space.struct, gelu=gelu)
+        return y
+
+
+def _experts(products: object) -> list[NativeLinear]:
+    assert isinstance(products, LinearPerExpert)
+    return [_native(linear) for linear in products.linears]
+
+
+def _native(linear: Linear) -> NativeLinear:
+    assert isinstance(linear, NativeLinear)
+    return linear
+
+
+def _structs(linears: list[NativeLinear]) -> ctypes.Array[LinearStruct]:
+    return (LinearStruct * len(linears))(*(linear.struct for linear in linears))
