@@ -315,9 +315,7 @@ def _mlp(spec: DecoderSpec, name: str, inner: int, reader: WeightReader, builder
     hidden, bias = spec.hidden_size, spec.mlp_bias
     rows = spec.gate_up_rows(inner)
     gate_up = reader.fused([f"{name}.{part}" for part in rows], list(rows.values()), hidden, bias, "gated")
-    # The fused decoder computes mixtures for all builders, and splits the outputs of gate and up in halves.
-    gated = builder.gated if spec.experts is None else builder.linear
-    return Mlp(gated(*gate_up), builder.linear(*reader.fused([f"{name}.down_proj"], [hidden], inner, bias)))
+    return Mlp(builder.gated(*gate_up), builder.linear(*reader.fused([f"{name}.down_proj"], [hidden], inner, bias)))
 
 
 def _experts(

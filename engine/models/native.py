@@ -20,10 +20,11 @@ from engine.attention.base import AttentionStep
 from engine.attention.native import NativeAttention
 from engine.config import Quantize
 from engine.errors import EngineError
-from engine.models.base import Attend, CausalModel, ModelSpec
-from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
+from engine.models.base import Attend, ModelSpec
+from engine.models.decoder import DecoderSpec, Layer
 from engine.models.decoder_builder import Use
-from engine.models.experts import ExpertLinear, LinearPerExpert, Mlp
+from engine.models.experts import ExpertLinear, Experts, LinearPerExpert
+from engine.models.native_experts import NativeExperts
 from engine.models.rope import RotaryTable
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
@@ -65,6 +66,7 @@ class NativeDecoder:
         self._layers = layers
         self._norm = norm
         self._head = _native(head)
+        self._experts = tuple(self._mixture(layer) for layer in layers)
         self._ropes = tuple(RotaryTable(rope, torch.float32, torch.device("cpu"), positions) for rope in spec.ropes)
         self._bound: _Bound | None = None
 
@@ -128,6 +130,11 @@ class NativeDecoder:
             return {}
         return dict(zip(PARTS, (self._bound.space.spent / 1e9).tolist(), strict=True))
 
+    def expert_rows(self) -> Tensor:
+        """Rows that each expert has computed so far: int64 [layers, experts], zeros for layers without them."""
+        none = torch.zeros(0 if self._decoder.experts is None else self._decoder.experts.num_experts, dtype=torch.int64)
+        return torch.stack([none if mixture is None else mixture.rows for mixture in self._experts])
+
     def weight_bytes(self) -> dict[str, int]:
         """Return the bytes of the weights, by the form of their elements ("int4", "bfloat16", …), factors and biases
         included. Shared weights are counted once. Norms are float32."""
@@ -142,6 +149,7 @@ class NativeDecoder:
 
     def _linears(self) -> list[NativeLinear]:
         found = [_native(part) for layer in self._layers for part in _products(layer)]
+        found.extend(linear for mixture in self._experts if mixture is not None for linear in mixture.linears)
         found.append(self._head)
         if self._table is not None and self._table is not self._head:
             found.append(self._table)
@@ -176,8 +184,10 @@ class NativeDecoder:
         for index, layer in enumerate(self._layers):
             struct = attention.storage.layer_struct(index)
             struct.qkv, struct.output = _native(layer.qkv).struct, _native(layer.output).struct
-            mlp = _dense(layer)
-            struct.gate_up, struct.down = _native(mlp.gate_up).struct, _native(mlp.down).struct
+            if (mixture := self._experts[index]) is not None:
+                struct.experts = ctypes.pointer(mixture.struct)
+            elif not isinstance(layer.mlp, Experts):
+                struct.gate_up, struct.down = _native(layer.mlp.gate_up).struct, _native(layer.mlp.down).struct
             for name, weight in zip(_NORMS, _norms(layer), strict=True):
                 setattr(struct, name, None if weight is None else weight.data_ptr())
             if spec.parallel:
@@ -185,10 +195,18 @@ class NativeDecoder:
             struct.rope = spec.layer_ropes[index]
             layers[index] = struct
         space = KernelWorkspace.for_decoder(
-            self.library, cache, spec.num_heads, spec.hidden_size, spec.intermediate_size, self._kind, tokens,
+            self.library, cache, spec.num_heads, spec.hidden_size,
+            spec.intermediate_size if None in self._experts else 0, self._kind, tokens,
             reorders=any(linear.reorders for linear in self._linears()),
+            experts=next((mixture.sizes for mixture in self._experts if mixture is not None), None),
         )  # fmt: skip
         return _Bound(attention, shape, layers, space)
+
+    def _mixture(self, layer: Layer) -> NativeExperts | None:
+        if not isinstance(layer.mlp, Experts):
+            return None
+        assert self._decoder.experts is not None
+        return NativeExperts(self.library, self._decoder.experts, layer.mlp)
 
     def _embedding_scale(self) -> float:
         scale = self._decoder.embedding_scale
@@ -235,7 +253,8 @@ class NativeBuilder:
         return NativeLinear.dense(self.library, self._kind(weight), self._mix(weight), mixed_bias)
 
     def experts(self, weights: Sequence[Tensor | QWeight], *, gated: bool) -> ExpertLinear:
-        return LinearPerExpert([self.linear(weight, None) for weight in weights])
+        make = self.gated if gated else self.linear
+        return LinearPerExpert([make(weight, None) for weight in weights])
 
     def head(self, weight: Tensor | QWeight) -> Linear:
         if isinstance(weight, QWeight):
@@ -245,11 +264,8 @@ class NativeBuilder:
     def tied_head(self, embedding: Tensor | QWeight) -> Linear:
         return self._table(embedding) if isinstance(embedding, QWeight) else self.head(embedding)
 
-    def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
-        """A tied head in a small form is the embedding's only copy. Mixtures of experts are computed by the fused
-        decoder, of native products."""
-        if spec.experts is not None:
-            return FusedDecoder(spec, dtype, **parts)
+    def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> NativeDecoder:
+        """A tied head in a small form is the embedding's only copy."""
         if isinstance(embedding := parts.pop("embedding"), QWeight):
             head = _native(parts["head"])
             embedding = head if head.looked_up else self._table(embedding)
@@ -282,13 +298,9 @@ class NativeBuilder:
 
 
 def _products(layer: Layer) -> tuple[Linear, ...]:
-    mlp = _dense(layer)
-    return layer.qkv, layer.output, mlp.gate_up, mlp.down
-
-
-def _dense(layer: Layer) -> Mlp:
-    assert isinstance(layer.mlp, Mlp), "layers of experts are computed by the fused decoder"
-    return layer.mlp
+    """A layer's, but for those of experts."""
+    mlp = () if isinstance(layer.mlp, Experts) else (layer.mlp.gate_up, layer.mlp.down)
+    return layer.qkv, layer.output, *mlp
 
 
 def _norms(layer: Layer) -> tuple[Tensor | None, ...]:

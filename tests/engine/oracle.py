@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,3 +137,17 @@ def make_prompts(seed: int, count: int, vocab_size: int, shared: int, longest: i
         tail = rng.integers(3, vocab_size, int(rng.integers(1, longest - shared))).tolist()
         prompts.append(head + tail if i % 3 else tail)
     return prompts
+
+
+def prompt_scores(path: Path, prompt: Sequence[int], **settings: Any) -> torch.Tensor:
+    """The log-probabilities of a prompt's tokens behind the first one, computed by an engine with these settings."""
+    config = EngineConfig(max_model_len=256, cache=CacheConfig(num_blocks=40), **{"dtype": "float32", **settings})
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    [done] = Engine.load(path, config).run([Request("0", as_token_ids(list(prompt)), params)])
+    assert done.prompt_logprobs is not None
+    return torch.from_numpy(done.prompt_logprobs.chosen[1:].copy())
+
+
+def scores_of_logits(logits: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+    """The same from a model's logits [tokens, vocabulary]."""
+    return logits.log_softmax(-1)[:-1].gather(1, prompt[1:, None])[:, 0]

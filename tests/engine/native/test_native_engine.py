@@ -15,6 +15,7 @@ from engine import CacheConfig, Completion, Engine, EngineConfig, Request, Sampl
 from engine.models.native import NativeDecoder
 from engine.native.build import INSTRUCTION_SETS
 from engine.native.library import NativeLibrary
+from tests.engine.models.test_experts import upcycle
 from tests.engine.oracle import make_prompts
 from tests.native_paths import native_path
 
@@ -94,7 +95,7 @@ def assert_same_answers(ours: list[Completion], theirs: list[Completion]) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2-moe"])
 def test_other_rows_of_the_batch_change_no_bit(
     family: str, instruction_set: str, precision: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +114,7 @@ def test_other_rows_of_the_batch_change_no_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2-moe"])
 def test_unread_positions_are_left_out_of_the_last_layer(
     family: str, precision: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,3 +167,34 @@ def test_small_forms_stay_near_the_plain_one(precision: str, tiny_model: TinyMod
 def test_the_engine_reports_its_backend(tiny_model: TinyModel) -> None:
     engine = load(tiny_model("llama"), 2, 64, instruction_set="avx2", dtype="float32")
     assert engine.attention_name == "native (avx2)"
+
+
+def test_rows_are_counted_by_layer_and_expert(tiny_model: TinyModel) -> None:
+    # Given a model whose three layers send each token through two of four experts
+    engine = load(tiny_model("qwen3-moe"), 4, 512, threads=1, dtype="float32")
+    model: Any = engine._runner._model
+    assert isinstance(model, NativeDecoder)
+    prompt = as_token_ids(list(range(3, 40)))
+    list(engine.run([Request("0", prompt, SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))]))
+    rows = model.expert_rows()
+    # In the last layer only positions whose logits are read are computed.
+    assert rows.shape == (3, 4)
+    assert rows.sum(1).tolist() == [2 * 45, 2 * 45, 2 * 9]
+
+
+@pytest.mark.parametrize("router_scale", [0.0, 0.3])
+def test_a_dense_model_copied_into_eight_experts_is_the_dense_model(
+    router_scale: float, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = upcycle(tiny_model("llama"), tmp_path / "m", router_scale)
+    prompts = make_prompts(seed=6, count=10, vocab_size=257, shared=40, longest=90)
+    seen = LogitsRecorder(monkeypatch)
+    bits, tokens = [], []
+    for path in (tiny_model("llama"), mixture):
+        bits.append(seen.watch())
+        engine = load(path, 10, 100, threads=2, dtype="float32")
+        tokens.append([list(done.choices[0].token_ids) for done in answers(engine, prompts, at_once=10)])
+    assert tokens[0] == tokens[1]
+    if router_scale == 0:  # half of the output, twice, is the output
+        assert bits[0] == bits[1]
+        assert len(bits[0]) > 50
