@@ -238,9 +238,8 @@ class Request:
         pooling: with max_tokens 0, return the prompt's hidden states, pooled.
         pooling_skip: positions at the beginning that a mean excludes.
         dimensions: size that each vector is truncated to; for an `Embedder`.
-        more_prompts: pooled like the first one, each by itself; only an `Embedder` accepts them.
-        token_type_ids: of the prompt and of each of `more_prompts`, int32 [tokens]: the number of the text of a pair
-            that each token is from. Empty: 0. For encoders that read them.
+        token_type_ids: int32 [prompt_tokens]: the number of the text of a pair that each token is from; None: 0. For
+            encoders that read them.
         more: further requests that are computed with this one and answered by one completion; only a `GroupEngine`
             accepts them. All have the same `n`: choice c of member m has the index m * n + c in the completion and in
             `partial`. The others' own id, priority, deadline, salt and `partial` are not used.
@@ -264,8 +263,7 @@ class Request:
     pooling: Pooling | None = None
     pooling_skip: int = 0
     dimensions: int | None = None
-    more_prompts: tuple[NDArray[np.int32], ...] = ()
-    token_type_ids: tuple[NDArray[np.int32], ...] = ()
+    token_type_ids: NDArray[np.int32] | None = None
     more: tuple[Request, ...] = ()
     partial: tuple[PartialChoice, ...] = ()
 
@@ -325,8 +323,6 @@ def check_request(request: Request) -> None:
         )
     if any(index > prompt.size for index, _ in params.prompt_targets):
         raise RequestRefused(f"request {request.request_id!r}: prompt_targets go beyond its {prompt.size} tokens")
-    if request.more_prompts:
-        raise RequestRefused(f"request {request.request_id!r}: an engine takes one prompt; give several to an Embedder")
     if request.more:
         raise RequestRefused(f"request {request.request_id!r}: has {len(request.more)} more; give it to a GroupEngine")
 

@@ -128,12 +128,13 @@ class EncoderEngine:
         self._arrived[request.request_id] = self.clock()
 
     def _check_types(self, request: Request) -> None:
-        most = self._model.num_token_types
-        for types in request.token_type_ids if most else ():
-            if types.shape != request.prompt_token_ids.shape:
-                raise RequestRefused(f"{types.size} token types are given for {len(request.prompt_token_ids)} tokens")
-            if ((types < 0) | (types >= most)).any():
-                raise RequestRefused(f"token type {types.max()} is given, but the model has {most}")
+        most, types = self._model.num_token_types, request.token_type_ids
+        if not most or types is None:
+            return
+        if types.shape != request.prompt_token_ids.shape:
+            raise RequestRefused(f"{types.size} token types are given for {len(request.prompt_token_ids)} tokens")
+        if ((types < 0) | (types >= most)).any():
+            raise RequestRefused(f"token type {types.max()} is given, but the model has {most}")
 
     def settle(self, *, more_to_come: bool) -> None:
         """Do nothing: the order of batches does not depend on it."""
@@ -181,7 +182,7 @@ class EncoderEngine:
                 [request.prompt_token_ids for request in batch],
                 self._pooling,
                 [request.pooling_skip for request in batch],
-                [next(iter(request.token_type_ids), None) for request in batch],
+                [request.token_type_ids for request in batch],
             )
         except BaseException as error:
             reason = f"the step failed: {type(error).__name__}: {error}"

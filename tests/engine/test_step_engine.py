@@ -80,9 +80,10 @@ def make(request: pytest.FixtureRequest, model: Path) -> Make:
 @pytest.fixture(params=["an encoder", "a decoder"])
 def make_pooling(request: pytest.FixtureRequest, model: Path, embedding_model: Path) -> Make:
     """Makes engines that pool."""
+    head = EmbeddingHead(EmbeddingSettings("mean"))
     if request.param == "an encoder":
-        return lambda: Embedder(EncoderEngine.load(embedding_model, CONFIG), EmbeddingHead(EmbeddingSettings("mean")))
-    return lambda: Embedder(Engine.load(model, CONFIG), EmbeddingHead(EmbeddingSettings("mean")))
+        return lambda: Embedder(GroupEngine(EncoderEngine.load(embedding_model, CONFIG)), head)
+    return lambda: Embedder(GroupEngine(Engine.load(model, CONFIG)), head)
 
 
 def ask(name: str, max_tokens: int = 12, *, first: int = 3, **more: Any) -> Request:
@@ -280,9 +281,9 @@ def test_texts_are_pooled_each_by_itself(make_pooling: Make) -> None:
     engine = make_pooling()
 
     def texts(name: str, *given: list[int]) -> Request:
-        first, *more = map(as_token_ids, given)
         params = SamplingParams(max_tokens=0, temperature=0.0)
-        return Request(name, first, params, pooling="mean", more_prompts=tuple(more))
+        first, *more = (Request(name, as_token_ids(ids), params, pooling="mean") for ids in given)
+        return replace(first, more=tuple(more))
 
     done = complete(engine, [texts("two", [5, 6, 7], [8, 9]), texts("one", [8, 9])])
     assert done["two"].embeddings is not None

@@ -209,7 +209,7 @@ class LoadedModel:
                 )
             limits = replace(limits, classifier=scores)
         _check_instruction(limits.classifier, tokenizer, source)
-        grouped = GroupEngine(engine, has_targets=not isinstance(engine, VLLMEngine)) if limits.generates else engine
+        grouped = GroupEngine(engine, has_targets=not isinstance(engine, VLLMEngine))
         return cls(
             name=name,
             source=str(source),

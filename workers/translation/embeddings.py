@@ -15,12 +15,13 @@ import orjson
 from numpy.typing import NDArray
 
 from engine.models.encoders.settings import EmbeddingSettings
-from engine.request import Request, SamplingParams
+from engine.request import Request
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import EmbeddingBody
 from workers.rows import ComputedRow, Envelope, RowName
-from workers.text.tokenizer import TokenIds, Tokenizer
+from workers.text.tokenizer import EncodedText, TokenIds, Tokenizer
+from workers.translation.pooling import pooling_request
 from workers.translation.rendering import encodable
 from workers.translation.requests import JobRules, ModelLimits
 
@@ -82,15 +83,12 @@ class EmbeddingReader:
             raise _refuse(
                 f"input holds {total} tokens, but at most {allowed} are allowed; send several requests", "input"
             )
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=prompts[0],
-            more_prompts=tuple(prompts[1:]),
-            params=SamplingParams(max_tokens=0, temperature=0.0),
-            priority=self._rules.priority,
-            salt=self._rules.salt,
-            pooling=settings.pooling,
-            pooling_skip=self._skip(body, settings, min(map(len, prompts))),
+        return pooling_request(
+            request_id,
+            [EncodedText(prompt) for prompt in prompts],
+            self._rules,
+            settings.pooling,
+            skip=self._skip(body, settings, min(map(len, prompts))),
             dimensions=body.dimensions,
         )
 

@@ -15,13 +15,14 @@ import orjson
 from numpy.typing import NDArray
 
 from engine.models.encoders.classifier import ClassifierSettings, activate
-from engine.request import Request, SamplingParams
+from engine.request import Request
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ClassifyBody, PairBody, RerankBody, ScoreBody
 from workers.rows import ComputedRow, Envelope, RowName, response_id
 from workers.text.tokenizer import EncodedText, Texts, TokenIds, Tokenizer
 from workers.translation.choices import classified_by_choices, continuation_logprobs, scoring_request
+from workers.translation.pooling import pooling_request
 from workers.translation.rendering import encodable
 from workers.translation.requests import JobRules, ModelLimits, RowHints
 from workers.translation.template_variables import pair_variables
@@ -118,21 +119,10 @@ class ScoringReader:
             raise _refuse(
                 f"{name} makes {total} tokens, but at most {allowed} are allowed; send several requests", name
             )
-        prompts = [one.ids for one in cut]
-        if settings.tokens is not None:
-            tokens = [np.array([token_id], dtype=np.int32) for token_id in settings.tokens]
-            return scoring_request(request_id, prompts, tokens, self._rules, hints)
-        types = [one.types for one in cut if one.types is not None]
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=prompts[0],
-            more_prompts=tuple(prompts[1:]),
-            token_type_ids=tuple(types) if len(types) == len(cut) else (),
-            params=SamplingParams(max_tokens=0, temperature=0.0),
-            priority=self._rules.priority,
-            salt=self._rules.salt,
-            pooling=settings.pooling,
-        )
+        if settings.tokens is None:
+            return pooling_request(request_id, cut, self._rules, settings.pooling)
+        tokens = [np.array([token_id], dtype=np.int32) for token_id in settings.tokens]
+        return scoring_request(request_id, [one.ids for one in cut], tokens, self._rules, hints)
 
     def _variables(self, body: ScoringRequest) -> dict[str, Any]:
         """Those of the chat template for pairs. Raises `RowError`."""

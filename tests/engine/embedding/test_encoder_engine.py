@@ -18,6 +18,7 @@ from engine.embedding.embedder import Embedder
 from engine.embedding.engine import EncoderEngine
 from engine.embedding.waiting import WaitingPrompts
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
+from engine.groups import GroupEngine
 from engine.models.base import ModelSpec
 from engine.models.encoders.head import EmbeddingHead
 from engine.models.encoders.settings import EmbeddingSettings
@@ -181,7 +182,6 @@ def test_cancelled_and_late_requests_report_their_reason() -> None:
         (make_request("a", [400]), "leaves the vocabulary of 400", RequestRefused),
         (make_request("a", [-1]), "leaves the vocabulary", RequestRefused),
         (make_request("a", [5] * 65), "65 tokens", ContextLengthExceeded),
-        (make_request("a", [5], more_prompts=(as_token_ids([5]),)), "give several to an Embedder", RequestRefused),
         (make_request("a", [5], pooling_skip=1), "must leave in one", RequestRefused),
         (make_request("taken", [5]), "already running", RequestRefused),
     ],
@@ -199,12 +199,12 @@ def test_what_can_not_be_computed_is_refused(request_: Request, named: str, kind
 
 @pytest.fixture
 def embedder() -> Embedder:
-    return Embedder(make(tokens=8), EmbeddingHead(EmbeddingSettings("mean")))
+    return Embedder(GroupEngine(make(tokens=8)), EmbeddingHead(EmbeddingSettings("mean")))
 
 
 def several(name: str, *texts: Sequence[int], **more: Any) -> Request:
-    first, *rest = map(as_token_ids, texts)
-    return replace(make_request(name, first.tolist(), **more), more_prompts=tuple(rest))
+    first, *rest = (make_request(name, list(text), **more) for text in texts)
+    return replace(first, more=tuple(rest))
 
 
 def test_a_request_ends_with_its_last_text(embedder: Embedder) -> None:
@@ -247,13 +247,14 @@ def test_cancelling_takes_all_texts(embedder: Embedder) -> None:
     assert embedder.cancel("a")
     assert not embedder.cancel("b")
     done = finish(embedder)
-    assert reason(done["a"]) is FinishReason.CANCELLED
+    assert [choice.finish_reason for choice in done["a"].choices] == [FinishReason.LENGTH, FinishReason.CANCELLED]
+    assert done["a"].embeddings is None
     embedder.add(several("a", [5]))
     assert finish(embedder)["a"].embeddings.tolist() == [[5, 1]]
 
 
 def test_vectors_are_cut_before_they_are_scaled() -> None:
-    embedder = Embedder(make(), EmbeddingHead(EmbeddingSettings("mean", normalize=True)))
+    embedder = Embedder(GroupEngine(make()), EmbeddingHead(EmbeddingSettings("mean", normalize=True)))
     embedder.add(several("whole", [3, 1, 1, 1]))
     embedder.add(several("cut", [3, 1, 1, 1], dimensions=1))
     done = finish(embedder)

@@ -295,8 +295,8 @@ class PoisonedModel:
 
 def test_a_poison_row_fails_alone(embedding_model: Path, answer: Any) -> None:
     model = LoadedModel.load(embedding_model, name="tiny", config=CONFIG)
-    poisoned = PoisonedModel(model.engine.engine._model, 399)
-    model.engine.engine._model = poisoned
+    poisoned = PoisonedModel(model.engine.engine.engine._model, 399)
+    model.engine.engine.engine._model = poisoned
     bodies: list[Any] = [{"input": [5 + at]} for at in range(20)]
     bodies[7] = {"input": [[5], [399], [6]]}
     rows = answer(model, *bodies)
@@ -307,7 +307,7 @@ def test_a_poison_row_fails_alone(embedding_model: Path, answer: Any) -> None:
 
 def test_an_engine_that_always_fails_is_broken(embedding_model: Path, answer: Any) -> None:
     model = LoadedModel.load(embedding_model, name="tiny", config=CONFIG)
-    model.engine.engine._model = PoisonedModel(model.engine.engine._model, None)
+    model.engine.engine.engine._model = PoisonedModel(model.engine.engine.engine._model, None)
     with pytest.raises(BrokenEngineError, match="the device said no"):
         answer(model, {"input": "x"}, {"input": "y"})
 

@@ -161,7 +161,7 @@ def test_labels_of_pairs_are_those_of_a_cross_encoder(
     rows = answer(
         LoadedModel.load(folder, name="tiny", config=CONFIG),
         {"input": pairs},
-        {"input": [*pairs, QUERY], "use_activation": False},
+        {"input": [*pairs, QUERY, [5, 6]], "use_activation": False},
         {"input": [[QUERY, "fox dog " * 40]], "truncate_prompt_tokens": 20},
     )
     assert rows[0].status is RowStatus.SUCCEEDED, rows[0].error_message
@@ -170,7 +170,7 @@ def test_labels_of_pairs_are_those_of_a_cross_encoder(
     assert [each["label"] for each in data] == [("no", "yes", "maybe")[at] for at in logits.argmax(axis=1)]
     both = json.loads(rows[1].response)["data"]
     np.testing.assert_allclose([each["probs"] for each in both[:4]], logits, atol=1e-5)
-    assert len(both) == 5
+    assert len(both) == 6
     assert rows[2].prompt_tokens == 20
 
 
@@ -250,7 +250,7 @@ def test_a_query_counts_with_each_document_before_anything_is_encoded(
         assert isinstance(body, RerankBody)
         (found,) = reader.encode([(body, reader.inputs_of(body))])
         request = reader.request("r", body, found, RowHints(0))
-        return [len(ids) for ids in (request.prompt_token_ids, *request.more_prompts)]
+        return [len(ids) for ids in (member.prompt_token_ids for member in request.members)]
 
     long = "fox dog " * 250  # 2,000 characters
     with pytest.raises(
@@ -317,9 +317,9 @@ def test_the_lane_prepares_the_same_request(scores: LoadedModel, kit: Any) -> No
     body = {"model": "tiny", "query": QUERY, "documents": DOCUMENTS}
     row = LaneReader(scores).prepare(LaneRequest(id="r", model="tiny", url="/v1/rerank", body=body))
     pairs = scores.tokenizer.encode_texts([(QUERY, text) for text in DOCUMENTS])
-    prompts = [row.request.prompt_token_ids, *row.request.more_prompts]
-    assert [ids.tolist() for ids in prompts] == [pair.ids.tolist() for pair in pairs]
-    assert [types.tolist() for types in row.request.token_type_ids] == [pair.types.tolist() for pair in pairs]
+    members = row.request.members
+    assert [member.prompt_token_ids.tolist() for member in members] == [pair.ids.tolist() for pair in pairs]
+    assert [member.token_type_ids.tolist() for member in members] == [pair.types.tolist() for pair in pairs]
 
 
 def test_a_classifier_warms_up_and_answers_canaries(scores: LoadedModel) -> None:

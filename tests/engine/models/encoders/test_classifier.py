@@ -24,7 +24,7 @@ CROSS_ENCODER = "config_sentence_transformers.json"
 
 
 def request(name: str, ids: list[int], types: list[int] | None = None) -> Request:
-    given = () if types is None else (as_token_ids(types),)
+    given = None if types is None else as_token_ids(types)
     return Request(name, as_token_ids(ids), PARAMS, pooling="classify", token_type_ids=given)
 
 
