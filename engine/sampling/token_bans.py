@@ -66,43 +66,68 @@ class TokenBans:
 
 
 class LongWords:
-    """Bad words of several tokens, by the tokens before their last one.
+    """Bad words of several tokens, as the automaton of Aho and Corasick (1975): a token costs the same however many and
+    however long the words are.
 
-    Attributes:
-        last_tokens: the other tokens -> each last token behind them.
-        lengths: of these others, ascending.
+    A state is the longest end of the output that begins a word, without its last token. State 0: none.
     """
 
-    __slots__ = ("last_tokens", "lengths")
+    __slots__ = ("_last_tokens", "_next", "_shorter", "_suffixes", "max_length")
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         """`words`: token ids of each word, at least two."""
-        self.last_tokens: dict[tuple[int, ...], list[int]] = {}
-        for word in words:
-            self.last_tokens.setdefault(word[:-1], []).append(word[-1])
-        self.lengths = sorted({len(prefix) for prefix in self.last_tokens})
+        self._next: dict[tuple[int, int], int] = {}  # by state and token
+        self._last_tokens: dict[int, list[int]] = {}  # of the words that only lack it
+        self.max_length = max(map(len, words)) - 1
+        states = [(0, 0, 0)]  # length, the state before its last token, this token
+        for *others, last in words:
+            state = 0
+            for length, token_id in enumerate(others, 1):
+                if (state, token_id) not in self._next:
+                    self._next[state, token_id] = len(states)
+                    states.append((length, state, token_id))
+                state = self._next[state, token_id]
+            self._last_tokens.setdefault(state, []).append(last)
+        self._suffixes = [0] * len(states)  # the next shorter state that ends as this one
+        self._shorter = [0] * len(states)  # the next shorter one behind which a word's last token may come
+        for state in sorted(range(1, len(states)), key=lambda state: states[state][0]):
+            _, before, token_id = states[state]
+            suffix = self.follow(self._suffixes[before], token_id) if before else 0
+            self._suffixes[state] = suffix
+            self._shorter[state] = suffix if suffix in self._last_tokens else self._shorter[suffix]
+
+    def follow(self, state: int, token_id: int) -> int:
+        """The state behind this one and a token."""
+        while (found := self._next.get((state, token_id))) is None and state:
+            state = self._suffixes[state]
+        return found or 0
+
+    def last_tokens(self, state: int) -> list[int]:
+        """The tokens that would complete a word."""
+        found: list[int] = []
+        while state:
+            found += self._last_tokens.get(state, ())
+            state = self._shorter[state]
+        return found
 
 
 class BadWordPrefixes:
-    """Bad words of several tokens, and a row's latest tokens. Only output counts: a word that begins in the prompt is
-    not found."""
+    """Bad words of several tokens, and how far a row has come in them. Only output counts: a word that begins in the
+    prompt is not found."""
 
-    __slots__ = ("_recent", "words")
+    __slots__ = ("_state", "words")
 
     def __init__(self, words: LongWords, output: NDArray[np.int32]) -> None:
         """`output` int32 [tokens], sampled so far."""
         self.words = words
-        self._recent: list[int] = output[-words.lengths[-1] :].tolist()
+        self._state = 0
+        for token_id in output[-words.max_length :].tolist():
+            self.push(token_id)
 
     def push(self, token_id: int) -> None:
         """Add the next sampled token."""
-        self._recent.append(token_id)
-        del self._recent[: -self.words.lengths[-1]]
+        self._state = self.words.follow(self._state, token_id)
 
     def banned(self) -> list[int]:
         """The tokens that would complete a bad word now."""
-        found: list[int] = []
-        for length in self.words.lengths:
-            if length <= len(self._recent):
-                found += self.words.last_tokens.get(tuple(self._recent[-length:]), ())
-        return found
+        return self.words.last_tokens(self._state)

@@ -30,6 +30,9 @@ from workers.translation.rendering import encodable, rendered_chat
 from workers.translation.retained_prefixes import retained_prefixes
 from workers.translation.truncation import PromptCutter
 
+MAX_BAD_WORD_TOKENS: Final = 32_768
+"""Of a request's `bad_words`. The engine keeps about 100 bytes for each."""
+
 PRIORITIES: Final = {Tier.INTERACTIVE: 0, Tier.STANDARD: 1, Tier.BULK: 2}
 
 Generation = ChatBody | CompletionBody
@@ -370,6 +373,9 @@ def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[i
     `RowError`."""
     texts = [blank + encodable(word, "bad_words").lstrip() for word in words for blank in ("", " ")]
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    if (total := sum(map(len, encoded))) > MAX_BAD_WORD_TOKENS:
+        message = f"bad_words hold {total} tokens, but at most {MAX_BAD_WORD_TOKENS} are allowed; name fewer or shorter"
+        raise _refuse(message, "bad_words")
     return tuple(dict.fromkeys(tuple(ids.tolist()) for ids in encoded if len(ids)))
 
 

@@ -16,6 +16,8 @@ from engine.plan import NO_TOKEN
 from engine.request import Request, SamplingParams
 from engine.sampling.rows import RowParams
 from engine.sampling.sampler import NOTHING_LEFT, Sampler, check_params
+from engine.sampling.token_bans import BadWordPrefixes, LongWords
+from tests.counting import count_lines
 from tests.engine.sampling.test_sampler_rows import AllowMask
 
 VOCAB = 40
@@ -88,6 +90,41 @@ def test_each_row_samples_the_best_token_that_its_rules_leave(
                 going.remove(row)
         if not going:
             return
+
+
+few = st.integers(1, 3)
+
+
+@given(st.lists(st.lists(few, min_size=2, max_size=7).map(tuple), min_size=1, max_size=12), st.lists(few, max_size=40))
+def test_the_last_token_of_a_word_is_banned_behind_its_others(words: list[tuple[int, ...]], output: list[int]) -> None:
+    long_words = LongWords(words)
+    row = BadWordPrefixes(long_words, np.array([], dtype=np.int32))
+    for end in range(len(output) + 1):
+        expected = {word[-1] for word in words if tuple(output[:end][1 - len(word) :]) == word[:-1]}
+        assert set(row.banned()) == expected
+        assert set(BadWordPrefixes(long_words, np.array(output[:end], dtype=np.int32)).banned()) == expected
+        if end < len(output):
+            row.push(output[end])
+
+
+def test_a_token_costs_the_same_however_many_words_there_are() -> None:
+    """Given words of 2 to n and of 2 to 4 n tokens, when a row samples, then a step takes the same work."""
+    output = [1, 2, 3, 1, 1, 4] * 50
+
+    def sample(row: BadWordPrefixes) -> int:
+        banned = 0
+        for token in output:
+            banned += len(row.banned())
+            row.push(token)
+        return banned
+
+    rows = [
+        BadWordPrefixes(LongWords([(1,) * length + (5,) for length in range(1, most)]), PROMPT[:0])
+        for most in (100, 400)
+    ]
+    (few_lines, few_banned), (many_lines, many_banned) = [count_lines(lambda row=row: sample(row)) for row in rows]
+    assert few_lines == many_lines
+    assert few_banned == many_banned > 0
 
 
 def test_only_words_of_several_tokens_make_the_host_wait_for_each_token() -> None:

@@ -97,6 +97,11 @@ def test_bad_words_are_banned_with_and_without_a_blank_before_them(model: Loaded
     assert set(found) == {tuple(ids_of(model, text)) for text in ("fox", " fox", "a", " a")}
     with pytest.raises(RowError, match="bad_words holds half a surrogate pair"):
         bad_word_tokens(model.tokenizer, ["\ud83d"])
+    long = [f"{at:04}" * 9 for at in range(1000)]
+    with pytest.raises(RowError, match=r"bad_words hold \d+ tokens, but at most 32768 are allowed") as refused:
+        bad_word_tokens(model.tokenizer, long)
+    assert refused.value.param == "bad_words"
+    assert sum(map(len, bad_word_tokens(model.tokenizer, long[:300]))) > 10_000
 
 
 @pytest.mark.parametrize(
