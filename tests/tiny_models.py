@@ -84,6 +84,13 @@ _GLM = {
     "attention_bias": True,
     "num_nextn_predict_layers": 0,
 }
+_ERNIE_MOE = {
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_intermediate_size": 24,
+    "moe_layer_start_index": 1,
+    "tie_word_embeddings": False,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -129,6 +136,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-mixed": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 6, "head_dim": 16, **_MIXED}),
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}),
     "granite-moe": ("GraniteMoeConfig", {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "dots1": ("Dots1Config", {**_GLM, "head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True}),
+    "ernie4.5-moe": ("Ernie4_5_MoeConfig", _ERNIE_MOE),
     "glm4-moe": ("Glm4MoeConfig", _GLM),
     "glm4-moe-grouped": ("Glm4MoeConfig", {**_GLM, "n_group": 3, "topk_group": 2, "head_dim": 16, "use_qk_norm": True}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
@@ -136,15 +145,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Family -> its transformers config class and what differs from the common shape."""
 
 MIXTURES = (
-    "mixtral",
-    "qwen2-moe",
-    "qwen3-moe",
-    "qwen3-moe-mixed",
-    "olmoe",
-    "granite-moe",
-    "glm4-moe",
+    "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe",
     "glm4-moe-grouped",
-)
+)  # fmt: skip
 """Families with experts that the fused decoder computes."""
 
 FUSED = (

@@ -331,12 +331,16 @@ def _experts(
     del gates
     downs = [reader.fused([f"{e}.{down}"], [hidden], inner, False)[0] for e in each]
     shared = next((part for part in _SHARED if reader.has(f"{block}.{part}.down_proj.weight")), _SHARED[0])
-    correction = f"{block}.gate.e_score_correction_bias"
+    correction = None
+    if spec.has_correction:
+        ernie = reader.has(f"{block}.moe_statics.e_score_correction_bias")
+        place, shape = ("moe_statics", (1, spec.num_experts)) if ernie else ("gate", (spec.num_experts,))
+        correction = reader.exact(f"{block}.{place}.e_score_correction_bias", *shape).view(-1)
     return Experts(
         router=router,
         gate_up=gate_up,
         down=builder.experts(downs, gated=False),
-        correction=reader.exact(correction, spec.num_experts) if spec.has_correction else None,
+        correction=correction,
         shared=_mlp(decoder, f"{block}.{shared}", spec.shared_size, reader, builder) if spec.shared_size else None,
         shared_gate=reader.exact(f"{block}.shared_expert_gate.weight", 1, hidden) if spec.has_shared_gate else None,
     )

@@ -20,6 +20,9 @@ from engine.quant.base import Linear
 _TINY = 1e-20
 """Added to a sum of scores that is divided by, as the families with sigmoid scores do: all may be zero."""
 
+_GROUPED_KERNELS = (9, 10)
+"""Major compute capabilities for which torch has a kernel of grouped products."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
@@ -146,14 +149,19 @@ class LinearPerExpert:
 
 
 class GroupedLinear:
-    """All experts' products in one kernel, which reads the rows' bounds on the device."""
+    """All experts' products in one kernel, which reads the rows' bounds on the device; on GPUs for which torch has
+    none, in one call that reads them on the host."""
 
     __slots__ = ("weight",)
-    recordable = True
 
     def __init__(self, weight: Tensor) -> None:
         """From weight [num_experts, out_features, in_features]."""
         self.weight = weight
+
+    @property
+    def recordable(self) -> bool:
+        device = self.weight.device
+        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _GROUPED_KERNELS
 
     @staticmethod
     def runs(weight: Tensor) -> bool:

@@ -20,8 +20,11 @@ from engine.models.rope import RopeSpec, context_length, no_rope, rope_spec
 
 Family = Callable[[Any], DecoderSpec]
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MOST_EXPERTS = 4096
+_MOST_NORM_MIN = 1e-6
+"""Of sums of scores, that nothing is divided by less than: ours is smaller still."""
+
 _MOST_FURTHER = 8
 """Layers behind the last one that may be passed over."""
 
@@ -339,23 +342,49 @@ def granitemoe(config: Any) -> DecoderSpec:
     return granite(config, experts=experts)
 
 
-def glm4_moe(config: Any) -> DecoderSpec:
-    """GLM 4.5 and 4.6: a part of each head is rotated, and the first layers are dense. Layers that predict further
-    tokens are not read."""
-    layers = config.num_hidden_layers
+def ernie4_5_moe(config: Any) -> DecoderSpec:
+    """ERNIE 4.5 (technical report, 2025), its mixtures: experts are chosen by corrected scores. Layers that predict
+    further tokens are not read."""
+    bias = bool(config.use_bias)
+    if not 0 <= config.moe_norm_min <= _MOST_NORM_MIN:
+        raise UnsupportedModel(f"moe_norm_min is {config.moe_norm_min}, but must be from 0 to {_MOST_NORM_MIN}")
+    if config.moe_layer_interval < 1:
+        raise UnsupportedModel(f"moe_layer_interval is {config.moe_layer_interval}, but must be 1 or more")
+    first, last = config.moe_layer_start_index, config.moe_layer_end_index
     experts = _experts(
         config,
-        "n_routed_experts",
+        "moe_num_experts",
         config.moe_intermediate_size,
-        layers=tuple(index >= config.first_k_dense_replace for index in range(layers)),
-        scoring="sigmoid",
-        renormalize=bool(config.norm_topk_prob),
-        num_groups=config.n_group,
-        top_groups=config.topk_group,
-        scale=config.routed_scaling_factor,
+        layers=tuple(
+            (index + 1) % config.moe_layer_interval == 0 and first <= index <= last
+            for index in range(config.num_hidden_layers)
+        ),
+        renormalize=True,
         has_correction=True,
-        shared_size=config.moe_intermediate_size * config.n_shared_experts,
+        shared_size=config.moe_intermediate_size * config.moe_num_shared_experts,
     )
+    return _decoder(
+        config,
+        interleaved_rope=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        experts=experts,
+        ignored_weights=("model.mtp_",),
+    )
+
+
+def dots1(config: Any) -> DecoderSpec:
+    """dots.llm1 (rednote, 2025): Qwen 3 with the mixtures of DeepSeek-V3."""
+    bias = bool(config.attention_bias)
+    experts = _deepseek_experts(config)
+    return _decoder(config, qk_norm="head", qkv_bias=bias, output_bias=bias, windows=_windows(config), experts=experts)
+
+
+def glm4_moe(config: Any) -> DecoderSpec:
+    """GLM 4.5 and 4.6: a part of each head is rotated, and mixtures are DeepSeek-V3's. Layers that predict further
+    tokens are not read."""
+    layers = config.num_hidden_layers
     further = range(layers, layers + min(config.num_nextn_predict_layers, _MOST_FURTHER))
     return _decoder(
         config,
@@ -363,7 +392,7 @@ def glm4_moe(config: Any) -> DecoderSpec:
         reads=("use_qk_norm",),
         qk_norm="head" if config.use_qk_norm else None,
         partial_rotary=True,
-        experts=experts,
+        experts=_deepseek_experts(config),
         ignored_weights=tuple(f"model.layers.{index}." for index in further),
     )
 
@@ -399,6 +428,8 @@ _FAMILIES: Mapping[str, Family] = {
     "glm4_moe": glm4_moe,
     "granite": granite,
     "granitemoe": granitemoe,
+    "dots1": dots1,
+    "ernie4_5_moe": ernie4_5_moe,
     "helium": helium,
     "hyperclovax": hyperclovax,
     "internlm3": llama,
@@ -514,9 +545,28 @@ def _experts(
     groups, best = spec.num_groups, spec.top_groups
     if groups != 1 and not (groups > 1 and count % groups == 0 and count // groups >= 2 and 1 <= best <= groups):
         raise UnsupportedModel(f"n_group={groups} and topk_group={best} do not fit {name}={count}")
+    if not 0 < spec.scale < math.inf:
+        raise UnsupportedModel(f"routed_scaling_factor is {spec.scale}, but must be above 0, and finite")
     if count // groups * best < top_k:
         raise UnsupportedModel(f"num_experts_per_tok is {top_k}, but topk_group={best} groups have fewer experts")
     return spec
+
+
+def _deepseek_experts(config: Any) -> ExpertSpec:
+    """Return DeepSeek-V3's mixture: sigmoid scores, corrected, in groups; the first layers are dense."""
+    return _experts(
+        config,
+        "n_routed_experts",
+        config.moe_intermediate_size,
+        layers=tuple(index >= config.first_k_dense_replace for index in range(config.num_hidden_layers)),
+        scoring="sigmoid",
+        renormalize=bool(config.norm_topk_prob),
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        scale=config.routed_scaling_factor,
+        has_correction=True,
+        shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+    )
 
 
 def _sparse_layers(config: Any) -> tuple[bool, ...]:

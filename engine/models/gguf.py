@@ -34,8 +34,10 @@ _QWEN_EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _EXPERT_KEYS = {
-    "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    "mixtral": _LOCAL_EXPERTS,
+    "granitemoe": _LOCAL_EXPERTS,
     "qwen2_moe": _QWEN_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     "qwen3_moe": _QWEN_EXPERTS,
     "olmoe": {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
@@ -116,6 +118,12 @@ class _Architecture:
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 
 
+_GRANITE_KEYS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _ATTENTION_BIAS = {"attention_bias": "attn_q"}
 _BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
 _MISTRALS = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
@@ -162,14 +170,12 @@ _ARCHITECTURES = {
     "granite": _Architecture(
         "granite",
         "GraniteForCausalLM",
-        keys={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+        keys=_GRANITE_KEYS,
         biases=_BIASES,
         sorts_pairs=True,
+    ),
+    "granitemoe": _Architecture(
+        "granitemoe", "GraniteMoeForCausalLM", keys=_GRANITE_KEYS, biases=_ATTENTION_BIAS, sorts_pairs=True
     ),
     "olmo2": _Architecture(
         "olmo2",
@@ -356,7 +362,7 @@ class GGUFCheckpoint:
             if (window := left.pop("attention.sliding_window", None)) is not None or mixture:
                 values["sliding_window"] = window
                 return "mixtral" if mixture else "mistral"
-        elif model_type == "granite":  # as llama.cpp, where the file doesn't say
+        elif model_type in ("granite", "granitemoe"):  # as llama.cpp, where the file doesn't say
             values.setdefault("attention_multiplier", values["head_dim"] ** -0.5)
         elif model_type == "phi3":
             values["sliding_window"] = left.pop("attention.sliding_window", 0) or None
@@ -379,6 +385,7 @@ class GGUFCheckpoint:
             if (function := left.pop("expert_gating_func", _SIGMOID)) != _SIGMOID:
                 raise UnsupportedModel(f"{self._file.path} makes scores of experts by function {function}, not sigmoid")
             values["num_hidden_layers"] -= values.setdefault("num_nextn_predict_layers", 0)
+            values.setdefault("partial_rotary_factor", 1.0)  # the config's own default is a half
             values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in self._file.tensors
         return model_type
 

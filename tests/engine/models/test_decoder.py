@@ -28,7 +28,7 @@ FUSED = (
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
     "cohere2", "hyperclovax", "internlm3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe",
-    "granite-moe", "glm4-moe", "glm4-moe-grouped",
+    "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,8 +106,6 @@ def test_grouped_products_are_those_of_each_expert(dtype: torch.dtype) -> None:
     ends = torch.tensor([0, 4, 4, 5, 9], dtype=torch.int32)
     each = LinearPerExpert([DenseLinear(matrix) for matrix in weight])
     torch.testing.assert_close(GroupedLinear(weight)(x, ends), each(x, ends))
-    assert GroupedLinear.recordable
-    assert not LinearPerExpert.recordable
 
 
 def test_a_mixture_of_grouped_products_reads_nothing_on_the_host(tiny_model: Callable[[str], Path]) -> None:
@@ -128,8 +127,21 @@ def test_a_mixture_of_grouped_products_reads_nothing_on_the_host(tiny_model: Cal
     torch.testing.assert_close(model._mlp(grouped, x), model._mlp(apart, x))
     with pytest.raises(RuntimeError), FakeTensorMode(allow_non_fake_inputs=True):
         model._mlp(apart, torch.empty(5, 48, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("capability", "recordable"), [((9, 0), True), ((10, 3), True), ((8, 0), False), ((12, 0), False)]
+)
+def test_a_decoder_is_recordable_where_torch_has_a_grouped_kernel(
+    capability: tuple[int, int], recordable: bool, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    model = load(tiny_model("qwen3-moe"))
+    assert not model.recordable
+    weight: Any = SimpleNamespace(device=torch.device("cuda"))
+    grouped = replace(model._layers[0].mlp, gate_up=GroupedLinear(weight), down=GroupedLinear(weight))
     model._layers = tuple(replace(layer, mlp=grouped) for layer in model._layers)
-    assert model.recordable
+    assert model.recordable == recordable
 
 
 def upcycle(dense: Path, folder: Path, router_scale: float) -> Path:

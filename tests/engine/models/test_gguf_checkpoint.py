@@ -39,6 +39,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -67,7 +68,7 @@ ARCHITECTURE_OF = {
     "gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "cohere": "command-r", "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
 }  # fmt: skip
-SORTED_PAIRS = ("llama", "smollm3", "granite")
+SORTED_PAIRS = ("llama", "smollm3", "granite", "granitemoe")
 MULTIPLIERS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -95,6 +96,12 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
 def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """The experts of each layer in three tensors [experts, n, k], by their names there; taken out of `tensors`."""
     found: dict[str, dict[int, np.ndarray]] = {}
+    for name in [name for name in tensors if name.endswith("put_linear.weight")]:  # Granite's are stacked already
+        layer, stack = name.split(".")[2], tensors.pop(name).float().numpy()
+        parts = (
+            {"gate": np.split(stack, 2, 1)[0], "up": np.split(stack, 2, 1)[1]} if "input" in name else {"down": stack}
+        )
+        found |= {f"blk.{layer}.ffn_{part}_exps.weight": dict(enumerate(each)) for part, each in parts.items()}
     for name in [name for name in tensors if ".experts." in name]:
         layer, _, expert, module = re.fullmatch(
             r"model\.layers\.(\d+)\.(.+)\.experts\.(\d+)\.(\w+)\.weight", name
@@ -129,9 +136,9 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
     writer.add_token_scores([0.0] * config.vocab_size)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(7)
-    if architecture == "granite":
+    if architecture in ("granite", "granitemoe"):
         for key, ours in MULTIPLIERS.items():
-            writer.add_float32(f"granite.{key}", getattr(config, ours))
+            writer.add_float32(f"{architecture}.{key}", getattr(config, ours))
     if (part := rope.get("partial_rotary_factor")) is not None:
         head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         writer.add_rope_dimension_count(int(head_dim * part))
@@ -225,6 +232,7 @@ GEMMA_AS_GGUF = {
         ("cohere-norms", {}),
         ("cohere2", {"layer_types": None, "num_hidden_layers": 5}),
         ("olmoe", {"attention_bias": False}),
+        ("granite-moe", {}),
         ("glm4-moe", {"head_dim": 16}),
         ("glm4-moe-grouped", {}),
     ],
