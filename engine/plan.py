@@ -80,6 +80,15 @@ class BlockRef(NamedTuple):
     block: int
 
 
+class BlockCopy(NamedTuple):
+    """A copy of the keys and values of a block's first `tokens` positions, within one cache group."""
+
+    group: int
+    source: int
+    target: int
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Rows that compute a single token come first (`num_decodes` of them), then the chunks.
@@ -93,6 +102,8 @@ class StepPlan:
         num_tokens: sum of counts.
         new_rows: rows whose owner changed; the runner and sampler (re)load their parameters before computing.
         zero_blocks: blocks to zero before computing (their last owner met non-finite values, and 0 * NaN = NaN).
+        copy_blocks: copies to make before computing, after zeroing; no target is the source of another one. Sources
+            were computed in earlier steps.
         drafts: int32 [B], how many of the row's last positions hold drafts instead of known tokens; None: none do.
         ahead: bool [B], rows whose last position holds the token that the step before this one samples: the host does
             not have it yet, and the device has it by then; None: there are none.
@@ -107,6 +118,7 @@ class StepPlan:
     num_tokens: int
     new_rows: tuple[NewRow, ...] = ()
     zero_blocks: tuple[BlockRef, ...] = ()
+    copy_blocks: tuple[BlockCopy, ...] = ()
     drafts: NDArray[np.int32] | None = None
     ahead: NDArray[np.bool_] | None = None
 

@@ -7,6 +7,7 @@ visible.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.plan import CacheGroup
+from engine.plan import BlockCopy, CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,10 @@ class AttentionBackend(Protocol):
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zero these blocks in all layers of the group."""
+        ...
+
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        """Copy the first positions of blocks in all layers of the group."""
         ...
 
 

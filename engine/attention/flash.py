@@ -7,7 +7,7 @@ one call. No adapter has run on a GPU yet: they are tested with functions of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ from engine.attention.base import AttentionBatch, KVLayout
 from engine.attention.storage import KVStorage
 from engine.errors import EngineError
 from engine.logs import get_logger
+from engine.plan import BlockCopy
 
 logger = get_logger(__name__)
 
@@ -257,6 +258,9 @@ class FlashAttention:
 
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
+
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        self.storage.copy(group, copies)
 
     def _carry(self, part: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         there = torch.from_numpy(np.ascontiguousarray(part))

@@ -6,6 +6,7 @@ sequences share is read once for all of them. A row's result does not depend on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +20,15 @@ from engine.errors import EngineError
 from engine.native.library import NativeLibrary, StepTasks
 from engine.native.structs import KIND_OF, CacheShape, ElementKind, GroupInput, LayerStruct
 from engine.native.workspace import MOST_PARTIALS, KernelWorkspace
+from engine.plan import BlockCopy
 
 CPU = torch.device("cpu")
 
 MOST_INT8_DIM = 1024
 """As in csrc/cache.h."""
+
+_PER_WORD = {ElementKind.F32: 1, ElementKind.BF16: 2, ElementKind.I8: 4}
+"""Dimensions of a key that lie side by side."""
 
 _LANES = 16
 """Columns of a block and dimensions of a value are padded to whole vectors of the widest instruction set."""
@@ -53,9 +58,8 @@ class NativeStorage:
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
         dtype = {ElementKind.F32: torch.float32, ElementKind.BF16: torch.bfloat16, ElementKind.I8: torch.int8}[kind]
-        per_word = {ElementKind.F32: 1, ElementKind.BF16: 2, ElementKind.I8: 4}[kind]
+        heads, per_word = layout.num_kv_heads, _PER_WORD[kind]
         key_dim = -(-layout.head_dim // per_word) * per_word
-        heads = layout.num_kv_heads
         if kind == ElementKind.I8:
             self.key_scales = [torch.empty(0)] * num_layers
             self.value_scales = [torch.empty(0)] * num_layers
@@ -76,6 +80,23 @@ class NativeStorage:
             for tensors in (self.keys, self.values, self.key_scales, self.value_scales):
                 if tensors:
                     tensors[layer].index_fill_(0, index, 0)
+
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        """Copy the first positions of blocks in all layers of the group; the targets' other positions become zeros."""
+        shape, count, heads = self.shape, len(copies), self.shape.kv_heads
+        layers = self.layout.groups[group].layers
+        _, sources, targets, tokens = torch.tensor(copies, dtype=torch.int64).T.contiguous()
+        rest = torch.arange(shape.columns) >= tokens[:, None]
+        per_word, pair = _PER_WORD[shape.kind], 1 if shape.kind == ElementKind.F32 else 2
+        words = self.keys[layers[0]].shape[1] // (shape.columns * per_word)  # of all heads
+        of_keys = rest.view(count, 1, -1, 1).expand(-1, words, -1, per_word).reshape(count, -1)
+        of_values = rest.view(count, 1, -1, 1, pair).expand(-1, heads, -1, shape.value_dim, -1).reshape(count, -1)
+        of_scales = rest.repeat(1, heads)
+        stores = (self.keys, self.values, self.key_scales, self.value_scales)
+        for layer in layers:
+            for stored, mask in zip(stores, (of_keys, of_values, of_scales, of_scales), strict=True):
+                if stored:
+                    stored[layer].index_copy_(0, targets, stored[layer].index_select(0, sources).masked_fill_(mask, 0))
 
     def layer_struct(self, layer: int) -> LayerStruct:
         """Return the struct of the layer's cache; the caller fills in its weights."""
@@ -169,3 +190,6 @@ class NativeAttention:
 
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
+
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        self.storage.copy(group, copies)

@@ -8,6 +8,7 @@ sequence at a time, in query tiles, each over just the keys it can see. A mask n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.base import AttentionBatch, KVLayout
 from engine.attention.storage import KVStorage
+from engine.plan import BlockCopy
 
 GATHER_BYTES = 3 << 20
 """Gathered K + V of one group of decoding sequences, in bytes: about the L2 cache of two cores."""
@@ -126,6 +128,9 @@ class PagedSdpaAttention:
 
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
+
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        self.storage.copy(group, copies)
 
     def _decode_groups(
         self, positions: NDArray[np.int64], table: NDArray[np.int32], window: int | None

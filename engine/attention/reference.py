@@ -5,6 +5,7 @@ It is not optimised; every other backend is tested against it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBatch, KVLayout
 from engine.attention.storage import KVStorage
+from engine.plan import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +93,6 @@ class ReferenceAttention:
 
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
+
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        self.storage.copy(group, copies)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from engine.attention.base import KVLayout
 from engine.device_transfer import make_transfer
+from engine.plan import BlockCopy
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -79,3 +81,19 @@ class KVStorage:
             for scales in (self.key_scales, self.value_scales):
                 if scales:
                     scales[layer].index_fill_(0, index, 0)
+
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        """Copy the first positions of blocks in all layers of the group."""
+        size = self.layout.block_size
+        slots = (
+            np.concatenate([at * size + np.arange(tokens, dtype=np.int64) for at, tokens in blocks])
+            for blocks in ([(one.source, one.tokens) for one in copies], [(one.target, one.tokens) for one in copies])
+        )
+        sources, targets = self._transfer.up(*slots)
+        for layer in self.layout.groups[group].layers:
+            for stored in (self.keys, self.values, self.key_scales, self.value_scales):
+                if stored:
+                    # torch copies no float8 by index on a CPU.
+                    whole = stored[layer].view(torch.uint8) if stored[layer].itemsize == 1 else stored[layer]
+                    tokens = whole.view(len(whole) * size, -1)
+                    tokens.index_copy_(0, targets, tokens.index_select(0, sources))

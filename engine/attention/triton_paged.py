@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBatch, KVLayout
 from engine.attention.storage import KVStorage
+from engine.plan import BlockCopy
 from engine.triton_kernels.attention import attend_tiles, join_splits, store_tokens, store_tokens_scaled
 
 FP8 = torch.float8_e4m3fn
@@ -195,6 +197,9 @@ class TritonPagedAttention:
 
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
+
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        self.storage.copy(group, copies)
 
     def _store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         storage, layout = self.storage, self.storage.layout

@@ -6,6 +6,7 @@ above are independent of ranks: one scheduler decides, and one sampler draws.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from engine.parallel.decoder import RankDecoder
 from engine.parallel.loading import load_share, resident_bytes
 from engine.parallel.messages import (
     Answer,
+    CopyBlocks,
     Failed,
     Forward,
     Loaded,
@@ -34,7 +36,7 @@ from engine.parallel.messages import (
     ZeroBlocks,
 )
 from engine.parallel.rank_group import RankGroupProcesses
-from engine.plan import CacheGroup, StepOutput, StepPlan
+from engine.plan import BlockCopy, CacheGroup, StepOutput, StepPlan
 from engine.runner.device_memory import MemoryUse, cache_budget, measure
 from engine.runner.memory import available_bytes, plan_cache
 from engine.runner.runner import StepRunner
@@ -71,6 +73,12 @@ class LeaderAttention:
         with self._rank_group.collective():
             self._rank_group.send(ZeroBlocks(group, blocks))
             self.inner.zero(group, blocks)
+
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        """See `AttentionBackend.copy`."""
+        with self._rank_group.collective():
+            self._rank_group.send(CopyBlocks(group, list(copies)))
+            self.inner.copy(group, copies)
 
 
 class LeaderModel:

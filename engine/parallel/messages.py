@@ -10,7 +10,7 @@ import torch
 
 from engine.attention import AttentionBatch
 from engine.config import Quantize, ScheduleConfig
-from engine.plan import CacheGroup
+from engine.plan import BlockCopy, CacheGroup
 from engine.runner.device_memory import MemoryUse
 
 
@@ -65,6 +65,14 @@ class ZeroBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """`AttentionBackend.copy`."""
+
+    group: int
+    copies: list[BlockCopy]
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
     """Compute a step. Its int64 [2 or 3, tokens] of token ids, positions and rotary lengths, where the model has such,
     are broadcast then."""
@@ -112,5 +120,5 @@ class Failed:
     reason: str
 
 
-Message = JoinGroup | LoadShare | Measure | MakeCache | ZeroBlocks | Forward | Logits
+Message = JoinGroup | LoadShare | Measure | MakeCache | ZeroBlocks | CopyBlocks | Forward | Logits
 Answer = Done | Loaded | MeasuredMemory | Failed

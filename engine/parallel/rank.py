@@ -20,6 +20,7 @@ from engine.parallel.decoder import RankDecoder
 from engine.parallel.loading import load_share, rank_device, resident_bytes
 from engine.parallel.messages import (
     Answer,
+    CopyBlocks,
     Done,
     Failed,
     Forward,
@@ -57,6 +58,8 @@ class RankWorker:
                 return self._make_cache(message)
             case ZeroBlocks():
                 self._cache.zero(message.group, message.blocks)
+            case CopyBlocks():
+                self._cache.copy(message.group, message.copies)
             case Forward():
                 self._forward(message)
             case Logits():

@@ -261,9 +261,11 @@ class ModelRunner:
         return packed
 
     def _load_rows(self, plan: StepPlan) -> None:
-        """Zero the plan's blocks and load the parameters of rows with a new owner."""
+        """Zero and copy the plan's blocks, and load the parameters of rows with a new owner."""
         for group in {ref.group for ref in plan.zero_blocks}:
             self._attention.zero(group, [ref.block for ref in plan.zero_blocks if ref.group == group])
+        for group in {copy.group for copy in plan.copy_blocks}:
+            self._attention.copy(group, [copy for copy in plan.copy_blocks if copy.group == group])
         rows = self._rows
         for row, request, choice in plan.new_rows:
             known = rows.token_ids[row, : rows.num_known[row]]

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import AttentionBackend, AttentionBatch, KVLayout, make_backend
+from engine.attention.storage import KVStorage
 from engine.errors import EngineError
 from engine.native.structs import ElementKind
-from engine.plan import CacheGroup
+from engine.plan import BlockCopy, CacheGroup
 from tests.native_paths import PATHS, native_path
 
 FAST_BACKENDS = ["paged-sdpa", *(f"native {name}" for name in PATHS)]
@@ -124,6 +125,58 @@ def test_zeroed_blocks_are_zero_in_every_layer_of_the_group(name: str) -> None:
             assert bool((tensor[[1, 3]] == 0).all())
             assert bool(tensor[2].isnan().all())
     assert bool(storage.keys[1].isnan().all())
+
+
+KINDS = [
+    *((name, dtype, None) for name in ["reference", *FAST_BACKENDS] for dtype in (torch.float32, torch.bfloat16)),
+    *((f"native {name}", torch.bfloat16, ElementKind.I8) for name in PATHS),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "kv_kind"), KINDS)
+@pytest.mark.parametrize("tokens", [1, 6, 7])
+def test_a_copy_is_read_as_the_first_tokens_of_its_source(
+    name: str, dtype: torch.dtype, kv_kind: ElementKind | None, tokens: int
+) -> None:
+    # Given blocks whose first tokens are finite, and the others are not,
+    layout = KVLayout((CacheGroup((0, 2), None, 6), CacheGroup((1,), None, 6)), 8, 2, 16, 4)
+    backend = backend_of(name, layout, dtype, kv_kind)
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(8, heads, 16).to(dtype) for heads in (4, 2, 2))
+    bad = torch.full_like(k[tokens + 1 :], float("nan"))
+
+    def attend(
+        layer: int, block: int, start: int, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        count = len(parts[0])
+        table, slots = np.array([[block]], dtype=np.int32), np.arange(start, start + count) + 8 * block
+        where = (np.array([start], dtype=np.int32), np.array([count], dtype=np.int32), int(count == 1))
+        return backend.attend(layer, *parts, 0.3, backend.prepare(AttentionBatch(*where, (table,) * 2, (slots,) * 2)))
+
+    for layer in range(3):
+        attend(layer, 1, 0, (q, torch.cat((k[: tokens + 1], bad)), torch.cat((v[: tokens + 1], bad))))
+        attend(layer, 5, 0, (q[:tokens], k[:tokens], v[:tokens]))
+    # when they are copied in one group,
+    backend.copy(0, [BlockCopy(0, 1, 4, 1), BlockCopy(0, 1, 2, tokens)])
+    # then the next token sees what it would see behind the same tokens, in the layers of the group.
+    last = q[-1:], k[-1:], v[-1:]
+    for layer in (0, 2):
+        assert torch.equal(attend(layer, 2, tokens, last), attend(layer, 5, tokens, last))
+    assert bool((backend.storage.keys[1][2] == 0).all())  # type: ignore[attr-defined]
+
+
+def test_blocks_of_fp8_are_copied_with_their_scales() -> None:
+    storage = KVStorage(KVLayout((CacheGroup((0,), None, 4),), 4, 2, 8), torch.float8_e4m3fn, torch.device("cpu"))
+    stores = (storage.keys[0], storage.values[0], storage.key_scales[0], storage.value_scales[0])
+    for store in stores:
+        store.copy_(torch.randn(store.shape))
+    before = [store.float().view(4, 4, -1).clone() for store in stores]
+    storage.copy(0, [BlockCopy(0, 1, 3, 3), BlockCopy(0, 1, 2, 1)])
+    for store, was in zip(stores, before, strict=True):
+        now = store.float().view(4, 4, -1)
+        assert torch.equal(now[3], torch.cat((was[1, :3], was[3, 3:])))
+        assert torch.equal(now[2], torch.cat((was[1, :1], was[2, 1:])))
+        assert torch.equal(now[:2], was[:2])
 
 
 def test_an_unknown_backend_is_named_with_the_choices() -> None:
