@@ -129,6 +129,11 @@ class BlockPool:
         self._refs[block] += 1
         self._shared[block] = 1
 
+    def share(self, block: int) -> None:
+        """Add a reference to a referenced block, published or not: it will be copied."""
+        assert self._refs[block] > 0
+        self._refs[block] += 1
+
     def release(self, blocks: Iterable[int], readers_known: bool = False) -> None:
         """Release references. Blocks without references become free in this order: pass a sequence's tail first, so
         that it is evicted first and the prefixes survive longest.

@@ -9,6 +9,8 @@ next block. Their entries become `NO_BLOCK`; they stay cached until evicted. So 
 
 and the hit is the longest k on which all groups agree. A long prompt whose early window blocks were evicted still hits
 at its end; a request that shares only its first part hits there only while those blocks have not been evicted.
+
+A row can also borrow the last, partly filled block of another row, to be copied before it writes there (`borrow`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from engine.cache.blocks import BlockPool
 from engine.cache.prefix import Digest, HashChain, PrefixIndex, PrefixNode, chain_digest
-from engine.plan import NO_BLOCK, BlockRef, CacheGroup, RowState
+from engine.plan import NO_BLOCK, BlockCopy, BlockRef, CacheGroup, RowState
 from engine.request import Request
 
 _UNPUBLISHED = np.iinfo(np.int32).max  # `published` of a row whose blocks are not (or no longer) published
@@ -35,6 +37,7 @@ class CacheTables:
         first: per group int32 [R], the first entry not released behind the window (0 without a window).
         published: int32 [R], leading blocks whose prefix has a node (which may refer to another block).
         retained: by row, the request whose prefixes are retained (`Request.retain`), of rows that have any.
+        borrowed: by row, of rows whose last block is another row's: its first positions that hold their tokens too.
         readers_known: bool [R], whether all readers of the row's blocks are registered (`Request.readers_known`).
     """
 
@@ -57,6 +60,9 @@ class CacheTables:
         self.published = np.zeros(num_rows, dtype=np.int32)
         self.readers_known = np.zeros(num_rows, dtype=np.bool_)
         self.retained: dict[int, Request] = {}
+        self.borrowed: dict[int, int] = {}
+        self._copies: list[BlockCopy] = []
+        self._sources: list[tuple[BlockPool, int, bool]] = []  # of the copies: block, and `readers_known` of its reader
         self._rows = rows
         self._tables = rows.block_tables
         self._tips: list[PrefixNode | None] = [None] * num_rows
@@ -184,6 +190,39 @@ class CacheTables:
         self.length[row] = self.published[row] = end
         self._move_tip(row, nodes[-1])
 
+    def has_block(self, row: int, block: int) -> bool:
+        """Whether the row has the block at this index of its tables in all groups."""
+        return block < self.length[row] and all(table[row, block] != NO_BLOCK for table in self._tables)
+
+    def borrow(self, row: int, source: int, tokens: int) -> None:
+        """Append the block that another row, `source`, has at the same index. Its first `tokens` positions hold the
+        row's tokens: `grow` copies them to a block of the row's own. The caller advances num_computed."""
+        end = int(self.length[row])
+        for pool, table in zip(self.pools, self._tables, strict=True):
+            pool.share(int(table[source, end]))
+            table[row, end] = table[source, end]
+        self.length[row] = end + 1
+        self.borrowed[row] = tokens
+
+    def _own_borrowed(self, row: int) -> None:
+        """Replace the row's borrowed block with a new one, and plan the copy. Until the plan is complete, nothing else
+        can be written to the source."""
+        last, tokens = int(self.length[row]) - 1, self.borrowed.pop(row)
+        for group, (pool, table) in enumerate(zip(self.pools, self._tables, strict=True)):
+            source = int(table[row, last])
+            (target,) = pool.allocate(1)
+            table[row, last] = target
+            self._copies.append(BlockCopy(group, source, target, tokens))
+            self._sources.append((pool, source, bool(self.readers_known[row])))
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Take the copies planned since the last call, which must be made before the next step."""
+        copies, self._copies = tuple(self._copies), []
+        for pool, source, readers_known in self._sources:
+            pool.release([source], readers_known)
+        self._sources.clear()
+        return copies
+
     def _cut(self, group: int, row: int, end: int) -> list[int]:
         """Clear the row's held entries before index `end`; returns their blocks."""
         table = self._tables[group][row, self.first[group][row] : end]
@@ -203,13 +242,16 @@ class CacheTables:
                 self.first[group][row] = needed
 
     def grow(self, row: int, num_blocks: int) -> bool:
-        """Lengthen the row's tables to `num_blocks`; False, and nothing changed, when a pool has too few."""
+        """Lengthen the row's tables to `num_blocks`, all of them its own or published ones; False, and nothing changed,
+        when a pool has too few."""
         length = int(self.length[row])
-        more = num_blocks - length
-        if more <= 0:
+        more, borrows = num_blocks - length, row in self.borrowed
+        if more + borrows <= 0:
             return True
-        if any(pool.num_free < more for pool in self.pools):
+        if any(pool.num_free < more + borrows for pool in self.pools):
             return False
+        if borrows:
+            self._own_borrowed(row)
         for pool, table in zip(self.pools, self._tables, strict=True):
             table[row, length:num_blocks] = pool.allocate(more)
         self.length[row] = num_blocks
@@ -280,6 +322,7 @@ class CacheTables:
             self.first[group][row] = 0
         self.length[row] = self.published[row] = 0
         self.retained.pop(row, None)
+        self.borrowed.pop(row, None)
         self._move_tip(row, None)
 
     def _mark(self, group: int, blocks: list[int], first: int, confirmed: int) -> None:

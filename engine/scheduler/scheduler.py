@@ -19,6 +19,10 @@ with that token has computed one position in vain. Its results are discarded, as
 are read, so a sequence admitted later in the same step already hits them. A block that contains a promised token has no
 digest before that token is known; it is published with the row's next step.
 
+Behind the last whole block that a sequence hits, it copies the beginning of a block from a running row that has the
+same tokens there. If that row computes them in this very step, the sequence may get a row now, and begin with the next
+step (block_sharing.py).
+
 One step runs from the highest class down. Within a class the order is arrival, or the waiting queue's dispatch order,
 which rotates over owners in class 0 (waiting_queue.py):
 1. Running sequences take their pending tokens. If a sequence needs a block and none is free, the newest sequence of the
@@ -346,9 +350,7 @@ class Scheduler:
             for row in lost.rows[self._batch.epoch[lost.rows] == epochs].tolist():
                 sequence = self._batch.owner(row)
                 self._finished.append(self._finish(sequence, FinishReason.ERROR, error=reason, poisoned=True))
-        self._in_flight.clear()
-        self._clear_promises()
-        self._cache.forget()
+        self._drop_in_flight()
 
     def retract(self, plan: StepPlan, now: float) -> bool:
         """Discard a step that the device had no memory for, and plan smaller ones from now on. Its sequences, and those
@@ -365,13 +367,22 @@ class Scheduler:
         for lost, epochs, _ in self._in_flight:
             for row in lost.rows[self._batch.epoch[lost.rows] == epochs].tolist():
                 sequence = self._batch.owner(row)
-                self._planner.preempt(sequence)
-                # It need not wait for another sequence's end: smaller steps prevent a repetition.
-                sequence.num_ended_at_preemption = NEVER
+                self._preempt_for_now(sequence)
+        self._drop_in_flight()
+        return True
+
+    def _preempt_for_now(self, sequence: Sequence) -> None:
+        """Preempt a sequence that need not wait for another one's end: smaller steps prevent a repetition."""
+        self._planner.preempt(sequence)
+        sequence.num_ended_at_preemption = NEVER
+
+    def _drop_in_flight(self) -> None:
+        """Discard the steps in flight and the content of all blocks, which rows that borrow one may have waited for."""
+        for row in list(self._cache.borrowed):
+            self._preempt_for_now(self._batch.owner(row))
         self._in_flight.clear()
         self._clear_promises()
         self._cache.forget()
-        return True
 
     @property
     def step_tokens(self) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from engine.cache.block_demand import BlockDemand, BlockDemandForecast
 from engine.cache.prefix import PrefixNode
 from engine.plan import NewRow, StepPlan
+from engine.scheduler.block_sharing import BlockSharing, Source
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.length_estimator import LengthEstimator
 from engine.scheduler.running_batch import RunningBatch
@@ -64,6 +65,7 @@ class StepPlanner:
         self._lengths = lengths
         self._demand = demand
         self._token_budget = budget
+        self._block_sharing = BlockSharing(batch, waiting)
         self._short_of_blocks = False  # the last head was not admitted for lack of blocks
         self._begin()
 
@@ -82,6 +84,7 @@ class StepPlanner:
         self._counts: list[NDArray[np.int32]] = []
         self._new: list[NewRow] = []
         self._admitted: list[int] = []
+        self._computed_before = np.minimum(self._rows.num_computed, self._rows.num_known)  # in earlier steps
         self._forecast: BlockDemandForecast | None = None
 
     def _ranked(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -216,6 +219,8 @@ class StepPlanner:
         visit = (pending > 1) | (starts >= cache.length[rows] * size)
         if cache.prefix_caching:
             visit |= (starts + 1) // size > cache.published[rows]
+        if cache.borrowed:
+            visit |= np.isin(rows, list(cache.borrowed))
         visit &= pending > 0
         return visit
 
@@ -239,9 +244,13 @@ class StepPlanner:
                 rows.num_computed[row] = start
         cache.release_behind(row, start, confirmed)
         count = self._chunk(sequence, start, known, left)
+        is_new = row in cache.borrowed
         while not cache.grow(row, cache.blocks_for(start + count)):
             if self._preempt_last() is sequence:
                 return 0
+        if is_new:  # it waited for the block that it borrowed
+            self._computed_before[row] = start // rows.block_size * rows.block_size
+            self._new.append(NewRow(row, sequence.request, sequence.choice))
         cache.publish(row, chain, min(start + count, named))
         self._note_recomputed(sequence, start, count)
         return count
@@ -294,21 +303,36 @@ class StepPlanner:
         count = self._chunk(sequence, start, len(sequence.token_ids), self._left)
         if self._repeats(sequence, start, count):
             return False
-        new_blocks = cache.blocks_for(start + count) - len(hits)
-        while not (batch.has_free_row and self._has_room(hits, new_blocks)):
+        start, count, source = self._shared_start(sequence, start, count)
+        num_blocks = 0 if source is not None and not count else cache.blocks_for(start + count) - len(hits)
+        while not (batch.has_free_row and self._has_room(hits, num_blocks)):
             if self._next >= self._end:
                 return False
             self._preempt_last()
+        if source is not None and batch.owners[source.row] is not source.owner:
+            start, source = len(hits) * cache.block_size, None
+            count = self._chunk(sequence, start, len(sequence.token_ids), self._left)
         row = batch.seat(sequence, chain, hits, expected)
         self._waiting.pop(sequence)
-        grown = cache.grow(row, cache.blocks_for(start + count))
-        assert grown, "blocks were counted before the row was taken"
-        cache.publish(row, chain, start + count)
-        self._enter(sequence, row, start, count, now)
+        self._computed_before[row] = 0  # blocks that it hits may be computed in this step
+        if source is not None:
+            cache.borrow(row, source.row, source.tokens)
+            self._rows.num_computed[row] = start
+        self._enter(sequence, start, count, now)
         if self._forecast is not None:
             known = len(sequence.token_ids)
-            self._forecast.add(known, steps, known - start - count, row, len(hits))
+            self._forecast.add(known, steps, known - start - count, row, len(hits) + (row in cache.borrowed))
         return True
+
+    def _shared_start(self, sequence: Sequence, start: int, count: int) -> tuple[int, int, Source | None]:
+        """Return where a sequence starts to compute, which is at `start` if it copies nothing, how many tokens it
+        computes in this step (0: it waits for the next one), and the row that it copies from, if any."""
+        source = self._block_sharing.find(sequence, start, self._computed_before)
+        if source is not None:
+            start += source.tokens
+            known = len(sequence.token_ids)
+            count = self._chunk(sequence, start, known, self._left) if source.is_computed else 0
+        return start, count, source
 
     def _repeats(self, sequence: Sequence, start: int, count: int) -> bool:
         """Whether the chunk lies inside a block that another row completes with its next chunk: then the sequence waits
@@ -328,16 +352,22 @@ class StepPlanner:
                 return True
         return False
 
-    def _enter(self, sequence: Sequence, row: int, start: int, count: int, now: float) -> None:
+    def _enter(self, sequence: Sequence, start: int, count: int, now: float) -> None:
         """Record an admitted sequence and add its first tokens to the step."""
+        row = sequence.row
         if sequence.started_at is None:
             sequence.started_at = now
         if sequence.reads_prefix_cache and self._cache.prefix_caching:
             self.counters.prefix_queried_tokens += len(sequence.token_ids)
             self._note_hit(sequence, 0, start)
+        self._admitted.append(row)
+        if not count:
+            return  # its first step is the next one
+        grown = self._cache.grow(row, self._cache.blocks_for(start + count))
+        assert grown, "blocks were counted before the row was taken"
+        self._cache.publish(row, self._waiting.chain(sequence), start + count)
         self._note_recomputed(sequence, start, count)
         self._new.append(NewRow(row, sequence.request, sequence.choice))
-        self._admitted.append(row)
         self._take(np.array([row], dtype=np.int32), np.array([count], dtype=np.int32))
 
     def _expected(self, sequence: Sequence) -> int:
@@ -435,6 +465,7 @@ class StepPlanner:
             num_tokens=num_tokens,
             new_rows=tuple(self._new),
             zero_blocks=self._cache.take_dirty(),
+            copy_blocks=self._cache.take_copies(),
             drafts=drafts,
             ahead=promised if promised is not None and promised.any() else None,
         )

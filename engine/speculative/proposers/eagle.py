@@ -9,8 +9,9 @@ last:
     after the update    |- ... - known - 2 -| <- the first draft, of token `known`, is sampled here
 
 Its keys use the model's block ids, as a draft model's do: block b of the full-attention group also exists in the head's
-own storage. So a prefix hit includes the head's keys. Only the key at the last position of a hit may depend on the
-token that followed in another text. Nothing corrects that: it costs acceptance, and nothing else.
+own storage. So a prefix hit includes the head's keys, and blocks are copied there as well. Only the key at the last
+position of a hit may depend on the token that followed in another text. Nothing corrects that: it costs acceptance, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class HeadProposerState:
         """
         full, layout = draft_layout(self.head.spec, self.groups, self.block_size)
         own = rows.with_tables([rows.block_tables[full]])
-        return EagleProposer(self.head, attend(layout), own, vocab_size=self.vocab_size, longest=self.longest)
+        return EagleProposer(
+            self.head, attend(layout), own, group=full, vocab_size=self.vocab_size, longest=self.longest
+        )
 
 
 class EagleProposer:
@@ -100,14 +103,23 @@ class EagleProposer:
     Args:
         attention: over the head's keys.
         rows: the model's rows, with the full-attention group's table.
+        group: the index of that group in the model's cache.
         vocab_size: of the model.
         longest: maximum drafts for a row in a step.
     """
 
     def __init__(
-        self, head: EagleHead, attention: AttentionBackend, rows: RowState, *, vocab_size: int, longest: int
+        self,
+        head: EagleHead,
+        attention: AttentionBackend,
+        rows: RowState,
+        *,
+        group: int,
+        vocab_size: int,
+        longest: int,
     ) -> None:
         self._head = head
+        self._group = group
         self._attention = attention
         self._rows = rows
         self._max_positions = head.spec.max_position
@@ -132,6 +144,8 @@ class EagleProposer:
     @torch.inference_mode()
     def read(self, plan: StepPlan, states: Tensor) -> None:
         """See `StateReader.read`."""
+        if copies := [copy for copy in plan.copy_blocks if copy.group == self._group]:
+            self._attention.copy(0, copies)
         for row, request, choice in plan.new_rows:
             known = self._rows.token_ids[row, : self._rows.num_known[row]]
             self._sampler.assign(row, without_rules(request), choice, known, int(self._rows.prompt_len[row]))

@@ -89,7 +89,7 @@ class Harness:
 
     Attributes:
         depth: steps that may be planned before the results of the first one are processed (1: synchronous).
-        computed: tokens computed, by (request_id, choice).
+        computed: tokens computed, by (request_id, choice).  copied: tokens copied instead.
         max_drafts: maximum drafts of a row; `NoisyProposer` makes them.  poison: with the poisonous token among them.
     """
 
@@ -118,6 +118,7 @@ class Harness:
         self.kv = [np.zeros((group.num_blocks, self.block_size), dtype=np.int64) for group in self.groups]
         self.finished: dict[tuple[str, int], FinishedSequence] = {}
         self.computed: dict[tuple[str, int], int] = {}
+        self.copied = 0
         self.plans: list[StepPlan] = []
         if self.max_drafts:
             self.scheduler.speculate(NoisyProposer(self), FixedLengths(self.max_drafts))
@@ -218,6 +219,7 @@ class Harness:
         self._check_shape(plan)
         for ref in plan.zero_blocks:
             self.kv[ref.group][ref.block] = 0
+        self._copy(plan)
         for row, request, choice in plan.new_rows:
             self._owner[row] = (request, choice)
             self._reached[row] = 0
@@ -249,6 +251,16 @@ class Harness:
                     tainted.add(row)
         return plan, StepOutput(tokens, failed, {}, {}, {}, {}, accepted, frozenset(tainted))
 
+    def _copy(self, plan: StepPlan) -> None:
+        sources = {(copy.group, copy.source) for copy in plan.copy_blocks}
+        targets = [(copy.group, copy.target) for copy in plan.copy_blocks]
+        assert len(set(targets)) == len(targets), "two copies write to one block"
+        assert sources.isdisjoint(targets), "a copy of a copy"
+        assert sources.isdisjoint((ref.group, ref.block) for ref in plan.zero_blocks), "a source is zeroed before"
+        for copy in plan.copy_blocks:
+            self.kv[copy.group][copy.target, : copy.tokens] = self.kv[copy.group][copy.source, : copy.tokens]
+            self.copied += copy.tokens if copy.group == 0 else 0
+
     def _check_shape(self, plan: StepPlan) -> None:
         assert plan.counts.sum() == plan.num_tokens <= self.config.max_num_batched_tokens
         assert plan.counts.max() <= (self.config.max_chunk_tokens or self.config.max_num_batched_tokens)
@@ -268,7 +280,10 @@ class Harness:
         skipped = start - self._reached[row]
         assert skipped >= 0, "a position is computed twice without a preemption"
         if skipped:
-            assert skipped % self.block_size == 0 == start % self.block_size
+            block, rest = divmod(start, self.block_size)
+            if rest:  # behind whole blocks, a part of one is copied in all groups
+                own = [(group, int(table[row, block])) for group, table in enumerate(rows.block_tables)]
+                assert {(c.group, c.target) for c in plan.copy_blocks if c.tokens == rest} >= set(own)
             assert self.prefix_caching
             assert params.prompt_logprobs is None or start < params.prompt_logprobs_start
             assert request.pooling != "mean"

@@ -1,0 +1,93 @@
+"""Finds a running row whose block begins with a waiting sequence's next tokens, to copy them.
+
+Whole blocks are shared by the prefix cache. Behind them, choices of one request and continuations of one prompt agree
+up to the middle of a block. One of them computes that part; the others borrow its block, and get a copy of their own
+before they write to it (`CacheTables.borrow`). A copy can only be made of positions that were computed in an earlier
+step. So a sequence that needs those of the step being planned waits with its row for the next one, if most of its
+tokens are among them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.scheduler.running_batch import RunningBatch
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.waiting_queue import WaitingQueue
+
+Ints = NDArray[np.int32]
+
+LEAST_SHARE = 4
+"""Fewer tokens than this fraction (1 / LEAST_SHARE) of a block are computed: copying takes longer."""
+
+
+class Source(NamedTuple):
+    """A row to copy from.
+
+    Attributes:
+        row, owner: the row, and its sequence.
+        tokens: leading positions of its block that hold the sequence's tokens too.
+        is_computed: they were computed in earlier steps; else they are in the step being planned.
+    """
+
+    row: int
+    owner: Sequence
+    tokens: int
+    is_computed: bool
+
+
+class BlockSharing:
+    """Finds sources among the rows of a running batch."""
+
+    def __init__(self, batch: RunningBatch, waiting: WaitingQueue) -> None:
+        self._batch = batch
+        self._waiting = waiting
+        self._least = max(1, batch.rows.block_size // LEAST_SHARE)
+
+    def find(self, sequence: Sequence, start: int, computed_before: Ints) -> Source | None:
+        """Return the source with the most tokens behind `start`, a block border; None: the sequence computes them.
+
+        Args:
+            computed_before: int32 [R], known positions of each row that were computed in earlier steps.
+        """
+        if not (self._batch.cache.prefix_caching and sequence.reads_prefix_cache):
+            return None
+        rows, tokens = self._batch.rows, sequence.token_ids
+        # The last token is left to compute, and a block that is copied is always written to.
+        most = min(min(len(tokens), sequence.cache_limit) - 1 - start, rows.block_size - 1)
+        if most < self._least:
+            return None
+        known = np.minimum(rows.num_computed, rows.num_known) - start
+        near = np.flatnonzero((known >= self._least) & (rows.token_ids[:, start] == tokens[start]))
+        if not near.size:
+            return None
+        differs = rows.token_ids[near, start : start + most] != tokens[start : start + most]
+        agreed = np.where(differs.any(axis=1), differs.argmax(axis=1), most)
+        later = np.minimum(agreed, known[near])
+        now = np.minimum(later, computed_before[near] - start)
+        ready = self._first(sequence, start, near, now, now)
+        if int(later.max()) - (0 if ready is None else ready.tokens) >= self._least:
+            awaited = self._first(sequence, start, near, later, now)
+            if awaited is not None and 2 * (len(tokens) - start - awaited.tokens) <= awaited.tokens:
+                return awaited
+        return ready
+
+    def _first(
+        self, sequence: Sequence, start: int, rows: NDArray[np.intp], shared: Ints, computed: Ints
+    ) -> Source | None:
+        """Return the source with the most `shared` tokens of those that begin as the sequence does."""
+        tokens, block = sequence.token_ids, start // self._batch.rows.block_size
+        root_key = self._waiting.chain(sequence).root_key
+        for i in np.argsort(-shared, kind="stable").tolist():
+            row, count = int(rows[i]), int(shared[i])
+            if count < self._least:
+                return None
+            owner = self._batch.owner(row)
+            if self._waiting.chain(owner).root_key != root_key or not self._batch.cache.has_block(row, block):
+                continue
+            if (self._batch.rows.token_ids[row, :start] == tokens[:start]).all():
+                return Source(row, owner, count, count <= computed[i])
+        return None
