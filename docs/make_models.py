@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -79,12 +80,17 @@ DIFFERENCES: Final[Mapping[str, Mapping[str, Any]]] = {
     "dots3_note_text": {"num_key_value_heads": 4},
     "electra": {"embedding_size": 64},
     "gemma3n_text": _PER_LAYER | {"num_hidden_layers": 5, "num_kv_shared_layers": 0, "laurel_rank": 8},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "gemma4_text": _PER_LAYER,
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "gptj": {"rotary_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "phi4_multimodal": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
+    },
     "xlnet": {"d_head": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 3},
@@ -141,13 +147,11 @@ def tiny_config(kind: str) -> Any:
     config_class = CONFIG_MAPPING[kind]
     known = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys()
     sizes = {name: size for name, size in SIZES.items() if name in known} | DIFFERENCES.get(kind, {})
-    config = config_class(**sizes)
-    if _is_of_text(config):
-        config.architectures = list(architectures()[kind][:1])
-    return config
+    return config_class(**sizes, architectures=list(architectures()[kind][:1]))
 
 
-def _is_of_text(config: Any) -> bool:
+def is_of_text(config: Any) -> bool:
+    """Whether it is the config of a model of text alone."""
     try:
         return config.get_text_config() is config
     except ValueError:  # it has several
@@ -174,7 +178,7 @@ def judge(kind: str, folder: Path) -> Verdict:
         with usable(Path(kind)):
             config = tiny_config(kind)
             own = fused_family(config) is not None
-            if not _is_of_text(config):
+            if not is_of_text(config):
                 return Verdict(own=own, why="" if own else "it takes more than text")
             if not own:
                 check_supported(config)  # before a model is made, which may be one without a tiny form
@@ -204,7 +208,8 @@ def _load(folder: Path, own_models: bool, builder: TorchBuilder) -> None:
 
 def _reason(error: UnsupportedModel, place: str) -> str:
     words = str(error).replace(place, "").removeprefix("/config.json").removeprefix(" can't be used: ")
-    return words.split(" is not supported: ")[-1].replace("|", "\\|").strip()
+    words = re.sub(r"its logits are off by .*", "its logits are not transformers'", words)  # the number varies
+    return words.split(" is not supported: ")[-1].split(". ")[0].replace("|", "\\|").strip()
 
 
 def verdicts() -> dict[str, Verdict]:
@@ -214,9 +219,7 @@ def verdicts() -> dict[str, Verdict]:
         with tempfile.TemporaryDirectory() as folder:
             verdict = judge(kind, Path(folder))
         for name in names:
-            before = found.get(name)
-            if before is None or (before.own, before.transformers) < (verdict.own, verdict.transformers):
-                found[name] = verdict
+            found[name] = max(found.get(name, verdict), verdict, key=lambda v: (v.own, v.gguf, v.transformers))
     return found
 
 

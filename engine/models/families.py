@@ -519,7 +519,7 @@ def _decoder(
         activation=_ACTIVATIONS[activation],
         ropes=ropes,
         max_position=max(context_length(config, rope) for rope in ropes),
-        eos_token_ids=end_tokens(config.eos_token_id),
+        eos_token_ids=end_tokens(getattr(config, "eos_token_id", None)),
         **fields,
     )
 

@@ -139,7 +139,7 @@ class LoadedModel:
             if engine_name == "vllm":
                 engine = _load_vllm(path, config or EngineConfig(), vllm_options or {})
             else:
-                engine = EncoderEngine.load(path, config) if is_encoder(path) else Engine.load(path, config)
+                engine = load_engine(path, config, computing)
             digest = digest if computed_digest is None else computed_digest.result()
         loaded = cls._of(
             engine, tokenizer, scores=scores, name=name, source=path, digest=digest, revision=revision, aliases=aliases
@@ -282,6 +282,17 @@ def check_vllm(path: Path, config: EngineConfig, options: Mapping[str, Any]) -> 
     embedding = embedding_settings(path)
     if embedding is not None and embedding.dense:
         raise UnsupportedModel(f"{path} has layers behind its pooling, which vLLM would compute twice")
+
+
+def load_engine(path: Path, config: EngineConfig | None, computing: EngineName) -> Engine | EncoderEngine:
+    """Load this project's engine. Raises what `Engine.load` raises; where transformers' code fails the check at load, the
+    error names who else may compute the model."""
+    try:
+        return EncoderEngine.load(path, config) if is_encoder(path) else Engine.load(path, config)
+    except UnsupportedModel as error:
+        if computing != "transformers":
+            raise
+        raise UnsupportedModel(f"{error}; vLLM may compute it: give --engine vllm") from error
 
 
 def _load_vllm(path: Path, config: EngineConfig, options: Mapping[str, Any]) -> VLLMEngine:
