@@ -270,6 +270,8 @@ class Settings(BaseSettings):
         gpu: the engine on a CUDA device.
         attention: the attention kernels; "auto": the best that device, model and installed packages allow.
         kv_block_size: tokens of a block of the KV cache; flash2 and torch-varlen take multiples of 256 only.
+        max_model_len: most tokens of a prompt and its answer together; none: the model's own limit. Phi's LongRoPE uses
+            its short factors only where this is at most the original context.
         generation_config: whether a model's own sampling defaults (generation_config.json) apply, where a command sets
             none: auto, or ignore.
         speculate: the method of speculative decoding, where a command sets none: off, ngram, draft:MODEL, eagle3:HEAD
@@ -300,6 +302,7 @@ class Settings(BaseSettings):
     gpu: GpuOptions = GpuOptions()
     attention: Attention = "auto"
     kv_block_size: int = Field(default=32, ge=1, le=1024)
+    max_model_len: int | None = Field(default=None, ge=1)
     generation_config: GenerationConfig = "auto"
     speculate: Annotated[str, AfterValidator(check_speculate)] = "auto"
     content_policies: tuple[Annotated[str, Field(min_length=1)], ...] = ()

@@ -45,6 +45,7 @@ class EngineOptions:
     instruction_set: str = "auto"
     attention: str = "auto"
     kv_block_size: int = CacheConfig().block_size
+    max_model_len: int | None = None
     speculate: str = "off"  # or ngram, auto, draft:PATH, eagle3:PATH
     gpu: GpuOptions = field(default_factory=GpuOptions)
     slo: SloConfig | None = None
@@ -72,6 +73,7 @@ class EngineOptions:
             attention=self.attention,
             quantize=self.quantize,
             kv_dtype=self.kv_dtype,
+            max_model_len=self.max_model_len,
             async_scheduling=self.gpu.async_scheduling,
             cuda_graphs=self.gpu.cuda_graphs,
             max_graph_tokens=self.gpu.max_graph_tokens,
@@ -152,6 +154,7 @@ def engine_options(
         instruction_set=settings.instruction_set,
         attention=settings.attention,
         kv_block_size=settings.kv_block_size,
+        max_model_len=settings.max_model_len,
         speculate=speculate,
         gpu=settings.gpu,
         tensor_parallel=tensor_parallel,

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from engine import Engine, Request, SamplingParams, as_token_ids
+from engine.errors import UnsupportedModel
 from engine.models.load import describe_shape
 from engine.vllm.settings import InvalidOption, parse_options, pinned_options
 from schemas.models import ModelPin
@@ -185,6 +187,31 @@ def test_options_of_vllm_are_for_vllm(tiny_model: Any) -> None:
     assert (
         choose_engines([chosen(tiny_model("llama"))], EngineOptions(vllm={"block_size": 32}))[0].engine == "tokenmill"
     )
+
+
+def test_the_longest_sequence_is_a_setting(tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a Phi 3 with two sets of rotary factors, the long ones for contexts beyond 20 tokens
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [9.0] * 6}
+    folder = tiny_models.make_tiny_model(
+        "phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=20, sliding_window=None
+    )
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+
+    def scores() -> list[float]:
+        engine = Engine.load(folder, engine_options(load_settings(), device="cpu", dtype="float32").config())
+        (done,) = engine.run([Request("a", as_token_ids(range(5, 20)), params)])
+        assert done.prompt_logprobs is not None
+        return [float(score) for score in done.prompt_logprobs.chosen[1:]]
+
+    # When sequences may be no longer, then the short ones are used
+    whole = scores()
+    monkeypatch.setenv("TOKENMILL_MAX_MODEL_LEN", "20")
+    assert max(abs(one - other) for one, other in zip(scores(), whole, strict=True)) > 0.01
+    monkeypatch.setenv("TOKENMILL_MAX_MODEL_LEN", "21")
+    assert scores() == whole
+    monkeypatch.setenv("TOKENMILL_MAX_MODEL_LEN", "513")
+    with pytest.raises(UnsupportedModel, match="max_model_len 513 is beyond the model's context of 512"):
+        scores()
 
 
 def test_options_come_from_the_command_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
