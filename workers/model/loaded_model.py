@@ -285,8 +285,8 @@ def check_vllm(path: Path, config: EngineConfig, options: Mapping[str, Any]) -> 
 
 
 def load_engine(path: Path, config: EngineConfig | None, computing: EngineName) -> Engine | EncoderEngine:
-    """Load this project's engine. Raises what `Engine.load` raises; where transformers' code fails the check at load, the
-    error names who else may compute the model."""
+    """Load this project's engine. Raises what `Engine.load` raises; where transformers' code can't compute the model,
+    the error says what else may."""
     try:
         return EncoderEngine.load(path, config) if is_encoder(path) else Engine.load(path, config)
     except UnsupportedModel as error:
