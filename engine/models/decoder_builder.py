@@ -18,6 +18,7 @@ from engine.checkpoints.checkpoint import DERIVED, WeightSource
 from engine.checkpoints.weight_format_stats import WeightFormatStats
 from engine.config import Quantize
 from engine.errors import CorruptWeights
+from engine.logs import get_logger
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
 from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, Mlp
@@ -27,6 +28,8 @@ from engine.quant.int8_linear import Int8Linear
 from engine.quant.linear import fast_kernel, int8_weight_only, quantized_linear
 from engine.quant.rtn import AT_LOAD, at_load, round_to_nearest
 from engine.quant.weight import QWeight, stack
+
+logger = get_logger(__name__)
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _SHARED = ("shared_experts", "shared_expert")
@@ -269,7 +272,18 @@ def build_decoder(
     norm = reader.norm(f"{prefix}norm", (spec.hidden_size,), spec.norm_offset)
     head = _head(spec, reader, builder, embedding)
     reader.finish(spec.ignored_weights)
+    _report_slow_experts(layers, device)
     return builder.decoder(spec, dtype, embedding=embedding, layers=layers, norm=norm, head=head, positions=positions)
+
+
+def _report_slow_experts(layers: Sequence[Layer], device: torch.device) -> None:
+    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Experts)]
+    if device.type != "cpu" and not all(mlp.gate_up.recordable and mlp.down.recordable for mlp in mixtures):
+        logger.warning(
+            "experts are multiplied one by one, and each step waits for their rows to be counted; with vLLM or with "
+            "bfloat16 weights on a GPU of compute capability 9 or 10 they are not",
+            mixtures=len(mixtures),
+        )
 
 
 def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, prefix: str, index: int) -> Layer:

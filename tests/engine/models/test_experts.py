@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.checkpoints.checkpoint import WeightSource
 from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.decoder import FusedDecoder
-from engine.models.decoder_builder import TorchBuilder, build_decoder
+from engine.models.decoder_builder import TorchBuilder, _report_slow_experts, build_decoder
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, weighted_sum
 from engine.models.families import fused_family
 from engine.models.load import load_model, open_model
@@ -140,7 +141,11 @@ def test_a_decoder_is_recordable_where_torch_has_a_grouped_kernel(
     assert not model.recordable
     weight: Any = SimpleNamespace(device=torch.device("cuda"))
     grouped = replace(model._layers[0].mlp, gate_up=GroupedLinear(weight), down=GroupedLinear(weight))
-    model._layers = tuple(replace(layer, mlp=grouped) for layer in model._layers)
+    for layers in (model._layers, tuple(replace(layer, mlp=grouped) for layer in model._layers)):
+        model._layers = layers
+        with capture_logs() as said:
+            _report_slow_experts(layers, torch.device("cuda"))
+        assert len(said) == (not model.recordable)  # what is slow is said
     assert model.recordable == recordable
 
 
