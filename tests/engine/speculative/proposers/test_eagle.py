@@ -315,3 +315,22 @@ def test_given_a_head_that_overflows_when_it_drafts_then_only_its_drafts_are_los
         assert_same(run(engine, trained.requests), trained.answers)
         drafts = engine.stats().speculation.drafted
         assert (drafts > 0) == ("attn" in name)
+
+
+@pytest.mark.slow
+def test_choices_that_copy_a_block_copy_the_heads_keys(tiny_model: TinyModel, tmp_path: Path) -> None:
+    # Given choices of one prompt, which copy 13 tokens of its second block,
+    path = tiny_model("llama")
+    engine = with_head(path, random_head(tmp_path / "head", path))
+    recorder = record_drafts(engine, 4)
+    params = SamplingParams(max_tokens=8, temperature=0.0, n=3, ignore_eos=True)
+    engine.add(Request("r", as_token_ids(range(3, 33)), params))
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().prompt == 30 + 2
+    # then the head drafts the same for all of them.
+    drafts: dict[int, list[list[int]]] = {}
+    for draft in recorder.drafts:
+        drafts.setdefault(len(draft.tokens), []).append(draft.drafts)
+    assert max(map(len, drafts.values())) == 3
+    assert all(draft == several[0] for several in drafts.values() for draft in several)
