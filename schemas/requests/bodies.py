@@ -7,7 +7,7 @@ fields are refused in `schemas.requests.parsing`, with a message of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
@@ -44,6 +44,9 @@ from schemas.requests.structured import (
 
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
+REASONING_NAMES: Final = ("reasoning", "reasoning_content")
+"""Names of the thought in a message and in a stream's delta, each with the same text: vLLM renamed the second one to
+the first, and clients read either."""
 UNSUPPORTED = "unsupported_parameter"
 """Type of validation errors for fields that are known but not supported."""
 
@@ -93,7 +96,13 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[tuple[ToolCall, ...], Strict(False), defaulting(())] = ()
+    reasoning: str | None = None
     reasoning_content: str | None = None
+
+    @property
+    def thought(self) -> str | None:
+        """What an assistant has thought, under either name; None: it is not given."""
+        return self.reasoning_content if self.reasoning is None else self.reasoning
 
     @property
     def text(self) -> str:
@@ -116,8 +125,12 @@ def _check_conversation(messages: tuple[ChatMessage, ...]) -> None:
     for at, message in enumerate(messages):
         if message.tool_calls and message.role != "assistant":
             raise invalid("are an assistant's; remove them", f"messages[{at}].tool_calls")
-        if message.reasoning_content is not None and message.role != "assistant":
-            raise invalid("is an assistant's; remove it", f"messages[{at}].reasoning_content")
+        for name in REASONING_NAMES:
+            if getattr(message, name) is not None and message.role != "assistant":
+                raise invalid("is an assistant's; remove it", f"messages[{at}].{name}")
+        if message.reasoning_content not in (None, message.thought):
+            text = "differs from reasoning_content, but both are names of the thought; give one of them"
+            raise invalid(text, f"messages[{at}].reasoning")
         if message.content is None and not message.tool_calls:
             given = "content" in message.model_fields_set
             text = "must be a string or a list of text parts" if given else "is missing; add it"

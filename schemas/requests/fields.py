@@ -88,7 +88,7 @@ TEXT_PARTS: Final[JsonSchemaValue] = {
 }
 CONTENT: Final = one_of({"type": "string"}, TEXT_PARTS, NULL)
 _SAID: Final = {"content": one_of({"type": "string"}, TEXT_PARTS)}
-_NO_CALLS: Final[JsonSchemaValue] = {"tool_calls": {"enum": [None, []]}, "reasoning_content": NULL}
+_NO_CALLS: Final[JsonSchemaValue] = {"tool_calls": {"enum": [None, []]}, "reasoning": NULL, "reasoning_content": NULL}
 MESSAGE: Final = one_of(
     {
         "properties": {"role": {"enum": ["system", "developer", "user"]}, **_SAID, **_NO_CALLS},

@@ -368,7 +368,8 @@ class Tokenizer:
             "content": message.text,
             "name": message.name,
             "tool_call_id": message.tool_call_id,
-            "reasoning_content": message.reasoning_content,
+            "reasoning": message.thought,  # templates read either name, as clients write either
+            "reasoning_content": message.thought,
         }
         fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         if message.tool_calls:

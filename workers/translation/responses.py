@@ -20,6 +20,7 @@ import structlog
 from engine.models.encoders.classifier import ClassifierSettings
 from engine.request import Choice, Completion, FinishReason, Request
 from schemas.jobs.results import ResultRow, RowStatus
+from schemas.requests.bodies import REASONING_NAMES
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RejectedRow, RowName, response_id
@@ -219,7 +220,7 @@ class ResponseBuilder:
             logprobs = chat_logprobs(self._texts, token_ids, choice.logprobs, body.top_logprobs)
         message: dict[str, Any] = {"role": "assistant", "content": split.content, "refusal": None}
         if self._tokenizer.reasoning is not None:
-            message["reasoning_content"] = split.reasoning
+            message |= dict.fromkeys(REASONING_NAMES, split.reasoning)
         reason = str(choice.finish_reason)
         if body.offered_tools and self._tool_format is not None:
             ids = CallIds(answer, choice.index, self._tool_format.short_ids)

@@ -37,7 +37,7 @@ def _cut(body: ChatBody, mark: CacheBreakpoint) -> ChatBody:
         return body.model_copy(update={"add_generation_prompt": False})
     messages = list(body.messages[: mark.messages])
     for message in body.messages[mark.messages :]:
-        update: dict[str, object] = {"content": "", "tool_calls": (), "reasoning_content": None}
+        update: dict[str, object] = {"content": "", "tool_calls": (), "reasoning": None, "reasoning_content": None}
         if mark.parts and len(messages) == mark.messages:
             content = message.content if isinstance(message.content, str) else (message.content or ())[: mark.parts]
             update = {"content": content, "tool_calls": ()}

@@ -18,6 +18,7 @@ import orjson
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.inference.request_builder import InferenceRequest
 from pipeline.gateway.inference.stream_buffer import ServerEvent
+from schemas.requests.bodies import REASONING_NAMES
 from schemas.requests.parsing import CHAT_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
 
@@ -87,7 +88,7 @@ class Chunks:
         if event.text or event.logprobs is not None or calls or event.reasoning or self._returns_ids:
             delta: dict[str, Any] = {"content": event.text} if event.text or not (calls or event.reasoning) else {}
             if event.reasoning:
-                delta["reasoning_content"] = event.reasoning
+                delta |= dict.fromkeys(REASONING_NAMES, event.reasoning)
             if calls:
                 delta["tool_calls"] = calls
             yield self._chunk(event.choice, {"delta": delta}, event.logprobs, token_ids=event.tokens)

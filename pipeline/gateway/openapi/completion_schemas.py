@@ -54,11 +54,13 @@ class MadeToolCall(ResponseModel):
 
 
 class AnswerMessage(ResponseModel):
-    """The assistant's message. `reasoning_content`: the thought of a model that marks its thought."""
+    """The assistant's message. `reasoning`, and the same as `reasoning_content`: the thought of a model that marks its
+    thought."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[MadeToolCall] = Field(default_factory=list)
 
@@ -139,6 +141,7 @@ class ChatDelta(ResponseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning: str = ""
     reasoning_content: str = ""
     tool_calls: list[ToolCallDelta] = Field(default_factory=list)
 

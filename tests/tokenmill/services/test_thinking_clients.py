@@ -56,6 +56,7 @@ def test_a_chat_has_its_thought_apart_whole_and_streamed(client: OpenAI) -> None
     whole = client.chat.completions.create(**ask())
     message: Any = whole.choices[0].message
     assert message.reasoning_content
+    assert message.reasoning == message.reasoning_content  # the names of newer and of older clients
     assert message.content
     assert "think>" not in message.reasoning_content + message.content
     assert whole.usage is not None
@@ -66,7 +67,8 @@ def test_a_chat_has_its_thought_apart_whole_and_streamed(client: OpenAI) -> None
         chunk.choices[0].delta for chunk in client.chat.completions.create(**ask(stream=True)) if chunk.choices
     ]
     assert "".join(delta.content or "" for delta in deltas) == message.content
-    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == message.reasoning_content
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(getattr(delta, name, "") for delta in deltas) == message.reasoning
 
 
 def test_a_thought_is_switched_off_bounded_and_given_back(client: OpenAI) -> None:
@@ -74,15 +76,16 @@ def test_a_thought_is_switched_off_bounded_and_given_back(client: OpenAI) -> Non
     assert off.reasoning_content is None
     none: Any = client.chat.completions.create(**ask(extra_body={"thinking_token_budget": 0})).choices[0].message
     assert none.reasoning_content is None
-    before = {"role": "assistant", "content": "well", "reasoning_content": "the user greets"}
-    messages = [*ask()["messages"], before, {"role": "user", "content": "again"}]
-    longer, shorter = (
-        client.chat.completions.create(**ask(messages=given)).usage
-        for given in (messages, [m | {"reasoning_content": None} if m is before else m for m in messages])
-    )
-    assert longer is not None
-    assert shorter is not None
-    assert longer.prompt_tokens > shorter.prompt_tokens
+    thought = "the user greets"
+    prompt_tokens = []
+    for fields in ({}, {"reasoning_content": thought}, {"reasoning": thought}):
+        before = {"role": "assistant", "content": "well", **fields}
+        messages = [*ask()["messages"], before, {"role": "user", "content": "again"}]
+        usage = client.chat.completions.create(**ask(messages=messages)).usage
+        assert usage is not None
+        prompt_tokens.append(usage.prompt_tokens)
+    without, older, newer = prompt_tokens
+    assert newer == older > without
     with pytest.raises(openai.BadRequestError, match="persona"):
         client.chat.completions.create(**ask(extra_body={"chat_template_kwargs": {"persona": "x"}}))
 

@@ -77,9 +77,10 @@ def test_tools_are_within_a_prefix_wherever_the_template_writes_them(retained: A
 
 
 def test_a_prefix_is_what_the_whole_prompt_begins_with(retained: Any) -> None:
-    said = [*SAID[:2], {"role": "assistant", "content": "answer", "reasoning_content": "hm"}, SAID[3]]
-    (found,) = retained(FORGETFUL, {"messages": 3}, messages=said)
-    assert found[0] == "[system]rules\ndate[user]question[assistant]answer[user]"
+    for name in ("reasoning", "reasoning_content"):
+        said = [*SAID[:2], {"role": "assistant", "content": "answer", name: "hm"}, SAID[3]]
+        (found,) = retained(FORGETFUL, {"messages": 3}, messages=said)
+        assert found[0] == "[system]rules\ndate[user]question[assistant]answer[user]"
     whole = retained(STRICT, {"messages": 3}, messages=SAID[:3], continue_final_message=True)
     assert whole == [("[system]rules\ndate[end][user]question[end][assistant]answer", 300)]
 

@@ -81,8 +81,12 @@ def test_what_contradicts_itself_is_refused(prompt: Any) -> None:
         prompt(QWEN, add_generation_prompt=True, continue_final_message=True)
     with pytest.raises(RowError, match="continue_final_message needs a last message of the assistant"):
         prompt(QWEN, continue_final_message=True)
-    with pytest.raises(RowError, match=r"messages.0..reasoning_content is an assistant's"):
-        prompt(QWEN, messages=[{"role": "user", "content": "a", "reasoning_content": "b"}])
+    for name in ("reasoning", "reasoning_content"):
+        with pytest.raises(RowError, match=rf"messages.0..{name} is an assistant's"):
+            prompt(QWEN, messages=[{"role": "user", "content": "a", name: "b"}])
+    both = {"role": "assistant", "content": "4", "reasoning": "2+2", "reasoning_content": "1+3"}
+    with pytest.raises(RowError, match=r"messages.0..reasoning differs from reasoning_content, .* give one of them"):
+        prompt(QWEN, messages=[both, {"role": "user", "content": "so?"}])
     with pytest.raises(RowError, match="not a string, a number, true or false"):
         prompt(QWEN, chat_template_kwargs={"enable_thinking": [False]})
 
@@ -91,9 +95,12 @@ def test_an_answer_goes_on_with_the_last_message(prompt: Any) -> None:
     begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}]
     assert prompt(QWEN, messages=begun, continue_final_message=True) == "<turn>user\nhi<end>\n<turn>assistant\nIt is"
     assert prompt(QWEN, add_generation_prompt=False) == "<turn>user\nhi<end>\n"
-    thought = [{"role": "assistant", "content": "4", "reasoning_content": "2+2"}, {"role": "user", "content": "so?"}]
-    assert "<think>2+2</think>4<end>" in prompt(QWEN, messages=thought)
-    assert "2+2" not in prompt(DEEPSEEK, messages=thought), "a template that does not read it leaves it out"
+    old, new = {"reasoning_content": "2+2"}, {"reasoning": "2+2"}
+    for given in (old, new, old | new):
+        thought = [{"role": "assistant", "content": "4"} | given, {"role": "user", "content": "so?"}]
+        for template in (QWEN, QWEN.replace("reasoning_content", "reasoning")):
+            assert "<think>2+2</think>4<end>" in prompt(template, messages=thought)
+        assert "2+2" not in prompt(DEEPSEEK, messages=thought), "a template that does not read it leaves it out"
 
 
 def test_variables_can_not_write_special_tokens(kit: Any) -> None:
