@@ -99,6 +99,7 @@ class Tokenizer:
         special_spellings: ids and texts of these.
         joins_bytes: whether a text is its joined `token_bytes`; otherwise a token's text depends on its neighbours.
         reasoning: how the model marks its thought; None: it marks none.  reasoning_ids: the tokens of these markers.
+        shows_thought: its chat template shows one, split off (`reasoning`) or left in the text.
         thinking_token_budget: of requests without one; None: a thought may have any length.
     """
 
@@ -146,7 +147,9 @@ class Tokenizer:
         self._bound = bound_of(self._backend)
         self._frames: dict[int, tuple[FramePart, ...]] = {}  # by the number of texts, read off when it is needed
         self._gives_types = "token_type_ids" in hf.model_input_names
-        form = format_of("".join({self._template or "", self.tool_template or ""}), chat.reasoning_parser)
+        templates = "".join({self._template or "", self.tool_template or ""})
+        form = format_of(templates, chat.reasoning_parser)
+        self.shows_thought = form is not None or format_of(templates, None) is not None
         self.reasoning = None if form is None else ReasoningMarkers(form, self.added_tokens)
         self.reasoning_ids = frozenset(() if self.reasoning is None else self.reasoning.shown)
         self.thinking_token_budget = chat.thinking_token_budget

@@ -1,7 +1,8 @@
 """The variables of the model's chat template that a request sets: those in `chat_template_kwargs`, and whether and how
 much the model thinks, under the names that its template has for that.
 
-What the template does not read is refused by name: it would be ignored.
+What the template does not read is refused by name: it would be ignored. But a model that does not think takes that it
+shall not.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
     known = tokenizer.template_variables
     variables = _read(body.chat_template_kwargs, known)
     switch = next((name for name in THINKING if name in known), None)
+    effort = body.reasoning_effort
+    never_thinks = not (switch or EFFORT in known or tokenizer.shows_thought)  # there is nothing to switch off
     if body.enable_thinking is not None:
-        if switch is None:
+        if switch is not None:
+            _set(variables, switch, body.enable_thinking, "enable_thinking")
+        elif body.enable_thinking or not never_thinks:
             raise _unread("enable_thinking", known)
-        _set(variables, switch, body.enable_thinking, "enable_thinking")
-    if body.reasoning_effort is not None:
+    if effort is not None:
         if EFFORT in known:
-            _set(variables, EFFORT, body.reasoning_effort, EFFORT)
-        elif switch is not None and body.reasoning_effort == "none":
+            _set(variables, EFFORT, effort, EFFORT)
+        if switch is not None and effort == "none":
             _set(variables, switch, False, EFFORT)
-        else:
+        elif EFFORT not in known and not (never_thinks and effort == "none"):
             raise _unread(EFFORT, known)
     return variables
 
@@ -72,7 +76,7 @@ def _read(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
 
 def _set(variables: dict[str, Any], name: str, value: Any, param: str) -> None:
     if variables.setdefault(name, value) != value:
-        message = f"{param} is {value}, but the template's {name} is set to {variables[name]}; remove one"
+        message = f"{param} sets the template's {name} to {value}, but it is set to {variables[name]}; remove one"
         raise RowError(RowErrorCode.INVALID_REQUEST, message, param=param)
 
 

@@ -26,14 +26,16 @@ DEEPSEEK = "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}<
 HARMONY = "{% set effort = reasoning_effort or 'medium' %}effort={{ effort }} {{ persona|default('none') }} " + (
     "{% for m in messages %}{{ m.content }}{% endfor %}{% for i in range(1) %}{% break %}{% endfor %}"
 )
+BOTH = "{{ reasoning_effort|default('some') }} {{ enable_thinking|default('yes') }} </think>"
+NEVER = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.fixture
 def prompt(kit: Any) -> Callable[..., str]:
     """Renders a body with a template."""
 
-    def prompt(template: str, **fields: Any) -> str:
-        tokenizer = Tokenizer(kit.byte_level_tokenizer(), ChatOptions(template))
+    def prompt(template: str, parser: str | None = None, **fields: Any) -> str:
+        tokenizer = Tokenizer(kit.byte_level_tokenizer(), ChatOptions(template, parser))
         body = parse_body(CHAT_URL, kit.chat("hi") | fields)
         assert isinstance(body, ChatBody)
         made = Translator(tokenizer, ModelLimits(500, 400, (2,)), JobRules()).prompts_of(body)[0]
@@ -51,13 +53,31 @@ def test_thinking_is_switched_under_the_name_that_the_template_has(prompt: Any) 
     assert prompt(QWEN, reasoning_effort="none") == off
     assert prompt(QWEN, enable_thinking=False, reasoning_effort="none") == off
     assert (prompt(DEEPSEEK, enable_thinking=True), prompt(DEEPSEEK)) == ("hi<think>", "hi</think>")
+    assert prompt(BOTH, reasoning_effort="none") == "none False </think>"
+    assert prompt(BOTH, reasoning_effort="low") == "low yes </think>"
     assert prompt(HARMONY, reasoning_effort="high") == "effort=high none hi"
     assert prompt(HARMONY, chat_template_kwargs={"persona": "x", "reasoning_effort": "low"}) == "effort=low x hi"
+
+
+OFF = {"enable_thinking": False}
+NO_EFFORT = {"reasoning_effort": "none"}
+
+
+@pytest.mark.parametrize("off", [OFF, NO_EFFORT, OFF | NO_EFFORT])
+def test_a_model_that_does_not_think_takes_that_it_shall_not(prompt: Any, off: dict[str, Any]) -> None:
+    assert prompt(NEVER, **off) == "hi"
+    (name,) = list(off)[:1]
+    for template, parser in ((f"{NEVER}</think>", None), (f"{NEVER}</think>", "none"), (NEVER, "think")):
+        with pytest.raises(RowError, match=f"{name} is not supported") as refused:
+            prompt(template, parser, **off)
+        assert refused.value.code is RowErrorCode.UNSUPPORTED_PARAMETER
 
 
 @pytest.mark.parametrize(
     ("template", "fields", "says"),
     [
+        (NEVER, {"enable_thinking": True}, "enable_thinking is not supported"),
+        (NEVER, {"reasoning_effort": "low"}, "reasoning_effort is not supported"),
         (QWEN, {"chat_template_kwargs": {"enable_thinkng": False}}, "enable_thinkng .* reads enable_thinking"),
         (QWEN, {"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages is not supported"),
         (QWEN, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template is not"),
@@ -75,8 +95,10 @@ def test_what_the_template_does_not_read_is_refused_by_name(
 
 
 def test_what_contradicts_itself_is_refused(prompt: Any) -> None:
-    with pytest.raises(RowError, match=r"enable_thinking is True, but .* is set to False"):
+    with pytest.raises(RowError, match=r"enable_thinking sets .* to True, but it is set to False; remove one"):
         prompt(QWEN, enable_thinking=True, chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(RowError, match=r"reasoning_effort sets .* enable_thinking to False, but it is set to True"):
+        prompt(BOTH, enable_thinking=True, reasoning_effort="none")
     with pytest.raises(RowError, match="add_generation_prompt can't go with continue_final_message"):
         prompt(QWEN, add_generation_prompt=True, continue_final_message=True)
     with pytest.raises(RowError, match="continue_final_message needs a last message of the assistant"):
