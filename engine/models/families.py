@@ -543,7 +543,7 @@ def _experts(
         raise UnsupportedModel(f"num_experts_per_tok is {top_k}, but must be from 1 to {name}, {count}")
     spec = ExpertSpec(count, top_k, inner, layers or (True,) * config.num_hidden_layers, **differences)
     groups, best = spec.num_groups, spec.top_groups
-    if groups != 1 and not (groups > 1 and count % groups == 0 and count // groups >= 2 and 1 <= best <= groups):
+    if not (1 <= best <= groups and count % groups == 0 and (groups == 1 or count // groups >= 2)):
         raise UnsupportedModel(f"n_group={groups} and topk_group={best} do not fit {name}={count}")
     if not 0 < spec.scale < math.inf:
         raise UnsupportedModel(f"routed_scaling_factor is {spec.scale}, but must be above 0, and finite")

@@ -382,6 +382,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "num_experts is 100000, but must be from 1": ("qwen3-moe", {"num_experts": 100_000}),
     "num_experts_per_tok is 5, but must be from 1 to num_experts, 4": ("qwen3-moe", {"num_experts_per_tok": 5}),
     "num_experts_per_tok is 0": ("mixtral", {"num_experts_per_tok": 0}),
+    "n_group=0 and topk_group=1 do not fit n_routed_experts=6": ("glm4-moe", {"n_group": 0}),
+    "n_group=4 and": ("glm4-moe", {"n_group": 4}),
+    "n_group=6 and": ("glm4-moe", {"n_group": 6}),
+    "n_group=1 and topk_group=3": ("dots1", {"topk_group": 3}),
+    "num_experts_per_tok is 3, but topk_group=1 groups have fewer": ("glm4-moe", {"n_group": 3}),
+    "routed_scaling_factor is nan": ("glm4-moe", {"routed_scaling_factor": float("nan")}),
+    "moe_layer_interval is 0": ("ernie4.5-moe", {"moe_layer_interval": 0}),
+    "moe_norm_min is 0.1": ("ernie4.5-moe", {"moe_norm_min": 0.1}),
     "decoder_sparse_step is 0": ("qwen2-moe", {"decoder_sparse_step": 0}),
 }
 
