@@ -91,17 +91,21 @@ class GGUFFile:
         self._forget(tensor)
         return weight
 
-    def unstack(self, name: str) -> list[str]:
-        """Replace a tensor of three axes by its matrices, and return their names."""
+    def unstack(self, name: str, parts: int = 1) -> list[list[str]]:
+        """Replace a tensor of three axes by its matrices, each cut into `parts` of its rows; returns their names.
+
+        Raises:
+            CorruptWeights: the rows can't be cut so.
+        """
         whole = self.tensors.pop(name)
-        count, *shape = whole.shape
-        size = whole.size // count
-        parts = {
-            f"{name}[{index}]": GGUFTensor(tuple(shape), whole.kind, whole.start + index * size, size)
-            for index in range(count)
-        }
-        self.tensors |= parts
-        return list(parts)
+        count, rows, columns = whole.shape
+        if rows % parts:
+            raise CorruptWeights(f"tensor {name} of {self.path} has {rows} rows, which are not {parts} times as many")
+        shape, size = (rows // parts, columns), whole.size // (count * parts)
+        names = [[f"{name}[{index}, {part}]" for part in range(parts)] for index in range(count)]
+        for index, part in enumerate(name for matrix in names for name in matrix):
+            self.tensors[part] = GGUFTensor(shape, whole.kind, whole.start + index * size, size)
+        return names
 
     def _stored(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
         """A tensor's bytes, uint8 [rows, bytes of a row], where they lie."""

@@ -88,8 +88,13 @@ _INNER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_STACKS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Tensors of all experts of a layer -> the module of each."""
+_STACKS = {
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    "ffn_down_exps": ("down_proj",),
+}
+"""Tensors of all experts of a layer -> the modules of each, one above the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +297,10 @@ class GGUFCheckpoint:
                 continue
             if len(shape := tensors[stored].shape) != 3 or shape[0] != experts.num_experts:
                 raise CorruptWeights(f"tensor {stored} has shape {list(shape)}, not [{experts.num_experts}, …, …]")
-            for expert, part in enumerate(self._file.unstack(stored)):
-                found[f"model.layers.{match[1]}.mlp.experts.{expert}.{_STACKS[match[2]]}.weight"] = part
+            modules = _STACKS[match[2]]
+            for expert, parts in enumerate(self._file.unstack(stored, len(modules))):
+                names = (f"model.layers.{match[1]}.mlp.experts.{expert}.{module}.weight" for module in modules)
+                found |= dict(zip(names, parts, strict=True))
         return found
 
     def _rotary_heads(self, name: str) -> int | None:

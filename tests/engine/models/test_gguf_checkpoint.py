@@ -93,8 +93,9 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
-def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """The experts of each layer in three tensors [experts, n, k], by their names there; taken out of `tensors`."""
+def stack_experts(tensors: dict[str, torch.Tensor], fuse: bool) -> dict[str, np.ndarray]:
+    """The experts of each layer in three tensors [experts, n, k], by their names there; taken out of `tensors`.
+    `fuse`: in two, gate above up."""
     found: dict[str, dict[int, np.ndarray]] = {}
     for name in [name for name in tensors if name.endswith("put_linear.weight")]:  # Granite's are stacked already
         layer, stack = name.split(".")[2], tensors.pop(name).float().numpy()
@@ -108,10 +109,15 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
         ).groups()
         stack = found.setdefault(f"blk.{layer}.ffn_{EXPERTS[module]}_exps.weight", {})
         stack[int(expert)] = tensors.pop(name).float().numpy()
-    return {name: np.stack([stack[expert] for expert in range(len(stack))]) for name, stack in found.items()}
+    stacks = {name: np.stack([stack[expert] for expert in range(len(stack))]) for name, stack in found.items()}
+    if fuse:
+        for gate in [name for name in stacks if "_gate_exps" in name]:
+            both = [stacks.pop(gate), stacks.pop(gate.replace("_gate_", "_up_"))]
+            stacks[gate.replace("_gate_", "_gate_up_")] = np.concatenate(both, axis=1)
+    return stacks
 
 
-def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=None) -> Path:
+def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=None, fuse_experts=False) -> Path:
     """Convert a Hugging Face folder as llama.cpp's converter does."""
     config = AutoConfig.from_pretrained(folder)
     architecture = ARCHITECTURE_OF.get(config.model_type, config.model_type)
@@ -167,7 +173,7 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
     for key, add in (metadata or {}).items():
         getattr(writer, add[0])(f"{architecture}.{key}", add[1])
     stored = load_file(folder / "model.safetensors")
-    for name, weight in stack_experts(stored).items():
+    for name, weight in stack_experts(stored, fuse_experts).items():
         writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
     for name, tensor in stored.items():
         weight = tensor.float().numpy()
@@ -275,6 +281,14 @@ def test_longropes_factors_are_tensors(tiny_models, tmp_path, prompts, run):
     lacking = write_gguf(folder, tmp_path / "lacking.gguf", metadata=metadata, tensors=tensors)
     with pytest.raises(CorruptWeights, match="must hold rope_factors_long"):
         load(lacking)
+
+
+def test_gate_and_up_in_one_stack_are_read(tiny_models, tmp_path, prompts, run):
+    folder = tiny_models.make_tiny_model("qwen3-moe", tmp_path / "model")
+    path = write_gguf(folder, tmp_path / "model.gguf", fuse_experts=True)
+    assert "blk.0.ffn_gate_up_exps.weight" in GGUFFile(path).tensors
+    [ours], [theirs] = (run(load(p), prompts[:1], [[(0, 0, 45)]]) for p in (path, folder))
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
 
 
 def test_layers_that_predict_further_tokens_are_passed_over(tiny_models, tmp_path, prompts, run):
