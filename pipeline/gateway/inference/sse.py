@@ -20,7 +20,8 @@ from pipeline.gateway.inference.responses import Stream
 from pipeline.gateway.inference.stream_buffer import Item, Overrun
 
 STREAM_ID: Final = "x-stream-id"
-KEEP_ALIVE: Final = b": keep-alive\n\n"
+KEEP_ALIVE: Final = b": keep-alive\n"
+"""A comment. No blank line follows: OpenAI's and Anthropic's clients would read an event without data, and fail."""
 
 TOO_SLOW: Final = ApiError(
     503, "stream_overrun", "this stream was read too slowly, and what came next has been dropped; read faster"

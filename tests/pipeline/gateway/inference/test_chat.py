@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic._streaming
 import openai
+import openai._streaming
 import pytest
 from openai import AsyncOpenAI
 from websockets.exceptions import InvalidStatus
@@ -18,6 +20,7 @@ from websockets.exceptions import InvalidStatus
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.inference.request_builder import InferenceSettings
 from pipeline.gateway.inference.responses import StreamSettings
+from pipeline.gateway.inference.sse import KEEP_ALIVE
 from schemas.jobs.job import Tier
 from schemas.settings.gateway import GatewayOptions
 from schemas.workers.lane import LaneRequest
@@ -301,6 +304,12 @@ def test_a_resumable_stream_without_a_reader_is_cancelled(harness: HttpHarness) 
         assert http.get(f"/v1/streams/{name}").status_code == 404
 
 
+def test_clients_see_no_event_in_a_keep_alive() -> None:
+    stream = [b"id: 1\ndata: {}\n\n", KEEP_ALIVE, KEEP_ALIVE, b"id: 2\ndata: {}\n\n"]
+    for decoder in (openai._streaming.SSEDecoder(), anthropic._streaming.SSEDecoder()):
+        assert [event.data for event in decoder.iter_bytes(iter(stream))] == ["{}", "{}"]
+
+
 def test_a_silent_stream_sends_keep_alives_and_times_out(tmp_path: Path) -> None:
     with (
         run_http_harness(
@@ -311,7 +320,7 @@ def test_a_silent_stream_sends_keep_alives_and_times_out(tmp_path: Path) -> None
         harness.worker.stop_taking()
         body = {"model": "tiny", "messages": HELLO, "stream": True, "tokenmill": {"timeout": 0.8}}
         text = http.post(CHAT, json=body).text
-        assert text.count(": keep-alive\n\n") >= 2
+        assert text.count(": keep-alive\n") >= 2
         assert '"request_timeout"' in text
         assert text.endswith("data: [DONE]\n\n")
         with pytest.raises(openai.APIStatusError) as late:
