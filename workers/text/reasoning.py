@@ -263,9 +263,18 @@ class SplitReasoning(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-def split_reasoning(markers: ReasoningMarkers, text: str, *, thinks: bool) -> SplitReasoning:
-    """Split a finished answer's decoded text; `thinks`: the prompt has begun the thought."""
-    reader = ReasoningReader(markers, thinks)
+def split_reasoning(markers: ReasoningMarkers, text: str, *, thinks: bool | None) -> SplitReasoning:
+    """Split a finished answer's decoded text.
+
+    `thinks`: whether the prompt has begun the thought, or ended it (False), or left it to the model (None). A model to
+    which it is left may forget the marker that begins a thought: where the first one in the answer ends a thought, all
+    before it is the thought, as with vLLM's parsers. Where markers are plain text it isn't, since an answer may mention
+    one; nor in a stream (`ReasoningReader`), which has given it out as the answer before the marker came.
+    """
+    if thinks is None and not markers.is_plain:
+        first = markers.pattern.search(text)
+        thinks = first is not None and first[0] == markers.closing
+    reader = ReasoningReader(markers, bool(thinks))
     parts = [*reader.push(text), *reader.close()]
     reasoning = "".join(part.reasoning for part in parts)
     return SplitReasoning(reasoning or None, "".join(part.content for part in parts), reader.spans)

@@ -17,7 +17,7 @@ def split_texts(row: PreparedRow, texts: Sequence[str], tokenizer: Tokenizer) ->
     """The decoded text of each choice, split."""
     if tokenizer.reasoning is None:
         return [SplitReasoning(None, text, []) for text in texts]
-    thinks = prompt_state(row.body, row.request.prompt_token_ids, tokenizer) is True
+    thinks = prompt_state(row.body, row.request.prompt_token_ids, tokenizer)
     return [split_reasoning(tokenizer.reasoning, text, thinks=thinks) for text in texts]
 
 

@@ -48,6 +48,30 @@ def test_an_answer_is_split(text: str, thinks: bool, reasoning: str | None, cont
         assert split_reasoning(markers, shown, thinks=thinks)[:2] == (reasoning, content)
 
 
+@pytest.mark.parametrize(
+    ("text", "thinks", "reasoning", "content"),
+    [
+        ("secret thought</think> answer", None, "secret thought", "answer"),
+        ("secret</think> an<think>more</think>swer", None, "secret\nmore", "an\nswer"),
+        ("<think>why</think> an</think>swer", None, "why", "an\nswer"),
+        ("just text", None, None, "just text"),
+        # The prompt has ended the thought, so what follows is the answer
+        ("answer</think>", False, None, "answer"),
+    ],
+)
+def test_a_thought_whose_beginning_is_not_marked_is_no_answer(
+    text: str, thinks: bool | None, reasoning: str | None, content: str
+) -> None:
+    split = split_reasoning(THINK, decoded(text), thinks=thinks)
+    assert split[:2] == (reasoning, content)
+    if "secret" in text:
+        first, last = split.spans[0]
+        assert "secret" in decoded(text)[first:last]
+    # An answer in plain text may mention the marker
+    if "<think>" not in text:
+        assert split_reasoning(PLAIN, text, thinks=thinks).reasoning is None
+
+
 def test_a_thought_may_go_on_where_its_markers_are_tokens() -> None:
     text = "\n <think>a</think>b<think>c</think> d"
     assert split_reasoning(THINK, decoded(text), thinks=False)[:2] == ("a\nc", "b\nd")
