@@ -52,6 +52,8 @@ def smoothing_factors(path: Path, sequences: Sequence[Sequence[int]], dtype: tor
         UnsupportedModel: the fused decoder does not compute this family.  What `load_model` raises.
     """
     spec, prefix = _fused(path, "smoothed")
+    if spec.norms[0] is None and spec.norms[2] is None:
+        raise UnsupportedModel(f"{path} can't be smoothed: no norms feed its products; leave smoothing out")
     builder = NotingBuilder()
     longest = max(map(len, sequences))
     model = load_model(path, dtype=dtype, device=torch.device("cpu"), max_positions=longest, builder=builder)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engine import Engine, EngineConfig, Request, SamplingParams, as_token_ids
 from engine.checkpoints.checkpoint import folder_weights
 from engine.errors import UnsupportedModel
 from engine.models.hf_check import DenseAttend
@@ -132,7 +133,7 @@ def test_transformers_reads_it_with_the_formats_library(target: Any, plain: Any,
     assert float((found - wanted).norm() / wanted.norm()) < {"int4": 0.08, "int8": 0.15, "fp8": 0.25}[target]
 
 
-@pytest.mark.parametrize("family", ["llama-bias", "gemma3", "qwen3"])
+@pytest.mark.parametrize("family", ["llama-bias", "gemma3", "qwen3", "phi3", "glm4", "cohere2"])
 def test_smoothing_changes_no_product(family: str, plain: Any, tmp_path: Path) -> None:
     # Given a model, and factors from a run over it
     folder = plain(family)
@@ -142,7 +143,8 @@ def test_smoothing_changes_no_product(family: str, plain: Any, tmp_path: Path) -
     # When nothing is rounded (float32, groups that no weight fits), then it computes what it did
     write(folder, tmp_path / "made", Scheme("int4", group=100_000, dtype=torch.float32), by)
     tensors = load_file(tmp_path / "made" / "model.safetensors")
-    assert not torch.equal(tensors["model.layers.1.mlp.up_proj.weight"], _weight(folder, "mlp.up_proj"))
+    module = "mlp.gate_up_proj" if family in ("phi3", "glm4") else "mlp.up_proj"
+    assert not torch.equal(tensors[f"model.layers.1.{module}.weight"], _weight(folder, module))
     config = json.loads((tmp_path / "made" / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "made" / "config.json").write_text(json.dumps(config))
@@ -177,6 +179,27 @@ def test_smoothing_helps_where_inputs_have_outliers(tiny_models: Any, tmp_path: 
     assert off["smooth"] < 0.5 * off["plain"]
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("family", ["phi3", "glm4", "ernie4.5", "cohere2", "olmo2"])
+def test_stacked_and_sorted_weights_are_computed_as_stored(
+    family: str, symmetric: bool, plain: Any, tmp_path: Path
+) -> None:
+    # Given a quantized checkpoint of products that are stored stacked, or whose rows are sorted at load
+    write(plain(family), tmp_path / "made", Scheme("int4", symmetric=symmetric, dtype=torch.float32))
+
+    def scores(**settings: Any) -> Any:
+        engine = Engine.load(tmp_path / "made", EngineConfig(dtype="float32", threads=1, **settings))
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        (done,) = engine.run([Request("a", as_token_ids(range(3, 40)), params)])
+        assert done.prompt_logprobs is not None
+        return torch.from_numpy(done.prompt_logprobs.chosen[1:].copy())
+
+    # When its weights stay small, by torch's operators or the kernels, then the model is the same
+    wanted = scores(attention="paged-sdpa", quantize="dense")
+    torch.testing.assert_close(scores(attention="paged-sdpa"), wanted, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(scores(attention="native"), wanted, atol=2e-3, rtol=2e-3)
+
+
 def test_layers_that_fill_no_group_stay_and_are_named(plain: Any, tmp_path: Path) -> None:
     done = write(plain("llama-bias"), tmp_path / "made", Scheme("int4", group=64))
     # 64 columns fill groups of 64 and 96 do not
@@ -209,9 +232,11 @@ def test_models_that_can_not_be_written_are_refused(tiny_model: Callable[[str], 
         write(tiny_model("gpt2"), tmp_path / "a", Scheme("int8"))  # its layers are Conv1D
     with pytest.raises(UnsupportedModel, match="phi models can't be smoothed"):
         smoothing_factors(tiny_model("phi"), [[3, 4]], torch.float32)
+    with pytest.raises(UnsupportedModel, match="olmo2 can't be smoothed: no norms feed its products"):
+        smoothing_factors(tiny_model("olmo2"), [[3, 4]], torch.float32)
 
 
-@pytest.mark.parametrize("family", ["llama-bias", "gemma3"])
+@pytest.mark.parametrize("family", ["llama-bias", "gemma3", "glm4"])
 def test_gptq_brings_the_model_closer_to_what_it_was(family: str, plain: Any, tmp_path: Path) -> None:
     folder, scheme = plain(family), Scheme("int4")
     make = torch.Generator().manual_seed(3)
