@@ -34,7 +34,7 @@ from workload import load_prompts
 from engine import CacheConfig, Engine, EngineConfig
 from engine.checkpoints.config import folder_config
 from engine.models.decoder import DecoderSpec
-from engine.models.families import fused_family
+from engine.models.families.registry import fused_family
 from engine.models.gguf import GGUFCheckpoint
 from engine.scheduler.step_cost import cache_windows
 

@@ -22,7 +22,7 @@ import torch
 from engine.checkpoints.config import usable
 from engine.errors import UnsupportedModel
 from engine.models.decoder_builder import TorchBuilder
-from engine.models.families import IMAGE_MODELS, fused_family
+from engine.models.families.registry import IMAGE_MODELS, fused_family
 from engine.models.gguf import gguf_architectures
 from engine.models.hf import check_supported
 from engine.models.load import load_model

@@ -23,7 +23,7 @@ import engine.models.load as loading
 from engine import Engine, EngineConfig
 from engine.checkpoints.config import folder_config
 from engine.models.decoder import DecoderSpec
-from engine.models.families import fused_family
+from engine.models.families.registry import fused_family
 from engine.quant.weight import QWeight
 
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-8b"

@@ -20,7 +20,7 @@ from engine.models.base import ModelSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.decoder_builder import TorchBuilder, WeightReader
 from engine.models.eagle import EagleHead, HeadSpec, HeadWeights
-from engine.models.families import llama
+from engine.models.families.dense import llama
 from engine.quant.base import Linear
 from engine.quant.weight import QWeight
 

@@ -19,7 +19,7 @@ from engine.checkpoints.config import built_config, check_sizes, end_tokens
 from engine.checkpoints.gguf_file import GGUFFile
 from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.decoder import DecoderSpec
-from engine.models.families import fused_family
+from engine.models.families.registry import fused_family
 from engine.quant.weight import QWeight
 
 _SIZES = {

@@ -32,7 +32,7 @@ from engine.models.decoder import DecoderSpec
 from engine.models.decoder_builder import DecoderBuilder, TorchBuilder, build_decoder
 from engine.models.encoders.encoder import describe_encoder
 from engine.models.encoders.settings import SCORE, embedding_settings, is_classifier, required_settings
-from engine.models.families import fused_family
+from engine.models.families.registry import fused_family
 from engine.models.hf import check_supported, describe_transformers_model, load_transformers_model
 
 

@@ -16,7 +16,7 @@ from engine.checkpoints.checkpoint import DERIVED, WeightSource
 from engine.checkpoints.config import usable
 from engine.errors import UnsupportedModel
 from engine.models.decoder import DecoderSpec
-from engine.models.families import fused_family
+from engine.models.families.registry import fused_family
 from engine.models.load import OpenedModel, load_model, open_model
 from engine.quant.gptq_rounding import PRODUCTS, CalibratingBuilder, by_module
 from engine.quant.rtn import round_to_nearest

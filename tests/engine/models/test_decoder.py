@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from engine.errors import UnsupportedModel
-from engine.models.families import fused_family
+from engine.models.families.registry import fused_family
 from engine.models.load import describe_model, load_model
 
 CPU = torch.device("cpu")

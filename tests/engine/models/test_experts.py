@@ -23,7 +23,7 @@ from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.decoder import FusedDecoder
 from engine.models.decoder_builder import TorchBuilder, _report_slow_experts, build_decoder
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, weighted_sum
-from engine.models.families import fused_family
+from engine.models.families.registry import fused_family
 from engine.models.load import load_model, open_model
 from engine.models.native import NativeBuilder
 from engine.quant.base import DenseLinear

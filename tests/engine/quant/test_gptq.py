@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.models.decoder import DecoderSpec
-from engine.models.families import fused_family
+from engine.models.families.registry import fused_family
 from engine.models.head_order import qkv_order
 from engine.quant.gptq_rounding import CalibratingBuilder, by_module, gptq
 from engine.quant.rtn import Rounding, round_to_nearest

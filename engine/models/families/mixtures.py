@@ -1,0 +1,177 @@
+"""The families with mixtures of experts; see `engine.models.families.registry`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from engine.errors import UnsupportedModel
+from engine.models.decoder import DecoderSpec
+from engine.models.experts import ExpertSpec
+from engine.models.families.dense import granite
+from engine.models.families.description import decoder_spec, layer_windows
+
+_MOST_EXPERTS = 4096
+
+_MOST_NORM_MIN = 1e-6
+"""Of sums of scores, that nothing is divided by less than: ours is smaller still."""
+
+_MOST_FURTHER = 8
+"""Layers behind the last one that may be passed over."""
+
+
+def mixtral(config: Any) -> DecoderSpec:
+    """Mixtral (Jiang et al. 2024): Mistral with a mixture in each layer."""
+    windows = (config.sliding_window,) * config.num_hidden_layers
+    return decoder_spec(
+        config,
+        windows=windows,
+        experts=_experts(config, "num_local_experts", config.intermediate_size, renormalize=True),
+    )
+
+
+def qwen2_moe(config: Any) -> DecoderSpec:
+    """Qwen 1.5 and 2 MoE: every token goes through a shared expert, too, which a gate scales."""
+    experts = _experts(
+        config,
+        "num_experts",
+        config.moe_intermediate_size,
+        layers=_sparse_layers(config),
+        renormalize=bool(config.norm_topk_prob),
+        shared_size=config.shared_expert_intermediate_size,
+        has_shared_gate=True,
+    )
+    return decoder_spec(config, qkv_bias=bool(config.qkv_bias), windows=layer_windows(config), experts=experts)
+
+
+def qwen3_moe(config: Any) -> DecoderSpec:
+    """Qwen 3 MoE: Qwen 3 with mixtures."""
+    bias = bool(config.attention_bias)
+    experts = _experts(
+        config,
+        "num_experts",
+        config.moe_intermediate_size,
+        layers=_sparse_layers(config),
+        renormalize=bool(config.norm_topk_prob),
+    )
+    windows = (config.sliding_window,) * config.num_hidden_layers
+    return decoder_spec(config, qk_norm="head", qkv_bias=bias, output_bias=bias, windows=windows, experts=experts)
+
+
+def olmoe(config: Any) -> DecoderSpec:
+    """OLMoE (Muennighoff et al. 2024): norms of all of q and of k, as in OLMo 2."""
+    bias = bool(config.attention_bias)
+    experts = _experts(config, "num_experts", config.intermediate_size, renormalize=bool(config.norm_topk_prob))
+    return decoder_spec(config, qk_norm="projection", qkv_bias=bias, output_bias=bias, experts=experts)
+
+
+def granitemoe(config: Any) -> DecoderSpec:
+    """Granite 3 MoE: Granite with mixtures."""
+    experts = _experts(config, "num_local_experts", config.intermediate_size, renormalize=True)
+    return granite(config, experts=experts)
+
+
+def ernie4_5_moe(config: Any) -> DecoderSpec:
+    """ERNIE 4.5 (technical report, 2025), its mixtures: experts are chosen by corrected scores. Layers that predict
+    further tokens are not read."""
+    bias = bool(config.use_bias)
+    if not 0 <= config.moe_norm_min <= _MOST_NORM_MIN:
+        raise UnsupportedModel(f"moe_norm_min is {config.moe_norm_min}, but must be from 0 to {_MOST_NORM_MIN}")
+    if config.moe_layer_interval < 1:
+        raise UnsupportedModel(f"moe_layer_interval is {config.moe_layer_interval}, but must be 1 or more")
+    first, last = config.moe_layer_start_index, config.moe_layer_end_index
+    experts = _experts(
+        config,
+        "moe_num_experts",
+        config.moe_intermediate_size,
+        layers=tuple(
+            (index + 1) % config.moe_layer_interval == 0 and first <= index <= last
+            for index in range(config.num_hidden_layers)
+        ),
+        renormalize=True,
+        has_correction=True,
+        shared_size=config.moe_intermediate_size * config.moe_num_shared_experts,
+    )
+    return decoder_spec(
+        config,
+        interleaved_rope=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        experts=experts,
+        ignored_weights=("model.mtp_",),
+    )
+
+
+def dots1(config: Any) -> DecoderSpec:
+    """dots.llm1 (rednote, 2025): Qwen 3 with the mixtures of DeepSeek-V3."""
+    bias = bool(config.attention_bias)
+    experts = _deepseek_experts(config)
+    return decoder_spec(
+        config, qk_norm="head", qkv_bias=bias, output_bias=bias, windows=layer_windows(config), experts=experts
+    )
+
+
+def glm4_moe(config: Any) -> DecoderSpec:
+    """GLM 4.5 and 4.6: a part of each head is rotated, and mixtures are DeepSeek-V3's. Layers that predict further
+    tokens are not read."""
+    layers = config.num_hidden_layers
+    further = range(layers, layers + min(config.num_nextn_predict_layers, _MOST_FURTHER))
+    return decoder_spec(
+        config,
+        qkv_bias=bool(config.attention_bias),
+        reads=("use_qk_norm",),
+        qk_norm="head" if config.use_qk_norm else None,
+        partial_rotary=True,
+        experts=_deepseek_experts(config),
+        ignored_weights=tuple(f"model.layers.{index}." for index in further),
+    )
+
+
+def _experts(
+    config: Any, name: str, inner: int, *, layers: tuple[bool, ...] | None = None, **differences: Any
+) -> ExpertSpec:
+    """Return the mixture of a config.
+
+    Args:
+        name: the key of the number of experts.  inner: intermediate size of one.  layers: None: all of them.
+    """
+    count, top_k = getattr(config, name), config.num_experts_per_tok
+    if not 1 <= count <= _MOST_EXPERTS:
+        raise UnsupportedModel(f"{name} is {count}, but must be from 1 to {_MOST_EXPERTS}")
+    if not 1 <= top_k <= count:
+        raise UnsupportedModel(f"num_experts_per_tok is {top_k}, but must be from 1 to {name}, {count}")
+    spec = ExpertSpec(count, top_k, inner, layers or (True,) * config.num_hidden_layers, **differences)
+    groups, best = spec.num_groups, spec.top_groups
+    if not (1 <= best <= groups and count % groups == 0 and (groups == 1 or count // groups >= 2)):
+        raise UnsupportedModel(f"n_group={groups} and topk_group={best} do not fit {name}={count}")
+    if not 0 < spec.scale < math.inf:
+        raise UnsupportedModel(f"routed_scaling_factor is {spec.scale}, but must be above 0, and finite")
+    if count // groups * best < top_k:
+        raise UnsupportedModel(f"num_experts_per_tok is {top_k}, but topk_group={best} groups have fewer experts")
+    return spec
+
+
+def _deepseek_experts(config: Any) -> ExpertSpec:
+    """Return DeepSeek-V3's mixture: sigmoid scores, corrected, in groups; the first layers are dense."""
+    return _experts(
+        config,
+        "n_routed_experts",
+        config.moe_intermediate_size,
+        layers=tuple(index >= config.first_k_dense_replace for index in range(config.num_hidden_layers)),
+        scoring="sigmoid",
+        renormalize=bool(config.norm_topk_prob),
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        scale=config.routed_scaling_factor,
+        has_correction=True,
+        shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+    )
+
+
+def _sparse_layers(config: Any) -> tuple[bool, ...]:
+    """Return per layer whether Qwen's MLP is a mixture."""
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers
+    if step < 1:
+        raise UnsupportedModel(f"decoder_sparse_step is {step}, but must be 1 or more")
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(config.num_hidden_layers))

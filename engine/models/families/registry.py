@@ -1,0 +1,80 @@
+"""The families that the fused decoder computes, each as a function that converts a transformers config to a
+`DecoderSpec`.
+
+A family function reads the fields that its config class defines. Settings that would change the result and are not
+implemented are refused by name: a model that answers slightly wrong is worse than one that does not load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from engine.models.decoder import DecoderSpec
+from engine.models.families import dense, mixtures
+
+Family = Callable[[Any], DecoderSpec]
+
+_FAMILIES: Mapping[str, Family] = {
+    "cohere": dense.cohere,
+    "cohere2": dense.cohere2,
+    "cwm": dense.ministral,
+    "ernie4_5": dense.ernie4_5,
+    "exaone4": dense.exaone4,
+    "gemma": dense.gemma,
+    "gemma3": dense.gemma3,
+    "gemma3_text": dense.gemma3,
+    "glm": dense.glm,
+    "glm4": dense.glm4,
+    "glm4_moe": mixtures.glm4_moe,
+    "granite": dense.granite,
+    "granitemoe": mixtures.granitemoe,
+    "dots1": mixtures.dots1,
+    "ernie4_5_moe": mixtures.ernie4_5_moe,
+    "helium": dense.helium,
+    "hyperclovax": dense.hyperclovax,
+    "internlm3": dense.llama,
+    "iquestcoder": dense.llama,
+    "llama": dense.llama,
+    "ministral": dense.ministral,
+    "mistral": dense.mistral,
+    "mixtral": mixtures.mixtral,
+    "olmo2": dense.olmo2,
+    "olmo3": dense.olmo3,
+    "olmoe": mixtures.olmoe,
+    "phi3": dense.phi3,
+    "qwen2": dense.qwen2,
+    "qwen2_moe": mixtures.qwen2_moe,
+    "qwen3": dense.qwen3,
+    "qwen3_moe": mixtures.qwen3_moe,
+    "qwen3_vl_text": dense.qwen3_vl,
+    "seed_oss": dense.seed_oss,
+    "smollm3": dense.smollm3,
+}
+
+IMAGE_MODELS: Mapping[str, tuple[str, ...]] = {
+    "mistral3": dense.IMAGE_WEIGHTS,
+    "qwen3_vl": ("model.visual.", "visual."),
+}
+"""Image models whose text half is one of the families -> prefixes of the weights that only images need."""
+
+
+def fused_family(config: Any) -> Family | None:
+    """Return the family function for a config, or None when the fused decoder does not support its model type."""
+    if config.model_type not in IMAGE_MODELS:
+        return _FAMILIES.get(config.model_type)
+    text = _FAMILIES.get(config.get_text_config().model_type)
+    return None if text is None else partial(_text_half, text)
+
+
+def _text_half(family: Family, config: Any) -> DecoderSpec:
+    """The decoder of an image model, whose text half is of `family`."""
+    return replace(
+        family(config.get_text_config()),
+        architecture=(config.architectures or [config.model_type])[0],
+        tied=bool(config.tie_word_embeddings),
+        weight_prefixes=("model.language_model.", "language_model.model."),
+        ignored_weights=IMAGE_MODELS[config.model_type],
+    )
