@@ -125,7 +125,11 @@ class TorchBuilder:
 
     def experts(self, weights: Sequence[Tensor | QWeight], *, gated: bool) -> ExpertLinear:
         dense = [weight for weight in weights if isinstance(weight, Tensor)]
-        if self.quantize in ("none", "dense") and len(dense) == len(weights) and GroupedLinear.runs(dense[0]):
+        if (
+            self.quantize in ("none", "dense")
+            and len(dense) == len(weights)
+            and GroupedLinear.runs(dense[0], len(dense))
+        ):
             return GroupedLinear(torch.stack(dense))
         return LinearPerExpert([self.linear(weight, None) for weight in weights])
 

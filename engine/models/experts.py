@@ -20,8 +20,8 @@ from engine.quant.base import Linear
 _TINY = 1e-20
 """Added to a sum of scores that is divided by, as the families with sigmoid scores do: all may be zero."""
 
-_GROUPED_KERNELS = (9, 10)
-"""Major compute capabilities for which torch has a kernel of grouped products."""
+_GROUPED_KERNELS, _MOST_GROUPS = (9, 10), 1024
+"""Major compute capabilities for which torch has a kernel of grouped products, and its most groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +164,12 @@ class GroupedLinear:
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _GROUPED_KERNELS
 
     @staticmethod
-    def runs(weight: Tensor) -> bool:
-        """Whether the kernel multiplies with an expert's weight [out_features, in_features]: bfloat16, rows of whole
-        16 bytes."""
+    def runs(weight: Tensor, num_experts: int) -> bool:
+        """Whether the kernel multiplies with weights like this expert's [out_features, in_features]: bfloat16, rows of
+        whole 16 bytes."""
         whole = all(size * weight.element_size() % 16 == 0 for size in weight.shape)
-        return weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and whole
+        usual = weight.dtype == torch.bfloat16 and num_experts <= _MOST_GROUPS
+        return weight.device.type == "cuda" and usual and whole
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
