@@ -24,7 +24,7 @@ class Limits(BaseModel):
         max_bad_words, max_bad_word_chars: most `bad_words`, and the longest one.
         max_choices: largest `n`; most choices of one classification.
         max_prompts: most prompts of one request for completions, each counted `n` times.
-        max_prompt_tokens: most tokens of these prompts in total, where there are several.
+        max_prompt_tokens: most tokens of these prompts in total, where there are several, and of what is tokenized.
         max_prompt_logprobs: most log-probabilities of prompt tokens in a response: of each token 1 and the number asked
             for, `n` times.
         max_embedding_inputs: most texts of one request for embeddings, scores or labels (a pair counts once).

@@ -16,8 +16,8 @@ from workers.translation.rendering import encodable, rendered_chat
 
 
 def tokenizer_response(request: LaneRequest, model: LoadedModel, limits: Limits) -> dict[str, Any]:
-    """The response body, in the form of vLLM or Anthropic. A prompt may be longer than the model's context. Raises
-    `RowError`."""
+    """The response body, in the form of vLLM or Anthropic. A prompt may be longer than the model's context, but
+    not than `max_prompt_tokens`. Raises `RowError`."""
     body, chat = parse_tokenizing(request.url, request.body, limits)
     tokenizer = model.tokenizer
     if isinstance(body, DetokenizeBody):
@@ -28,11 +28,14 @@ def tokenizer_response(request: LaneRequest, model: LoadedModel, limits: Limits)
             raise RowError(RowErrorCode.INVALID_REQUEST, message, param="tokens")
         none = np.zeros(0, dtype=np.int32)
         return {"prompt": tokenizer.decode_showing(none, list(body.tokens), tokenizer.special_spellings)}
+    name = "prompt" if chat is None else "messages"
+    text = encodable(body.prompt or "", name) if chat is None else rendered_chat(chat, tokenizer)
+    _check_count(tokenizer.least_tokens(text), "at least ", name, limits)  # before the text is encoded
     if chat is not None:
-        (ids,) = tokenizer.encode_chats([rendered_chat(chat, tokenizer)])
+        (ids,) = tokenizer.encode_chats([text])
     else:
-        text = encodable(body.prompt or "", "prompt")
         (ids,) = tokenizer.encode_batch([text], add_special_tokens=body.add_special_tokens is not False)
+    _check_count(len(ids), "", name, limits)
     if request.url == COUNT_TOKENS_URL:
         return {"input_tokens": len(ids)}
     tokens = ids.tolist()
@@ -42,3 +45,9 @@ def tokenizer_response(request: LaneRequest, model: LoadedModel, limits: Limits)
         "tokens": tokens,
         "token_strs": [tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None,
     }
+
+
+def _check_count(tokens: int, bound: str, name: str, limits: Limits) -> None:
+    if tokens > (allowed := limits.max_prompt_tokens):
+        message = f"{name} holds {bound}{tokens} tokens, but at most {allowed} are allowed; shorten it"
+        raise RowError(RowErrorCode.INVALID_REQUEST, message, param=name)

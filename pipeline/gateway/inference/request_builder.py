@@ -214,7 +214,7 @@ class InferenceRequestBuilder:
         )
 
     def _read_tokenizing(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
-        """Build and admit a request for a worker's tokenizer, which costs no tokens."""
+        """Build and admit a request for a worker's tokenizer. Its prompt counts as one that is computed."""
         plain = self._with_model(body)
         checked: ChatBody | TokenizeBody | DetokenizeBody
         with _refusals():
@@ -225,7 +225,9 @@ class InferenceRequestBuilder:
                 dumped = orjson.loads(checked.model_dump_json(exclude_defaults=True))
         seconds = self._settings.max_timeout_seconds
         request = self._lane_request(caller, self._entry(checked.model), url, dumped, seconds)
-        ticket = None if self._rates is None else self._rates.admit(caller, request.id, 0, seconds)
+        ticket = None
+        if self._rates is not None:
+            ticket = self._rates.admit(caller, request.id, self._max_tokens(checked, dumped, 0), seconds)
         return InferenceRequest(request, url, checked, checked.model, ticket=ticket)
 
     def _with_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,8 +290,12 @@ class InferenceRequestBuilder:
         if self._rates is not None and inference.ticket is not None:
             self._rates.release(inference.ticket, used)
 
-    def _max_tokens(self, body: Body, dumped: dict[str, Any], default_max_tokens: int) -> int:
+    def _max_tokens(
+        self, body: Body | TokenizeBody | DetokenizeBody, dumped: dict[str, Any], default_max_tokens: int
+    ) -> int:
         """An estimated upper bound of the tokens of prompt and output, without the model's tokenizer."""
+        if isinstance(body, DetokenizeBody):
+            return len(body.tokens)
         prompt = max(1, round(len(orjson.dumps(dumped)) * DEFAULT_TOKENS_PER_BYTE))
         if not isinstance(body, GenerationBody):
             return prompt

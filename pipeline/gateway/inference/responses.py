@@ -227,7 +227,7 @@ class InferenceResponses:
         """Finish a request: cache its response and release its rate-limit tokens. Returns the future of the release;
         None: the request holds none."""
         if event is not None:
-            used = event.response.get("usage", {}).get("total_tokens")
+            used = _used_tokens(event.response)
         loop = asyncio.get_running_loop()
         releasing = None
         if inference.ticket is not None and not inference.ticket.empty:
@@ -319,6 +319,13 @@ def replay(request: LaneRequest, response: Mapping[str, Any]) -> Iterator[LaneEv
             prompt_token_ids=response.get("prompt_token_ids", choice.get("prompt_token_ids")),
         )
     yield EndEvent(request.id, 1, len(response["choices"]), dict(response))
+
+
+def _used_tokens(response: Mapping[str, Any]) -> int | None:
+    """The tokens of prompt and output, or of what was tokenized; None: the response doesn't have their number."""
+    usage = response.get("usage")
+    used = response.get("count", response.get("input_tokens")) if usage is None else usage.get("total_tokens")
+    return used if isinstance(used, int) else None
 
 
 async def _wait_released(releasing: asyncio.Future[None] | None) -> None:

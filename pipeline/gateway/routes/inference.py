@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, Header, Request, Response
-from fastapi.responses import JSONResponse
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
@@ -110,9 +110,9 @@ async def reply(
         add_headers(request, inference.ticket.headers)
     if inference.stream:
         return EventStream(await answers.stream(inference), answers.detach)
-    return JSONResponse(
-        await _while_connected(request, answers.complete(inference)), headers={STREAM_ID: inference.request.id}
-    )
+    answer = await _while_connected(request, answers.complete(inference))
+    # `json` needs 0.2 s for a million token ids, ten times as long, and holds the GIL in any thread.
+    return Response(orjson.dumps(answer), headers={STREAM_ID: inference.request.id}, media_type="application/json")
 
 
 async def _while_connected(request: Request, answer: Any) -> Any:

@@ -19,7 +19,7 @@ from pipeline.models.catalog import Catalog
 from schemas.models import CatalogEntry
 from schemas.requests.errors import RowError
 from schemas.requests.limits import Limits
-from schemas.requests.tokenizing import counted_chat, parse_tokenizing
+from schemas.requests.tokenizing import COUNT_TOKENS_URL, TOKENIZE_URL, counted_chat, parse_tokenizing
 from schemas.workers.lane import LaneRequest
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.workers.lane.test_server import LaneWorker
@@ -138,6 +138,25 @@ def test_they_are_no_answers_in_the_metrics(served: Served) -> None:
 def test_a_prompt_may_be_longer_than_the_context(served: Served) -> None:
     found = served.post("/tokenize", prompt="0 " * 3_000)
     assert found["count"] > found["max_model_len"]
+
+
+@pytest.mark.parametrize("url", [TOKENIZE_URL, COUNT_TOKENS_URL])
+@pytest.mark.parametrize(("text", "bound"), [("0 " * 60, ""), ("0123456789" * 1_000, "at least ")])
+def test_more_tokens_than_prompts_may_have_are_refused(model_folder: Path, url: str, text: str, bound: str) -> None:
+    model = LoadedModel.load(model_folder, name="tiny")
+    given = {"prompt": text} if url == TOKENIZE_URL else {"messages": [{"role": "user", "content": text}]}
+    request = LaneRequest("r", "tiny", {"model": "tiny", **given}, url)
+    tokenizer_response(request, model, Limits(max_prompt_tokens=20_000))
+    with pytest.raises(RowError, match=rf"^(prompt|messages) holds {bound}\d+ tokens, but at most 50 are allowed"):
+        tokenizer_response(request, model, Limits(max_prompt_tokens=50))
+
+
+def test_a_text_of_too_many_tokens_is_not_encoded(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LoadedModel.load(model_folder, name="tiny")
+    monkeypatch.delattr(type(model.tokenizer), "encode_batch")
+    request = LaneRequest("r", "tiny", {"model": "tiny", "prompt": "0123456789" * 1_000}, TOKENIZE_URL)
+    with pytest.raises(RowError, match="prompt holds at least"):
+        tokenizer_response(request, model, Limits(max_prompt_tokens=50))
 
 
 @pytest.mark.parametrize(

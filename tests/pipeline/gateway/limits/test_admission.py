@@ -474,3 +474,26 @@ def test_requests_above_the_concurrency_bound_get_openai_errors(tmp_path: Path) 
         harness.worker.hold.clear()
         for thread in waiting:
             thread.join()
+
+
+def test_tokenizing_counts_like_a_prompt(tmp_path: Path) -> None:
+    with run_http_harness(tmp_path, rates=RateSettings(tenant=RateLimits(tokens_per_minute=1_000), window=DAY)) as h:
+        _, key = h.keys.create("acme", ALL)
+        with h.http(key) as http:
+            left = 1_000
+            for path, body, used in (
+                ("/tokenize", {"prompt": "a b " * 100}, 2),  # as the worker counts, and not as it was estimated
+                ("/v1/messages/count_tokens", {"messages": HELLO["messages"]}, 2),
+                ("/detokenize", {"tokens": [1, 2, 3]}, 3),
+                ("/detokenize", {"tokens": [1, 2, 3]}, 3),
+            ):
+                response = http.post(path, json={"model": "tiny", **body})
+                assert response.status_code == 200
+                assert int(response.headers["x-ratelimit-remaining-tokens"]) <= left - used
+                left -= used
+            late = http.post("/tokenize", json={"model": "tiny", "prompt": "a b " * 10_000})
+            assert late.status_code == 429
+            assert "this request may need" in late.json()["error"]["message"]
+            more = http.post("/detokenize", json={"model": "tiny", "tokens": [0] * left})
+            assert more.status_code == 200, "what was estimated and not used came back"
+            assert http.post("/detokenize", json={"model": "tiny", "tokens": [0]}).status_code == 429
