@@ -164,7 +164,7 @@ class _Lines:
     def __next__(self) -> str:
         line = next(self._lines)
         self.number += 1
-        self.size += len(line or b"")
+        self.size += len(line or b"") + 1  # a row may be little else than line ends
         if line is None or self.size > self._max_bytes:
             raise BrokenInput(
                 f"{self._name}: line {self.first}: the row is longer than {self._max_bytes} bytes; close its quotes, "

@@ -134,6 +134,8 @@ def test_a_bad_row_between_good_ones_fails_alone_and_rows_name_their_lines() -> 
         (HEADER + b'a,"open\nb,"c\n', "line 2: a quote that is open.*isn't closed properly up to line 3"),
         (HEADER + b'a,"open' + b"\nb,c" * 500 + b"\n", "line 2: the row is longer than 800 bytes; close its quotes"),
         (HEADER + b"a," + b"x" * 900 + b"\n", "line 2: the row is longer than 800 bytes"),
+        (HEADER + b'a,"' + b"\n" * 900 + b'"\n', "line 2: the row is longer than 800 bytes"),
+        (b'custom_id,"' + b"\n" * 900 + b'"\n', "line 1: the row is longer than 800 bytes"),
     ],
 )  # fmt: skip
 def test_what_leaves_the_rows_unclear_is_the_jobs_error(data: bytes, message: str) -> None:
@@ -183,7 +185,7 @@ def test_rows_without_all_cells_are_counted_before_their_columns_are_made(monkey
     wide, whole = wide_header(1_000), b"a,b" + b"," * 998 + b"\n"
     assert len(values(wide + b"x\n" * 500)) == 500
     assert len(values(wide + (b"x\n" + whole) * 2_000)) == 4_000, "as many bytes as refused cells"
-    message = r": line 502: too many rows lack cells, or can't be read: 501 up to here, with 1000 columns each; "
+    message = r": line 503: too many rows lack cells, or can't be read: 502 up to here, with 1000 columns each; "
     pieces.clear()
     with pytest.raises(BrokenInput, match=r"0\.csv" + message):
         read(wide + b"x\n" * 100_000)
