@@ -8,6 +8,7 @@ thought is an item. The last event holds the whole response, with the items as t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,15 +44,20 @@ class _OpenItem:
 
     Attributes:
         kind: message, reasoning or function_call.  index: in the output.  item: as it was added, still empty.
-        text: of the content or the arguments so far.  status: of the item that is done; None: it still grows.
+        pieces: of the content or the arguments so far.  status: of the item that is done; None: it still grows.
     """
 
     kind: str
     index: int
     item: Json
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
     status: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content or the arguments so far."""
+        return "".join(self.pieces)
 
 
 class ResponsesEvents:
@@ -69,6 +75,8 @@ class ResponsesEvents:
         self._name = PREFIX + inference.request.id.removeprefix("http-")
         self._items: list[_OpenItem] = []
         self._calls: dict[int, _OpenItem] = {}
+        self._latest: dict[str, _OpenItem] = {}  # of each kind: no earlier one of it grows
+        self._counts: Counter[str] = Counter()  # of the items of each kind
         self._grown: _OpenItem | None = None  # the one that grew last, which an answer's cut-off leaves incomplete
         self._logprobs: list[Json] = []  # of tokens since the last text: a text item gets those of all tokens
         self._has_begun = False
@@ -114,17 +122,17 @@ class ResponsesEvents:
 
     def _grow_text(self, kind: str, text: str) -> Iterator[ServerEvent]:
         if kind == "message":
-            yield from self._finish_reasoning()
-        open_item = next((one for one in self._items if one.kind == kind and one.status is None), None)
-        if open_item is None:
+            yield from self._finish_latest("reasoning")
+        open_item = self._latest.get(kind)
+        if open_item is None or open_item.status is not None:
             made = message_item if kind == "message" else reasoning_item
-            earlier = sum(one.kind == kind for one in self._items)
+            earlier = self._counts[kind]
             name = f"{self._name}-{earlier}" if earlier else self._name
             open_item = self._open(kind, made(name, None, status="in_progress"))
             yield self._item_event("response.output_item.added", open_item, item=open_item.item)
             yield self._part_event("response.content_part.added", open_item, part=_part(open_item))
         self._grown = open_item
-        open_item.text += text
+        open_item.pieces.append(text)
         if kind == "message":
             logprobs, self._logprobs = self._logprobs, []
             open_item.logprobs += logprobs
@@ -135,15 +143,14 @@ class ResponsesEvents:
     def _grow_call(self, delta: Mapping[str, Any]) -> Iterator[ServerEvent]:
         function, open_item = delta["function"], self._calls.get(delta["index"])
         if open_item is None:
-            yield from self._finish_reasoning()
-            for earlier in self._calls.values():
-                yield from self._finish(earlier)
+            yield from self._finish_latest("reasoning")
+            yield from self._finish_latest("function_call")
             item = call_item(delta["id"], function["name"], "", "in_progress")
             open_item = self._calls[delta["index"]] = self._open("function_call", item)
             yield self._item_event("response.output_item.added", open_item, item=item)
         self._grown = open_item
         if arguments := function.get("arguments"):
-            open_item.text += arguments
+            open_item.pieces.append(arguments)
             yield self._named_event("response.function_call_arguments.delta", open_item, delta=arguments)
 
     def _end(self, chat: Mapping[str, Any]) -> Iterator[ServerEvent]:
@@ -158,10 +165,9 @@ class ResponsesEvents:
         whole = response_object(self._name, self._created, self._body, self._output(last), reason, chat["usage"])
         yield self._event(kind, response=whole)
 
-    def _finish_reasoning(self) -> Iterator[ServerEvent]:
-        for open_item in self._items:
-            if open_item.kind == "reasoning":
-                yield from self._finish(open_item)
+    def _finish_latest(self, kind: str) -> Iterator[ServerEvent]:
+        if (open_item := self._latest.get(kind)) is not None:
+            yield from self._finish(open_item)
 
     def _finish(self, open_item: _OpenItem, status: str = "completed") -> Iterator[ServerEvent]:
         if open_item.status is not None:
@@ -184,8 +190,10 @@ class ResponsesEvents:
         yield self._item_event("response.output_item.done", open_item, item=self._whole(open_item, status))
 
     def _open(self, kind: str, item: Json) -> _OpenItem:
-        self._items.append(_OpenItem(kind, len(self._items), item))
-        return self._items[-1]
+        opened = self._latest[kind] = _OpenItem(kind, len(self._items), item)
+        self._items.append(opened)
+        self._counts[kind] += 1
+        return opened
 
     def _output(self, last: str) -> list[Json]:
         """The items of the output so far. `last`: the status of the one that grew last, unless it is done."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import openai
@@ -312,3 +314,25 @@ def test_the_text_has_the_log_probabilities_of_all_tokens() -> None:
     ).check()
     assert stream.output[0]["content"][0]["logprobs"] == LOGPROBS
     assert [event["logprobs"] for event in stream.of("response.output_text.delta")] == [LOGPROBS[:2], LOGPROBS[2:3]]
+
+
+def test_an_items_cost_does_not_grow_with_the_items_before_it() -> None:
+    body = parse_body(RESPONSES_URL, {"model": "m", "input": "hi", **TOOLS})
+    inference = InferenceRequest(LaneRequest("http-7", "m", {}), RESPONSES_URL, body, "m", stream=True)
+    converter = ResponsesEvents(inference, 5)
+    costs: list[int] = []
+    for at in range(200):
+        calls = 0
+
+        def count(_frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            converter.convert(tokens(reasoning="a"))
+            converter.convert(tokens("b", tool_calls=[call(at, "{}", "f")]))
+        finally:
+            sys.setprofile(None)
+        costs.append(calls)
+    assert min(costs[10:30]) == min(costs[-20:]), "the least: a garbage collection may call something in between"
