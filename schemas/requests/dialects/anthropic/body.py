@@ -231,16 +231,14 @@ def _add(made: list[dict[str, Any]], message: dict[str, Any], texts: Sequence[Te
         return _part_marks(len(made) - 1, 0, texts)
     marks = _part_marks(len(made) - 1, len(before["content"]), texts)
     before["content"] += _texts(texts)
-    if "tool_calls" in message:
-        before["tool_calls"] = [*before.get("tool_calls", []), *message["tool_calls"]]
-    if "reasoning_content" in message:
-        thoughts = (before.get("reasoning_content"), message["reasoning_content"])
-        before["reasoning_content"] = "\n".join(text for text in thoughts if text)
+    for name in ("tool_calls", "reasoning_content"):
+        if name in message:
+            before.setdefault(name, []).extend(message[name])
     return marks
 
 
 def _assistant(content: Sequence[Block]) -> dict[str, Any]:
-    """An assistant's message without its text."""
+    """An assistant's message without its text; its `reasoning_content` is a list of thoughts."""
     calls = [
         {
             "id": block.id,
@@ -255,7 +253,7 @@ def _assistant(content: Sequence[Block]) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
+        message["reasoning_content"] = thoughts
     return message
 
 
@@ -269,11 +267,13 @@ def _result(block: ToolResultBlock) -> dict[str, Any]:
 
 
 def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its text parts as a chat's content: one part is a string."""
+    """The message with its text parts as a chat's content: one part is a string. Its thoughts become one text."""
     parts = message["content"]
     content: Any = parts
     if len(parts) < 2:
         content = parts[0]["text"] if parts else (None if message.get("tool_calls") else "")
+    if (thoughts := message.get("reasoning_content")) is not None:
+        message = {**message, "reasoning_content": "\n".join(filter(None, thoughts))}
     return {**message, "content": content}
 
 

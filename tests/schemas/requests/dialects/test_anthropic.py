@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from pipeline.planner.validate import stored_and_hash
-from schemas.requests.dialects.anthropic.body import ANTHROPIC, MESSAGES_URL, MessagesBody
+from schemas.requests.dialects.anthropic.body import ANTHROPIC, MESSAGES_URL, MessagesBody, _add, _with_content
 from schemas.requests.dialects.anthropic.response import usage_of
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ChatBody, dump_body, load_body, parse_body
@@ -346,3 +346,17 @@ def test_arguments_that_were_cut_off_are_empty() -> None:
     call = {"id": "t", "type": "function", "function": {"name": "weather", "arguments": '{"at":"Os'}}
     message = ANTHROPIC.response(chat_response(message={"tool_calls": [call]}, finish_reason="length"), read())
     assert message["content"][-1]["input"] == {}
+
+
+def test_turns_of_one_role_are_collected_in_the_same_lists() -> None:
+    """Copying them for each turn would make the whole quadratic."""
+    made: list[dict[str, Any]] = []
+    found: list[list[int]] = []
+    for at in range(3):
+        turn = {"role": "assistant", "tool_calls": [{"id": f"c{at}"}], "reasoning_content": [f"t{at}", ""]}
+        _add(made, turn, ())
+        found.append([id(made[0][name]) for name in ("content", "tool_calls", "reasoning_content")])
+    assert found[0] == found[1] == found[2]
+    (message,) = map(_with_content, made)
+    assert message["reasoning_content"] == "t0\nt1\nt2"
+    assert [call["id"] for call in message["tool_calls"]] == ["c0", "c1", "c2"]
