@@ -32,8 +32,9 @@ from schemas.jobs.results import RowStatus
 from schemas.requests.dialects.anthropic.body import MESSAGES_URL
 from schemas.requests.parsing import row_error
 
-MAX_REQUESTS: Final = 100_000
-"""Most requests of a batch, as with Anthropic."""
+MAX_REQUESTS: Final = 4_500
+"""Most requests of one body (Anthropic takes 100,000): as many of one short message each have just below
+`MAX_CONTAINERS_AND_KEYS`, eleven for each."""
 
 _WINDOW: Final = "24h"
 _FILE_DAYS: Final = 30

@@ -14,9 +14,11 @@ import orjson
 import pytest
 
 from pipeline.gateway.batches.finalizer import Finalizer
-from pipeline.gateway.batches.messages import MessageBatches
+from pipeline.gateway.batches.messages import MAX_REQUESTS, MessageBatchBody, MessageBatches
 from pipeline.gateway.batches.service import Batches
 from pipeline.gateway.files.service import Files
+from pipeline.gateway.http.body_reading import parse_object
+from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.http.pagination import PageRequest
 from pipeline.gateway.limits.admission import RateSettings
 from pipeline.gateway.limits.storage_quota import StorageQuota
@@ -167,3 +169,12 @@ def test_a_repetition_at_any_moment_of_the_first_request_finds_its_batch(tmp_pat
         if len(made) == 1:
             return
     raise AssertionError("it never ends")
+
+
+def test_as_many_requests_as_a_body_may_have_fit_into_one() -> None:
+    def body(count: int) -> bytes:
+        return orjson.dumps({"requests": [{"custom_id": str(at), "params": PARAMS} for at in range(count)]})
+
+    assert len(MessageBatchBody.model_validate(parse_object(body(MAX_REQUESTS), 64)).requests) == MAX_REQUESTS
+    with pytest.raises(ApiError, match="the body holds more than"):
+        parse_object(body(MAX_REQUESTS + 100), 64)
