@@ -371,10 +371,11 @@ def _refusals() -> Iterator[None]:
 
 def _rows(body: Body) -> tuple[int, str]:
     """The request's rows in the engine, for `running_rows`, and the field that multiplies them: its answers, or the
-    choices that are computed for its prompts. Pooled texts count as one: they are computed at once."""
+    prompts that choices continue. Pooled texts count as one: they are computed at once. So do a prompt's choices, of
+    which those of one token are read from the prompt's last position."""
     if isinstance(body, GenerationBody):
         return body.n * body.num_prompts, "n" if body.n > 1 else "prompt"
-    return (body.num_sequences, "choices") if isinstance(body, ClassifyBody) and body.choices else (1, "n")
+    return (max(1, len(body.input)), "input") if isinstance(body, ClassifyBody) and body.choices else (1, "n")
 
 
 def _streaming(url: str, plain: dict[str, Any]) -> tuple[bool, bool]:

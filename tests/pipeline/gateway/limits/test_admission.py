@@ -476,6 +476,18 @@ def test_requests_above_the_concurrency_bound_get_openai_errors(tmp_path: Path) 
             thread.join()
 
 
+def test_choices_of_a_prompt_are_one_row(tmp_path: Path) -> None:
+    with run_http_harness(tmp_path, rates=RateSettings(default_rows=lambda: 4)) as harness:
+        _, key = harness.keys.create("acme", ALL)
+        body: Any = {"model": "tiny", "choices": [f"choice {number}" for number in range(50)]}
+        with harness.http(key) as http:
+            assert http.post("/v1/classify", json={**body, "messages": HELLO["messages"]}).status_code == 200
+            assert http.post("/v1/classify", json={**body, "input": ["a"] * 4}).status_code == 200
+            refused = http.post("/v1/classify", json={**body, "input": ["a"] * 5})
+        assert refused.status_code == 429
+        assert refused.json()["error"]["message"].startswith("input asks for 5 rows, but this tenant may have 4")
+
+
 def test_tokenizing_counts_like_a_prompt(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, rates=RateSettings(tenant=RateLimits(tokens_per_minute=1_000), window=DAY)) as h:
         _, key = h.keys.create("acme", ALL)
