@@ -209,7 +209,7 @@ def test_each_error_is_the_clients_own_class_and_names_the_field(served: Served)
     assert long.value.code == "context_length_exceeded"
     for field, value in (
         ("store", True), ("background", True), ("previous_response_id", "resp_1"), ("truncation", "auto"),
-        ("tools", [{"type": "web_search"}]), ("include", ["reasoning.encrypted_content"]),
+        ("tools", [{"type": "web_search"}]), ("include", ["file_search_call.results"]),
         ("reasoning", {"effort": "low"}),
     ):  # fmt: skip
         for stream in (False, True):

@@ -25,6 +25,8 @@ from schemas.requests.structured import NAME as NAME_PATTERN
 from schemas.requests.structured import NamedTool, ResponseFormat, check_response_format, check_tool_choice, invalid
 
 LOGPROBS: Final = "message.output_text.logprobs"
+ENCRYPTED: Final = "reasoning.encrypted_content"
+"""What clients that store no responses ask for. Reasoning is text here, so nothing is added."""
 
 NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "background": (False,),
@@ -105,19 +107,19 @@ class FunctionTool(BaseModel):
 
 
 class Reasoning(BaseModel):
-    """How the model reasons. Reasoning is returned as text, never as a summary."""
+    """How the model reasons. Reasoning is returned as text, never as a summary: `auto` is the best that there is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     effort: Effort | None = None
-    summary: None = None
+    summary: Literal["auto"] | None = None
     generate_summary: None = None
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_summaries(cls, fields: Any) -> Any:
-        for name in ("summary", "generate_summary"):
-            if isinstance(fields, dict) and fields.get(name) is not None:
+        for name, neutral in (("summary", (None, "auto")), ("generate_summary", (None,))):
+            if isinstance(fields, dict) and fields.get(name) not in neutral:
                 raise unsupported("is not supported: reasoning is returned as text; remove it", f"reasoning.{name}")
         return fields
 
@@ -165,11 +167,9 @@ def _check_include(value: Any) -> Any:
     if not isinstance(value, list | tuple):
         raise invalid("must be a list")
     for at, name in enumerate(value):
-        if name == "reasoning.encrypted_content":
-            message = "is 'reasoning.encrypted_content', but reasoning is text here, which any response has; remove it"
+        if name not in (LOGPROBS, ENCRYPTED):
+            message = f"is {str(name)[:60]!r}, but only {LOGPROBS!r} and {ENCRYPTED!r} are supported; remove it"
             raise unsupported(message, f"include[{at}]")
-        if name != LOGPROBS:
-            raise unsupported(f"is {str(name)[:60]!r}, but only {LOGPROBS!r} is supported; remove it", f"include[{at}]")
     return tuple(value)
 
 
@@ -190,7 +190,7 @@ _CHOICE: Final = one_of(
     {"enum": ["none", "auto", "required", None]},
     record(("type", "name"), type={"const": "function"}, name=NAME),
 )
-_INCLUDE: Final[JsonSchemaValue] = one_of({"type": "array", "items": {"const": LOGPROBS}}, NULL)
+_INCLUDE: Final[JsonSchemaValue] = one_of({"type": "array", "items": {"enum": [LOGPROBS, ENCRYPTED]}}, NULL)
 
 
 class ResponsesBody(SamplingBody, DialectBody):
@@ -215,7 +215,7 @@ class ResponsesBody(SamplingBody, DialectBody):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ResponsesBody:
-        if self.top_logprobs and not self.include:
+        if self.top_logprobs and LOGPROBS not in self.include:
             raise invalid(f'needs include: ["{LOGPROBS}"]; add it', "top_logprobs")
         return self
 
@@ -233,7 +233,7 @@ class ResponsesBody(SamplingBody, DialectBody):
             fields["reasoning_effort"] = self.reasoning.effort
         if isinstance(self.tool_choice, NamedTool):
             fields["tool_choice"] = self.tool_choice.model_dump()
-        if self.include:
+        if LOGPROBS in self.include:
             fields["logprobs"] = True
         if self.tools:
             fields["tools"] = tuple(
