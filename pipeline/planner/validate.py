@@ -17,7 +17,7 @@ from pipeline.planner.rejected_lines import RejectedLine
 from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.tokens import TokenEstimator
 from schemas.jobs.job import Job
-from schemas.requests.dialects.registry import translate_error
+from schemas.requests.dialects.registry import DIALECTS, translate_error
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import (
     BODIES,
@@ -251,9 +251,10 @@ def _certain(body: GenerationBody) -> int:
 
 
 def stored_and_hash(url: str, body: Body) -> tuple[bytes, bytes]:
-    """The body for the worker, and a 16-byte hash that is equal for requests which must give equal answers, in any
+    """The body for the worker, and a 16-byte hash that is equal for requests which must give equal responses, in any
     notation."""
-    without = body.model_fields_set & NO_EFFECT
+    dialect = DIALECTS.get(url)
+    without = (body.model_fields_set & NO_EFFECT) - (frozenset() if dialect is None else dialect.repeated)
     if without:
         body = body.model_copy(update=dict.fromkeys(without))
     stored = dump_body(body)

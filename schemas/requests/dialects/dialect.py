@@ -39,6 +39,7 @@ class Dialect:
         no_change: known but unsupported parameters, with the values (besides null) that mean the same as absence.
         hints: what to do instead of such a parameter.
         names: parameters of the chat, and their names in the dialect; `.a` is a field of a list's item.
+        repeated: fields of the chat that no answer depends on, but that the response repeats.
     """
 
     body: type[DialectBody]
@@ -46,6 +47,7 @@ class Dialect:
     no_change: Mapping[str, tuple[Any, ...]]
     hints: Mapping[str, str]
     names: Mapping[str, str]
+    repeated: frozenset[str] = frozenset()
 
     def translate(self, error: RowError) -> RowError:
         """The error of a chat, with the dialect's names for its parameters."""

@@ -10,4 +10,11 @@ from schemas.requests.dialects.openai_responses.response import to_response
 
 RESPONSES_URL: Final = "/v1/responses"
 
-RESPONSES: Final = Dialect(body=ResponsesBody, response=to_response, no_change=NO_CHANGE, hints=HINTS, names=CHAT_NAMES)
+RESPONSES: Final = Dialect(
+    body=ResponsesBody,
+    response=to_response,
+    no_change=NO_CHANGE,
+    hints=HINTS,
+    names=CHAT_NAMES,
+    repeated=frozenset(("metadata", "user")),
+)
