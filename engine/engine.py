@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -367,27 +367,34 @@ class Engine:
         later one, when its other choices have ended. False: there is no such unfinished request or choice."""
         return self.scheduler.cancel(request_id, choice)
 
-    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
+    def partial(
+        self, request: Request, given: Mapping[int, int] | None = None, only: Collection[int] | None = None
+    ) -> tuple[PartialChoice, ...]:
         """Return the choices of an unfinished request so far, to log them or to resume from them (`Request.partial`).
 
         Args:
             given: choice -> number of its tokens that the caller has already; only later ones are returned (and their
                 log-probabilities). Unfinished choices without new tokens are left out.
+            only: these choices; None: all.
         """
         given = given or {}
         found = []
-        for choice, ids in self.scheduler.sampled(request.request_id):
+        for choice, ids in self.scheduler.sampled(request.request_id, only):
             start = given.get(choice, 0)
             if len(ids) > start:
                 logprobs = self._collector.logprobs(request, choice, start, len(ids))
                 found.append(PartialChoice(choice, ids[start:].copy(), logprobs))
         for end in self._collector.ended(request.request_id):
-            if end.finish_reason in ANSWERED:
+            if end.finish_reason in ANSWERED and (only is None or end.choice in only):
                 start = given.get(end.choice, 0)
                 logprobs = self._collector.logprobs(request, end.choice, start, len(end.token_ids))
                 ids, reason = end.token_ids[start:], end.finish_reason
                 found.append(PartialChoice(end.choice, ids, logprobs, reason, end.stop_token_id))
         return tuple(found)
+
+    def growing(self) -> Mapping[str, Collection[int]]:
+        """See `StepEngine.growing`."""
+        return self.scheduler.growing()
 
     @property
     def has_work(self) -> bool:

@@ -9,7 +9,7 @@ whole, or not at all.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -101,26 +101,44 @@ class GroupEngine:
             return False
         return self.engine.cancel(opened.members[number].request_id, own)
 
-    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
+    def partial(
+        self, request: Request, given: Mapping[int, int] | None = None, only: Collection[int] | None = None
+    ) -> tuple[PartialChoice, ...]:
         """See `StepEngine.partial`. Members that have ended are given as choices that have."""
         opened = self._open.get(request.request_id)
         if opened is None:
-            return self.engine.partial(request, given)
+            return self.engine.partial(request, given, only)
         if opened.shared is not None:  # no member has ended before all have, and none has tokens
             none = np.empty(0, dtype=np.int32)
             return tuple(PartialChoice(number, none, None) for number in range(len(request.members)))
         given, n = given or {}, request.params.n
+        chosen: defaultdict[int, list[int]] = defaultdict(list)
+        for choice in sorted(only or ()):
+            chosen[choice // n].append(choice % n)
         found: list[PartialChoice] = []
-        for number, member in enumerate(opened.members):
+        for number in range(len(opened.members)) if only is None else chosen:
+            member = opened.members[number]
             own = {choice: given.get(number * n + choice, 0) for choice in range(n)}
             if (completion := opened.done.get(number)) is None:
-                choices = self.engine.partial(member, own)
+                choices = self.engine.partial(member, own, None if only is None else chosen[number])
             elif member.params.max_tokens:
                 choices = tuple(ended_choice(choice, own[choice.index]) for choice in _answered(completion))
             else:
                 choices = ()  # only a score, which no choice holds
             found += [replace(choice, index=number * n + choice.index) for choice in choices]
         return tuple(found)
+
+    def growing(self) -> Mapping[str, Collection[int]]:
+        """See `StepEngine.growing`."""
+        found: dict[str, list[int]] = {}
+        for name, choices in self.engine.growing().items():
+            group, separator, number = name.rpartition(_MEMBER)
+            if not separator:
+                found.setdefault(name, []).extend(choices)
+            elif (opened := self._open.get(group)) is not None and opened.shared is None:
+                first = int(number) * opened.members[0].params.n
+                found.setdefault(group, []).extend(first + choice for choice in choices)
+        return found
 
     def resumes(self, request: Request) -> bool:
         """See `StepEngine.resumes`: a request does when all of its members do."""

@@ -6,7 +6,7 @@ Token ids go in and come out; text, templates, policies and results are the work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from engine.request import Completion, PartialChoice, Request
@@ -72,13 +72,21 @@ class StepEngine(Protocol):
         `step` returns them."""
         ...
 
-    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
+    def partial(
+        self, request: Request, given: Mapping[int, int] | None = None, only: Collection[int] | None = None
+    ) -> tuple[PartialChoice, ...]:
         """Return the choices of an unfinished request so far, to log them or to resume from them (`Request.partial`).
 
         Args:
             given: choice -> number of its tokens that the caller has already; only later ones are returned. Unfinished
                 choices without new tokens are left out.
+            only: these choices, for a caller that asks at each step (`growing`); None: all.
         """
+        ...
+
+    def growing(self) -> Mapping[str, Collection[int]]:
+        """The requests that may have new tokens, and their choices that may: those that are in the running batch or
+        were preempted. They are few, however many wait."""
         ...
 
     def resumes(self, request: Request) -> bool:

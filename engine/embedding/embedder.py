@@ -5,7 +5,7 @@ A request's texts are its members (`Request.more`), which a `GroupEngine` below 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -53,9 +53,15 @@ class Embedder:
         """See `StepEngine.cancel`. A request that pools has no choices: it ends as a whole."""
         return self.engine.cancel(request_id, None if request_id in self._open else choice)
 
-    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
+    def partial(
+        self, request: Request, given: Mapping[int, int] | None = None, only: Collection[int] | None = None
+    ) -> tuple[PartialChoice, ...]:
         """See `StepEngine.partial`; vectors have no partial result."""
-        return () if request.pooling is not None else self.engine.partial(request, given)
+        return () if request.pooling is not None else self.engine.partial(request, given, only)
+
+    def growing(self) -> Mapping[str, Collection[int]]:
+        """See `Engine.growing`."""
+        return self.engine.growing()
 
     @property
     def has_work(self) -> bool:

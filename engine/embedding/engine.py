@@ -7,7 +7,7 @@ cache, and no request is ever partially computed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -147,9 +147,15 @@ class EncoderEngine:
         self._ended.append(self._end(self._waiting.remove(request_id), FinishReason.CANCELLED))
         return True
 
-    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
+    def partial(
+        self, request: Request, given: Mapping[int, int] | None = None, only: Collection[int] | None = None
+    ) -> tuple[PartialChoice, ...]:
         """Return nothing: no request is ever partially computed."""
         return ()
+
+    def growing(self) -> Mapping[str, Collection[int]]:
+        """None, for the same reason."""
+        return {}
 
     @property
     def has_work(self) -> bool:

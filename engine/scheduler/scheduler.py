@@ -42,7 +42,7 @@ a sequence that doesn't), so it always advances: there is no deadlock and, withi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,11 +224,22 @@ class Scheduler:
         would outlast it are started early (`WaitingQueue`)."""
         self._waiting.settled = not more_to_come
 
-    def sampled(self, request_id: str) -> list[tuple[int, NDArray[np.int32]]]:
-        """Return the unfinished choices of a request, each with its sampled tokens so far (int32 [tokens], a view that
-        the next step may change)."""
+    def growing(self) -> dict[str, list[int]]:
+        """Return the requests that have choices in the running batch, or preempted ones, and these choices."""
+        found: dict[str, list[int]] = {}
+        for sequence in (*self._batch.owners, *self._waiting.preempted):
+            if sequence is not None:
+                found.setdefault(sequence.request.request_id, []).append(sequence.choice)
+        return found
+
+    def sampled(self, request_id: str, only: Collection[int] | None = None) -> list[tuple[int, NDArray[np.int32]]]:
+        """Return the unfinished choices of a request (`only` these), each with its sampled tokens so far (int32
+        [tokens], a view that the next step may change)."""
         found = []
-        for sequence in self._requests.get(request_id, ()):
+        siblings = self._requests.get(request_id, [])
+        if only is not None:
+            siblings = [siblings[choice] for choice in sorted(only) if choice < len(siblings)]
+        for sequence in siblings:
             if sequence.state is SequenceState.RUNNING:
                 known = self.rows.token_ids[sequence.row, : self.rows.num_known[sequence.row]]
                 found.append((sequence.choice, known[sequence.prompt_len :]))

@@ -52,11 +52,13 @@ class WaitingQueue:
     Attributes:
         settled: no more requests will be added.
         by_class: sequences that wait, by `class_of`.
+        preempted: those of them that had a row.
     """
 
     def __init__(self, cache: CacheTables, lengths: LengthEstimator, rope_original_max: int | None, rows: int) -> None:
         self.settled = False
         self.by_class = [0] * CLASSES
+        self.preempted: set[Sequence] = set()
         self._cache = cache
         self._lengths = lengths
         self._rope_original_max = rope_original_max
@@ -87,6 +89,7 @@ class WaitingQueue:
         """Queue a preempted sequence before all others of its class (and owner) that had no row, by arrival."""
         self.release_row(sequence)
         self._push(sequence, PREEMPTED)
+        self.preempted.add(sequence)
 
     def peek(self) -> Sequence | None:
         """Return the head without removing it."""
@@ -158,6 +161,7 @@ class WaitingQueue:
         self._head = None
         self.by_class[class_of(sequence.request.priority)] -= 1
         self._unregister_reader(sequence)
+        self.preempted.discard(sequence)
 
     def forget_groups(self) -> None:
         """Unregister announced readers that have not arrived, because no request is left."""

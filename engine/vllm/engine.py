@@ -8,7 +8,7 @@ at once. A choice's grammar is followed here as well, since vLLM does not say wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -231,7 +231,9 @@ class VLLMEngine:
         self._complete(opened)
         return bool(ended)
 
-    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
+    def partial(
+        self, request: Request, given: Mapping[int, int] | None = None, only: Collection[int] | None = None
+    ) -> tuple[PartialChoice, ...]:
         """See `StepEngine.partial`."""
         opened = self._open.get(request.request_id)
         if opened is None:
@@ -239,6 +241,8 @@ class VLLMEngine:
         found = []
         for choice in opened.choices:
             start = (given or {}).get(choice.index, 0)
+            if only is not None and choice.index not in only:
+                continue
             is_answered = choice.reason in ANSWERED
             if not is_answered and (choice.reason is not None or len(choice.tokens) <= start):
                 continue
@@ -246,6 +250,14 @@ class VLLMEngine:
             logprobs = None if top is None else joined(choice.logprobs, top)[start:]
             found.append(PartialChoice(choice.index, tokens, logprobs, choice.reason, choice.stop_token_id))
         return tuple(found)
+
+    def growing(self) -> Mapping[str, Collection[int]]:
+        """See `StepEngine.growing`."""
+        found: dict[str, list[int]] = {}
+        for name, opened in self._open.items():
+            if choices := [choice.index for choice in opened.choices if choice.tokens and choice.reason is None]:
+                found[name] = choices
+        return found
 
     @property
     def has_work(self) -> bool:

@@ -79,7 +79,14 @@ def test_members_that_preempt_each_other_give_the_same_answers(make: Callable[..
     engine = make(num_blocks=8, prefix_caching=False)
     request = group(max_tokens=60)
     members = tuple(replace(member, expected_tokens=1) for member in request.more)
-    found = complete(engine, replace(request, expected_tokens=1, more=members))["g"]
+    request = replace(request, expected_tokens=1, more=members)
+    engine.add(request)
+    ended: list[Completion] = []
+    while not ended:
+        ended = engine.step()
+        growing = engine.growing().get("g", ())  # a preempted choice has tokens, too
+        assert set(growing) >= {one.index for one in engine.partial(request) if one.finish_reason is None}
+    (found,) = ended
     assert engine.stats().preemptions
     assert found.preemptions == engine.stats().preemptions
     assert tokens(found) == tokens(whole)
@@ -110,6 +117,28 @@ def test_it_goes_on_from_its_logged_tokens(make: Callable[..., GroupEngine], ste
     assert again.resumed_tokens == sum(len(choice.token_ids) for choice in known)
     given = {choice.index: len(choice.token_ids) for choice in known}
     assert not [choice for choice in engine.partial(group(), given) if len(choice.token_ids)]
+
+
+def test_members_that_wait_are_not_asked_for_tokens(
+    make: Callable[..., GroupEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a request with more prompts than rows, when its new tokens are asked for, then no waiting prompt is."""
+    engine, asked = make(), []
+    partial = Engine.partial
+
+    def counted(engine: Engine, request: Request, *more: Any) -> Any:
+        asked.append(request.request_id)
+        return partial(engine, request, *more)
+
+    monkeypatch.setattr(Engine, "partial", counted)
+    request = group(prompts=PROMPTS * 10)
+    engine.add(request)
+    for _ in range(8):
+        engine.step()
+        asked.clear()
+        new = engine.partial(request, {}, engine.growing()["g"])
+        assert len(asked) <= CONFIG.schedule.max_num_seqs
+    assert new
 
 
 def test_a_choice_is_cancelled_by_its_index(make: Callable[..., GroupEngine]) -> None:

@@ -105,6 +105,16 @@ def test_ends_of_one_token_are_read_behind_the_prompt(tiny_model: Callable[[str]
     assert engine.stats().prompt == len(PROMPT) + 1
 
 
+def test_scores_are_no_tokens(tiny_model: Callable[[str], Path]) -> None:
+    slow = replace(CONFIG, schedule=ScheduleConfig(max_num_seqs=2, max_num_batched_tokens=4))
+    engine = GroupEngine(Engine.load(tiny_model("llama"), slow))
+    engine.add(scored((PROMPT, ENDS)))
+    ended = engine.step()
+    assert not ended
+    assert engine.num_running
+    assert not engine.growing()
+
+
 def test_a_cancelled_request_and_one_that_fails_end_as_a_whole(tiny_model: Callable[[str], Path]) -> None:
     engine = GroupEngine(Engine.load(tiny_model("llama"), CONFIG))
     request = scored((PROMPT, ENDS))

@@ -210,6 +210,32 @@ def test_cancelled_and_late_requests_end_once_with_their_reason(make: Make) -> N
     assert len(tokens(complete(engine, [ask("running", 4)])["running"])) == 4
 
 
+def test_new_tokens_are_those_of_the_choices_that_grow(make: Make) -> None:
+    """Given more choices than rows, when new tokens are asked for after each step, then those of the few choices that
+    may have some are all."""
+    engine = make()
+    requests = {str(at): ask(str(at), 9, n=2, temperature=1.0, seed=at, first=3 + at) for at in range(7)}
+    for request in requests.values():
+        engine.add(request)
+    given: dict[str, dict[int, int]] = {name: {} for name in requests}
+    seen = 0
+    while engine.has_work:
+        for completion in engine.step():
+            del requests[completion.request_id]
+        growing = engine.growing()
+        assert sum(map(len, growing.values())) <= CONFIG.schedule.max_num_seqs
+        for name, request in requests.items():
+            new = [one for one in engine.partial(request, given[name]) if one.finish_reason is None]
+            found = engine.partial(request, given[name], growing.get(name, ()))
+            assert [(one.index, one.token_ids.tolist()) for one in found if one.finish_reason is None] == [
+                (one.index, one.token_ids.tolist()) for one in new
+            ]
+            given[name] |= {one.index: given[name].get(one.index, 0) + len(one.token_ids) for one in new}
+            seen += len(new)
+    assert seen > 50
+    assert not engine.growing()
+
+
 def test_of_several_choices_one_may_be_cancelled(make: Make) -> None:
     engine = make()
     request = ask("a", 30, n=2, temperature=1.0, seed=5)

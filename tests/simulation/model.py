@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,8 +161,13 @@ class SteppedEngine:
         self._watch.left(self._process, [completion.request_id for completion in completions])
         return completions
 
-    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
-        return self._engine.partial(request, given)
+    def partial(
+        self, request: Request, given: Mapping[int, int] | None = None, only: Collection[int] | None = None
+    ) -> tuple[PartialChoice, ...]:
+        return self._engine.partial(request, given, only)
+
+    def growing(self) -> Mapping[str, Collection[int]]:
+        return self._engine.growing()
 
     def resumes(self, request: Request) -> bool:
         return self._engine.resumes(request)

@@ -295,17 +295,22 @@ class LaneServer:
 
     def _pass_on_tokens(self, everything: bool = False) -> None:
         """Pass on the engine's new tokens to the emitter when the interval has passed. The end of a choice is
-        not passed on; it follows with the completion."""
+        not passed on; it follows with the completion. Only choices that may have new tokens are asked for them: a
+        request may have thousands that wait."""
         now = self._clock.monotonic()
         due = everything or now >= self._next_emit
         if due:
             self._next_emit = (
                 now + self._serving.emit_interval_seconds + len(self._open) * self._serving.emit_interval_seconds_each
             )
-        for opened in self._open.values():
-            if opened.has_tokens and not due:
+        elif all(opened.has_tokens for opened in self._open.values()):
+            return
+        growing = dict.fromkeys(self._open) if everything else self._engine.growing()
+        for name, choices in growing.items():
+            opened = self._open.get(name)
+            if opened is None or (opened.has_tokens and not due):
                 continue
-            found = self._engine.partial(opened.row.request, opened.passed_on)
+            found = self._engine.partial(opened.row.request, opened.passed_on, choices)
             new = [choice for choice in found if choice.finish_reason is None]
             for choice in new:
                 opened.passed_on[choice.index] = opened.passed_on.get(choice.index, 0) + len(choice.token_ids)

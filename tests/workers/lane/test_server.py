@@ -470,6 +470,28 @@ def test_a_request_whose_events_take_long_does_not_delay_the_holds(
     assert (type(received[-1]), received[-1].attempt) == (EndEvent, 1)
 
 
+def test_a_request_that_waits_is_not_asked_for_tokens(
+    host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given more choices than rows, when they are answered at the smallest intervals,
+    model, _ = host(max_num_seqs=2)
+    asked = []
+    partial = Engine.partial
+
+    def counted(engine: Engine, request: Any, given: Any = None, only: Any = None) -> Any:
+        asked.append(only)
+        return partial(engine, request, given, only)
+
+    monkeypatch.setattr(Engine, "partial", counted)
+    work(model, emit_interval_seconds=0.0, emit_interval_seconds_each=0.0)
+    body = kit.completion("a", max_tokens=20, n=16, ignore_eos=True)
+    (last,) = events_of(lane, request(model, body))[-1:]
+    assert isinstance(last, EndEvent)
+    # then a poll asks for as many as there are rows.
+    assert asked
+    assert max(len(only) for only in asked) <= 2
+
+
 def test_behind_its_deadline_a_request_ends_with_an_error(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
     model, _ = host(step_seconds=0.02)
     work(model)
