@@ -40,9 +40,10 @@ class PreparedRow:
     dialect: Dialect | None = None
     given_tokens: int | None = None
 
-    def truncated_tokens(self, kept: int) -> int | None:
-        """The tokens that its prompts lost, of which `kept` were computed; None: none."""
-        return None if self.given_tokens is None or self.given_tokens <= kept else self.given_tokens - kept
+    def truncated_tokens(self, prompt_tokens: int) -> int | None:
+        """The tokens that were cut off its prompts, of which `prompt_tokens` were computed; None: none."""
+        given = self.given_tokens
+        return None if given is None or given <= prompt_tokens else given - prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,8 +261,7 @@ class JobLedger:
 
     def result_parts(self, manifest: Manifest | None) -> list[int]:
         """Numbers of the parts that hold the job's results: those that exist. For a job that failed as a whole, or
-        ended
-        before it was planned, only the parts that its manifest lists: a worker or a planner that has not read the
+        ended before it was planned, only the parts that its manifest lists: a worker or a planner that has not read the
         manifest yet may still commit another part.
 
         Args:

@@ -29,7 +29,7 @@ from schemas.requests.parsing import (
     parse_line,
 )
 from schemas.requests.sampling_defaults import answer_limit, fill_in
-from schemas.requests.truncation import kept_prompt_tokens
+from schemas.requests.truncation import limit_prompt_tokens
 
 NO_EFFECT = frozenset(("user", "metadata", "store", "safety_identifier", "prompt_cache_key"))
 SAMPLING_ONLY = ("seed", "top_p", "top_k", "min_p")  # no effect on a greedy request
@@ -194,8 +194,8 @@ class Validator:
         context, is_cut = self._max_model_len, self._settings.truncate_prompt is not None
         if not is_cut or context is None or not isinstance(body, GenerationBody):
             return longest, total
-        kept = kept_prompt_tokens(body, longest, context, min(default_limit, self._settings.max_output_tokens))
-        return kept, min(total, kept * body.num_prompts)
+        limit = limit_prompt_tokens(body, longest, context, min(default_limit, self._settings.max_output_tokens))
+        return limit, min(total, limit * body.num_prompts)
 
     def _answer(self, body: Body, prompt_tokens: int, default_limit: int) -> _Answer:
         """The expected answer. Vectors and scores are no tokens. `prompt_tokens`: of the longest prompt.

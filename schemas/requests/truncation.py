@@ -15,7 +15,7 @@ class TruncatePrompt(StrEnum):
     NEWLINE = "newline"
 
 
-def kept_prompt_tokens(body: GenerationBody, prompt_tokens: int, context: int, default_limit: int) -> int:
+def limit_prompt_tokens(body: GenerationBody, prompt_tokens: int, context: int, default_limit: int) -> int:
     """The tokens to which a job that cuts prompts cuts one of `prompt_tokens`: all of one that fits.
 
     A prompt fits that leaves room for max_tokens, without it for min_tokens and at least one token. A longer one is cut
@@ -31,5 +31,5 @@ def kept_prompt_tokens(body: GenerationBody, prompt_tokens: int, context: int, d
     needed = max(1, body.min_tokens) if limit is None else limit
     if body.truncate_prompt_tokens is not None or prompt_tokens + needed <= context:
         return prompt_tokens
-    kept = context - (max(needed, min(default_limit, context // 4)) if limit is None else limit)
-    return kept if kept >= 1 else prompt_tokens
+    room = context - (max(needed, min(default_limit, context // 4)) if limit is None else limit)
+    return room if room >= 1 else prompt_tokens

@@ -30,7 +30,7 @@ def tokenizer_response(request: LaneRequest, model: LoadedModel, limits: Limits)
         return {"prompt": tokenizer.decode_showing(none, list(body.tokens), tokenizer.special_spellings)}
     name = "prompt" if chat is None else "messages"
     text = encodable(body.prompt or "", name) if chat is None else rendered_chat(chat, tokenizer)
-    _check_count(tokenizer.least_tokens(text), "at least ", name, limits)  # before the text is encoded
+    _check_count(tokenizer.count_min_tokens(text), "at least ", name, limits)  # before the text is encoded
     if chat is not None:
         (ids,) = tokenizer.encode_chats([text])
     else:

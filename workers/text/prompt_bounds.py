@@ -49,7 +49,7 @@ class PromptBound:
     unspelt: bytes = b""
     blanks_count: bool = True
 
-    def least_tokens(self, text: str) -> int:
+    def count_min_tokens(self, text: str) -> int:
         """A lower bound of the tokens in any encoding of the text."""
         counted = text if self.blanks_count else "".join(text.split())
         size = len(counted.encode().translate(None, self.unspelt)) if self.in_bytes else len(counted)

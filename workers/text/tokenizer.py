@@ -191,24 +191,24 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
-    def encode_texts(self, texts: Sequence[Texts], most: Sequence[int | None] | None = None) -> list[EncodedText]:
+    def encode_texts(self, texts: Sequence[Texts], limits: Sequence[int | None] | None = None) -> list[EncodedText]:
         """Each text or pair with the special tokens around and between them. A text that stands in several pairs is
         encoded once.
 
         Args:
-            most: for each text or pair None, or a number above `num_added_tokens`: tokens at the end beyond it are left
+            limits: for each text or pair None, or a number above `num_added_tokens`: tokens at the end beyond it are left
                 out; of a pair the longer text is cut first.
         """
         distinct = list(dict.fromkeys(text for one in texts for text in one))
         encodings = self._backend.encode_batch_fast(distinct, add_special_tokens=False)
         ids = {text: np.asarray(found.ids, dtype=np.int32) for text, found in zip(distinct, encodings, strict=True)}
-        limits = [None] * len(texts) if most is None else most
+        limits = [None] * len(texts) if limits is None else limits
         return [self._framed([ids[text] for text in one], limit) for one, limit in zip(texts, limits, strict=True)]
 
-    def _framed(self, texts: Sequence[TokenIds], most: int | None) -> EncodedText:
+    def _framed(self, texts: Sequence[TokenIds], limit: int | None) -> EncodedText:
         """The encoded text or pair, cut, with the special tokens."""
-        if most is not None:
-            room = most - self.num_added_tokens(pair=len(texts) > 1)
+        if limit is not None:
+            room = limit - self.num_added_tokens(pair=len(texts) > 1)
             texts = [ids[:length] for ids, length in zip(texts, cut_lengths([*map(len, texts)], room), strict=True)]
         if (frame := self._frames.get(len(texts))) is None:
             frame = self._frames[len(texts)] = pair_frame(self._backend, len(texts))
@@ -242,9 +242,9 @@ class Tokenizer:
         """The special tokens that the tokenizer adds to a text or a pair."""
         return self._backend.num_special_tokens_to_add(pair)
 
-    def least_tokens(self, text: str) -> int:
+    def count_min_tokens(self, text: str) -> int:
         """A lower bound of the text's tokens; 0: no bound is known without encoding it."""
-        return 0 if self._bound is None else self._bound.least_tokens(text.replace(SPELT, ""))
+        return 0 if self._bound is None else self._bound.count_min_tokens(text.replace(SPELT, ""))
 
     def encode_chats(self, texts: Sequence[str]) -> list[TokenIds]:
         """Token ids of each conversation from `render_chat`, int32 [tokens]."""

@@ -21,7 +21,7 @@ from engine.request import Pooling, Request, SamplingParams
 from schemas.jobs.job import Tier
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL, ChatBody, CompletionBody
-from schemas.requests.truncation import TruncatePrompt, kept_prompt_tokens
+from schemas.requests.truncation import TruncatePrompt, limit_prompt_tokens
 from workers.structured.constraints import grammar_of, shown_tokens
 from workers.structured.grammar import Grammar, Grammars
 from workers.text.stop_strings import StopStringWatcher
@@ -224,16 +224,16 @@ class Translator:
     def _truncated(self, body: Generation, at: int, prompt: TokenIds) -> TokenIds:
         """The prompt cut as the job wants it, or its last tokens, as many as `truncate_prompt_tokens` leaves (vLLM's
         rule)."""
-        most = body.truncate_prompt_tokens
-        if most is None:
+        max_tokens = body.truncate_prompt_tokens
+        if max_tokens is None:
             if self._cutter is None:
                 return prompt
             context, default = self._limits.max_model_len, self._default_max_tokens
-            kept = kept_prompt_tokens(body, len(prompt), context, default)
-            return prompt if kept == len(prompt) else self._cutter.cut(body, at, prompt, kept)
-        if most == -1:
-            most = max(1, self._limits.max_model_len - (body.output_limit or 0))
-        return prompt[max(0, len(prompt) - most) :]
+            limit = limit_prompt_tokens(body, len(prompt), context, default)
+            return prompt if limit == len(prompt) else self._cutter.cut(body, at, prompt, limit)
+        if max_tokens == -1:
+            max_tokens = max(1, self._limits.max_model_len - (body.output_limit or 0))
+        return prompt[max(0, len(prompt) - max_tokens) :]
 
     def _check_totals(self, body: Generation, tokens: int) -> None:
         """Raises `RowError` for prompts of too many tokens together, or too many of their log-probabilities."""
@@ -355,7 +355,7 @@ class Translator:
         """Return the text. Raises `RowError` when no encoding of it leaves room for one token of an answer."""
         if body.truncate_prompt_tokens is not None or self._cutter is not None:
             return text
-        min_tokens, limit = self._tokenizer.least_tokens(text), self._limits.max_model_len
+        min_tokens, limit = self._tokenizer.count_min_tokens(text), self._limits.max_model_len
         if min_tokens + (body.output_limit != 0) > limit:
             name = prompt_name(body, at)
             message = f"{name} of at least {min_tokens} tokens, but the context holds {limit}; shorten the prompt"

@@ -2,8 +2,7 @@
 
 A shard's texts are decoded in one call. A copy gets the same answer under its own custom id and response id. Its usage
 is that of an API which has the whole prompt cached: the same prompt and completion tokens, all prompt tokens cached.
-    The
-job's usage counts only the computed rows.
+The job's usage counts only the computed rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the marked prefixes of a conversation end in its prompt.
 
-A template may write a conversation in any order, so a mark's place is found by rendering the conversation cut there: up
-to the mark both have the same tokens. Of the messages behind the mark the roles are kept, since templates refuse
+A template may write a conversation in any order, so a mark's position is found by rendering the conversation cut there:
+up to the mark both have the same tokens. Of the messages behind the mark the roles are kept, since templates refuse
 conversations without a user, put the tools into the first user's message, or leave out reasoning before the last one's.
 """
 

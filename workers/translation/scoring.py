@@ -68,9 +68,9 @@ class ScoringReader:
                         text, name, settings, None if body.truncate_prompt_tokens is None else limit
                     )
             texts = tuple(known[str(text)][0] for text in sequence)
-            least = sum(known[str(text)][1] for text in sequence)
-            if body.truncate_prompt_tokens is None and least > limit:
-                raise self._too_long(f"{name} has at least {least} tokens", limit)
+            min_tokens = sum(known[str(text)][1] for text in sequence)
+            if body.truncate_prompt_tokens is None and min_tokens > limit:
+                raise self._too_long(f"{name} has at least {min_tokens} tokens", limit)
             inputs.append(self._rendered(body, texts, variables) if self._renders(sequence) else texts)
         return inputs
 
@@ -78,15 +78,15 @@ class ScoringReader:
         """Encode the inputs of many requests, and cut them where a request says so, but for rendered pairs; all texts
         in one call."""
         texts: list[Texts] = []
-        most: list[int | None] = []
+        limits: list[int | None] = []
         rendered: list[str] = []
         for body, inputs in requests:
             limit = None if body.truncate_prompt_tokens is None else self._limit(body)
             own = [given for given in inputs if not isinstance(given, EncodedText | str)]
             texts += own
-            most += [limit] * len(own)
+            limits += [limit] * len(own)
             rendered += [given for given in inputs if isinstance(given, str)]
-        encoded = iter(self._tokenizer.encode_texts(texts, most))
+        encoded = iter(self._tokenizer.encode_texts(texts, limits))
         chats = iter(self._tokenizer.encode_chats(rendered))
 
         def encoding(given: Input) -> EncodedText:
@@ -148,15 +148,15 @@ class ScoringReader:
         def prompt_of(text: str) -> TokenIds:
             return self._tokenizer.encode_chats([self._rendered(body, (query, text), variables)])[0]
 
-        kept = cut_text(self._tokenizer, document, prompt_of, prompt, limit, chat=True)
-        if kept is None:
+        cut = cut_text(self._tokenizer, document, prompt_of, prompt, limit, chat=True)
+        if cut is None:
             message = f"{body.name_of(at)} of {len(prompt)} tokens with its query is to be cut to {limit}, but nothing "
             raise RowError(
                 RowErrorCode.CONTEXT_LENGTH_EXCEEDED,
                 f"{message}of the document fits behind the query and the chat template; raise truncate_prompt_tokens",
                 param="truncate_prompt_tokens",
             )
-        return kept
+        return cut
 
     def _check_chars(self, body: ScoringRequest, limit: int) -> None:
         """Refuse texts that can't be few enough tokens before they are encoded: a query counts with each document.
@@ -181,19 +181,19 @@ class ScoringReader:
         if limit is not None:
             text = text[: limit * MAX_CUT_CHARS]
         prepared = self._prepared(encodable(text, name), settings)
-        return prepared, self._tokenizer.least_tokens(prepared)
+        return prepared, self._tokenizer.count_min_tokens(prepared)
 
     def _limit(self, body: ScoringRequest) -> int:
         """Maximum tokens of a sequence. Raises `RowError`."""
         settings = self._settings()
-        most = self._limits.max_model_len - (settings.tokens is not None)  # one of these follows the prompt
-        most = min(most, settings.max_tokens or most)
+        max_tokens = self._limits.max_model_len - (settings.tokens is not None)  # one of these follows the prompt
+        max_tokens = min(max_tokens, settings.max_tokens or max_tokens)
         wanted = body.truncate_prompt_tokens
         if wanted is None or wanted == -1:
-            return most
-        if wanted > most:
+            return max_tokens
+        if wanted > max_tokens:
             raise _refuse(
-                f"truncate_prompt_tokens is {wanted}, but the model takes at most {most}; lower it, or give -1",
+                f"truncate_prompt_tokens is {wanted}, but the model takes at most {max_tokens}; lower it, or give -1",
                 "truncate_prompt_tokens",
             )
         longest = max(body.sequences, key=len)

@@ -67,10 +67,10 @@ def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
 
     @given(TEXTS)
     def holds(text: str) -> None:
-        assert bound.least_tokens(text) <= len(rust.encode(text, add_special_tokens=False).ids)
+        assert bound.count_min_tokens(text) <= len(rust.encode(text, add_special_tokens=False).ids)
 
     holds()
-    assert bound.least_tokens("word " * 100_000) > 1_000, "it refuses something"
+    assert bound.count_min_tokens("word " * 100_000) > 1_000, "it refuses something"
 
 
 UNBOUNDED: dict[str, Callable[[], RustTokenizer]] = {
@@ -105,7 +105,7 @@ def test_composition_joins_at_most_the_bounds_number_of_characters() -> None:
 
 def test_spelt_special_tokens_are_counted_as_they_are_encoded(byte_level: Tokenizer) -> None:
     text = byte_level.render_chat([ChatMessage(role="user", content="<end><turn>" * 200)])
-    assert byte_level.least_tokens(text) <= len(byte_level.encode_chats([text])[0])
+    assert byte_level.count_min_tokens(text) <= len(byte_level.encode_chats([text])[0])
 
 
 def test_a_prompt_beyond_the_context_is_refused_without_being_tokenized(

@@ -177,13 +177,13 @@ def test_labels_of_pairs_are_those_of_a_cross_encoder(
 def test_given_a_limit_then_texts_are_cut_as_by_transformers(reranker: Path) -> None:
     mine, theirs = Tokenizer.load(reranker), AutoTokenizer.from_pretrained(reranker)
     pairs = [("a b c d e f g", "h"), ("a", "b c d e f g h"), ("a b c d e f g", "h i j k l m n o"), ("a b", "c d")]
-    for most in range(4, 20):
+    for limit in range(4, 20):
         for pair in pairs:
-            want = theirs(*pair, truncation=True, max_length=most)
-            (got,) = mine.encode_texts([pair], [most])
-            assert (got.ids.tolist(), got.types.tolist()) == (want["input_ids"], want["token_type_ids"]), (most, pair)
-        want = theirs(pairs[2][1], truncation=True, max_length=most)
-        assert mine.encode_texts([(pairs[2][1],)], [most])[0].ids.tolist() == want["input_ids"]
+            want = theirs(*pair, truncation=True, max_length=limit)
+            (got,) = mine.encode_texts([pair], [limit])
+            assert (got.ids.tolist(), got.types.tolist()) == (want["input_ids"], want["token_type_ids"]), (limit, pair)
+        want = theirs(pairs[2][1], truncation=True, max_length=limit)
+        assert mine.encode_texts([(pairs[2][1],)], [limit])[0].ids.tolist() == want["input_ids"]
 
 
 def test_long_inputs_are_refused_or_cut_by_request(scores: LoadedModel, answer: Any) -> None:

@@ -15,7 +15,7 @@ from pipeline.adapters.system_clock import SystemClock
 from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ChatBody, CompletionBody
-from schemas.requests.truncation import TruncatePrompt, kept_prompt_tokens
+from schemas.requests.truncation import TruncatePrompt, limit_prompt_tokens
 from workers.model.loaded_model import LoadedModel
 from workers.shards.worker import ShardWorker
 from workers.text.tokenizer import Tokenizer
@@ -177,7 +177,7 @@ def test_several_prompts_are_cut_by_themselves(loaded: LoadedModel, kit: Any) ->
 )  # fmt: skip
 def test_the_room_that_an_answer_gets(max_tokens: int | None, min_tokens: int, prompt: int, kept: int) -> None:
     body = CompletionBody(model="m", prompt="x", max_tokens=max_tokens, min_tokens=min_tokens)
-    assert kept_prompt_tokens(body, prompt, 100, 50) == kept
+    assert limit_prompt_tokens(body, prompt, 100, 50) == kept
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
