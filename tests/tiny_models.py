@@ -37,6 +37,7 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
 
 _LLAMA3 = _rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
+_GROWING = _rope("yarn", factor=16.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.5)
 _GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 2.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -116,6 +117,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", _GRANITE),
     "hyperclovax": ("HyperCLOVAXConfig", {**_GRANITE, "attention_bias": True}),
     "internlm3": ("InternLM3Config", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "ministral3": ("Ministral3Config", {"head_dim": 16, **_GROWING}),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
     "phi3-partial": ("Phi3Config", {"partial_rotary_factor": 0.5, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "glm": ("GlmConfig", {"head_dim": 16}),
@@ -154,7 +156,7 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", "hyperclovax", "internlm3", *MIXTURES,
+    "cohere2", "hyperclovax", "internlm3", "ministral3", *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 

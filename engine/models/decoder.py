@@ -32,6 +32,19 @@ NormNames = tuple[str | None, str | None, str | None, str | None]
 None: there is none."""
 
 
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor(p / original_max)) (Llama 4's attention
+    temperature)."""
+
+    beta: float
+    original_max: int
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """float32 [T] of int64 positions [T]."""
+        return 1 + self.beta * torch.log1p((positions // self.original_max).float())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderSpec:
     """The parameters of a family and size.
@@ -52,6 +65,7 @@ class DecoderSpec:
         embedding_scale: factor of the embeddings, rounded to the weights' dtype.
         residual_scale: factor of what joins the residual.
         attention_scale: factor of q k^T.
+        query_growth: growth of queries with their position; None: none.
         logits_scale: factor of the logits, above 0.
         final_softcap: logits become cap * tanh(logits / cap).
         tied: the head is the embedding.
@@ -93,6 +107,7 @@ class DecoderSpec:
     layer_norm: bool = False
     parallel: bool = False
     embedding_scale: float | None = None
+    query_growth: QueryGrowth | None = None
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     final_softcap: float | None = None
@@ -254,6 +269,7 @@ class FusedDecoder:
             if self._embedding_scale is not None:
                 hidden *= self._embedding_scale
             rotations = [rope.lookup(positions, rope_lengths) for rope in self._ropes]
+            growth = None if spec.query_growth is None else spec.query_growth.factors(positions)[:, None, None]
             for index, layer in enumerate(self._layers):
                 if states is not None and index in states:
                     states[index].copy_(hidden)
@@ -264,6 +280,7 @@ class FusedDecoder:
                 if layer.qk_norm is not None:
                     qk = self._qk_normed(qk, layer.qk_norm)
                 q, k = rotations[spec.layer_ropes[index]].apply(qk).tensor_split((spec.num_heads,), dim=1)
+                q = q if growth is None else (q * growth).to(q.dtype)
                 update = layer.output(attend(index, q, k, v, spec.attention_scale).flatten(1))
                 hidden.add_(self._normed(update, layer.output_norm), alpha=spec.residual_scale)
                 if not spec.parallel:

@@ -96,6 +96,8 @@ class NativeDecoder:
             raise EngineError("a native decoder computes with native attention only; load the model for another one")
         bound = self._bind(attend.backend, len(input_ids))
         rotations = [rope.rows(positions, rope_lengths) for rope in self._ropes]
+        growth = self._decoder.query_growth
+        factors = None if growth is None else growth.factors(positions)
         pointers = (ctypes.c_void_p * len(rotations))(*(rows.data_ptr() for rows in rotations))
         hidden = torch.empty(len(input_ids), self._decoder.hidden_size, dtype=self._spec.dtype)
         states = torch.empty(len(input_ids), len(layers), self._decoder.hidden_size, dtype=self._spec.dtype)
@@ -104,7 +106,8 @@ class NativeDecoder:
         wanted = attend.prepared.wanted
         step = StepStruct(
             len(ids), len(attend.backend.storage.layout.groups), ids.data_ptr(), attend.prepared.tasks.groups,
-            pointers, hidden.data_ptr(), None if wanted is None else wanted.ctypes.data,
+            pointers, None if factors is None else factors.data_ptr(), hidden.data_ptr(),
+            None if wanted is None else wanted.ctypes.data,
             -1 if wanted is None else len(wanted), len(layers), ctypes.addressof(state_layers), states.data_ptr(),
         )  # fmt: skip
         self.library.forward(bound.shape, bound.layers, self._embedding, self._norm, step, bound.space.struct)

@@ -93,7 +93,7 @@ def rope_spec(
     Args:
         layer_type: the key to read when the config holds parameters per layer type.
         partial: whether this family's heads may be rotated in part (`partial_rotary_factor`).
-        ignored: parameters that matter to other inputs than text.
+        ignored: parameters that the family's function reads itself, or that matter to other inputs than text.
 
     Raises:
         UnsupportedModel: for scalings and parameters that this engine does not compute.

@@ -148,6 +148,9 @@ SMALL: dict[str, Any] = {
         pytest.param("llama", "native", marks=pytest.mark.exhaustive),
         pytest.param("gemma3", "paged-sdpa", marks=pytest.mark.exhaustive),
         pytest.param("phi", "auto", marks=pytest.mark.exhaustive),
+        pytest.param("olmo2", "native", marks=pytest.mark.exhaustive),
+        pytest.param("cohere2", "native", marks=pytest.mark.exhaustive),
+        pytest.param("ministral3", "native", marks=pytest.mark.exhaustive),
     ],
 )
 def test_given_any_kind_of_request_when_tokens_are_drafted_then_answers_are_those_without(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from engine.models.decoder import DecoderSpec, NormNames
+from engine.errors import UnsupportedModel
+from engine.models.decoder import DecoderSpec, NormNames, QueryGrowth
 from engine.models.families.description import decoder_spec, layer_windows
 from engine.models.rope import rope_spec
 
@@ -35,6 +37,27 @@ def mistral(config: Any) -> DecoderSpec:
 def ministral(config: Any) -> DecoderSpec:
     """Ministral (2024), and CWM (2025) likewise: Llama whose layers slide or not, as `layer_types` says."""
     return decoder_spec(config, windows=layer_windows(config), mlp_bias=bool(getattr(config, "mlp_bias", False)))
+
+
+def ministral3(config: Any) -> DecoderSpec:
+    """Ministral 3 (Mistral AI, 2025): Llama with YaRN, whose queries grow with their position."""
+    parameters = config.rope_parameters
+    beta = parameters.get("llama_4_scaling_beta")
+    rope = rope_spec(config, config.head_dim, ignored=("llama_4_scaling_beta", "max_position_embeddings"))
+    return decoder_spec(
+        config,
+        ropes=(rope,),
+        windows=(config.sliding_window,) * config.num_hidden_layers,
+        query_growth=None if beta is None else _query_growth(beta, parameters["original_max_position_embeddings"]),
+    )
+
+
+def _query_growth(beta: float, original_max: int) -> QueryGrowth:
+    if not 0 <= beta < math.inf:
+        raise UnsupportedModel(f"llama_4_scaling_beta is {beta}, but must be 0 or more, and finite")
+    if original_max < 1:
+        raise UnsupportedModel(f"original_max_position_embeddings is {original_max}, but must be 1 or more")
+    return QueryGrowth(float(beta), original_max)
 
 
 def seed_oss(config: Any) -> DecoderSpec:

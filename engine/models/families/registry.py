@@ -39,6 +39,7 @@ _FAMILIES: Mapping[str, Family] = {
     "iquestcoder": dense.llama,
     "llama": dense.llama,
     "ministral": dense.ministral,
+    "ministral3": dense.ministral3,
     "mistral": dense.mistral,
     "mixtral": mixtures.mixtral,
     "olmo2": dense.olmo2,

@@ -113,6 +113,7 @@ struct Step {
     const int64_t* token_ids;
     const AttentionGroup* groups;
     const float* const* rotations;  // per rope kind [tokens][head_dim]: cosines, then sines, of half a head
+    const float* query_factors;     // [tokens], of rotated queries; or null: 1
     void* hidden;                   // out: [tokens][hidden] in the activations' kind, after the last norm
     const int32_t* wanted;          // tokens, ascending, whose row of `hidden` is wanted; others are left as they are
     int32_t num_wanted;             // -1: all

@@ -172,6 +172,8 @@ struct Decoder {
                     if (layer.qk_norm && !joint) norm_row(head, layer.qk_norm + h * dim, dim, shape.eps, centred, head);
                     rotate_head(head, cosine, half);
                     if (h < heads) {
+                        if (step.query_factors)
+                            for (int i = 0; i < dim; i++) head[i] *= step.query_factors[t];
                         const int64_t to = (int64_t(t) * heads + h) * dim;
                         write_operand(shape.activations, head, dim,
                                       shape.activations == KIND_F32 ? space.query + to

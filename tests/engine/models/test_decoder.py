@@ -27,8 +27,8 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", "hyperclovax", "internlm3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe",
-    "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped",
+    "cohere2", "hyperclovax", "internlm3", "ministral3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed",
+    "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped",
 )  # fmt: skip
 
 
@@ -132,11 +132,11 @@ def test_the_text_half_of_an_image_model_is_loaded(tmp_path, tiny_models, prompt
     torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("outer", ["mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("outer", ["mistral3", "ministral3", "qwen3_vl"])
 def test_the_text_half_of_another_image_model_is_loaded(outer, tmp_path, tiny_models, prompts, run, oracle):
     # Given an image model whose text half is of a family that the decoder knows
-    if outer == "mistral3":
-        text = tiny_models.make_config("mistral")
+    if outer != "qwen3_vl":
+        text = tiny_models.make_config("mistral" if outer == "mistral3" else "ministral3")
         vision = PixtralVisionConfig(
             hidden_size=16,
             intermediate_size=16,
@@ -170,8 +170,7 @@ def test_the_text_half_of_another_image_model_is_loaded(outer, tmp_path, tiny_mo
 
 
 def test_an_image_model_of_another_text_half_is_left_to_others():
-    # Given Mistral 3 around Ministral 3, whose queries are scaled by their position
-    config = Mistral3Config(text_config={"model_type": "ministral3"})
+    config = Mistral3Config(text_config={"model_type": "nemotron"})
     assert fused_family(config) is None
 
 
@@ -189,6 +188,18 @@ REFUSED = {
     "logits scale of -0.25": ("cohere", {"logit_scale": -0.25}),
     "residual scale of inf": ("granite", {"residual_multiplier": float("inf")}),
     "logit_scale": ("qwen3", {"logit_scale": 0.25}),
+    "llama_4_scaling_beta is -1": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": -1,
+            }
+        },
+    ),
     "partial_rotary_factor is 0.4": ("glm4", {"partial_rotary_factor": 0.4, "head_dim": 8}),
     "mrope_section": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2]}}),
     "linear_attention": ("qwen3", {"layer_types": ["linear_attention", "full_attention", "full_attention"]}),

@@ -95,7 +95,13 @@ def assert_same_answers(ours: list[Completion], theirs: list[Completion]) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2-moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "gemma3", "qwen2-moe"),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("olmo2", "cohere2", "ministral3")),
+    ],
+)
 def test_other_rows_of_the_batch_change_no_bit(
     family: str, instruction_set: str, precision: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
