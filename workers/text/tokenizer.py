@@ -196,8 +196,8 @@ class Tokenizer:
         encoded once.
 
         Args:
-            limits: for each text or pair None, or a number above `num_added_tokens`: tokens at the end beyond it are left
-                out; of a pair the longer text is cut first.
+            limits: for each text or pair None, or a number above `num_added_tokens`: tokens at the end beyond it are
+                left out; of a pair the longer text is cut first.
         """
         distinct = list(dict.fromkeys(text for one in texts for text in one))
         encodings = self._backend.encode_batch_fast(distinct, add_special_tokens=False)
