@@ -94,6 +94,10 @@ def decoder_spec(
         fields["layer_ropes"] = tuple(0 if rotates else len(ropes) - 1 for rotates in rotated)
     _check_numbers(fields)
     windows = fields["windows"]
+    if (given := min(map(len, (windows, fields["layer_ropes"], rotated or windows)))) != config.num_hidden_layers:
+        raise UnsupportedModel(
+            f"the config describes {given} layers, but num_hidden_layers is {config.num_hidden_layers}"
+        )
     if any(window is not None and window < 1 for window in windows):
         raise UnsupportedModel(f"sliding_window is {min(w for w in windows if w is not None)}, but must be 1 or more")
     return DecoderSpec(

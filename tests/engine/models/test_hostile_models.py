@@ -37,6 +37,12 @@ def copy(tiny_model, tmp_path):
     return copy
 
 
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("read", [load, describe_model])
 @pytest.mark.parametrize(
     ("family", "changes"),
@@ -64,6 +70,24 @@ def copy(tiny_model, tmp_path):
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}),
         ("llama", {"eos_token_id": "stop"}),
+        ("smollm3", {"no_rope_layers": [1]}),
+        ("smollm3", {"no_rope_layers": 3}),
+        ("smollm3", {"no_rope_layer_interval": 0, "no_rope_layers": None}),
+        ("granite", {"residual_multiplier": float("nan")}),
+        ("granite", {"logits_scaling": 0}),
+        ("granite", {"embedding_multiplier": -1.0}),
+        ("cohere", {"logit_scale": 0.0}),
+        ("cohere", {"layer_norm_eps": None}),
+        ("cohere2", {"layer_types": ["sliding_attention"]}),
+        ("exaone4", {"layer_types": [7, 7, 7]}),
+        ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 0}}}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0}}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e30}}),
+        ("phi3", {"rope_parameters": {**LONG_ROPE, "long_factor": [0.0] * 6}}),
+        ("phi3", {"rope_parameters": {**LONG_ROPE, "long_factor": [2.0] * 7}}),
+        ("phi3", {"rope_parameters": {**LONG_ROPE, "short_factor": "short"}}),
+        ("glm4", {"partial_rotary_factor": float("nan"), "rope_parameters": None}),
+        ("ministral3", {"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": [1]}}),
     ],
 )
 def test_sizes_and_values_that_no_model_has_are_refused(read, family, changes, copy):
