@@ -22,6 +22,9 @@ _HEAD: Final = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
 )
 
+MAX_HEAD_CHARS: Final = 4_096
+"""Characters from a call's brace to that of its arguments. A name has 64 at most; text with more is no call."""
+
 
 class AnswerDelta(NamedTuple):
     """A certain piece of an answer: text of the content or of call `call`, whose name comes before its arguments."""
@@ -41,13 +44,13 @@ class _State(Enum):
 
 
 class ToolCallReader:
-    """Incrementally splits the text of one answer."""
+    """Incrementally splits the text of one answer. Text that is held back is not read again with each piece."""
 
     def __init__(self, form: ToolFormat) -> None:
         self._opening = form.opening.strip()
         self._state = _State.CONTENT
         self._text = ""  # received, but not processed yet
-        self._before = ""  # the text before it since the last call: content, unless a call follows
+        self._before: list[str] = []  # the text before it since the last call: content, unless a call follows
         self._calls = 0
         self._depth = 0
         self._quoted = False
@@ -68,7 +71,7 @@ class ToolCallReader:
 
     def close(self) -> list[AnswerDelta]:
         """The text that was held back in case a call followed."""
-        rest, self._text = self._text, ""
+        rest, self._text = "".join([*self._before, self._text]), ""
         return [AnswerDelta(content=rest)] if self._state is _State.CONTENT and rest else []
 
     def _step(self, found: list[AnswerDelta]) -> bool:
@@ -83,7 +86,8 @@ class ToolCallReader:
             case _State.BETWEEN:
                 start = self._text.find("{")
                 end = start if start >= 0 else len(self._text)
-                self._before, self._text = self._before + self._text[:end], self._text[end:]
+                self._before.append(self._text[:end])
+                self._text = self._text[end:]
                 if start < 0:
                     return False
                 self._state = _State.HEAD
@@ -98,40 +102,43 @@ class ToolCallReader:
         text = self._text
         if not self._opening:
             stripped = text.lstrip()
-            if stripped.startswith("{"):
-                self._text, self._state = stripped, _State.BETWEEN
-                return True
             if not stripped:
-                return False
-            self._state = _State.TEXT
-            return True
+                self._before.append(text)
+                self._text = ""
+            elif stripped.startswith("{"):
+                self._before, self._text, self._state = [], stripped, _State.BETWEEN
+            else:
+                self._text, self._state = "".join([*self._before, text]), _State.TEXT
+            return bool(stripped)
         start = text.find(self._opening)
         end = start if start >= 0 else len(text) - overlap(text, self._opening)
-        end = len(text[:end].rstrip())
-        if end:
-            found.append(AnswerDelta(content=text[:end]))
+        if content := text[:end].rstrip():
+            found.append(AnswerDelta(content="".join([*self._before, content])))
+            self._before = []
+        self._before.append(text[len(content) : end])
+        self._text = text[end:]
         if start < 0:
-            self._text = text[end:]
             return False
-        after = start + len(self._opening)
-        self._before, self._text, self._state = text[end:after], text[after:], _State.BETWEEN
+        self._before.append(self._opening)
+        self._text, self._state = text[start + len(self._opening) :], _State.BETWEEN
         return True
 
     def _read_head(self, found: list[AnswerDelta]) -> bool:
-        """Read up to the arguments. If the name is invalid, all following text is content."""
-        head = _HEAD.match(self._text)
-        if head is None:
+        """Read up to the arguments. If the name is invalid, or they don't come soon, all following text is content."""
+        head = _HEAD.match(self._text, 0, MAX_HEAD_CHARS)
+        if head is None and len(self._text) < MAX_HEAD_CHARS:
             return False
-        name = _name(head[1])
-        if name is None:
-            start = self._before.find(self._opening) if self._calls else 0
-            found.append(AnswerDelta(content=self._before[start:] if start >= 0 else ""))
-            self._before, self._state = "", _State.TEXT
+        name = None if head is None else _name(head[1])
+        if head is None or name is None:
+            before = "".join(self._before)
+            start = before.find(self._opening) if self._calls else 0
+            found.append(AnswerDelta(content=before[start:] if start >= 0 else ""))
+            self._before, self._state = [], _State.TEXT
             return True
         self._text = self._text[head.end() :]
         found.append(AnswerDelta(call=self._calls, name=name))
         self._calls += 1
-        self._before, self._state, self._depth = "", _State.ARGUMENTS, 0
+        self._before, self._state, self._depth = [], _State.ARGUMENTS, 0
         return True
 
     def _read_arguments(self, found: list[AnswerDelta]) -> bool:

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.structured.tool_calls import AnswerDelta, CallIds, ToolCallReader, split_answer, stream_deltas
+from workers.structured.tool_calls import (
+    MAX_HEAD_CHARS,
+    AnswerDelta,
+    CallIds,
+    ToolCallReader,
+    split_answer,
+    stream_deltas,
+)
 from workers.structured.tool_formats import BARRED, HERMES, LLAMA, MISTRAL, ToolFormat
 
 IDS = CallIds("job/1", 0, False)
@@ -105,6 +112,40 @@ def test_names_may_be_escaped_and_keys_within_arguments_are_no_calls() -> None:
     text = '<tool_call>\n{"name": "look\\u005fup", "arguments": {"name": "x", "arguments": {}}}\n</tool_call>'
     (call,) = split_answer(HERMES, text, IDS).calls
     assert call["function"] == {"name": "look_up", "arguments": '{"name": "x", "arguments": {}}'}
+
+
+@pytest.mark.parametrize(
+    ("form", "begin", "piece"),
+    [
+        (HERMES, "Well", " \n" * 32),
+        (LLAMA, "", " \n" * 32),
+        (HERMES, "<tool_call>", " \n" * 32),
+        (HERMES, '<tool_call>\n{"name": "', "a{" * 32),
+    ],
+    ids=["blanks", "blanks at first", "no brace", "a long name"],
+)
+def test_text_that_is_held_back_is_not_read_with_each_piece(form: ToolFormat, begin: str, piece: str) -> None:
+    """Given an answer that might be a call for long, when it grows, then what is held to be read again is bounded."""
+    reader = ToolCallReader(form)
+    deltas = reader.push(begin)
+    for _ in range(500):
+        deltas += reader.push(piece)
+        assert len(reader._text) < MAX_HEAD_CHARS
+    deltas += reader.close()
+    content, found = joined(deltas)
+    assert not found
+    if piece.strip() or "<" not in begin:
+        assert content == begin + piece * 500
+
+
+def test_a_head_of_a_call_is_bounded_however_it_comes() -> None:
+    for length, is_call in ((MAX_HEAD_CHARS - 30, True), (MAX_HEAD_CHARS, False)):
+        text = '<tool_call>\n{"name": "' + "a" * length + '", "arguments": {"b": 1}}\n</tool_call>'
+        reader = ToolCallReader(HERMES)
+        deltas = [delta for char in text for delta in reader.push(char)]
+        assert (
+            joined(deltas + reader.close())[0] == split_answer(HERMES, text, IDS).content == ("" if is_call else text)
+        )
 
 
 KEYS = ["arguments", "parameters"]
