@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
-from schemas.requests.bodies import INT32_MAX, ChatBody, ChatMessage, TemplateKwargs, TokenId
+from schemas.requests.bodies import INT32_MAX, ChatBody, ChatMessage, Effort, TemplateKwargs, TokenId
 from schemas.requests.dialects.anthropic.body import COUNTED, MESSAGES_URL
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.fields import defaulting
@@ -23,7 +23,8 @@ COUNT_TOKENS_URL: Final = f"{MESSAGES_URL}/count_tokens"
 """The body of its lane request is that of /tokenize, and its response the count alone."""
 
 OF_CHAT: Final = (
-    "messages", "tools", "chat_template_kwargs", "enable_thinking", "add_generation_prompt", "continue_final_message",
+    "messages", "tools", "chat_template_kwargs", "enable_thinking", "reasoning_effort", "add_generation_prompt",
+    "continue_final_message",
 )  # fmt: skip
 """Fields of a tokenized conversation that mean what they do in a chat."""
 
@@ -44,6 +45,7 @@ class TokenizeBody(BaseModel):
     tools: Annotated[tuple[Tool, ...], Strict(False), defaulting(())] = ()
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[bool, defaulting(False)] = False
     add_special_tokens: bool | None = None

@@ -128,6 +128,29 @@ def test_thinking_is_switched_under_the_name_that_the_template_has(model_folder:
         parse_tokenizing("/tokenize", {"model": "tiny", "prompt": "hi", "enable_thinking": False})
 
 
+def test_a_counts_effort_is_what_the_template_has_or_refused_as_in_a_message(
+    served: Served, model_folder: Path
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ' very' if reasoning_effort == 'high' }}"
+    model = LoadedModel.load(model_folder, name="tiny", chat=ChatOptions(template))
+
+    def count(**fields: Any) -> int:
+        _, body = counted_chat({"model": "tiny", "messages": CHAT[:1], **fields})
+        counted: int = tokenizer_response(LaneRequest("r", "tiny", body, COUNT_TOKENS_URL), model, Limits())[
+            "input_tokens"
+        ]
+        return counted
+
+    assert count(output_config={"effort": "high"}) > count(output_config={"effort": "low"}) == count()
+    given = {"messages": CHAT[:1], "output_config": {"effort": "low"}}
+    errors = [
+        served.refused(path, **given, **more).json()["error"]["message"]
+        for path, more in (("/v1/messages", {"max_tokens": 1}), ("/v1/messages/count_tokens", {}))
+    ]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("output_config.effort is not supported: the model's chat template does not read it")
+
+
 def test_they_are_no_answers_in_the_metrics(served: Served) -> None:
     before = served.harness.bridge.metrics.answers()
     served.post("/tokenize", prompt="a")
