@@ -70,6 +70,11 @@ class RowError(Exception):
         self.line = line
 
 
+def invalid_request(message: str, param: str | None) -> RowError:
+    """The error of an invalid request."""
+    return RowError(RowErrorCode.INVALID_REQUEST, message, param=param)
+
+
 def error_body(code: str, message: str, status: int, param: str | None = None) -> dict[str, dict[str, str | None]]:
     """An error body in OpenAI's format; `status`: the HTTP status."""
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine.models.encoders.classifier import activate
 from engine.request import Completion, Request, SamplingParams
-from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.errors import RowError, RowErrorCode, invalid_request
 from schemas.requests.parsing import ClassifyBody
 from workers.text.tokenizer import TokenIds, Tokenizer
 from workers.translation.requests import JobRules, ModelLimits, RowHints
@@ -39,11 +39,11 @@ class ChoiceReader:
         total = sum(len(prompt) + added for prompt in prompts)
         if total > (allowed := self._rules.max_embedding_tokens):
             name = "input" if body.input else "messages"
-            raise _refuse(f"{name} and choices make {total} tokens, but at most {allowed} are allowed", name)
+            raise invalid_request(f"{name} and choices make {total} tokens, but at most {allowed} are allowed", name)
         for at, prompt in enumerate(prompts):
             name = body.name_of(at) if body.input else "messages"
             if not len(prompt):
-                raise _refuse(f"{name} holds no tokens; give some text", name)
+                raise invalid_request(f"{name} holds no tokens; give some text", name)
             if len(prompt) + longest > (most := self._limits.max_model_len):
                 message = f"{name} has {len(prompt)} tokens and the longest choice {longest}, but the context holds "
                 raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message}{most}; shorten them", param=name)
@@ -55,7 +55,7 @@ class ChoiceReader:
             encoded = self._tokenizer.encode_batch(body.choices, add_special_tokens=False)
             for at, ids in enumerate(encoded):
                 if not len(ids):
-                    raise _refuse(f"choices[{at}] holds no tokens; give some text", "choices")
+                    raise invalid_request(f"choices[{at}] holds no tokens; give some text", "choices")
             self._encoded = body.choices, encoded
         return encoded
 
@@ -116,7 +116,3 @@ def continuation_logprobs(request: Request, completion: Completion) -> list[NDAr
         assert scored.prompt_logprobs is not None, "a scored prompt has log-probabilities"
         found.append(scored.prompt_logprobs.chosen[member.params.prompt_logprobs_start :])
     return found
-
-
-def _refuse(message: str, param: str) -> RowError:
-    return RowError(RowErrorCode.INVALID_REQUEST, message, param=param)

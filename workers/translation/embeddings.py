@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine.models.encoders.settings import EmbeddingSettings
 from engine.request import Request
 from schemas.jobs.results import ResultRow, RowStatus
-from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.errors import RowError, RowErrorCode, invalid_request
 from schemas.requests.parsing import EmbeddingBody
 from workers.rows import ComputedRow, Envelope, RowName
 from workers.text.tokenizer import EncodedText, TokenIds, Tokenizer
@@ -51,11 +51,13 @@ class EmbeddingReader:
                 inputs.append(text)
                 continue
             if body.prompt_name is not None or (prompt and not settings.include_prompt):
-                raise _refuse(f"{_name(body, at)} is token ids, before which no prompt can be put; give text", "input")
+                raise invalid_request(
+                    f"{_name(body, at)} is token ids, before which no prompt can be put; give text", "input"
+                )
             for token_id in given:
                 if token_id >= self._limits.vocab_size:
                     last = self._limits.vocab_size - 1
-                    raise _refuse(
+                    raise invalid_request(
                         f"{_name(body, at)} holds token {token_id}, but the model's ids end at {last}", "input"
                     )
             inputs.append(np.asarray(given, dtype=np.int32))
@@ -74,13 +76,13 @@ class EmbeddingReader:
         limit = self.max_tokens
         for at, prompt in enumerate(prompts):
             if not len(prompt):
-                raise _refuse(f"{_name(body, at)} holds no tokens; give some text", "input")
+                raise invalid_request(f"{_name(body, at)} holds no tokens; give some text", "input")
             if len(prompt) > limit:
                 raise self._too_long(f"{_name(body, at)} has {len(prompt)} tokens")
         total = sum(len(prompt) for prompt in prompts)
         if total > self._rules.max_embedding_tokens:
             allowed = self._rules.max_embedding_tokens
-            raise _refuse(
+            raise invalid_request(
                 f"input holds {total} tokens, but at most {allowed} are allowed; send several requests", "input"
             )
         return pooling_request(
@@ -115,7 +117,9 @@ class EmbeddingReader:
         name = settings.default_prompt if body.prompt_name is None else body.prompt_name
         if name is not None and name not in settings.prompts:
             known = ", ".join(sorted(settings.prompts)) or "none"
-            raise _refuse(f"prompt_name is {name[:40]!r}, but the model's prompts are {known[:200]}", "prompt_name")
+            raise invalid_request(
+                f"prompt_name is {name[:40]!r}, but the model's prompts are {known[:200]}", "prompt_name"
+            )
         return "" if name is None else settings.prompts[name]
 
     def _prepared(self, text: str, settings: EmbeddingSettings) -> str:
@@ -127,9 +131,13 @@ class EmbeddingReader:
             return
         if settings.dimensions is not None and wanted not in (*settings.dimensions, size):
             known = ", ".join(map(str, settings.dimensions))
-            raise _refuse(f"dimensions is {wanted}, but the model's vectors can be cut to {known}", "dimensions")
+            raise invalid_request(
+                f"dimensions is {wanted}, but the model's vectors can be cut to {known}", "dimensions"
+            )
         if wanted > size:
-            raise _refuse(f"dimensions is {wanted}, but the model's vectors have {size}; lower it", "dimensions")
+            raise invalid_request(
+                f"dimensions is {wanted}, but the model's vectors have {size}; lower it", "dimensions"
+            )
 
     def _skip(self, body: EmbeddingBody, settings: EmbeddingSettings, shortest: int) -> int:
         """Tokens of the prompt that pooling excludes: all of them but a special token at its end. 0: none."""
@@ -191,7 +199,3 @@ def _encode_vector(vector: NDArray[np.float32], encoding: str) -> Any:
 
 def _name(body: EmbeddingBody, at: int) -> str:
     return "input" if len(body.input) == 1 else f"input[{at}]"
-
-
-def _refuse(message: str, param: str) -> RowError:
-    return RowError(RowErrorCode.INVALID_REQUEST, message, param=param)

@@ -19,7 +19,7 @@ from engine.models.encoders.classifier import ClassifierSettings
 from engine.models.encoders.settings import EmbeddingSettings
 from engine.request import Pooling, Request, SamplingParams
 from schemas.jobs.job import Tier
-from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.errors import RowError, RowErrorCode, invalid_request
 from schemas.requests.parsing import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL, ChatBody, CompletionBody
 from schemas.requests.truncation import TruncatePrompt, limit_prompt_tokens
 from workers.structured.constraints import grammar_of, shown_tokens
@@ -239,7 +239,7 @@ class Translator:
         """Raises `RowError` for prompts of too many tokens together, or too many of their log-probabilities."""
         rules = self._rules
         if body.num_prompts > 1 and tokens > rules.max_prompt_tokens:
-            raise _refuse(
+            raise invalid_request(
                 f"prompt holds {tokens} tokens in {body.num_prompts} prompts, but at most {rules.max_prompt_tokens} "
                 "are allowed together; send several requests",
                 "prompt",
@@ -250,7 +250,7 @@ class Translator:
         most, name = max((count, name) for name, count in scores.items())
         entries = tokens * (most + 1) * body.n
         if entries > rules.max_prompt_logprobs:
-            raise _refuse(
+            raise invalid_request(
                 f"{name} is {most}, which makes {entries} log-probabilities of {tokens} prompt tokens and {body.n} "
                 f"choices, but at most {rules.max_prompt_logprobs} are allowed; lower {name} or n, or send fewer or "
                 "shorter prompts",
@@ -271,10 +271,12 @@ class Translator:
         one, whose lists it shares."""
         prompt, name = prompts[at], prompt_name(body, at)
         if not len(prompt):
-            raise _refuse(f"the {name} holds no tokens; give some text", name)
+            raise invalid_request(f"the {name} holds no tokens; give some text", name)
         max_tokens = self._max_tokens(body, len(prompt), name)
         if body.min_tokens > max_tokens:
-            raise _refuse(f"min_tokens is {body.min_tokens}, but at most {max_tokens} can be generated", "min_tokens")
+            raise invalid_request(
+                f"min_tokens is {body.min_tokens}, but at most {max_tokens} can be generated", "min_tokens"
+            )
         seed = row_seed(self._rules.seed, hints.row, at) if body.seed is None else body.seed
         try:
             if shared is None:
@@ -282,7 +284,7 @@ class Translator:
             else:
                 params = replace(shared, max_tokens=max_tokens, seed=seed)
         except RequestRefused as error:
-            raise _refuse(str(error), None) from error
+            raise invalid_request(str(error), None) from error
         watchers = None
         if body.stop:
             shown = shown_tokens(body, self._tokenizer)
@@ -339,7 +341,9 @@ class Translator:
         requested = body.output_limit
         limit = self._rules.max_output_tokens
         if requested is not None and requested > limit:
-            raise _refuse(f"max_tokens is {requested}, but this job allows at most {limit}; lower it", "max_tokens")
+            raise invalid_request(
+                f"max_tokens is {requested}, but this job allows at most {limit}; lower it", "max_tokens"
+            )
         left = self._limits.max_model_len - prompt_tokens
         if requested is None and left >= 1:
             return min(self._default_max_tokens, left)
@@ -365,7 +369,7 @@ class Translator:
     def _check_token(self, name: str, token_id: int) -> None:
         if token_id >= self._limits.vocab_size:
             size = self._limits.vocab_size
-            raise _refuse(f"{name} holds token {token_id}, but the model's ids end at {size - 1}", name)
+            raise invalid_request(f"{name} holds token {token_id}, but the model's ids end at {size - 1}", name)
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -375,7 +379,7 @@ def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[i
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
     if (total := sum(map(len, encoded))) > MAX_BAD_WORD_TOKENS:
         message = f"bad_words hold {total} tokens, but at most {MAX_BAD_WORD_TOKENS} are allowed; name fewer or shorter"
-        raise _refuse(message, "bad_words")
+        raise invalid_request(message, "bad_words")
     return tuple(dict.fromkeys(tuple(ids.tolist()) for ids in encoded if len(ids)))
 
 
@@ -402,7 +406,3 @@ def prompt_name(body: Generation, at: int) -> str:
 def _param(name: str) -> str | None:
     """The field of an error about a prompt's length; a single prompt may be a conversation's."""
     return None if name == "prompt" else name
-
-
-def _refuse(message: str, param: str | None) -> RowError:
-    return RowError(RowErrorCode.INVALID_REQUEST, message, param=param)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine.models.encoders.classifier import ClassifierSettings, activate
 from engine.request import Request
 from schemas.jobs.results import ResultRow, RowStatus
-from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.errors import RowError, RowErrorCode, invalid_request
 from schemas.requests.parsing import ClassifyBody, PairBody, RerankBody, ScoreBody
 from workers.rows import ComputedRow, Envelope, RowName, response_id
 from workers.text.tokenizer import EncodedText, Texts, TokenIds, Tokenizer
@@ -105,7 +105,7 @@ class ScoringReader:
         for at, one in enumerate(encoded):
             name = body.name_of(at)
             if not len(one.ids):
-                raise _refuse(f"{name} holds no tokens; give some text", name)
+                raise invalid_request(f"{name} holds no tokens; give some text", name)
             if len(one.ids) <= limit:
                 continue
             if body.truncate_prompt_tokens is None:
@@ -116,7 +116,7 @@ class ScoringReader:
         total = sum(len(one.ids) for one in cut)
         if total > (allowed := self._rules.max_embedding_tokens):
             name = "input" if isinstance(body, ClassifyBody) else "documents"
-            raise _refuse(
+            raise invalid_request(
                 f"{name} makes {total} tokens, but at most {allowed} are allowed; send several requests", name
             )
         if settings.tokens is None:
@@ -172,7 +172,7 @@ class ScoringReader:
         if chars > (allowed := self._rules.max_embedding_tokens * MAX_TOKEN_CHARS):
             name = "input" if isinstance(body, ClassifyBody) else "documents"
             each = "" if isinstance(body, ClassifyBody) else ", the query with each of them"
-            raise _refuse(
+            raise invalid_request(
                 f"{name} makes {chars} characters{each}, but at most {allowed} are allowed; send several requests", name
             )
 
@@ -192,14 +192,14 @@ class ScoringReader:
         if wanted is None or wanted == -1:
             return max_tokens
         if wanted > max_tokens:
-            raise _refuse(
+            raise invalid_request(
                 f"truncate_prompt_tokens is {wanted}, but the model takes at most {max_tokens}; lower it, or give -1",
                 "truncate_prompt_tokens",
             )
         longest = max(body.sequences, key=len)
         added = 0 if self._renders(longest) else self._tokenizer.num_added_tokens(pair=len(longest) > 1)
         if wanted <= added:
-            raise _refuse(
+            raise invalid_request(
                 f"truncate_prompt_tokens is {wanted}, but the tokenizer itself adds {added} tokens; raise it",
                 "truncate_prompt_tokens",
             )
@@ -209,7 +209,7 @@ class ScoringReader:
         size = self._limits.vocab_size
         for token_id in given:
             if token_id >= size:
-                raise _refuse(f"{name} holds token {token_id}, but the model's ids end at {size - 1}", name)
+                raise invalid_request(f"{name} holds token {token_id}, but the model's ids end at {size - 1}", name)
         return EncodedText(np.asarray(given, dtype=np.int32))
 
     def _too_long(self, what: str, limit: int) -> RowError:
@@ -334,7 +334,3 @@ def _ranked(body: RerankBody, scores: NDArray[np.float32]) -> list[dict[str, Any
         document = {"document": {"text": body.documents[at]}} if body.return_documents else {}
         results.append({"index": at, **document, "relevance_score": scores[at]})
     return results
-
-
-def _refuse(message: str, param: str) -> RowError:
-    return RowError(RowErrorCode.INVALID_REQUEST, message, param=param)
