@@ -72,7 +72,7 @@ def autoscale(
     if dry_run and chosen != ["print"]:
         raise typer.BadParameter("--dry-run only prints; leave --adapter out")
     if once and "http" in chosen:
-        raise typer.BadParameter("--once ends before anybody could ask; leave out --once or --adapter http")
+        raise typer.BadParameter("--once ends before a request could arrive; leave out --once or --adapter http")
     port = settings.metrics.port if metrics_port is None else metrics_port
     if "http" in chosen and port is None:
         raise UserError("--adapter http needs a port; give --metrics-port, or set TOKENMILL_METRICS__PORT")

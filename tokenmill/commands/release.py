@@ -52,7 +52,7 @@ def start(
     _debug: Debug = False,
 ) -> None:
     """Begin a release: workers with --candidate compute copies of what the served version has answered, a dispatcher
-    compares, and promotes the new version or rolls it back. Nothing that the new version computes is read by anybody.
+    compares, and promotes the new version or rolls it back. No client gets what the new version computes.
     """
     from pipeline.models.registry import ModelRegistry
     from tokenmill.root import open_root

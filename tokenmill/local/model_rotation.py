@@ -53,7 +53,7 @@ def compute_in_rotation(
             ShardWorker(model, source, client, clock, settings, observe(turn)).run(stop)
         client.close()
         if stop.is_set() or client.finished():
-            return  # the process ends soon, and nobody waits until the last model is closed
+            return  # the process ends soon, and the last model needn't be closed
         model.close()
         del model
         gc.collect()  # the next model needs the memory

@@ -143,7 +143,7 @@ class Batches:
         and no output files are made of them.
 
         Args:
-            store: stores the requests as a file, which nobody else knows; it is removed when no batch reads it.
+            store: stores the requests as a file, which has no other reader; it is removed when no batch reads it.
             key, check: as for `create`.
 
         Raises:

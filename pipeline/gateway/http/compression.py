@@ -75,21 +75,21 @@ class ResponseCompression:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # A response to HEAD has no body, and would have a length that nobody knows.
+        # A response to HEAD has no body, and the length of a compressed one isn't known.
         coding = None if scope["method"] == "HEAD" else choose_coding(Headers(scope=scope))
-        held: Message | None = None
+        delayed: Message | None = None
 
         async def send_on(message: Message) -> None:
-            nonlocal held
+            nonlocal delayed
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 if headers.get("content-type", "").partition(";")[0] == "application/json":
                     headers.add_vary_header("Accept-Encoding")
                     if coding is not None and "content-encoding" not in headers:
-                        held = message  # its headers depend on the body
+                        delayed = message  # its headers depend on the body
                         return
-            elif held is not None:
-                start, held = held, None
+            elif delayed is not None:
+                start, delayed = delayed, None
                 body = message.get("body", b"")
                 if coding is not None and len(body) >= MIN_BYTES and not message.get("more_body", False):
                     body = await _compress(body, coding)

@@ -87,7 +87,7 @@ class ChatLogprobs(ResponseModel):
 
 
 class PromptLogprob(ResponseModel):
-    """A token at a place of the prompt. `rank`: from 1; null beyond the likeliest that were asked for."""
+    """A token at a position of the prompt. `rank`: from 1; null beyond the likeliest that were asked for."""
 
     logprob: float
     rank: Count | None

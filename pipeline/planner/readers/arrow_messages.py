@@ -1,7 +1,7 @@
 """The sizes that Arrow's messages decode to, found before anything is decoded.
 
 A record batch is decoded as a whole, and its compressed buffers declare their decoded sizes themselves: a file of some
-bytes can ask for any memory. pyarrow shows these sizes to nobody, so they are read here from the messages' metadata,
+bytes can ask for any memory. pyarrow doesn't expose these sizes, so they are read here from the messages' metadata,
 which is FlatBuffers (Arrow columnar format, "Serialization and Interprocess Communication"; Message.fbs, File.fbs).
 """
 
@@ -40,7 +40,7 @@ class ArrowMessage(NamedTuple):
 
 
 class ArrowBlock(NamedTuple):
-    """A message's place in a file: where it begins, and the bytes of its metadata, with their length, and its body."""
+    """The location of a message in a file: its offset, and the bytes of its metadata, with their length, and body."""
 
     offset: int
     metadata_bytes: int

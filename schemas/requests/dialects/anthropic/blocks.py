@@ -152,7 +152,7 @@ class ToolResultBlock(Part):
 
 
 class ThinkingBlock(Part):
-    """An assistant's reasoning. `signature` is not checked: anybody may write what an assistant has thought."""
+    """An assistant's reasoning. `signature` is not checked: a client may write any reasoning."""
 
     type: Literal["thinking"]
     thinking: str

@@ -213,14 +213,14 @@ def _part_marks(message: int, parts: int, texts: Sequence[TextBlock]) -> list[_M
 
 
 def _breakpoints(marks: Sequence[_Mark], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The chat's `cache_breakpoints`, each place once. A mark on a message's last part is one behind the message."""
+    """The chat's `cache_breakpoints`, each prefix once. A mark on a message's last part is one behind the message."""
     seconds: dict[tuple[int, int], int] = {}
     for messages, parts, control in marks:
         if control is not None:
             is_last = parts and parts == len(made[messages]["content"]) and not made[messages].get("tool_calls")
-            place = (messages + 1, 0) if is_last else (messages, parts)
-            seconds[place] = max(control.ttl_seconds, seconds.get(place, 0))
-    return [{"messages": place[0], "parts": place[1], "ttl": ttl} for place, ttl in sorted(seconds.items())]
+            prefix = (messages + 1, 0) if is_last else (messages, parts)
+            seconds[prefix] = max(control.ttl_seconds, seconds.get(prefix, 0))
+    return [{"messages": prefix[0], "parts": prefix[1], "ttl": ttl} for prefix, ttl in sorted(seconds.items())]
 
 
 def _add(made: list[dict[str, Any]], message: dict[str, Any], texts: Sequence[TextBlock]) -> list[_Mark]:

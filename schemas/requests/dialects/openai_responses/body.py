@@ -55,7 +55,7 @@ NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "return_token_ids": (False,),
 }
 _STATELESS: Final = "responses aren't stored here"
-_NO_PLACE: Final = "a response has no place for them; use /v1/chat/completions"
+_NO_FIELD: Final = "a response has no field for them; use /v1/chat/completions"
 HINTS: Final[Mapping[str, str]] = {
     "background": "submit a batch instead",
     "store": f"{_STATELESS}; set it to false, or remove it",
@@ -75,8 +75,8 @@ HINTS: Final[Mapping[str, str]] = {
     "response_format": "give text.format",
     "reasoning_effort": "give reasoning.effort",
     "logprobs": f'give include: ["{LOGPROBS}"]',
-    "prompt_logprobs": _NO_PLACE,
-    "return_token_ids": _NO_PLACE,
+    "prompt_logprobs": _NO_FIELD,
+    "return_token_ids": _NO_FIELD,
 }
 CHAT_NAMES: Final[Mapping[str, str]] = {
     "max_completion_tokens": "max_output_tokens",

@@ -155,8 +155,8 @@ def test_items_become_messages() -> None:
     [
         ({"store": True}, "store is not supported: responses aren't stored here; set it to false, or remove it"),
         ({"max_tokens": 5}, "max_tokens is not supported: give max_output_tokens"),
-        ({"return_token_ids": True}, "return_token_ids is not supported: a response has no place for them; use"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs is not supported: a response has no place for them; use"),
+        ({"return_token_ids": True}, "return_token_ids is not supported: a response has no field for them; use"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs is not supported: a response has no field for them; use"),
         ({"guided_regex": "a"}, "guided_regex is not a parameter known here; remove it"),
         ({"truncation": "auto"}, "truncation is not supported: shorten the input, or set it to disabled"),
         ({"nonsense": 1}, "nonsense is not a parameter known here; remove it"),
