@@ -250,7 +250,7 @@ def test_what_is_not_read_is_refused_by_name(
     )
     assert rows[1].error_code == "unsupported_parameter"
     assert "chat_template_kwargs.persona is not supported" in rows[1].error_message
-    assert "instruction is a, but the template's instruction is set to b; remove one" in rows[2].error_message
+    assert "instruction sets the template's instruction to a, but it is set to b; remove one" in rows[2].error_message
     plain = LoadedModel.load(tiny_encoders.make_classifier("bert", tmp_path), name="tiny", config=CONFIG)
     rows = answer(plain, pairs(instruction="x"), pairs(chat_template_kwargs={"a": 1}))
     for row, name in zip(rows.values(), ("instruction", "chat_template_kwargs"), strict=True):
