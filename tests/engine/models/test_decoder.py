@@ -49,8 +49,12 @@ def test_logits_equal_transformers_over_flat_chunked_batches(family, tiny_model,
             torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen2", "qwen3", "gemma3", "olmo2", "olmo3", "granite", "glm4", "phi3-partial", "ministral3"],
+)
 def test_bfloat16_stays_close_to_transformers(family, tiny_model, prompts, run, steps_over, oracle):
+    # (Cohere is left out: transformers rotates its heads in float32, torch's operators here don't.)
     model = load_model(tiny_model(family), dtype=torch.bfloat16, device=CPU)
     truth = oracle(tiny_model(family), prompts)
     theirs = oracle(tiny_model(family), prompts, torch.bfloat16)
