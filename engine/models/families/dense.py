@@ -223,6 +223,12 @@ def qwen2(config: Any) -> DecoderSpec:
     return decoder_spec(config, qkv_bias=True, windows=layer_windows(config))
 
 
+def qwen2_vl(config: Any) -> DecoderSpec:
+    """The text half of Qwen2-VL and Qwen2.5-VL: Qwen 2. The three positions of a token differ in images only."""
+    rope = rope_spec(config, config.hidden_size // config.num_attention_heads, ignored=("mrope_section",))
+    return decoder_spec(config, ropes=(rope,), qkv_bias=True, windows=layer_windows(config))
+
+
 def qwen3(config: Any) -> DecoderSpec:
     """Qwen 3: q and k normed per head."""
     bias = bool(config.attention_bias)

@@ -48,6 +48,8 @@ _FAMILIES: Mapping[str, Family] = {
     "phi3": dense.phi3,
     "qwen2": dense.qwen2,
     "qwen2_moe": mixtures.qwen2_moe,
+    "qwen2_5_vl_text": dense.qwen2_vl,
+    "qwen2_vl_text": dense.qwen2_vl,
     "qwen3": dense.qwen3,
     "qwen3_moe": mixtures.qwen3_moe,
     "qwen3_vl_text": dense.qwen3_vl,
@@ -55,9 +57,14 @@ _FAMILIES: Mapping[str, Family] = {
     "smollm3": dense.smollm3,
 }
 
+_VISUAL = ("model.visual.", "visual.")
 IMAGE_MODELS: Mapping[str, tuple[str, ...]] = {
+    "internvl": dense.IMAGE_WEIGHTS,
+    "llava": dense.IMAGE_WEIGHTS,
     "mistral3": dense.IMAGE_WEIGHTS,
-    "qwen3_vl": ("model.visual.", "visual."),
+    "qwen2_5_vl": _VISUAL,
+    "qwen2_vl": _VISUAL,
+    "qwen3_vl": _VISUAL,
 }
 """Image models whose text half is one of the families -> prefixes of the weights that only images need."""
 
@@ -76,6 +83,6 @@ def _text_half(family: Family, config: Any) -> DecoderSpec:
         family(config.get_text_config()),
         architecture=(config.architectures or [config.model_type])[0],
         tied=bool(config.tie_word_embeddings),
-        weight_prefixes=("model.language_model.", "language_model.model."),
+        weight_prefixes=("model.language_model.", "language_model.model.", "model."),
         ignored_weights=IMAGE_MODELS[config.model_type],
     )

@@ -200,7 +200,10 @@ def edit_config(folder, **changes):
         ("MambaForCausalLM", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}),
         ("BloomForCausalLM", {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}),
         ("DeepseekV3ForCausalLM", {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}),
-        ("LlavaForConditionalGeneration", {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}),
+        (
+            "LlavaNextForConditionalGeneration",
+            {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]},
+        ),
     ],
 )
 def test_configs_that_can_not_run_are_refused_by_name(read, named, changes, whole):

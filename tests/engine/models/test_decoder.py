@@ -13,8 +13,6 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Mistral3Config,
-    PixtralVisionConfig,
-    Qwen3VLConfig,
     SiglipVisionConfig,
 )
 
@@ -136,28 +134,36 @@ def test_the_text_half_of_an_image_model_is_loaded(tmp_path, tiny_models, prompt
     torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("outer", ["mistral3", "ministral3", "qwen3_vl"])
-def test_the_text_half_of_another_image_model_is_loaded(outer, tmp_path, tiny_models, prompts, run, oracle):
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_CLIP = {**_VISION, "image_size": 28, "patch_size": 14}
+_QWEN_VISION = {"depth": 1, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 16, "num_heads": 2}
+IMAGE_MODELS = {
+    "internvl": ("qwen2", {"model_type": "internvl_vision", **_VISION, "image_size": [28, 28], "patch_size": [14, 14]}),
+    "llava": ("llama", {"model_type": "clip_vision_model", **_CLIP}),
+    "mistral3": ("mistral", {"model_type": "pixtral", **_CLIP}),
+    "mistral3 around ministral3": ("ministral3", {"model_type": "pixtral", **_CLIP}),
+    "qwen2_vl": (None, {**_QWEN_VISION, "hidden_size": 64}),
+    "qwen2_5_vl": (None, {**_QWEN_VISION, "out_hidden_size": 64, "fullatt_block_indexes": [0]}),
+    "qwen3_vl": (
+        None,
+        {**_QWEN_VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+}
+"""Image model -> the family of its text half (None: its own), and its vision tower."""
+
+
+@pytest.mark.parametrize("outer", IMAGE_MODELS)
+def test_the_text_half_of_another_image_model_is_loaded(outer, tmp_path, tiny_models, prompts, run):
     # Given an image model whose text half is of a family that the decoder knows
-    if outer != "qwen3_vl":
-        text = tiny_models.make_config("mistral" if outer == "mistral3" else "ministral3")
-        vision = PixtralVisionConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            image_size=28,
-            patch_size=14,
-        )
-        config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    family, vision = IMAGE_MODELS[outer]
+    if family is None:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+        text = {**tiny_models._SHAPE, "rope_parameters": rope, "hidden_size": 64}
     else:
-        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-        sizes = {**tiny_models._SHAPE, "head_dim": 16, "rope_parameters": rope}
-        vision = {
-            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48,
-            "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
-        }  # fmt: skip
-        config = Qwen3VLConfig(text_config=sizes, vision_config=vision)
+        text = tiny_models.make_config(family).to_dict()
+    config = AutoConfig.for_model(
+        outer.split()[0], text_config=text, vision_config=vision, tie_word_embeddings=False, image_token_id=256
+    )
     torch.manual_seed(0)
     full = AutoModelForImageTextToText.from_config(config).eval()
     for parameter in full.parameters():
