@@ -117,6 +117,7 @@ class EngineConfig:
         kv_dtype: of the cache; "int8" (on a CPU) and "fp8" (on a GPU) halve it, with one scale per token and head.
         tensor_parallel: devices of this machine that share the model, each with a process of its own. On a CPU they are
             processes that share `threads`; memory limits are for the sum of all of them.
+        expert_parallel: with tensor parallelism, each rank holds whole experts of a mixture, not a part of each.
         rank_timeout_seconds: time-out of a rank that waits for the others in a step; then the engine is lost.
         async_scheduling: plan and submit a step while the device computes the one before; None: on CUDA. After rows
             with masks, penalties or log-probabilities, rows whose prompt is scored or pooled, and steps with drafts,
@@ -136,6 +137,7 @@ class EngineConfig:
     quantize: Quantize = "none"
     kv_dtype: KVDType = "auto"
     tensor_parallel: int = 1
+    expert_parallel: bool = False
     rank_timeout_seconds: float = 120.0
     async_scheduling: bool | None = None
     cuda_graphs: bool | None = None

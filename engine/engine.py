@@ -238,7 +238,7 @@ class Engine:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        if rank_group is not None or config.tensor_parallel != 1:
+        if rank_group is not None or config.tensor_parallel != 1 or config.expert_parallel:
             return cls._load_shared(path, config, dtype, device, rank_group)
         native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype, device)

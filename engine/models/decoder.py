@@ -231,7 +231,7 @@ class FusedDecoder:
         """Whether `forward` can be captured as a graph: it never reads a value on the host. (Frequencies that follow a
         sequence's length are read, and the rows of experts that are multiplied one by one.)"""
         mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Experts)]
-        grouped = all(product.recordable for mlp in mixtures for product in (mlp.gate_up, mlp.down))
+        grouped = all(mlp.index is None and mlp.gate_up.recordable and mlp.down.recordable for mlp in mixtures)
         return grouped and self._spec.rope_original_max is None
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
@@ -314,9 +314,12 @@ class FusedDecoder:
         spec = self._decoder.experts
         assert spec is not None
         weights, chosen = mlp.route(spec, x)
-        rows = ExpertRows.of(chosen, spec.num_experts)
+        if mlp.index is None:
+            rows = ExpertRows.of(chosen, spec.num_experts)
+        else:
+            rows = ExpertRows.of_held(chosen, mlp.index, spec.num_held)
         inner = self._gated(mlp.gate_up(rows.take(x, spec.top_k), rows.ends))
-        total = weighted_sum(rows.restore(mlp.down(inner, rows.ends), spec.top_k), weights)
+        total = weighted_sum(rows.restore(mlp.down(inner, rows.ends), len(x), spec.top_k), weights)
         if mlp.shared is not None:
             shared = self._mlp(mlp.shared, x)
             total += shared if mlp.shared_gate is None else shared * F.linear(x.float(), mlp.shared_gate).sigmoid()

@@ -304,7 +304,7 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
         output=builder.linear(*reader.fused([f"{attention}.o_proj"], [hidden], spec.qkv_sizes[0], spec.output_bias)),
         mlp_norm=mlp_norm,
         mlp=(
-            _experts(spec, spec.experts, reader, builder, name)
+            _experts(spec, spec.experts, reader, builder, name, index)
             if spec.experts is not None and spec.experts.layers[index]
             else _mlp(spec, f"{name}.mlp", spec.intermediate_size, reader, builder)
         ),
@@ -337,12 +337,13 @@ def _mlp(spec: DecoderSpec, name: str, inner: int, reader: WeightReader, builder
 
 
 def _experts(
-    decoder: DecoderSpec, spec: ExpertSpec, reader: WeightReader, builder: DecoderBuilder, name: str
+    decoder: DecoderSpec, spec: ExpertSpec, reader: WeightReader, builder: DecoderBuilder, name: str, layer: int
 ) -> Experts:
     hidden, inner = decoder.hidden_size, spec.intermediate_size
     names = next((found for found in _MIXTURES if reader.has(f"{name}.{found.router}.weight")), _MIXTURES[0])
     block, (gate, up, down) = f"{name}.{names.block}", names.parts
-    each = [f"{block}.experts.{expert}" for expert in range(spec.num_experts)]
+    held = range(spec.num_experts) if spec.held is None else spec.held[layer]
+    each = [f"{block}.experts.{expert}" for expert in held]
     router = reader.exact(f"{name}.{names.router}.weight", spec.num_experts, hidden)
     gates = [reader.fused([f"{e}.{gate}", f"{e}.{up}"], [inner, inner], hidden, False, "gated")[0] for e in each]
     gate_up = builder.experts(gates, gated=True)
@@ -354,6 +355,10 @@ def _experts(
         ernie = reader.has(f"{block}.moe_statics.e_score_correction_bias")
         place, shape = ("moe_statics", (1, spec.num_experts)) if ernie else ("gate", (spec.num_experts,))
         correction = reader.exact(f"{block}.{place}.e_score_correction_bias", *shape).view(-1)
+    index = None
+    if spec.held is not None:
+        index = torch.full((spec.num_experts,), len(held), device=reader.device)
+        index[list(held)] = torch.arange(len(held), device=reader.device)
     return Experts(
         router=router,
         gate_up=gate_up,
@@ -361,6 +366,7 @@ def _experts(
         correction=correction,
         shared=_mlp(decoder, f"{block}.{shared}", spec.shared_size, reader, builder) if spec.shared_size else None,
         shared_gate=reader.exact(f"{block}.shared_expert_gate.weight", 1, hidden) if spec.has_shared_gate else None,
+        index=index,
     )
 
 

@@ -40,6 +40,7 @@ class ExpertSpec:
         has_correction: a bias is added to the scores for choosing, not to the weights (DeepSeek-V3, equation 16).
         shared_size: intermediate size of the MLP that computes every token besides; 0: there is none.
         has_shared_gate: its output is multiplied by the sigmoid of a product with the token.
+        held: per layer, the experts whose weights this process holds, equally many in each; None: all.
     """
 
     num_experts: int
@@ -54,6 +55,12 @@ class ExpertSpec:
     has_correction: bool = False
     shared_size: int = 0
     has_shared_gate: bool = False
+    held: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Experts of a layer that this process holds."""
+        return self.num_experts if self.held is None else len(self.held[0])
 
     def num_parameters(self, hidden_size: int, experts: int) -> int:
         """Weights of a mixture with so many of its experts, the router and the shared MLP included."""
@@ -94,7 +101,7 @@ class ExpertRows(NamedTuple):
     """The rows of a step's mixture, each a pair of token and expert, sorted by expert.
 
     Attributes:
-        order: int64 [T * top_k]: the place of row i among the pairs token by token.
+        order: int64 [rows]: the place of row i among the T * top_k pairs token by token.
         ends: int32 [num_experts]: the rows of expert e end before ends[e], where those of e + 1 begin.
     """
 
@@ -103,18 +110,27 @@ class ExpertRows(NamedTuple):
 
     @classmethod
     def of(cls, chosen: Tensor, num_experts: int) -> ExpertRows:
-        """Of the experts int64 [T, top_k] of each token. Nothing is read on the host."""
+        """Of the experts int64 [T, top_k] of each token, T * top_k rows. Nothing is read on the host."""
         experts, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(num_experts, device=chosen.device)
         return cls(order, torch.searchsorted(experts, numbers, right=True, out_int32=True))
 
+    @classmethod
+    def of_held(cls, chosen: Tensor, index: Tensor, num_held: int) -> ExpertRows:
+        """Of the experts that this process holds only: `index` as of `Experts`. Reads the number of rows on the
+        host."""
+        order, ends = cls.of(index[chosen], num_held)  # the others' rows come last
+        return cls(order[: int(ends[-1])], ends)
+
     def take(self, x: Tensor, top_k: int) -> Tensor:
-        """The rows' inputs [T * top_k, hidden] of tokens x [T, hidden]."""
+        """The rows' inputs [rows, hidden] of tokens x [T, hidden]."""
         return x.index_select(0, self.order // top_k)
 
-    def restore(self, rows: Tensor, top_k: int) -> Tensor:
-        """Rows [T * top_k, hidden] in the tokens' order: [T, top_k, hidden]."""
-        return torch.empty_like(rows).index_copy_(0, self.order, rows).view(-1, top_k, rows.shape[1])
+    def restore(self, rows: Tensor, tokens: int, top_k: int) -> Tensor:
+        """Rows [rows, hidden] in the tokens' order: [tokens, top_k, hidden], zeros for pairs without a row."""
+        whole = len(rows) == tokens * top_k
+        pairs = torch.empty_like(rows) if whole else rows.new_zeros(tokens * top_k, rows.shape[1])
+        return pairs.index_copy_(0, self.order, rows).view(tokens, top_k, rows.shape[1])
 
 
 class ExpertLinear(Protocol):
@@ -145,6 +161,8 @@ class LinearPerExpert:
             if first < end:
                 parts.append(linear(x[first:end]))
             first = end
+        if not parts:
+            return x.new_empty(0, self.linears[0].out_features)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -193,7 +211,9 @@ class Experts:
 
     Attributes:
         router: float32 [num_experts, hidden].  correction: float32 [num_experts].
-        gate_up, down: as of `Mlp`, of each expert.
+        gate_up, down: as of `Mlp`, of each expert that this process holds.
+        index: int64 [num_experts], each expert's index among those that this process holds, their number for another
+            one; None: it holds all.
         shared: computes every token.  shared_gate: float32 [1, hidden].
     """
 
@@ -203,6 +223,7 @@ class Experts:
     correction: Tensor | None = None
     shared: Mlp | None = None
     shared_gate: Tensor | None = None
+    index: Tensor | None = None
 
     def route(self, spec: ExpertSpec, x: Tensor) -> tuple[Tensor, Tensor]:
         """`ExpertSpec.route` of tokens x [T, hidden]."""

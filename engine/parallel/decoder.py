@@ -79,7 +79,8 @@ class RankDecoder(FusedDecoder):
         return self._group.sum(hidden.masked_fill_(elsewhere[:, None], 0))
 
     def _mlp(self, mlp: Mlp | Experts, x: Tensor) -> Tensor:
-        """Each rank has a slice of every expert, and routes as the others do: one sum completes a mixture."""
+        """Each rank has a slice of every expert, or some experts, and routes as the others do: one sum completes a
+        mixture."""
         update = super()._mlp(mlp, x)
         return self._group.sum(update) if isinstance(mlp, Experts) else update
 

@@ -165,6 +165,11 @@ def check_parallel(config: EngineConfig) -> None:
     several = f"tensor parallelism ({config.tensor_parallel} devices)"
     if config.tensor_parallel < 1:
         raise EngineError(f"tensor_parallel is {config.tensor_parallel}, but must be 1 or more")
+    if config.expert_parallel and config.tensor_parallel == 1:
+        raise EngineError(
+            "expert_parallel is set, but tensor_parallel is 1, so one rank holds all experts; give a --tensor-parallel "
+            "of 2 or more, or leave --expert-parallel out"
+        )
     for name, value in (("instruction_set", config.instruction_set), ("kv_dtype", config.kv_dtype)):
         if value != "auto":
             raise EngineError(
@@ -242,10 +247,13 @@ def _load_shares(
     path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: RankGroupProcesses
 ) -> tuple[RankDecoder, list[Loaded]]:
     """Load the leader's shard, and collect each rank's report of its own."""
-    rank_group.send(LoadShare(path, dtype, config.quantize, config.max_model_len))
+    rank_group.send(LoadShare(path, dtype, config.quantize, config.max_model_len, config.expert_parallel))
     before = resident_bytes()
     try:
-        model = load_share(path, dtype, rank_group.group, quantize=config.quantize, max_positions=config.max_model_len)
+        model = load_share(
+            path, dtype, rank_group.group, quantize=config.quantize, max_positions=config.max_model_len,
+            expert_parallel=config.expert_parallel,
+        )  # fmt: skip
     finally:
         answers = rank_group.receive_all()  # ranks answer in any case: the next message must not read an old answer
     mine = Loaded(available_bytes(rank_group.group.device), resident_bytes() - before)

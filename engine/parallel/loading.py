@@ -19,9 +19,18 @@ from engine.parallel.weight_slicing import ShareOfWeights
 
 
 def load_share(
-    path: Path, dtype: torch.dtype, group: RankGroup, *, quantize: Quantize, max_positions: int | None
+    path: Path,
+    dtype: torch.dtype,
+    group: RankGroup,
+    *,
+    quantize: Quantize,
+    max_positions: int | None,
+    expert_parallel: bool,
 ) -> RankDecoder:
     """Load this rank's shard. Quantizing at load rounds each shard separately.
+
+    Args:
+        expert_parallel: each rank has whole experts.
 
     Raises:
         ModelNotFound, UnsupportedModel, CorruptWeights, OutOfMemory: as `load_model`; and where the model can't be
@@ -33,7 +42,12 @@ def load_share(
             f"{path}: {opened.config.model_type} models are computed by transformers' code, which can't be shared by "
             "several devices; leave --tensor-parallel out"
         )
-    share = Share(opened.decoder, group.rank, group.size)
+    if expert_parallel and opened.decoder.experts is None:
+        raise UnsupportedModel(
+            f"{path}: expert_parallel is set, but {opened.config.model_type} models have no experts; "
+            "leave --expert-parallel out"
+        )
+    share = Share(opened.decoder, group.rank, group.size, expert_parallel)
     builder = RankBuilder(share, group, TorchBuilder(quantize))
     apart = replace(opened.decoder, fused_qkv=False, fused_gate_up=False)
     stacked = {"qkv_proj": apart.qkv_rows, "gate_up_proj": apart.gate_up_rows(apart.intermediate_size)}

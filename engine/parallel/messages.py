@@ -38,6 +38,7 @@ class LoadShare:
     dtype: torch.dtype
     quantize: Quantize
     max_positions: int | None
+    expert_parallel: bool
 
 
 @dataclass(frozen=True, slots=True)

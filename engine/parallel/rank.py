@@ -85,8 +85,9 @@ class RankWorker:
         before = resident_bytes()
         try:
             self._loaded = load_share(
-                message.path, message.dtype, self._group, quantize=message.quantize, max_positions=message.max_positions
-            )
+                message.path, message.dtype, self._group, quantize=message.quantize,
+                max_positions=message.max_positions, expert_parallel=message.expert_parallel,
+            )  # fmt: skip
         except EngineError as error:
             return Failed(f"{type(error).__name__}: {error}")
         return Loaded(available_bytes(self._group.device), resident_bytes() - before)

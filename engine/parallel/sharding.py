@@ -3,6 +3,10 @@
 Rank r has its heads' rows of q, k and v and the columns of the output product that read them, and a part of the MLP's
 inner dimension likewise (of each expert's, in a mixture), so that a layer needs two sums over the ranks and nothing
 else. Embedding and head are sharded by tokens. The loader receives a shard as a smaller `DecoderSpec`.
+
+With expert parallelism (Lepikhin et al. 2021, GShard, section 3.2) rank r has whole experts of a mixture instead. All
+ranks have all tokens of a step, compute those of their own experts, and the same sum completes the mixture: tokens are
+not exchanged, so a step needs no all-to-all.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from engine.models.experts import ExpertSpec
 _LAYER = re.compile(
     r"layers\.\d+\.(self_attn|mlp|mlp\.shared_experts?|(?:mlp|block_sparse_moe)\.experts\.\d+)\.(\w+)\.(weight|bias)$"
 )
+_EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.(\d+)\.")
 _GATED, _DOWN = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.weight$")
 
@@ -34,6 +39,9 @@ class TensorShard:
 class Share:
     """The shard of a decoder of one of `size` ranks.
 
+    Attributes:
+        expert_parallel: each rank has whole experts, of a decoder that has some.
+
     Raises:
         UnsupportedModel: at creation, if the model can't be sharded so.
     """
@@ -41,10 +49,14 @@ class Share:
     spec: DecoderSpec
     rank: int
     size: int
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
-        if (what := _uneven(self.spec, self.size)) is not None:
-            sizes = [size for size in range(1, self.spec.num_heads + 1) if _uneven(self.spec, size) is None]
+        def uneven(size: int) -> str | None:
+            return _uneven(self.spec, size, expert_parallel=self.expert_parallel)
+
+        if (what := uneven(self.size)) is not None:
+            sizes = [size for size in range(1, self.spec.num_heads + 1) if uneven(size) is None]
             raise UnsupportedModel(
                 f"{what} can't be shared evenly by {self.size} devices; give a --tensor-parallel that this model's "
                 f"sizes allow: {', '.join(map(str, sizes))}"
@@ -80,7 +92,7 @@ class Share:
         """Return the shard of the tensor `name` (transformers' name); None: all of it."""
         if _VOCABULARY.search(name):
             return self.vocabulary
-        if (match := _LAYER.search(name)) is None:
+        if (match := _LAYER.search(name)) is None or (self.expert_parallel and _EXPERT.search(name)):
             return None
         block, module, kind = match.groups()
         heads = self._of(self.spec.num_heads, self.spec.head_dim)
@@ -92,6 +104,11 @@ class Share:
         if module in by_columns and kind == "weight":
             return TensorShard(1, *by_columns[module])
         return None
+
+    def has(self, name: str) -> bool:
+        """Whether the rank has the tensor `name` or a part of it; not so for other ranks' experts."""
+        match = _EXPERT.search(name) if self.expert_parallel else None
+        return match is None or int(match[2]) in self._experts_of(int(match[1]))
 
     def is_added_once(self, name: str) -> bool:
         """Whether it is a bias of a product that is summed over the ranks: only the first rank adds it."""
@@ -109,8 +126,16 @@ class Share:
     def _local_experts(self) -> ExpertSpec | None:
         if (experts := self.spec.experts) is None:
             return None
-        inner, shared = experts.intermediate_size // self.size, experts.shared_size // self.size
-        return replace(experts, intermediate_size=inner, shared_size=shared)
+        shared = experts.shared_size // self.size
+        if self.expert_parallel:
+            return replace(experts, shared_size=shared, held=tuple(map(self._experts_of, range(self.spec.num_layers))))
+        return replace(experts, intermediate_size=experts.intermediate_size // self.size, shared_size=shared)
+
+    def _experts_of(self, layer: int) -> tuple[int, ...]:
+        """Return the experts of a layer that the rank has: neighbours."""
+        assert self.spec.experts is not None
+        first, end = self._of(self.spec.experts.num_experts, 1)
+        return tuple(range(first, end))
 
     @property
     def _kv_heads(self) -> tuple[int, int]:
@@ -125,7 +150,7 @@ class Share:
         return self.rank * each, (self.rank + 1) * each
 
 
-def _uneven(spec: DecoderSpec, size: int) -> str | None:
+def _uneven(spec: DecoderSpec, size: int, *, expert_parallel: bool) -> str | None:
     """Return the dimension of the decoder that is not divisible by `size` ranks; None: all are."""
     if spec.qk_norm in ("heads", "projection") and size > 1:
         return "norms over all heads"
@@ -136,7 +161,9 @@ def _uneven(spec: DecoderSpec, size: int) -> str | None:
     dense = spec.experts is None or not all(spec.experts.layers)
     if dense and spec.intermediate_size % size:
         return f"an MLP of {spec.intermediate_size} columns"
-    if spec.experts is not None and spec.experts.intermediate_size % size:
+    if spec.experts is not None and expert_parallel and spec.experts.num_experts % size:
+        return f"{spec.experts.num_experts} experts"
+    if spec.experts is not None and not expert_parallel and spec.experts.intermediate_size % size:
         return f"experts of {spec.experts.intermediate_size} columns"
     if spec.experts is not None and spec.experts.shared_size % size:
         return f"a shared expert of {spec.experts.shared_size} columns"

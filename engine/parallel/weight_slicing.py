@@ -29,7 +29,7 @@ class ShareOfWeights:
 
     @property
     def names(self) -> Collection[str]:
-        return self._source.names
+        return [name for name in self._source.names if self._share.has(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the shard. The whole tensor must have the config's shape."""

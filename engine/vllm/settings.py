@@ -45,9 +45,9 @@ OURS: Final[Mapping[str, str]] = {
 
 RESOURCES: Final = frozenset(
     {
-        "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes",
-        "enforce_eager", "swap_space", "cpu_offload_gb", "block_size", "max_parallel_loading_workers",
-        "distributed_executor_backend", "async_scheduling", "speculative_config",
+        "tensor_parallel_size", "enable_expert_parallel", "pipeline_parallel_size", "gpu_memory_utilization",
+        "kv_cache_memory_bytes", "enforce_eager", "swap_space", "cpu_offload_gb", "block_size",
+        "max_parallel_loading_workers", "distributed_executor_backend", "async_scheduling", "speculative_config",
     }
 )  # fmt: skip
 """Arguments that change where and how fast answers are computed, so that they aren't part of a model's pin. Drafts are
@@ -145,6 +145,7 @@ def engine_arguments(path: str, config: EngineConfig, options: Mapping[str, Any]
         "kv_cache_dtype": config.kv_dtype if config.kv_dtype != "auto" else None,
         "block_size": cache.block_size if cache.block_size != CacheConfig().block_size else None,
         "async_scheduling": config.async_scheduling,
+        "enable_expert_parallel": config.expert_parallel or None,
     }
     arguments |= {name: value for name, value in given.items() if value is not None}
     if not pools:

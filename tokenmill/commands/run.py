@@ -16,6 +16,7 @@ from tokenmill.config.cli_options import (
     DTypeOption,
     EngineOption,
     EngineOptionValues,
+    ExpertParallel,
     Fresh,
     GenerationConfigOption,
     Input,
@@ -70,6 +71,7 @@ def run(
     device: DeviceOption = "auto",
     threads: Threads = None,
     tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
     replicas: Replicas = 1,
     max_output_tokens: MaxOutputTokens = None,
     truncate_prompt: TruncatePrompt = None,
@@ -104,7 +106,8 @@ def run(
     engine = engine_options(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
-        kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, replicas=replicas, engine=engine_name,
+        kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel, replicas=replicas, engine=engine_name,
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
     chat = job_options.chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)

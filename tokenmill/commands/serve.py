@@ -19,6 +19,7 @@ from tokenmill.config.cli_options import (
     DTypeOption,
     EngineOption,
     EngineOptionValues,
+    ExpertParallel,
     GenerationConfigOption,
     KvCacheMemory,
     KvDTypeOption,
@@ -85,6 +86,7 @@ def serve(
     device: DeviceOption = "auto",
     threads: Threads = None,
     tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
     chat_template: ChatTemplate = None,
     reasoning_parser: ReasoningParser = None,
     thinking_token_budget: ThinkingTokenBudget = None,
@@ -130,7 +132,8 @@ def serve(
     options = engine_options(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
-        kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, engine=engine,
+        kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel, engine=engine,
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
     chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
@@ -177,6 +180,7 @@ def worker(
     device: DeviceOption = "auto",
     threads: Threads = None,
     tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
     replicas: Replicas = 1,
     chat_template: ChatTemplate = None,
     reasoning_parser: ReasoningParser = None,
@@ -211,7 +215,8 @@ def worker(
     options = engine_options(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
-        kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel, replicas=replicas, engine=engine,
+        kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel, replicas=replicas, engine=engine,
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
     chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)

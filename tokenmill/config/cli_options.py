@@ -202,6 +202,13 @@ TensorParallel = Annotated[
         "a CPU N processes, which is slower than one.",
     ),
 ]
+ExpertParallel = Annotated[
+    bool,
+    typer.Option(
+        "--expert-parallel",
+        help="With --tensor-parallel, for a mixture of experts: each process holds whole experts, not a part of each.",
+    ),
+]
 Replicas = Annotated[
     int,
     typer.Option(

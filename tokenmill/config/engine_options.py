@@ -50,6 +50,7 @@ class EngineOptions:
     gpu: GpuOptions = field(default_factory=GpuOptions)
     slo: SloConfig | None = None
     tensor_parallel: int = 1  # devices that share the model
+    expert_parallel: bool = False  # whether each of them holds whole experts
     rank_timeout_seconds: float = EngineConfig().rank_timeout_seconds
     replicas: int = 1  # engines, each with a share of the processor's threads, and of its memory
     generation_config: GenerationConfig = "auto"  # whether the model's own sampling defaults apply
@@ -68,6 +69,7 @@ class EngineOptions:
             device=self.device,
             threads=self.threads if sharing == 1 else max(1, (self.threads or torch.get_num_threads()) // sharing),
             tensor_parallel=self.tensor_parallel,
+            expert_parallel=self.expert_parallel,
             rank_timeout_seconds=self.rank_timeout_seconds,
             instruction_set=self.instruction_set,
             attention=self.attention,
@@ -126,6 +128,7 @@ def engine_options(
     kv_dtype: KVDType = "auto",
     speculate: str | None = None,
     tensor_parallel: int = 1,
+    expert_parallel: bool = False,
     replicas: int = 1,
     engine: Engine | None = None,
     engine_option: Sequence[str] | None = None,
@@ -158,6 +161,7 @@ def engine_options(
         speculate=speculate,
         gpu=settings.gpu,
         tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel,
         replicas=replicas,
         rank_timeout_seconds=settings.rank_timeout_seconds,
         generation_config=generation_config or settings.generation_config,

@@ -405,6 +405,7 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
         "device": config.device,
         "threads": config.threads,
         "tensor_parallel": config.tensor_parallel,
+        "expert_parallel": config.expert_parallel,
         "attention": engine.attention_name,
         "block_size": config.cache.block_size,
         "prefix_caching": config.cache.prefix_caching,

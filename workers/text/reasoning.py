@@ -156,8 +156,7 @@ class AnswerPart(NamedTuple):
 
 
 class ReasoningReader:
-    """Incrementally splits the decoded text of one answer. A marker that ends no thought is left out: what is before it
-    has been given out as the answer (`split_reasoning` reads it as a thought).
+    """Incrementally splits the decoded text of one answer.
 
     Args:
         thinks: the prompt has begun a thought.

@@ -88,7 +88,24 @@ def test_rows_are_sorted_by_expert_and_put_back() -> None:
     assert rows.ends.tolist() == [2, 2, 3, 3, 3, 5, 5, 6]
     x = torch.arange(3.0)[:, None]
     assert rows.take(x, 2).flatten().tolist() == [0, 2, 1, 0, 1, 2]
-    assert rows.restore(rows.take(x, 2), 2).flatten(1).tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert rows.restore(rows.take(x, 2), 3, 2).flatten(1).tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_only_rows_of_held_experts_are_taken_and_the_others_are_zeros() -> None:
+    chosen = torch.tensor([[5, 0], [2, 5], [0, 7]])
+    index = torch.tensor([2, 2, 0, 2, 2, 1, 2, 2])  # experts 2 and 5
+    rows = ExpertRows.of_held(chosen, index, 2)
+    assert rows.ends.tolist() == [1, 3]
+    x = torch.arange(1.0, 4.0)[:, None]
+    assert rows.take(x, 2).flatten().tolist() == [2, 1, 2]
+    assert rows.restore(rows.take(x, 2), 3, 2).flatten(1).tolist() == [[1, 0], [2, 2], [0, 0]]
+
+
+def test_a_step_without_rows_of_held_experts_is_empty() -> None:
+    rows = ExpertRows.of_held(torch.tensor([[1, 2]]), torch.tensor([0, 1, 1]), 1)
+    x = torch.ones(1, 4)
+    product = LinearPerExpert([DenseLinear(torch.ones(3, 4))])
+    assert rows.restore(product(rows.take(x, 2), rows.ends), 1, 2).tolist() == [[[0.0] * 3] * 2]
 
 
 def test_a_tokens_experts_are_added_in_their_order() -> None:

@@ -72,6 +72,24 @@ def test_joined_parts_of_experts_equal_the_whole(family: str, tiny_model: Callab
             assert all(torch.equal(part, whole) for part in parts), name
 
 
+def test_whole_experts_are_each_on_one_rank(tiny_model: Callable[[str], Path]) -> None:
+    opened = open_model(tiny_model("qwen2-moe"))
+    assert opened.decoder is not None
+    shares = [Share(opened.decoder, rank, 2, expert_parallel=True) for rank in range(2)]
+    ranks = [ShareOfWeights(opened.weights, share) for share in shares]
+    names = [name for name in opened.weights.names if ".experts." in name]
+    parts = [[name for name in rank.names if ".experts." in name] for rank in ranks]
+    assert sorted(parts[0] + parts[1]) == sorted(names)
+    for rank, share, own in zip(ranks, shares, parts, strict=True):
+        assert share.local.experts is not None
+        assert share.local.experts.held is not None
+        assert {int(name.split(".experts.")[1].split(".")[0]) for name in own} == set(share.local.experts.held[1])
+        for name in own:
+            assert torch.equal(read(rank, name), read(opened.weights, name)), name
+    name = f"{LAYER}.mlp.shared_expert.gate_proj.weight"
+    assert torch.equal(torch.cat([read(rank, name) for rank in ranks]), read(opened.weights, name))
+
+
 def test_ranks_that_are_more_than_kv_heads_share_one(tiny_models: Any, tmp_path: Path) -> None:
     opened = open_model(tiny_models.make_tiny_model("llama", tmp_path / "model", num_key_value_heads=2))
     assert opened.decoder is not None
@@ -129,6 +147,16 @@ def test_sizes_that_a_model_can_be_cut_into_are_named(tiny_model: Callable[[str]
     assert opened.decoder is not None
     with pytest.raises(UnsupportedModel, match=r"4 attention heads can't .* by 3 devices; .* sizes allow: 1, 2, 4$"):
         Share(opened.decoder, 0, 3)
+
+
+@pytest.mark.parametrize(("experts", "sizes"), [(6, "1, 2"), (2, "1, 2")])
+def test_numbers_of_ranks_that_can_hold_whole_experts_are_named(
+    experts: int, sizes: str, tiny_models: Any, tmp_path: Path
+) -> None:
+    opened = open_model(tiny_models.make_tiny_model("qwen3-moe", tmp_path / "model", num_experts=experts))
+    assert opened.decoder is not None
+    with pytest.raises(UnsupportedModel, match=rf"{experts} experts can't .* by 4 devices; .* sizes allow: {sizes}$"):
+        Share(opened.decoder, 0, 4, expert_parallel=True)
 
 
 def test_columns_in_an_order_of_their_own_are_refused() -> None:

@@ -113,6 +113,39 @@ def test_every_family_answers_as_one_process_does(
     assert len({tuple(tokens) for tokens in wanted}) > len(prompts) // 2, "answers must depend on the prompts"
 
 
+EXPERT_FAMILIES = ("mixtral", "a shared expert", "dense layers and mixtures", "groups of experts")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if "shared" in each else pytest.mark.exhaustive) for each in EXPERT_FAMILIES]
+)
+def test_ranks_with_whole_experts_answer_as_one_process_does(
+    name: str, rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+) -> None:
+    family, changes = FAMILIES[name]
+    path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
+    wanted = all_tokens(engine_answers(alone(path), prompts, MAX_TOKENS))
+    engine = shared(path, rank_group, CUT, expert_parallel=True)
+    assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS, expected_tokens=1)) == wanted
+    assert len({tuple(tokens) for tokens in wanted}) > len(prompts) // 2, "answers must depend on the prompts"
+
+
+@pytest.mark.exhaustive
+def test_four_ranks_with_whole_experts_answer_as_one_process_does(
+    prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+) -> None:
+    family, changes = FAMILIES["a shared expert"]
+    path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes, num_experts=8)
+    wanted = all_tokens(engine_answers(alone(path), prompts, MAX_TOKENS))
+    four = RankGroupProcesses(4, torch.device("cpu"), threads=4, timeout=HANG_SECONDS)
+    try:
+        config = CUT.config(max_model_len=256, tensor_parallel=4, expert_parallel=True)
+        engine = Engine.load(path, config, four)
+        assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS, expected_tokens=1)) == wanted
+    finally:
+        four.close()
+
+
 def test_choices_log_probabilities_and_scored_prompts_are_the_same(
     rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
@@ -202,10 +235,22 @@ def weights_for(tiny_models: Any, folder: Path, family: str = "llama") -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), [*((name, "llama") for name in PACKINGS), ("gptq, groups that the ranks cut", "mixtral")]
+    ("name", "family", "expert_parallel"),
+    [
+        *((name, "llama", False) for name in PACKINGS),
+        ("gptq, groups that the ranks cut", "mixtral", False),
+        pytest.param("gptq, groups that the ranks cut", "mixtral", True, marks=pytest.mark.exhaustive),
+        pytest.param("awq, groups of 16", "mixtral", True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_quantized_checkpoints_answer_as_one_process_does(
-    name: str, family: str, rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+    name: str,
+    family: str,
+    expert_parallel: bool,
+    rank_group: RankGroupProcesses,
+    prompts: list[list[int]],
+    tiny_models: Any,
+    tmp_path: Path,
 ) -> None:
     folder = weights_for(tiny_models, tmp_path / "plain", family)
 
@@ -214,7 +259,8 @@ def test_quantized_checkpoints_answer_as_one_process_does(
 
     write(folder, tmp_path / "packed", settings_of(name), pack)
     wanted = all_tokens(engine_answers(alone(tmp_path / "packed"), prompts, MAX_TOKENS))
-    assert all_tokens(engine_answers(shared(tmp_path / "packed", rank_group), prompts, MAX_TOKENS)) == wanted
+    engine = shared(tmp_path / "packed", rank_group, expert_parallel=expert_parallel)
+    assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS)) == wanted
 
 
 @pytest.mark.parametrize("inputs", ["calibrated", "as they come"])
@@ -281,7 +327,7 @@ def test_each_rank_holds_its_share_and_no_more(
         ),
         ("llama", {"intermediate_size": 81}, "an MLP of 81 columns can't be shared evenly by 2"),
         ("qwen3-moe", {"moe_intermediate_size": 33}, "experts of 33 columns can't be shared evenly by 2"),
-        ("olmoe", {}, "a norm of all heads at once can't be shared evenly by 2"),
+        ("olmoe", {}, "norms over all heads can't be shared evenly by 2"),
         ("phi", {}, "phi models are computed by transformers' code, which can't be shared"),
     ],
 )
@@ -291,6 +337,26 @@ def test_models_that_can_not_be_cut_are_refused(
     path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
     with pytest.raises(UnsupportedModel, match=message):
         shared(path, rank_group)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {}, "expert_parallel is set, but llama models have no experts; leave --expert-parallel out"),
+        ("qwen3-moe", {"num_experts": 5}, "5 experts can't be shared evenly by 2 devices; give a --tensor-parallel"),
+    ],
+)
+def test_models_whose_experts_can_not_be_distributed_are_refused(
+    family: str, changes: dict[str, Any], message: str, rank_group: RankGroupProcesses, tiny_models: Any, tmp_path: Path
+) -> None:
+    path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
+    with pytest.raises(UnsupportedModel, match=message):
+        shared(path, rank_group, expert_parallel=True)
+
+
+def test_experts_are_not_distributed_over_one_rank(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(EngineError, match=r"expert_parallel is set, but tensor_parallel is 1, .* of 2 or more"):
+        Engine.load(tiny_model("mixtral"), EngineConfig(expert_parallel=True))
 
 
 @pytest.mark.parametrize(
@@ -378,10 +444,18 @@ def test_on_gpus_the_cache_takes_what_the_fullest_rank_has_left() -> None:
         _left_by(uses, CacheConfig(gpu_memory_utilization=0.25))
 
 
-def test_a_step_in_which_a_rank_dies_gives_no_tokens(tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("family", "expert_parallel"),
+    [("llama", False), pytest.param("mixtral", True, marks=pytest.mark.exhaustive)],
+)
+def test_a_step_in_which_a_rank_dies_gives_no_tokens(
+    family: str, expert_parallel: bool, tiny_models: Any, tmp_path: Path
+) -> None:
     """On GPUs only the host reports a dead rank: the pending collectives of the others are aborted, and they go on."""
+    changes = {"sliding_window": None} if family == "mixtral" else {}
+    path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
     rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=HANG_SECONDS)
-    engine = shared(tiny_model("llama"), rank_group)
+    engine = shared(path, rank_group, expert_parallel=expert_parallel)
     engine.add(Request("a", as_token_ids([3, 4, 5]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
     assert engine.step() == []
     model = engine._runner._inner._model  # type: ignore[attr-defined]

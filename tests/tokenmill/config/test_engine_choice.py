@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, Request, SamplingParams, as_token_ids
+from engine import Engine, EngineConfig, Request, SamplingParams, as_token_ids
 from engine.errors import UnsupportedModel
 from engine.models.load import describe_shape
-from engine.vllm.settings import InvalidOption, parse_options, pinned_options
+from engine.vllm.settings import InvalidOption, engine_arguments, parse_options, pinned_options
 from schemas.models import ModelPin
 from schemas.settings.settings import load_settings
 from tokenmill.cli import main
@@ -232,6 +232,13 @@ def test_options_come_from_the_command_and_the_settings(monkeypatch: pytest.Monk
     pinned = pinned_options(made.vllm)
     assert pinned == ('quantization="awq"',), "the others change no answer"
     assert parse_options(dict(one.split("=", 1) for one in pinned)) == {"quantization": "awq"}
+
+
+def test_experts_are_distributed_by_either_engine() -> None:
+    made = engine_options(load_settings(), device="cpu", tensor_parallel=2, expert_parallel=True).config()
+    assert (made.tensor_parallel, made.expert_parallel) == (2, True)
+    assert engine_arguments("model", made, {}, pools=False)["enable_expert_parallel"] is True
+    assert "enable_expert_parallel" not in engine_arguments("model", EngineConfig(), {}, pools=False)
 
 
 @pytest.mark.parametrize(
