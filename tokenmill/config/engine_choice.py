@@ -107,7 +107,7 @@ def computed_by(path: Path, vllm_python: Path | None) -> dict[EngineName, str]:
     if interpreter is None:
         vllm = "not installed here"
     elif not path.is_dir():
-        vllm = "GGUF files are given to no vLLM"
+        vllm = "it is given no GGUF files here"
     else:
         vllm = "yes" if _why_vllm(path, vllm_python) else f"it doesn't know {architecture_of(path)}"
     own, others = refusal(path, "tokenmill"), refusal(path, "transformers")
