@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,9 +23,11 @@ from schemas.requests.tokenizing import COUNT_TOKENS_URL, TOKENIZE_URL, counted_
 from schemas.workers.lane import LaneRequest
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.workers.lane.test_server import LaneWorker
+from workers.lane import tokenizing
 from workers.lane.tokenizing import tokenizer_response
 from workers.model.loaded_model import LoadedModel
 from workers.text.chat_options import ChatOptions
+from workers.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Hello <end> naïve 日本"}, {"role": "assistant", "content": "Hi", "refusal": None}]
 
@@ -164,7 +166,7 @@ def test_a_prompt_may_be_longer_than_the_context(served: Served) -> None:
 
 
 @pytest.mark.parametrize("url", [TOKENIZE_URL, COUNT_TOKENS_URL])
-@pytest.mark.parametrize(("text", "bound"), [("0 " * 60, ""), ("0123456789" * 1_000, "at least ")])
+@pytest.mark.parametrize(("text", "bound"), [("0 " * 40, ""), ("0123456789" * 1_000, "at least ")])
 def test_more_tokens_than_prompts_may_have_are_refused(model_folder: Path, url: str, text: str, bound: str) -> None:
     model = LoadedModel.load(model_folder, name="tiny")
     given = {"prompt": text} if url == TOKENIZE_URL else {"messages": [{"role": "user", "content": text}]}
@@ -180,6 +182,29 @@ def test_a_text_of_too_many_tokens_is_not_encoded(model_folder: Path, monkeypatc
     request = LaneRequest("r", "tiny", {"model": "tiny", "prompt": "0123456789" * 1_000}, TOKENIZE_URL)
     with pytest.raises(RowError, match="prompt holds at least"):
         tokenizer_response(request, model, Limits(max_prompt_tokens=50))
+
+
+def test_a_text_whose_tokens_are_unforeseen_is_not_encoded_as_a_whole(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LoadedModel.load(model_folder, name="tiny")
+    encoded: list[int] = []
+    encode = type(model.tokenizer).encode_batch
+
+    def recorded(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> Any:
+        encoded.extend(map(len, texts))
+        return encode(tokenizer, texts, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(model.tokenizer), "count_min_tokens", lambda *_: 0)
+    monkeypatch.setattr(type(model.tokenizer), "encode_batch", recorded)
+    monkeypatch.setattr(tokenizing, "_PIECE_CHARS", 100)
+    for given in ({"prompt": "0123456789" * 1_000}, {"messages": [{"role": "user", "content": "0123456789" * 1_000}]}):
+        encoded.clear()
+        with pytest.raises(RowError, match="holds more than 100 tokens, but at most 50 are allowed; shorten it"):
+            tokenizer_response(
+                LaneRequest("r", "tiny", {"model": "tiny", **given}, TOKENIZE_URL), model, Limits(max_prompt_tokens=50)
+            )
+        assert sum(encoded) <= 500
 
 
 @pytest.mark.parametrize(
