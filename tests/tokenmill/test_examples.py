@@ -48,6 +48,7 @@ def test_texts_are_embedded_and_compared(folder: Path, embedding_model: Path) ->
     assert all(text != other for text, other in nearest.items())
 
 
+@pytest.mark.exhaustive
 def test_the_openai_client_streams_a_chat_and_runs_a_batch(folder: Path, model_folder: Path) -> None:
     with closing(Processes(folder)) as processes:
         model = f"tiny={model_folder}"

@@ -46,7 +46,7 @@ def left_of(params: SamplingParams, output: list[int], masked: tuple[int, ...] |
     return left
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(rules, st.none() | st.lists(st.integers(0, 9), min_size=1).map(tuple)), min_size=1, max_size=5),
     st.integers(0, 1000),

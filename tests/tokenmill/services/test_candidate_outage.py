@@ -114,7 +114,7 @@ def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("returns", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_given_a_store_that_is_away_when_a_model_is_changed_then_the_worker_waits_for_it(
     returns: bool, harness: ReleasesHarness, model_folder: Path, tmp_path: Path
 ) -> None:

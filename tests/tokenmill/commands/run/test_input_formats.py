@@ -65,11 +65,20 @@ def write(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "suffixes",
+    [
+        pytest.param((".jsonl", ".jsonl.gz", ".csv"), id="lines"),
+        pytest.param(
+            (".jsonl", ".jsonl.zst", ".csv", ".arrow", ".feather", ".parquet"), id="all", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
 def test_given_the_same_requests_in_each_format_when_run_then_the_answers_are_the_same(
-    tokenmill: Cli, folder: Path, model_folder: Path, results: Results
+    suffixes: tuple[str, ...], tokenmill: Cli, folder: Path, model_folder: Path, results: Results
 ) -> None:
     answers, sums = {}, {}
-    for suffix in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".arrow", ".feather", ".parquet"):
+    for suffix in suffixes:
         path, out = folder / f"in{suffix}", folder / f"out{suffix}"
         write(path)
         model = ("--model", f"tiny={model_folder}")
