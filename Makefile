@@ -22,7 +22,9 @@ GPU_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
+# Modules are compiled when they are first imported: most of torch's and transformers' never are, and all would take pip
+# half a minute of one core.
+PIP := $(PY) -m pip install --disable-pip-version-check --no-compile -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
