@@ -4,7 +4,8 @@
 
 One process holds the model and computes both ways on the same prompts (token ids) with the same four labels, greedy:
 `bulk` gives the engine all rows at once, `single` one row at a time, as a quiet interactive lane does. Rates count the
-engine's seconds alone. Labels begin with different tokens, and no two prompts begin alike.
+engine's seconds alone. Labels begin with different tokens, and no two prompts begin alike, but for an instruction of
+`--shared-tokens` in front of all, which the prefix cache has before the first row.
 
 Labels agree where the one that greedy decoding writes is also the most probable one as a whole. Of one token each they
 must, but for near ties. Of several tokens they need not: decoding is bound to its first token, and may spell a label by
@@ -34,11 +35,14 @@ LETTERS = ("A", "B", "C", "D")  # which no other tokens spell
 WORDS = ("river", "table", "seven", "green", "house", "music", "paper", "stone", "water", "light", "garden", "winter")
 
 
-def make_prompts(tokenizer: Tokenizer, rows: int, tokens: int) -> list[list[int]]:
-    """Runs of prose of exactly so many tokens, each of which begins with its number."""
+def make_prompts(tokenizer: Tokenizer, rows: int, tokens: int, shared: int = 0) -> list[list[int]]:
+    """Runs of prose of exactly so many tokens, each of which begins with its number, behind `shared` tokens that are
+    the same in all."""
     texts = make_texts(rows, 40)
     several = [f"{at}. " + " ".join(texts[(at + step) % rows] for step in range(tokens)) for at in range(rows)]
-    return [ids[:tokens].tolist() for ids in tokenizer.encode_batch(several, add_special_tokens=False)]
+    several.append(" ".join(texts[step % rows] for step in range(shared + 1)))
+    *own, instruction = (ids.tolist() for ids in tokenizer.encode_batch(several, add_special_tokens=False))
+    return [instruction[:shared] + ids[:tokens] for ids in own]
 
 
 def make_labels(tokenizer: Tokenizer, tokens: int) -> list[str]:
@@ -55,9 +59,16 @@ class Bench:
         self._reader = LaneReader(model)
         self._runs = 0
 
-    def run(self, way: str, prompts: list[list[int]], labels: list[str], together: int) -> tuple[float, list[str]]:
-        """Rows per second with so many rows at a time, and the rows' labels."""
+    def run(
+        self, way: str, prompts: list[list[int]], labels: list[str], together: int, shared: int
+    ) -> tuple[float, list[str]]:
+        """Rows per second with so many rows at a time, and the rows' labels. The prompts' first `shared` tokens are
+        computed before."""
         self._runs += 1
+        if shared:
+            first = self._reader.prepare(self._request("decoded", -1, prompts[0][:shared], labels))
+            self.model.engine.add(first.request)
+            list(self._complete())
         prepared = [self._reader.prepare(self._request(way, at, ids, labels)) for at, ids in enumerate(prompts)]
         done: dict[str, Completion] = {}
         started = time.perf_counter()
@@ -97,6 +108,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--single-rows", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[30, 200])
+    parser.add_argument("--shared-tokens", type=int, default=0)
     parser.add_argument("--label-tokens", type=int, nargs="+", default=[1, 3, 8])
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=CacheConfig().block_size)
@@ -111,12 +123,12 @@ def main() -> None:
         for size in args.label_tokens:
             labels = make_labels(bench.model.tokenizer, size)
             for mode, rows, together in (("bulk", args.rows, args.rows), ("single", args.single_rows, 1)):
-                prompts = make_prompts(bench.model.tokenizer, rows, tokens)
+                prompts = make_prompts(bench.model.tokenizer, rows, tokens, args.shared_tokens)
                 rates: dict[str, list[float]] = {"choices": [], "decoded": []}
                 answers: dict[str, list[str]] = {}
                 for _ in range(args.rounds):
                     for way, measured in rates.items():
-                        rate, answers[way] = bench.run(way, prompts, labels, together)
+                        rate, answers[way] = bench.run(way, prompts, labels, together, args.shared_tokens)
                         measured.append(rate)
                 same = sum(a == b for a, b in zip(answers["choices"], answers["decoded"], strict=True)) / rows
                 ratio = statistics.median(rates["choices"]) / statistics.median(rates["decoded"])
@@ -124,8 +136,15 @@ def main() -> None:
                     f"{way} {statistics.median(found):.1f} rows/s ({min(found):.1f} to {max(found):.1f})"
                     for way, found in rates.items()
                 )
-                print(f"prompt {tokens}, labels {size}, {mode}: {shown}, x {ratio:.2f}, {same:.0%} same", flush=True)
-                result = {"prompt_tokens": tokens, "label_tokens": size, "mode": mode, "rates": rates}
+                case = f"prompt {args.shared_tokens} + {tokens}, labels {size}, {mode}"
+                print(f"{case}: {shown}, x {ratio:.2f}, {same:.0%} same", flush=True)
+                result = {
+                    "shared_tokens": args.shared_tokens,
+                    "prompt_tokens": tokens,
+                    "label_tokens": size,
+                    "mode": mode,
+                    "rates": rates,
+                }
                 results.append({**result, "ratio": ratio, "same_labels": same})
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
