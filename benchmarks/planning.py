@@ -41,11 +41,19 @@ class Requests(io.RawIOBase):
     """`rows` small chat requests, all different, as lines of JSON that are never in memory together."""
 
     def __init__(self, rows: int) -> None:
+        self._rows = rows
         self._pieces = self._made(rows)
         self._rest = b""
 
     def readable(self) -> bool:
         return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go back to the start, after its first bytes were looked at."""
+        if offset or whence != io.SEEK_SET:
+            raise io.UnsupportedOperation("only the start can be sought")
+        self._pieces, self._rest = self._made(self._rows), b""
+        return 0
 
     def readinto(self, buffer: Any) -> int:
         while len(self._rest) < len(buffer) and (piece := next(self._pieces, b"")):

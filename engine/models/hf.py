@@ -302,5 +302,7 @@ def _max_position(config: Any, wanted: int | None) -> int:
 
 
 def _logits_factor(config: Any) -> float:
-    """Cohere multiplies its logits by logit_scale, Granite divides them by logits_scaling."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    """Cohere multiplies its logits by logit_scale, HyperCLOVA X by logits_scaling; Granite divides them by that."""
+    scaling = float(getattr(config, "logits_scaling", None) or 1.0)
+    divisor = 1.0 / scaling if config.model_type == "hyperclovax" else scaling
+    return float(getattr(config, "logit_scale", None) or 1.0) / divisor

@@ -56,7 +56,8 @@ def test_given_a_long_answer_when_killed_then_it_goes_on_from_its_last_logged_to
     assert len(report["logged_at_each_kill"]) == 1
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kills", [1, 2])
 def test_given_several_prompts_in_a_row_when_killed_then_all_answers_are_those_of_an_unbroken_run(
     long_context: Setup, kills: int
 ) -> None:
