@@ -4,10 +4,11 @@
 
 The model is random (Qwen3-MoE; its shape is by options) and made anew: nothing is said of quality, and a trained router
 may choose less evenly. Both ways are loaded at once and take turns, round by round; a batch is so many prompts of 16
-random tokens, decoded greedily, end tokens ignored. Figures are medians over rounds, ratios are taken within a round.
+random tokens, decoded greedily, end tokens ignored. Rates are of decoding steps (those that compute one token a row)
+and the time in them; figures are medians over rounds, ratios are taken within a round.
 
 The limit of a step is that of `roofline.py`, where of the experts those that a token of the step chose are read once,
-and the router always. Shares are of the time in steps, and of decoding steps only (those that compute one token a row).
+and the router always.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import numpy as np
 import torch
 from engine_settings import SettingError, parse_overrides, with_overrides
 from machine_peaks import MachinePeaks, PeaksError, disturbed, measure
-from roofline import WEIGHTS, ModelCost, Precision, decoder_of
-from small_models import decode
+from roofline import WEIGHTS, ModelCost, Precision
 from step_record import StepRecord, StepRecorder
 from throughput import machine
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from engine import CacheConfig, Engine, EngineConfig, ScheduleConfig
+from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
+from engine.models.decoder import DecoderSpec
+from engine.models.load import open_model
 from engine.models.native import NativeDecoder
 from engine.plan import StepOutput, StepPlan
 
@@ -45,39 +48,61 @@ SHAPE = ("layers", "hidden", "experts", "top_k", "intermediate", "vocabulary")
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertRecord:
-    """One step.
+class ExpertUse:
+    """A step's experts.
 
     Attributes:
-        touched: experts that a token chose, over all layers.  rows: pairs of a token and an expert.
+        touched: that a token chose, over all layers.  rows: pairs of a token and an expert.
     """
 
-    step: StepRecord
     touched: int
     rows: int
 
 
 class ExpertRecorder(StepRecorder):
-    """A `StepRecorder` that also reads the kernels' counts of rows by expert."""
+    """A `StepRecorder` that also reads the kernels' counts of rows by expert, where they compute."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         model = self._inner._model
-        assert isinstance(model, NativeDecoder), "these experts do not run in the kernels"
-        self._model = model
-        self.experts: list[tuple[int, int]] = []
+        self._model = model if isinstance(model, NativeDecoder) else None
+        self._uses: list[ExpertUse] = []
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        before = self._model.expert_rows()
+        before = self._model.expert_rows() if self._model else None
         output = super().execute(plan)
-        rows = self._model.expert_rows() - before
-        self.experts.append((int((rows > 0).sum()), int(rows.sum())))
+        if self._model:
+            rows = self._model.expert_rows() - before
+            self._uses.append(ExpertUse(int((rows > 0).sum()), int(rows.sum())))
         return output
 
-    def records(self) -> list[ExpertRecord]:
-        """The steps since the last call."""
-        experts, self.experts = self.experts, []
-        return [ExpertRecord(step, *found) for step, found in zip(self.take(), experts, strict=True)]
+    def decodes(self) -> list[tuple[StepRecord, ExpertUse | None]]:
+        """The decoding steps since the last call."""
+        uses, self._uses = self._uses, []
+        steps = self.take()
+        pairs = zip(steps, uses or [None] * len(steps), strict=True)
+        return [(step, use) for step, use in pairs if step.tokens == step.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Decoding steps. `rate`: tokens per second of `seconds` in them."""
+
+    rate: float
+    seconds: float
+    steps: list[tuple[StepRecord, ExpertUse | None]]
+
+
+def decode(engine: Engine, recorder: ExpertRecorder, batch: int, tokens: int, name: str) -> Decoded:
+    """Decode a batch, after its prompts."""
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    prompts = np.random.default_rng(batch).integers(1, engine.spec.vocab_size, (batch, 16))
+    requests = [Request(f"{name}-{i}", as_token_ids(ids.tolist()), params) for i, ids in enumerate(prompts)]
+    for _ in engine.run(requests):
+        pass
+    steps = recorder.decodes()
+    seconds = sum(step.ended - step.begun for step, _ in steps)
+    return Decoded(sum(step.tokens for step, _ in steps) / seconds, seconds, steps)
 
 
 def make_model(folder: Path, args: argparse.Namespace) -> None:
@@ -91,65 +116,63 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def limit_seconds(record: ExpertRecord, cost: ModelCost, expert: int, router: int, peaks: MachinePeaks) -> float:
+def limit_seconds(
+    step: StepRecord, use: ExpertUse, cost: ModelCost, expert: int, router: int, peaks: MachinePeaks
+) -> float:
     """Seconds that a step takes at least. `cost`: of the model without its experts. `expert`, `router`: parameters."""
-    moved = cost.bytes_moved(record.step)
-    moved += record.touched * expert * WEIGHTS[cost.precision.weights] + router * WEIGHTS["f32"]
-    work = cost.operations(record.step)
-    work[cost.precision.linears] = work.get(cost.precision.linears, 0.0) + 2.0 * expert * record.rows
+    moved = cost.bytes_moved(step)
+    moved += use.touched * expert * WEIGHTS[cost.precision.weights] + router * WEIGHTS["f32"]
+    work = cost.operations(step)
+    work[cost.precision.linears] = work.get(cost.precision.linears, 0.0) + 2.0 * expert * use.rows
     multiplying = sum(n / peaks.operations_per_second(dtype) for dtype, n in work.items())
     return max(moved / peaks.bandwidth(moved), multiplying)
 
 
-def shares(
-    records: list[ExpertRecord], model: Path, config: EngineConfig, dtype: torch.dtype, peaks: MachinePeaks
-) -> dict[str, float]:
-    """Roofline over time, of all steps and of decoding ones."""
-    spec = decoder_of(model)
+def share(decoded: Decoded, spec: DecoderSpec, precision: Precision, peaks: MachinePeaks) -> float:
+    """Roofline over time."""
     assert spec.experts is not None
-    cost = ModelCost.of(replace(spec, intermediate_size=0, experts=None), Precision.of(config, dtype))
+    cost = ModelCost.of(replace(spec, intermediate_size=0, experts=None), precision)
     expert = 3 * spec.hidden_size * spec.experts.intermediate_size
     router = spec.num_layers * spec.experts.num_experts * spec.hidden_size
-    found = {}
-    decodes = [record for record in records if record.step.tokens == record.step.rows]
-    for name, some in (("all", records), ("decode", decodes)):
-        limit = sum(limit_seconds(record, cost, expert, router, peaks) for record in some)
-        found[name] = limit / sum(record.step.ended - record.step.begun for record in some)
-    found["touched"] = sum(record.touched for record in decodes) / max(1, len(decodes)) / spec.num_layers
-    return found
+    limits = [limit_seconds(step, use, cost, expert, router, peaks) for step, use in decoded.steps if use is not None]
+    return sum(limits) / decoded.seconds
 
 
-def measured(model: Path, dtype: str, args: argparse.Namespace, peaks: dict[int, MachinePeaks]) -> dict[str, Any]:
-    """Both ways in turn, batch by batch; then the kernels' steps beside their limits."""
+def measured(model: Path, dtype: str, args: argparse.Namespace, peaks: MachinePeaks) -> dict[str, Any]:
+    """Both ways in turn, batch by batch."""
     base = EngineConfig(
         dtype=dtype,
         threads=args.threads,
-        own_models=True,
         cache=CacheConfig(sequences=max(args.batch), tokens_per_sequence=128, prefix_caching=False),
         schedule=ScheduleConfig(max_num_seqs=max(args.batch)),
     )
     base = with_overrides(base, parse_overrides(args.set))
     engines = {way: Engine.load(model, replace(base, own_models=own)) for way, own in WAYS.items()}
-    report: dict[str, Any] = {"dtype": dtype, "settings": asdict(base)}
-    rates: dict[int, dict[str, list[float]]] = {batch: {way: [] for way in WAYS} for batch in args.batch}
+    recorders = {way: ExpertRecorder.attach(engine) for way, engine in engines.items()}
+    found: dict[int, list[dict[str, Decoded]]] = {batch: [] for batch in args.batch}
     for turn in range(-1, args.rounds):
         for batch in args.batch:
-            for way, engine in engines.items():
-                rate = decode(engine, batch, f"{turn}-{batch}")
-                if turn >= 0:
-                    rates[batch][way].append(rate)
-    for batch, by_way in rates.items():
-        ratios = [ours / theirs for ours, theirs in zip(*by_way.values(), strict=True)]
-        report[str(batch)] = {
-            "tokens_per_second": {way: statistics.median(each) for way, each in by_way.items()}, "rates": by_way,
-            "ratio": statistics.median(ratios), "ratio_least": min(ratios), "ratio_most": max(ratios),
+            both = {
+                way: decode(engine, recorders[way], batch, args.tokens, f"{turn}-{batch}")
+                for way, engine in engines.items()
+            }
+            if turn >= 0:
+                found[batch].append(both)
+    kernels = engines["kernels"]
+    precision, spec = Precision.of(base, kernels.spec.dtype), open_model(model).decoder
+    assert spec is not None
+    report: dict[str, Any] = {"dtype": dtype, "settings": asdict(base), "batches": {}}
+    for batch, rounds in found.items():
+        ratios = [both["kernels"].rate / both["transformers"].rate for both in rounds]
+        shares = [share(both["kernels"], spec, precision, peaks) for both in rounds]
+        uses = [use for both in rounds for _, use in both["kernels"].steps if use is not None]
+        report["batches"][batch] = {
+            "tokens_per_second": {way: statistics.median(both[way].rate for both in rounds) for way in WAYS},
+            "rates": {way: [both[way].rate for both in rounds] for way in WAYS},
+            "ratio": statistics.median(ratios), "ratios": ratios,
+            "roofline": statistics.median(shares), "rooflines": shares,
+            "touched_experts_a_layer": sum(use.touched for use in uses) / max(1, len(uses)) / kernels.spec.num_layers,
         }  # fmt: skip
-    engine = engines["kernels"]
-    recorder = ExpertRecorder.attach(engine)
-    for batch in args.batch:
-        decode(engine, batch, f"recorded-{batch}")
-        found = shares(recorder.records(), model, base, engine.spec.dtype, peaks[args.threads])
-        report[str(batch)]["roofline"] = found
     return report
 
 
@@ -164,6 +187,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--intermediate", type=int, default=512, help="of an expert")
     parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=16, help="of each sequence")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, default=None)
@@ -176,13 +200,14 @@ def main() -> None:
             model = Path(folder)
             make_model(model, args)
             for dtype in args.dtype or ["bfloat16", "float32"]:
-                results.append(measured(model, dtype, args, before))
-                for batch in args.batch:
-                    found = results[-1][str(batch)]
+                results.append(measured(model, dtype, args, before[args.threads]))
+                for batch, found in results[-1]["batches"].items():
                     said = ", ".join(f"{way} {rate:.1f}" for way, rate in found["tokens_per_second"].items())
+                    ratios, shares = found["ratios"], found["rooflines"]
                     print(
-                        f"{dtype}, batch {batch}: tokens/s {said} ({found['ratio']:.2f}; {found['ratio_least']:.2f} to "
-                        f"{found['ratio_most']:.2f}), {found['roofline']['decode']:.0%} of the roofline",
+                        f"{dtype}, batch {batch}: tokens/s {said} ({found['ratio']:.2f}; {min(ratios):.2f} to "
+                        f"{max(ratios):.2f}), {found['roofline']:.0%} of the roofline ({min(shares):.0%} to "
+                        f"{max(shares):.0%})",
                         flush=True,
                     )
         after = measure(sorted({1, args.threads}))
