@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention import AttentionBackend, KVLayout, log_choice, make_backend, supports_fp8_cache
 from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.logs import get_logger
-from engine.models.base import CausalModel, ModelSpec, WeighedModel
+from engine.models.base import CausalModel, ModelSpec, RoutedModel, WeighedModel
 from engine.models.decoder_builder import DecoderBuilder, TorchBuilder
 from engine.models.load import config_kv_dtype, is_encoder, load_model
 from engine.models.native import NativeBuilder
@@ -177,16 +179,19 @@ class Engine:
         make_proposer: Callable[[RowState], Proposer] | None = None,
         weight_bytes: Mapping[str, int] | None = None,
         device: torch.device | None = None,
+        routed: RoutedModel | None = None,
     ) -> None:
         """`attention_name`: of the backend in use, with the instruction set of native kernels. `make_proposer`: creates
         the proposer, where the settings enable one other than n-grams. `weight_bytes`: of the weights, by their form,
-        where the model reports them. `device`: that computes the steps; None: the CPU."""
+        where the model reports them. `device`: that computes the steps; None: the CPU. `routed`: the model, where it
+        may count the rows of its experts."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
         self.clock = clock
         self.attention_name = attention_name
         self.weight_bytes = dict(weight_bytes or {})
+        self._routed = routed
         self.scheduler = Scheduler(
             config.schedule,
             groups,
@@ -238,7 +243,8 @@ class Engine:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        if rank_group is not None or config.tensor_parallel != 1 or config.expert_parallel:
+        ranks = config.tensor_parallel != 1 or config.expert_parallel or config.expert_counts is not None
+        if rank_group is not None or ranks:
             return cls._load_shared(path, config, dtype, device, rank_group)
         native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype, device)
@@ -290,6 +296,7 @@ class Engine:
             config, spec, groups, limit, lambda scheduler: compute_recorded(scheduler.rows),
             attention_name=name, make_proposer=make_proposer,
             weight_bytes=model.weight_bytes() if isinstance(model, WeighedModel) else None, device=device,
+            routed=model if isinstance(model, RoutedModel) else None,
         )  # fmt: skip
 
     @classmethod
@@ -317,7 +324,9 @@ class Engine:
             return LeaderRunner(runner, loaded.rank_group)
 
         # No device is passed: ranks compute each step when they receive it, and no step is retried.
-        return cls(config, model.spec, loaded.groups, loaded.limit, compute, attention_name=loaded.attention.name)
+        return cls(
+            config, model.spec, loaded.groups, loaded.limit, compute, attention_name=loaded.attention.name, routed=model
+        )
 
     @classmethod
     def without_model(
@@ -478,6 +487,12 @@ class Engine:
             steps_recorded=getattr(self._runner, "graph_steps", 0),
             steps_out_of_memory=self._loop.stats.out_of_memory,
         )
+
+    def expert_rows(self) -> NDArray[np.int64] | None:
+        """Rows that each expert of each layer has computed so far, [layers, experts]; zeros for layers without experts.
+        None: the model has none, or does not count: the native CPU kernels and expert parallelism do."""
+        rows = None if self._routed is None else self._routed.expert_rows()
+        return None if rows is None else rows.numpy().copy()
 
     def classes(self) -> tuple[ClassStats, ...]:
         """Latency statistics of each class of requests, the most urgent first."""

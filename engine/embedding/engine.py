@@ -278,8 +278,8 @@ def check_encoder_config(config: EngineConfig) -> None:
     """
     if config.tensor_parallel != 1:
         raise UnsupportedModel("an encoder can't be shared by several devices; leave tensor parallelism out")
-    if config.expert_parallel:
-        raise UnsupportedModel("an encoder has no experts to distribute over ranks; leave --expert-parallel out")
+    if config.expert_parallel or config.expert_counts is not None:
+        raise UnsupportedModel("an encoder has no experts to distribute over ranks; leave expert parallelism out")
     if config.quantize not in ("none", "dense"):
         raise UnsupportedModel(f"quantize {config.quantize} is not supported for encoders; leave it out")
     if config.kv_dtype != "auto":

@@ -77,6 +77,16 @@ class WeighedModel(Protocol):
 
 
 @runtime_checkable
+class RoutedModel(Protocol):
+    """A model that may count the rows of its experts."""
+
+    def expert_rows(self) -> Tensor | None:
+        """Return int64 [layers, experts], the rows that each expert has computed so far, zeros for layers without
+        experts; None: it has none, or does not count."""
+        ...
+
+
+@runtime_checkable
 class LayeredModel(Protocol):
     """A `CausalModel` that returns hidden states between its layers."""
 

@@ -355,8 +355,9 @@ def _experts(
         ernie = reader.has(f"{block}.moe_statics.e_score_correction_bias")
         place, shape = ("moe_statics", (1, spec.num_experts)) if ernie else ("gate", (spec.num_experts,))
         correction = reader.exact(f"{block}.{place}.e_score_correction_bias", *shape).view(-1)
-    index = None
+    index = rows = None
     if spec.held is not None:
+        rows = torch.zeros(spec.num_experts, dtype=torch.int64, device=reader.device)
         index = torch.full((spec.num_experts,), len(held), device=reader.device)
         index[list(held)] = torch.arange(len(held), device=reader.device)
     return Experts(
@@ -367,6 +368,7 @@ def _experts(
         shared=_mlp(decoder, f"{block}.{shared}", spec.shared_size, reader, builder) if spec.shared_size else None,
         shared_gate=reader.exact(f"{block}.shared_expert_gate.weight", 1, hidden) if spec.has_shared_gate else None,
         index=index,
+        rows=rows,
     )
 
 

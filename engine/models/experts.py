@@ -214,6 +214,7 @@ class Experts:
         gate_up, down: as of `Mlp`, of each expert that this process holds.
         index: int64 [num_experts], each expert's index among those that this process holds, their number for another
             one; None: it holds all.
+        rows: int64 [num_experts], tokens that each expert was chosen for so far; None: they are not counted.
         shared: computes every token.  shared_gate: float32 [1, hidden].
     """
 
@@ -224,10 +225,14 @@ class Experts:
     shared: Mlp | None = None
     shared_gate: Tensor | None = None
     index: Tensor | None = None
+    rows: Tensor | None = None
 
     def route(self, spec: ExpertSpec, x: Tensor) -> tuple[Tensor, Tensor]:
         """`ExpertSpec.route` of tokens x [T, hidden]."""
-        return spec.route(F.linear(x.float(), self.router), self.correction)
+        weights, chosen = spec.route(F.linear(x.float(), self.router), self.correction)
+        if self.rows is not None:
+            self.rows.index_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        return weights, chosen
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:

@@ -133,9 +133,11 @@ class NativeDecoder:
             return {}
         return dict(zip(PARTS, (self._bound.space.spent / 1e9).tolist(), strict=True))
 
-    def expert_rows(self) -> Tensor:
-        """Rows that each expert has computed so far: int64 [layers, experts], zeros for layers without them."""
-        none = torch.zeros(0 if self._decoder.experts is None else self._decoder.experts.num_experts, dtype=torch.int64)
+    def expert_rows(self) -> Tensor | None:
+        """See `RoutedModel.expert_rows`."""
+        if (experts := self._decoder.experts) is None:
+            return None
+        none = torch.zeros(experts.num_experts, dtype=torch.int64)
         return torch.stack([none if mixture is None else mixture.rows for mixture in self._experts])
 
     def weight_bytes(self) -> dict[str, int]:

@@ -71,6 +71,17 @@ class RankDecoder(FusedDecoder):
         self._tokens = share.vocabulary
         self._group = group
 
+    def expert_rows(self) -> Tensor | None:
+        """See `RoutedModel.expert_rows`: of all ranks' experts, counted where each rank has whole ones."""
+        experts = self._decoder.experts
+        if experts is None or experts.held is None:
+            return None
+        counts = torch.zeros(len(self._layers), experts.num_experts, dtype=torch.int64)
+        for index, layer in enumerate(self._layers):
+            if isinstance(layer.mlp, Experts) and layer.mlp.rows is not None:
+                counts[index] = layer.mlp.rows
+        return counts
+
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Sum the embeddings: each token's row is on one rank; the others add zeros, so nothing is rounded."""
         here = input_ids - self._tokens.first

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from engine.errors import EngineError, OutOfMemory, UnsupportedModel
 from engine.logs import get_logger
 from engine.models.base import Attend, ModelSpec
 from engine.parallel.decoder import RankDecoder
+from engine.parallel.expert_placement import read_expert_counts
 from engine.parallel.loading import load_share, resident_bytes
 from engine.parallel.messages import (
     Answer,
@@ -111,6 +113,10 @@ class LeaderModel:
             self._rank_group.group.broadcast(inputs)
             return self._model.forward(input_ids, positions, attend, rope_lengths)
 
+    def expert_rows(self) -> Tensor | None:
+        """See `RoutedModel.expert_rows`."""
+        return self._model.expert_rows()
+
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalModel.logits`."""
         if not len(hidden):
@@ -170,6 +176,8 @@ def check_parallel(config: EngineConfig) -> None:
             "expert_parallel is set, but tensor_parallel is 1, so one rank holds all experts; give a --tensor-parallel "
             "of 2 or more, or leave --expert-parallel out"
         )
+    if config.expert_counts is not None and not config.expert_parallel:
+        raise EngineError("expert_counts is set, but expert_parallel is not, so no expert is placed; leave it out")
     for name, value in (("instruction_set", config.instruction_set), ("kv_dtype", config.kv_dtype)):
         if value != "auto":
             raise EngineError(
@@ -247,12 +255,14 @@ def _load_shares(
     path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: RankGroupProcesses
 ) -> tuple[RankDecoder, list[Loaded]]:
     """Load the leader's shard, and collect each rank's report of its own."""
-    rank_group.send(LoadShare(path, dtype, config.quantize, config.max_model_len, config.expert_parallel))
+    # Read once: ranks that read different counts would hold some experts twice, and others nowhere.
+    counts = None if config.expert_counts is None else np.array(read_expert_counts(config.expert_counts))
+    rank_group.send(LoadShare(path, dtype, config.quantize, config.max_model_len, config.expert_parallel, counts))
     before = resident_bytes()
     try:
         model = load_share(
             path, dtype, rank_group.group, quantize=config.quantize, max_positions=config.max_model_len,
-            expert_parallel=config.expert_parallel,
+            expert_parallel=config.expert_parallel, expert_counts=counts,
         )  # fmt: skip
     finally:
         answers = rank_group.receive_all()  # ranks answer in any case: the next message must not read an old answer

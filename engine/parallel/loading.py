@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.checkpoints.stacked import UnstackedWeights
 from engine.config import Quantize
@@ -13,6 +15,7 @@ from engine.errors import OutOfMemory, UnsupportedModel
 from engine.models.decoder_builder import TorchBuilder, build_decoder
 from engine.models.load import open_model
 from engine.parallel.decoder import RankBuilder, RankDecoder
+from engine.parallel.expert_placement import balanced_placement, check_expert_counts
 from engine.parallel.process_group import RankGroup
 from engine.parallel.sharding import Share
 from engine.parallel.weight_slicing import ShareOfWeights
@@ -26,11 +29,12 @@ def load_share(
     quantize: Quantize,
     max_positions: int | None,
     expert_parallel: bool,
+    expert_counts: NDArray[np.int64] | None,
 ) -> RankDecoder:
     """Load this rank's shard. Quantizing at load rounds each shard separately.
 
     Args:
-        expert_parallel: each rank has whole experts.
+        expert_parallel: each rank has whole experts.  expert_counts: [layers, experts], to place them by.
 
     Raises:
         ModelNotFound, UnsupportedModel, CorruptWeights, OutOfMemory: as `load_model`; and where the model can't be
@@ -48,6 +52,10 @@ def load_share(
             "leave --expert-parallel out"
         )
     share = Share(opened.decoder, group.rank, group.size, expert_parallel)
+    if expert_counts is not None and opened.decoder.experts is not None:
+        check_expert_counts(expert_counts, opened.decoder.num_layers, opened.decoder.experts.num_experts)
+        placement = tuple(balanced_placement(counts.tolist(), group.size) for counts in expert_counts)
+        share = replace(share, placement=placement)
     builder = RankBuilder(share, group, TorchBuilder(quantize))
     apart = replace(opened.decoder, fused_qkv=False, fused_gate_up=False)
     stacked = {"qkv_proj": apart.qkv_rows, "gate_up_proj": apart.gate_up_rows(apart.intermediate_size)}

@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention import AttentionBatch
 from engine.config import Quantize, ScheduleConfig
@@ -39,6 +41,7 @@ class LoadShare:
     quantize: Quantize
     max_positions: int | None
     expert_parallel: bool
+    expert_counts: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True, slots=True)

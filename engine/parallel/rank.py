@@ -87,6 +87,7 @@ class RankWorker:
             self._loaded = load_share(
                 message.path, message.dtype, self._group, quantize=message.quantize,
                 max_positions=message.max_positions, expert_parallel=message.expert_parallel,
+                expert_counts=message.expert_counts,
             )  # fmt: skip
         except EngineError as error:
             return Failed(f"{type(error).__name__}: {error}")

@@ -41,6 +41,7 @@ class Share:
 
     Attributes:
         expert_parallel: each rank has whole experts, of a decoder that has some.
+        placement: per layer, each expert's rank; None: neighbours are on one rank.
 
     Raises:
         UnsupportedModel: at creation, if the model can't be sharded so.
@@ -50,6 +51,7 @@ class Share:
     rank: int
     size: int
     expert_parallel: bool = False
+    placement: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         def uneven(size: int) -> str | None:
@@ -132,7 +134,9 @@ class Share:
         return replace(experts, intermediate_size=experts.intermediate_size // self.size, shared_size=shared)
 
     def _experts_of(self, layer: int) -> tuple[int, ...]:
-        """Return the experts of a layer that the rank has: neighbours."""
+        """Return the experts of a layer that the rank has."""
+        if self.placement is not None:
+            return tuple(expert for expert, rank in enumerate(self.placement[layer]) if rank == self.rank)
         assert self.spec.experts is not None
         first, end = self._of(self.spec.experts.num_experts, 1)
         return tuple(range(first, end))

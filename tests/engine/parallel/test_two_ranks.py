@@ -131,6 +131,27 @@ def test_ranks_with_whole_experts_answer_as_one_process_does(
 
 
 @pytest.mark.exhaustive
+def test_experts_that_are_placed_by_counts_answer_as_neighbours_do(
+    rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+) -> None:
+    family, changes = FAMILIES["dense layers and mixtures"]
+    path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
+    neighbours = shared(path, rank_group, PLAIN, expert_parallel=True)
+    wanted = all_tokens(engine_answers(neighbours, prompts, MAX_TOKENS))
+    rows = neighbours.expert_rows()
+    assert rows is not None
+    # Each token is computed by three of six experts in layer 1, the only mixture.
+    assert rows.shape == (4, 6)
+    assert rows.sum(1).tolist() == [0, 3 * neighbours.stats().computed, 0, 0]
+    rows[1] = 100, 100, 0, 0, 0, 0  # neighbours
+    np.save(tmp_path / "counts.npy", rows)
+    placed = shared(path, rank_group, PLAIN, expert_parallel=True, expert_counts=str(tmp_path / "counts.npy"))
+    assert all_tokens(engine_answers(placed, prompts, MAX_TOKENS)) == wanted
+    held = placed._runner._inner._model._model._decoder.experts.held  # type: ignore[attr-defined]
+    assert held[1] == (0, 2, 3)
+
+
+@pytest.mark.exhaustive
 def test_four_ranks_with_whole_experts_answer_as_one_process_does(
     prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
@@ -352,6 +373,19 @@ def test_models_whose_experts_can_not_be_distributed_are_refused(
     path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
     with pytest.raises(UnsupportedModel, match=message):
         shared(path, rank_group, expert_parallel=True)
+
+
+def test_counts_of_another_model_are_refused_before_it_is_loaded(
+    rank_group: RankGroupProcesses, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    np.save(tmp_path / "counts.npy", np.ones((1, 2), dtype=np.int64))
+    with pytest.raises(EngineError, match=r"has shape \[1, 2\], but the model has 3 layers with 4 experts"):
+        shared(tiny_model("qwen3-moe"), rank_group, expert_parallel=True, expert_counts=str(tmp_path / "counts.npy"))
+
+
+def test_counts_without_expert_parallelism_are_refused(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(EngineError, match="expert_counts is set, but expert_parallel is not"):
+        Engine.load(tiny_model("mixtral"), EngineConfig(expert_counts="counts.npy"))
 
 
 def test_experts_are_not_distributed_over_one_rank(tiny_model: Callable[[str], Path]) -> None:
