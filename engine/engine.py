@@ -282,7 +282,9 @@ class Engine:
             )
 
         block_size = config.cache.block_size
-        attention = attend(KVLayout(groups, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads))
+        attention = attend(
+            KVLayout(groups, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks)
+        )
         log_choice(attention, device)
         make_proposer: Callable[[RowState], Proposer] | None = None
         if draft is not None:

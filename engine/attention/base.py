@@ -47,6 +47,7 @@ class KVLayout:
 
     Attributes:
         num_heads: query heads; 0: as many as KV heads.
+        has_sinks: `attend` is given sinks.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -54,6 +55,7 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     num_heads: int = 0
+    has_sinks: bool = False
 
 
 class AttentionBackend(Protocol):
@@ -65,8 +67,14 @@ class AttentionBackend(Protocol):
         """Prepare the step for `attend`, once for all layers."""
         ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: Any) -> Tensor:
-        """Store k and v [T, kv_heads, head_dim], then attend with q [T, heads, head_dim]; returns q's shape."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: Any, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Store k and v [T, kv_heads, head_dim], then attend with q [T, heads, head_dim]; returns q's shape.
+
+        Args:
+            sinks: float32 [heads], contiguous; see `engine.models.base.Attend`.
+        """
         ...
 
     def zero(self, group: int, blocks: list[int]) -> None:
@@ -117,5 +125,7 @@ class AttentionStep:
     backend: AttentionBackend
     prepared: Any
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self.backend.attend(layer, q, k, v, scale, self.prepared)
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
+    ) -> Tensor:
+        return self.backend.attend(layer, q, k, v, scale, self.prepared, sinks)

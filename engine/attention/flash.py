@@ -181,6 +181,8 @@ class Library:
         """Return why it can't be used, or None."""
         if dtype not in (torch.bfloat16, torch.float16):
             return f"computes in bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+        if layout.has_sinks:
+            return "does not compute attention sinks, which this model has; use triton or paged-sdpa"
         if layout.block_size % self.page:
             return f"takes blocks of {self.page} tokens or a multiple, not of {layout.block_size}: set kv_block_size"
         if layout.head_dim > self.largest_head or layout.head_dim % 8:
@@ -247,7 +249,11 @@ class FlashAttention:
             for table, slots in zip(batch.block_tables, batch.slot_mapping, strict=True)
         )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: tuple[Pages, ...]) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: tuple[Pages, ...],
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert sinks is None, "refused with the layout"
         storage, layout = self.storage, self.storage.layout
         pages, window = step[storage.group_of[layer]], storage.window_of[layer]
         storage.write(layer, k, v, pages.slots)

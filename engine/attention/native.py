@@ -161,8 +161,14 @@ class NativeAttention:
         tasks = self.library.plan(self.storage.shape, self._heads, MOST_PARTIALS, inputs)
         return NativeStep(tasks, int(counts.sum()), batch.num_decodes, batch.wanted, tuple(keep))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: NativeStep) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: NativeStep, sinks: Tensor | None = None
+    ) -> Tensor:
         self._check(q, k, v, step)
+        struct = self._layers[layer]
+        if sinks is not None and (sinks.shape != (self._heads,) or sinks.dtype != torch.float32):
+            raise EngineError(f"sinks are {list(sinks.shape)} in {sinks.dtype}, not [{self._heads}] in torch.float32")
+        struct.sinks = None if sinks is None else sinks.data_ptr()
         out = torch.empty(q.shape, dtype=q.dtype)
         heads = self._heads
         if self._space is None or self._space.max_tokens < step.num_decodes:
@@ -170,7 +176,7 @@ class NativeAttention:
                 self.library, self.storage.shape, heads, max(64, 2 * step.num_decodes)
             )
         self.library.attend(
-            self.storage.shape, self.activations, heads, scale, self._layers[layer],
+            self.storage.shape, self.activations, heads, scale, struct,
             step.tasks.group(self.storage.group_of[layer]), (q.contiguous(), k.contiguous(), v.contiguous()), out,
             self._space.struct,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -114,16 +115,19 @@ class PagedSdpaAttention:
         self._reserve(widest)
         return tuple(steps)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: tuple[GroupStep, ...]) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: tuple[GroupStep, ...],
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         storage = self.storage
         part = step[storage.group_of[layer]]
         storage.write(layer, k, v, part.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if part.decodes:
             count = part.decodes[-1].end
-            self._attend_decodes(layer, q[:count], scale, part, out[:count])
+            self._attend_decodes(layer, q[:count], scale, sinks, part, out[:count])
         for chunk in part.chunks:
-            self._attend_chunk(layer, q, k, v, scale, chunk, out)
+            self._attend_chunk(layer, q, k, v, scale, sinks, chunk, out)
         return out
 
     def zero(self, group: int, blocks: list[int]) -> None:
@@ -220,7 +224,9 @@ class PagedSdpaAttention:
         torch.index_select(self.storage.values[layer], 0, blocks, out=values)
         return keys, values
 
-    def _attend_decodes(self, layer: int, q: Tensor, scale: float, part: GroupStep, out: Tensor) -> None:
+    def _attend_decodes(
+        self, layer: int, q: Tensor, scale: float, sinks: Tensor | None, part: GroupStep, out: Tensor
+    ) -> None:
         layout = self.storage.layout
         assert part.order is not None
         assert part.inverse is not None
@@ -230,41 +236,63 @@ class PagedSdpaAttention:
         for group in part.decodes:
             keys, values = self._gather(layer, group.blocks)
             count = group.end - group.begin
-            ordered[group.begin : group.end] = scaled_dot_product_attention(
-                queries[group.begin : group.end],
+            of_group = (
                 keys.view(count, -1, kv_heads, head_dim).transpose(1, 2),
                 values.view(count, -1, kv_heads, head_dim).transpose(1, 2),
-                attn_mask=group.mask,
-                scale=scale,
+                group.mask,
+            )
+            if sinks is not None:
+                of_group = with_sinks(*of_group, sinks.view(1, kv_heads, -1, 1))
+            ordered[group.begin : group.end] = scaled_dot_product_attention(
+                queries[group.begin : group.end], of_group[0], of_group[1], attn_mask=of_group[2], scale=scale
             )
         torch.index_select(ordered.view(out.shape), 0, part.inverse, out=out)
 
     def _attend_chunk(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, chunk: Chunk, out: Tensor
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, chunk: Chunk, out: Tensor
     ) -> None:
         layout = self.storage.layout
         if chunk.blocks is None:
             rows = slice(chunk.begin, chunk.end)
-            self._attend_tile(q[rows], k[rows], v[rows], None, scale, out[rows])
+            self._attend_tile(q[rows], k[rows], v[rows], None, scale, sinks, out[rows])
             return
         shape = (-1, layout.num_kv_heads, layout.head_dim)
         keys, values = (gathered.view(shape) for gathered in self._gather(layer, chunk.blocks))
         for tile in chunk.tiles:
             rows, seen = slice(tile.begin, tile.end), slice(tile.first, tile.last)
-            self._attend_tile(q[rows], keys[seen], values[seen], tile.mask, scale, out[rows])
+            self._attend_tile(q[rows], keys[seen], values[seen], tile.mask, scale, sinks, out[rows])
 
-    def _attend_tile(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
+    def _attend_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None, out: Tensor
+    ) -> None:
         """Attend q [Q, heads, D] over k and v [K, kv_heads, D]; mask None is plainly causal (Q == K)."""
         rows, kv_heads, head_dim = q.shape[0], k.shape[1], k.shape[2]
         # KV heads as the batch and the heads that share one as heads, by a stride of 0: GQA without a copy.
         queries = q.view(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         shape = (kv_heads, queries.shape[1], k.shape[0], head_dim)
+        keys, values = (x.permute(1, 0, 2).unsqueeze(1).expand(shape) for x in (k, v))
+        if sinks is not None:
+            if mask is None:
+                mask = torch.full((rows, rows), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+            keys, values, mask = with_sinks(keys, values, mask, sinks.view(kv_heads, -1, 1, 1))
         result = scaled_dot_product_attention(
             queries,
-            k.permute(1, 0, 2).unsqueeze(1).expand(shape),
-            v.permute(1, 0, 2).unsqueeze(1).expand(shape),
+            keys,
+            values,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,
         )
         out.view(rows, kv_heads, -1, head_dim).copy_(result.permute(2, 0, 1, 3))
+
+
+def with_sinks(keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Append a key and a value of zeros, whose score is the mask's: the sinks.
+
+    Args:
+        keys, values: [batch, heads, K, head_dim].  mask: added to the scores [batch, heads, Q, K], or what broadcasts.
+        sinks: float32, broadcasts to [batch, heads, Q, 1].
+    """
+    mask, sinks = mask + torch.zeros_like(sinks, dtype=mask.dtype), sinks.to(mask.dtype)
+    mask = torch.cat((mask, sinks.expand(*mask.shape[:-1], 1)), dim=-1)
+    return F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1)), mask

@@ -60,7 +60,10 @@ class ReferenceAttention:
         for there, slots in zip(step.slots, batch.slot_mapping, strict=True):
             there.copy_(torch.from_numpy(np.maximum(slots, 0)))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: ReferenceStep) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: ReferenceStep,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         storage, batch = self.storage, step.batch
         group, window = storage.group_of[layer], storage.window_of[layer]
         layout = storage.layout
@@ -85,7 +88,10 @@ class ReferenceAttention:
             if window is not None:
                 visible &= key_at > query_at - window
             scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), keys) * scale
-            weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[:, None, None].expand(-1, count, 1)), dim=-1)
+            weights = torch.softmax(scores, dim=-1)[..., :length]
             # A hidden key may be an unused or freed slot; its value must not enter even as 0 * NaN.
             values = values.masked_fill(~visible.any(dim=0)[:, None, None], 0.0)
             out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

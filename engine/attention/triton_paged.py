@@ -186,13 +186,15 @@ class TritonPagedAttention:
         for into, table in zip(step.tables, tables, strict=True):
             into[:used, : table.shape[1]].copy_(table)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: TritonStep) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: TritonStep, sinks: Tensor | None = None
+    ) -> Tensor:
         k, v = (part if _is_contiguous(part) else part.contiguous() for part in (k, v))
         self._store(layer, k, v, step.slots[self.storage.group_of[layer]])
         q = q if q.stride(2) == 1 else q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for tiles in step.launches:
-            self._launch(layer, q, scale, step, tiles, out)
+            self._launch(layer, q, scale, step, tiles, sinks, out)
         return out
 
     def zero(self, group: int, blocks: list[int]) -> None:
@@ -215,7 +217,9 @@ class TritonPagedAttention:
             DIMS=self._dims, BY_HAND=self._upcast,
         )  # fmt: skip
 
-    def _launch(self, layer: int, q: Tensor, scale: float, step: TritonStep, tiles: Tiles, out: Tensor) -> None:
+    def _launch(
+        self, layer: int, q: Tensor, scale: float, step: TritonStep, tiles: Tiles, sinks: Tensor | None, out: Tensor
+    ) -> None:
         storage, kv_heads = self.storage, self.storage.layout.num_kv_heads
         rows = tiles.tokens * q.shape[1]
         into = log_sums = out
@@ -233,11 +237,12 @@ class TritonPagedAttention:
             "DIMS": self._dims, "QUERIES": tiles.queries, "SPLITS": tiles.splits,
         }  # fmt: skip
         attend_tiles[(tiles.count, kv_heads, tiles.splits)](
-            q, keys, values, key_scales, value_scales, into, log_sums, table,
+            q, keys, values, key_scales, value_scales, keys if sinks is None else sinks, into, log_sums, table,
             step.starts, step.counts, step.begins, tiles.sequences, tiles.firsts,
             scale * math.log2(math.e), q.stride(0), q.stride(1), table.stride(0), tiles.first_token, rows,
             BLOCK_SIZE=storage.layout.block_size, WINDOW=storage.window_of[layer] or 0, COLUMNS=tiles.columns,
-            SCALED=scaled, NARROW=q.dtype == torch.float16, UPCAST=self._upcast, **shape,
+            SCALED=scaled, NARROW=q.dtype == torch.float16, UPCAST=self._upcast, SINKS=sinks is not None,
+            **shape,
         )  # fmt: skip
         if tiles.splits > 1:
             join_splits[(tiles.count, kv_heads)](

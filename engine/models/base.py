@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-"""(layer, q [T, heads, head_dim], k [T, kv_heads, head_dim], v likewise, scale) -> [T, heads, head_dim].
 
-q and k arrive rotated. The callee stores k and v in the paged cache and attends causally within each sequence."""
+class Attend(Protocol):
+    """Attention of a step, as models call it."""
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
+    ) -> Tensor:
+        """Store k and v in the paged cache and attend causally within each sequence.
+
+        Args:
+            q, k, v: [T, heads, head_dim], [T, kv_heads, head_dim] and likewise; q and k arrive rotated.
+            sinks: float32 [heads], a score that joins each head's softmax without a value, so that a head may attend to
+                nothing (Xiao et al. 2024, StreamingLLM, section 3.2; OpenAI 2025, gpt-oss, section 2.2). Only with
+                `ModelSpec.has_sinks`.
+
+        Returns:
+            [T, heads, head_dim].
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +40,7 @@ class ModelSpec:
         eos_token_ids: the tokens that end an answer (config and generation_config together).
         num_active_parameters: that a token is computed with; None: all of them, or it is not known.
         generates: it has a language-model head.
+        has_sinks: its layers attend with sinks, see `Attend`.
         rope_original_max: length from which rotary frequencies depend on a sequence's length (dynamic scaling only).
     """
 
@@ -44,6 +59,7 @@ class ModelSpec:
     num_active_parameters: int | None = None
     rope_original_max: int | None = None
     generates: bool = True
+    has_sinks: bool = False
 
 
 class CausalModel(Protocol):

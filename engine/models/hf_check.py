@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.attention.paged_sdpa import with_sinks
 from engine.errors import UnsupportedModel
 from engine.models.base import CausalModel
 
@@ -36,7 +37,9 @@ class DenseAttend:
         self._windows = windows
         self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
+    ) -> Tensor:
         self.layers.append(layer)
         outputs, at = [], 0
         for sequence, (start, stop) in enumerate(self.ranges):
@@ -52,8 +55,12 @@ class DenseAttend:
             if (window := self._windows[layer]) is not None:
                 mask &= key > query - window
             query_heads, key_heads, value_heads = (x.transpose(0, 1) for x in (q[rows], keys, values))
+            mask = mask.to(q.device)
+            if sinks is not None:
+                scores = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+                key_heads, value_heads, mask = with_sinks(key_heads, value_heads, scores, sinks[:, None, None])
             out = F.scaled_dot_product_attention(
-                query_heads, key_heads, value_heads, attn_mask=mask.to(q.device), scale=scale, enable_gqa=True
+                query_heads, key_heads, value_heads, attn_mask=mask, scale=scale, enable_gqa=True
             )
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)

@@ -77,6 +77,7 @@ class LayerStruct(ctypes.Structure):
         ("input_norm", c_void_p), ("mlp_norm", c_void_p), ("qk_norm", c_void_p),
         ("output_norm", c_void_p), ("down_norm", c_void_p),
         ("keys", c_void_p), ("values", c_void_p), ("key_scales", c_void_p), ("value_scales", c_void_p),
+        ("sinks", c_void_p),
         ("group", c_int32), ("rope", c_int32),
     )  # fmt: skip
 

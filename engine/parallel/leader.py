@@ -66,9 +66,11 @@ class LeaderAttention:
         """See `AttentionBackend.prepare`."""
         return LeaderStep(batch, self.inner.prepare(batch))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: LeaderStep) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: LeaderStep, sinks: Tensor | None = None
+    ) -> Tensor:
         """See `AttentionBackend.attend`; of the leader's heads."""
-        return self.inner.attend(layer, q, k, v, scale, step.prepared)
+        return self.inner.attend(layer, q, k, v, scale, step.prepared, sinks)
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """See `AttentionBackend.zero`."""
@@ -239,7 +241,9 @@ def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: Rank
     groups = plan_cache(spec, cache, config.schedule, limit, rank_group.group.device)
     rank_group.send(MakeCache(groups, config.cache.block_size, config.attention))
     try:
-        layout = KVLayout(groups, config.cache.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads)
+        layout = KVLayout(
+            groups, config.cache.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks
+        )
         attention = make_backend(config.attention, layout, dtype, rank_group.group.device)
     finally:
         answers = rank_group.receive_all()

@@ -95,7 +95,9 @@ class RankWorker:
 
     def _make_cache(self, message: MakeCache) -> Answer:
         spec = self._model.spec
-        layout = KVLayout(message.groups, message.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads)
+        layout = KVLayout(
+            message.groups, message.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks
+        )
         try:
             self._attention = make_backend(message.attention, layout, spec.dtype, self._group.device)
         except (EngineError, MemoryError, torch.OutOfMemoryError) as error:

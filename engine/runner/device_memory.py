@@ -71,7 +71,7 @@ def make_memory_release(device: torch.device) -> Callable[[], None]:
 def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> None:
     """Compute a step of the maximum size of this schedule and discard the result."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /) -> Tensor:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
 
     tokens = schedule.max_num_batched_tokens

@@ -84,18 +84,19 @@ def store_tokens_scaled(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_OF_A_STEP)
 def attend_tiles(  # type: ignore[no-untyped-def]
-    q, keys, values, key_scales, value_scales, out, log_sums,
+    q, keys, values, key_scales, value_scales, sinks, out, log_sums,
     tables, starts, counts, begins, tile_sequences, tile_firsts,
     scale, q_token_stride, q_head_stride, table_stride, first_token, split_stride,
     KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr,
+    SPLITS: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """A program attends with QUERIES tokens of a sequence and the SHARING query heads of one KV head.
 
     Args:
         q: [T, heads, head_dim].  keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM].
         key_scales, value_scales: SCALED: float32 [blocks, BLOCK_SIZE, KV_HEADS], else not read.
+        sinks: SINKS: float32 [heads], scores without a value, else not read.
         out: [T, heads, head_dim]; with SPLITS float32 [SPLITS, t, heads, head_dim] and log_sums float32 [SPLITS, t,
             heads], for t tokens from `first_token` on.
         tables: int32 [B, table_stride], the blocks of each sequence.
@@ -178,6 +179,16 @@ def attend_tiles(  # type: ignore[no-untyped-def]
                 sums = tl.dot(weights.to(queries.dtype), value, sums, input_precision="ieee")
         else:
             sums = tl.dot(weights.to(queries.dtype), value, sums, input_precision="ieee")
+        most = higher
+
+    if SINKS:  # joins the first part of the keys, which may be empty
+        sink = tl.load(sinks + head, mask=used, other=0.0) * 1.4426950408889634
+        sink = tl.where(tl.program_id(2) == 0, sink, float("-inf"))
+        higher = tl.maximum(most, sink)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(most - base)
+        total = total * shrink + tl.exp2(sink - base)
+        sums = sums * shrink[:, None]
         most = higher
 
     divisor = tl.where(total == 0, 1.0, total)

@@ -23,7 +23,9 @@ class DenseAttend:
         self.step: Sequence[Chunk] = ()
         self.cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         out, at = torch.empty_like(q), 0
         for sequence, start, stop in self.step:
             keys, values = self.cache.get((layer, sequence), (k[:0], v[:0]))
@@ -34,17 +36,23 @@ class DenseAttend:
             query, key = torch.arange(start, stop)[:, None], torch.arange(stop)
             window = self.windows[layer]
             hidden = (key > query) | (key <= query - (window or stop))
-            out[at : at + count] = self.chunk(q[at : at + count], keys, values, scale, hidden)
+            out[at : at + count] = self.chunk(q[at : at + count], keys, values, scale, hidden, sinks)
             at += count
         assert at == len(q)
         return out
 
     @staticmethod
-    def chunk(q: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor) -> Tensor:
+    def chunk(
+        q: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """q [t, heads, head_dim], keys and values [n, kv_heads, head_dim], hidden bool [t, n] -> q's shape."""
         grouped = q.double().view(len(q), keys.shape[1], -1, q.shape[-1])
         scores = torch.einsum("tkgd,nkd->kgtn", grouped, keys.double()) * scale
-        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            of_heads = sinks.double().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, of_heads), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : len(keys)]
         return torch.einsum("kgtn,nkd->tkgd", weights, values.double()).reshape(q.shape).to(q.dtype)
 
 

@@ -65,6 +65,7 @@ struct Layer {
     const float *input_norm, *mlp_norm, *qk_norm, *output_norm, *down_norm;  // null: there is none
     uint32_t *keys, *values;         // the layer's cache, see CacheShape
     float *key_scales, *value_scales;  // I8 caches: [num_blocks][kv_heads][columns]
+    const float* sinks;  // or null; [heads], scores that join a softmax without a value
     int32_t group, rope;
 };
 

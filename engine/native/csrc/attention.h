@@ -325,11 +325,19 @@ struct Attention {
         *most = both;
     }
 
-    void write(int token, int head, float total, const float* sums) const {
-        const vf inverse = set1(total);
+    // most, total: of all tiles; a sink joins them last.
+    void write(int token, int head, float most, float total, const float* sums) const {
+        float factors[VL] = {1.0f};
+        if (layer.sinks) {
+            constexpr float log2e = 1.44269504088896341f;
+            const float sink = layer.sinks[head] * log2e, both = sink > most ? sink : most;
+            store(factors, exp2_f(pick(set1(most - both), set1(sink - both), 0, 1)));
+            total = total * factors[0] + factors[1];
+        }
+        const vf inverse = set1(total), factor = set1(factors[0]);
         const int dim = s.head_dim;
         for (int d = 0; d < dim; d += VL) {
-            const vf x = div(load(sums + d), inverse);
+            const vf x = div(mul(load(sums + d), factor), inverse);
             const int left = dim - d;
             if (activations == KIND_F32) {
                 float* to = (float*)out + token * out_stride + head * dim + d;
@@ -405,7 +413,7 @@ struct Attention {
         for (int r = 0; r < rows; r++) {
             if (task.ends) {
                 write(group.row_token[task.first_row + r / per_head], task.kv_head * per_head + r % per_head,
-                      room.total[r], room.sums + r * s.value_dim);
+                      room.most[r], room.total[r], room.sums + r * s.value_dim);
                 continue;
             }
             float* to = state_of(task, r);
@@ -424,7 +432,8 @@ struct Attention {
                 const float* from = partial + (int64_t(task.partial) + int64_t(t) * rows + r) * state_stride();
                 if (from[0] != -INFINITY) merge(from[0], from[1], from + 2, &most, &total, room.sums);
             }
-            write(group.row_token[task.first_row + r / per_head], task.kv_head * per_head + r % per_head, total, room.sums);
+            write(group.row_token[task.first_row + r / per_head], task.kv_head * per_head + r % per_head, most, total,
+                  room.sums);
         }
     }
 };

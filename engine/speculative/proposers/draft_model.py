@@ -48,7 +48,7 @@ def draft_layout(spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: in
         CacheGroup(tuple(i for i, of in enumerate(spec.windows) if of == window), window, groups[full].num_blocks)
         for window in windows
     )
-    return full, KVLayout(own, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads)
+    return full, KVLayout(own, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks)
 
 
 def without_rules(request: Request) -> Request:

@@ -73,6 +73,7 @@ def poison(backend: object, layout: KVLayout) -> None:
     block_size=st.sampled_from([4, 16, 32]),
     window=st.sampled_from([None, 1, 5, 37, 300]),
     heads=st.sampled_from([(4, 4), (9, 3), (6, 1)]),
+    sink=st.sampled_from([None, -30.0, 0.0, 30.0]),
 )
 def test_agrees_with_the_oracle(
     name: str,
@@ -82,6 +83,7 @@ def test_agrees_with_the_oracle(
     block_size: int,
     window: int | None,
     heads: tuple[int, int],
+    sink: float | None,
 ) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -106,10 +108,31 @@ def test_agrees_with_the_oracle(
         for layer in range(2):
             fused = torch.randn(total, num_heads + 2 * kv_heads, head_dim).to(dtype)
             q, k, v = fused.split([num_heads, kv_heads, kv_heads], dim=1)  # strided, as from a fused projection
-            got = fast.attend(layer, q, k, v, 0.3, steps[0])
-            want = oracle.attend(layer, q.float(), k.float(), v.float(), 0.3, steps[1])
+            sinks = None if sink is None else (sink + torch.randn(num_heads)).to(dtype).float()
+            got = fast.attend(layer, q, k, v, 0.3, steps[0], sinks)
+            want = oracle.attend(layer, q.float(), k.float(), v.float(), 0.3, steps[1], sinks)
             assert got.shape == q.shape
             torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["reference", *FAST_BACKENDS])
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_sink_takes_its_share_of_the_weights_and_adds_no_value(name: str, count: int) -> None:
+    # Given keys of zeros, whose scores are all 0, and sinks of as much as n keys,
+    layout = KVLayout((CacheGroup((0,), None, 4),), 4, 1, 8, 2)
+    backend = backend_of(name, layout, torch.float32)
+    q, k, v = torch.ones(count, 2, 8), torch.zeros(count, 1, 8), torch.ones(count, 1, 8)
+    sinks = torch.tensor([1.0, 3.0]).log()
+    batch = AttentionBatch(
+        np.zeros(1, np.int32), np.array([count], np.int32), int(count == 1),
+        (np.array([[1, 2]], np.int32),), (4 + np.arange(count),),
+    )  # fmt: skip
+    # when tokens attend,
+    out = backend.attend(0, q, k, v, 0.3, backend.prepare(batch), sinks)
+    # then a token that sees k keys has k / (k + n) of the values, and without sinks all of them.
+    seen = torch.arange(1, count + 1)[:, None, None]
+    torch.testing.assert_close(out, (seen / (seen + sinks.exp()[:, None])).expand(out.shape))
+    torch.testing.assert_close(backend.attend(0, q, k, v, 0.3, backend.prepare(batch)), torch.ones_like(q))
 
 
 @pytest.mark.parametrize("name", ["reference", *FAST_BACKENDS])

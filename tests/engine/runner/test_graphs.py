@@ -57,8 +57,11 @@ class FakeRecorder:
 class PoisonedPadding(ReferenceAttention):
     """The oracle, which leaves NaN where no sequence has a token."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: ReferenceStep) -> Tensor:
-        out = super().attend(layer, q, k, v, scale, step)
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: ReferenceStep,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        out = super().attend(layer, q, k, v, scale, step, sinks)
         out[int(step.batch.counts.sum()) :] = float("nan")
         return out
 

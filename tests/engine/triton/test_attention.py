@@ -62,6 +62,7 @@ def compare(
     steps: int = 3,
     cache: torch.dtype | None = None,
     processors: int = 8,
+    has_sinks: bool = False,
 ) -> list[set[int]]:
     """Steps cut at random from growing sequences, layer by layer; the numbers of splits that were met, for decoding
     sequences and for chunks. Blocks without an owner are NaN."""
@@ -87,11 +88,12 @@ def compare(
         for layer in range(2):
             fused = torch.randn(sum(counts), num_heads + 2 * kv_heads, head_dim, generator=made).to(dtype)
             q, k, v = fused.to(device).split([num_heads, kv_heads, kv_heads], dim=1)
-            got = fast.attend(layer, q, k, v, 0.3, mine)
+            sinks = 4 * torch.randn(num_heads, generator=made) if has_sinks else None
+            got = fast.attend(layer, q, k, v, 0.3, mine, None if sinks is None else sinks.to(device))
             q, k, v = fused.float().split([num_heads, kv_heads, kv_heads], dim=1)
             if cache is not None:
                 k, v = (scaled(part)[2] for part in (k, v))
-            want = oracle.attend(layer, q, k, v, 0.3, theirs)
+            want = oracle.attend(layer, q, k, v, 0.3, theirs, sinks)
             assert got.dtype == dtype
             torch.testing.assert_close(got.cpu().float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     return met
@@ -100,6 +102,10 @@ def compare(
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_agrees_with_the_oracle(dtype: torch.dtype, device: torch.device, upcast: bool) -> None:
     compare(device, upcast, seed=1, dtype=dtype)
+
+
+def test_sinks_join_once_however_many_programs_share_the_keys(device: torch.device, upcast: bool) -> None:
+    compare(device, upcast, seed=1, has_sinks=True, window=5)
 
 
 @pytest.mark.slow
@@ -323,8 +329,8 @@ class _ReferenceInFp8(ReferenceAttention):
 
     name = "triton"
 
-    def attend(self, layer: int, q: Any, k: Any, v: Any, scale: float, step: Any) -> torch.Tensor:
-        return super().attend(layer, q, scaled(k)[2], scaled(v)[2], scale, step)
+    def attend(self, layer: int, q: Any, k: Any, v: Any, scale: float, step: Any, sinks: Any = None) -> torch.Tensor:
+        return super().attend(layer, q, scaled(k)[2], scaled(v)[2], scale, step, sinks)
 
 
 @pytest.mark.slow
