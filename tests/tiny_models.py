@@ -92,6 +92,13 @@ _ERNIE_MOE = {
     "moe_layer_start_index": 1,
     "tie_word_embeddings": False,
 }
+_GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 16,
+    **_MIXED_WINDOWS,
+    **_rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -142,13 +149,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4.5-moe": ("Ernie4_5_MoeConfig", _ERNIE_MOE),
     "glm4-moe": ("Glm4MoeConfig", _GLM),
     "glm4-moe-grouped": ("Glm4MoeConfig", {**_GLM, "n_group": 3, "topk_group": 2, "head_dim": 16, "use_qk_norm": True}),
+    "gpt-oss": ("GptOssConfig", _GPT_OSS),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
 }
 """Family -> its transformers config class and what differs from the common shape."""
 
 MIXTURES = (
     "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe",
-    "glm4-moe-grouped",
+    "glm4-moe-grouped", "gpt-oss",
 )  # fmt: skip
 """Families with experts that the fused decoder computes."""
 

@@ -21,7 +21,11 @@ from engine.models.rope import RopeSpec, RotaryTable
 from engine.quant.base import Linear
 from engine.quant.weight import QWeight
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""Of the gate, which is multiplied with up; for "clamped_swiglu" see `clamped_swiglu`."""
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""The kernels compute with the same constants (csrc/linear.h)."""
 
 QkNorm = Literal["head", "heads", "projection"]
 """Norms of q and k before they are rotated: of each head, with one weight for all heads of q and one for those of k, or
@@ -55,6 +59,7 @@ class DecoderSpec:
         activation: of the gate.
         qkv_bias, output_bias, mlp_bias: which products have a bias.
         fused_qkv, fused_gate_up: checkpoints store these products stacked, as one tensor.
+        has_sinks: each layer has sinks, see `Attend`.
         qk_norm: how q and k are normed before they are rotated; None: not at all.
         interleaved_rope: in checkpoints, the two rows of q and k that are rotated together are neighbours. The loader
             puts them half a head apart.
@@ -98,6 +103,7 @@ class DecoderSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    has_sinks: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
     qk_norm: QkNorm | None = None
@@ -135,7 +141,7 @@ class DecoderSpec:
         h, m = self.hidden_size, self.intermediate_size
         q, k, v = self.qkv_sizes
         layer = h * (q + k + v) + q * h + sum(name is not None for name in self.norms) * h
-        layer += (q + k + v) * self.qkv_bias + h * self.output_bias
+        layer += (q + k + v) * self.qkv_bias + h * self.output_bias + self.num_heads * self.has_sinks
         if self.qk_norm is not None:
             layer += 2 * self.head_dim if self.qk_norm == "head" else q + k
         mixtures, mixture = 0, 0
@@ -165,6 +171,7 @@ class DecoderSpec:
             dtype=dtype,
             rope_original_max=dynamic.original_max if dynamic else None,
             generates=not self.headless,
+            has_sinks=self.has_sinks,
         )
 
 
@@ -176,6 +183,7 @@ class Layer:
         qkv: hidden -> (heads + 2 kv_heads) * head_dim.  output: heads * head_dim -> hidden.
         input_norm, mlp_norm, output_norm, down_norm: float32 [hidden_size]; None: there is none.
         qk_norm: float32 [heads + kv_heads, head_dim].
+        sinks: float32 [heads], see `Attend`.
     """
 
     input_norm: Tensor | None
@@ -186,6 +194,7 @@ class Layer:
     qk_norm: Tensor | None = None
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class FusedDecoder:
@@ -281,7 +290,8 @@ class FusedDecoder:
                     qk = self._qk_normed(qk, layer.qk_norm)
                 q, k = rotations[spec.layer_ropes[index]].apply(qk).tensor_split((spec.num_heads,), dim=1)
                 q = q if growth is None else (q * growth).to(q.dtype)
-                update = layer.output(attend(index, q, k, v, spec.attention_scale).flatten(1))
+                attended = attend(index, q, k, v, spec.attention_scale, layer.sinks)
+                update = layer.output(attended.flatten(1))
                 hidden.add_(self._normed(update, layer.output_norm), alpha=spec.residual_scale)
                 if not spec.parallel:
                     normed = self._normed(hidden, layer.mlp_norm)
@@ -345,6 +355,16 @@ class FusedDecoder:
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        if self._decoder.activation == "silu":
-            return F.silu(gate).mul_(up)
-        return F.gelu(gate, approximate="tanh").mul_(up)
+        match self._decoder.activation:
+            case "silu":
+                return F.silu(gate).mul_(up)
+            case "gelu_tanh":
+                return F.gelu(gate, approximate="tanh").mul_(up)
+            case "clamped_swiglu":
+                return clamped_swiglu(gate, up)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's gate (OpenAI 2025, section 2.3): clamped, steeper than SiLU, and with a residual connection."""
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up.add_(1))

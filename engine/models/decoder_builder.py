@@ -45,6 +45,7 @@ class _MixtureNames(NamedTuple):
 
 _MIXTURES = (
     _MixtureNames("mlp", "mlp.gate"),
+    _MixtureNames("mlp", "mlp.router"),
     _MixtureNames("block_sparse_moe", "block_sparse_moe.gate", ("w1", "w3", "w2")),
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router.layer"),
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router"),
@@ -79,8 +80,11 @@ class DecoderBuilder(Protocol):
         """The product of gate and up, stacked in this order [2 * intermediate, hidden]."""
         ...
 
-    def experts(self, weights: Sequence[Tensor | QWeight], *, gated: bool) -> ExpertLinear:
-        """The products of a mixture's experts, with a weight for each. `gated`: as of `DecoderBuilder.gated`."""
+    def experts(
+        self, weights: Sequence[Tensor | QWeight], biases: Sequence[Tensor | None], *, gated: bool
+    ) -> ExpertLinear:
+        """The products of a mixture's experts, with a weight and a bias for each. `gated`: as of
+        `DecoderBuilder.gated`."""
         ...
 
     def head(self, weight: Tensor | QWeight) -> Linear: ...
@@ -123,15 +127,18 @@ class TorchBuilder:
     def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
         return self.linear(weight, bias)
 
-    def experts(self, weights: Sequence[Tensor | QWeight], *, gated: bool) -> ExpertLinear:
+    def experts(
+        self, weights: Sequence[Tensor | QWeight], biases: Sequence[Tensor | None], *, gated: bool
+    ) -> ExpertLinear:
         dense = [weight for weight in weights if isinstance(weight, Tensor)]
         if (
             self.quantize in ("none", "dense")
             and len(dense) == len(weights)
             and GroupedLinear.runs(dense[0], len(dense))
         ):
-            return GroupedLinear(torch.stack(dense))
-        return LinearPerExpert([self.linear(weight, None) for weight in weights])
+            offsets = [bias for bias in biases if bias is not None]
+            return GroupedLinear(torch.stack(dense), torch.stack(offsets) if offsets else None)
+        return LinearPerExpert([self.linear(*parts) for parts in zip(weights, biases, strict=True)])
 
     def head(self, weight: Tensor | QWeight) -> Linear:
         return quantized_linear(weight, dtype=self.dtype) if isinstance(weight, QWeight) else dense(weight)
@@ -309,6 +316,7 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
             else _mlp(spec, f"{name}.mlp", spec.intermediate_size, reader, builder)
         ),
         qk_norm=_qk_norm(spec, reader, attention, head_order(spec, index)),
+        sinks=reader.exact(f"{attention}.sinks", spec.num_heads) if spec.has_sinks else None,
         output_norm=output_norm,
         down_norm=down_norm,
     )
@@ -345,10 +353,11 @@ def _experts(
     held = range(spec.num_experts) if spec.held is None else spec.held[layer]
     each = [f"{block}.experts.{expert}" for expert in held]
     router = reader.exact(f"{name}.{names.router}.weight", spec.num_experts, hidden)
-    gates = [reader.fused([f"{e}.{gate}", f"{e}.{up}"], [inner, inner], hidden, False, "gated")[0] for e in each]
-    gate_up = builder.experts(gates, gated=True)
+    bias = spec.has_bias
+    gates = [reader.fused([f"{e}.{gate}", f"{e}.{up}"], [inner, inner], hidden, bias, "gated") for e in each]
+    gate_up = builder.experts(*zip(*gates, strict=True), gated=True)
     del gates
-    downs = [reader.fused([f"{e}.{down}"], [hidden], inner, False)[0] for e in each]
+    downs = [reader.fused([f"{e}.{down}"], [hidden], inner, bias) for e in each]
     shared = next((part for part in _SHARED if reader.has(f"{block}.{part}.down_proj.weight")), _SHARED[0])
     correction = None
     if spec.has_correction:
@@ -363,7 +372,8 @@ def _experts(
     return Experts(
         router=router,
         gate_up=gate_up,
-        down=builder.experts(downs, gated=False),
+        down=builder.experts(*zip(*downs, strict=True), gated=False),
+        router_bias=reader.exact(f"{name}.{names.router}.bias", spec.num_experts) if bias else None,
         correction=correction,
         shared=_mlp(decoder, f"{block}.{shared}", spec.shared_size, reader, builder) if spec.shared_size else None,
         shared_gate=reader.exact(f"{block}.shared_expert_gate.weight", 1, hidden) if spec.has_shared_gate else None,

@@ -38,6 +38,8 @@ class ExpertSpec:
             ones) whose two best scores have the largest sum (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
         scale: factor of the weights.
         has_correction: a bias is added to the scores for choosing, not to the weights (DeepSeek-V3, equation 16).
+        has_bias: the router's product has a bias, and each expert's products have.
+        interleaved: checkpoints store experts as gpt-oss does, see `engine.checkpoints.interleaved_experts`.
         shared_size: intermediate size of the MLP that computes every token besides; 0: there is none.
         has_shared_gate: its output is multiplied by the sigmoid of a product with the token.
         held: per layer, the experts whose weights this process holds, equally many in each; None: all.
@@ -53,6 +55,8 @@ class ExpertSpec:
     top_groups: int = 1
     scale: float = 1.0
     has_correction: bool = False
+    has_bias: bool = False
+    interleaved: bool = False
     shared_size: int = 0
     has_shared_gate: bool = False
     held: tuple[tuple[int, ...], ...] | None = None
@@ -66,7 +70,8 @@ class ExpertSpec:
         """Weights of a mixture with so many of its experts, the router and the shared MLP included."""
         inner = experts * self.intermediate_size + self.shared_size
         router = self.num_experts * (hidden_size + self.has_correction) + hidden_size * self.has_shared_gate
-        return 3 * hidden_size * inner + router
+        biases = self.num_experts + experts * (2 * self.intermediate_size + hidden_size)
+        return 3 * hidden_size * inner + router + biases * self.has_bias
 
     def route(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
@@ -170,11 +175,12 @@ class GroupedLinear:
     """All experts' products in one kernel, which reads the rows' bounds on the device; on GPUs for which torch has
     none, in one call that reads them on the host."""
 
-    __slots__ = ("weight",)
+    __slots__ = ("bias", "weight")
 
-    def __init__(self, weight: Tensor) -> None:
-        """From weight [num_experts, out_features, in_features]."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """From weight [num_experts, out_features, in_features] and bias [num_experts, out_features]."""
         self.weight = weight
+        self.bias = bias
 
     @property
     def recordable(self) -> bool:
@@ -190,7 +196,11 @@ class GroupedLinear:
         return weight.device.type == "cuda" and usual and whole
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        return F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+        y = F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+        if self.bias is None:
+            return y
+        rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
+        return y.add_(self.bias.index_select(0, torch.searchsorted(ends, rows, right=True)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,7 +220,7 @@ class Experts:
     """A mixture's weights.
 
     Attributes:
-        router: float32 [num_experts, hidden].  correction: float32 [num_experts].
+        router: float32 [num_experts, hidden].  router_bias, correction: float32 [num_experts].
         gate_up, down: as of `Mlp`, of each expert that this process holds.
         index: int64 [num_experts], each expert's index among those that this process holds, their number for another
             one; None: it holds all.
@@ -221,6 +231,7 @@ class Experts:
     router: Tensor
     gate_up: ExpertLinear
     down: ExpertLinear
+    router_bias: Tensor | None = None
     correction: Tensor | None = None
     shared: Mlp | None = None
     shared_gate: Tensor | None = None
@@ -229,7 +240,7 @@ class Experts:
 
     def route(self, spec: ExpertSpec, x: Tensor) -> tuple[Tensor, Tensor]:
         """`ExpertSpec.route` of tokens x [T, hidden]."""
-        weights, chosen = spec.route(F.linear(x.float(), self.router), self.correction)
+        weights, chosen = spec.route(F.linear(x.float(), self.router, self.router_bias), self.correction)
         if self.rows is not None:
             self.rows.index_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         return weights, chosen

@@ -25,6 +25,7 @@ from engine.checkpoints.config import (
     quantization_settings,
     usable,
 )
+from engine.checkpoints.interleaved_experts import InterleavedExperts
 from engine.checkpoints.stacked_experts import StackedExperts
 from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
 from engine.models.base import CausalModel, ModelSpec
@@ -115,7 +116,7 @@ def describe_model(
     else:
         spec = decoder.model_spec(dtype)
         if path.is_dir() and quantization_settings(path) is not None:
-            folder_weights(path)  # refuses what can't be read
+            _folder_weights(path, decoder)  # refuses what can't be read
     return ModelDescription(spec, spec.num_parameters * dtype.itemsize, decoder is not None)
 
 
@@ -272,10 +273,15 @@ def _existing(path: str | Path) -> Path:
 
 
 def _folder_weights(path: Path, decoder: DecoderSpec | None) -> WeightSource:
+    experts = None if decoder is None else decoder.experts
+    if experts is not None and experts.interleaved:
+        settings = quantization_settings(path)
+        if settings is None or settings.get("quant_method") == "mxfp4":
+            return InterleavedExperts(SafetensorsCheckpoint(path), experts.num_experts)
     weights = folder_weights(path)
-    if decoder is None or decoder.experts is None or not isinstance(weights, SafetensorsCheckpoint):
+    if experts is None or not isinstance(weights, SafetensorsCheckpoint):
         return weights
-    return StackedExperts(weights, decoder.experts.num_experts)
+    return StackedExperts(weights, experts.num_experts)
 
 
 def _open(path: Path, *, own_models: bool = True) -> tuple[Any, DecoderSpec | None, WeightSource | None]:

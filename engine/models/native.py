@@ -30,7 +30,7 @@ from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
 from engine.native.packing import pack_quantized, runs_small
 from engine.native.shapes import ShapeTable
-from engine.native.structs import KIND_OF, PARTS, DecoderShape, ElementKind, LayerStruct, StepStruct
+from engine.native.structs import KIND_OF, PARTS, DecoderShape, ElementKind, Gate, LayerStruct, StepStruct
 from engine.native.workspace import KernelWorkspace
 from engine.quant.base import Linear
 from engine.quant.rtn import AT_LOAD, round_to_nearest
@@ -149,7 +149,8 @@ class NativeDecoder:
         if self._embedding is not None:
             found[str(self._embedding.dtype).removeprefix("torch.")] += self._embedding.nbytes
         norms = [self._norm, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
-        found["float32"] += sum(norm.nbytes for norm in norms)
+        sinks = [layer.sinks for layer in self._layers if layer.sinks is not None]
+        found["float32"] += sum(small.nbytes for small in (*norms, *sinks))
         return dict(found)
 
     def _linears(self) -> list[NativeLinear]:
@@ -180,7 +181,7 @@ class NativeDecoder:
         spec, cache = self._decoder, attention.storage.shape
         shape = DecoderShape(
             self._kind, spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.num_heads,
-            int(spec.activation == "gelu_tanh"), int(spec.layer_norm), int(spec.parallel),
+            Gate[spec.activation.upper()], int(spec.layer_norm), int(spec.parallel),
             int(spec.qk_norm == "projection"),
             spec.norm_eps, spec.attention_scale, self._embedding_scale(), spec.residual_scale, cache,
             None if self._table is None else ctypes.addressof(self._table.struct),
@@ -193,6 +194,7 @@ class NativeDecoder:
                 struct.experts = ctypes.pointer(mixture.struct)
             elif not isinstance(layer.mlp, Experts):
                 struct.gate_up, struct.down = _native(layer.mlp.gate_up).struct, _native(layer.mlp.down).struct
+            struct.sinks = None if layer.sinks is None else layer.sinks.data_ptr()
             for name, weight in zip(_NORMS, _norms(layer), strict=True):
                 setattr(struct, name, None if weight is None else weight.data_ptr())
             if spec.parallel:
@@ -257,9 +259,11 @@ class NativeBuilder:
             return NativeLinear(self.library, pack_quantized(self.library, weight, mixed_bias, gated=True))
         return NativeLinear.dense(self.library, self._kind(weight), self._mix(weight), mixed_bias)
 
-    def experts(self, weights: Sequence[Tensor | QWeight], *, gated: bool) -> ExpertLinear:
+    def experts(
+        self, weights: Sequence[Tensor | QWeight], biases: Sequence[Tensor | None], *, gated: bool
+    ) -> ExpertLinear:
         make = self.gated if gated else self.linear
-        return LinearPerExpert([make(weight, None) for weight in weights])
+        return LinearPerExpert([make(*parts) for parts in zip(weights, biases, strict=True)])
 
     def head(self, weight: Tensor | QWeight) -> Linear:
         if isinstance(weight, QWeight):

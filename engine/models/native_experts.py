@@ -7,10 +7,11 @@ import ctypes
 import torch
 from torch import Tensor
 
+from engine.models.decoder import Activation
 from engine.models.experts import Experts, ExpertSpec, LinearPerExpert
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
-from engine.native.structs import KIND_OF, ElementKind, ExpertsStruct, LinearStruct, Scoring
+from engine.native.structs import KIND_OF, ElementKind, ExpertsStruct, Gate, LinearStruct, Scoring
 from engine.native.workspace import ExpertSizes, KernelWorkspace
 from engine.quant.base import Linear
 
@@ -34,7 +35,7 @@ class NativeExperts:
             gate_up.append(_native(mlp.shared.gate_up))
             down.append(_native(mlp.shared.down))
         weight = mlp.router if mlp.shared_gate is None else torch.cat((mlp.router, mlp.shared_gate))
-        router = NativeLinear.dense(library, ElementKind.F32, weight)
+        router = NativeLinear.dense(library, ElementKind.F32, weight, mlp.router_bias)
         self.linears = (*gate_up, *down, router)
         self.rows = torch.zeros(spec.num_experts, dtype=torch.int64)
         self.sizes = ExpertSizes(spec.num_experts, spec.top_k, spec.intermediate_size, spec.shared_size)
@@ -47,7 +48,7 @@ class NativeExperts:
             self.rows.data_ptr(),
         )  # fmt: skip
 
-    def product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+    def product(self, x: Tensor, activation: Activation = "silu") -> Tensor:
         """float32 [rows, hidden] for x [rows, hidden] in the dtype that the experts multiply, by themselves and not as
         a part of a decoder's step."""
         rows, hidden = x.shape
@@ -56,7 +57,7 @@ class NativeExperts:
             kind = KIND_OF[x.dtype]
             reorders = any(linear.reorders for linear in self.linears)
             space = KernelWorkspace.for_experts(self._library, self.sizes, hidden, kind, rows, reorders=reorders)
-            self._library.experts(kind, self.struct, x.contiguous(), y, space.struct, gelu=gelu)
+            self._library.experts(kind, self.struct, x.contiguous(), y, space.struct, Gate[activation.upper()])
         return y
 
 

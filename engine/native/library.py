@@ -113,11 +113,11 @@ class NativeLibrary:
         )  # fmt: skip
 
     def experts(
-        self, activations: ElementKind, experts: Any, x: Tensor, y: Tensor, space: Any, *, gelu: bool
-    ) -> None:  # fmt: skip
+        self, activations: ElementKind, experts: Any, x: Tensor, y: Tensor, space: Any, gate: structs.Gate
+    ) -> None:
         """y float32 [rows, hidden]: the weighted sum of each row's experts; see csrc/experts.h."""
         self._library.tm_experts(
-            self._isa, self.threads, self._matrix, activations, x.shape[1], int(gelu), ctypes.byref(experts),
+            self._isa, self.threads, self._matrix, activations, x.shape[1], gate, ctypes.byref(experts),
             x.data_ptr(), x.shape[0], y.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 

@@ -53,6 +53,14 @@ class LinearStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+class Gate(IntEnum):
+    """The activation of a gated MLP, by its name as an `Activation`."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED_SWIGLU = 2
+
+
 class Scoring(IntEnum):
     """What a router's logits become."""
 
@@ -92,7 +100,7 @@ class CacheShape(ctypes.Structure):
 class DecoderShape(ctypes.Structure):
     _fields_ = (
         ("activations", c_int32), ("num_layers", c_int32), ("hidden", c_int32), ("intermediate", c_int32),
-        ("heads", c_int32), ("gelu", c_int32), ("layer_norm", c_int32), ("parallel", c_int32),
+        ("heads", c_int32), ("gate", c_int32), ("layer_norm", c_int32), ("parallel", c_int32),
         ("joint_qk_norm", c_int32),
         ("eps", c_float), ("attention_scale", c_float), ("embedding_scale", c_float), ("residual_scale", c_float),
         ("cache", CacheShape),

@@ -117,8 +117,10 @@ class RankBuilder:
     def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
         return self.inner.gated(weight, bias)
 
-    def experts(self, weights: Sequence[Tensor | QWeight], *, gated: bool) -> ExpertLinear:
-        return self.inner.experts(weights, gated=gated)
+    def experts(
+        self, weights: Sequence[Tensor | QWeight], biases: Sequence[Tensor | None], *, gated: bool
+    ) -> ExpertLinear:
+        return self.inner.experts(weights, biases, gated=gated)
 
     def head(self, weight: Tensor | QWeight) -> Linear:
         return self._gathered(self.inner.head(weight))

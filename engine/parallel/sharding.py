@@ -23,6 +23,7 @@ _LAYER = re.compile(
 )
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.(\d+)\.")
 _GATED, _DOWN = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
+_SINKS = re.compile(r"layers\.\d+\.self_attn\.sinks$")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.weight$")
 
 
@@ -94,6 +95,8 @@ class Share:
         """Return the shard of the tensor `name` (transformers' name); None: all of it."""
         if _VOCABULARY.search(name):
             return self.vocabulary
+        if _SINKS.search(name):
+            return TensorShard(0, *self._of(self.spec.num_heads, 1))
         if (match := _LAYER.search(name)) is None or (self.expert_parallel and _EXPERT.search(name)):
             return None
         block, module, kind = match.groups()
@@ -114,6 +117,8 @@ class Share:
 
     def is_added_once(self, name: str) -> bool:
         """Whether it is a bias of a product that is summed over the ranks: only the first rank adds it."""
+        if self.expert_parallel and _EXPERT.search(name):  # one rank has the product
+            return False
         match = _LAYER.search(name)
         return match is not None and match[2] in ("o_proj", *_DOWN) and match[3] == "bias"
 

@@ -33,7 +33,7 @@ FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma3")
 NEWER = ("smollm3", "phi3-partial", "glm4", "granite", "olmo2", "olmo3", "cohere2")
 """One family for each way in which the newer ones differ from Llama."""
 FALLBACKS = ("gpt2", "phi")
-MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "glm4-moe-grouped")
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "glm4-moe-grouped", "gpt-oss")
 NUM_PROMPTS = {1: 8, 7: 20, 64: 70}
 
 TinyModel = Callable[[str], Path]
@@ -104,7 +104,7 @@ def test_every_cut_of_the_work_gives_the_same_tokens(
         *("llama", "gemma3"),
         *(
             pytest.param(each, marks=pytest.mark.exhaustive)
-            for each in ("qwen3", "gpt2", "mixtral", "qwen2-moe", *NEWER)
+            for each in ("qwen3", "gpt2", "mixtral", "qwen2-moe", "gpt-oss", *NEWER)
         ),
     ],
 )
@@ -131,6 +131,7 @@ def test_every_path_gives_the_same_tokens(
         "llama3-rope",
         "qwen2-moe",
         "glm4-moe-grouped",
+        "gpt-oss",
         *(
             pytest.param(each, marks=pytest.mark.exhaustive)
             for each in ("mistral", "qwen2", "qwen3", "gpt2", "phi", "mixtral", "qwen3-moe-mixed", *NEWER)

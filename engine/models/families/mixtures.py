@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModel
-from engine.models.decoder import DecoderSpec
+from engine.models.decoder import SWIGLU_ALPHA, SWIGLU_LIMIT, DecoderSpec
 from engine.models.experts import ExpertSpec
 from engine.models.families.dense import granite
 from engine.models.families.description import decoder_spec, layer_windows
@@ -109,6 +110,29 @@ def dots1(config: Any) -> DecoderSpec:
     experts = _deepseek_experts(config)
     return decoder_spec(
         config, qk_norm="head", qkv_bias=bias, output_bias=bias, windows=layer_windows(config), experts=experts
+    )
+
+
+def gpt_oss(config: Any) -> DecoderSpec:
+    """gpt-oss (OpenAI 2025, section 2): sinks, every second layer slides, and experts with biases."""
+    for name, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if (given := getattr(config, name)) != value:
+            raise UnsupportedModel(f"{name} is {given}, but must be {value}")
+    bias = bool(config.attention_bias)
+    # The softmax of the chosen logits is that of all of them, renormalized.
+    experts = _experts(
+        config, "num_local_experts", config.intermediate_size, renormalize=True, has_bias=True, interleaved=True
+    )
+    return replace(
+        decoder_spec(
+            config,
+            has_sinks=True,
+            qkv_bias=bias,
+            output_bias=bias,
+            windows=layer_windows(config),
+            experts=experts,
+        ),
+        activation="clamped_swiglu",
     )
 
 

@@ -29,6 +29,7 @@ _FAMILIES: Mapping[str, Family] = {
     "glm": dense.glm,
     "glm4": dense.glm4,
     "glm4_moe": mixtures.glm4_moe,
+    "gpt_oss": mixtures.gpt_oss,
     "granite": dense.granite,
     "granitemoe": mixtures.granitemoe,
     "dots1": mixtures.dots1,

@@ -33,6 +33,8 @@ struct Linear {
     int32_t group, unused;
 };
 
+enum Gate : int32_t { GATE_SILU, GATE_GELU_TANH, GATE_CLAMPED_SWIGLU };
+
 enum Scoring : int32_t { SCORE_SOFTMAX, SCORE_SIGMOID };
 
 // A layer's experts; see experts.h. Each is a gated MLP, whose gate and up are interleaved as in Layer::gate_up.
@@ -80,7 +82,7 @@ struct CacheShape {
 
 struct DecoderShape {
     int32_t activations;  // KIND_F32 or KIND_BF16
-    int32_t num_layers, hidden, intermediate, heads, gelu;
+    int32_t num_layers, hidden, intermediate, heads, gate;  // gate: a Gate
     int32_t layer_norm;     // norms subtract the mean
     int32_t parallel;       // attention and MLP read the same state
     int32_t joint_qk_norm;  // all heads of q are normed as one row, and those of k; else each head
@@ -161,7 +163,7 @@ struct Kernels {
                     const Step*, const Workspace*);
     void (*linear)(Team*, int32_t member, int32_t activations, const Linear*, const void* x, int64_t rows, float* y,
                    const Workspace*);
-    void (*experts)(Team*, int32_t member, int32_t activations, int32_t hidden, int32_t gelu, const Experts*, const void* x,
+    void (*experts)(Team*, int32_t member, int32_t activations, int32_t hidden, int32_t gate, const Experts*, const void* x,
                     int64_t rows, float* y, const Workspace*);
     void (*argmax)(Team*, int32_t member, int32_t activations, const Linear*, const void* x, int64_t rows,
                    int64_t* best, uint8_t* finite, const Workspace*);

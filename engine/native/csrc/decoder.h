@@ -243,13 +243,12 @@ struct Decoder {
     }
 
     void experts(Member& me, const Layer& layer) const {
-        const ExpertLayer of{shape.activations, shape.hidden, bool(shape.gelu), *layer.experts, space, tokens};
+        const ExpertLayer of{shape.activations, shape.hidden, shape.gate, *layer.experts, space, tokens};
         of.compute(me, !layer.down_norm, shape.residual_scale);
     }
 
     // Gate and up lie side by side in a panel, so a row of the result is finished where it is computed.
     void gate_up(Member& me, const Layer& layer) const {
-        const bool gelu = shape.gelu;
         for_panels(me, shape.activations, layer.gate_up, space.input, space.input_words, space.row_scale, space.scale_stride, tokens,
                    (uint8_t*)line(me),
                    [&](int row, int panel) {
@@ -258,7 +257,7 @@ struct Decoder {
                    },
                    [&](int first, int count, int panel, const float* c) {
                        for (int r = 0; r < count; r++) {
-                           const vf y = mul(gate(load(c + r * PANEL), gelu), load(c + r * PANEL + VL));
+                           const vf y = gated_by(shape.gate, load(c + r * PANEL), load(c + r * PANEL + VL));
                            const int64_t at = (first + r) * space.gated_stride + panel * VL;
                            if (shape.activations == KIND_F32)
                                store((float*)space.gated + at, y);

@@ -288,11 +288,11 @@ void tm_linear(int isa, int threads, int matrix, int activations, const Linear* 
     run_team(threads, matrix, [&](Team* team, int m) { k->linear(team, m, activations, w, x, rows, y, space); });
 }
 
-void tm_experts(int isa, int threads, int matrix, int activations, int hidden, int gelu, const Experts* of, const void* x,
+void tm_experts(int isa, int threads, int matrix, int activations, int hidden, int gate, const Experts* of, const void* x,
                 int64_t rows, float* y, const Workspace* space) {
     const Kernels* k = kernels_of(isa);
     run_team(threads, matrix,
-             [&](Team* team, int m) { k->experts(team, m, activations, hidden, gelu, of, x, rows, y, space); });
+             [&](Team* team, int m) { k->experts(team, m, activations, hidden, gate, of, x, rows, y, space); });
 }
 
 void tm_argmax(int isa, int threads, int matrix, int activations, const Linear* w, const void* x, int64_t rows,

@@ -45,7 +45,7 @@ inline void largest(const float* x, int n, int k, int32_t* indices, float* value
 struct ExpertLayer {
     const int32_t activations;  // KIND_F32 or KIND_BF16
     const int32_t hidden;
-    const bool gelu;
+    const int32_t gate;
     const Experts& experts;
     const Workspace& space;
     const int tokens;
@@ -211,7 +211,7 @@ struct ExpertLayer {
                  },
                  [&](const ExpertRun& run, int first, int rows, int panel, const float* c) {
                      for (int r = 0; r < rows; r++) {
-                         const vf y = mul(gate(load(c + r * PANEL), gelu), load(c + r * PANEL + VL));
+                         const vf y = gated_by(gate, load(c + r * PANEL), load(c + r * PANEL + VL));
                          if (activations == KIND_F32)
                              store((float*)gated(run, first + r) + panel * VL, y);
                          else
@@ -282,7 +282,7 @@ struct ExpertLayer {
 };
 
 // Experts by themselves: y float32 [rows][hidden].
-void experts(Team* team, int32_t member, int32_t activations, int32_t hidden, int32_t gelu, const Experts* of,
+void experts(Team* team, int32_t member, int32_t activations, int32_t hidden, int32_t gate, const Experts* of,
              const void* x, int64_t rows, float* y, const Workspace* space) {
     Member me(team, member, space->spent);
     const int element = activations == KIND_F32 ? 4 : 2;
@@ -290,7 +290,7 @@ void experts(Team* team, int32_t member, int32_t activations, int32_t hidden, in
         for (int64_t r = first; r < last; r++)
             read_operand(activations, (const uint8_t*)x + r * hidden * element, hidden, space->update + r * space->hidden_stride);
     });
-    ExpertLayer{activations, hidden, bool(gelu), *of, *space, int(rows)}.compute(me, false, 1.0f);
+    ExpertLayer{activations, hidden, gate, *of, *space, int(rows)}.compute(me, false, 1.0f);
     me.share_rows(int(rows), 4, [&](int first, int last) {
         for (int64_t r = first; r < last; r++) __builtin_memcpy(y + r * hidden, space->update + r * space->hidden_stride, hidden * 4);
     });

@@ -232,12 +232,19 @@ void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, 
     });
 }
 
-inline vf gate(vf x, bool gelu) {
+// A gated MLP's inner value of gate x and up y.
+inline vf gated_by(int32_t gate, vf x, vf y) {
     // gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)); silu(x) = x * sigmoid(x); in base 2
     constexpr float log2e = 1.44269504088896341f;
-    vf exponent = mul(x, set1(-log2e));
-    if (gelu) exponent = mul(set1(-1.5957691216057308f * log2e), fma(mul(set1(0.044715f), mul(x, x)), x, x));
-    return div(x, add(set1(1.0f), exp2_f(min(set1(126.0f), exponent))));
+    constexpr float alpha = 1.702f, limit = 7.0f;  // of the clamped SwiGLU: x * sigmoid(alpha x) * (y + 1)
+    if (gate == GATE_CLAMPED_SWIGLU) {
+        x = min(set1(limit), x);
+        y = add(max(set1(-limit), min(set1(limit), y)), set1(1.0f));
+    }
+    vf exponent = mul(x, set1(gate == GATE_CLAMPED_SWIGLU ? -alpha * log2e : -log2e));
+    if (gate == GATE_GELU_TANH)
+        exponent = mul(set1(-1.5957691216057308f * log2e), fma(mul(set1(0.044715f), mul(x, x)), x, x));
+    return mul(div(x, add(set1(1.0f), exp2_f(min(set1(126.0f), exponent)))), y);
 }
 
 // x [n] -> integers of at most 127, and `middle` added to each, as bytes; returns the scale. What is not finite makes the

@@ -26,7 +26,7 @@ FUSED = (
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
     "cohere2", "hyperclovax", "internlm3", "ministral3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed",
-    "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped",
+    "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped", "gpt-oss",
 )  # fmt: skip
 
 
@@ -192,6 +192,8 @@ REFUSED = {
     "no_rope_layers": ("llama", {"no_rope_layers": [1, 0, 1]}),
     "num_local_experts": ("mistral", {"num_local_experts": 8}),
     "attention_sinks": ("llama", {"attention_sinks": 4}),
+    "swiglu_alpha is 1.5": ("gpt-oss", {"swiglu_alpha": 1.5}),
+    "swiglu_limit is 6.0": ("gpt-oss", {"swiglu_limit": 6.0}),
     "activation 'relu'": ("llama", {"hidden_act": "relu"}),
     "partial_rotary_factor": ("llama", {"partial_rotary_factor": 0.5}),
     "residual_multiplier": ("llama", {"residual_multiplier": 0.5}),

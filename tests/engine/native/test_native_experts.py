@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.decoder import clamped_swiglu
 from engine.models.experts import Experts, ExpertSpec, LinearPerExpert, Mlp
 from engine.models.native import NativeBuilder
 from engine.models.native_experts import NativeExperts
@@ -65,10 +66,10 @@ class Mixture:
     gate_up: tuple[Tensor, ...]
     down: tuple[Tensor, ...]
 
-    def reference(self, x: Tensor) -> Tensor:
+    def reference(self, x: Tensor, gated: Callable[[Tensor, Tensor], Tensor] = lambda g, u: F.silu(g) * u) -> Tensor:
         """float64 [rows, hidden]."""
         weights, chosen = self.parts.route(self.spec, x)
-        results = torch.stack([self._expert(e, x.double()) for e in range(len(self.down))], dim=1)
+        results = torch.stack([self._expert(e, x.double(), gated) for e in range(len(self.down))], dim=1)
         picked = results.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[1]))
         total = (picked * weights.double()[:, :, None]).sum(1)
         if self.spec.shared_size:
@@ -76,9 +77,9 @@ class Mixture:
             total += results[:, -1] * (1 if gate is None else (x.double() @ gate.double().t()).sigmoid())
         return total
 
-    def _expert(self, number: int, x: Tensor) -> Tensor:
+    def _expert(self, number: int, x: Tensor, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         gate, up = (x @ self.gate_up[number].t()).chunk(2, dim=1)
-        return (F.silu(gate) * up) @ self.down[number].t()
+        return gated(gate, up) @ self.down[number].t()
 
 
 def mixture(library: NativeLibrary, spec: ExpertSpec, name: str = "f32", *, ordered: bool = False) -> Mixture:
@@ -224,6 +225,23 @@ def test_non_finite_rows_change_no_other(name: str, broken: float, routing: str,
     y = mixed.native.product(x)
     assert not y[spoilt].isfinite().any()
     assert torch.equal(y[rest], sound[rest])
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_the_clamped_gate_is_its_definition(rows: int, library: NativeLibrary) -> None:
+    # Given inputs so large that gate and up pass their limits on both sides
+    mixed = mixture(library, ROUTINGS["renormalized"])
+    x = 12 * inputs(rows)
+    _, chosen = mixed.parts.route(mixed.spec, x)
+    inner = torch.cat([x[row].double() @ mixed.gate_up[e].t() for row in range(rows) for e in chosen[row]])
+    assert float(inner.max()) > 7 > -7 > float(inner.min())
+    # When they are computed, then each is what the definition says
+    wanted = mixed.reference(x, clamped_swiglu)
+    assert relative_error(mixed.native.product(x, "clamped_swiglu"), wanted) < 1e-5
+    by_hand = torch.tensor([[7.0, 7.0, -9.0, 1.0]]), torch.tensor([[7.0, -7.0, 2.0, 0.0]])
+    given = torch.tensor([[8.0, 7.5, -9.0, 1.0]]), torch.tensor([[9.0, -30.0, 2.0, 0.0]])
+    gate, up = by_hand
+    torch.testing.assert_close(clamped_swiglu(*given), gate / (1 + torch.exp(-1.702 * gate)) * (up + 1))
 
 
 def test_copies_of_one_expert_are_that_expert_to_the_bit(library: NativeLibrary) -> None:

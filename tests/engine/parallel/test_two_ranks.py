@@ -61,6 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "a shared expert": ("qwen2-moe", {"use_sliding_window": False}),
     "dense layers and mixtures": ("qwen3-moe-mixed", {}),
     "groups of experts": ("glm4-moe-grouped", {}),
+    "sinks, and experts with biases": ("gpt-oss", {}),
 }
 
 
@@ -113,7 +114,13 @@ def test_every_family_answers_as_one_process_does(
     assert len({tuple(tokens) for tokens in wanted}) > len(prompts) // 2, "answers must depend on the prompts"
 
 
-EXPERT_FAMILIES = ("mixtral", "a shared expert", "dense layers and mixtures", "groups of experts")
+EXPERT_FAMILIES = (
+    "mixtral",
+    "a shared expert",
+    "dense layers and mixtures",
+    "groups of experts",
+    "sinks, and experts with biases",
+)
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,6 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt_oss": {
-        "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32,
-    },
     "qwen3_next": EXPERTS | {
         "head_dim": 64, "shared_expert_intermediate_size": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
