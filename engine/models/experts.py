@@ -196,6 +196,8 @@ class GroupedLinear:
         return weight.device.type == "cuda" and usual and whole
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        if not len(x):  # none of a step's tokens chose an expert that this process holds
+            return x.new_empty(0, self.weight.shape[1])
         y = F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
         if self.bias is None:
             return y

@@ -104,8 +104,8 @@ def test_only_rows_of_held_experts_are_taken_and_the_others_are_zeros() -> None:
 def test_a_step_without_rows_of_held_experts_is_empty() -> None:
     rows = ExpertRows.of_held(torch.tensor([[1, 2]]), torch.tensor([0, 1, 1]), 1)
     x = torch.ones(1, 4)
-    product = LinearPerExpert([DenseLinear(torch.ones(3, 4))])
-    assert rows.restore(product(rows.take(x, 2), rows.ends), 1, 2).tolist() == [[[0.0] * 3] * 2]
+    for product in (LinearPerExpert([DenseLinear(torch.ones(3, 4))]), GroupedLinear(torch.ones(1, 3, 4))):
+        assert rows.restore(product(rows.take(x, 2), rows.ends), 1, 2).tolist() == [[[0.0] * 3] * 2]
 
 
 def test_a_tokens_experts_are_added_in_their_order() -> None:
