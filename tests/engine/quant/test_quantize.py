@@ -17,7 +17,7 @@ from engine import Engine, EngineConfig, Request, SamplingParams, as_token_ids
 from engine.checkpoints.checkpoint import folder_weights
 from engine.errors import UnsupportedModel
 from engine.models.hf_check import DenseAttend
-from engine.models.load import load_model
+from engine.models.load import load_model, open_model
 from engine.quant.quantize import gptq_weights, smoothing_factors, write_quantized
 from engine.quant.rtn import round_to_nearest
 from engine.quant.writing import Scheme
@@ -108,6 +108,30 @@ def test_experts_are_written_small_and_routers_whole(
     load_model(tmp_path / "made", dtype=torch.float32, device=CPU)
     with pytest.raises(UnsupportedModel, match="can't be smoothed: they are mixtures of experts"):
         smoothing_factors(folder, [[3, 4]], torch.float32)
+
+
+def test_experts_with_biases_are_written_one_by_one(tiny_models: Any, tmp_path: Path) -> None:
+    # Given gpt-oss, whose experts are stacked, and the same written quantized
+    folder = tiny_models.make_tiny_model("gpt-oss", tmp_path / "plain", hidden_size=64, intermediate_size=96)
+    scheme = Scheme("int4")
+    done = write(folder, tmp_path / "made", scheme)
+    # Then each expert's matrix is what rounding made of it, and biases, sinks and routers are as they were
+    before, after = open_model(folder).weights, open_model(tmp_path / "made").weights
+    assert {*after.names} == {*before.names}
+    modules = 0
+    for name in before.names:
+        tensor, found = torch.empty(before.shape(name)), torch.empty(after.shape(name))
+        before.read(name, tensor)
+        after.read(name, found)
+        rounded = name.endswith("_proj.weight")
+        modules += rounded
+        assert (after.quantized(name) is not None) == rounded, name
+        wanted = round_to_nearest(tensor, scheme.rounding).dequantize() if rounded else tensor.bfloat16().float()
+        assert torch.equal(found, wanted), name
+    assert (done.modules, done.kept) == (modules, ())
+    said = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert sum(name.endswith(".router") for name in said) == 3
+    load_model(tmp_path / "made", dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("target", TARGETS)

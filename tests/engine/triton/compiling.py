@@ -88,21 +88,24 @@ def attention(
     head_dim: int,
     steps: list[AttentionBatch],
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> TritonPagedAttention:
     """All these steps by one backend, with the shapes of a model of 8 heads that share 2."""
     layout = KVLayout((CacheGroup((0,), window, 8),), 32, 2, head_dim, 8)
     backend = TritonPagedAttention(layout, cache, CPU, processors=132, shared=SHARED[capability])
     for step in steps:
-        attend(backend, int(step.counts.sum()), dtype, backend.prepare(step))
+        attend(backend, int(step.counts.sum()), dtype, backend.prepare(step), sinks)
     return backend
 
 
-def attend(backend: TritonPagedAttention, tokens: int, dtype: torch.dtype, prepared: Any) -> None:
+def attend(
+    backend: TritonPagedAttention, tokens: int, dtype: torch.dtype, prepared: Any, sinks: torch.Tensor | None = None
+) -> None:
     """A layer's attention of a prepared step."""
     dim = backend.storage.layout.head_dim
     qk = torch.zeros(tokens, 10, dim, dtype=dtype)
     q, k = qk.tensor_split((8,), dim=1)
-    backend.attend(0, q, k, torch.zeros(tokens, 2, dim, dtype=dtype), dim**-0.5, prepared)
+    backend.attend(0, q, k, torch.zeros(tokens, 2, dim, dtype=dtype), dim**-0.5, prepared, sinks)
 
 
 def shapes(capability: int) -> None:
@@ -117,6 +120,7 @@ def shapes(capability: int) -> None:
     for dtype, cache, head_dim in dtypes:
         attention(capability, dtype, cache, head_dim, steps, window=None)
     attention(capability, torch.float16, torch.float16, 80, steps, window=48)
+    attention(capability, torch.float16, torch.float16, 64, steps, window=128, sinks=torch.zeros(8))
 
 
 def sizes(capability: int) -> None:
