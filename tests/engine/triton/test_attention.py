@@ -104,8 +104,13 @@ def test_agrees_with_the_oracle(dtype: torch.dtype, device: torch.device, upcast
     compare(device, upcast, seed=1, dtype=dtype)
 
 
-def test_sinks_join_once_however_many_programs_share_the_keys(device: torch.device, upcast: bool) -> None:
-    compare(device, upcast, seed=1, has_sinks=True, window=5)
+@pytest.mark.parametrize("split_keys", [16, 1 << 20])
+def test_sinks_join_once_however_many_programs_share_the_keys(
+    split_keys: int, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", split_keys)
+    met = compare(device, upcast, seed=5, window=60, longest=130, chunks=(1, 1, 3, 70), processors=16, has_sinks=True)
+    assert (max(max(splits) for splits in met) > 1) == (split_keys == 16)
 
 
 @pytest.mark.slow
