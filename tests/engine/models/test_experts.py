@@ -124,6 +124,10 @@ def test_grouped_products_are_those_of_each_expert(dtype: torch.dtype) -> None:
     ends = torch.tensor([0, 4, 4, 5, 9], dtype=torch.int32)
     each = LinearPerExpert([DenseLinear(matrix) for matrix in weight])
     torch.testing.assert_close(GroupedLinear(weight)(x, ends), each(x, ends))
+    # and with biases, of which each row has its expert's
+    bias = torch.randn(5, 24).to(dtype)
+    rows = torch.tensor([1] * 4 + [3] + [4] * 4)
+    torch.testing.assert_close(GroupedLinear(weight, bias)(x, ends), each(x, ends) + bias[rows])
 
 
 def test_a_mixture_of_grouped_products_reads_nothing_on_the_host(tiny_model: Callable[[str], Path]) -> None:
