@@ -206,8 +206,8 @@ def _load(folder: Path, own_models: bool, builder: TorchBuilder) -> None:
     load_model(folder, dtype=torch.float32, device=torch.device("cpu"), builder=builder, own_models=own_models)
 
 
-def _reason(error: UnsupportedModel, place: str) -> str:
-    words = str(error).replace(place, "").removeprefix("/config.json").removeprefix(" can't be used: ")
+def _reason(error: UnsupportedModel, path: str) -> str:
+    words = str(error).replace(path, "").removeprefix("/config.json").removeprefix(" can't be used: ")
     words = re.sub(r"its logits are off by .*", "its logits are not transformers'", words)  # the number varies
     return words.split(" is not supported: ")[-1].split(". ")[0].replace("|", "\\|").strip()
 

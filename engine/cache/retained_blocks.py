@@ -28,7 +28,7 @@ class _Mark(NamedTuple):
 class RetainedBlocks:
     """The marks of one pool's blocks, and the order of those that are free. `in` says whether a block has a mark."""
 
-    __slots__ = ("_deadlines", "_marks", "_most", "_num_free", "_owned", "_owners")
+    __slots__ = ("_deadlines", "_marks", "_max_free", "_num_free", "_owned", "_owners")
 
     def __init__(self) -> None:
         self._marks: dict[int, _Mark] = {}
@@ -36,7 +36,7 @@ class RetainedBlocks:
         self._owned: dict[bytes, Deadlines] = {}  # the same by owner
         self._num_free: dict[bytes, int] = {}  # by owner, of those that have any
         self._owners: dict[int, OrderedDict[bytes, None]] = {}  # by number of free blocks
-        self._most = 0  # free blocks of one owner
+        self._max_free = 0  # free blocks of one owner
 
     def __contains__(self, block: int) -> bool:
         return block in self._marks
@@ -80,7 +80,7 @@ class RetainedBlocks:
 
     def give_up(self) -> int:
         """Remove a free block and its mark: of the owner that has most, the one with the earliest deadline."""
-        owner = next(reversed(self._owners[self._most]))
+        owner = next(reversed(self._owners[self._max_free]))
         block, _ = min((next(iter(queue.items())) for queue in self._owned[owner].values()), key=lambda first: first[1])
         self.remove(block)
         self.unmark(block)
@@ -102,11 +102,11 @@ class RetainedBlocks:
         free = {block for queue in self._deadlines.values() for block in queue}
         owned = {owner: sum(map(len, queues.values())) for owner, queues in self._owned.items()}
         listed = {owner: count for count, owners in self._owners.items() for owner in owners}
-        most = max(owned.values(), default=0)
-        if not owned == self._num_free == listed or sum(owned.values()) != len(free) or self._most != most:
+        max_free = max(owned.values(), default=0)
+        if not owned == self._num_free == listed or sum(owned.values()) != len(free) or self._max_free != max_free:
             raise AssertionError(
                 f"{len(free)} free retained blocks; of owners {owned}, counted {self._num_free}, listed {listed}, "
-                f"the most {self._most}"
+                f"at most {self._max_free}"
             )
         return free
 
@@ -120,5 +120,5 @@ class RetainedBlocks:
         if after:
             self._num_free[owner] = after
             self._owners.setdefault(after, OrderedDict())[owner] = None
-        if after > self._most or (before == self._most and before not in self._owners):
-            self._most = after
+        if after > self._max_free or (before == self._max_free and before not in self._owners):
+            self._max_free = after

@@ -106,7 +106,7 @@ class ExpertRows(NamedTuple):
     """The rows of a step's mixture, each a pair of token and expert, sorted by expert.
 
     Attributes:
-        order: int64 [rows]: the place of row i among the T * top_k pairs token by token.
+        order: int64 [rows]: the index of row i among the T * top_k pairs token by token.
         ends: int32 [num_experts]: the rows of expert e end before ends[e], where those of e + 1 begin.
     """
 

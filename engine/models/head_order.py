@@ -14,7 +14,7 @@ from engine.models.decoder import DecoderSpec
 
 
 def head_order(spec: DecoderSpec, layer: int) -> Tensor | None:
-    """Where the decoder's dimensions of a head lie in the checkpoint, int64 [head_dim]; None: at the same place."""
+    """Where the decoder's dimensions of a head lie in the checkpoint, int64 [head_dim]; None: in the same order."""
     passing = spec.ropes[spec.layer_ropes[layer]].passing
     rotated = spec.head_dim - 2 * passing
     if rotated in (0, spec.head_dim) and not spec.interleaved_rope:

@@ -14,7 +14,7 @@ from engine.errors import EngineError
 def balanced_placement(counts: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Place a layer's experts so that the ranks' sums of `counts` are nearly equal and their numbers of experts are.
 
-    Longest first (Graham 1969, section 5), each on the rank with the smallest sum that has a place left, as in
+    Longest first (Graham 1969, section 5), each on the rank with the smallest sum that has room left, as in
     DeepSeek-AI's EPLB (`balanced_packing`). Equal sums go to the lowest rank.
 
     Args:

@@ -20,8 +20,8 @@ from engine.scheduler.waiting_queue import WaitingQueue
 
 Ints = NDArray[np.int32]
 
-LEAST_SHARE = 4
-"""Fewer tokens than this fraction (1 / LEAST_SHARE) of a block are computed: copying takes longer."""
+MIN_SHARE = 4
+"""Fewer tokens than this fraction (1 / MIN_SHARE) of a block are computed: copying takes longer."""
 
 
 class Source(NamedTuple):
@@ -45,7 +45,7 @@ class BlockSharing:
     def __init__(self, batch: RunningBatch, waiting: WaitingQueue) -> None:
         self._batch = batch
         self._waiting = waiting
-        self._least = max(1, batch.rows.block_size // LEAST_SHARE)
+        self._min_tokens = max(1, batch.rows.block_size // MIN_SHARE)
 
     def find(self, sequence: Sequence, start: int, computed_before: Ints) -> Source | None:
         """Return the source with the most tokens behind `start`, a block border; None: the sequence computes them.
@@ -57,19 +57,19 @@ class BlockSharing:
             return None
         rows, tokens = self._batch.rows, sequence.token_ids
         # The last token is left to compute, and a block that is copied is always written to.
-        most = min(min(len(tokens), sequence.cache_limit) - 1 - start, rows.block_size - 1)
-        if most < self._least:
+        longest = min(min(len(tokens), sequence.cache_limit) - 1 - start, rows.block_size - 1)
+        if longest < self._min_tokens:
             return None
         known = np.minimum(rows.num_computed, rows.num_known) - start
-        near = np.flatnonzero((known >= self._least) & (rows.token_ids[:, start] == tokens[start]))
+        near = np.flatnonzero((known >= self._min_tokens) & (rows.token_ids[:, start] == tokens[start]))
         if not near.size:
             return None
-        differs = rows.token_ids[near, start : start + most] != tokens[start : start + most]
-        agreed = np.where(differs.any(axis=1), differs.argmax(axis=1), most)
+        differs = rows.token_ids[near, start : start + longest] != tokens[start : start + longest]
+        agreed = np.where(differs.any(axis=1), differs.argmax(axis=1), longest)
         later = np.minimum(agreed, known[near])
         now = np.minimum(later, computed_before[near] - start)
         ready = self._first(sequence, start, near, now, now)
-        if int(later.max()) - (0 if ready is None else ready.tokens) >= self._least:
+        if int(later.max()) - (0 if ready is None else ready.tokens) >= self._min_tokens:
             awaited = self._first(sequence, start, near, later, now)
             if awaited is not None and 2 * (len(tokens) - start - awaited.tokens) <= awaited.tokens:
                 return awaited
@@ -83,7 +83,7 @@ class BlockSharing:
         root_key = self._waiting.chain(sequence).root_key
         for i in np.argsort(-shared, kind="stable").tolist():
             row, count = int(rows[i]), int(shared[i])
-            if count < self._least:
+            if count < self._min_tokens:
                 return None
             owner = self._batch.owner(row)
             if self._waiting.chain(owner).root_key != root_key or not self._batch.cache.has_block(row, block):
