@@ -4,7 +4,8 @@ Whole blocks are shared by the prefix cache. Behind them, choices of one request
 up to the middle of a block. One of them computes that part; the others borrow its block, and get a copy of their own
 before they write to it (`CacheTables.borrow`). A copy can only be made of positions that were computed in an earlier
 step. So a sequence that needs those of the step being planned waits with its row for the next one, if most of its
-tokens are among them.
+tokens are among them and it is of the same request. (Rows of several requests would run one after the other when steps
+fail, and each that fails alone is blamed for it.)
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class BlockSharing:
         ready = self._first(sequence, start, near, now, now)
         if int(later.max()) - (0 if ready is None else ready.tokens) >= self._min_tokens:
             awaited = self._first(sequence, start, near, later, now)
-            if awaited is not None and 2 * (len(tokens) - start - awaited.tokens) <= awaited.tokens:
+            rest = len(tokens) - start - (0 if awaited is None else awaited.tokens)
+            if awaited is not None and 2 * rest <= awaited.tokens and _ends_together(sequence, awaited.owner):
                 return awaited
         return ready
 
@@ -91,3 +93,10 @@ class BlockSharing:
             if (self._batch.rows.token_ids[row, :start] == tokens[:start]).all():
                 return Source(row, owner, count, count <= computed[i])
         return None
+
+
+def _ends_together(one: Sequence, other: Sequence) -> bool:
+    """Whether two sequences are choices of one request, or both only score the ends of a prompt, as several do for one
+    request (`engine/shared_scores.py`)."""
+    scored = one.request.params.prompt_targets and other.request.params.prompt_targets
+    return bool(scored) or one.siblings is other.siblings

@@ -297,8 +297,8 @@ class Harness:
         assert drafts == rows.num_drafts[row]
         assert drafts == 0 or (count == drafts + 1 and start >= prompt)
         samples = end - drafts == known and params.max_tokens > 0
-        scored = params.prompt_logprobs is not None and start < prompt
-        read = end - max(start, params.prompt_logprobs_start - 1) if scored else 0
+        scored = params.scored_from is not None and start < prompt
+        read = end - max(start, (params.scored_from or 0) - 1) if scored else 0
         assert bool(plan.samples[i]) == samples
         assert int(plan.num_logits[i]) == (read if read > 0 else int(samples) + drafts)
         assert not scored or end <= prompt

@@ -184,7 +184,7 @@ class TestSharing:
         assert {name: count - 3 for (name, _), count in h.computed.items()} == {
             "a": 20,
             "b": 24,
-            "c": 1,
+            "c": 4,
             "d": 12,
             "e": 4,
         }

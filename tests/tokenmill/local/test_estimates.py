@@ -62,9 +62,9 @@ def test_given_accidental_prefixes_when_estimated_then_tokens_are_those_that_a_r
     assert found["prompt_tokens"] == usage["prompt"]
     assert found["expected_tokens"] == usage["completion"]
     assert usage["cached"] > usage["prompt"] / 5, "else there is nothing to foresee"
-    # What a shard finds in the cache may depend on when it was ready.
+    # What a shard finds in the cache may depend on when it was ready. Parts of blocks are copied, too.
     tolerance = 0 if shard_rows == "2000" else 0.02 * usage["prompt"]
-    assert found["shared_prefix_tokens"] == pytest.approx(usage["cached"], abs=tolerance)
+    assert -tolerance <= usage["cached"] - found["shared_prefix_tokens"] <= tolerance + 0.05 * usage["prompt"]
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -171,7 +171,8 @@ def mixed_job(seed: int, groups: int = 6, loners: float = 0.25, most: int = 1000
 def test_each_shared_block_is_computed_once_and_the_tail_is_short(run: Callable[..., JobRun], loners: float) -> None:
     requests = mixed_job(1, loners=loners)
     done = run(requests)
-    assert done.cached == best_hits([prompt for prompt, _ in requests], BLOCK)
+    prompts = [prompt for prompt, _ in requests]
+    assert best_hits(prompts, BLOCK) <= done.cached <= best_hits(prompts, 1)  # parts of blocks are copied
     assert done.tail_share < 0.03  # 0.08 is required
     assert done.mean_rows > 0.95 * ROWS
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import orjson
 import pytest
-from websockets.sync.client import ClientConnection
 
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.http.auth import Caller
-from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.inference.responses import StreamSettings
 from pipeline.gateway.limits.admission import RateLimiter, RateSettings
 from pipeline.gateway.limits.concurrency_slots import MemoryConcurrencySlots
 from schemas.requests.limits import RateLimits
 from schemas.settings.gateway import GatewayOptions
-from tests.patient_websocket import connect
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
-from tests.waiting import HANG_SECONDS, wait_for
+from tests.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
 LIMITS = RateLimits(running_requests=1, tokens_per_minute=100_000)
@@ -194,78 +188,3 @@ def test_a_stream_cut_off_by_shutdown_releases_its_slot_before_its_last_event(tm
                     assert running.enter("tenant/default", "another", 1, 1.0), "there is no folder"
                     return
     pytest.fail(f"it was not ended: {came[-500:]!r}")
-
-
-def test_a_classification_counts_its_choices_as_rows(tmp_path: Path) -> None:
-    clock = SystemClock()
-    limiter = RateLimiter(clock, RateSettings(tenant=RateLimits(running_rows=6)), running=MemoryConcurrencySlots(clock))
-    with run_http_harness(tmp_path, limiter=limiter) as harness, harness.http() as http:
-        harness.worker.stop_taking()
-        given = {"model": "tiny", "input": ["a", "b"], "choices": ["x", "y"]}
-        wide = http.post("/v1/classify", json=given | {"choices": ["w", "x", "y", "z"]})
-        error = wide.json()["error"]
-        assert (wide.status_code, error["param"]) == (429, "choices")
-        assert error["message"] == ("choices asks for 8 rows, but this tenant may have 6 under way; send more requests")
-        with ThreadPoolExecutor() as pool:
-            first = pool.submit(http.post, "/v1/classify", json=given)
-            wait_for(lambda: not limiter_has_room(limiter, 3))
-            assert limiter_has_room(limiter, 2)
-            harness.worker.hold.clear()
-            assert first.result(HANG_SECONDS).status_code == 200
-
-
-def limiter_has_room(limiter: RateLimiter, rows: int) -> bool:
-    """Whether the default tenant may have this many more rows under way."""
-    caller = Caller("default", frozenset(Scope))
-    try:
-        limiter.release(limiter.admit(caller, "probe", 1, 60.0, rows), 1)
-    except ApiError:
-        return False
-    return True
-
-
-@pytest.fixture
-def socket(harness: HttpHarness) -> Iterator[ClientConnection]:
-    with connect(f"{harness.url.replace('http', 'ws')}/v1/stream") as socket:
-        yield socket
-
-
-def send_request(socket: ClientConnection, said: str = "hello", **more: Any) -> None:
-    socket.send(orjson.dumps({"type": "request", "url": CHAT, "body": body(said, **more)}))
-
-
-def receive_all(socket: ClientConnection) -> list[dict[str, Any]]:
-    """All messages, to the last one."""
-    came = []
-    while not came or came[-1]["type"] not in ("done", "error"):
-        came.append(orjson.loads(socket.recv(HANG_SECONDS)))
-    return came
-
-
-@pytest.mark.parametrize(("said", "last"), [("hello", "done"), ("break", "done"), ("refuse", "error")])
-def test_cached_responses_over_a_websocket(
-    harness: HttpHarness, socket: ClientConnection, said: str, last: str
-) -> None:
-    with harness.http() as http:
-        for _ in range(3):
-            send_request(socket, said)
-            assert receive_all(socket)[-1]["type"] == last
-            again(http)
-    for _ in range(3):
-        send_request(socket, said)
-        assert receive_all(socket)[-1].get("error", {}).get("code") in (None, "context_length_exceeded")
-
-
-@pytest.mark.parametrize("after", [0, 1])
-def test_a_request_cancelled_on_a_websocket_releases_its_slot_before_the_next(
-    harness: HttpHarness, socket: ClientConnection, after: int
-) -> None:
-    """Also where it is cancelled before it has begun."""
-    harness.worker.pause = 0.01
-    for _ in range(3):
-        send_request(socket, max_tokens=1_000)
-        for _ in range(after):
-            assert orjson.loads(socket.recv(HANG_SECONDS))["type"] == "begin"
-        socket.send(orjson.dumps({"type": "cancel"}))
-        send_request(socket, max_tokens=2)
-        assert receive_all(socket)[-1] == {"type": "done"}
