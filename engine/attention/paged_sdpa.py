@@ -180,7 +180,8 @@ class PagedSdpaAttention:
         for i in range(num_decodes, len(starts)):
             start, count = int(starts[i]), int(counts[i])
             begin, end = end, end + count
-            if start == 0 and (window is None or count <= window):
+            # A sink is a column of the mask, which only tiles keep small.
+            if start == 0 and (window is None or count <= window) and not self.storage.layout.has_sinks:
                 chunks.append(Chunk(begin, end, None, ()))
                 continue
             first_block = 0 if window is None else max(start - window + 1, 0) // block_size

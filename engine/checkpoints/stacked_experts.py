@@ -59,6 +59,8 @@ class StackedExperts:
         for expert in range(num_experts):
             for number, module in enumerate(modules):
                 name = f"{block}.experts.{expert}.{module}.weight"
+                if name in self._matrices or name in self._source.names:
+                    raise CorruptWeights(f"tensor {name} is stored twice, one of them in the stack {stack}")
                 self._matrices[name] = _Matrix(stack, expert, number * rows, (number + 1) * rows)
 
     def shape(self, name: str) -> tuple[int, ...]:

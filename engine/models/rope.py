@@ -25,6 +25,8 @@ _KNOWN_KEYS = {
     "finetuned", "short_factor", "long_factor",
 }  # fmt: skip
 _INITIAL_POSITIONS = 2048
+_MAX_SCALE = 1000
+"""Of cos and sin, far above any model's; products of keys and queries overflow with its square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +120,15 @@ def rope_spec(
         frequencies, scale = _plain_frequencies(theta, rotated), 1.0
     else:
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= _MAX_SCALE:
+        raise UnsupportedModel(f"attention_factor gives a scale of {scale!r}, but it must be above 0, to {_MAX_SCALE}")
     if not bool(torch.isfinite(frequencies).all()):
         raise UnsupportedModel(f"the rope parameters {dict(parameters)} give rotary frequencies that are not finite")
     dynamic = DynamicScaling(theta, parameters["factor"], config.max_position_embeddings) if kind == "dynamic" else None
     if len(frequencies) != rotated // 2:
         raise UnsupportedModel(f"the rope parameters give {len(frequencies)} frequencies, not {rotated // 2}")
     long = _long_frequencies(config, parameters, layer_type) if kind == "longrope" else None
-    return RopeSpec(kind, frequencies, scale, dynamic, (head_dim - rotated) // 2, long)
+    return RopeSpec(kind, frequencies, float(scale), dynamic, (head_dim - rotated) // 2, long)
 
 
 def _long_frequencies(config: Any, parameters: Any, layer_type: str | None) -> LongFrequencies:

@@ -42,7 +42,7 @@ def read_expert_counts(path: str | Path) -> NDArray[np.int64]:
     fix = "give a file with Engine.expert_rows() that numpy.save has written, or leave it out"
     try:
         counts = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged header raises anything: numpy evaluates it as Python's literals
         raise EngineError(f"expert_counts {path} can't be read: {error}; {fix}") from error
     if not isinstance(counts, np.ndarray) or counts.dtype != np.int64 or counts.ndim != 2:
         raise EngineError(f"expert_counts {path} is not an int64 array [layers, experts]; {fix}")

@@ -185,6 +185,8 @@ def check_parallel(config: EngineConfig) -> None:
             raise EngineError(
                 f"{name} {value!r} is of the native kernels, which don't run under {several}; leave it out"
             )
+    if not config.own_models:
+        raise EngineError(f"transformers' code doesn't run under {several}; leave --engine transformers out")
     if config.attention == NativeAttention.name:
         raise EngineError(f"attention 'native' doesn't run under {several}; leave it out")
     if config.speculation.method in ("draft", "eagle3"):

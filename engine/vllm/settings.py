@@ -164,6 +164,12 @@ def _refused(config: EngineConfig) -> tuple[tuple[bool, str, str], ...]:
             f"--speculate {speculation}",
             "give --engine-option speculative_config={…}",
         ),
+        (config.expert_counts is not None, "expert_counts", "give --engine-option enable_eplb=…"),
+        (
+            config.expert_parallel and config.tensor_parallel == 1,
+            "--expert-parallel with one device",
+            "give --tensor-parallel, too",
+        ),
         (config.instruction_set != "auto", "TOKENMILL_INSTRUCTION_SET", "vLLM chooses it"),
         (config.attention != "auto", "TOKENMILL_ATTENTION", "give --engine-option attention_backend=…"),
         (

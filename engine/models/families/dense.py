@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.models.decoder import DecoderSpec, NormNames, QueryGrowth
-from engine.models.families.description import decoder_spec, layer_windows
+from engine.models.families.description import decoder_spec, head_dim_of, layer_windows
 from engine.models.rope import rope_spec
 
 _NORMS_BEFORE: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -52,11 +51,17 @@ def ministral3(config: Any) -> DecoderSpec:
     )
 
 
+_MAX_BETA = 1000
+"""Far above any model's; queries that grow much faster overflow."""
+
+
 def _query_growth(beta: float, original_max: int) -> QueryGrowth:
-    if not 0 <= beta < math.inf:
-        raise UnsupportedModel(f"llama_4_scaling_beta is {beta}, but must be 0 or more, and finite")
-    if original_max < 1:
-        raise UnsupportedModel(f"original_max_position_embeddings is {original_max}, but must be 1 or more")
+    if not 0 <= beta <= _MAX_BETA:
+        raise UnsupportedModel(f"llama_4_scaling_beta is {beta}, but must be from 0 to {_MAX_BETA}")
+    if not 1 <= original_max < 1 << 31:
+        raise UnsupportedModel(
+            f"original_max_position_embeddings is {original_max}, but must be 1 or more, and below 2^31"
+        )
     return QueryGrowth(float(beta), original_max)
 
 
@@ -172,7 +177,7 @@ def olmo3(config: Any) -> DecoderSpec:
     return decoder_spec(
         config,
         windows=layer_windows(config),
-        ropes=tuple(rope_spec(config, config.hidden_size // config.num_attention_heads, kind) for kind in kinds),
+        ropes=tuple(rope_spec(config, head_dim_of(config), kind) for kind in kinds),
         layer_ropes=tuple(kinds.index(kind) for kind in config.layer_types),
         qk_norm="projection",
         norms=_NORMS_BEHIND,
@@ -225,7 +230,7 @@ def qwen2(config: Any) -> DecoderSpec:
 
 def qwen2_vl(config: Any) -> DecoderSpec:
     """The text half of Qwen2-VL and Qwen2.5-VL: Qwen 2. The three positions of a token differ in images only."""
-    rope = rope_spec(config, config.hidden_size // config.num_attention_heads, ignored=("mrope_section",))
+    rope = rope_spec(config, head_dim_of(config), ignored=("mrope_section",))
     return decoder_spec(config, ropes=(rope,), qkv_bias=True, windows=layer_windows(config))
 
 

@@ -14,6 +14,9 @@ from engine.errors import UnsupportedModel
 from engine.models.decoder import Activation, DecoderSpec
 from engine.models.rope import RopeSpec, context_length, no_rope, rope_spec
 
+_MAX_POSITIONS = 1 << 31
+"""Kernels count positions in 32 bits."""
+
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 _OFF: Mapping[str, tuple[Any, ...]] = {
@@ -93,6 +96,9 @@ def decoder_spec(
         ropes = (*ropes, no_rope(head_dim))
         fields["layer_ropes"] = tuple(0 if rotates else len(ropes) - 1 for rotates in rotated)
     _check_numbers(fields)
+    for rope in ropes:
+        if (width := 2 * (len(rope.inverse_frequencies) + rope.passing)) != head_dim:  # kernels read rows of head_dim
+            raise UnsupportedModel(f"heads have {head_dim} dimensions, but their positions rotate {width}")
     windows = fields["windows"]
     if (given := min(map(len, (windows, fields["layer_ropes"], rotated or windows)))) != config.num_hidden_layers:
         raise UnsupportedModel(
@@ -100,6 +106,8 @@ def decoder_spec(
         )
     if any(window is not None and window < 1 for window in windows):
         raise UnsupportedModel(f"sliding_window is {min(w for w in windows if w is not None)}, but must be 1 or more")
+    if any(window is not None and window >= _MAX_POSITIONS for window in windows):
+        raise UnsupportedModel(f"sliding_window is {max(w for w in windows if w is not None)}, but must be below 2^31")
     return DecoderSpec(
         architecture=(config.architectures or [config.model_type])[0],
         num_layers=config.num_hidden_layers,

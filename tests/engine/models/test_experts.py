@@ -298,6 +298,16 @@ def test_experts_in_one_tensor_are_read(tiny_model: Any, tmp_path: Path, prompts
     assert torch.equal(ours[0], wanted[0])
 
 
+def test_an_expert_that_is_stored_twice_is_refused(tiny_model: Any, tmp_path: Path) -> None:
+    folder = stack(tiny_model("qwen3-moe-mixed"), tmp_path / "stacked")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.0.down_proj.weight"
+    tensors[name] = torch.zeros(tensors["model.layers.1.mlp.experts.down_proj"].shape[1:])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CorruptWeights, match=rf"{name} is stored twice, one of them in the stack .*experts\.down_proj"):
+        load(folder)
+
+
 def all_but_routers(pack: Callable[[Tensor], Any]) -> Callable[[str, Tensor], Any]:
     return lambda module, weight: None if module.endswith(("lm_head", ".gate", "expert_gate")) else pack(weight)
 

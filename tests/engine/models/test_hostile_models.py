@@ -42,6 +42,8 @@ LONG_ROPE = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+
 
 @pytest.mark.parametrize("read", [load, describe_model])
 @pytest.mark.parametrize(
@@ -67,6 +69,12 @@ LONG_ROPE = {
         ("llama", {"rms_norm_eps": float("nan")}),
         ("mistral", {"sliding_window": 0}),
         ("gemma3", {"sliding_window": -3}),
+        ("mistral", {"sliding_window": 2**32 + 3}),
+        ("glm", {"head_dim": 17}),
+        *(
+            ("llama", {"rope_parameters": YARN | {"attention_factor": factor}})
+            for factor in ("x", {}, 0, 1e30, float("nan"))
+        ),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}),
         ("llama", {"eos_token_id": "stop"}),

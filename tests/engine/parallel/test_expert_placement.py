@@ -59,6 +59,11 @@ def test_counts_are_read_as_they_were_saved(tmp_path: Path) -> None:
     check_expert_counts(read, 3, 4)
 
 
+def npy(header: str) -> bytes:
+    """A file of numpy's format, version 1, with this header and no data."""
+    return b"\x93NUMPY\x01\x00" + len(header + "\n").to_bytes(2, "little") + header.encode() + b"\n"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -68,6 +73,8 @@ def test_counts_are_read_as_they_were_saved(tmp_path: Path) -> None:
         (np.ones((3, 4)), r"counts.npy is not an int64 array \[layers, experts\]; give a file with"),
         (np.ones(4, dtype=np.int64), "is not an int64 array"),
         (np.array([[{}]]), r"counts.npy can't be read"),
+        (npy("{'descr': '<i8', 'fortran_order': False, 'shape': (9223372036854775808, 1), }"), "can't be read"),
+        (npy("{'descr': '<i8', 'fortran_order': False, 'shape': (1, "), "can't be read"),
     ],
 )
 def test_other_files_are_refused(content: Any, message: str, tmp_path: Path) -> None:

@@ -110,6 +110,13 @@ def test_experts_are_written_small_and_routers_whole(
         smoothing_factors(folder, [[3, 4]], torch.float32)
 
 
+def test_routers_that_are_layers_of_their_own_are_ignored(tiny_models: Any, tmp_path: Path) -> None:
+    folder = tiny_models.make_tiny_model("granite-moe", tmp_path / "plain", hidden_size=64, intermediate_size=64)
+    write(folder, tmp_path / "made", Scheme("int8"))
+    said = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert sum(name.endswith(".router.layer") for name in said) == 3
+
+
 def test_experts_with_biases_are_written_one_by_one(tiny_models: Any, tmp_path: Path) -> None:
     # Given gpt-oss, whose experts are stacked, and the same written quantized
     folder = tiny_models.make_tiny_model("gpt-oss", tmp_path / "plain", hidden_size=64, intermediate_size=96)
