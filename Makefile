@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-PARALLEL ?= -n 6 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 OUT ?= out/demo
 KILLS ?= 25
 SEEDS ?= 2000
@@ -41,7 +41,7 @@ run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet und
 	@$(PY) -m tokenmill run examples/requests.jsonl --model demo --output $(OUT)
 	@$(PY) examples/show_results.py $(OUT)
 
-# Several test processes share the machine: three a core, since many tests wait for servers. Waiting OpenMP threads spin,
+# Several test processes share the machine: two a core, since many tests wait for servers. Waiting OpenMP threads spin,
 # so more than one thread a process would slow the others down.
 test test-all test-slow: export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes of this code: each would compile it again

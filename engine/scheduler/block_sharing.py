@@ -73,7 +73,7 @@ class BlockSharing:
         if int(later.max()) - (0 if ready is None else ready.tokens) >= self._min_tokens:
             awaited = self._first(sequence, start, near, later, now)
             rest = len(tokens) - start - (0 if awaited is None else awaited.tokens)
-            if awaited is not None and 2 * rest <= awaited.tokens and _ends_together(sequence, awaited.owner):
+            if awaited is not None and 2 * rest <= awaited.tokens and _has_same_request(sequence, awaited.owner):
                 return awaited
         return ready
 
@@ -95,7 +95,7 @@ class BlockSharing:
         return None
 
 
-def _ends_together(one: Sequence, other: Sequence) -> bool:
+def _has_same_request(one: Sequence, other: Sequence) -> bool:
     """Whether two sequences are choices of one request, or both only score the ends of a prompt, as several do for one
     request (`engine/shared_scores.py`)."""
     scored = one.request.params.prompt_targets and other.request.params.prompt_targets

@@ -205,14 +205,14 @@ def test_copied_blocks_are_copied_on_both_ranks(
 ) -> None:
     prompt, path = [3 + at % 40 for at in range(30)], tiny_model("gemma3")
     params = SamplingParams(max_tokens=8, temperature=0.0, n=3, ignore_eos=True)
-    requests = [Request(str(end), as_token_ids([*prompt, end]), params) for end in (5, 6)]
+    requests = [Request("a", as_token_ids(prompt), params)]
     answers = []
     engines = alone(path), shared(path, rank_group, replace(CUT, chunk_size=64, num_blocks=60))
     for engine in engines:
         done = sorted(engine.run(requests), key=lambda one: one.request_id)
         answers.append([choice.token_ids.tolist() for one in done for choice in one.choices])
     assert answers[0] == answers[1]
-    assert engines[1].stats().prompt == 31 + 5
+    assert engines[1].stats().prompt == 30 + 2
 
 
 def test_drafted_tokens_do_not_change_answers(
