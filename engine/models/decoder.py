@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.models.base import Attend, ModelSpec
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, Mlp, weighted_sum
-from engine.models.rope import RopeSpec, RotaryTable
+from engine.models.rope import RopeSpec, RotaryTable, Rotation
 from engine.quant.base import Linear
 from engine.quant.weight import QWeight
 
@@ -176,25 +176,36 @@ class DecoderSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
-    """One layer's weights. Norm weights are float32, with any offset already added.
+class HeadAttention:
+    """The weights that make a layer's queries, and keys and values for each KV head.
 
     Attributes:
-        qkv: hidden -> (heads + 2 kv_heads) * head_dim.  output: heads * head_dim -> hidden.
-        input_norm, mlp_norm, output_norm, down_norm: float32 [hidden_size]; None: there is none.
+        qkv: hidden -> (heads + 2 kv_heads) * head_dim.
         qk_norm: float32 [heads + kv_heads, head_dim].
         sinks: float32 [heads], see `Attend`.
     """
 
-    input_norm: Tensor | None
     qkv: Linear
+    qk_norm: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One layer's weights. Norm weights are float32, with any offset already added.
+
+    Attributes:
+        output: what is attended, heads * head_dim -> hidden.
+        input_norm, mlp_norm, output_norm, down_norm: float32 [hidden_size]; None: there is none.
+    """
+
+    input_norm: Tensor | None
+    attention: HeadAttention
     output: Linear
     mlp_norm: Tensor | None
     mlp: Mlp | Experts
-    qk_norm: Tensor | None = None
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
-    sinks: Tensor | None = None
 
 
 class FusedDecoder:
@@ -283,14 +294,8 @@ class FusedDecoder:
                 if states is not None and index in states:
                     states[index].copy_(hidden)
                 normed = self._normed(hidden, layer.input_norm)
-                qkv = layer.qkv(normed)
-                qkv = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-                qk, v = qkv.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
-                if layer.qk_norm is not None:
-                    qk = self._qk_normed(qk, layer.qk_norm)
-                q, k = rotations[spec.layer_ropes[index]].apply(qk).tensor_split((spec.num_heads,), dim=1)
-                q = q if growth is None else (q * growth).to(q.dtype)
-                attended = attend(index, q, k, v, spec.attention_scale, layer.sinks)
+                rotation = rotations[spec.layer_ropes[index]]
+                attended = self._attended(index, layer.attention, normed, rotation, growth, attend)
                 update = layer.output(attended.flatten(1))
                 hidden.add_(self._normed(update, layer.output_norm), alpha=spec.residual_scale)
                 if not spec.parallel:
@@ -300,6 +305,19 @@ class FusedDecoder:
             if states is not None and spec.num_layers in states:
                 states[spec.num_layers].copy_(hidden)
             return self._normed(hidden, self._norm)
+
+    def _attended(
+        self, index: int, part: HeadAttention, x: Tensor, rotation: Rotation, growth: Tensor | None, attend: Attend
+    ) -> Tensor:
+        """[T, hidden_size], normed -> [T, heads, head_dim]; growth: of queries [T, 1, 1]."""
+        spec = self._decoder
+        qkv = part.qkv(x).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        qk, v = qkv.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
+        if part.qk_norm is not None:
+            qk = self._qk_normed(qk, part.qk_norm)
+        q, k = rotation.apply(qk).tensor_split((spec.num_heads,), dim=1)
+        q = q if growth is None else (q * growth).to(q.dtype)
+        return attend(index, q, k, v, spec.attention_scale, part.sinks)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Return the tokens' rows [T, hidden_size], before any scaling; a new tensor."""

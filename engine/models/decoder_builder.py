@@ -20,7 +20,7 @@ from engine.config import Quantize
 from engine.errors import CorruptWeights
 from engine.logs import get_logger
 from engine.models.base import CausalModel
-from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
+from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer
 from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, Mlp
 from engine.models.head_order import head_order, qkv_order
 from engine.quant.base import DenseLinear, Linear, dense, packs
@@ -304,10 +304,9 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
     input_norm, output_norm, mlp_norm, down_norm = (
         None if part is None else reader.norm(f"{name}.{part}", (hidden,), spec.norm_offset) for part in spec.norms
     )
-    qkv = [f"{attention}.{part}" for part in spec.qkv_rows], list(spec.qkv_rows.values())
     return Layer(
         input_norm=input_norm,
-        qkv=builder.linear(*reader.fused(*qkv, hidden, spec.qkv_bias, order=qkv_order(spec, index))),
+        attention=_head_attention(spec, reader, builder, attention, index),
         output=builder.linear(*reader.fused([f"{attention}.o_proj"], [hidden], spec.qkv_sizes[0], spec.output_bias)),
         mlp_norm=mlp_norm,
         mlp=(
@@ -315,10 +314,19 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
             if spec.experts is not None and spec.experts.layers[index]
             else _mlp(spec, f"{name}.mlp", spec.intermediate_size, reader, builder)
         ),
-        qk_norm=_qk_norm(spec, reader, attention, head_order(spec, index)),
-        sinks=reader.exact(f"{attention}.sinks", spec.num_heads) if spec.has_sinks else None,
         output_norm=output_norm,
         down_norm=down_norm,
+    )
+
+
+def _head_attention(
+    spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, name: str, index: int
+) -> HeadAttention:
+    qkv = [f"{name}.{part}" for part in spec.qkv_rows], list(spec.qkv_rows.values())
+    return HeadAttention(
+        qkv=builder.linear(*reader.fused(*qkv, spec.hidden_size, spec.qkv_bias, order=qkv_order(spec, index))),
+        qk_norm=_qk_norm(spec, reader, name, head_order(spec, index)),
+        sinks=reader.exact(f"{name}.sinks", spec.num_heads) if spec.has_sinks else None,
     )
 
 

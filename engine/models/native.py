@@ -149,7 +149,7 @@ class NativeDecoder:
         if self._embedding is not None:
             found[str(self._embedding.dtype).removeprefix("torch.")] += self._embedding.nbytes
         norms = [self._norm, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
-        sinks = [layer.sinks for layer in self._layers if layer.sinks is not None]
+        sinks = [layer.attention.sinks for layer in self._layers if layer.attention.sinks is not None]
         found["float32"] += sum(small.nbytes for small in (*norms, *sinks))
         return dict(found)
 
@@ -189,12 +189,12 @@ class NativeDecoder:
         layers = (LayerStruct * spec.num_layers)()
         for index, layer in enumerate(self._layers):
             struct = attention.storage.layer_struct(index)
-            struct.qkv, struct.output = _native(layer.qkv).struct, _native(layer.output).struct
+            struct.qkv, struct.output = _native(layer.attention.qkv).struct, _native(layer.output).struct
             if (mixture := self._experts[index]) is not None:
                 struct.experts = ctypes.pointer(mixture.struct)
             elif not isinstance(layer.mlp, Experts):
                 struct.gate_up, struct.down = _native(layer.mlp.gate_up).struct, _native(layer.mlp.down).struct
-            struct.sinks = None if layer.sinks is None else layer.sinks.data_ptr()
+            struct.sinks = None if layer.attention.sinks is None else layer.attention.sinks.data_ptr()
             for name, weight in zip(_NORMS, _norms(layer), strict=True):
                 setattr(struct, name, None if weight is None else weight.data_ptr())
             if spec.parallel:
@@ -309,11 +309,11 @@ class NativeBuilder:
 def _products(layer: Layer) -> tuple[Linear, ...]:
     """A layer's, but for those of experts."""
     mlp = () if isinstance(layer.mlp, Experts) else (layer.mlp.gate_up, layer.mlp.down)
-    return layer.qkv, layer.output, *mlp
+    return layer.attention.qkv, layer.output, *mlp
 
 
 def _norms(layer: Layer) -> tuple[Tensor | None, ...]:
-    return layer.input_norm, layer.mlp_norm, layer.qk_norm, layer.output_norm, layer.down_norm
+    return layer.input_norm, layer.mlp_norm, layer.attention.qk_norm, layer.output_norm, layer.down_norm
 
 
 def _native(linear: Linear) -> NativeLinear:

@@ -119,7 +119,9 @@ def test_the_fused_decoder_of_torchs_operators_is_quantized(
     plain, model = load(tiny_model(family)), load(tiny_model(family), TorchBuilder(quantize), dtype)
     torchs, _, most = KINDS[quantize]
     for layer in model._layers:
-        assert all(isinstance(part, torchs) for part in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down))
+        assert all(
+            isinstance(part, torchs) for part in (layer.attention.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+        )
     assert not isinstance(model._head, torchs)
     assert 0 < relative_error(logits(model), logits(plain)) < most + (0.04 if dtype == torch.bfloat16 else 0)
 

@@ -115,7 +115,7 @@ def test_inputs_are_quantized_as_the_checkpoint_asks(case: str, folder: Path, tm
     # Given W8A8, when it is loaded as it is
     model = inputs_quantized(compress(folder, tmp_path / "made", *CASES[case]), True)
     ours = load_model(tmp_path / "made", dtype=torch.float32, device=CPU)
-    assert all(isinstance(layer.qkv, QuantizedLinear) for layer in ours._layers)
+    assert all(isinstance(layer.attention.qkv, QuantizedLinear) for layer in ours._layers)
     # Then its products are the library's, which rounds inputs by a scale of 127.5, ours by 127
     ids = torch.arange(3, 40)
     with torch.inference_mode():

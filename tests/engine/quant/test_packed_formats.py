@@ -126,7 +126,7 @@ def test_products_with_the_small_form_are_those_of_the_dense_one(case: str, fold
     small = 0
     for ours, theirs in zip(packed._layers, dense._layers, strict=True):
         for linear, wanted in (
-            (ours.qkv, theirs.qkv), (ours.output, theirs.output),
+            (ours.attention.qkv, theirs.attention.qkv), (ours.output, theirs.output),
             (ours.mlp.gate_up, theirs.mlp.gate_up), (ours.mlp.down, theirs.mlp.down),
         ):  # fmt: skip
             x = torch.randn(5, linear.in_features)

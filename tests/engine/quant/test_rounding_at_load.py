@@ -76,7 +76,7 @@ def test_a_model_of_transformers_code_computes_with_rounded_layers(
 def test_rounded_weights_are_small(tiny_model: Callable[[str], Path]) -> None:
     model: Any = load_model(tiny_model("llama"), dtype=torch.float32, device=CPU, builder=TorchBuilder("int4"))
     for layer in model._layers:
-        for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down):
+        for linear in (layer.attention.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down):
             assert isinstance(linear, QuantizedLinear)
             assert linear.weight.form == "int4"
             assert linear.num_bytes <= 0.75 * linear.in_features * linear.out_features
