@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.attention import AttentionBackend, KVLayout, log_choice, make_backend, supports_fp8_cache
 from engine.config import EngineConfig, KVDType, SpeculationConfig
-from engine.errors import EngineError, RequestRefused, UnsupportedModel
+from engine.errors import EngineError, RequestRefused
 from engine.logs import get_logger
 from engine.models.base import CausalModel, ModelSpec, RoutedModel, WeighedModel
 from engine.models.decoder_builder import DecoderBuilder, TorchBuilder
@@ -251,11 +251,7 @@ class Engine:
         load = partial(load_model, dtype=dtype, device=device, builder=builder, own_models=config.own_models)
         model = load(path, max_positions=config.max_model_len)
         spec = model.spec
-        limit = spec.max_position
-        if config.max_model_len is not None:
-            if config.max_model_len > limit:
-                raise UnsupportedModel(f"max_model_len {config.max_model_len} is beyond the model's context of {limit}")
-            limit = config.max_model_len
+        limit = spec.context(config.max_model_len)
         kv_dtype = _cache_dtype(config, config_kv_dtype(path), native is not None, device)
         draft = load_draft(config.speculation, spec, limit, load)
         head = load_eagle(config.speculation, model, limit, device)

@@ -92,6 +92,19 @@ _ERNIE_MOE = {
     "moe_layer_start_index": 1,
     "tie_word_embeddings": False,
 }
+_LLAMA4 = {
+    **_LLAMA3,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_layers": [1, 2],
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 128,
+    "floor_scale": 8,
+    "attn_scale": 0.5,
+}
 _GPT_OSS = {
     "num_local_experts": 6,
     "num_experts_per_tok": 3,
@@ -150,13 +163,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4MoeConfig", _GLM),
     "glm4-moe-grouped": ("Glm4MoeConfig", {**_GLM, "n_group": 3, "topk_group": 2, "head_dim": 16, "use_qk_norm": True}),
     "gpt-oss": ("GptOssConfig", _GPT_OSS),
+    "llama4": ("Llama4TextConfig", _LLAMA4),
+    "llama4-plain": (
+        "Llama4TextConfig",
+        {**_LLAMA4, "attn_temperature_tuning": False, "use_qk_norm": False, "num_experts_per_tok": 2},
+    ),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
 }
 """Family -> its transformers config class and what differs from the common shape."""
 
 MIXTURES = (
     "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe",
-    "glm4-moe-grouped", "gpt-oss",
+    "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-plain",
 )  # fmt: skip
 """Families with experts that the fused decoder computes."""
 

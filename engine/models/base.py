@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from engine.errors import UnsupportedModel
+
 
 class Attend(Protocol):
     """Attention of a step, as models call it."""
@@ -36,6 +38,8 @@ class ModelSpec:
     Attributes:
         architecture: the family's name as its config gives it.
         max_position: context length of the model, tokens.
+        context_limit: the setting of the model that limits `max_position`, because longer contexts would be computed
+            otherwise than here; None: nothing does.
         windows: per layer, the sliding window in tokens (a query sees itself and window - 1 before it), or None.
         eos_token_ids: the tokens that end an answer (config and generation_config together).
         num_active_parameters: that a token is computed with; None: all of them, or it is not known.
@@ -60,6 +64,20 @@ class ModelSpec:
     rope_original_max: int | None = None
     generates: bool = True
     has_sinks: bool = False
+    context_limit: str | None = None
+
+    def context(self, max_model_len: int | None) -> int:
+        """The longest sequence, in tokens, where the configured one is `max_model_len`.
+
+        Raises:
+            UnsupportedModel: the model's is shorter.
+        """
+        if max_model_len is not None and max_model_len > self.max_position:
+            limit = "" if self.context_limit is None else f" ({self.context_limit}: more is not supported)"
+            raise UnsupportedModel(
+                f"max_model_len {max_model_len} is beyond the model's context of {self.max_position}{limit}"
+            )
+        return self.max_position if max_model_len is None else max_model_len
 
 
 class CausalModel(Protocol):

@@ -27,26 +27,13 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """The kernels compute with the same constants (csrc/linear.h)."""
 
-QkNorm = Literal["head", "heads", "projection"]
+QkNorm = Literal["head", "heads", "projection", "unit"]
 """Norms of q and k before they are rotated: of each head, with one weight for all heads of q and one for those of k, or
-with a weight for each head; or of all heads together."""
+with a weight for each head; or of all heads together; or of each head without a weight, in layers with positions."""
 
 NormNames = tuple[str | None, str | None, str | None, str | None]
 """A layer's norms in checkpoints: of the input and the output of attention, and of the input and the output of the MLP.
 None: there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueryGrowth:
-    """Queries at position p are multiplied by 1 + beta * log(1 + floor(p / original_max)) (Llama 4's attention
-    temperature)."""
-
-    beta: float
-    original_max: int
-
-    def factors(self, positions: Tensor) -> Tensor:
-        """float32 [T] of int64 positions [T]."""
-        return 1 + self.beta * torch.log1p((positions // self.original_max).float())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,13 +57,12 @@ class DecoderSpec:
         embedding_scale: factor of the embeddings, rounded to the weights' dtype.
         residual_scale: factor of what joins the residual.
         attention_scale: factor of q k^T.
-        query_growth: growth of queries with their position; None: none.
         logits_scale: factor of the logits, above 0.
         final_softcap: logits become cap * tanh(logits / cap).
         tied: the head is the embedding.
         headless: the checkpoint has no head; the model returns hidden states only.
         ropes, layer_ropes: the kinds of rotation, and each layer's index among them.
-        windows, eos_token_ids, max_position: as in `ModelSpec`.
+        windows, eos_token_ids, max_position, context_limit: as in `ModelSpec`.
         weight_prefixes: prefixes of the decoder's tensors in checkpoints of this family ("model."), by preference.
         ignored_weights: prefixes of tensors that are not needed (an image encoder).
     """
@@ -113,12 +99,12 @@ class DecoderSpec:
     layer_norm: bool = False
     parallel: bool = False
     embedding_scale: float | None = None
-    query_growth: QueryGrowth | None = None
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     final_softcap: float | None = None
     weight_prefixes: tuple[str, ...] = ("model.",)
     ignored_weights: tuple[str, ...] = ()
+    context_limit: str | None = None
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -142,7 +128,7 @@ class DecoderSpec:
         q, k, v = self.qkv_sizes
         layer = h * (q + k + v) + q * h + sum(name is not None for name in self.norms) * h
         layer += (q + k + v) * self.qkv_bias + h * self.output_bias + self.num_heads * self.has_sinks
-        if self.qk_norm is not None:
+        if self.qk_norm not in (None, "unit"):
             layer += 2 * self.head_dim if self.qk_norm == "head" else q + k
         mixtures, mixture = 0, 0
         if (experts := self.experts) is not None:
@@ -164,6 +150,7 @@ class DecoderSpec:
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             max_position=self.max_position,
+            context_limit=self.context_limit,
             windows=self.windows,
             eos_token_ids=self.eos_token_ids,
             num_parameters=self.num_parameters(),
@@ -289,13 +276,15 @@ class FusedDecoder:
             if self._embedding_scale is not None:
                 hidden *= self._embedding_scale
             rotations = [rope.lookup(positions, rope_lengths) for rope in self._ropes]
-            growth = None if spec.query_growth is None else spec.query_growth.factors(positions)[:, None, None]
+            growths = [
+                None if rope.growth is None else rope.growth.factors(positions)[:, None, None] for rope in spec.ropes
+            ]
             for index, layer in enumerate(self._layers):
                 if states is not None and index in states:
                     states[index].copy_(hidden)
                 normed = self._normed(hidden, layer.input_norm)
-                rotation = rotations[spec.layer_ropes[index]]
-                attended = self._attended(index, layer.attention, normed, rotation, growth, attend)
+                rope = spec.layer_ropes[index]
+                attended = self._attended(index, layer.attention, normed, rotations[rope], growths[rope], attend)
                 update = layer.output(attended.flatten(1))
                 hidden.add_(self._normed(update, layer.output_norm), alpha=spec.residual_scale)
                 if not spec.parallel:
@@ -346,7 +335,11 @@ class FusedDecoder:
             rows = ExpertRows.of(chosen, spec.num_experts)
         else:
             rows = ExpertRows.of_held(chosen, mlp.index, spec.num_held)
-        inner = self._gated(mlp.gate_up(rows.take(x, spec.top_k), rows.ends))
+        inputs = rows.take(x, spec.top_k)
+        if spec.scales_inputs:
+            inputs *= weights.flatten().index_select(0, rows.order)[:, None].to(x.dtype)
+            weights = torch.ones_like(weights)
+        inner = self._gated(mlp.gate_up(inputs, rows.ends))
         total = weighted_sum(rows.restore(mlp.down(inner, rows.ends), len(x), spec.top_k), weights)
         if mlp.shared is not None:
             shared = self._mlp(mlp.shared, x)

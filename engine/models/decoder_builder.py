@@ -49,7 +49,9 @@ _MIXTURES = (
     _MixtureNames("block_sparse_moe", "block_sparse_moe.gate", ("w1", "w3", "w2")),
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router.layer"),
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router"),
+    _MixtureNames("feed_forward", "feed_forward.router"),
 )
+_MLPS = ("mlp", "feed_forward")
 
 _PACKED_HEAD_BYTES = 128 << 20
 """A tied head is packed as a second copy only up to this size: small models gain 10 to 60 % on their largest product,
@@ -304,6 +306,7 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
     input_norm, output_norm, mlp_norm, down_norm = (
         None if part is None else reader.norm(f"{name}.{part}", (hidden,), spec.norm_offset) for part in spec.norms
     )
+    mlp = next((part for part in _MLPS if reader.has(f"{name}.{part}.down_proj.weight")), _MLPS[0])
     return Layer(
         input_norm=input_norm,
         attention=_head_attention(spec, reader, builder, attention, index),
@@ -312,7 +315,7 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
         mlp=(
             _experts(spec, spec.experts, reader, builder, name, index)
             if spec.experts is not None and spec.experts.layers[index]
-            else _mlp(spec, f"{name}.mlp", spec.intermediate_size, reader, builder)
+            else _mlp(spec, f"{name}.{mlp}", spec.intermediate_size, reader, builder)
         ),
         output_norm=output_norm,
         down_norm=down_norm,
@@ -325,15 +328,19 @@ def _head_attention(
     qkv = [f"{name}.{part}" for part in spec.qkv_rows], list(spec.qkv_rows.values())
     return HeadAttention(
         qkv=builder.linear(*reader.fused(*qkv, spec.hidden_size, spec.qkv_bias, order=qkv_order(spec, index))),
-        qk_norm=_qk_norm(spec, reader, name, head_order(spec, index)),
+        qk_norm=_qk_norm(spec, reader, name, index),
         sinks=reader.exact(f"{name}.sinks", spec.num_heads) if spec.has_sinks else None,
     )
 
 
-def _qk_norm(spec: DecoderSpec, reader: WeightReader, name: str, order: Tensor | None) -> Tensor | None:
-    """Read the norms of q and k, for each head [heads + kv_heads, head_dim]."""
+def _qk_norm(spec: DecoderSpec, reader: WeightReader, name: str, layer: int) -> Tensor | None:
+    """Read the norms of q and k of a layer, for each head [heads + kv_heads, head_dim]."""
     if spec.qk_norm is None:
         return None
+    if spec.qk_norm == "unit":
+        positions = len(spec.ropes[spec.layer_ropes[layer]].inverse_frequencies) > 0
+        heads = spec.num_heads + spec.num_kv_heads
+        return torch.ones(heads, spec.head_dim, device=reader.device) if positions else None
     parts = []
     for part, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
         shapes = {
@@ -341,7 +348,7 @@ def _qk_norm(spec: DecoderSpec, reader: WeightReader, name: str, order: Tensor |
         }  # fmt: skip
         weight = reader.norm(f"{name}.{part}", shapes[spec.qk_norm], spec.norm_offset)
         parts.append(weight.view(-1, spec.head_dim).expand(heads, -1))
-    whole = torch.cat(parts)
+    whole, order = torch.cat(parts), head_order(spec, layer)
     return whole if order is None else whole[:, order.to(whole.device)].contiguous()
 
 

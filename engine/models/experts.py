@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.checkpoints.stacked_experts import StackLayout
 from engine.quant.base import Linear
 
 _TINY = 1e-20
@@ -37,9 +38,10 @@ class ExpertSpec:
         num_groups, top_groups: experts are chosen from the `top_groups` groups of neighbours (of `num_groups` equal
             ones) whose two best scores have the largest sum (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
         scale: factor of the weights.
+        scales_inputs: the weights are factors of what the experts read, not of their results (Llama 4).
         has_correction: a bias is added to the scores for choosing, not to the weights (DeepSeek-V3, equation 16).
         has_bias: the router's product has a bias, and each expert's products have.
-        interleaved: checkpoints store experts as gpt-oss does, see `engine.checkpoints.interleaved_experts`.
+        stack_layout: of checkpoints that store all experts of a layer as one tensor.
         shared_size: intermediate size of the MLP that computes every token besides; 0: there is none.
         has_shared_gate: its output is multiplied by the sigmoid of a product with the token.
         held: per layer, the experts whose weights this process holds, equally many in each; None: all.
@@ -54,9 +56,10 @@ class ExpertSpec:
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    scales_inputs: bool = False
     has_correction: bool = False
     has_bias: bool = False
-    interleaved: bool = False
+    stack_layout: StackLayout = "rows"
     shared_size: int = 0
     has_shared_gate: bool = False
     held: tuple[tuple[int, ...], ...] | None = None

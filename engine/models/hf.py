@@ -259,7 +259,10 @@ def check_supported(config: Any) -> None:
 
     if config.is_encoder_decoder:
         refuse("it is an encoder-decoder")
-    if config.get_text_config() is not config:
+    text = config.get_text_config()
+    if differing := sorted(getattr(text, "per_layer_attributes", None) or ()):  # the cache has one shape
+        refuse(f"its layers differ in {' and '.join(differing)}")
+    if text is not config:
         refuse("it takes more than text")
     try:
         model_class = AutoModelForCausalLM._model_mapping[type(config)]

@@ -25,7 +25,6 @@ from engine.checkpoints.config import (
     quantization_settings,
     usable,
 )
-from engine.checkpoints.interleaved_experts import InterleavedExperts
 from engine.checkpoints.stacked_experts import StackedExperts
 from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
 from engine.models.base import CausalModel, ModelSpec
@@ -274,14 +273,14 @@ def _existing(path: str | Path) -> Path:
 
 def _folder_weights(path: Path, decoder: DecoderSpec | None) -> WeightSource:
     experts = None if decoder is None else decoder.experts
-    if experts is not None and experts.interleaved:
-        settings = quantization_settings(path)
-        if settings is None or settings.get("quant_method") == "mxfp4":
-            return InterleavedExperts(SafetensorsCheckpoint(path), experts.num_experts)
-    weights = folder_weights(path)
-    if experts is None or not isinstance(weights, SafetensorsCheckpoint):
+    if experts is None:
+        return folder_weights(path)
+    settings = quantization_settings(path) if experts.stack_layout == "interleaved" else None
+    mxfp4 = settings is not None and settings.get("quant_method") == "mxfp4"
+    weights = SafetensorsCheckpoint(path) if mxfp4 else folder_weights(path)
+    if not isinstance(weights, SafetensorsCheckpoint):
         return weights
-    return StackedExperts(weights, experts.num_experts)
+    return StackedExperts(weights, experts.num_experts, experts.stack_layout)
 
 
 def _open(path: Path, *, own_models: bool = True) -> tuple[Any, DecoderSpec | None, WeightSource | None]:

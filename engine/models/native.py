@@ -96,9 +96,8 @@ class NativeDecoder:
             raise EngineError("a native decoder computes with native attention only; load the model for another one")
         bound = self._bind(attend.backend, len(input_ids))
         rotations = [rope.rows(positions, rope_lengths) for rope in self._ropes]
-        growth = self._decoder.query_growth
-        factors = None if growth is None else growth.factors(positions)
-        pointers = (ctypes.c_void_p * len(rotations))(*(rows.data_ptr() for rows in rotations))
+        growths = [None if rope.growth is None else rope.growth.factors(positions) for rope in self._decoder.ropes]
+        pointers, factors = _pointers(rotations), _pointers(growths)
         hidden = torch.empty(len(input_ids), self._decoder.hidden_size, dtype=self._spec.dtype)
         states = torch.empty(len(input_ids), len(layers), self._decoder.hidden_size, dtype=self._spec.dtype)
         state_layers = (ctypes.c_int32 * len(layers))(*layers)
@@ -106,7 +105,7 @@ class NativeDecoder:
         wanted = attend.prepared.wanted
         step = StepStruct(
             len(ids), len(attend.backend.storage.layout.groups), ids.data_ptr(), attend.prepared.tasks.groups,
-            pointers, None if factors is None else factors.data_ptr(), hidden.data_ptr(),
+            pointers, factors, hidden.data_ptr(),
             None if wanted is None else wanted.ctypes.data,
             -1 if wanted is None else len(wanted), len(layers), ctypes.addressof(state_layers), states.data_ptr(),
         )  # fmt: skip
@@ -172,10 +171,6 @@ class NativeDecoder:
         if bound is None or bound.attention is not attention or bound.space.max_tokens < tokens:
             self._bound = bound = self._make(attention, max(tokens, 64))
         return bound
-
-    def reserve(self, attention: NativeAttention, tokens: int) -> None:
-        """Allocate buffers for steps of so many tokens, before the first one."""
-        self._bind(attention, tokens)
 
     def _make(self, attention: NativeAttention, tokens: int) -> _Bound:
         spec, cache = self._decoder, attention.storage.shape
@@ -304,6 +299,10 @@ class NativeBuilder:
             if table.int8_is_faster(*weight.shape):
                 return ElementKind.I8
         return KIND_OF[weight.dtype]
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
 
 
 def _products(layer: Layer) -> tuple[Linear, ...]:

@@ -43,7 +43,8 @@ class NativeExperts:
         self._correction = None if mlp.correction is None else mlp.correction.contiguous()
         self.struct = ExpertsStruct(
             spec.num_experts, spec.top_k, Scoring[spec.scoring.upper()], spec.renormalize, spec.num_groups,
-            spec.top_groups, mlp.shared is not None, mlp.shared_gate is not None, spec.scale, 0, self._gate_up,
+            spec.top_groups, mlp.shared is not None, mlp.shared_gate is not None, spec.scale,
+            spec.scales_inputs, self._gate_up,
             self._down, router.struct, None if self._correction is None else self._correction.data_ptr(),
             self.rows.data_ptr(),
         )  # fmt: skip

@@ -50,9 +50,23 @@ class LongFrequencies:
     original_max: int
 
 
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor((p + shift) / original_max)) (Nakanishi 2025,
+    Scalable-Softmax, as Llama 4 and Ministral 3 approximate it)."""
+
+    beta: float
+    original_max: int
+    shift: int = 0
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """float32 [T] of int64 positions [T]."""
+        return 1 + self.beta * torch.log1p(((positions + self.shift) // self.original_max).float())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeSpec:
-    """How one kind of layer is rotated.
+    """How one kind of layer encodes positions.
 
     Attributes:
         kind: the scaling's name.
@@ -61,6 +75,7 @@ class RopeSpec:
         dynamic: set when frequencies depend on the sequence's length.
         passing: pairs behind the rotated ones that stay as they are; head_dim / 2 pairs in all.
         long: set when longer contexts have frequencies of their own.
+        growth: of queries with their position.
     """
 
     kind: str
@@ -69,6 +84,7 @@ class RopeSpec:
     dynamic: DynamicScaling | None = None
     passing: int = 0
     long: LongFrequencies | None = None
+    growth: QueryGrowth | None = None
 
 
 class Rotation(NamedTuple):
@@ -82,9 +98,9 @@ class Rotation(NamedTuple):
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
 
 
-def no_rope(head_dim: int) -> RopeSpec:
+def no_rope(head_dim: int, growth: QueryGrowth | None = None) -> RopeSpec:
     """Layers without positions (NoPE, Kazemnejad et al. 2023)."""
-    return RopeSpec("none", torch.empty(0), passing=head_dim // 2)
+    return RopeSpec("none", torch.empty(0), passing=head_dim // 2, growth=growth)
 
 
 def rope_spec(

@@ -72,7 +72,7 @@ class ExpertsStruct(ctypes.Structure):
     _fields_ = (
         ("num_experts", c_int32), ("top_k", c_int32), ("scoring", c_int32), ("renormalize", c_int32),
         ("num_groups", c_int32), ("top_groups", c_int32), ("shared", c_int32), ("shared_gate", c_int32),
-        ("scale", c_float), ("unused", c_int32),
+        ("scale", c_float), ("scales_inputs", c_int32),
         ("gate_up", POINTER(LinearStruct)), ("down", POINTER(LinearStruct)), ("router", LinearStruct),
         ("correction", c_void_p), ("counts", c_void_p),
     )  # fmt: skip
@@ -129,8 +129,8 @@ class AttentionGroup(ctypes.Structure):
 class StepStruct(ctypes.Structure):
     _fields_ = (
         ("tokens", c_int32), ("num_groups", c_int32), ("token_ids", c_void_p), ("groups", c_void_p),
-        ("rotations", POINTER(c_void_p)), ("query_factors", c_void_p), ("hidden", c_void_p), ("wanted", c_void_p),
-        ("num_wanted", c_int32),
+        ("rotations", POINTER(c_void_p)), ("query_factors", POINTER(c_void_p)), ("hidden", c_void_p),
+        ("wanted", c_void_p), ("num_wanted", c_int32),
         ("num_states", c_int32), ("state_layers", c_void_p), ("states", c_void_p),
     )  # fmt: skip
 

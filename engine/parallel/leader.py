@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.attention import AttentionBackend, AttentionBatch, AttentionStep, KVLayout, make_backend
 from engine.attention.native import NativeAttention
 from engine.config import CacheConfig, EngineConfig
-from engine.errors import EngineError, OutOfMemory, UnsupportedModel
+from engine.errors import EngineError, OutOfMemory
 from engine.logs import get_logger
 from engine.models.base import Attend, ModelSpec
 from engine.parallel.decoder import RankDecoder
@@ -232,9 +232,7 @@ def load_parallel(
 def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: RankGroupProcesses) -> ParallelModel:
     own, loaded = _load_shares(path, config, dtype, rank_group)
     spec = own.spec
-    limit = config.max_model_len or spec.max_position
-    if limit > spec.max_position:
-        raise UnsupportedModel(f"max_model_len {limit} is beyond the model's context of {spec.max_position}")
+    limit = spec.context(config.max_model_len)
     cache = config.cache
     if rank_group.group.device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
         cache = _left_by(_measured(own, config, rank_group), cache)

@@ -25,7 +25,9 @@ from engine.quant.weight import QWeight
 from engine.quant.writing import FILE_BYTES, CheckpointWriter, Scheme, module_tensors
 
 _EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
-_ROUTER = re.compile(r"\.(?:mlp|block_sparse_moe)\.(?:gate|router(?:\.layer)?|shared_expert_gate)\.weight$")
+_ROUTER = re.compile(
+    r"\.(?:mlp|feed_forward|block_sparse_moe)\.(?:gate|router(?:\.layer)?|shared_expert_gate)\.weight$"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from engine.errors import UnsupportedModel
-from engine.models.decoder import DecoderSpec, NormNames, QueryGrowth
-from engine.models.families.description import decoder_spec, head_dim_of, layer_windows
+from engine.models.decoder import DecoderSpec, NormNames
+from engine.models.families.description import decoder_spec, head_dim_of, layer_windows, query_growth
 from engine.models.rope import rope_spec
 
 _NORMS_BEFORE: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -43,26 +43,10 @@ def ministral3(config: Any) -> DecoderSpec:
     parameters = config.rope_parameters
     beta = parameters.get("llama_4_scaling_beta")
     rope = rope_spec(config, config.head_dim, ignored=("llama_4_scaling_beta", "max_position_embeddings"))
-    return decoder_spec(
-        config,
-        ropes=(rope,),
-        windows=(config.sliding_window,) * config.num_hidden_layers,
-        query_growth=None if beta is None else _query_growth(beta, parameters["original_max_position_embeddings"]),
-    )
-
-
-_MAX_BETA = 1000
-"""Far above any model's; queries that grow much faster overflow."""
-
-
-def _query_growth(beta: float, original_max: int) -> QueryGrowth:
-    if not 0 <= beta <= _MAX_BETA:
-        raise UnsupportedModel(f"llama_4_scaling_beta is {beta}, but must be from 0 to {_MAX_BETA}")
-    if not 1 <= original_max < 1 << 31:
-        raise UnsupportedModel(
-            f"original_max_position_embeddings is {original_max}, but must be 1 or more, and below 2^31"
-        )
-    return QueryGrowth(float(beta), original_max)
+    if beta is not None:
+        names = "llama_4_scaling_beta", "original_max_position_embeddings"
+        rope = replace(rope, growth=query_growth(beta, parameters[names[1]], names))
+    return decoder_spec(config, ropes=(rope,), windows=(config.sliding_window,) * config.num_hidden_layers)
 
 
 def seed_oss(config: Any) -> DecoderSpec:

@@ -12,10 +12,13 @@ from typing import Any
 from engine.checkpoints.config import end_tokens
 from engine.errors import UnsupportedModel
 from engine.models.decoder import Activation, DecoderSpec
-from engine.models.rope import RopeSpec, context_length, no_rope, rope_spec
+from engine.models.rope import QueryGrowth, RopeSpec, context_length, no_rope, rope_spec
 
 _MAX_POSITIONS = 1 << 31
 """Kernels count positions in 32 bits."""
+
+_MAX_BETA = 1000
+"""Far above any model's; queries that grow much faster overflow."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -63,18 +66,20 @@ def decoder_spec(
     *,
     activation: str | None = None,
     reads: Sequence[str] = (),
+    layer_kinds: Sequence[str] = ("full_attention", "sliding_attention"),
     partial_rotary: bool = False,
     rotated: Sequence[bool] | None = None,
+    unrotated_growth: QueryGrowth | None = None,
     **differences: Any,
 ) -> DecoderSpec:
     """Return a Llama-like decoder with `differences`; refuses settings that no family function has read.
 
     Args:
-        reads: keys of `_OFF` that this family's function reads.
+        reads: keys of `_OFF` that this family's function reads.  layer_kinds: the `layer_types` that it reads.
         partial_rotary: its heads may be rotated in part.
-        rotated: which layers have positions; None: all.
+        rotated: which layers have positions; None: all.  unrotated_growth: of the others.
     """
-    _refuse_unread(config, differences, reads)
+    _refuse_unread(config, differences, reads, layer_kinds)
     activation = activation or config.hidden_act
     if activation not in _ACTIVATIONS:
         raise UnsupportedModel(f"activation {activation!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
@@ -91,9 +96,10 @@ def decoder_spec(
         "attention_scale": head_dim**-0.5,
         "tied": bool(getattr(config, "tie_word_embeddings", False)),  # text halves leave it to the whole
         "norm_eps": getattr(config, "rms_norm_eps", None),
+        "intermediate_size": config.intermediate_size,
     } | differences
     if rotated is not None and not all(rotated):
-        ropes = (*ropes, no_rope(head_dim))
+        ropes = (*ropes, no_rope(head_dim, unrotated_growth))
         fields["layer_ropes"] = tuple(0 if rotates else len(ropes) - 1 for rotates in rotated)
     _check_numbers(fields)
     for rope in ropes:
@@ -112,7 +118,6 @@ def decoder_spec(
         architecture=(config.architectures or [config.model_type])[0],
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -138,11 +143,22 @@ def _check_numbers(fields: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"the config gives a {name.replace('_', ' ')} of {scale}, but it must be above 0")
 
 
+def query_growth(beta: float, original_max: int, names: tuple[str, str], shift: int = 0) -> QueryGrowth:
+    """`QueryGrowth` of a config whose keys of the two numbers are `names`."""
+    if not 0 <= beta <= _MAX_BETA:
+        raise UnsupportedModel(f"{names[0]} is {beta}, but must be from 0 to {_MAX_BETA}")
+    if not 1 <= original_max < _MAX_POSITIONS:
+        raise UnsupportedModel(f"{names[1]} is {original_max}, but must be 1 or more, and below 2^31")
+    return QueryGrowth(float(beta), original_max, shift)
+
+
 def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
-def _refuse_unread(config: Any, differences: Mapping[str, Any], reads: Sequence[str]) -> None:
+def _refuse_unread(
+    config: Any, differences: Mapping[str, Any], reads: Sequence[str], layer_kinds: Sequence[str]
+) -> None:
     reads = (*reads, *(_EXPERT_COUNTS if "experts" in differences else ()))
     for key, neutral in _OFF.items():
         value = None if key in reads else getattr(config, key, None)
@@ -151,7 +167,7 @@ def _refuse_unread(config: Any, differences: Mapping[str, Any], reads: Sequence[
     if getattr(config, "final_logit_softcapping", None) is not None and "final_softcap" not in differences:
         raise UnsupportedModel(f"final_logit_softcapping is not supported for {config.model_type} models")
     layer_types = set(getattr(config, "layer_types", None) or ())
-    if unknown := sorted(layer_types - {"full_attention", "sliding_attention"}):
+    if unknown := sorted(layer_types.difference(layer_kinds)):
         raise UnsupportedModel(f"layers of type {unknown[0]!r} are not supported for {config.model_type} models")
     if "sliding_attention" in layer_types and "windows" not in differences:
         raise UnsupportedModel(f"sliding layer_types are not supported for {config.model_type} models")

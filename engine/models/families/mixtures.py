@@ -10,7 +10,7 @@ from engine.errors import UnsupportedModel
 from engine.models.decoder import SWIGLU_ALPHA, SWIGLU_LIMIT, DecoderSpec
 from engine.models.experts import ExpertSpec
 from engine.models.families.dense import granite
-from engine.models.families.description import decoder_spec, layer_windows
+from engine.models.families.description import decoder_spec, layer_windows, query_growth
 
 _MOST_EXPERTS = 4096
 
@@ -121,7 +121,12 @@ def gpt_oss(config: Any) -> DecoderSpec:
     bias = bool(config.attention_bias)
     # The softmax of the chosen logits is that of all of them, renormalized.
     experts = _experts(
-        config, "num_local_experts", config.intermediate_size, renormalize=True, has_bias=True, interleaved=True
+        config,
+        "num_local_experts",
+        config.intermediate_size,
+        renormalize=True,
+        has_bias=True,
+        stack_layout="interleaved",
     )
     return replace(
         decoder_spec(
@@ -134,6 +139,53 @@ def gpt_oss(config: Any) -> DecoderSpec:
         ),
         activation="clamped_swiglu",
     )
+
+
+def llama4(config: Any) -> DecoderSpec:
+    """Llama 4 (Meta, 2025), its text: one expert reads a token times its score, beside a shared one; every fourth layer
+    has no positions, and queries that grow. The other layers attend in chunks of tokens, which contexts up to one chunk
+    don't tell from attending to all; longer ones are refused."""
+    layers = range(config.num_hidden_layers)
+    rotated = [bool(rotates) for rotates in config.no_rope_layers[: len(layers)]]
+    if not set(config.moe_layers).issubset(layers):
+        raise UnsupportedModel(f"moe_layers is {config.moe_layers}, but there are {len(layers)} layers")
+    bias = bool(config.attention_bias)
+    names = "attn_scale", "floor_scale"
+    tuned = config.attn_temperature_tuning
+    spec = decoder_spec(
+        config,
+        reads=(
+            "attention_chunk_size",
+            "attn_temperature_tuning",
+            "no_rope_layers",
+            "no_rope_layer_interval",
+            "use_qk_norm",
+        ),
+        layer_kinds=("full_attention", "chunked_attention"),
+        intermediate_size=config.intermediate_size_mlp,
+        rotated=rotated,
+        unrotated_growth=query_growth(config.attn_scale, config.floor_scale, names, shift=1) if tuned else None,
+        interleaved_rope=True,
+        qk_norm="unit" if config.use_qk_norm else None,
+        qkv_bias=bias,
+        output_bias=bias,
+        experts=_experts(
+            config,
+            "num_local_experts",
+            config.intermediate_size,
+            layers=tuple(index in config.moe_layers for index in layers),
+            scoring="sigmoid",
+            scales_inputs=True,
+            stack_layout="columns",
+            shared_size=config.intermediate_size,
+        ),
+    )
+    chunk = config.attention_chunk_size
+    if "chunked_attention" not in config.layer_types or chunk >= spec.max_position:
+        return spec
+    if chunk < 1:
+        raise UnsupportedModel(f"attention_chunk_size is {chunk}, but must be 1 or more")
+    return replace(spec, max_position=chunk, context_limit=f"attention_chunk_size={chunk}")
 
 
 def glm4_moe(config: Any) -> DecoderSpec:

@@ -39,6 +39,7 @@ _FAMILIES: Mapping[str, Family] = {
     "internlm3": dense.llama,
     "iquestcoder": dense.llama,
     "llama": dense.llama,
+    "llama4_text": mixtures.llama4,
     "ministral": dense.ministral,
     "ministral3": dense.ministral3,
     "mistral": dense.mistral,
@@ -61,6 +62,7 @@ _FAMILIES: Mapping[str, Family] = {
 _VISUAL = ("model.visual.", "visual.")
 IMAGE_MODELS: Mapping[str, tuple[str, ...]] = {
     "internvl": dense.IMAGE_WEIGHTS,
+    "llama4": ("vision_model.", "multi_modal_projector."),
     "llava": dense.IMAGE_WEIGHTS,
     "mistral3": dense.IMAGE_WEIGHTS,
     "qwen2_5_vl": _VISUAL,

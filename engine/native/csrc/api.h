@@ -44,7 +44,7 @@ struct Experts {
     int32_t num_groups, top_groups;    // only experts of a token's best groups are chosen; fewer than all, or no matter
     int32_t shared, shared_gate;       // 1: there is one more expert, for all tokens; its factor is a sigmoid
     float scale;                       // of the factors
-    int32_t unused;
+    int32_t scales_inputs;             // 1: the factors are those of what the experts read, not of their results
     const Linear *gate_up, *down;      // [num_experts + shared]; those that are chosen have one shape
     Linear router;                     // KIND_F32, a column for each expert, and one for the shared one's gate
     const float* correction;           // or null; [num_experts], added to the scores for choosing only
@@ -116,7 +116,7 @@ struct Step {
     const int64_t* token_ids;
     const AttentionGroup* groups;
     const float* const* rotations;  // per rope kind [tokens][head_dim]: cosines, then sines, of half a head
-    const float* query_factors;     // [tokens], of rotated queries; or null: 1
+    const float* const* query_factors;  // per rope kind [tokens], of rotated queries; or null: 1
     void* hidden;                   // out: [tokens][hidden] in the activations' kind, after the last norm
     const int32_t* wanted;          // tokens, ascending, whose row of `hidden` is wanted; others are left as they are
     int32_t num_wanted;             // -1: all

@@ -156,7 +156,7 @@ struct Decoder {
         const CacheShape& cache = shape.cache;
         const int dim = cache.head_dim, half = dim / 2, heads = shape.heads, rotated = heads + cache.kv_heads;
         const AttentionGroup& group = step.groups[layer.group];
-        const float* rotation = step.rotations[layer.rope];
+        const float *rotation = step.rotations[layer.rope], *factors = step.query_factors[layer.rope];
         me.share_rows(tokens, 4, [&](int first, int last) {
             for (int t = first; t < last; t++) {
                 float* x = space.qkv + t * space.qkv_stride;
@@ -172,8 +172,8 @@ struct Decoder {
                     if (layer.qk_norm && !joint) norm_row(head, layer.qk_norm + h * dim, dim, shape.eps, centred, head);
                     rotate_head(head, cosine, half);
                     if (h < heads) {
-                        if (step.query_factors)
-                            for (int i = 0; i < dim; i++) head[i] *= step.query_factors[t];
+                        if (factors)
+                            for (int i = 0; i < dim; i++) head[i] *= factors[t];
                         const int64_t to = (int64_t(t) * heads + h) * dim;
                         write_operand(shape.activations, head, dim,
                                       shape.activations == KIND_F32 ? space.query + to

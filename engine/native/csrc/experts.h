@@ -153,6 +153,12 @@ struct ExpertLayer {
                 const int row = space.sorted[at];
                 const Linear& w = experts.gate_up[space.chosen[row]];
                 const float* x = in_order(w, space.update + row / ranks() * space.hidden_stride, (float*)scratch(me));
+                if (experts.scales_inputs && row % ranks() < experts.top_k) {
+                    float* line = (float*)scratch(me);
+                    for (int i = 0; i < w.k; i++) line[i] = x[i] * space.factors[row];
+                    x = line;
+                    space.factors[row] = 1.0f;
+                }
                 write_operand(operand_kind(activations, w), x, w.k, space.expert_input + at * space.input_words, space.expert_scale + at * space.scale_stride);
             }
         });

@@ -27,6 +27,7 @@ FUSED = (
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
     "cohere2", "hyperclovax", "internlm3", "ministral3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed",
     "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped", "gpt-oss",
+    "llama4", "llama4-plain",
 )  # fmt: skip
 
 
@@ -142,6 +143,7 @@ IMAGE_MODELS = {
     "llava": ("llama", {"model_type": "clip_vision_model", **_CLIP}),
     "mistral3": ("mistral", {"model_type": "pixtral", **_CLIP}),
     "mistral3 around ministral3": ("ministral3", {"model_type": "pixtral", **_CLIP}),
+    "llama4": ("llama4", {**_CLIP, **dict.fromkeys(("vision_output_dim", "projector_output_dim"), 32)}),
     "qwen2_vl": (None, {**_QWEN_VISION, "hidden_size": 64}),
     "qwen2_5_vl": (None, {**_QWEN_VISION, "out_hidden_size": 64, "fullatt_block_indexes": [0]}),
     "qwen3_vl": (
@@ -174,8 +176,9 @@ def test_the_text_half_of_another_image_model_is_loaded(outer, tmp_path, tiny_mo
     assert describe_model(tmp_path, dtype=torch.float32).spec == model.spec
     assert model.spec.architecture == type(full).__name__
     [ours] = run(model, prompts[:1], [[(0, 0, 20)], [(0, 20, 45)]])
+    whole = full.language_model if outer == "llama4" else full  # its outer forward lacks an output of the inner one
     with torch.inference_mode():
-        theirs = full(input_ids=prompts[0][None]).logits[0]
+        theirs = whole(input_ids=prompts[0][None]).logits[0]
     torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
 
 
@@ -184,7 +187,19 @@ def test_an_image_model_of_another_text_half_is_left_to_others():
     assert fused_family(config) is None
 
 
+def test_contexts_beyond_a_chunk_of_attention_are_refused_by_name(tiny_model):
+    # Within one chunk each token sees all before it; in the next one it would not.
+    spec = describe_model(tiny_model("llama4")).spec
+    assert spec.max_position == spec.context(None) == 128
+    with pytest.raises(UnsupportedModel, match=r"max_model_len 129 .* of 128 \(attention_chunk_size=128: more is not"):
+        spec.context(129)
+
+
 REFUSED = {
+    "attn_scale is -0.5": ("llama4", {"attn_scale": -0.5}),
+    "floor_scale is 0,": ("llama4", {"floor_scale": 0}),
+    "attention_chunk_size is 0": ("llama4", {"attention_chunk_size": 0}),
+    r"moe_layers is \[3\], but there are 3 layers": ("llama4", {"moe_layers": [3]}),
     "attn_logit_softcapping": ("gemma3", {"attn_logit_softcapping": 50.0}),
     "use_bidirectional_attention": ("gemma3", {"use_bidirectional_attention": True}),
     "final_logit_softcapping": ("llama", {"final_logit_softcapping": 30.0}),

@@ -62,6 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense layers and mixtures": ("qwen3-moe-mixed", {}),
     "groups of experts": ("glm4-moe-grouped", {}),
     "sinks, and experts with biases": ("gpt-oss", {}),
+    "scores that scale what experts read": ("llama4", {"attention_chunk_size": 256}),
 }
 
 
@@ -120,6 +121,7 @@ EXPERT_FAMILIES = (
     "dense layers and mixtures",
     "groups of experts",
     "sinks, and experts with biases",
+    "scores that scale what experts read",
 )
 
 

@@ -117,7 +117,9 @@ REFUSED: dict[str, Edit] = {
     ),
     r"down_proj_scales is int8, not uint8": lambda t: t.update({SCALES: t[SCALES].view(torch.int8)}),
     r"down_proj_scales holds a scale that is not a number": lambda t: t[SCALES][2, 5, 1].fill_(255),
-    r"which another tensor stores, too": lambda t: t.update({BLOCKS.removesuffix("_blocks"): torch.zeros(6, 96, 64)}),
+    r"down_proj.weight is stored twice, one of them in the stack .*down_proj_blocks": lambda t: t.update(
+        {BLOCKS.removesuffix("_blocks"): torch.zeros(6, 96, 64)}
+    ),
 }
 
 
