@@ -92,16 +92,17 @@ class GGUFFile:
         return weight
 
     def unstack(self, name: str, parts: int = 1) -> list[list[str]]:
-        """Replace a tensor of three axes by its matrices, each cut into `parts` of its rows; returns their names.
+        """Replace a tensor of three axes by its matrices, or one of two by its rows, each cut into `parts` along its
+        first axis; returns their names.
 
         Raises:
             CorruptWeights: the rows can't be cut so.
         """
         whole = self.tensors.pop(name)
-        count, rows, columns = whole.shape
+        count, rows, *columns = whole.shape
         if rows % parts:
             raise CorruptWeights(f"tensor {name} of {self.path} has {rows} rows, which are not {parts} times as many")
-        shape, size = (rows // parts, columns), whole.size // (count * parts)
+        shape, size = (rows // parts, *columns), whole.size // (count * parts)
         names = [[f"{name}[{index}, {part}]" for part in range(parts)] for index in range(count)]
         for index, part in enumerate(name for matrix in names for name in matrix):
             self.tensors[part] = GGUFTensor(shape, whole.kind, whole.start + index * size, size)

@@ -35,27 +35,40 @@ _QWEN_EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 _LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_DEEPSEEK_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
 _EXPERT_KEYS = {
     "mixtral": _LOCAL_EXPERTS,
     "granitemoe": _LOCAL_EXPERTS,
     "qwen2_moe": _QWEN_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     "qwen3_moe": _QWEN_EXPERTS,
     "olmoe": {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-    "glm4_moe": {
-        "expert_count": "n_routed_experts",
-        "expert_used_count": "num_experts_per_tok",
+    "glm4_moe": _DEEPSEEK_EXPERTS,
+    "dots1": _DEEPSEEK_EXPERTS,
+    "ernie4_5_moe": {
+        "expert_count": "moe_num_experts",
+        "expert_used_count": "moe_k",
         "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_count": "n_shared_experts",
-        "expert_weights_scale": "routed_scaling_factor",
-        "expert_weights_norm": "norm_topk_prob",
-        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_shared_count": "moe_num_shared_experts",
+        "interleave_moe_layer_step": "moe_layer_interval",
+        "leading_dense_block_count": "moe_layer_start_index",
     },
+    "gpt_oss": _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
 }
 """Model type of a mixture -> metadata of its sizes, and the config's names of them."""
 
 _HARMLESS = {"vocab_size", "rope.scaling.finetuned"}
-_SIGMOID = 2
-"""llama.cpp's number of the function that makes scores of a router's products."""
+_SOFTMAX, _SIGMOID = 1, 2
+"""llama.cpp's numbers of the functions that make scores of a router's products."""
+_GATING = {"dots1": _SIGMOID, "glm4_moe": _SIGMOID}
+"""Model type of a mixture -> its function; others: softmax."""
 
 _CORRECTION = "exp_probs_b.bias"
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10_000.0
@@ -129,6 +142,7 @@ _GRANITE_KEYS = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _ATTENTION_BIAS = {"attention_bias": "attn_q"}
 _BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
 _MISTRALS = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
@@ -156,16 +170,21 @@ _ARCHITECTURES = {
         "glm4_moe",
         "Glm4MoeForCausalLM",
         names={"post_attention_norm": "post_attention_layernorm"},
-        keys={
-            "nextn_predict_layers": "num_nextn_predict_layers",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-        },
+        keys={"nextn_predict_layers": "num_nextn_predict_layers", **_GROUPS},
         biases=_ATTENTION_BIAS,
         partial=True,
     ),
     "smollm3": _Architecture("smollm3", "SmolLM3ForCausalLM", biases=_BIASES, sorts_pairs=True),
     "ernie4_5": _Architecture("ernie4_5", "Ernie4_5ForCausalLM", biases={"use_bias": "attn_q"}),
+    "ernie4_5-moe": _Architecture("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", biases={"use_bias": "attn_q"}),
+    "dots1": _Architecture("dots1", "Dots1ForCausalLM", keys=_GROUPS, biases=_ATTENTION_BIAS),
+    "gpt-oss": _Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        names={"post_attention_norm": "post_attention_layernorm"},
+        keys={"attention.sliding_window": "sliding_window"},
+        biases=_ATTENTION_BIAS,
+    ),
     "seed_oss": _Architecture(
         "seed_oss",
         "SeedOssForCausalLM",
@@ -289,17 +308,22 @@ class GGUFCheckpoint:
         inner = {**_INNER, **self._architecture.names}
         found, tensors, experts = dict[str, str](), self._file.tensors, self._spec.experts
         for stored in sorted(tensors.keys() - {_ROPE_FACTORS, *_LONG_ROPE_FACTORS.values()}):
-            match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", stored)
+            match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", stored)
             if experts is None or match is None or match[2] not in _STACKS:
                 found[_translate(stored, inner)] = stored
-                if stored.endswith("ffn_gate_inp_shexp.weight") and len(tensors[stored].shape) == 1:
-                    tensors[stored] = replace(tensors[stored], shape=(1, *tensors[stored].shape))
+                shape = tensors[stored].shape
+                if stored.endswith("ffn_gate_inp_shexp.weight") and len(shape) == 1:
+                    tensors[stored] = replace(tensors[stored], shape=(1, *shape))
+                elif stored.endswith(_CORRECTION) and shape[:-1] == (1,):
+                    tensors[stored] = replace(tensors[stored], shape=shape[1:])
                 continue
-            if len(shape := tensors[stored].shape) != 3 or shape[0] != experts.num_experts:
-                raise CorruptWeights(f"tensor {stored} has shape {list(shape)}, not [{experts.num_experts}, …, …]")
+            axes = 3 if match[3] == "weight" else 2
+            if len(shape := tensors[stored].shape) != axes or shape[0] != experts.num_experts:
+                wanted = ", ".join([str(experts.num_experts), *["…"] * (axes - 1)])
+                raise CorruptWeights(f"tensor {stored} has shape {list(shape)}, not [{wanted}]")
             modules = _STACKS[match[2]]
             for expert, parts in enumerate(self._file.unstack(stored, len(modules))):
-                names = (f"model.layers.{match[1]}.mlp.experts.{expert}.{module}.weight" for module in modules)
+                names = (f"model.layers.{match[1]}.mlp.experts.{expert}.{module}.{match[3]}" for module in modules)
                 found |= dict(zip(names, parts, strict=True))
         return found
 
@@ -388,12 +412,20 @@ class GGUFCheckpoint:
             values["query_pre_attn_scalar"] = per_head if large else values["head_dim"]
         elif model_type == "qwen3_moe":
             values["norm_topk_prob"] = True
+        elif model_type == "ernie4_5_moe":
+            left.pop("expert_shared_feed_forward_length", None)  # what its tensors are, which are checked
+        elif model_type == "gpt_oss":
+            if (scaling := values["rope_scaling"]) is not None:
+                scaling["truncate"] = False  # the file does not say; all of them were trained so
+        elif model_type == "dots1":
+            values["sliding_window"] = left.pop("attention.sliding_window", None)
         elif model_type == "glm4_moe":
-            if (function := left.pop("expert_gating_func", _SIGMOID)) != _SIGMOID:
-                raise UnsupportedModel(f"{self._file.path} makes scores of experts by function {function}, not sigmoid")
             values["num_hidden_layers"] -= values.setdefault("num_nextn_predict_layers", 0)
             values.setdefault("partial_rotary_factor", 1.0)  # the config's own default is a half
             values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in self._file.tensors
+        function = _GATING.get(model_type, _SOFTMAX)
+        if (stored := left.pop("expert_gating_func", function)) != function:
+            raise UnsupportedModel(f"{self._file.path} makes scores of experts by function {stored}, not {function}")
         return model_type
 
     def _expert_values(self, left: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
@@ -429,8 +461,10 @@ def _rope_scaling(left: dict[str, Any]) -> dict[str, Any] | None:
         raise UnsupportedModel(f"rope scaling {kind!r} of a GGUF file is not supported")
     scaling = {"rope_type": kind, "factor": left.pop("rope.scaling.factor", 1.0)}
     original = left.pop("rope.scaling.original_context_length", None)
-    if kind == "yarn" and original is not None:
-        scaling["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        known = {name: left.pop(f"rope.scaling.yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
+        known["original_max_position_embeddings"] = original
+        scaling |= {name: value for name, value in known.items() if value is not None}
     return scaling
 
 
@@ -441,6 +475,8 @@ def _translate(name: str, inner: dict[str, str]) -> str:
     match = re.fullmatch(r"blk\.(\d+)\.((?:nextn\.)?\w+)\.(weight|bias)", name)
     if match is not None and f"{match[2]}.{match[3]}" == _CORRECTION:
         return f"model.layers.{match[1]}.mlp.gate.e_score_correction_bias"
+    if match is not None and match[2] == "attn_sinks":
+        return f"model.layers.{match[1]}.self_attn.sinks"
     if match is not None and match[2].startswith("nextn."):  # of a layer that predicts further tokens
         return f"model.layers.{match[1]}.{match[2]}.{match[3]}"
     if match is None or match[2] not in inner:

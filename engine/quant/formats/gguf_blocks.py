@@ -1,7 +1,7 @@
 """llama.cpp's block quantizations as `QWeight`s, number for number (ggml-quants.c, `dequantize_row_*`).
 
-Blocks of 32 have one or two float16 factors. The K-quants' blocks of 256 have smaller groups, whose factors are
-small integers times a float16 of the block. Codes of 5 and 6 bits are kept as int8.
+Blocks of 32 have one or two float16 factors, or in MXFP4 a power of two. The K-quants' blocks of 256 have smaller
+groups, whose factors are small integers times a float16 of the block. Codes of 5 and 6 bits are kept as int8.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.quant.formats.mxfp4 import TWICE
 from engine.quant.weight import Factors, Form, QWeight, TwoLevel
 
 Bytes = NDArray[np.uint8]
@@ -29,7 +30,8 @@ class _Parts:
 
     Attributes:
         codes: uint8 or int8 [blocks, columns], one by one.
-        scale, low: float16 [blocks, 1], or the integers [blocks, groups] of a K-quant.
+        scale, low: float16 [blocks, 1], or uint16, the bits of a bfloat16, or the integers [blocks, groups] of a
+            K-quant.
         step, low_step: what a K-quant's integers are multiplied by, float16 [blocks, 1].
     """
 
@@ -81,7 +83,8 @@ def _joined(parts: list[Factors] | tuple[Factors, ...]) -> Factors:
 
 
 def _tensor(values: NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(np.array(values, order="C"))  # a copy: what lies under it is the file
+    tensor = torch.from_numpy(np.array(values, order="C"))  # a copy: what lies under it is the file
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
 
 def _half(blocks: Bytes, at: int) -> NDArray[np.float16]:
@@ -151,6 +154,13 @@ def _q6_k(blocks: Bytes) -> _Parts:
     return _Parts(codes, blocks[:, 192:208].view(np.int8), None, _half(blocks, 208))
 
 
+def _mxfp4(blocks: Bytes) -> _Parts:
+    """Twice the numbers, by half of 2^(exponent - 127), the least of which bfloat16 holds without its leading bit."""
+    exponent = blocks[:, :1].astype(np.uint16)
+    scale = np.where(exponent < 2, np.uint16(0x20) << exponent, exponent - np.uint16(1) << np.uint16(7))
+    return _Parts(np.array(TWICE, np.int8)[_nibbles(blocks[:, 1:])], scale.astype(np.uint16))
+
+
 def _six_bits(packed: Bytes) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     """Eight scales and eight lows of six bits from twelve bytes a block, both int8 [blocks, 8]."""
     first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
@@ -168,5 +178,6 @@ _KINDS: dict[GGMLQuantizationType, tuple[Form, int, Callable[[Bytes], _Parts]]] 
     GGMLQuantizationType.Q4_K: ("int4", 32, _q4_k),
     GGMLQuantizationType.Q5_K: ("int8", 32, _q5_k),
     GGMLQuantizationType.Q6_K: ("int8", 16, _q6_k),
+    GGMLQuantizationType.MXFP4: ("int8", 32, _mxfp4),
 }
 """Quantization -> its codes' form, columns of a group, and what takes blocks apart."""

@@ -21,7 +21,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32
 """Columns that share a scale."""
 
-_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """The numbers of 4 bits, times 2 (table 6 of the specification)."""
 
 _NAN = 255
@@ -56,7 +56,7 @@ def mxfp4_weight(blocks: Tensor, scales: Tensor, name: str) -> QWeight:
         raise CorruptWeights(f"tensor {name} holds a scale that is not a number")
     n, groups = scales.shape
     # The two numbers of every byte, looked up together: each by itself takes 25 times as long.
-    twice, byte = torch.tensor(_TWICE, dtype=torch.int8), torch.arange(256)
+    twice, byte = torch.tensor(TWICE, dtype=torch.int8), torch.arange(256)
     pairs = torch.stack((twice[byte & 15], twice[byte >> 4]), dim=1).view(torch.int16).flatten()
     codes = pairs.index_select(0, blocks.flatten().int()).view(torch.int8).view(n, groups * BLOCK)
     scale = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - 128).to(

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.checkpoints.gguf_file import GGUFFile, SkippedArray
 from engine.errors import CorruptWeights, ModelNotFound, UnsupportedModel
+from engine.models.decoder_builder import TorchBuilder
 from engine.models.load import describe_model, load_model
 from engine.models.native import NativeBuilder
 from tests.engine.oracle import prompt_scores, scores_of_logits
@@ -61,12 +62,13 @@ NAMES_OF = {
     | {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "seed_oss": NAMES | {"post_attention_layernorm": "post_attention_norm"},
     "glm4moe": NAMES | {"post_attention_layernorm": "post_attention_norm"},
+    "gpt-oss": NAMES | {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
 }
 """Architecture -> transformers' modules as llama.cpp names them; others as Llama."""
 
 ARCHITECTURE_OF = {
     "gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "cohere": "command-r", "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
+    "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 SORTED_PAIRS = ("llama", "smollm3", "granite", "granitemoe")
 MULTIPLIERS = {
@@ -78,7 +80,9 @@ MULTIPLIERS = {
 
 
 def stored_name(name: str, architecture: str) -> str:
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.gate\.e_score_correction_bias", name):
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.sinks", name):
+        return f"blk.{match[1]}.attn_sinks.weight"
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.(?:gate|moe_statics)\.e_score_correction_bias", name):
         return f"blk.{match[1]}.exp_probs_b.bias"
     module, kind = name.rsplit(".", 1)
     names = NAMES_OF.get(architecture, LLAMA_NAMES)
@@ -103,6 +107,12 @@ def stack_experts(tensors: dict[str, torch.Tensor], fuse: bool) -> dict[str, np.
             {"gate": np.split(stack, 2, 1)[0], "up": np.split(stack, 2, 1)[1]} if "input" in name else {"down": stack}
         )
         found |= {f"blk.{layer}.ffn_{part}_exps.weight": dict(enumerate(each)) for part, each in parts.items()}
+    for name in [name for name in tensors if re.search(r"\.experts\.(gate_up|down)_proj", name)]:  # so are gpt-oss's
+        layer, stack = name.split(".")[2], tensors.pop(name).float()
+        kind = "bias" if name.endswith("_bias") else "weight"
+        stack = (stack if kind == "bias" else stack.transpose(1, 2)).numpy()
+        parts = {"gate": stack[:, ::2], "up": stack[:, 1::2]} if "gate_up" in name else {"down": stack}
+        found |= {f"blk.{layer}.ffn_{part}_exps.{kind}": dict(enumerate(each)) for part, each in parts.items()}
     for name in [name for name in tensors if ".experts." in name]:
         layer, _, expert, module = re.fullmatch(
             r"model\.layers\.(\d+)\.(.+)\.experts\.(\d+)\.(\w+)\.weight", name
@@ -157,11 +167,25 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
         experts = next(key for key in ("num_experts", "num_local_experts") if hasattr(config, key))
         writer.add_expert_count(getattr(config, experts))
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture == "ernie4_5-moe":
+        writer.add_expert_count(config.moe_num_experts)
+        writer.add_expert_used_count(config.moe_k)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(32.0)
+        writer.add_rope_scaling_yarn_beta_slow(1.0)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if hasattr(config, "shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if architecture == "glm4moe":
+    if architecture in ("glm4moe", "dots1"):
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -169,12 +193,14 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
+    if architecture == "glm4moe":
         writer.add_nextn_predict_layers(further)
     for key, add in (metadata or {}).items():
         getattr(writer, add[0])(f"{architecture}.{key}", add[1])
     stored = load_file(folder / "model.safetensors")
     for name, weight in stack_experts(stored, fuse_experts).items():
-        writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+        of_bias = F32 if name.endswith("bias") else kind
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(weight), of_bias), raw_dtype=of_bias)
     for name, tensor in stored.items():
         weight = tensor.float().numpy()
         if architecture in SORTED_PAIRS and ".q_proj." in name:
@@ -185,7 +211,7 @@ def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=Non
             weight = weight + 1
         if name.endswith("shared_expert_gate.weight"):
             weight = weight[0]
-        quantized = kind if weight.ndim == 2 and ".gate." not in name else F32
+        quantized = kind if weight.ndim == 2 and not re.search(r"\.(gate|router|moe_statics)\.", name) else F32
         writer.add_tensor(stored_name(name, architecture), gguf.quants.quantize(weight, quantized), raw_dtype=quantized)
     for name, weight in (tensors or {}).items():
         writer.add_tensor(name, weight)
@@ -241,6 +267,10 @@ GEMMA_AS_GGUF = {
         ("granite-moe", {}),
         ("glm4-moe", {"head_dim": 16}),
         ("glm4-moe-grouped", {}),
+        ("dots1", {"sliding_window": None}),
+        ("ernie4.5-moe", {"head_dim": 12}),
+        ("ernie4.5-moe", {"moe_layer_interval": 2, "num_hidden_layers": 4}),
+        ("gpt-oss", {"layer_types": None}),
     ],
 )
 def test_a_gguf_file_is_the_model_it_was_made_from(family, changes, tiny_models, tmp_path, prompts, run, steps_over):
@@ -317,6 +347,21 @@ def test_quantized_experts_stay_as_they_are_stored(kind, tiny_models, tmp_path, 
     assert forms == {"int8" if kind == Q8_0 else "int4"}
     ours = prompt_scores(path, prompts[0].tolist(), attention="native", instruction_set="avx2")
     [theirs] = run(load(path), prompts[:1], [[(0, 0, 45)]])
+    torch.testing.assert_close(ours, scores_of_logits(theirs, prompts[0]), atol=1e-4, rtol=1e-4)
+
+
+def test_gpt_oss_in_mxfp4_is_what_its_blocks_stand_for(tiny_models, tmp_path, prompts, run):
+    # Given a file whose experts are in MXFP4, and one of what that rounds them to
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "layer_types": None}
+    folder = tiny_models.make_tiny_model("gpt-oss", tmp_path / "m", **sizes)
+    kind = gguf.GGMLQuantizationType.MXFP4
+    path = write_gguf(folder, tmp_path / "m.gguf", kind=kind)
+    small = load_model(path, dtype=torch.float32, device=CPU, builder=NativeBuilder(native_path("avx2", 1)))
+    # Then the kernels multiply with eight bits of each number, and to the same result
+    assert {linear.form for layer in small._layers for linear in layer.mlp.gate_up.linears} == {"int8"}
+    dense = load_model(path, dtype=torch.float32, device=CPU, builder=TorchBuilder("dense"))
+    ours = prompt_scores(path, prompts[0].tolist(), attention="native", instruction_set="avx2")
+    [theirs] = run(dense, prompts[:1], [[(0, 0, 45)]])
     torch.testing.assert_close(ours, scores_of_logits(theirs, prompts[0]), atol=1e-4, rtol=1e-4)
 
 

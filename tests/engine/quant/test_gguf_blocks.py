@@ -19,11 +19,21 @@ from engine.quant.weight import TwoLevel, stack
 
 FACTORS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (),
 }  # fmt: skip
 """Quantization -> where a block has its float16 numbers; all else may be any bytes."""
 
-BITS = {"Q4_0": 5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q8_0": 8.5, "Q4_K": 4.625, "Q5_K": 8.625, "Q6_K": 8.5625}
+BITS = {
+    "Q4_0": 5,
+    "Q4_1": 5,
+    "Q5_0": 8.5,
+    "Q5_1": 9,
+    "Q8_0": 8.5,
+    "Q4_K": 4.625,
+    "Q5_K": 8.625,
+    "Q6_K": 8.5625,
+    "MXFP4": 8.5,
+}
 """Quantization -> bits that an element takes in memory, factors included."""
 
 ROWS, COLUMNS = 24, 512
