@@ -14,7 +14,7 @@ import numpy as np
 from engine import Engine
 from engine.plan import RowState, StepOutput, StepPlan
 from engine.runner.runner import StepRunner
-from engine.scheduler.step_cost import GroupWork, cache_windows, count_group_work
+from engine.scheduler.step_cost import GroupWork, count_group_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StepRecorder:
         self._engine = engine
         self._inner: StepRunner = engine._runner
         self._rows: RowState = engine.scheduler.rows
-        self._windows = cache_windows(engine.spec.windows)
+        self._windows = tuple(engine.spec.window_layers)
         # Without a model all layers lie in one group, whatever their windows.
         if len(self._rows.block_tables) == 1:
             self._windows = self._windows[:1]

@@ -17,7 +17,7 @@ from engine.plan import NO_TOKEN, CacheGroup, StepPlan
 from engine.request import Request
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import FinishedSequence
-from engine.scheduler.step_cost import cache_windows, count_group_work
+from engine.scheduler.step_cost import count_group_work
 
 NEVER = np.iinfo(np.int32).max
 
@@ -59,8 +59,9 @@ class DryRun:
         )
         self._end_token = spec.vocab_size  # no prompt holds it
         self._ends_at = np.full(config.schedule.max_num_seqs, NEVER, dtype=np.int64)  # known tokens, by row
-        windows = cache_windows(spec.windows) if len(groups) > 1 else (groups[0].window,)
-        self._groups = list(zip(windows, (len(group.layers) / spec.num_layers for group in groups), strict=True))
+        self._groups = [
+            (group.window, len(group.layers) / spec.num_layers) for group in groups if group.snapshot_blocks is None
+        ]
         self._seen = np.zeros(max(group.num_blocks for group in groups) + 1, dtype=np.bool_)
         self._lengths: dict[str, int] = {}
         self._choices: dict[str, int] = {}
@@ -102,7 +103,7 @@ class DryRun:
             num_logits=plan.num_logits[singles], samples=plan.samples[singles],
         )  # fmt: skip
         state, reads, pairs = self.scheduler.rows, 0.0, 0.0
-        for (window, share), table in zip(self._groups, state.block_tables, strict=True):
+        for (window, share), table in zip(self._groups, state.block_tables, strict=False):  # states come last
             pairs += share * count_group_work(plan, table, window, state.block_size, self._seen).pairs
             if plan.num_decodes:
                 reads += share * count_group_work(one_each, table, window, state.block_size, self._seen).read_tokens

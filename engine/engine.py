@@ -50,6 +50,7 @@ from engine.speculative.proposers.eagle import HeadProposerState, load_eagle
 from engine.speculative.proposers.ngram import NgramProposer
 from engine.speculative.stats import SpeculationStats
 from engine.speculative.trial_budget import TrialBudget
+from engine.states import StateStorage
 
 logger = get_logger(__name__)
 
@@ -271,15 +272,19 @@ class Engine:
         def compute(model: CausalModel, attention: AttentionBackend, rows: RowState) -> StepRunner:
             return ModelRunner(model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device)
 
+        states = StateStorage(groups, spec.states, device) if spec.state_layers else None
+
         def compute_recorded(rows: RowState) -> StepRunner:
             graphs = make_graphs(config, model, attention, rows.block_tables[0].shape[1], device)
             return ModelRunner(
-                model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device, graphs=graphs
-            )
+                model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device, graphs=graphs,
+                states=states,
+            )  # fmt: skip
 
         block_size = config.cache.block_size
+        attending = tuple(group for group in groups if group.snapshot_blocks is None)
         attention = attend(
-            KVLayout(groups, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks)
+            KVLayout(attending, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks)
         )
         log_choice(attention, device)
         make_proposer: Callable[[RowState], Proposer] | None = None

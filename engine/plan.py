@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from engine.request import Request
 
 NO_TOKEN = -1
+STATE_WINDOW = 2  # a token of a layer with states needs the block of the token before it
 NO_BLOCK = 0  # block 0 of every group is never allocated: a harmless target for padding
 
 
@@ -26,11 +27,14 @@ class CacheGroup:
         layers: the model's layer indices.
         window: tokens that a query of these layers sees (itself included), or None for all.
         num_blocks: blocks in this group's pool, block 0 (never allocated) included.
+        snapshot_blocks: the layers have states instead of keys and values (`engine.states`), and of so many full blocks
+            one at least has a slot in this group; None: they have keys and values. `window` is then `STATE_WINDOW`.
     """
 
     layers: tuple[int, ...]
     window: int | None
     num_blocks: int
+    snapshot_blocks: int | None = None
 
 
 class RowState:
@@ -41,7 +45,8 @@ class RowState:
         num_known, num_computed, prompt_len: int32 [R].
         num_drafts: int32 [R], drafts behind the known tokens that are being computed; 0 when no step is in flight.
         block_tables: per cache group int32 [R, ceil(max_model_len / block_size)]; entry b is the block that holds
-            positions b * block_size ... and `NO_BLOCK` where none is held (not yet, or behind the window).
+            positions b * block_size ... and `NO_BLOCK` where none is held (not yet, behind the window, or a full block
+            whose state is not kept).
     """
 
     __slots__ = ("block_size", "block_tables", "num_computed", "num_drafts", "num_known", "prompt_len", "token_ids")

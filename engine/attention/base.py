@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.plan import BlockCopy, CacheGroup
+from engine.states import StateOperator, StateStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class KVLayout:
     [kv_heads, head_dim]. The backend chooses the memory layout of a block.
 
     Attributes:
+        groups: of the layers that attend.
         num_heads: query heads; 0: as many as KV heads.
         has_sinks: `attend` is given sinks.
     """
@@ -56,6 +58,11 @@ class KVLayout:
     head_dim: int
     num_heads: int = 0
     has_sinks: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """Length of a list with an entry for each layer that attends, by its index in the model."""
+        return 1 + max(layer for group in self.groups for layer in group.layers)
 
 
 class AttentionBackend(Protocol):
@@ -120,12 +127,21 @@ class AttentionStep:
     """A backend with a prepared step: the `Attend` that models call, layer by layer.
 
     A model that computes whole steps itself unpacks it instead.
+
+    Attributes:
+        states: of the layers that have states instead; None: there are none.
     """
 
     backend: AttentionBackend
     prepared: Any
+    states: StateStep | None = None
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
     ) -> Tensor:
         return self.backend.attend(layer, q, k, v, scale, self.prepared, sinks)
+
+    def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
+        """See `engine.models.base.Attend.scan`."""
+        assert self.states is not None, "the model's description says which layers have states"
+        return self.states.scan(layer, operator, *inputs)

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBatch, KVLayout
-from engine.attention.storage import zeros
 from engine.errors import EngineError
 from engine.native.library import NativeLibrary, StepTasks
 from engine.native.structs import KIND_OF, CacheShape, ElementKind, GroupInput, LayerStruct
 from engine.native.workspace import MOST_PARTIALS, KernelWorkspace
 from engine.plan import BlockCopy
+from engine.zeros import zeros
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ class NativeStorage:
         columns = -(-layout.block_size // _LANES) * _LANES
         value_dim = -(-layout.head_dim // _LANES) * _LANES
         self.shape = CacheShape(kind, layout.block_size, columns, layout.num_kv_heads, layout.head_dim, value_dim)
-        num_layers = sum(len(group.layers) for group in layout.groups)
+        num_layers = layout.num_layers
         self.group_of = [0] * num_layers
         self.window_of: list[int | None] = [None] * num_layers
         self.keys: list[Tensor] = [torch.empty(0)] * num_layers

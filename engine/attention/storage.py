@@ -5,8 +5,6 @@ Zero-initialised: kernels may read the unused tail of a sequence's last block, a
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,18 +14,7 @@ from torch import Tensor
 from engine.attention.base import KVLayout
 from engine.device_transfer import make_transfer
 from engine.plan import BlockCopy
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros that take memory, on a CPU, only where they are written: a pool is large, and much of it may never
-    be
-    used. `torch.zeros` writes every page. (Huge pages would be touched sooner: keys of tokens scattered over them were
-    measured to take twice the time.)"""
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+from engine.zeros import zeros
 
 
 class KVStorage:
@@ -43,7 +30,7 @@ class KVStorage:
     def __init__(self, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
         self._transfer = make_transfer(device)
-        num_layers = sum(len(group.layers) for group in layout.groups)
+        num_layers = layout.num_layers
         width = layout.num_kv_heads * layout.head_dim
         self.token_width = width
         self.group_of = [0] * num_layers

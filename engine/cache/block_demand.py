@@ -1,7 +1,7 @@
 """Forecast of the blocks that sequences will need over time, for admission.
 
 A full-attention group needs a block for every `block_size` positions. A window group never needs more than the blocks
-of a window and one chunk, however long the sequence grows.
+of a window and one chunk, however long the sequence grows, and a group of layers with states the slots of one chunk.
 
 Sequences don't reach their ends at the same time: the short ones have released their blocks when the long ones need the
 most. So the pool must cover the maximum over time of the sum, not the sum of the maxima (the idea of Gong et al. 2025,
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.cache.tables import CacheTables
-from engine.plan import NO_BLOCK
+from engine.plan import NO_BLOCK, CacheGroup
 
 Ints = NDArray[np.int64]
 
@@ -46,15 +46,23 @@ class BlockDemand:
                 continue
             # `span_of` inverted: the longest run of positions that never touches more than `usable` blocks
             room = 0 if group.window is None else (usable - 1) * size + 1 - (group.window - 1)
+            if group.snapshot_blocks is not None:
+                room = (usable - 3) * group.snapshot_blocks * size
             if room > 0:
                 self.max_chunk = min(self.max_chunk, room)
             else:
                 self.max_positions = min(self.max_positions, usable * size)
 
-    def span_of(self, window: int, pending: NDArray[np.integer]) -> Ints:
+    def span_of(self, group: CacheGroup, pending: NDArray[np.integer]) -> Ints:
         """Return the maximum blocks of a window group that rows with so many `pending` tokens [rows] hold: those of a
-        window and a chunk at any alignment. int64 [rows]."""
-        run = window - 1 + np.clip(pending.astype(np.int64), 1, self.max_chunk)
+        window and a chunk at any alignment; of states the last two, the one before the chunk, and snapshots inside.
+        int64 [rows]."""
+        assert group.window is not None
+        chunk = np.clip(pending.astype(np.int64), 1, self.max_chunk)
+        if group.snapshot_blocks is not None:
+            every = group.snapshot_blocks * self.tables.block_size
+            return np.where(chunk == 1, 2, 3 + -(-chunk // every))
+        run = group.window - 1 + chunk
         span: Ints = (run + self.tables.block_size - 2) // self.tables.block_size + 1
         return span
 
@@ -107,13 +115,15 @@ class BlockDemandForecast:
             held = length - self._tables.first[index][rows]
             table = block_tables[index][rows, :width]
             own = ((pool.refs[table] == 1) & (table != NO_BLOCK)).sum(axis=1)
-            max_held = None if group.window is None else demand.span_of(group.window, pending)
+            if group.snapshot_blocks is not None:
+                held = np.count_nonzero(table != NO_BLOCK, axis=1).astype(np.int64)
+            max_held = None if group.window is None else demand.span_of(group, pending)
             self._groups.append(_Rows(known.astype(np.int64), steps, held, own, max_held))
 
     def add(self, known: int, steps: int, pending: int, row: int, hits: int) -> None:
         """Add an admitted sequence; its first `hits` blocks are shared with others."""
         for index, group in enumerate(self._groups):
-            held = int(self._tables.length[row] - self._tables.first[index][row])
+            held = self._tables.num_held(index, row)
             self._groups[index] = self._with(index, group, known, steps, held, max(0, held - hits), pending)
 
     def fits(self, known: int, steps: int, pending: int, held: list[int], free: list[int]) -> bool:
@@ -144,9 +154,7 @@ class BlockDemandForecast:
     def _with(self, index: int, rows: _Rows, known: int, steps: int, held: int, own: int, pending: int) -> _Rows:
         max_held = rows.max_held
         if max_held is not None:
-            window = self._tables.groups[index].window
-            assert window is not None
-            max_held = np.append(max_held, self._demand.span_of(window, np.array([pending])))
+            max_held = np.append(max_held, self._demand.span_of(self._tables.groups[index], np.array([pending])))
         return _Rows(
             np.append(rows.known, known),
             np.append(rows.steps, steps),

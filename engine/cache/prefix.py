@@ -50,6 +50,10 @@ class HashChain:
             digests.append(self._digest(digests[block], token_bytes))
         return digests[block + 1]
 
+    def known(self, block: int) -> bytes | None:
+        """Return the digest of block index `block`, if it was requested before."""
+        return self._digests[block + 1] if block + 1 < len(self._digests) else None
+
     def fork(self, num_blocks: int) -> HashChain:
         """Return a copy with the first `num_blocks` digests (as far as this chain has them)."""
         twin = HashChain.__new__(HashChain)
@@ -128,6 +132,10 @@ class PrefixIndex:
     def is_awaited(self, node: PrefixNode) -> bool:
         """Whether sequences are registered that will read this prefix."""
         return node.digest in self._readers
+
+    def num_readers(self, digest: bytes | None) -> int:
+        """Return how many registered sequences will read the prefix."""
+        return 0 if digest is None else self._readers.get(digest, 0)
 
     def expect(self, digest: bytes) -> PrefixNode | None:
         """Register a sequence that will read the prefix; returns its node, if any, when the sequence is the first."""

@@ -6,9 +6,13 @@ next block. Their entries become `NO_BLOCK`; they stay cached until evicted. So 
 
     full attention    all k blocks
     window w          the ceil((w - 1) / block_size) blocks before position k * block_size, or all k when fewer
+    states            the block before position k * block_size
 
 and the hit is the longest k on which all groups agree. A long prompt whose early window blocks were evicted still hits
 at its end; a request that shares only its first part hits there only while those blocks have not been evicted.
+
+In a group of layers with states (`engine.states`) not every block gets a slot: the last block of a row does, the one
+before it when the row grows past it, each `snapshot_blocks`-th, and those behind which waiting sequences part.
 
 A row can also borrow the last, partly filled block of another row, to be copied before it writes there (`borrow`).
 """
@@ -16,6 +20,7 @@ A row can also borrow the last, partly filled block of another row, to be copied
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +42,7 @@ class CacheTables:
         first: per group int32 [R], the first entry not released behind the window (0 without a window).
         published: int32 [R], leading blocks whose prefix has a node (which may refer to another block).
         retained: by row, the request whose prefixes are retained (`Request.retain`), of rows that have any.
+        state_groups: indices of the groups of layers with states.
         borrowed: by row, of rows whose last block is another row's: its first positions that hold their tokens too.
         readers_known: bool [R], whether all readers of the row's blocks are registered (`Request.readers_known`).
     """
@@ -66,6 +72,7 @@ class CacheTables:
         self._rows = rows
         self._tables = rows.block_tables
         self._tips: list[PrefixNode | None] = [None] * num_rows
+        self.state_groups = [i for i, group in enumerate(groups) if group.snapshot_blocks is not None]
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window is not None]
         self._full = [i for i, group in enumerate(groups) if group.window is None]
 
@@ -190,6 +197,13 @@ class CacheTables:
         self.length[row] = self.published[row] = end
         self._move_tip(row, nodes[-1])
 
+    def num_held(self, group: int, row: int) -> int:
+        """Return how many blocks of the group the row has."""
+        length, first = int(self.length[row]), int(self.first[group][row])
+        if group not in self.state_groups:
+            return length - first
+        return int(np.count_nonzero(self._tables[group][row, first:length]))
+
     def has_block(self, row: int, block: int) -> bool:
         """Whether the row has the block at this index of its tables in all groups."""
         return block < self.length[row] and all(table[row, block] != NO_BLOCK for table in self._tables)
@@ -223,12 +237,14 @@ class CacheTables:
         self._sources.clear()
         return copies
 
-    def _cut(self, group: int, row: int, end: int) -> list[int]:
-        """Clear the row's held entries before index `end`; returns their blocks."""
-        table = self._tables[group][row, self.first[group][row] : end]
+    def _cut(self, group: int, row: int, start: int, end: int, confirmed: int) -> list[int]:
+        """Clear the row's entries from index `start` up to `end`; returns their blocks (`confirmed`: see `release`)."""
+        table = self._tables[group][row, start:end]
         blocks: list[int] = table.tolist()
         table[:] = NO_BLOCK
-        return blocks
+        for block in blocks[max(0, confirmed // self.block_size - start) :]:
+            self.pools[group].suspect(block)
+        return [block for block in blocks if block != NO_BLOCK] if group in self.state_groups else blocks
 
     def release_behind(self, row: int, position: int, confirmed: int) -> None:
         """Release the blocks that no query at `position` or later sees (`confirmed`: see `release`)."""
@@ -236,26 +252,57 @@ class CacheTables:
             first, needed = int(self.first[group][row]), self.first_needed(window, position)
             needed = min(needed, int(self.length[row]))
             if needed > first:
-                blocks = self._cut(group, row, needed)
-                self._mark(group, blocks, first, confirmed)
+                blocks = self._cut(group, row, first, needed, confirmed)
                 self.pools[group].release(blocks, bool(self.readers_known[row]))
                 self.first[group][row] = needed
 
-    def grow(self, row: int, num_blocks: int) -> bool:
+    def needed(self, length: int, num_blocks: int) -> list[int]:
+        """Return, per group, the blocks that tables of `length` entries need to grow to `num_blocks`."""
+        more = num_blocks - length
+        if not self.state_groups:
+            return [more] * len(self.pools)
+        return [
+            more if group.snapshot_blocks is None else len(_slots(length, num_blocks, group.snapshot_blocks))
+            for group in self.groups
+        ]
+
+    def grow(self, row: int, num_blocks: int, chain: HashChain | None = None) -> bool:
         """Lengthen the row's tables to `num_blocks`, all of them its own or published ones; False, and nothing changed,
-        when a pool has too few."""
+        when a pool has too few.
+
+        Args:
+            chain: the row's; None: its states may be rolled back to any of the new blocks, so each gets a slot.
+        """
         length = int(self.length[row])
         more, borrows = num_blocks - length, row in self.borrowed
         if more + borrows <= 0:
             return True
-        if any(pool.num_free < more + borrows for pool in self.pools):
+        needed = [more] * len(self.pools) if chain is None else self.needed(length, num_blocks)
+        if any(pool.num_free < count + borrows for pool, count in zip(self.pools, needed, strict=True)):
             return False
         if borrows:
             self._own_borrowed(row)
-        for pool, table in zip(self.pools, self._tables, strict=True):
-            table[row, length:num_blocks] = pool.allocate(more)
+        for index, (pool, table) in enumerate(zip(self.pools, self._tables, strict=True)):
+            if index in self.state_groups:
+                entries = self._state_entries(index, length, num_blocks, chain)
+                table[row, entries] = pool.allocate(len(entries))
+            else:
+                table[row, length:num_blocks] = pool.allocate(more)
         self.length[row] = num_blocks
         return True
+
+    def _state_entries(self, group: int, length: int, num_blocks: int, chain: HashChain | None) -> list[int]:
+        """Return the new entries that get a slot: those needed and, as far as slots are free, those behind which
+        waiting sequences part."""
+        every = self.groups[group].snapshot_blocks
+        assert every is not None
+        if chain is None:
+            return list(range(length, num_blocks))
+        entries = _slots(length, num_blocks, every)
+        spare = self.pools[group].num_free - len(entries)
+        readers = [self.index.num_readers(chain.known(block)) for block in range(length, num_blocks)]
+        parting = [length + i for i, (own, after) in enumerate(pairwise(readers)) if own > after]
+        return sorted({*entries, *[block for block in parting if block not in entries][: max(0, spare)]})
 
     def shrink(self, row: int, num_blocks: int, confirmed: int) -> None:
         """Shorten the row's tables to `num_blocks`: blocks of rejected drafts are released (`confirmed`: see
@@ -264,11 +311,7 @@ class CacheTables:
         if num_blocks >= length:
             return
         for group, pool in enumerate(self.pools):
-            table = self._tables[group][row, num_blocks:length]
-            blocks = table.tolist()
-            table[:] = NO_BLOCK
-            self._mark(group, blocks, num_blocks, confirmed)
-            pool.release(reversed(blocks))
+            pool.release(reversed(self._cut(group, row, num_blocks, length, confirmed)))
         self.length[row] = num_blocks
 
     def publish(self, row: int, chain: HashChain, computed: int) -> None:
@@ -285,10 +328,12 @@ class CacheTables:
                 return
             self._move_tip(row, tip)
             for pool, table in zip(self.pools, self._tables, strict=True):
-                pool.publish(int(table[row, block]), tip)
+                if (physical := int(table[row, block])) != NO_BLOCK:
+                    pool.publish(physical, tip)
             if row in self.retained:
                 for pool, published in zip(self.pools, tip.blocks, strict=True):
-                    self._retain(row, block, pool, published)
+                    if published != NO_BLOCK:
+                        self._retain(row, block, pool, published)
             self.published[row] = block + 1
 
     def _retain(self, row: int, block: int, pool: BlockPool, physical: int) -> None:
@@ -315,20 +360,13 @@ class CacheTables:
         """
         length = int(self.length[row])
         for group, pool in enumerate(self.pools):
-            first = int(self.first[group][row])
-            blocks = self._cut(group, row, length)
-            self._mark(group, blocks, first, confirmed)
+            blocks = self._cut(group, row, int(self.first[group][row]), length, confirmed)
             pool.release(reversed(blocks), bool(self.readers_known[row]))
             self.first[group][row] = 0
         self.length[row] = self.published[row] = 0
         self.retained.pop(row, None)
         self.borrowed.pop(row, None)
         self._move_tip(row, None)
-
-    def _mark(self, group: int, blocks: list[int], first: int, confirmed: int) -> None:
-        """Mark as suspect those of `blocks` (table entries first, first + 1, …) that reach beyond `confirmed`."""
-        for block in blocks[max(0, confirmed // self.block_size - first) :]:
-            self.pools[group].suspect(block)
 
     def withdraw(self, row: int) -> None:
         """Unpublish all blocks of the row's prefix, which led to non-finite values."""
@@ -348,8 +386,13 @@ class CacheTables:
                 pool.withdraw(block)
 
     def take_dirty(self) -> tuple[BlockRef, ...]:
-        """Take the blocks allocated since the last call that must be zeroed before use."""
-        return tuple(BlockRef(group, block) for group, pool in enumerate(self.pools) for block in pool.take_dirty())
+        """Take the blocks allocated since the last call that must be zeroed before use. (A state is written whole.)"""
+        return tuple(
+            BlockRef(group, block)
+            for group, pool in enumerate(self.pools)
+            for block in pool.take_dirty()
+            if group not in self.state_groups
+        )
 
     def check_integrity(self) -> None:
         """Check every block's references over all tables; raises AssertionError with the arithmetic."""
@@ -358,7 +401,8 @@ class CacheTables:
             table = self._tables[group]
             for row, length in enumerate(self.length.tolist()):
                 held, outside = table[row, self.first[group][row] : length], table[row, length:]
-                if (held == NO_BLOCK).any() or outside.any() or table[row, : self.first[group][row]].any():
+                lacks = held[-1:] if group in self.state_groups else held
+                if (lacks == NO_BLOCK).any() or outside.any() or table[row, : self.first[group][row]].any():
                     raise AssertionError(f"group {group} row {row}: table {table[row].tolist()}, length {length}")
             refs = np.bincount(table[table != NO_BLOCK], minlength=pool.num_blocks)
             pool.check(refs)
@@ -368,3 +412,10 @@ class CacheTables:
             if tip is not None:
                 holders[id(tip)] = holders.get(id(tip), 0) + 1
         self.index.check(holders)
+
+
+def _slots(length: int, num_blocks: int, every: int) -> list[int]:
+    """Return the entries that need a slot when a table grows from `length` to `num_blocks`: the last one; the one
+    before it, which is the last full block of a prompt that ends there; and each `every`-th."""
+    last = range(max(length, num_blocks - 2), num_blocks)
+    return [*(block for block in range(length, last.start) if (block + 1) % every == 0), *last]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UnsupportedModel
+from engine.states import StateOperator, StateShape
 
 
 class Attend(Protocol):
@@ -30,6 +31,17 @@ class Attend(Protocol):
         """
         ...
 
+    def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
+        """Compute a layer that has states instead of keys and values.
+
+        Args:
+            operator: computes it from stored states.  inputs: [T, ...] each.
+
+        Returns:
+            [T, ...] of the operator.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -45,6 +57,7 @@ class ModelSpec:
         num_active_parameters: that a token is computed with; None: all of them, or it is not known.
         generates: it has a language-model head.
         has_sinks: its layers attend with sinks, see `Attend`.
+        states: per layer, the tensors of its state (`engine.states`), none for a layer that attends; empty: all do.
         rope_original_max: length from which rotary frequencies depend on a sequence's length (dynamic scaling only).
     """
 
@@ -65,6 +78,7 @@ class ModelSpec:
     generates: bool = True
     has_sinks: bool = False
     context_limit: str | None = None
+    states: tuple[tuple[StateShape, ...], ...] = ()
 
     def context(self, max_model_len: int | None) -> int:
         """The longest sequence, in tokens, where the configured one is `max_model_len`.
@@ -78,6 +92,21 @@ class ModelSpec:
                 f"max_model_len {max_model_len} is beyond the model's context of {self.max_position}{limit}"
             )
         return self.max_position if max_model_len is None else max_model_len
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Layers with states."""
+        return tuple(layer for layer, shapes in enumerate(self.states) if shapes)
+
+    @property
+    def window_layers(self) -> dict[int | None, tuple[int, ...]]:
+        """Windows -> the layers that attend with them; full attention first, then by size."""
+        attending = [layer for layer in range(self.num_layers) if layer not in self.state_layers]
+        windows = {self.windows[layer] for layer in attending}
+        return {
+            window: tuple(layer for layer in attending if self.windows[layer] == window)
+            for window in sorted(windows, key=lambda window: (window is not None, window or 0))
+        }
 
 
 class CausalModel(Protocol):

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.paged_sdpa import with_sinks
 from engine.errors import UnsupportedModel
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, ModelSpec
+from engine.states import NO_SLOT, Segments, StateOperator, empty_states
 
 _LENGTHS = (7, 4)
 _CHUNKS = ((0, 5, 0, 3), (5, 7, 3, 4))
@@ -31,11 +33,12 @@ class DenseAttend:
     Set `ranges` to the positions [start, stop) of each sequence before every forward.
     """
 
-    def __init__(self, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         self.ranges: list[tuple[int, int]] = []
         self.layers: list[int] = []
-        self._windows = windows
+        self._spec = spec
         self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._states: dict[int, tuple[Tensor, ...]] = {}
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
@@ -52,7 +55,7 @@ class DenseAttend:
             self._cache[layer, sequence] = keys, values
             query, key = torch.arange(start, stop)[:, None], torch.arange(stop)
             mask = key <= query
-            if (window := self._windows[layer]) is not None:
+            if (window := self._spec.windows[layer]) is not None:
                 mask &= key > query - window
             query_heads, key_heads, value_heads = (x.transpose(0, 1) for x in (q[rows], keys, values))
             mask = mask.to(q.device)
@@ -64,6 +67,17 @@ class DenseAttend:
             )
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
+
+    def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
+        """Each sequence has a slot of its own."""
+        self.layers.append(layer)
+        starts, stops = np.array(self.ranges, dtype=np.int64).T
+        slots = np.arange(1, len(starts) + 1)
+        if layer not in self._states:
+            self._states[layer] = empty_states(self._spec.states[layer], 1 + len(slots), inputs[0].device)
+        counts = stops - starts
+        segments = Segments(np.cumsum(counts) - counts, counts, np.where(starts > 0, slots, NO_SLOT), slots, 0)
+        return operator(self._states[layer], segments, *inputs)
 
 
 def check_quantized(model: CausalModel, reference: Any) -> None:
@@ -90,7 +104,7 @@ def check_against_eager(model: CausalModel, reference: Any, tolerance: float | N
     spec = model.spec
     device = next(reference.parameters()).device
     sequences = [(torch.arange(n, device=device) * 7919 + 11 * n) % spec.vocab_size for n in _LENGTHS]
-    attend = DenseAttend(spec.windows)
+    attend = DenseAttend(spec)
     ours: list[list[Tensor]] = [[], []]
     for first, last, second, end in _CHUNKS:
         attend.ranges, attend.layers = [(first, last), (second, end)], []

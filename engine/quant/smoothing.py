@@ -67,7 +67,7 @@ def run_over(model: CausalModel, sequences: Sequence[Sequence[int]]) -> None:
 
 def run_in_one_step(model: CausalModel, sequences: Sequence[Sequence[int]]) -> None:
     """Compute the sequences in one step, so that each product sees all its inputs at once."""
-    attend = DenseAttend(model.spec.windows)
+    attend = DenseAttend(model.spec)
     attend.ranges = [(0, len(ids)) for ids in sequences]
     flat = torch.tensor([token for ids in sequences for token in ids])
     positions = torch.cat([torch.arange(len(ids)) for ids in sequences])

@@ -17,10 +17,11 @@ from torch import Tensor
 from engine.config import ScheduleConfig
 from engine.errors import OutOfMemory
 from engine.logs import get_logger
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, ModelSpec
 from engine.request import Request, SamplingParams
 from engine.runner.memory import available_bytes
 from engine.sampling.sampler import Sampler
+from engine.states import NO_SLOT, Segments, StateOperator, empty_states
 
 logger = get_logger(__name__)
 
@@ -68,12 +69,25 @@ def make_memory_release(device: torch.device) -> Callable[[], None]:
     return torch.cuda.empty_cache if device.type == "cuda" else lambda: None
 
 
-def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> None:
-    """Compute a step of the maximum size of this schedule and discard the result."""
+class _AttendToNothing:
+    """`Attend` of a step of one sequence, without a cache."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /) -> Tensor:
+    def __init__(self, spec: ModelSpec, tokens: int) -> None:
+        self._spec = spec
+        zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+        self._segments = Segments(zero, one * tokens, zero + NO_SLOT, one, 0)
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
+    ) -> Tensor:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
 
+    def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
+        return operator(empty_states(self._spec.states[layer], 2, inputs[0].device), self._segments, *inputs)
+
+
+def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> None:
+    """Compute a step of the maximum size of this schedule and discard the result."""
     tokens = schedule.max_num_batched_tokens
     rows = np.arange(min(schedule.max_num_seqs, tokens), dtype=np.int32)
     sampler = Sampler(len(rows), model.spec.vocab_size, model.spec.eos_token_ids, device)
@@ -83,7 +97,7 @@ def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.dev
     with torch.inference_mode():
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         lengths = positions if model.spec.rope_original_max is not None else None
-        hidden = model.forward(positions, positions, attend, lengths)
+        hidden = model.forward(positions, positions, _AttendToNothing(model.spec, tokens), lengths)
         if model.spec.generates:
             sampler.draw(model.logits(hidden[: len(rows)].clone()), rows, np.ones_like(rows), np.zeros_like(rows))
 

@@ -5,7 +5,7 @@ Layers are grouped by sliding window, each group with its own pool, because bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from engine.config import CacheConfig, KVDType, ScheduleConfig
 from engine.errors import EngineError, OutOfMemory
 from engine.models.base import ModelSpec
-from engine.plan import CacheGroup
+from engine.plan import STATE_WINDOW, CacheGroup
 
 TYPICAL_TOKENS = 2048
 """Assumed length of a sequence when the work is unknown: only the proportion between the pools depends on it."""
@@ -63,12 +63,18 @@ def layer_token_bytes(spec: ModelSpec, kv_dtype: KVDType = "auto") -> int:
     return 2 * spec.num_kv_heads * head
 
 
+def block_bytes(spec: ModelSpec, group: CacheGroup, block_size: int, kv_dtype: KVDType = "auto") -> int:
+    """Return the bytes of one block of the group in all of its layers."""
+    if group.snapshot_blocks is not None:
+        return sum(shape.nbytes for layer in group.layers for shape in spec.states[layer])
+    return len(group.layers) * layer_token_bytes(spec, kv_dtype) * block_size
+
+
 @dataclass(frozen=True, slots=True)
 class _GroupNeed:
-    """One group: its layers and window, bytes of a block, and blocks of a typical and of the longest sequence."""
+    """One group without its number of blocks, bytes of a block, and blocks of a typical and of the longest sequence."""
 
-    layers: tuple[int, ...]
-    window: int | None
+    group: CacheGroup
     block_bytes: int
     typical: int
     longest: int
@@ -92,28 +98,41 @@ def plan_cache(
     typical = min(max_model_len, cache.tokens_per_sequence or TYPICAL_TOKENS)
     chunk = min(schedule.max_chunk_tokens or schedule.max_num_batched_tokens, schedule.max_num_batched_tokens)
     needs = []
-    for window in sorted(set(spec.windows), key=lambda w: (w is not None, w or 0)):
-        layers = tuple(layer for layer, of_layer in enumerate(spec.windows) if of_layer == window)
-        token_bytes = len(layers) * layer_token_bytes(spec, kv_dtype)
+    for window, layers in spec.window_layers.items():
+        group = CacheGroup(layers, window, 0)
+        size = block_bytes(spec, group, cache.block_size, kv_dtype)
         if draft is not None and window is None:
-            token_bytes += draft.num_layers * layer_token_bytes(draft, kv_dtype)
+            size += draft.num_layers * layer_token_bytes(draft, kv_dtype) * cache.block_size
 
         def blocks(tokens: int, window: int | None = window) -> int:
             # A window's blocks: the window of its first query, the chunk, and one for the unaligned edges.
             held = tokens if window is None else min(tokens, window + chunk + cache.block_size)
             return -(-held // cache.block_size)
 
-        needs.append(_GroupNeed(layers, window, token_bytes * cache.block_size, blocks(typical), blocks(max_model_len)))
+        needs.append(_GroupNeed(group, size, blocks(typical), blocks(max_model_len)))
+    if spec.state_layers:
+        keys = sum(need.block_bytes for need in needs)
+        needs.append(_states_need(spec, keys, chunk, cache.block_size))
     if cache.num_blocks is not None:
         widest = max(need.typical for need in needs)
         counts = [max(need.longest, -(-cache.num_blocks * need.typical // widest)) for need in needs]
-        if needs[0].window is None:
+        if needs[0].group.window is None:
             counts[0] = cache.num_blocks
     else:
         counts = _counts(needs, cache, schedule, max_model_len, device)
-    return tuple(
-        CacheGroup(need.layers, need.window, count + 1) for need, count in zip(needs, counts, strict=True)
-    )  # block 0 is never allocated
+    # block 0 is never allocated
+    return tuple(replace(need.group, num_blocks=count + 1) for need, count in zip(needs, counts, strict=True))
+
+
+def _states_need(spec: ModelSpec, key_bytes: int, chunk: int, block_size: int) -> _GroupNeed:
+    """Return the need of the layers with states. Snapshots lie so far apart that they take no more memory than the keys
+    and values between them, of `key_bytes` a block."""
+    group = CacheGroup(spec.state_layers, STATE_WINDOW, 0, snapshot_blocks=1)
+    size = block_bytes(spec, group, block_size)
+    every = max(1, -(-size // max(1, key_bytes)))
+    # Of a running row: the block before a chunk, its last two, and snapshots inside. Typically there is no chunk, but
+    # a snapshot behind the prompt.
+    return _GroupNeed(replace(group, snapshot_blocks=every), size, 3, 3 + -(-chunk // (every * block_size)))
 
 
 def _counts(

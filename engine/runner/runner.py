@@ -24,6 +24,7 @@ from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.runner.graphs import Graphs
 from engine.sampling.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs, target_logprobs
 from engine.speculative.verify import NO_DRAFT_ID, Drafted, Line, Verifier
+from engine.states import StateStep, StateStorage
 
 LOGITS_ROWS = 128
 """Prompt positions whose logits are held at once when prompt log-probabilities are requested."""
@@ -89,12 +90,18 @@ def step_batch(
     at_row: NDArray[np.int64],
     positions: NDArray[np.int64],
     wanted: NDArray[np.int32] | None,
+    num_groups: int | None = None,
 ) -> AttentionBatch:
-    """Build the attention batch of a step; at_row, positions: of `flatten`."""
+    """Build the attention batch of a step.
+
+    Args:
+        at_row, positions: of `flatten`.
+        num_groups: the first so many cache groups have keys and values; None: all.
+    """
     block, offset = positions // rows.block_size, positions % rows.block_size
     width = int(block.max()) + 1
     tables, slots = [], []
-    for table in rows.block_tables:
+    for table in rows.block_tables[:num_groups]:
         slots.append(table[at_row, block].astype(np.int64) * rows.block_size + offset)
         tables.append(table[plan.rows, :width])
     return AttentionBatch(plan.starts, plan.counts, plan.num_decodes, tuple(tables), tuple(slots), wanted)
@@ -119,6 +126,8 @@ class ModelRunner:
 
     Args:
         graphs: captured forward passes for steps of some shapes; None: all steps run eagerly.
+        states: of the model's layers that have states instead of keys and values; None: none have. Their cache group is
+            the last one.
 
     Attributes:
         graph_steps: steps that replayed a graph.
@@ -133,8 +142,11 @@ class ModelRunner:
         max_num_seqs: int,
         device: torch.device,
         graphs: Graphs | None = None,
+        states: StateStorage | None = None,
     ) -> None:
         self.graph_steps = 0
+        self._states = states
+        self._state_step: StateStep | None = None  # of the latest step
         self._graphs = graphs
         self._transfer = make_transfer(device)
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # each row's latest token
@@ -204,7 +216,8 @@ class ModelRunner:
         """Compute the step's last hidden states [T, hidden_size], valid until the next step's."""
         self._load_rows(plan)
         at_row, positions, token_ids = flatten(plan, self._rows)
-        batch = step_batch(plan, self._rows, at_row, positions, self._logit_tokens(plan))
+        groups = None if self._states is None else self._states.group
+        batch = step_batch(plan, self._rows, at_row, positions, self._logit_tokens(plan), groups)
         input_ids, device_positions = self._transfer.up(token_ids, positions)
         if plan.ahead is not None:
             input_ids = torch.where(input_ids < 0, self._sampled[(-1 - input_ids).clamp(min=0)], input_ids)
@@ -214,7 +227,9 @@ class ModelRunner:
             if shape is not None:
                 self.graph_steps += 1
                 return self._graphs.forward(shape, input_ids, device_positions, batch)
-        inputs = input_ids, device_positions, AttentionStep(self._attention, self._attention.prepare(batch)), lengths
+        self._state_step = None if self._states is None else self._states.step(plan, self._rows)
+        attend = AttentionStep(self._attention, self._attention.prepare(batch), self._state_step)
+        inputs = input_ids, device_positions, attend, lengths
         if self._reader is None:
             return self._model.forward(*inputs)
         assert isinstance(self._model, LayeredModel), "only a LayeredModel returns its states"
@@ -323,6 +338,8 @@ class ModelRunner:
             token_ids[indices], failed[indices] = verified.token_ids, verified.failed
             logprobs |= verified.logprobs
             reasons, tainted = reasons | verified.reasons, frozenset(verified.tainted)
+            if self._state_step is not None:
+                self._state_step.accept(accepted)
         reasons = {row: reason for row, reason in reasons.items() if reason != NON_FINITE}
         scored = self._score(plan, hidden, ends, failed) if self._prompt_logprobs else {}
         for row in scored:

@@ -54,8 +54,9 @@ class BlockSharing:
         Args:
             computed_before: int32 [R], known positions of each row that were computed in earlier steps.
         """
-        if not (self._batch.cache.prefix_caching and sequence.reads_prefix_cache):
-            return None
+        cache = self._batch.cache
+        if not (cache.prefix_caching and sequence.reads_prefix_cache) or cache.state_groups:
+            return None  # (a state has no first part)
         rows, tokens = self._batch.rows, sequence.token_ids
         # The last token is left to compute, and a block that is copied is always written to.
         longest = min(min(len(tokens), sequence.cache_limit) - 1 - start, rows.block_size - 1)

@@ -150,6 +150,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The model's cache groups."""
+        return self._cache.groups
+
+    @property
     def stats(self) -> SchedulerStats:
         counters, pools = self._planner.counters, self._cache.pools
         head = self._waiting.peek()

@@ -245,7 +245,7 @@ class StepPlanner:
         cache.release_behind(row, start, confirmed)
         count = self._chunk(sequence, start, known, left)
         is_new = row in cache.borrowed
-        while not cache.grow(row, cache.blocks_for(start + count)):
+        while not cache.grow(row, cache.blocks_for(start + count), chain):
             if self._preempt_last() is sequence:
                 return 0
         if is_new:  # it waited for the block that it borrowed
@@ -304,7 +304,7 @@ class StepPlanner:
         if self._repeats(sequence, start, count):
             return False
         start, count, source = self._shared_start(sequence, start, count)
-        num_blocks = 0 if source is not None and not count else cache.blocks_for(start + count) - len(hits)
+        num_blocks = len(hits) if source is not None and not count else cache.blocks_for(start + count)
         while not (batch.has_free_row and self._has_room(hits, num_blocks)):
             if self._next >= self._end:
                 return False
@@ -363,9 +363,10 @@ class StepPlanner:
         self._admitted.append(row)
         if not count:
             return  # its first step is the next one
-        grown = self._cache.grow(row, self._cache.blocks_for(start + count))
+        chain = self._waiting.chain(sequence)
+        grown = self._cache.grow(row, self._cache.blocks_for(start + count), chain)
         assert grown, "blocks were counted before the row was taken"
-        self._cache.publish(row, self._waiting.chain(sequence), start + count)
+        self._cache.publish(row, chain, start + count)
         self._note_recomputed(sequence, start, count)
         self._new.append(NewRow(row, sequence.request, sequence.choice))
         self._take(np.array([row], dtype=np.int32), np.array([count], dtype=np.int32))
@@ -402,10 +403,10 @@ class StepPlanner:
             supply = [free + more for free, more in zip(supply, given, strict=True)]
         return self._forecast.fits(known_tokens, steps, pending_tokens, self._cache.held_hits(count), supply)
 
-    def _has_room(self, hits: list[PrefixNode], new_blocks: int) -> bool:
-        """Whether the pools can allocate the first chunk's blocks now."""
-        taken = self._cache.free_hits(hits)
-        return all(pool.num_free >= new_blocks + t for pool, t in zip(self._cache.pools, taken, strict=True))
+    def _has_room(self, hits: list[PrefixNode], num_blocks: int) -> bool:
+        """Whether the pools can now allocate what a sequence of `num_blocks` blocks needs beyond its hits."""
+        needs = zip(self._cache.free_hits(hits), self._cache.needed(len(hits), num_blocks), strict=True)
+        return all(pool.num_free >= sum(need) for pool, need in zip(self._cache.pools, needs, strict=True))
 
     # -- bookkeeping
 

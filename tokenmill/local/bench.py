@@ -27,7 +27,6 @@ from engine.models.base import ModelSpec
 from engine.models.load import describe_model
 from engine.plan import CacheGroup
 from engine.request import Request, SamplingParams, as_token_ids
-from engine.scheduler.step_cost import cache_windows
 from engine.step_engine import StepEngine
 from pipeline.inputs.pinning import pin_input
 from pipeline.planner.estimates.timing import StepTimes
@@ -189,10 +188,7 @@ def cases(engine: Engine, batches: Sequence[int]) -> list[Case]:
 def _steps(engine: Engine, case: Case) -> NDArray[np.float64]:
     """The work of a case's steps, by a dry run."""
     blocks = case.rows * (-(-(case.prompt + case.answer) // engine.config.cache.block_size) + 1) + 1
-    layers = engine.spec.num_layers
-    windows = cache_windows(engine.spec.windows)
-    of_window = [tuple(i for i in range(layers) if engine.spec.windows[i] == window) for window in windows]
-    groups = tuple(CacheGroup(own, window, blocks) for own, window in zip(of_window, windows, strict=True))
+    groups = tuple(CacheGroup(layers, window, blocks) for window, layers in engine.spec.window_layers.items())
     dry_run = DryRun(engine.config, engine.spec, groups)
     _fill(dry_run, _prompts(engine.spec.vocab_size, case.rows, case.prompt, 0), case.answer)
     steps, computing = [], list[bool]()

@@ -15,8 +15,7 @@ from engine.models.base import ModelSpec
 from engine.models.encoders.settings import embedding_settings
 from engine.models.load import describe_shape
 from engine.plan import CacheGroup
-from engine.runner.memory import available_bytes, layer_token_bytes, plan_cache
-from engine.scheduler.step_cost import cache_windows
+from engine.runner.memory import available_bytes, block_bytes, plan_cache
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.planner import InputEstimate
 from pipeline.worker_client.ports import ShardWork
@@ -45,10 +44,11 @@ def cache_bytes(engine: Engine) -> int:
     config, spec = engine.config, engine.spec
     device = resolve_device(config.device)
     share = config.cache.gpu_memory_utilization if device.type == "cuda" else config.cache.memory_fraction
-    layers = [spec.windows.count(window) for window in cache_windows(spec.windows)]
-    held = sum(count * blocks for count, blocks in zip(layers, engine.scheduler.stats.total_blocks, strict=True))
-    token_bytes = layer_token_bytes(spec, config.kv_dtype)
-    return int(share * (available_bytes(device) + held * config.cache.block_size * token_bytes))
+    held = sum(
+        (group.num_blocks - 1) * block_bytes(spec, group, config.cache.block_size, config.kv_dtype)
+        for group in engine.scheduler.groups
+    )
+    return int(share * (available_bytes(device) + held))
 
 
 def engine_config(amount: InputEstimate, options: EngineOptions, *, alone: bool) -> EngineConfig:

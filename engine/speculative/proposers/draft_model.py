@@ -35,7 +35,7 @@ def draft_layout(spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: in
     """Return the group of the model's cache whose block ids the draft model uses, and the layout of its keys.
 
     Raises:
-        UnsupportedModel: the model has no full-attention group.
+        UnsupportedModel: the model has no full-attention group, or the draft model has states.
     """
     full = next((index for index, group in enumerate(groups) if group.window is None), None)
     if full is None:
@@ -43,11 +43,9 @@ def draft_layout(spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: in
             "a draft model or head needs the blocks of whole sequences, but all layers of the model have sliding "
             "windows; draft with n-grams instead"
         )
-    windows = sorted(set(spec.windows), key=lambda window: (window is not None, window or 0))
-    own = tuple(
-        CacheGroup(tuple(i for i, of in enumerate(spec.windows) if of == window), window, groups[full].num_blocks)
-        for window in windows
-    )
+    if spec.state_layers:
+        raise UnsupportedModel("a model with states beside keys and values can't draft; draft with n-grams instead")
+    own = tuple(CacheGroup(layers, window, groups[full].num_blocks) for window, layers in spec.window_layers.items())
     return full, KVLayout(own, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks)
 
 

@@ -48,7 +48,7 @@ def load(path: Any, made_by: DecoderBuilder | None = None, dtype: torch.dtype = 
 
 def logits(model: Any) -> torch.Tensor:
     """The logits of one prompt of 24 tokens."""
-    attend = DenseAttend(model.spec.windows)
+    attend = DenseAttend(model.spec)
     attend.ranges = [(0, 24)]
     ids = (torch.arange(24) * 7919 + 3) % model.spec.vocab_size
     return model.logits(model.forward(ids, torch.arange(24), attend, None))

@@ -64,7 +64,7 @@ def answers(model: Any, prompts: list[list[int]]) -> Any:
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """The logits of one prompt."""
-    attend = DenseAttend(model.spec.windows)
+    attend = DenseAttend(model.spec)
     attend.ranges = [(0, len(ids))]
     found: torch.Tensor = model.logits(model.forward(ids, torch.arange(len(ids)), attend, None))
     return found

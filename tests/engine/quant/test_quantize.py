@@ -48,7 +48,7 @@ def write(folder: Path, out: Path, scheme: Scheme, by: Any = None, ready: Any = 
 def logits(folder: Path, ids: Tensor) -> Tensor:
     """The logits of one prompt, by a dense decoder at float32."""
     model = load_model(folder, dtype=torch.float32, device=CPU)
-    attend = DenseAttend(model.spec.windows)
+    attend = DenseAttend(model.spec)
     attend.ranges = [(0, len(ids))]
     return model.logits(model.forward(ids, torch.arange(len(ids)), attend, None))
 

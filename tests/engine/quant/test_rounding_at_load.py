@@ -65,7 +65,7 @@ def test_a_model_of_transformers_code_computes_with_rounded_layers(
 ) -> None:
     model = load_model(tiny_model("phi"), dtype=torch.float32, device=CPU, builder=builder(of, quantize))
     ids = torch.arange(3, 27)
-    attend = DenseAttend(model.spec.windows)
+    attend = DenseAttend(model.spec)
     attend.ranges = [(0, 24)]
     found = model.logits(model.forward(ids, torch.arange(24), attend, None))
     with torch.inference_mode():

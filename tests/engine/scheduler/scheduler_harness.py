@@ -13,7 +13,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.config import ScheduleConfig
 from engine.plan import NO_BLOCK, NO_TOKEN, CacheGroup, StepOutput, StepPlan
@@ -22,11 +24,13 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import FinishedSequence
 from engine.speculative.base import Draft, DraftRequest
 from engine.speculative.draft_lengths import FixedLengths
+from engine.states import NO_SLOT, Segments, StateShape, StateStep, StateStorage
 
 VOCAB = 23
 EOS = (1,)
 POISON = 0
 NAN = -1
+FIRST_KEY = 7
 _MASK = (1 << 61) - 1
 
 
@@ -35,6 +39,23 @@ def next_key(previous: int, token: int, rope_length: int) -> int:
     if previous == NAN or token == POISON:
         return NAN
     return hash((previous, token, rope_length)) & _MASK
+
+
+def hash_states(states: tuple[Tensor, ...], segments: Segments, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """A `StateOperator` whose state is a sequence's last key, and whose results are the tokens' keys."""
+    (slots,) = states
+    keys = torch.zeros_like(tokens)
+    columns = (segments.first, segments.count, segments.read, segments.write)
+    parts = list(zip(*(column.tolist() for column in columns), strict=True))
+    assert all(count == 1 for _, count, _, _ in parts[: segments.num_single])
+    at_once = [(int(slots[read]) if read != NO_SLOT else FIRST_KEY) for _, _, read, _ in parts[: segments.num_single]]
+    for i, (first, count, read, write) in enumerate(parts):
+        key = at_once[i] if i < len(at_once) else (int(slots[read]) if read != NO_SLOT else FIRST_KEY)
+        for at in range(first, first + count):
+            keys[at] = key = next_key(key, int(tokens[at]), int(lengths[at]))
+        if write != NO_SLOT:
+            slots[write] = key
+    return keys
 
 
 @dataclass
@@ -61,7 +82,7 @@ def script(request: Request, choice: int, rope_original_max: int | None = None) 
     while True:
         for position in range(len(keys), len(known)):
             length = max(len(prompt), position + 1, rope_original_max) if rope_original_max else 0
-            keys.append(next_key(keys[-1] if keys else 7, known[position], length))
+            keys.append(next_key(keys[-1] if keys else FIRST_KEY, known[position], length))
         if params.max_tokens == 0:
             read = keys if params.prompt_logprobs is not None or request.pooling is not None else []
             read = read[max(0, params.prompt_logprobs_start - 1) :]
@@ -115,7 +136,15 @@ class Harness:
             rope_original_max=self.rope_original_max,
             **self.options,
         )
-        self.kv = [np.zeros((group.num_blocks, self.block_size), dtype=np.int64) for group in self.groups]
+        self.kv = [
+            np.zeros((group.num_blocks, self.block_size), dtype=np.int64)
+            for group in self.groups
+            if group.snapshot_blocks is None
+        ]
+        self.states = None
+        if len(self.kv) < len(self.groups):
+            shapes = [()] * len(self.kv) + [(StateShape((), torch.int64),)]
+            self.states = StateStorage(self.groups, shapes, torch.device("cpu"))
         self.finished: dict[tuple[str, int], FinishedSequence] = {}
         self.computed: dict[tuple[str, int], int] = {}
         self.copied = 0
@@ -190,10 +219,14 @@ class Harness:
                 while at.parent is not None:
                     names.append(np.frombuffer(at.token_bytes, dtype=np.int32))
                     at = at.parent
-                keys = [7]
+                keys = [FIRST_KEY]
                 for token in np.concatenate(names[::-1]).tolist():
                     keys.append(next_key(keys[-1], token, 0))
-                assert self.kv[group][block].tolist() == keys[-self.block_size :], "a block is not what it is named"
+                if group < len(self.kv):
+                    assert self.kv[group][block].tolist() == keys[-self.block_size :], "a block is not what it is named"
+                else:
+                    (states,) = self.states.states[group]
+                    assert int(states[block]) == keys[-1], "a state is not what it is named"
 
     def check_empty(self) -> None:
         """Check that all blocks and rows are released."""
@@ -226,6 +259,7 @@ class Harness:
         for i in range(len(plan.rows)):
             self._check_row(plan, i)
         self._write(plan)
+        scan = None if self.states is None else self._scan(plan)
         tokens = np.full(len(plan.rows), NO_TOKEN, dtype=np.int32)
         failed = np.zeros(len(plan.rows), dtype=np.bool_)
         accepted = np.zeros(len(plan.rows), dtype=np.int32)
@@ -249,7 +283,23 @@ class Harness:
                 tokens[i] = next_token(keys[end - 1], request, choice)
                 if NAN in keys[end:]:
                     tainted.add(row)
+        if scan is not None and plan.drafts is not None:
+            scan.accept(accepted)
         return plan, StepOutput(tokens, failed, {}, {}, {}, {}, accepted, frozenset(tainted))
+
+    def _scan(self, plan: StepPlan) -> StateStep:
+        """Compute each key from the state before it, and check that it is the row's own."""
+        keys, tokens, lengths = [], [], []
+        for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+            request, limit = self._owner[row][0], self.rope_original_max
+            keys += self.keys_of(row, start + count)[start:]
+            tokens += self.scheduler.rows.token_ids[row, start : start + count].tolist()
+            prompt = len(request.prompt_token_ids)
+            lengths += [max(prompt, at + 1, limit) if limit else 0 for at in range(start, start + count)]
+        step = self.states.step(plan, self.scheduler.rows)
+        out = step.scan(len(self.kv), hash_states, torch.tensor(tokens), torch.tensor(lengths))
+        assert out.tolist() == keys, "a state of another sequence, or of another position"
+        return step
 
     def _copy(self, plan: StepPlan) -> None:
         sources = {(copy.group, copy.source) for copy in plan.copy_blocks}
@@ -307,7 +357,7 @@ class Harness:
         written: set[tuple[int, int, int]] = set()
         for i, row in enumerate(plan.rows.tolist()):
             keys = self.keys_of(row, int(plan.starts[i] + plan.counts[i]))
-            for group, table in enumerate(self.scheduler.rows.block_tables):
+            for group, table in enumerate(self.scheduler.rows.block_tables[: len(self.kv)]):
                 for position in range(int(plan.starts[i]), int(plan.starts[i] + plan.counts[i])):
                     block, offset = int(table[row, position // self.block_size]), position % self.block_size
                     assert block != NO_BLOCK, f"row {row} has no block for position {position}"
@@ -320,7 +370,7 @@ class Harness:
         row, start, end = int(plan.rows[i]), int(plan.starts[i]), int(plan.starts[i] + plan.counts[i])
         keys = self.keys_of(row, end)
         finite = True
-        for group, table in enumerate(self.scheduler.rows.block_tables):
+        for group, table in enumerate(self.scheduler.rows.block_tables[: len(self.kv)]):
             window = self.groups[group].window
             first = 0 if window is None else max(0, start - window + 1)
             blocks = table[row, first // self.block_size : -(-end // self.block_size)]

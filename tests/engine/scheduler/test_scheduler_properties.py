@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.config import ScheduleConfig, SloConfig
 from engine.errors import ContextLengthExceeded
-from engine.plan import CacheGroup
+from engine.plan import STATE_WINDOW, CacheGroup
 from engine.request import FinishReason, Request, SamplingParams
 from tests.engine.scheduler.scheduler_harness import POISON, VOCAB, Harness
 
@@ -82,6 +82,12 @@ def harnesses(draw: st.DrawFn) -> Harness:
     block_size = draw(st.sampled_from([1, 2, 4, 5, 8]))
     usable = draw(st.integers(2, 24))
     windows = draw(st.sampled_from([(None,), (None,), (None, 6), (6,), (None, 3, 9), (1,)]))
+    every = draw(st.sampled_from([None, None, None, 1, 2, 5]))
+    states = (
+        ()
+        if every is None
+        else (CacheGroup((len(windows),), STATE_WINDOW, draw(st.integers(3, 24)) + 1, snapshot_blocks=every),)
+    )
     return Harness(
         ScheduleConfig(
             max_num_seqs=draw(st.integers(1, 6)),
@@ -92,7 +98,8 @@ def harnesses(draw: st.DrawFn) -> Harness:
         tuple(
             CacheGroup((i,), window, (usable if i == 0 else draw(st.integers(2, 24))) + 1)
             for i, window in enumerate(windows)
-        ),
+        )
+        + states,
         block_size=block_size,
         prefix_caching=draw(st.booleans()),
         rope_original_max=draw(st.sampled_from([None, None, 12])),
