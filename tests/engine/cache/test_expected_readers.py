@@ -253,8 +253,8 @@ def test_each_shared_prefix_is_computed_once_when_the_pool_is_large_enough(
         for _ in range(data.draw(st.sampled_from([0, 0, 1, 3]))):
             h.step()
     finish(h)
-    # then each block of them was computed once, in whatever order they came.
-    assert set(computed_positions(h).values()) <= {BLOCK}
+    # then each position of their blocks was computed once or copied, in whatever order they came.
+    assert all(count <= BLOCK for count in computed_positions(h).values())
 
 
 @pytest.mark.parametrize("chunk", [None, 6, 2])
