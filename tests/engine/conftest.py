@@ -64,7 +64,7 @@ def run_steps(
 ) -> list[Tensor]:
     """Return logits of whole sequences [n, vocab], computed step by step over flat batches of chunks."""
     prompt_lengths = prompt_lengths or [len(ids) for ids in sequences]
-    attend = DenseAttend(model.spec)
+    attend = DenseAttend(model.spec.windows)
     logits: list[list[Tensor]] = [[] for _ in sequences]
     for step in steps:
         attend.step = step
