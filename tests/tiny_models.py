@@ -112,6 +112,19 @@ _GPT_OSS = {
     **_MIXED_WINDOWS,
     **_rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
 }
+_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 8,
+    **_rope("default", partial_rotary_factor=0.25),
+}
+_DELTA_MOE = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -168,6 +181,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4TextConfig",
         {**_LLAMA4, "attn_temperature_tuning": False, "use_qk_norm": False, "num_experts_per_tok": 2},
     ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {**_DELTA, **_DELTA_MOE, "attention_bias": True, "mlp_only_layers": [1], "linear_value_head_dim": 20},
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_DELTA_MOE}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
 }
 """Family -> its transformers config class and what differs from the common shape."""
@@ -185,6 +204,9 @@ FUSED = (
     "cohere2", "hyperclovax", "internlm3", "ministral3", *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
+
+WITH_STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+"""Families that the fused decoder computes and some of whose layers have states instead of keys and values."""
 
 FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "jetmoe")
 """Families that go through transformers' own code, or can be made to."""

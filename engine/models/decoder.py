@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.base import Attend, ModelSpec
+from engine.models.delta import DeltaNet, DeltaSpec
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, Mlp, weighted_sum
 from engine.models.rope import RopeSpec, RotaryTable, Rotation
 from engine.quant.base import Linear
@@ -43,10 +44,13 @@ class DecoderSpec:
     Attributes:
         intermediate_size: of the dense MLPs.
         experts: of the layers whose MLP is a mixture; None: none is.
+        delta: of the layers that are gated delta nets and do not attend; None: all attend.
         activation: of the gate.
         qkv_bias, output_bias, mlp_bias: which products have a bias.
         fused_qkv, fused_gate_up: checkpoints store these products stacked, as one tensor.
         has_sinks: each layer has sinks, see `Attend`.
+        gated_attention: the product of q makes a gate for each head, too. What a head attended is multiplied by its
+            gate's sigmoid (Qiu et al. 2025, arXiv 2505.06708, section 2.2).
         qk_norm: how q and k are normed before they are rotated; None: not at all.
         interleaved_rope: in checkpoints, the two rows of q and k that are rotated together are neighbours. The loader
             puts them half a head apart.
@@ -83,6 +87,7 @@ class DecoderSpec:
     max_position: int
     eos_token_ids: tuple[int, ...]
     experts: ExpertSpec | None = None
+    delta: DeltaSpec | None = None
     activation: Activation = "silu"
     tied: bool = False
     headless: bool = False
@@ -90,6 +95,7 @@ class DecoderSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     has_sinks: bool = False
+    gated_attention: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
     qk_norm: QkNorm | None = None
@@ -114,9 +120,11 @@ class DecoderSpec:
 
     @property
     def qkv_rows(self) -> dict[str, int]:
-        """Modules that make q, k and v -> their rows, as checkpoints store them."""
+        """Modules that make q, k and v -> their rows, as checkpoints store them. Rows of gates stand behind those of
+        their head's query."""
         q, k, v = self.qkv_sizes
-        return {"qkv_proj": q + k + v} if self.fused_qkv else {"q_proj": q, "k_proj": k, "v_proj": v}
+        queries = q * (1 + self.gated_attention)
+        return {"qkv_proj": q + k + v} if self.fused_qkv else {"q_proj": queries, "k_proj": k, "v_proj": v}
 
     def gate_up_rows(self, inner: int) -> dict[str, int]:
         """Modules that make an MLP's gate and up, of `inner` rows each -> their rows, as checkpoints store them."""
@@ -125,18 +133,22 @@ class DecoderSpec:
     def num_parameters(self, *, active: bool = False) -> int:
         """Weights. `active`: those that a token is computed with, without the experts that are not chosen."""
         h, m = self.hidden_size, self.intermediate_size
-        q, k, v = self.qkv_sizes
-        layer = h * (q + k + v) + q * h + sum(name is not None for name in self.norms) * h
-        layer += (q + k + v) * self.qkv_bias + h * self.output_bias + self.num_heads * self.has_sinks
+        q, k, _ = self.qkv_sizes
+        rows = sum(self.qkv_rows.values())
+        attention = h * rows + q * h + rows * self.qkv_bias + h * self.output_bias + self.num_heads * self.has_sinks
         if self.qk_norm not in (None, "unit"):
-            layer += 2 * self.head_dim if self.qk_norm == "head" else q + k
+            attention += 2 * self.head_dim if self.qk_norm == "head" else q + k
+        parts = self.num_layers * attention
+        if (delta := self.delta) is not None:
+            parts += sum(delta.layers) * (delta.num_parameters(h) - attention)
         mixtures, mixture = 0, 0
         if (experts := self.experts) is not None:
             mixtures = sum(experts.layers)
             mixture = experts.num_parameters(h, experts.top_k if active else experts.num_experts)
         mlp = 3 * h * m + (2 * m + h) * self.mlp_bias
         mlps = (self.num_layers - mixtures) * mlp + mixtures * mixture
-        return self.num_layers * layer + mlps + h + self.vocab_size * h * (1 if self.tied else 2)
+        norms = self.num_layers * sum(name is not None for name in self.norms) * h + h
+        return parts + mlps + norms + self.vocab_size * h * (1 if self.tied else 2)
 
     def model_spec(self, dtype: torch.dtype) -> ModelSpec:
         """The model's shape for the rest of the engine."""
@@ -159,6 +171,9 @@ class DecoderSpec:
             rope_original_max=dynamic.original_max if dynamic else None,
             generates=not self.headless,
             has_sinks=self.has_sinks,
+            states=()
+            if (delta := self.delta) is None
+            else tuple(delta.state(dtype) if has_state else () for has_state in delta.layers),
         )
 
 
@@ -167,7 +182,7 @@ class HeadAttention:
     """The weights that make a layer's queries, and keys and values for each KV head.
 
     Attributes:
-        qkv: hidden -> (heads + 2 kv_heads) * head_dim.
+        qkv: hidden -> (heads + 2 kv_heads) * head_dim, and as much as of the queries for gates.
         qk_norm: float32 [heads + kv_heads, head_dim].
         sinks: float32 [heads], see `Attend`.
     """
@@ -182,12 +197,12 @@ class Layer:
     """One layer's weights. Norm weights are float32, with any offset already added.
 
     Attributes:
-        output: what is attended, heads * head_dim -> hidden.
+        output: of all heads, heads * head_dim -> hidden, or of a gated delta net's.
         input_norm, mlp_norm, output_norm, down_norm: float32 [hidden_size]; None: there is none.
     """
 
     input_norm: Tensor | None
-    attention: HeadAttention
+    attention: HeadAttention | DeltaNet
     output: Linear
     mlp_norm: Tensor | None
     mlp: Mlp | Experts
@@ -236,7 +251,10 @@ class FusedDecoder:
     @property
     def recordable(self) -> bool:
         """Whether `forward` can be captured as a graph: it never reads a value on the host. (Frequencies that follow a
-        sequence's length are read, and the rows of experts that are multiplied one by one.)"""
+        sequence's length are read, and the rows of experts that are multiplied one by one. Segments of tokens are
+        cut on the host.)"""
+        if self._spec.states:
+            return False
         mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Experts)]
         grouped = all(mlp.index is None and mlp.gate_up.recordable and mlp.down.recordable for mlp in mixtures)
         return grouped and self._spec.rope_original_max is None
@@ -296,17 +314,22 @@ class FusedDecoder:
             return self._normed(hidden, self._norm)
 
     def _attended(
-        self, index: int, part: HeadAttention, x: Tensor, rotation: Rotation, growth: Tensor | None, attend: Attend
-    ) -> Tensor:
-        """[T, hidden_size], normed -> [T, heads, head_dim]; growth: of queries [T, 1, 1]."""
+        self, index: int, part: HeadAttention | DeltaNet, x: Tensor, rotation: Rotation, growth: Tensor | None,
+        attend: Attend,
+    ) -> Tensor:  # fmt: skip
+        """[T, hidden_size], normed -> [T, heads, elements]; growth: of queries [T, 1, 1]."""
         spec = self._decoder
-        qkv = part.qkv(x).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        qk, v = qkv.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
+        if isinstance(part, DeltaNet):
+            return part.attended(index, x, attend, spec.norm_eps)
+        qkv = part.qkv(x).view(len(x), -1, spec.head_dim)
+        rotated, stored = spec.num_heads + spec.num_kv_heads, spec.num_heads + 2 * spec.num_kv_heads
+        qk, v, gate = qkv.tensor_split((rotated, stored), dim=1)
         if part.qk_norm is not None:
             qk = self._qk_normed(qk, part.qk_norm)
         q, k = rotation.apply(qk).tensor_split((spec.num_heads,), dim=1)
         q = q if growth is None else (q * growth).to(q.dtype)
-        return attend(index, q, k, v, spec.attention_scale, part.sinks)
+        attended = attend(index, q, k, v, spec.attention_scale, part.sinks)
+        return attended * gate.sigmoid() if spec.gated_attention else attended
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Return the tokens' rows [T, hidden_size], before any scaling; a new tensor."""

@@ -21,6 +21,7 @@ from engine.errors import CorruptWeights
 from engine.logs import get_logger
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer
+from engine.models.delta import DeltaNet, DeltaRule, DeltaSpec
 from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, Mlp
 from engine.models.head_order import head_order, qkv_order
 from engine.quant.base import DenseLinear, Linear, dense, packs
@@ -72,6 +73,10 @@ class DecoderBuilder(Protocol):
         """The quantization of weights at load."""
         ...
 
+    def for_decoder(self, spec: DecoderSpec) -> DecoderBuilder:
+        """The builder of this decoder's parts, whose layout may depend on how the decoder is computed."""
+        ...
+
     def runs(self, weight: QWeight, use: Use) -> bool:
         """Whether its parts compute with this weight as stored, fast. Other weights are dequantized for it."""
         ...
@@ -111,6 +116,9 @@ class TorchBuilder:
 
     quantize: Quantize = "none"
     dtype: torch.dtype | None = None
+
+    def for_decoder(self, spec: DecoderSpec) -> DecoderBuilder:
+        return self
 
     def runs(self, weight: QWeight, use: Use) -> bool:
         return use == "embedding" or fast_kernel(weight, self.dtype) is not None
@@ -276,7 +284,7 @@ def build_decoder(
     Raises:
         CorruptWeights: a tensor is missing, has another shape, can't be read, or is unexpected.
     """
-    builder = builder or TorchBuilder()
+    builder = (builder or TorchBuilder()).for_decoder(spec)
     reader = WeightReader(source, builder, dtype, device)
     prefix = next((p for p in spec.weight_prefixes if reader.has(f"{p}embed_tokens.weight")), spec.weight_prefixes[0])
     use: Use = "tied" if spec.tied else "embedding"
@@ -301,16 +309,23 @@ def _report_slow_experts(layers: Sequence[Layer], device: torch.device) -> None:
 
 def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, prefix: str, index: int) -> Layer:
     hidden, name = spec.hidden_size, f"{prefix}layers.{index}"
-    attention = f"{name}.self_attn"
-
     input_norm, output_norm, mlp_norm, down_norm = (
         None if part is None else reader.norm(f"{name}.{part}", (hidden,), spec.norm_offset) for part in spec.norms
     )
     mlp = next((part for part in _MLPS if reader.has(f"{name}.{part}.down_proj.weight")), _MLPS[0])
+    attention: HeadAttention | DeltaNet
+    if spec.delta is not None and spec.delta.layers[index]:
+        part = f"{name}.linear_attn"
+        attention = _delta_net(spec.delta, reader, builder, part, hidden)
+        output = reader.fused([f"{part}.out_proj"], [hidden], spec.delta.sizes[2], False)
+    else:
+        part = f"{name}.self_attn"
+        attention = _head_attention(spec, reader, builder, part, index)
+        output = reader.fused([f"{part}.o_proj"], [hidden], spec.qkv_sizes[0], spec.output_bias)
     return Layer(
         input_norm=input_norm,
-        attention=_head_attention(spec, reader, builder, attention, index),
-        output=builder.linear(*reader.fused([f"{attention}.o_proj"], [hidden], spec.qkv_sizes[0], spec.output_bias)),
+        attention=attention,
+        output=builder.linear(*output),
         mlp_norm=mlp_norm,
         mlp=(
             _experts(spec, spec.experts, reader, builder, name, index)
@@ -330,6 +345,27 @@ def _head_attention(
         qkv=builder.linear(*reader.fused(*qkv, spec.hidden_size, spec.qkv_bias, order=qkv_order(spec, index))),
         qk_norm=_qk_norm(spec, reader, name, index),
         sinks=reader.exact(f"{name}.sinks", spec.num_heads) if spec.has_sinks else None,
+    )
+
+
+def _delta_net(spec: DeltaSpec, reader: WeightReader, builder: DecoderBuilder, name: str, hidden: int) -> DeltaNet:
+    (q, k, v), heads = spec.sizes, spec.num_value_heads
+    if spec.interleaved:
+        qkvz = reader.fused([f"{name}.in_proj_qkvz"], [q + k + 2 * v], hidden, False, order=spec.qkvz_order())
+        ba = reader.exact(f"{name}.in_proj_ba.weight", 2 * heads, hidden)[spec.ba_order().to(reader.device)]
+    else:
+        qkvz = reader.fused([f"{name}.in_proj_qkv", f"{name}.in_proj_z"], [q + k + v, v], hidden, False)
+        ba = torch.cat([reader.exact(f"{name}.in_proj_{part}.weight", heads, hidden) for part in "ba"])
+    return DeltaNet(
+        qkvz=builder.linear(*qkvz),
+        ba=ba,
+        rule=DeltaRule(
+            spec,
+            conv=reader.exact(f"{name}.conv1d.weight", q + k + v, 1, spec.kernel_size)[:, 0],
+            decay_log=reader.exact(f"{name}.A_log", heads),
+            decay_bias=reader.exact(f"{name}.dt_bias", heads),
+        ),
+        norm=reader.exact(f"{name}.norm.weight", spec.value_dim),
     )
 
 

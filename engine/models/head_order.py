@@ -25,10 +25,15 @@ def head_order(spec: DecoderSpec, layer: int) -> Tensor | None:
 
 
 def qkv_order(spec: DecoderSpec, layer: int) -> Tensor | None:
-    """Likewise the rows of q, k and v, stacked: int64 [(heads + 2 kv_heads) * head_dim]."""
+    """Likewise the rows of q, k and v, and of gates behind all of them, stacked."""
     order = head_order(spec, layer)
-    if order is None:
+    if order is None and not spec.gated_attention:
         return None
-    heads = torch.arange(spec.num_heads + 2 * spec.num_kv_heads)[:, None] * spec.head_dim
-    values = heads[-spec.num_kv_heads :] + torch.arange(spec.head_dim)
-    return torch.cat((heads[: -spec.num_kv_heads] + order, values)).flatten()
+    as_stored = torch.arange(spec.head_dim)
+    heads = torch.arange(sum(spec.qkv_rows.values()) // spec.head_dim)[:, None] * spec.head_dim
+    queries, keys, values = heads.tensor_split((-2 * spec.num_kv_heads, -spec.num_kv_heads))
+    gates = queries[:0]
+    if spec.gated_attention:  # each stands behind its query
+        queries, gates = queries[::2], queries[1::2]
+    rotated = torch.cat((queries, keys)) + (as_stored if order is None else order)
+    return torch.cat((rotated, torch.cat((values, gates)) + as_stored)).flatten()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from engine.attention.base import AttentionStep
 from engine.attention.native import NativeAttention
 from engine.config import Quantize
 from engine.errors import EngineError
-from engine.models.base import Attend, ModelSpec
-from engine.models.decoder import DecoderSpec, Layer
+from engine.models.base import Attend, CausalModel, ModelSpec
+from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer
 from engine.models.decoder_builder import Use
 from engine.models.experts import ExpertLinear, Experts, LinearPerExpert
 from engine.models.native_experts import NativeExperts
@@ -148,7 +148,7 @@ class NativeDecoder:
         if self._embedding is not None:
             found[str(self._embedding.dtype).removeprefix("torch.")] += self._embedding.nbytes
         norms = [self._norm, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
-        sinks = [layer.attention.sinks for layer in self._layers if layer.attention.sinks is not None]
+        sinks = [sinks for layer in self._layers if (sinks := _heads(layer).sinks) is not None]
         found["float32"] += sum(small.nbytes for small in (*norms, *sinks))
         return dict(found)
 
@@ -184,12 +184,12 @@ class NativeDecoder:
         layers = (LayerStruct * spec.num_layers)()
         for index, layer in enumerate(self._layers):
             struct = attention.storage.layer_struct(index)
-            struct.qkv, struct.output = _native(layer.attention.qkv).struct, _native(layer.output).struct
+            struct.qkv, struct.output = _native(_heads(layer).qkv).struct, _native(layer.output).struct
             if (mixture := self._experts[index]) is not None:
                 struct.experts = ctypes.pointer(mixture.struct)
             elif not isinstance(layer.mlp, Experts):
                 struct.gate_up, struct.down = _native(layer.mlp.gate_up).struct, _native(layer.mlp.down).struct
-            struct.sinks = None if layer.attention.sinks is None else layer.attention.sinks.data_ptr()
+            struct.sinks = None if (sinks := _heads(layer).sinks) is None else sinks.data_ptr()
             for name, weight in zip(_NORMS, _norms(layer), strict=True):
                 setattr(struct, name, None if weight is None else weight.data_ptr())
             if spec.parallel:
@@ -230,11 +230,18 @@ class NativeBuilder:
     Attributes:
         quantize: weights at load. int8 is used where the table measured it as faster; the head has the model's dtype,
             because it decides between neighbouring tokens.
+        whole: the kernels compute whole steps (`NativeDecoder`); else only products and attention, and torch's
+            operators the rest (`FusedDecoder`).
     """
 
     library: NativeLibrary
     quantize: Quantize = "none"
     table: ShapeTable | None = None
+    whole: bool = True
+
+    def for_decoder(self, spec: DecoderSpec) -> NativeBuilder:
+        """For a `NativeDecoder`, unless some of the layers don't attend."""
+        return replace(self, whole=spec.delta is None)
 
     def runs(self, weight: QWeight, use: Use) -> bool:
         """Whether the kernels compute with a small weight; unsupported groups are better dequantized once."""
@@ -247,7 +254,10 @@ class NativeBuilder:
         return NativeLinear.dense(self.library, self._kind(weight), weight, bias)
 
     def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
-        """Gate and up, stacked, are interleaved by vectors, so that both halves of a result lie in one panel."""
+        """For a `NativeDecoder` gate and up, stacked, are interleaved by vectors, so that both halves of a result lie
+        in one panel."""
+        if not self.whole:
+            return self.linear(weight, bias)
         mixed_bias = None if bias is None else self._mix(bias)
         weight = self._rounded(weight)
         if isinstance(weight, QWeight):
@@ -268,8 +278,10 @@ class NativeBuilder:
     def tied_head(self, embedding: Tensor | QWeight) -> Linear:
         return self._table(embedding) if isinstance(embedding, QWeight) else self.head(embedding)
 
-    def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> NativeDecoder:
-        """A tied head in a small form is the embedding's only copy."""
+    def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
+        """A tied head in a small form is the embedding's only copy, but for a `FusedDecoder`."""
+        if not self.whole:
+            return FusedDecoder(spec, dtype, **parts)
         if isinstance(embedding := parts.pop("embedding"), QWeight):
             head = _native(parts["head"])
             embedding = head if head.looked_up else self._table(embedding)
@@ -308,11 +320,16 @@ def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]
 def _products(layer: Layer) -> tuple[Linear, ...]:
     """A layer's, but for those of experts."""
     mlp = () if isinstance(layer.mlp, Experts) else (layer.mlp.gate_up, layer.mlp.down)
-    return layer.attention.qkv, layer.output, *mlp
+    return _heads(layer).qkv, layer.output, *mlp
 
 
 def _norms(layer: Layer) -> tuple[Tensor | None, ...]:
-    return layer.input_norm, layer.mlp_norm, layer.attention.qk_norm, layer.output_norm, layer.down_norm
+    return layer.input_norm, layer.mlp_norm, _heads(layer).qk_norm, layer.output_norm, layer.down_norm
+
+
+def _heads(layer: Layer) -> HeadAttention:
+    assert isinstance(layer.attention, HeadAttention), "`NativeBuilder.for_decoder` makes no other one for the kernels"
+    return layer.attention
 
 
 def _native(linear: Linear) -> NativeLinear:

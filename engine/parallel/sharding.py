@@ -55,6 +55,12 @@ class Share:
     placement: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.spec.delta is not None:
+            raise UnsupportedModel(
+                "layers with states can't be shared by several devices yet; leave --tensor-parallel and "
+                "--expert-parallel out"
+            )
+
         def uneven(size: int) -> str | None:
             return _uneven(self.spec, size, expert_parallel=self.expert_parallel)
 

@@ -25,9 +25,11 @@ from engine.quant.weight import QWeight
 from engine.quant.writing import FILE_BYTES, CheckpointWriter, Scheme, module_tensors
 
 _EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
-_ROUTER = re.compile(
-    r"\.(?:mlp|feed_forward|block_sparse_moe)\.(?:gate|router(?:\.layer)?|shared_expert_gate)\.weight$"
+_SENSITIVE = re.compile(
+    r"\.(?:(?:mlp|feed_forward|block_sparse_moe)\.(?:gate|router(?:\.layer)?|shared_expert_gate)"
+    r"|linear_attn\.in_proj_(?:ba|b|a))\.weight$"
 )
+"""Products that route, and those that make a gated delta net's rates and decays: small, but their errors are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ def _fused(path: Path, what: str) -> tuple[DecoderSpec, str]:
         )
     if opened.decoder.experts is not None:  # an expert may see none of the calibration's tokens
         raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: they are mixtures of experts")
+    if opened.decoder.delta is not None:
+        raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: some of their layers have states")
     prefixes, names = opened.decoder.weight_prefixes, opened.weights.names
     return opened.decoder, next((p for p in prefixes if f"{p}embed_tokens.weight" in names), prefixes[0])
 
@@ -152,8 +156,8 @@ def write_quantized(
 
 
 def _linears(opened: OpenedModel, source: WeightSource) -> tuple[frozenset[str], list[str]]:
-    """Names of the linear layers between embedding and head, and of those that are not quantized (the head, routers),
-    from a model without weights."""
+    """Names of the linear layers between embedding and head, and of those that are not quantized (the head, sensitive
+    ones), from a model without weights."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
 
     with usable(opened.path), torch.device("meta"):
@@ -162,11 +166,11 @@ def _linears(opened: OpenedModel, source: WeightSource) -> tuple[frozenset[str],
     found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     heads = [name for name, module in found.items() if module is head]
     linears = frozenset(found) - frozenset(heads)
-    if opened.decoder is not None and opened.decoder.experts is not None:
-        # Of transformers' modules one holds all experts, and the gate of a shared one is a layer: it routes, too.
-        routers = [name.removesuffix(".weight") for name in source.names if _ROUTER.search(name)]
+    if opened.decoder is not None:
+        # Of transformers' modules one holds all experts, and the gate of a shared one is a layer.
+        sensitive = [name.removesuffix(".weight") for name in source.names if _SENSITIVE.search(name)]
         experts = (name.removesuffix(".weight") for name in source.names if _EXPERT.search(name))
-        linears, heads = linears.union(experts).difference(routers), [*heads, *routers]
+        linears, heads = linears.union(experts).difference(sensitive), [*heads, *sensitive]
     if missing := sorted(name for name in linears if f"{name}.weight" not in source.names):
         raise UnsupportedModel(f"{opened.path} can't be quantized: it does not store {missing[0]}.weight by this name")
     if not linears:

@@ -7,20 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from engine.models.base import ModelSpec
+from engine.states import NO_SLOT, Segments, StateOperator, empty_states
 
 Chunk = tuple[int, int, int]
 """(sequence, first position, position after the last)."""
 
 
 class DenseAttend:
-    """Causal attention by its definition: stores all keys and values, scores all pairs in float64."""
+    """Causal attention by its definition: stores all keys and values, scores all pairs in float64. Of layers with
+    states instead each sequence has a slot."""
 
-    def __init__(self, windows: Sequence[int | None]) -> None:
-        self.windows = windows
+    def __init__(self, spec: ModelSpec) -> None:
+        self.windows = spec.windows
         self.step: Sequence[Chunk] = ()
+        self.states = {layer: empty_states(spec.states[layer], 8, torch.device("cpu")) for layer in spec.state_layers}
         self.cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(
@@ -40,6 +46,17 @@ class DenseAttend:
             at += count
         assert at == len(q)
         return out
+
+    def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
+        sequences, starts, stops = np.array(self.step).T
+        counts = stops - starts
+        at, slots = np.cumsum(counts) - counts, sequences + 1
+        order = np.argsort(counts > 1, kind="stable")  # single tokens come first
+        segments = Segments(
+            *(part[order] for part in (at, counts, np.where(starts > 0, slots, NO_SLOT), slots)),
+            int((counts == 1).sum()),
+        )
+        return operator(self.states[layer], segments, *inputs)
 
     @staticmethod
     def chunk(
@@ -64,7 +81,7 @@ def run_steps(
 ) -> list[Tensor]:
     """Return logits of whole sequences [n, vocab], computed step by step over flat batches of chunks."""
     prompt_lengths = prompt_lengths or [len(ids) for ids in sequences]
-    attend = DenseAttend(model.spec.windows)
+    attend = DenseAttend(model.spec)
     logits: list[list[Tensor]] = [[] for _ in sequences]
     for step in steps:
         attend.step = step

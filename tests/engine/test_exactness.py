@@ -4,6 +4,7 @@ preemption. Tiny random models of each family; the real models are in tests/mode
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ NEWER = ("smollm3", "phi3-partial", "glm4", "granite", "olmo2", "olmo3", "cohere
 """One family for each way in which the newer ones differ from Llama."""
 FALLBACKS = ("gpt2", "phi")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "glm4-moe-grouped", "gpt-oss")
+STATES = ("qwen3-next", "qwen3.5-moe")
 NUM_PROMPTS = {1: 8, 7: 20, 64: 70}
 
 TinyModel = Callable[[str], Path]
@@ -132,9 +134,10 @@ def test_every_path_gives_the_same_tokens(
         "qwen2-moe",
         "glm4-moe-grouped",
         "gpt-oss",
+        "qwen3.5",
         *(
             pytest.param(each, marks=pytest.mark.exhaustive)
-            for each in ("mistral", "qwen2", "qwen3", "gpt2", "phi", "mixtral", "qwen3-moe-mixed", *NEWER)
+            for each in ("mistral", "qwen2", "qwen3", "gpt2", "phi", "mixtral", "qwen3-moe-mixed", *STATES, *NEWER)
         ),
     ],
 )
@@ -156,6 +159,7 @@ def test_every_family_is_as_exact(
         *FAMILIES,
         *FALLBACKS,
         "glm4-moe-grouped",
+        "qwen3.5",
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3-moe-mixed", *NEWER)),
     ],
 )
@@ -169,10 +173,9 @@ def test_preempted_sequences_go_on_as_if_nothing_happened(
 ) -> None:
     # Given a pool that holds little more than the longest sequence, and wrong length estimates of every size
     blocks = -(-(LONGEST + MAX_TOKENS) // 4) + 6
-    engine = Engine.load(
-        tiny_model(family),
-        Setting(64, 256, 4, prefix_caching, num_blocks=blocks).config(max_model_len=LONGEST + MAX_TOKENS),
-    )
+    config = Setting(64, 256, 4, prefix_caching, num_blocks=blocks).config(max_model_len=LONGEST + MAX_TOKENS)
+    # (so that states, which short sequences need as many of, leave room for more sequences than keys do)
+    engine = Engine.load(tiny_model(family), replace(config, cache=replace(config.cache, tokens_per_sequence=20)))
     got = engine_answers(engine, prompts, MAX_TOKENS, expected_tokens=1)
     check_equal(answers(family), got)
     engine.scheduler.check_integrity()

@@ -144,6 +144,7 @@ SMALL: dict[str, Any] = {
         ("llama", "paged-sdpa"),
         ("gemma3", "native"),
         ("qwen2-moe", "native"),
+        ("qwen3.5", "native"),
         pytest.param("glm4-moe-grouped", "paged-sdpa", marks=pytest.mark.exhaustive),
         pytest.param("llama", "native", marks=pytest.mark.exhaustive),
         pytest.param("gemma3", "paged-sdpa", marks=pytest.mark.exhaustive),

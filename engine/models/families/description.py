@@ -96,7 +96,7 @@ def decoder_spec(
         "attention_scale": head_dim**-0.5,
         "tied": bool(getattr(config, "tie_word_embeddings", False)),  # text halves leave it to the whole
         "norm_eps": getattr(config, "rms_norm_eps", None),
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": getattr(config, "intermediate_size", 0),  # none where all MLPs are mixtures
     } | differences
     if rotated is not None and not all(rotated):
         ropes = (*ropes, no_rope(head_dim, unrotated_growth))

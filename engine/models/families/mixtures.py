@@ -33,15 +33,8 @@ def mixtral(config: Any) -> DecoderSpec:
 
 def qwen2_moe(config: Any) -> DecoderSpec:
     """Qwen 1.5 and 2 MoE: every token goes through a shared expert, too, which a gate scales."""
-    experts = _experts(
-        config,
-        "num_experts",
-        config.moe_intermediate_size,
-        layers=_sparse_layers(config),
-        renormalize=bool(config.norm_topk_prob),
-        shared_size=config.shared_expert_intermediate_size,
-        has_shared_gate=True,
-    )
+    layers, renormalize = sparse_layers(config), bool(config.norm_topk_prob)
+    experts = experts_with_gate(config, layers=layers, renormalize=renormalize)
     return decoder_spec(config, qkv_bias=bool(config.qkv_bias), windows=layer_windows(config), experts=experts)
 
 
@@ -52,7 +45,7 @@ def qwen3_moe(config: Any) -> DecoderSpec:
         config,
         "num_experts",
         config.moe_intermediate_size,
-        layers=_sparse_layers(config),
+        layers=sparse_layers(config),
         renormalize=bool(config.norm_topk_prob),
     )
     windows = (config.sliding_window,) * config.num_hidden_layers
@@ -204,6 +197,19 @@ def glm4_moe(config: Any) -> DecoderSpec:
     )
 
 
+def experts_with_gate(config: Any, *, layers: tuple[bool, ...] | None = None, renormalize: bool = True) -> ExpertSpec:
+    """Qwen's mixture with a shared expert that a gate scales. `layers`: with a mixture; None: all."""
+    return _experts(
+        config,
+        "num_experts",
+        config.moe_intermediate_size,
+        layers=layers,
+        renormalize=renormalize,
+        shared_size=config.shared_expert_intermediate_size,
+        has_shared_gate=True,
+    )
+
+
 def _experts(
     config: Any, name: str, inner: int, *, layers: tuple[bool, ...] | None = None, **differences: Any
 ) -> ExpertSpec:
@@ -245,7 +251,7 @@ def _deepseek_experts(config: Any) -> ExpertSpec:
     )
 
 
-def _sparse_layers(config: Any) -> tuple[bool, ...]:
+def sparse_layers(config: Any) -> tuple[bool, ...]:
     """Return per layer whether Qwen's MLP is a mixture."""
     step, dense = config.decoder_sparse_step, config.mlp_only_layers
     if step < 1:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from engine.models.decoder import DecoderSpec
-from engine.models.families import dense, mixtures
+from engine.models.families import delta, dense, mixtures
 
 Family = Callable[[Any], DecoderSpec]
 
@@ -53,7 +53,10 @@ _FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl_text": dense.qwen2_vl,
     "qwen2_vl_text": dense.qwen2_vl,
     "qwen3": dense.qwen3,
+    "qwen3_5_moe_text": delta.qwen3_5_moe,
+    "qwen3_5_text": delta.qwen3_5,
     "qwen3_moe": mixtures.qwen3_moe,
+    "qwen3_next": delta.qwen3_next,
     "qwen3_vl_text": dense.qwen3_vl,
     "seed_oss": dense.seed_oss,
     "smollm3": dense.smollm3,
@@ -67,6 +70,8 @@ IMAGE_MODELS: Mapping[str, tuple[str, ...]] = {
     "mistral3": dense.IMAGE_WEIGHTS,
     "qwen2_5_vl": _VISUAL,
     "qwen2_vl": _VISUAL,
+    "qwen3_5": _VISUAL,
+    "qwen3_5_moe": _VISUAL,
     "qwen3_vl": _VISUAL,
 }
 """Image models whose text half is one of the families -> prefixes of the weights that only images need."""
@@ -82,10 +87,11 @@ def fused_family(config: Any) -> Family | None:
 
 def _text_half(family: Family, config: Any) -> DecoderSpec:
     """The decoder of an image model, whose text half is of `family`."""
+    text = family(config.get_text_config())
     return replace(
-        family(config.get_text_config()),
+        text,
         architecture=(config.architectures or [config.model_type])[0],
         tied=bool(config.tie_word_embeddings),
         weight_prefixes=("model.language_model.", "language_model.model.", "model."),
-        ignored_weights=IMAGE_MODELS[config.model_type],
+        ignored_weights=(*text.ignored_weights, *IMAGE_MODELS[config.model_type]),
     )

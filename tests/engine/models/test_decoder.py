@@ -31,11 +31,20 @@ FUSED = (
 )  # fmt: skip
 
 
+WITH_STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+
+
+def tolerance_of(family):
+    # Rounding is large behind the norm of a head's output near zero.
+    return 1e-4 if family in WITH_STATES else 5e-5
+
+
 def test_every_fused_family_is_covered(tiny_models):
     assert tiny_models.FUSED == FUSED
+    assert tiny_models.WITH_STATES == WITH_STATES
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", [*FUSED, *WITH_STATES])
 def test_logits_equal_transformers_over_flat_chunked_batches(family, tiny_model, prompts, run, steps_over, oracle):
     # Given three prompts, two of them longer than the model's window
     model = load_model(tiny_model(family), dtype=torch.float32, device=CPU)
@@ -45,7 +54,7 @@ def test_logits_equal_transformers_over_flat_chunked_batches(family, tiny_model,
         got = run(model, prompts, steps_over([len(p) for p in prompts], chunk))
         # Then each has the logits that it has alone
         for ours, theirs in zip(got, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
+            torch.testing.assert_close(ours, theirs, atol=tolerance_of(family), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +89,7 @@ def test_windows_come_from_the_config_and_matter(family, tiny_model, tiny_models
     assert not torch.allclose(sliding[0][window:], full[0][window:], atol=1e-2)
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", [*FUSED, *WITH_STATES])
 def test_the_spec_describes_the_model(family, tiny_model, tiny_models):
     config = AutoConfig.from_pretrained(tiny_model(family))
     reference = AutoModelForCausalLM.from_pretrained(tiny_model(family))
@@ -90,7 +99,7 @@ def test_the_spec_describes_the_model(family, tiny_model, tiny_models):
     assert spec == load_model(tiny_model(family), dtype=torch.float32, device=CPU).spec
     corrections = sum(b.numel() for name, b in reference.named_buffers() if name.endswith("correction_bias"))
     assert spec.num_parameters == sum(p.numel() for p in reference.parameters()) + corrections
-    assert (spec.num_active_parameters is None) == (family not in tiny_models.MIXTURES)
+    assert (spec.num_active_parameters is None) == (getattr(config, "num_experts_per_tok", None) is None)
     assert spec.num_active_parameters is None or spec.num_active_parameters < spec.num_parameters
     assert description.parameter_bytes == 4 * spec.num_parameters
     assert (spec.num_layers, spec.num_heads) == (config.num_hidden_layers, config.num_attention_heads)
@@ -150,6 +159,8 @@ IMAGE_MODELS = {
         None,
         {**_QWEN_VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
+    "qwen3_5": ("qwen3.5", {**_QWEN_VISION, "out_hidden_size": 48, "num_position_embeddings": 16}),
+    "qwen3_5_moe": ("qwen3.5-moe", {**_QWEN_VISION, "out_hidden_size": 48, "num_position_embeddings": 16}),
 }
 """Image model -> the family of its text half (None: its own), and its vision tower."""
 
@@ -179,7 +190,7 @@ def test_the_text_half_of_another_image_model_is_loaded(outer, tmp_path, tiny_mo
     whole = full.language_model if outer == "llama4" else full  # its outer forward lacks an output of the inner one
     with torch.inference_mode():
         theirs = whole(input_ids=prompts[0][None]).logits[0]
-    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
+    torch.testing.assert_close(ours, theirs, atol=tolerance_of(family), rtol=1e-5)
 
 
 def test_an_image_model_of_another_text_half_is_left_to_others():

@@ -1,0 +1,78 @@
+"""The families with gated delta nets; see `engine.models.families.registry`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import UnsupportedModel
+from engine.models.decoder import DecoderSpec
+from engine.models.delta import DeltaSpec
+from engine.models.families.description import decoder_spec, head_dim_of
+from engine.models.families.mixtures import experts_with_gate, sparse_layers
+from engine.models.rope import rope_spec
+
+_MAX_SIZE = 1 << 16
+_KERNEL_SIZES = range(2, 257)
+
+_SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+
+
+def qwen3_next(config: Any) -> DecoderSpec:
+    """Qwen3-Next (2025): three of four layers are gated delta nets, and mixtures with a shared expert."""
+    layers, renormalize = sparse_layers(config), bool(config.norm_topk_prob)
+    experts = experts_with_gate(config, layers=layers, renormalize=renormalize)
+    return _qwen(config, interleaved=True, experts=experts)
+
+
+def qwen3_5(config: Any) -> DecoderSpec:
+    """Qwen 3.5 (2026), dense: Qwen3-Next without mixtures. The three positions of a token differ in images only."""
+    return _qwen(config, interleaved=False)
+
+
+def qwen3_5_moe(config: Any) -> DecoderSpec:
+    """Qwen 3.5 (2026), its mixtures."""
+    return _qwen(config, interleaved=False, experts=experts_with_gate(config))
+
+
+def _qwen(config: Any, *, interleaved: bool, **differences: Any) -> DecoderSpec:
+    """Layers that predict further tokens are not read."""
+    bias = bool(config.attention_bias)
+    rope = rope_spec(config, head_dim_of(config), partial=True, ignored=("mrope_section", "mrope_interleaved"))
+    return decoder_spec(
+        config,
+        layer_kinds=("full_attention", "linear_attention"),
+        ropes=(rope,),
+        delta=_delta(config, interleaved=interleaved),
+        gated_attention=True,
+        qk_norm="head",
+        norm_offset=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        ignored_weights=("mtp.",),
+        **differences,
+    )
+
+
+def _delta(config: Any, *, interleaved: bool) -> DeltaSpec:
+    for name in _SIZES:
+        if not 1 <= (size := getattr(config, name)) <= _MAX_SIZE:
+            raise UnsupportedModel(f"{name} is {size}, but must be from 1 to {_MAX_SIZE}")
+    key_heads, value_heads, key_dim, value_dim = (getattr(config, name) for name in _SIZES)
+    if value_heads % key_heads:
+        raise UnsupportedModel(
+            f"linear_num_value_heads is {value_heads}, but must be a multiple of linear_num_key_heads, {key_heads}"
+        )
+    if (kernel := config.linear_conv_kernel_dim) not in _KERNEL_SIZES:
+        raise UnsupportedModel(f"linear_conv_kernel_dim is {kernel}, but must be from 2 to {_KERNEL_SIZES[-1]}")
+    if config.hidden_act not in ("silu", "swish"):  # of the convolution, too
+        raise UnsupportedModel(f"hidden_act is {config.hidden_act!r}, but must be silu in {config.model_type} models")
+    layers = tuple(kind == "linear_attention" for kind in config.layer_types)
+    if len(layers) != config.num_hidden_layers:
+        raise UnsupportedModel(
+            f"layer_types describes {len(layers)} layers, but num_hidden_layers is {config.num_hidden_layers}"
+        )
+    if all(layers):
+        raise UnsupportedModel("layer_types has no layer of full_attention, but one at least must attend")
+    return DeltaSpec(layers, key_heads, value_heads, key_dim, value_dim, kernel, interleaved)
