@@ -105,6 +105,21 @@ _LLAMA4 = {
     "floor_scale": 8,
     "attn_scale": 0.5,
 }
+_HUNYUAN_ROPE = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 50.0, "factor": 1.0}}
+_SIX_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
+_SPARSE = {"mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 24}
+_SHARED = {"num_shared_experts": 2, **_SIX_EXPERTS, **_SPARSE}
+_EXAONE_MOE = {**_SHARED, **_MIXED_WINDOWS, "n_group": 3, "topk_group": 2}
+_MELLUM = {**_SIX_EXPERTS, **_SPARSE, **_MIXED_WINDOWS, "head_dim": 16, "rope_parameters": _OLMO3_ROPE}
+_SOLAR = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
+_COHERE_MOE = {
+    **_SIX_EXPERTS,
+    **_MIXED_WINDOWS,
+    "head_dim": 12,
+    "intermediate_size": 24,
+    "prefix_dense_intermediate_size": 80,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+}
 _GPT_OSS = {
     "num_local_experts": 6,
     "num_experts_per_tok": 3,
@@ -176,6 +191,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4MoeConfig", _GLM),
     "glm4-moe-grouped": ("Glm4MoeConfig", {**_GLM, "n_group": 3, "topk_group": 2, "head_dim": 16, "use_qk_norm": True}),
     "gpt-oss": ("GptOssConfig", _GPT_OSS),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16, **_HUNYUAN_ROPE}),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 6, "moe_topk": 3}),
+    "hy-v3": ("HYV3Config", {**_SHARED, "head_dim": 16}),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            **_rope("default", partial_rotary_factor=0.5),
+        },
+    ),
+    "exaone-moe": ("ExaoneMoeConfig", _EXAONE_MOE),
+    "solar-open": ("SolarOpenConfig", _SOLAR),
+    "mellum": ("MellumConfig", _MELLUM),
+    "flex-olmo": ("FlexOlmoConfig", {**_SIX_EXPERTS, "norm_topk_prob": True}),
+    "cohere2-moe": ("Cohere2MoeConfig", {**_COHERE_MOE, "rms_norm_eps": 1e-5}),
+    "cohere2-moe-sigmoid": (
+        "Cohere2MoeConfig",
+        {
+            **_COHERE_MOE,
+            "expert_selection_fn": "sigmoid",
+            "num_shared_experts": 2,
+            "shared_expert_combination_strategy": "sum",
+        },
+    ),
     "llama4": ("Llama4TextConfig", _LLAMA4),
     "llama4-plain": (
         "Llama4TextConfig",
@@ -193,7 +234,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 MIXTURES = (
     "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe",
-    "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-plain",
+    "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2", "exaone-moe",
+    "solar-open", "mellum", "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid",
 )  # fmt: skip
 """Families with experts that the fused decoder computes."""
 
@@ -201,7 +243,7 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", "hyperclovax", "internlm3", "ministral3", *MIXTURES,
+    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 

@@ -29,7 +29,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """The kernels compute with the same constants (csrc/linear.h)."""
 
 QkNorm = Literal["head", "heads", "projection", "unit"]
-"""Norms of q and k before they are rotated: of each head, with one weight for all heads of q and one for those of k, or
+"""Norms of q and k: of each head, with one weight for all heads of q and one for those of k, or
 with a weight for each head; or of all heads together; or of each head without a weight, in layers with positions."""
 
 NormNames = tuple[str | None, str | None, str | None, str | None]
@@ -51,7 +51,8 @@ class DecoderSpec:
         has_sinks: each layer has sinks, see `Attend`.
         gated_attention: the product of q makes a gate for each head, too. What a head attended is multiplied by its
             gate's sigmoid (Qiu et al. 2025, arXiv 2505.06708, section 2.2).
-        qk_norm: how q and k are normed before they are rotated; None: not at all.
+        qk_norm: how q and k are normed; None: not at all.
+        late_qk_norm: they are when they are rotated, not before.
         interleaved_rope: in checkpoints, the two rows of q and k that are rotated together are neighbours. The loader
             puts them half a head apart.
         norms: see `NormNames`.
@@ -99,6 +100,7 @@ class DecoderSpec:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     qk_norm: QkNorm | None = None
+    late_qk_norm: bool = False
     interleaved_rope: bool = False
     norms: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
     norm_offset: bool = False
@@ -324,9 +326,12 @@ class FusedDecoder:
         qkv = part.qkv(x).view(len(x), -1, spec.head_dim)
         rotated, stored = spec.num_heads + spec.num_kv_heads, spec.num_heads + 2 * spec.num_kv_heads
         qk, v, gate = qkv.tensor_split((rotated, stored), dim=1)
-        if part.qk_norm is not None:
+        if part.qk_norm is not None and not spec.late_qk_norm:
             qk = self._qk_normed(qk, part.qk_norm)
-        q, k = rotation.apply(qk).tensor_split((spec.num_heads,), dim=1)
+        qk = rotation.apply(qk)
+        if part.qk_norm is not None and spec.late_qk_norm:
+            qk = self._qk_normed(qk, part.qk_norm)
+        q, k = qk.tensor_split((spec.num_heads,), dim=1)
         q = q if growth is None else (q * growth).to(q.dtype)
         attended = attend(index, q, k, v, spec.attention_scale, part.sinks)
         return attended * gate.sigmoid() if spec.gated_attention else attended

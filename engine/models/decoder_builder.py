@@ -33,7 +33,11 @@ from engine.quant.weight import QWeight, stack
 logger = get_logger(__name__)
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-_SHARED = ("shared_experts", "shared_expert")
+_SHARED = ("shared_experts", "shared_expert", "shared_mlp")
+_CORRECTIONS = (
+    "gate.e_score_correction_bias", "e_score_correction_bias", "moe_statics.e_score_correction_bias", "expert_bias",
+)  # fmt: skip
+_QK_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
 
 
 class _MixtureNames(NamedTuple):
@@ -47,6 +51,8 @@ class _MixtureNames(NamedTuple):
 _MIXTURES = (
     _MixtureNames("mlp", "mlp.gate"),
     _MixtureNames("mlp", "mlp.router"),
+    _MixtureNames("mlp", "mlp.router.gate"),
+    _MixtureNames("mlp", "mlp.gate.wg"),
     _MixtureNames("block_sparse_moe", "block_sparse_moe.gate", ("w1", "w3", "w2")),
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router.layer"),
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router"),
@@ -378,7 +384,8 @@ def _qk_norm(spec: DecoderSpec, reader: WeightReader, name: str, layer: int) -> 
         heads = spec.num_heads + spec.num_kv_heads
         return torch.ones(heads, spec.head_dim, device=reader.device) if positions else None
     parts = []
-    for part, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
+    names = next((found for found in _QK_NORMS if reader.has(f"{name}.{found[0]}.weight")), _QK_NORMS[0])
+    for part, heads in zip(names, (spec.num_heads, spec.num_kv_heads), strict=True):
         shapes = {
             "head": (spec.head_dim,), "heads": (heads, spec.head_dim), "projection": (heads * spec.head_dim,)
         }  # fmt: skip
@@ -412,9 +419,9 @@ def _experts(
     shared = next((part for part in _SHARED if reader.has(f"{block}.{part}.down_proj.weight")), _SHARED[0])
     correction = None
     if spec.has_correction:
-        ernie = reader.has(f"{block}.moe_statics.e_score_correction_bias")
-        place, shape = ("moe_statics", (1, spec.num_experts)) if ernie else ("gate", (spec.num_experts,))
-        correction = reader.exact(f"{block}.{place}.e_score_correction_bias", *shape).view(-1)
+        name = next((part for part in _CORRECTIONS if reader.has(f"{block}.{part}")), _CORRECTIONS[0])
+        shape = (1, spec.num_experts) if "statics" in name else (spec.num_experts,)
+        correction = reader.exact(f"{block}.{name}", *shape).view(-1)
     index = rows = None
     if spec.held is not None:
         rows = torch.zeros(spec.num_experts, dtype=torch.int64, device=reader.device)

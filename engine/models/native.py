@@ -177,7 +177,7 @@ class NativeDecoder:
         shape = DecoderShape(
             self._kind, spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.num_heads,
             Gate[spec.activation.upper()], int(spec.layer_norm), int(spec.parallel),
-            int(spec.qk_norm == "projection"),
+            int(spec.qk_norm == "projection"), int(spec.late_qk_norm),
             spec.norm_eps, spec.attention_scale, self._embedding_scale(), spec.residual_scale, cache,
             None if self._table is None else ctypes.addressof(self._table.struct),
         )  # fmt: skip

@@ -25,6 +25,7 @@ _KNOWN_KEYS = {
     "finetuned", "short_factor", "long_factor",
 }  # fmt: skip
 _INITIAL_POSITIONS = 2048
+_MAX_ALPHA = 1 << 20
 _MAX_SCALE = 1000
 """Of cos and sin, far above any model's; products of keys and queries overflow with its square."""
 
@@ -132,6 +133,10 @@ def rope_spec(
             f"partial_rotary_factor is {part}, but must leave an even number of a head's {head_dim} dimensions"
         )
     theta = float(parameters["rope_theta"])
+    if kind == "dynamic" and (alpha := parameters.get("alpha")):  # Hunyuan's: the same for all lengths
+        if not 0 < alpha <= _MAX_ALPHA or rotated == 2:
+            raise UnsupportedModel(f"the rope parameter alpha is {alpha}, but must be above 0, to {_MAX_ALPHA}")
+        kind, theta = "default", theta * alpha ** (rotated / (rotated - 2))
     if kind == "default":
         frequencies, scale = _plain_frequencies(theta, rotated), 1.0
     else:

@@ -101,7 +101,7 @@ class DecoderShape(ctypes.Structure):
     _fields_ = (
         ("activations", c_int32), ("num_layers", c_int32), ("hidden", c_int32), ("intermediate", c_int32),
         ("heads", c_int32), ("gate", c_int32), ("layer_norm", c_int32), ("parallel", c_int32),
-        ("joint_qk_norm", c_int32),
+        ("joint_qk_norm", c_int32), ("late_qk_norm", c_int32),
         ("eps", c_float), ("attention_scale", c_float), ("embedding_scale", c_float), ("residual_scale", c_float),
         ("cache", CacheShape),
         ("table", c_void_p),

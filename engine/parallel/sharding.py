@@ -19,7 +19,7 @@ from engine.models.decoder import DecoderSpec
 from engine.models.experts import ExpertSpec
 
 _LAYER = re.compile(
-    r"layers\.\d+\.(self_attn|(?:mlp|feed_forward)(?:\.shared_experts?)?|\w+\.experts\.\d+)\.(\w+)\.(weight|bias)$"
+    r"layers\.\d+\.(self_attn|(?:mlp|feed_forward)(?:\.shared_(?:experts?|mlp))?|\w+\.experts\.\d+)\.(\w+)\.(weight|bias)$"
 )
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.(\d+)\.")
 _GATED, _DOWN = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
@@ -133,7 +133,7 @@ class Share:
         experts = self.spec.experts
         if experts is None or "." not in block:
             return self.spec.intermediate_size
-        return experts.shared_size if ".shared_expert" in block else experts.intermediate_size
+        return experts.shared_size if ".shared_" in block else experts.intermediate_size
 
     @property
     def _local_experts(self) -> ExpertSpec | None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from engine.models.decoder import DecoderSpec, NormNames
-from engine.models.families.description import decoder_spec, head_dim_of, layer_windows, query_growth
+from engine.models.families.description import decoder_spec, head_dim_of, layer_windows, query_growth, ropes_by_kind
 from engine.models.rope import rope_spec
 
 _NORMS_BEFORE: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
 
-_NORMS_BEHIND: NormNames = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+NORMS_BEHIND: NormNames = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 _NORMS_AROUND: NormNames = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
@@ -151,20 +151,18 @@ def _glm(config: Any, norms: NormNames) -> DecoderSpec:
 def olmo2(config: Any) -> DecoderSpec:
     """OLMo 2 (OLMo team, 2025, section 2.1): norms behind attention and MLP only, and of all of q and of k."""
     bias = bool(config.attention_bias)
-    return decoder_spec(config, qk_norm="projection", norms=_NORMS_BEHIND, qkv_bias=bias, output_bias=bias)
+    return decoder_spec(config, qk_norm="projection", norms=NORMS_BEHIND, qkv_bias=bias, output_bias=bias)
 
 
 def olmo3(config: Any) -> DecoderSpec:
     """OLMo 3 (2025): OLMo 2, most layers of which slide, with frequencies by kind of layer."""
     bias = bool(config.attention_bias)
-    kinds = sorted(set(config.layer_types))
     return decoder_spec(
         config,
         windows=layer_windows(config),
-        ropes=tuple(rope_spec(config, head_dim_of(config), kind) for kind in kinds),
-        layer_ropes=tuple(kinds.index(kind) for kind in config.layer_types),
+        **ropes_by_kind(config, head_dim_of(config)),
         qk_norm="projection",
-        norms=_NORMS_BEHIND,
+        norms=NORMS_BEHIND,
         qkv_bias=bias,
         output_bias=bias,
     )
@@ -175,32 +173,44 @@ def exaone4(config: Any) -> DecoderSpec:
     no positions."""
     windows = layer_windows(config)
     rotated = [config.sliding_window is None or window is not None for window in windows]
-    return decoder_spec(config, windows=windows, rotated=rotated, qk_norm="head", norms=_NORMS_BEHIND)
+    return decoder_spec(config, windows=windows, rotated=rotated, qk_norm="head", norms=NORMS_BEHIND)
 
 
 def cohere(config: Any) -> DecoderSpec:
     """Command R and R+ (Cohere, 2024): attention and MLP in parallel, LayerNorm without a bias."""
     reads = ("logit_scale", "use_qk_norm")
-    return _cohere(config, reads=reads, qk_norm="heads" if config.use_qk_norm else None)
+    return cohere_like(config, reads=reads, qk_norm="heads" if config.use_qk_norm else None)
 
 
 def cohere2(config: Any) -> DecoderSpec:
     """Command R7B and A (Cohere, 2025): Command R whose layers that don't slide have no positions."""
     windows = layer_windows(config)
     rotated = [window is not None for window in windows]
-    return _cohere(config, reads=("logit_scale",), windows=windows, rotated=rotated)
+    return cohere_like(config, reads=("logit_scale",), windows=windows, rotated=rotated)
 
 
-def _cohere(config: Any, **differences: Any) -> DecoderSpec:
+def cohere_like(config: Any, **differences: Any) -> DecoderSpec:
     bias = bool(config.attention_bias)
     return decoder_spec(
         config,
-        norm_eps=config.layer_norm_eps,
+        **({"norm_eps": config.layer_norm_eps, "layer_norm": True} | differences),
         norms=("input_layernorm", None, None, None),
-        layer_norm=True,
         parallel=True,
         interleaved_rope=True,
         logits_scale=1.0 if config.logit_scale is None else float(config.logit_scale),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def hunyuan(config: Any, **differences: Any) -> DecoderSpec:
+    """Hunyuan of 2025 (Tencent), dense: Llama whose q and k are normed per head behind the rotation."""
+    bias = bool(config.attention_bias)
+    return decoder_spec(
+        config,
+        ropes=(rope_spec(config, head_dim_of(config), ignored=("alpha",)),),
+        qk_norm="head",
+        late_qk_norm=True,
         qkv_bias=bias,
         output_bias=bias,
         **differences,
@@ -243,13 +253,11 @@ def gemma3(config: Any) -> DecoderSpec:
     images = config.model_type == "gemma3"
     text = config.get_text_config()
     bias = bool(text.attention_bias)
-    kinds = sorted(set(text.layer_types))
     return decoder_spec(
         text,
         activation=text.hidden_activation,
         windows=layer_windows(text),
-        ropes=tuple(rope_spec(text, text.head_dim, kind) for kind in kinds),
-        layer_ropes=tuple(kinds.index(kind) for kind in text.layer_types),
+        **ropes_by_kind(text, text.head_dim),
         tied=bool(config.tie_word_embeddings),
         qkv_bias=bias,
         output_bias=bias,

@@ -143,6 +143,15 @@ def _check_numbers(fields: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"the config gives a {name.replace('_', ' ')} of {scale}, but it must be above 0")
 
 
+def ropes_by_kind(config: Any, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
+    """`ropes` and `layer_ropes` of a config with rotary parameters for each kind of `layer_types`."""
+    kinds = sorted(set(config.layer_types))
+    return {
+        "ropes": tuple(rope_spec(config, head_dim, kind, partial=partial) for kind in kinds),
+        "layer_ropes": tuple(kinds.index(kind) for kind in config.layer_types),
+    }
+
+
 def query_growth(beta: float, original_max: int, names: tuple[str, str], shift: int = 0) -> QueryGrowth:
     """`QueryGrowth` of a config whose keys of the two numbers are `names`."""
     if not 0 <= beta <= _MAX_BETA:

@@ -9,8 +9,8 @@ from typing import Any
 from engine.errors import UnsupportedModel
 from engine.models.decoder import SWIGLU_ALPHA, SWIGLU_LIMIT, DecoderSpec
 from engine.models.experts import ExpertSpec
-from engine.models.families.dense import granite
-from engine.models.families.description import decoder_spec, layer_windows, query_growth
+from engine.models.families.dense import NORMS_BEHIND, cohere_like, granite, hunyuan
+from engine.models.families.description import decoder_spec, layer_windows, query_growth, ropes_by_kind
 
 _MOST_EXPERTS = 4096
 
@@ -100,9 +100,151 @@ def ernie4_5_moe(config: Any) -> DecoderSpec:
 def dots1(config: Any) -> DecoderSpec:
     """dots.llm1 (rednote, 2025): Qwen 3 with the mixtures of DeepSeek-V3."""
     bias = bool(config.attention_bias)
-    experts = _deepseek_experts(config)
+    experts = _deepseek_experts(config, _behind_dense(config))
     return decoder_spec(
         config, qk_norm="head", qkv_bias=bias, output_bias=bias, windows=layer_windows(config), experts=experts
+    )
+
+
+def minimax_m2(config: Any) -> DecoderSpec:
+    """MiniMax M2 (2025): heads rotated in part, norms of all of q and of k, and mixtures with corrected scores."""
+    experts = _experts(
+        config,
+        "num_local_experts",
+        config.intermediate_size,
+        scoring="sigmoid",
+        renormalize=True,
+        has_correction=True,
+    )
+    return decoder_spec(config, partial_rotary=True, qk_norm="projection", experts=experts)
+
+
+def exaone_moe(config: Any) -> DecoderSpec:
+    """K-EXAONE (LG AI Research, 2025): norms before attention and MLP, layers that don't slide without positions where
+    some do, and the mixtures of DeepSeek-V3. Layers that predict further tokens are not read."""
+    windows = layer_windows(config)
+    return decoder_spec(
+        config,
+        windows=windows,
+        rotated=[config.sliding_window is None or window is not None for window in windows],
+        qk_norm="head",
+        experts=_deepseek_experts(config, _layers_said_sparse(config), "num_experts", "num_shared_experts"),
+        ignored_weights=("mtp.",),
+    )
+
+
+def solar_open(config: Any) -> DecoderSpec:
+    """Solar Open (Upstage, 2025): Llama with the mixtures of DeepSeek-V3."""
+    return decoder_spec(
+        config,
+        partial_rotary=True,
+        qkv_bias=bool(config.attention_bias),
+        intermediate_size=config.moe_intermediate_size,  # no layer is dense
+        experts=_deepseek_experts(config, None),
+    )
+
+
+def hy_v3(config: Any) -> DecoderSpec:
+    """Hunyuan 3 (Tencent, 2026): Qwen 3 with corrected scores and shared experts. Layers that predict further tokens
+    are not read."""
+    bias = bool(config.attention_bias)
+    layers = config.num_hidden_layers
+    further = range(layers, layers + _MOST_FURTHER)
+    experts = _experts(
+        config,
+        "num_experts",
+        config.moe_intermediate_size,
+        layers=_layers_said_sparse(config),
+        scoring="sigmoid",
+        renormalize=True,
+        scale=config.router_scaling_factor,
+        has_correction=True,
+        shared_size=config.moe_intermediate_size * config.num_shared_experts,
+    )
+    return decoder_spec(
+        config,
+        qk_norm="head",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bool(config.mlp_bias),
+        experts=experts,
+        ignored_weights=tuple(f"model.layers.{index}." for index in further),
+    )
+
+
+def hunyuan_moe(config: Any) -> DecoderSpec:
+    """Hunyuan-A13B (Tencent, 2025): Hunyuan with a mixture beside a shared MLP in each layer."""
+    for name in ("num_experts", "moe_topk"):
+        if not isinstance(value := getattr(config, name), int):
+            raise UnsupportedModel(f"{name} is {value}, but must be one number for all layers")
+    inner = config.intermediate_size
+    return hunyuan(config, experts=_experts(config, "num_experts", inner, renormalize=True, shared_size=inner))
+
+
+def mellum(config: Any) -> DecoderSpec:
+    """Mellum 2 (JetBrains, 2026): Qwen 3 MoE, frequencies by kind of layer. Layers that predict further tokens are not
+    read."""
+    bias = bool(config.attention_bias)
+    experts = _experts(
+        config,
+        "num_experts",
+        config.moe_intermediate_size,
+        layers=_layers_said_sparse(config),
+        renormalize=bool(config.norm_topk_prob),
+    )
+    return decoder_spec(
+        config,
+        windows=layer_windows(config),
+        **ropes_by_kind(config, config.head_dim, partial=True),
+        qk_norm="head",
+        qkv_bias=bias,
+        output_bias=bias,
+        experts=experts,
+        ignored_weights=("mtp.",),
+    )
+
+
+def flex_olmo(config: Any) -> DecoderSpec:
+    """FlexOlmo (Shi et al. 2025): OLMo 2 with mixtures."""
+    bias = bool(config.attention_bias)
+    experts = _experts(config, "num_experts", config.intermediate_size, renormalize=bool(config.norm_topk_prob))
+    return decoder_spec(
+        config, qk_norm="projection", norms=NORMS_BEHIND, qkv_bias=bias, output_bias=bias, experts=experts
+    )
+
+
+def cohere2_moe(config: Any) -> DecoderSpec:
+    """Command A's mixtures (Cohere, 2026): Cohere 2 whose experts' weights are the softmax of the chosen logits, or
+    their sigmoids."""
+    strategy, shared = config.shared_expert_combination_strategy, config.num_shared_experts
+    if shared and strategy != "sum":
+        raise UnsupportedModel(f"shared_expert_combination_strategy is {strategy!r}, but must be 'sum'")
+    scoring = config.expert_selection_fn
+    if scoring not in ("softmax", "sigmoid"):
+        raise UnsupportedModel(f"expert_selection_fn is {scoring!r}; known are 'softmax' and 'sigmoid'")
+    sparse, windows = _layers_said_sparse(config), layer_windows(config)
+    inner = config.intermediate_size
+    experts = _experts(
+        config,
+        "num_experts",
+        inner,
+        layers=sparse,
+        scoring=scoring,
+        renormalize=scoring == "softmax" or bool(config.norm_topk_prob),
+        shared_size=inner * shared,
+    )
+    rms = {} if config.rms_norm_eps is None else {"norm_eps": config.rms_norm_eps, "layer_norm": False}
+    dense_rotate = config.prefix_dense_sliding_window_pattern == 1
+    return cohere_like(
+        config,
+        reads=("logit_scale",),
+        windows=windows,
+        rotated=[
+            window is not None or (dense_rotate and not mixes) for window, mixes in zip(windows, sparse, strict=True)
+        ],
+        intermediate_size=config.prefix_dense_intermediate_size or inner,
+        experts=experts,
+        **rms,
     )
 
 
@@ -192,7 +334,7 @@ def glm4_moe(config: Any) -> DecoderSpec:
         reads=("use_qk_norm",),
         qk_norm="head" if config.use_qk_norm else None,
         partial_rotary=True,
-        experts=_deepseek_experts(config),
+        experts=_deepseek_experts(config, _behind_dense(config)),
         ignored_weights=tuple(f"model.layers.{index}." for index in further),
     )
 
@@ -234,21 +376,37 @@ def _experts(
     return spec
 
 
-def _deepseek_experts(config: Any) -> ExpertSpec:
-    """Return DeepSeek-V3's mixture: sigmoid scores, corrected, in groups; the first layers are dense."""
+def _deepseek_experts(
+    config: Any, layers: tuple[bool, ...] | None, count: str = "n_routed_experts", shared: str = "n_shared_experts"
+) -> ExpertSpec:
+    """Return DeepSeek-V3's mixture: sigmoid scores, corrected, in groups. `count`, `shared`: keys of the numbers of
+    experts."""
     return _experts(
         config,
-        "n_routed_experts",
+        count,
         config.moe_intermediate_size,
-        layers=tuple(index >= config.first_k_dense_replace for index in range(config.num_hidden_layers)),
+        layers=layers,
         scoring="sigmoid",
         renormalize=bool(config.norm_topk_prob),
         num_groups=config.n_group,
         top_groups=config.topk_group,
         scale=config.routed_scaling_factor,
         has_correction=True,
-        shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+        shared_size=config.moe_intermediate_size * (getattr(config, shared) or 0),
     )
+
+
+def _behind_dense(config: Any) -> tuple[bool, ...]:
+    """Return per layer whether its MLP is a mixture: the first ones are dense."""
+    return tuple(index >= config.first_k_dense_replace for index in range(config.num_hidden_layers))
+
+
+def _layers_said_sparse(config: Any) -> tuple[bool, ...]:
+    """Return per layer whether its MLP is a mixture, as `mlp_layer_types` says."""
+    kinds = config.mlp_layer_types
+    if len(kinds) != config.num_hidden_layers:
+        raise UnsupportedModel(f"mlp_layer_types describes {len(kinds)} layers, not {config.num_hidden_layers}")
+    return tuple(kind == "sparse" for kind in kinds)
 
 
 def sparse_layers(config: Any) -> tuple[bool, ...]:

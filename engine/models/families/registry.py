@@ -20,9 +20,12 @@ Family = Callable[[Any], DecoderSpec]
 _FAMILIES: Mapping[str, Family] = {
     "cohere": dense.cohere,
     "cohere2": dense.cohere2,
+    "cohere2_moe": mixtures.cohere2_moe,
     "cwm": dense.ministral,
     "ernie4_5": dense.ernie4_5,
     "exaone4": dense.exaone4,
+    "exaone_moe": mixtures.exaone_moe,
+    "flex_olmo": mixtures.flex_olmo,
     "gemma": dense.gemma,
     "gemma3": dense.gemma3,
     "gemma3_text": dense.gemma3,
@@ -35,11 +38,16 @@ _FAMILIES: Mapping[str, Family] = {
     "dots1": mixtures.dots1,
     "ernie4_5_moe": mixtures.ernie4_5_moe,
     "helium": dense.helium,
+    "hunyuan_v1_dense": dense.hunyuan,
+    "hunyuan_v1_moe": mixtures.hunyuan_moe,
+    "hy_v3": mixtures.hy_v3,
     "hyperclovax": dense.hyperclovax,
     "internlm3": dense.llama,
     "iquestcoder": dense.llama,
     "llama": dense.llama,
     "llama4_text": mixtures.llama4,
+    "mellum": mixtures.mellum,
+    "minimax_m2": mixtures.minimax_m2,
     "ministral": dense.ministral,
     "ministral3": dense.ministral3,
     "mistral": dense.mistral,
@@ -60,6 +68,7 @@ _FAMILIES: Mapping[str, Family] = {
     "qwen3_vl_text": dense.qwen3_vl,
     "seed_oss": dense.seed_oss,
     "smollm3": dense.smollm3,
+    "solar_open": mixtures.solar_open,
 }
 
 _VISUAL = ("model.visual.", "visual.")

@@ -86,6 +86,7 @@ struct DecoderShape {
     int32_t layer_norm;     // norms subtract the mean
     int32_t parallel;       // attention and MLP read the same state
     int32_t joint_qk_norm;  // all heads of q are normed as one row, and those of k; else each head
+    int32_t late_qk_norm;   // heads are normed when they are rotated, not before
     float eps, attention_scale, embedding_scale, residual_scale;
     CacheShape cache;
     const Linear* table;  // the embedding where it is kept as a small weight, or null

@@ -169,8 +169,10 @@ struct Decoder {
                 }
                 for (int h = 0; h < rotated; h++) {
                     float* head = x + h * dim;
-                    if (layer.qk_norm && !joint) norm_row(head, layer.qk_norm + h * dim, dim, shape.eps, centred, head);
+                    const bool late = shape.late_qk_norm, norms = layer.qk_norm && !joint;
+                    if (norms && !late) norm_row(head, layer.qk_norm + h * dim, dim, shape.eps, centred, head);
                     rotate_head(head, cosine, half);
+                    if (norms && late) norm_row(head, layer.qk_norm + h * dim, dim, shape.eps, centred, head);
                     if (h < heads) {
                         if (factors)
                             for (int i = 0; i < dim; i++) head[i] *= factors[t];

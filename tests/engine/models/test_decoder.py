@@ -25,9 +25,10 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", "hyperclovax", "internlm3", "ministral3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed",
-    "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped", "gpt-oss",
-    "llama4", "llama4-plain",
+    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "mixtral", "qwen2-moe", "qwen3-moe",
+    "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped", "gpt-oss",
+    "llama4", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2", "exaone-moe", "solar-open", "mellum", "flex-olmo",
+    "cohere2-moe", "cohere2-moe-sigmoid",
 )  # fmt: skip
 
 
@@ -207,6 +208,14 @@ def test_contexts_beyond_a_chunk_of_attention_are_refused_by_name(tiny_model):
 
 
 REFUSED = {
+    "alpha is -2": (
+        "hunyuan",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": -2.0, "factor": 1.0}},
+    ),
+    "rope parameter 'alpha'": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 2.0, "factor": 1.0}},
+    ),
     "attn_scale is -0.5": ("llama4", {"attn_scale": -0.5}),
     "floor_scale is 0,": ("llama4", {"floor_scale": 0}),
     "attention_chunk_size is 0": ("llama4", {"attention_chunk_size": 0}),

@@ -421,6 +421,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "routed_scaling_factor is nan": ("glm4-moe", {"routed_scaling_factor": float("nan")}),
     "moe_layer_interval is 0": ("ernie4.5-moe", {"moe_layer_interval": 0}),
     "moe_norm_min is 0.1": ("ernie4.5-moe", {"moe_norm_min": 0.1}),
+    "shared_expert_combination_strategy is 'average'": ("cohere2-moe", {"num_shared_experts": 1}),
+    "expert_selection_fn is 'top'": ("cohere2-moe", {"expert_selection_fn": "top"}),
+    "mlp_layer_types describes 2 layers, not 3": ("hy-v3", {"mlp_layer_types": ["dense", "sparse"]}),
+    r"moe_topk is \[3, 3, 3\], but must be one number": ("hunyuan-moe", {"moe_topk": [3, 3, 3]}),
     "decoder_sparse_step is 0": ("qwen2-moe", {"decoder_sparse_step": 0}),
 }
 
