@@ -22,8 +22,9 @@ from engine.quant.formats.mxfp4 import BLOCKS, SCALES, matrix_shape, mxfp4_weigh
 from engine.quant.weight import QWeight
 
 StackLayout = Literal["rows", "columns", "interleaved"]
-"""An expert's part of a stack: its rows, gate above up; or transposed, and gate beside up; or transposed, and a column
-of gate and of up in turn."""
+"""An expert's part of a stack: its rows, gate above up; or transposed, and gate beside up (as rows, too, where the
+sizes say so: transformers stores them again otherwise than it read them); or transposed, and a column of gate and of up
+in turn."""
 
 _GATE_UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 _STACKS = {
@@ -44,6 +45,7 @@ class _Piece:
     rows: slice
     shape: tuple[int, ...]
     packed: bool
+    transposed: bool
 
 
 class StackedExperts:
@@ -53,9 +55,13 @@ class StackedExperts:
         CorruptWeights: a stack has another shape, its scales are missing, or an expert is stored twice.
     """
 
-    def __init__(self, source: SafetensorsCheckpoint, num_experts: int, layout: StackLayout) -> None:
+    def __init__(
+        self, source: SafetensorsCheckpoint, num_experts: int, layout: StackLayout, columns: tuple[int, int]
+    ) -> None:
+        """`columns`: of gate and up, and of down."""
         self._source = source
         self._experts = num_experts
+        self._columns = {_GATE_UP: columns[0], _DOWN: columns[1]}
         self._layout = layout
         self._pieces: dict[str, _Piece] = {}
         read = set()
@@ -73,7 +79,10 @@ class StackedExperts:
             raise CorruptWeights(
                 f"tensor {stack} has shape {list(shape)}, but the config asks for {self._experts} experts"
             )
-        rows, *columns = shape[1:] if packed or self._layout == "rows" else shape[:0:-1]
+        transposed = not packed and kind == "weight" and self._layout != "rows"
+        if self._layout == "columns" and shape[1] != self._columns[modules] == shape[-1]:
+            transposed = False
+        rows, *columns = shape[:0:-1] if transposed else shape[1:]
         if rows % len(modules):
             raise CorruptWeights(f"tensor {stack} has {rows} rows, but gate and up have as many each")
         size = rows // len(modules)
@@ -84,7 +93,7 @@ class StackedExperts:
                     raise CorruptWeights(f"tensor {name} is stored twice, one of them in the stack {stack}")
                 alternate = self._layout == "interleaved"
                 chosen = slice(number, None, len(modules)) if alternate else slice(number * size, (number + 1) * size)
-                self._pieces[name] = _Piece(stack, expert, chosen, (size, *columns), packed)
+                self._pieces[name] = _Piece(stack, expert, chosen, (size, *columns), packed, transposed)
 
     def shape(self, name: str) -> tuple[int, ...]:
         piece = self._pieces.get(name)
@@ -114,7 +123,7 @@ class StackedExperts:
     def _mapped(self, piece: _Piece) -> Tensor:
         """Rows first: a view."""
         whole = self._source.floats(piece.stack)[piece.expert]
-        return (whole if self._layout == "rows" or whole.dim() == 1 else whole.t())[piece.rows]
+        return (whole.t() if piece.transposed else whole)[piece.rows]
 
     def _packed(self, piece: _Piece) -> QWeight:
         stack = piece.stack.removesuffix(BLOCKS)

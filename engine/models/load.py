@@ -272,15 +272,15 @@ def _existing(path: str | Path) -> Path:
 
 
 def _folder_weights(path: Path, decoder: DecoderSpec | None) -> WeightSource:
-    experts = None if decoder is None else decoder.experts
-    if experts is None:
+    if decoder is None or (experts := decoder.experts) is None:
         return folder_weights(path)
     settings = quantization_settings(path) if experts.stack_layout == "interleaved" else None
     mxfp4 = settings is not None and settings.get("quant_method") == "mxfp4"
     weights = SafetensorsCheckpoint(path) if mxfp4 else folder_weights(path)
     if not isinstance(weights, SafetensorsCheckpoint):
         return weights
-    return StackedExperts(weights, experts.num_experts, experts.stack_layout)
+    columns = decoder.hidden_size, experts.intermediate_size
+    return StackedExperts(weights, experts.num_experts, experts.stack_layout, columns)
 
 
 def _open(path: Path, *, own_models: bool = True) -> tuple[Any, DecoderSpec | None, WeightSource | None]:

@@ -137,12 +137,20 @@ def glm4(config: Any) -> DecoderSpec:
     return _glm(config, ("input_layernorm", outputs[0], "post_attention_layernorm", outputs[1]))
 
 
-def _glm(config: Any, norms: NormNames) -> DecoderSpec:
+def glm4v(config: Any) -> DecoderSpec:
+    """The text half of GLM-4.1V: GLM-4-0414. The three positions of a token differ in images only."""
+    outputs = "post_self_attn_layernorm", "post_mlp_layernorm"
+    rope = rope_spec(config, head_dim_of(config), partial=True, ignored=("mrope_section",))
+    return _glm(config, ("input_layernorm", outputs[0], "post_attention_layernorm", outputs[1]), ropes=(rope,))
+
+
+def _glm(config: Any, norms: NormNames, **differences: Any) -> DecoderSpec:
     return decoder_spec(
         config,
+        **differences,
         partial_rotary=True,
         interleaved_rope=True,
-        qkv_bias=bool(config.attention_bias),
+        qkv_bias=bool(getattr(config, "attention_bias", True)),  # GLM-4.1V's has no such key
         fused_gate_up=True,
         norms=norms,
     )

@@ -10,7 +10,8 @@ from engine.errors import UnsupportedModel
 from engine.models.decoder import SWIGLU_ALPHA, SWIGLU_LIMIT, DecoderSpec
 from engine.models.experts import ExpertSpec
 from engine.models.families.dense import NORMS_BEHIND, cohere_like, granite, hunyuan
-from engine.models.families.description import decoder_spec, layer_windows, query_growth, ropes_by_kind
+from engine.models.families.description import decoder_spec, head_dim_of, layer_windows, query_growth, ropes_by_kind
+from engine.models.rope import rope_spec
 
 _MOST_EXPERTS = 4096
 
@@ -50,6 +51,21 @@ def qwen3_moe(config: Any) -> DecoderSpec:
     )
     windows = (config.sliding_window,) * config.num_hidden_layers
     return decoder_spec(config, qk_norm="head", qkv_bias=bias, output_bias=bias, windows=windows, experts=experts)
+
+
+def qwen3_vl_moe(config: Any) -> DecoderSpec:
+    """The text half of Qwen3-VL's mixtures: Qwen 3 MoE. The three positions of a token differ in images only."""
+    bias = bool(config.attention_bias)
+    experts = _experts(
+        config,
+        "num_experts",
+        config.moe_intermediate_size,
+        layers=sparse_layers(config),
+        renormalize=True,
+        stack_layout="columns",
+    )
+    rope = rope_spec(config, head_dim_of(config), ignored=("mrope_section", "mrope_interleaved"))
+    return decoder_spec(config, ropes=(rope,), qk_norm="head", qkv_bias=bias, output_bias=bias, experts=experts)
 
 
 def olmoe(config: Any) -> DecoderSpec:
@@ -336,6 +352,16 @@ def glm4_moe(config: Any) -> DecoderSpec:
         partial_rotary=True,
         experts=_deepseek_experts(config, _behind_dense(config)),
         ignored_weights=tuple(f"model.layers.{index}." for index in further),
+    )
+
+
+def glm4v_moe(config: Any) -> DecoderSpec:
+    """The text half of GLM 4.5V and 4.6V: GLM 4.5. The three positions of a token differ in images only."""
+    return decoder_spec(
+        config,
+        ropes=(rope_spec(config, head_dim_of(config), partial=True, ignored=("mrope_section",)),),
+        qkv_bias=bool(config.attention_bias),
+        experts=_deepseek_experts(config, _behind_dense(config)),
     )
 
 

@@ -32,6 +32,8 @@ _FAMILIES: Mapping[str, Family] = {
     "glm": dense.glm,
     "glm4": dense.glm4,
     "glm4_moe": mixtures.glm4_moe,
+    "glm4v_moe_text": mixtures.glm4v_moe,
+    "glm4v_text": dense.glm4v,
     "gpt_oss": mixtures.gpt_oss,
     "granite": dense.granite,
     "granitemoe": mixtures.granitemoe,
@@ -65,6 +67,7 @@ _FAMILIES: Mapping[str, Family] = {
     "qwen3_5_text": delta.qwen3_5,
     "qwen3_moe": mixtures.qwen3_moe,
     "qwen3_next": delta.qwen3_next,
+    "qwen3_vl_moe_text": mixtures.qwen3_vl_moe,
     "qwen3_vl_text": dense.qwen3_vl,
     "seed_oss": dense.seed_oss,
     "smollm3": dense.smollm3,
@@ -72,16 +75,25 @@ _FAMILIES: Mapping[str, Family] = {
 }
 
 _VISUAL = ("model.visual.", "visual.")
+_CONNECTED = ("model.vision_model.", "model.connector.")
+_NEWLINE = ("model.image_newline", "image_newline")
 IMAGE_MODELS: Mapping[str, tuple[str, ...]] = {
+    "glm4v": _VISUAL,
+    "glm4v_moe": _VISUAL,
+    "idefics3": _CONNECTED,
     "internvl": dense.IMAGE_WEIGHTS,
     "llama4": ("vision_model.", "multi_modal_projector."),
     "llava": dense.IMAGE_WEIGHTS,
+    "llava_next": (*dense.IMAGE_WEIGHTS, *_NEWLINE),
+    "llava_onevision": (*dense.IMAGE_WEIGHTS, *_NEWLINE),
     "mistral3": dense.IMAGE_WEIGHTS,
     "qwen2_5_vl": _VISUAL,
     "qwen2_vl": _VISUAL,
     "qwen3_5": _VISUAL,
     "qwen3_5_moe": _VISUAL,
     "qwen3_vl": _VISUAL,
+    "qwen3_vl_moe": _VISUAL,
+    "smolvlm": _CONNECTED,
 }
 """Image models whose text half is one of the families -> prefixes of the weights that only images need."""
 
@@ -101,6 +113,6 @@ def _text_half(family: Family, config: Any) -> DecoderSpec:
         text,
         architecture=(config.architectures or [config.model_type])[0],
         tied=bool(config.tie_word_embeddings),
-        weight_prefixes=("model.language_model.", "language_model.model.", "model."),
+        weight_prefixes=("model.language_model.", "language_model.model.", "model.text_model.", "model."),
         ignored_weights=(*text.ignored_weights, *IMAGE_MODELS[config.model_type]),
     )

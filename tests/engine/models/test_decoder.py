@@ -148,31 +148,46 @@ def test_the_text_half_of_an_image_model_is_loaded(tmp_path, tiny_models, prompt
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _CLIP = {**_VISION, "image_size": 28, "patch_size": 14}
 _QWEN_VISION = {"depth": 1, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 16, "num_heads": 2}
+_HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+_MIXTURE = {"moe_intermediate_size": 24, "num_experts_per_tok": 3, "n_routed_experts": 6, "num_experts": 6}
 IMAGE_MODELS = {
     "internvl": ("qwen2", {"model_type": "internvl_vision", **_VISION, "image_size": [28, 28], "patch_size": [14, 14]}),
     "llava": ("llama", {"model_type": "clip_vision_model", **_CLIP}),
     "mistral3": ("mistral", {"model_type": "pixtral", **_CLIP}),
     "mistral3 around ministral3": ("ministral3", {"model_type": "pixtral", **_CLIP}),
     "llama4": ("llama4", {**_CLIP, **dict.fromkeys(("vision_output_dim", "projector_output_dim"), 32)}),
-    "qwen2_vl": (None, {**_QWEN_VISION, "hidden_size": 64}),
-    "qwen2_5_vl": (None, {**_QWEN_VISION, "out_hidden_size": 64, "fullatt_block_indexes": [0]}),
+    "llava_next": ("mistral", {"model_type": "clip_vision_model", **_CLIP}),
+    "llava_onevision": ("qwen2", {"model_type": "siglip_vision_model", **_CLIP}),
+    "idefics3": ("llama", _CLIP),
+    "smolvlm": ("llama", _CLIP),
+    "glm4v": ({}, {**_QWEN_VISION, "out_hidden_size": 64, **_CLIP}),
+    "glm4v_moe": (
+        _MIXTURE | {"first_k_dense_replace": 1, "rope_parameters": _HALF_ROPE},
+        {**_QWEN_VISION, "out_hidden_size": 64, **_CLIP},
+    ),
+    "qwen3_vl_moe": (
+        _MIXTURE | {"decoder_sparse_step": 2},
+        {**_QWEN_VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "qwen2_vl": ({}, {**_QWEN_VISION, "hidden_size": 64}),
+    "qwen2_5_vl": ({}, {**_QWEN_VISION, "out_hidden_size": 64, "fullatt_block_indexes": [0]}),
     "qwen3_vl": (
-        None,
+        {},
         {**_QWEN_VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
     "qwen3_5": ("qwen3.5", {**_QWEN_VISION, "out_hidden_size": 48, "num_position_embeddings": 16}),
     "qwen3_5_moe": ("qwen3.5-moe", {**_QWEN_VISION, "out_hidden_size": 48, "num_position_embeddings": 16}),
 }
-"""Image model -> the family of its text half (None: its own), and its vision tower."""
+"""Image model -> the family of its text half, or what differs in its own, and its vision tower."""
 
 
 @pytest.mark.parametrize("outer", IMAGE_MODELS)
 def test_the_text_half_of_another_image_model_is_loaded(outer, tmp_path, tiny_models, prompts, run):
     # Given an image model whose text half is of a family that the decoder knows
     family, vision = IMAGE_MODELS[outer]
-    if family is None:
+    if isinstance(family, dict):
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-        text = {**tiny_models._SHAPE, "rope_parameters": rope, "hidden_size": 64}
+        text = {**tiny_models._SHAPE, "rope_parameters": rope, "hidden_size": 64, **family}
     else:
         text = tiny_models.make_config(family).to_dict()
     config = AutoConfig.for_model(
