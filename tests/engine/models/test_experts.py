@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from engine import Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.checkpoints.checkpoint import WeightSource
 from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.decoder import FusedDecoder
@@ -29,8 +30,9 @@ from engine.models.native import NativeBuilder
 from engine.quant.base import DenseLinear
 from engine.quant.int8_linear import quantize_rows
 from engine.quant.rtn import AT_LOAD, round_to_nearest
+from engine.quant.weight import QWeight
 from engine.quant.writing import Scheme, module_tensors
-from tests.engine.oracle import prompt_scores, scores_of_logits
+from tests.engine.oracle import make_prompts, prompt_scores, scores_of_logits
 from tests.engine.quant.packing import pack_awq, pack_fp8, pack_gptq, write
 from tests.native_paths import native_path
 
@@ -246,28 +248,47 @@ class Upcycled:
         else:
             self._dense.read(self._experts.get(name, name), into)
 
-    def quantized(self, name: str) -> None:
-        return None
+    def quantized(self, name: str) -> QWeight | None:
+        return None if name in self._routers else self._dense.quantized(self._experts.get(name, name))
 
 
 @pytest.mark.exhaustive
-def test_a_real_model_copied_into_eight_experts_answers_as_it_does(run: Any) -> None:
+@pytest.mark.parametrize("quantize", ["dense", "none"], ids=["float32", "as stored"])
+@pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
+def test_a_real_model_copied_into_eight_experts_answers_as_it_does(
+    quantize: Any, attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "SmolLM2-135M-Instruct.Q4_1.gguf"
     path = Path(os.environ.get("TOKENMILL_TEST_MODELS", ".")) / name
     if not path.is_file():
         pytest.skip(f"NOT TESTED HERE: a real file; TOKENMILL_TEST_MODELS names no folder with {name}")
-    opened = open_model(path)
-    assert opened.decoder is not None
-    inner, layers = opened.decoder.intermediate_size, opened.decoder.num_layers
-    spec = replace(opened.decoder, experts=ExpertSpec(8, 2, inner, (True,) * layers, renormalize=True))
-    weights = Upcycled(opened.weights, spec.hidden_size)
-    mixture = build_decoder(spec, weights, dtype=torch.float32, device=CPU, builder=TorchBuilder("dense"))
-    dense = load_model(path, dtype=torch.float32, device=CPU, builder=TorchBuilder("dense"))
-    ids = torch.randint(100, 40_000, (64,), generator=torch.Generator().manual_seed(1))
-    steps = [[(0, 0, 40)], *([(0, at, at + 1)] for at in range(40, 64))]
-    [ours], [wanted] = (run(model, [ids], steps) for model in (mixture, dense))
-    assert torch.equal(ours.argmax(-1), wanted.argmax(-1))
-    torch.testing.assert_close(ours, wanted, atol=2e-3, rtol=1e-3)
+    prompts = make_prompts(seed=5, count=4, vocab_size=40_000, shared=20, longest=40)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    requests = [Request(str(i), as_token_ids(prompt), params) for i, prompt in enumerate(prompts)]
+    config = EngineConfig(
+        dtype="float32", device="cpu", attention=attention, quantize=quantize,
+        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )  # fmt: skip
+
+    def answers(engine: Engine) -> dict[str, list[int]]:
+        return {done.request_id: done.choices[0].token_ids.tolist() for done in engine.run(requests)}
+
+    wanted = answers(Engine.load(path, config))
+
+    def copied(path: Path, *, dtype: torch.dtype, device: torch.device, builder: Any, **_: Any) -> Any:
+        opened = open_model(path)
+        assert opened.decoder is not None
+        inner, layers = opened.decoder.intermediate_size, opened.decoder.num_layers
+        spec = replace(opened.decoder, experts=ExpertSpec(8, 2, inner, (True,) * layers, renormalize=True))
+        weights = Upcycled(opened.weights, spec.hidden_size)
+        return build_decoder(spec, weights, dtype=dtype, device=device, builder=builder)
+
+    monkeypatch.setattr("engine.engine.load_model", copied)
+    mixture = Engine.load(path, config)
+    assert ("native" in mixture.attention_name) == (attention == "native")
+    assert answers(mixture) == wanted
+    if attention == "native":
+        assert mixture.expert_rows() is not None
 
 
 def stack(folder: Path, out: Path) -> Path:
