@@ -262,8 +262,9 @@ class Engine:
             use = measure(model, config.schedule, device)
             cache = replace(cache, memory_bytes=cache_budget(use, cache.gpu_memory_utilization))
         groups = plan_cache(
-            spec, cache, config.schedule, limit, device, kv_dtype, None if drafter is None else drafter.spec
-        )
+            spec, cache, config.schedule, limit, device, kv_dtype, None if drafter is None else drafter.spec,
+            native=native is not None,
+        )  # fmt: skip
         kv_kind = ElementKind.I8 if kv_dtype == "int8" else None
 
         def attend(layout: KVLayout) -> AttentionBackend:
@@ -283,9 +284,7 @@ class Engine:
 
         block_size = config.cache.block_size
         attending = tuple(group for group in groups if group.snapshot_blocks is None)
-        attention = attend(
-            KVLayout(attending, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks)
-        )
+        attention = attend(KVLayout.of(spec, attending, block_size))
         log_choice(attention, device)
         make_proposer: Callable[[RowState], Proposer] | None = None
         if draft is not None:

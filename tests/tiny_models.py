@@ -85,6 +85,22 @@ _GLM = {
     "attention_bias": True,
     "num_nextn_predict_layers": 0,
 }
+_LATENT = {
+    "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "num_key_value_heads": 4,
+}  # fmt: skip
+_LATENT_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.8, mscale_all_dim=0.9)
+_DEEPSEEK = {
+    **_LATENT,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
+_DEEPSEEK_V2 = {**_DEEPSEEK, **_LATENT_YARN, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+_DEEPSEEK_V3 = {**_DEEPSEEK, "n_group": 3, "topk_group": 2, "num_nextn_predict_layers": 0}
+_UNGROUPED = {"n_group": 1, "topk_group": 1}
 _ERNIE_MOE = {
     "moe_num_experts": 6,
     "moe_k": 3,
@@ -228,6 +244,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_DELTA_MOE}),
+    "deepseek-v2": ("DeepseekV2Config", {**_DEEPSEEK_V2, "q_lora_rank": 16, "attention_bias": True}),
+    "deepseek-v2-lite": ("DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek-v3": ("DeepseekV3Config", {**_DEEPSEEK_V3, **_LATENT_YARN, "q_lora_rank": 16}),
+    "deepseek-v3-halves": ("DeepseekV3Config", {**_DEEPSEEK_V3, "q_lora_rank": None, "rope_interleave": False}),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", {**_DEEPSEEK, **_UNGROUPED, "q_lora_rank": 16}),
+    "youtu": ("YoutuConfig", {**_LATENT, "q_lora_rank": 16, "tie_word_embeddings": True, "pad_token_id": None}),
+    "minicpm3": ("MiniCPM3Config", {**_LATENT, "q_lora_rank": 16, "dim_model_base": 24, "tie_word_embeddings": True}),
+    "mistral4": ("Mistral4Config", {**_DEEPSEEK, **_UNGROUPED, **_GROWING, "q_lora_rank": 16}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
 }
 """Family -> its transformers config class and what differs from the common shape."""
@@ -235,7 +259,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 MIXTURES = (
     "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe",
     "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2", "exaone-moe",
-    "solar-open", "mellum", "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid",
+    "solar-open", "mellum", "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid", "deepseek-v2", "deepseek-v2-lite",
+    "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite",
 )  # fmt: skip
 """Families with experts that the fused decoder computes."""
 
@@ -243,12 +268,18 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", *MIXTURES,
+    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 
 WITH_STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Families that the fused decoder computes and some of whose layers have states instead of keys and values."""
+
+
+LATENT = (
+    "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "youtu", "minicpm3",
+)  # fmt: skip
+"""Families with latent attention."""
 
 FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "jetmoe")
 """Families that go through transformers' own code, or can be made to."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.models.base import ModelSpec
 from engine.plan import BlockCopy, CacheGroup
 from engine.states import StateOperator, StateStep
 
@@ -50,6 +51,7 @@ class KVLayout:
         groups: of the layers that attend.
         num_heads: query heads; 0: as many as KV heads.
         has_sinks: `attend` is given sinks.
+        latent_dim: V is the first so many elements of K, with one KV head, and need not be stored; 0: it is apart.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -58,6 +60,19 @@ class KVLayout:
     head_dim: int
     num_heads: int = 0
     has_sinks: bool = False
+    latent_dim: int = 0
+
+    @classmethod
+    def of(cls, spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: int) -> KVLayout:
+        """Of a model's cache."""
+        return cls(
+            groups, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks, spec.latent_dim
+        )
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's value."""
+        return self.latent_dim or self.head_dim
 
     @property
     def num_layers(self) -> int:
@@ -77,7 +92,8 @@ class AttentionBackend(Protocol):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: Any, sinks: Tensor | None = None
     ) -> Tensor:
-        """Store k and v [T, kv_heads, head_dim], then attend with q [T, heads, head_dim]; returns q's shape.
+        """Store k and v [T, kv_heads, head_dim], then attend with q [T, heads, head_dim]; returns q's shape. With
+        `KVLayout.latent_dim` v and the result have so many elements instead of head_dim.
 
         Args:
             sinks: float32 [heads], contiguous; see `engine.models.base.Attend`.

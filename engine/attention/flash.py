@@ -181,6 +181,8 @@ class Library:
         """Return why it can't be used, or None."""
         if dtype not in (torch.bfloat16, torch.float16):
             return f"computes in bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+        if layout.latent_dim:
+            return "does not compute latent attention, which this model has; use triton or paged-sdpa"
         if layout.has_sinks:
             return "does not compute attention sinks, which this model has; use triton or paged-sdpa"
         if layout.block_size % self.page:

@@ -35,7 +35,8 @@ _LANES = 16
 
 
 class NativeStorage:
-    """The paged cache as csrc/api.h lays it out: K as words of dimensions by key, V as pairs of keys by dimension.
+    """The paged cache as csrc/api.h lays it out: K as words of dimensions by key, V as pairs of keys by dimension. So V
+    is stored even where it is a part of K.
 
     Attributes:
         shape: for the kernels.
@@ -48,8 +49,10 @@ class NativeStorage:
     def __init__(self, layout: KVLayout, kind: ElementKind) -> None:
         self.layout = layout
         columns = -(-layout.block_size // _LANES) * _LANES
-        value_dim = -(-layout.head_dim // _LANES) * _LANES
-        self.shape = CacheShape(kind, layout.block_size, columns, layout.num_kv_heads, layout.head_dim, value_dim)
+        value_stride = -(-layout.value_dim // _LANES) * _LANES
+        self.shape = CacheShape(
+            kind, layout.block_size, columns, layout.num_kv_heads, layout.head_dim, layout.value_dim, value_stride
+        )
         num_layers = layout.num_layers
         self.group_of = [0] * num_layers
         self.window_of: list[int | None] = [None] * num_layers
@@ -68,7 +71,7 @@ class NativeStorage:
                 self.group_of[layer] = index
                 self.window_of[layer] = group.window
                 self.keys[layer] = zeros((group.num_blocks, heads * key_dim * columns), dtype, CPU)
-                self.values[layer] = zeros((group.num_blocks, heads * columns * value_dim), dtype, CPU)
+                self.values[layer] = zeros((group.num_blocks, heads * columns * value_stride), dtype, CPU)
                 if kind == ElementKind.I8:
                     self.key_scales[layer] = zeros((group.num_blocks, heads * columns), torch.float32, CPU)
                     self.value_scales[layer] = zeros((group.num_blocks, heads * columns), torch.float32, CPU)
@@ -90,7 +93,7 @@ class NativeStorage:
         per_word, pair = _PER_WORD[shape.kind], 1 if shape.kind == ElementKind.F32 else 2
         words = self.keys[layers[0]].shape[1] // (shape.columns * per_word)  # of all heads
         of_keys = rest.view(count, 1, -1, 1).expand(-1, words, -1, per_word).reshape(count, -1)
-        of_values = rest.view(count, 1, -1, 1, pair).expand(-1, heads, -1, shape.value_dim, -1).reshape(count, -1)
+        of_values = rest.view(count, 1, -1, 1, pair).expand(-1, heads, -1, shape.value_stride, -1).reshape(count, -1)
         of_scales = rest.repeat(1, heads)
         stores = (self.keys, self.values, self.key_scales, self.value_scales)
         for layer in layers:
@@ -169,7 +172,7 @@ class NativeAttention:
         if sinks is not None and (sinks.shape != (self._heads,) or sinks.dtype != torch.float32):
             raise EngineError(f"sinks are {list(sinks.shape)} in {sinks.dtype}, not [{self._heads}] in torch.float32")
         struct.sinks = None if sinks is None else sinks.data_ptr()
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(*q.shape[:2], self.storage.shape.value_dim, dtype=q.dtype)
         heads = self._heads
         if self._space is None or self._space.max_tokens < step.num_decodes:
             self._space = KernelWorkspace.for_attention(
@@ -185,8 +188,13 @@ class NativeAttention:
     def _check(self, q: Tensor, k: Tensor, v: Tensor, step: NativeStep) -> None:
         """Check shapes: the kernels take the cache's shape and bare pointers, and would read out of bounds."""
         shape = self.storage.shape
-        for name, tensor, heads in (("q", q, self._heads), ("k", k, shape.kv_heads), ("v", v, shape.kv_heads)):
-            expected = (step.num_tokens, heads, shape.head_dim)
+        parts = (
+            ("q", q, self._heads, shape.head_dim),
+            ("k", k, shape.kv_heads, shape.head_dim),
+            ("v", v, shape.kv_heads, shape.value_dim),
+        )
+        for name, tensor, heads, dim in parts:
+            expected = (step.num_tokens, heads, dim)
             if tensor.shape != expected or KIND_OF.get(tensor.dtype) != self.activations:
                 given = f"{list(tensor.shape)} in {tensor.dtype}"
                 raise EngineError(

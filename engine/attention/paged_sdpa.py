@@ -84,7 +84,8 @@ class PagedSdpaAttention:
         self.storage = KVStorage(layout, dtype, device)
         self._device = device
         self._dtype = dtype
-        block_bytes = 2 * layout.block_size * self.storage.token_width * dtype.itemsize
+        stores = 1 if layout.latent_dim else 2
+        block_bytes = stores * layout.block_size * self.storage.token_width * dtype.itemsize
         self._group_blocks = max(1, GATHER_BYTES // block_bytes)
         self._keys = torch.empty(0, dtype=dtype, device=device)
         self._values = torch.empty(0, dtype=dtype, device=device)
@@ -122,7 +123,9 @@ class PagedSdpaAttention:
         storage = self.storage
         part = step[storage.group_of[layer]]
         storage.write(layer, k, v, part.slots)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape[:2], self.storage.layout.value_dim)
+        if self.storage.layout.latent_dim:
+            v = k  # torch's fast kernels take values as long as keys: the rest is computed for nothing, and dropped
         if part.decodes:
             count = part.decodes[-1].end
             self._attend_decodes(layer, q[:count], scale, sinks, part, out[:count])
@@ -215,13 +218,18 @@ class PagedSdpaAttention:
         if num_blocks * width > self._keys.numel():
             size = -(-num_blocks // self._group_blocks) * self._group_blocks * width
             self._keys = torch.empty(size, dtype=self._dtype, device=self._device)
-            self._values = torch.empty(size, dtype=self._dtype, device=self._device)
+            if not self.storage.layout.latent_dim:
+                self._values = torch.empty(size, dtype=self._dtype, device=self._device)
 
     def _gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather K and V of these blocks, [blocks, block_size * kv_heads * head_dim], in the persistent buffers."""
+        """Gather K and V of these blocks, [blocks, block_size * kv_heads * head_dim], in the persistent buffers; the
+        same ones where V is in K."""
         count, width = blocks.numel(), self.storage.layout.block_size * self.storage.token_width
-        keys, values = self._keys[: count * width].view(count, width), self._values[: count * width].view(count, width)
+        keys = self._keys[: count * width].view(count, width)
         torch.index_select(self.storage.keys[layer], 0, blocks, out=keys)
+        if self.storage.layout.latent_dim:
+            return keys, keys
+        values = self._values[: count * width].view(count, width)
         torch.index_select(self.storage.values[layer], 0, blocks, out=values)
         return keys, values
 
@@ -233,7 +241,7 @@ class PagedSdpaAttention:
         assert part.inverse is not None
         kv_heads, head_dim = layout.num_kv_heads, layout.head_dim
         queries = q.index_select(0, part.order).view(q.shape[0], kv_heads, -1, head_dim)
-        ordered = torch.empty(queries.shape, dtype=q.dtype, device=q.device)
+        ordered = q.new_empty(*queries.shape[:3], layout.value_dim)
         for group in part.decodes:
             keys, values = self._gather(layer, group.blocks)
             count = group.end - group.begin
@@ -244,9 +252,10 @@ class PagedSdpaAttention:
             )
             if sinks is not None:
                 of_group = with_sinks(*of_group, sinks.view(1, kv_heads, -1, 1))
-            ordered[group.begin : group.end] = scaled_dot_product_attention(
+            result = scaled_dot_product_attention(
                 queries[group.begin : group.end], of_group[0], of_group[1], attn_mask=of_group[2], scale=scale
             )
+            ordered[group.begin : group.end] = result[..., : layout.value_dim]
         torch.index_select(ordered.view(out.shape), 0, part.inverse, out=out)
 
     def _attend_chunk(
@@ -284,7 +293,8 @@ class PagedSdpaAttention:
             is_causal=mask is None,
             scale=scale,
         )
-        out.view(rows, kv_heads, -1, head_dim).copy_(result.permute(2, 0, 1, 3))
+        value_dim = out.shape[2]
+        out.view(rows, kv_heads, -1, value_dim).copy_(result[..., :value_dim].permute(2, 0, 1, 3))
 
 
 def with_sinks(keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,7 +68,7 @@ class ReferenceAttention:
         group, window = storage.group_of[layer], storage.window_of[layer]
         layout = storage.layout
         storage.write(layer, k, v, step.slots[group])
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], layout.value_dim)
         end = 0
         for i, (start, count) in enumerate(zip(batch.starts.tolist(), batch.counts.tolist(), strict=True)):
             if not count:  # padding of a captured step
@@ -78,7 +78,7 @@ class ReferenceAttention:
             table = torch.from_numpy(batch.block_tables[group][i, : -(-length // layout.block_size)]).to(self._device)
             shape = (-1, layout.num_kv_heads, layout.head_dim)
             keys = storage.keys[layer][table].view(shape)[:length].float()
-            values = storage.values[layer][table].view(shape)[:length].float()
+            values = storage.values[layer][table].view(shape)[:length, :, : layout.value_dim].float()
             heads_per_kv = q.shape[1] // layout.num_kv_heads
             keys = keys.repeat_interleave(heads_per_kv, dim=1)
             values = values.repeat_interleave(heads_per_kv, dim=1)

@@ -1,4 +1,5 @@
-"""The paged cache's tensors: for each layer, K and V as [num_blocks, block_size, kv_heads, head_dim].
+"""The paged cache's tensors: for each layer, K and V as [num_blocks, block_size, kv_heads, head_dim]; of a layout with
+`latent_dim` K alone.
 
 Zero-initialised: kernels may read the unused tail of a sequence's last block, and 0 * NaN would be NaN.
 """
@@ -21,7 +22,8 @@ class KVStorage:
     """K and V of every layer, by layer index.
 
     Attributes:
-        keys, values: per layer [num_blocks, block_size * kv_heads * head_dim], contiguous.
+        keys, values: per layer [num_blocks, block_size * kv_heads * head_dim], contiguous; the same tensors with
+            `KVLayout.latent_dim`.
         key_scales, value_scales: per layer float32 [num_blocks, block_size * kv_heads]; of a float8 cache only.
         group_of: per layer, the index of its cache group.
         window_of: per layer, its sliding window in tokens, or None.
@@ -37,6 +39,7 @@ class KVStorage:
         self.window_of: list[int | None] = [None] * num_layers
         self.keys: list[Tensor] = [torch.empty(0)] * num_layers
         self.values: list[Tensor] = [torch.empty(0)] * num_layers
+        self._stores = (self.keys,) if layout.latent_dim else (self.keys, self.values)
         scaled = dtype == torch.float8_e4m3fn
         self.key_scales: list[Tensor] = [torch.empty(0)] * num_layers if scaled else []
         self.value_scales: list[Tensor] = [torch.empty(0)] * num_layers if scaled else []
@@ -46,23 +49,27 @@ class KVStorage:
                 self.window_of[layer] = group.window
                 shape = (group.num_blocks, layout.block_size * width)
                 self.keys[layer] = zeros(shape, dtype, device)
-                self.values[layer] = zeros(shape, dtype, device)
+                self.values[layer] = self.keys[layer] if layout.latent_dim else zeros(shape, dtype, device)
                 if scaled:
                     shape = (group.num_blocks, layout.block_size * layout.num_kv_heads)
                     self.key_scales[layer] = zeros(shape, torch.float32, device)
-                    self.value_scales[layer] = zeros(shape, torch.float32, device)
+                    self.value_scales[layer] = (
+                        self.key_scales[layer] if layout.latent_dim else zeros(shape, torch.float32, device)
+                    )
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Store k and v [T, kv_heads, head_dim] at `slots` int64 [T]."""
+        """Store k and v [T, kv_heads, head_dim] at `slots` int64 [T]; of a layout with `latent_dim` v is in k."""
         width = self.token_width
         self.keys[layer].view(-1, width).index_copy_(0, slots, k.reshape(-1, width))
+        if self.layout.latent_dim:
+            return
         self.values[layer].view(-1, width).index_copy_(0, slots, v.reshape(-1, width))
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zero these blocks in all layers of the group."""
         (index,) = self._transfer.up(np.array(blocks, dtype=np.int64))
         for layer in self.layout.groups[group].layers:
-            for stored in (self.keys, self.values):
+            for stored in self._stores:
                 # Bytes of zeros are zeros of any dtype; torch fills no float8 by index on a CPU.
                 stored[layer].view(torch.uint8).index_fill_(0, index, 0)
             for scales in (self.key_scales, self.value_scales):
@@ -78,9 +85,8 @@ class KVStorage:
         )
         sources, targets = self._transfer.up(*slots)
         for layer in self.layout.groups[group].layers:
-            for stored in (self.keys, self.values, self.key_scales, self.value_scales):
-                if stored:
-                    # torch copies no float8 by index on a CPU.
-                    whole = stored[layer].view(torch.uint8) if stored[layer].itemsize == 1 else stored[layer]
-                    tokens = whole.view(len(whole) * size, -1)
-                    tokens.index_copy_(0, targets, tokens.index_select(0, sources))
+            for stored in (*self._stores, *filter(None, (self.key_scales, self.value_scales))):
+                # torch copies no float8 by index on a CPU.
+                whole = stored[layer].view(torch.uint8) if stored[layer].itemsize == 1 else stored[layer]
+                tokens = whole.view(len(whole) * size, -1)
+                tokens.index_copy_(0, targets, tokens.index_select(0, sources))

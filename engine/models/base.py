@@ -21,13 +21,14 @@ class Attend(Protocol):
         """Store k and v in the paged cache and attend causally within each sequence.
 
         Args:
-            q, k, v: [T, heads, head_dim], [T, kv_heads, head_dim] and likewise; q and k arrive rotated.
+            q, k, v: [T, heads, head_dim], [T, kv_heads, head_dim] and likewise; q and k arrive rotated. With
+                `ModelSpec.latent_dim` v is the first so many elements of k.
             sinks: float32 [heads], a score that joins each head's softmax without a value, so that a head may attend to
                 nothing (Xiao et al. 2024, StreamingLLM, section 3.2; OpenAI 2025, gpt-oss, section 2.2). Only with
                 `ModelSpec.has_sinks`.
 
         Returns:
-            [T, heads, head_dim].
+            [T, heads, head_dim]; with `latent_dim` [T, heads, latent_dim].
         """
         ...
 
@@ -58,6 +59,8 @@ class ModelSpec:
         generates: it has a language-model head.
         has_sinks: its layers attend with sinks, see `Attend`.
         states: per layer, the tensors of its state (`engine.states`), none for a layer that attends; empty: all do.
+        latent_dim: of latent attention, with one KV head: a token's values are the first so many elements of its key,
+            and are not stored apart (`engine.models.latent`). 0: values are stored, of head_dim elements.
         rope_original_max: length from which rotary frequencies depend on a sequence's length (dynamic scaling only).
     """
 
@@ -79,6 +82,12 @@ class ModelSpec:
     has_sinks: bool = False
     context_limit: str | None = None
     states: tuple[tuple[StateShape, ...], ...] = ()
+    latent_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's value."""
+        return self.latent_dim or self.head_dim
 
     def context(self, max_model_len: int | None) -> int:
         """The longest sequence, in tokens, where the configured one is `max_model_len`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.models.base import Attend, ModelSpec
 from engine.models.delta import DeltaNet, DeltaSpec
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, Mlp, weighted_sum
+from engine.models.latent import LatentAttention, LatentSpec
 from engine.models.rope import RopeSpec, RotaryTable, Rotation
 from engine.quant.base import Linear
 from engine.quant.weight import QWeight
@@ -42,11 +43,13 @@ class DecoderSpec:
     """The parameters of a family and size.
 
     Attributes:
+        num_kv_heads, head_dim: of the cache; with latent attention 1 and `LatentSpec.key_dim`.
+        latent: of latent attention; None: each KV head has keys and values of its own.
         intermediate_size: of the dense MLPs.
         experts: of the layers whose MLP is a mixture; None: none is.
         delta: of the layers that are gated delta nets and do not attend; None: all attend.
         activation: of the gate.
-        qkv_bias, output_bias, mlp_bias: which products have a bias.
+        qkv_bias, output_bias, mlp_bias: which products have a bias; of latent attention's, those with the input do.
         fused_qkv, fused_gate_up: checkpoints store these products stacked, as one tensor.
         has_sinks: each layer has sinks, see `Attend`.
         gated_attention: the product of q makes a gate for each head, too. What a head attended is multiplied by its
@@ -87,6 +90,7 @@ class DecoderSpec:
     layer_ropes: tuple[int, ...]
     max_position: int
     eos_token_ids: tuple[int, ...]
+    latent: LatentSpec | None = None
     experts: ExpertSpec | None = None
     delta: DeltaSpec | None = None
     activation: Activation = "silu"
@@ -121,6 +125,11 @@ class DecoderSpec:
         return self.num_heads * self.head_dim, kv, kv
 
     @property
+    def attended_size(self) -> int:
+        """Elements of all heads' outputs together."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
     def qkv_rows(self) -> dict[str, int]:
         """Modules that make q, k and v -> their rows, as checkpoints store them. Rows of gates stand behind those of
         their head's query."""
@@ -136,8 +145,11 @@ class DecoderSpec:
         """Weights. `active`: those that a token is computed with, without the experts that are not chosen."""
         h, m = self.hidden_size, self.intermediate_size
         q, k, _ = self.qkv_sizes
-        rows = sum(self.qkv_rows.values())
-        attention = h * rows + q * h + rows * self.qkv_bias + h * self.output_bias + self.num_heads * self.has_sinks
+        attention = (self.attended_size + self.output_bias) * h + self.num_heads * self.has_sinks
+        if self.latent is None:
+            attention += (h + self.qkv_bias) * sum(self.qkv_rows.values())
+        else:
+            attention += self.latent.num_parameters(h, self.num_heads, bias=self.qkv_bias)
         if self.qk_norm not in (None, "unit"):
             attention += 2 * self.head_dim if self.qk_norm == "head" else q + k
         parts = self.num_layers * attention
@@ -176,6 +188,7 @@ class DecoderSpec:
             states=()
             if (delta := self.delta) is None
             else tuple(delta.state(dtype) if has_state else () for has_state in delta.layers),
+            latent_dim=0 if self.latent is None else self.latent.rank,
         )
 
 
@@ -194,20 +207,28 @@ class HeadAttention:
     sinks: Tensor | None = None
 
 
+class WholeMlp(Protocol):
+    """An MLP or a mixture that is computed in one call, whatever its form."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """[T, hidden_size] -> a new [T, hidden_size]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """One layer's weights. Norm weights are float32, with any offset already added.
 
     Attributes:
-        output: of all heads, heads * head_dim -> hidden, or of a gated delta net's.
+        output: `DecoderSpec.attended_size`, or of a gated delta net's heads -> hidden.
         input_norm, mlp_norm, output_norm, down_norm: float32 [hidden_size]; None: there is none.
     """
 
     input_norm: Tensor | None
-    attention: HeadAttention | DeltaNet
+    attention: HeadAttention | LatentAttention | DeltaNet
     output: Linear
     mlp_norm: Tensor | None
-    mlp: Mlp | Experts
+    mlp: Mlp | Experts | WholeMlp
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
 
@@ -316,13 +337,17 @@ class FusedDecoder:
             return self._normed(hidden, self._norm)
 
     def _attended(
-        self, index: int, part: HeadAttention | DeltaNet, x: Tensor, rotation: Rotation, growth: Tensor | None,
+        self, index: int, part: HeadAttention | LatentAttention | DeltaNet, x: Tensor, rotation: Rotation,
+        growth: Tensor | None,
         attend: Attend,
     ) -> Tensor:  # fmt: skip
         """[T, hidden_size], normed -> [T, heads, elements]; growth: of queries [T, 1, 1]."""
         spec = self._decoder
         if isinstance(part, DeltaNet):
             return part.attended(index, x, attend, spec.norm_eps)
+        if isinstance(part, LatentAttention):
+            assert spec.latent is not None
+            return part.attended(spec.latent, index, x, rotation, growth, spec.attention_scale, attend)
         qkv = part.qkv(x).view(len(x), -1, spec.head_dim)
         rotated, stored = spec.num_heads + spec.num_kv_heads, spec.num_heads + 2 * spec.num_kv_heads
         qk, v, gate = qkv.tensor_split((rotated, stored), dim=1)
@@ -352,10 +377,12 @@ class FusedDecoder:
                 logits.div_(cap).tanh_().mul_(cap)
             return logits
 
-    def _mlp(self, mlp: Mlp | Experts, x: Tensor) -> Tensor:
+    def _mlp(self, mlp: Mlp | Experts | WholeMlp, x: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         if isinstance(mlp, Mlp):
             return mlp.down(self._gated(mlp.gate_up(x)))
+        if not isinstance(mlp, Experts):
+            return mlp(x)
         spec = self._decoder.experts
         assert spec is not None
         weights, chosen = mlp.route(spec, x)
@@ -393,14 +420,18 @@ class FusedDecoder:
         return norm(x.float(), (size,), weight=weight, eps=self._decoder.norm_eps)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        match self._decoder.activation:
-            case "silu":
-                return F.silu(gate).mul_(up)
-            case "gelu_tanh":
-                return F.gelu(gate, approximate="tanh").mul_(up)
-            case "clamped_swiglu":
-                return clamped_swiglu(gate, up)
+        return gated(self._decoder.activation, *gate_up.chunk(2, dim=-1))
+
+
+def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """The activation of `gate`, multiplied with `up`; a new tensor."""
+    match activation:
+        case "silu":
+            return F.silu(gate).mul_(up)
+        case "gelu_tanh":
+            return F.gelu(gate, approximate="tanh").mul_(up)
+        case "clamped_swiglu":
+            return clamped_swiglu(gate, up)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:

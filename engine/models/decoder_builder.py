@@ -23,7 +23,8 @@ from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer
 from engine.models.delta import DeltaNet, DeltaRule, DeltaSpec
 from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, Mlp
-from engine.models.head_order import head_order, qkv_order
+from engine.models.head_order import head_order, latent_order, qkv_order
+from engine.models.latent import LatentAttention, LatentSpec
 from engine.quant.base import DenseLinear, Linear, dense, packs
 from engine.quant.int8_linear import Int8Linear
 from engine.quant.linear import fast_kernel, int8_weight_only, quantized_linear
@@ -199,6 +200,17 @@ class WeightReader:
         self._source.read(name, into)
         self._left.remove(name)
 
+    def dense(self, name: str, rows: int, columns: int) -> Tensor:
+        """A matrix in the model's dtype, dequantized if it is stored quantized."""
+        weight = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+        self.expect(name, rows, columns)
+        if (stored := self._source.quantized(name)) is not None:
+            stored.dequantize(into=weight)
+            self._left.remove(name)
+        else:
+            self.fill(name, weight)
+        return weight
+
     def matrix(self, name: str, rows: int, columns: int, use: Use) -> Tensor | QWeight:
         self.expect(name, rows, columns)
         return self._matrices([name], [rows], columns, use)
@@ -319,15 +331,18 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
         None if part is None else reader.norm(f"{name}.{part}", (hidden,), spec.norm_offset) for part in spec.norms
     )
     mlp = next((part for part in _MLPS if reader.has(f"{name}.{part}.down_proj.weight")), _MLPS[0])
-    attention: HeadAttention | DeltaNet
+    attention: HeadAttention | LatentAttention | DeltaNet
     if spec.delta is not None and spec.delta.layers[index]:
         part = f"{name}.linear_attn"
         attention = _delta_net(spec.delta, reader, builder, part, hidden)
         output = reader.fused([f"{part}.out_proj"], [hidden], spec.delta.sizes[2], False)
     else:
         part = f"{name}.self_attn"
-        attention = _head_attention(spec, reader, builder, part, index)
-        output = reader.fused([f"{part}.o_proj"], [hidden], spec.qkv_sizes[0], spec.output_bias)
+        if spec.latent is None:
+            attention = _head_attention(spec, reader, builder, part, index)
+        else:
+            attention = _latent_attention(spec, spec.latent, reader, builder, part)
+        output = reader.fused([f"{part}.o_proj"], [hidden], spec.attended_size, spec.output_bias)
     return Layer(
         input_norm=input_norm,
         attention=attention,
@@ -372,6 +387,37 @@ def _delta_net(spec: DeltaSpec, reader: WeightReader, builder: DecoderBuilder, n
             decay_bias=reader.exact(f"{name}.dt_bias", heads),
         ),
         norm=reader.exact(f"{name}.norm.weight", spec.value_dim),
+    )
+
+
+def _latent_attention(
+    spec: DecoderSpec, latent: LatentSpec, reader: WeightReader, builder: DecoderBuilder, name: str
+) -> LatentAttention:
+    """W_UK and W_UV multiply as what they are stored in, so `kv_b_proj` is dequantized and never quantized at load."""
+    heads, rank, hidden = spec.num_heads, latent.rank, spec.hidden_size
+    interleaved = spec.interleaved_rope
+    made = (heads, latent.query_dim, latent.rotated_dim)
+    line = (1, latent.key_dim, latent.rotated_dim)
+    if latent.query_rank is None:
+        down = [f"{name}.q_proj", f"{name}.kv_a_proj_with_mqa"], [heads * latent.query_dim, latent.key_dim]
+        order = latent_order([made, line], interleaved=interleaved)
+    else:
+        down = [f"{name}.q_a_proj", f"{name}.kv_a_proj_with_mqa"], [latent.query_rank, latent.key_dim]
+        order = latent_order([(1, latent.query_rank, 0), line], interleaved=interleaved)
+    both = reader.dense(f"{name}.kv_b_proj.weight", heads * (latent.plain_dim + latent.value_dim), rank)
+    keys, values = both.view(heads, -1, rank).tensor_split((latent.plain_dim,), dim=1)
+    query_norm = queries = None
+    if latent.query_rank is not None:
+        query_norm = reader.exact(f"{name}.q_a_layernorm.weight", latent.query_rank)
+        rows = [f"{name}.q_b_proj"], [heads * latent.query_dim], latent.query_rank
+        queries = builder.linear(*reader.fused(*rows, False, order=latent_order([made], interleaved=interleaved)))
+    return LatentAttention(
+        down=builder.linear(*reader.fused(*down, hidden, spec.qkv_bias, order=order)),
+        norm=reader.exact(f"{name}.kv_a_layernorm.weight", rank),
+        keys=keys.contiguous(),
+        values=values.transpose(1, 2).contiguous(),
+        query_norm=query_norm,
+        queries=queries,
     )
 
 

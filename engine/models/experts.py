@@ -36,7 +36,8 @@ class ExpertSpec:
         scoring: of the router's product with a token: over all experts, or each for itself.
         renormalize: the weights of a token's experts are divided by their sum.
         num_groups, top_groups: experts are chosen from the `top_groups` groups of neighbours (of `num_groups` equal
-            ones) whose two best scores have the largest sum (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+            ones) whose `group_scores` best scores have the largest sum: two (DeepSeek-AI 2024, DeepSeek-V3, section
+            2.1.2), or one (DeepSeek-V2, section 2.2.2).
         scale: factor of the weights.
         scales_inputs: the weights are factors of what the experts read, not of their results (Llama 4).
         has_correction: a bias is added to the scores for choosing, not to the weights (DeepSeek-V3, equation 16).
@@ -55,6 +56,7 @@ class ExpertSpec:
     renormalize: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    group_scores: int = 2
     scale: float = 1.0
     scales_inputs: bool = False
     has_correction: bool = False
@@ -99,7 +101,7 @@ class ExpertSpec:
     def _in_best_groups(self, ranked: Tensor) -> Tensor:
         """Scores of experts outside of the best groups become -inf."""
         grouped = ranked.view(len(ranked), self.num_groups, -1)
-        of_groups = grouped.topk(2, dim=-1).values.sum(-1)
+        of_groups = grouped.topk(self.group_scores, dim=-1).values.sum(-1)
         best = of_groups.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_groups]
         outside = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, best, False)
         return grouped.masked_fill(outside[:, :, None], -torch.inf).flatten(1)

@@ -7,6 +7,8 @@ q and k are sorted once, when they are loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,3 +39,17 @@ def qkv_order(spec: DecoderSpec, layer: int) -> Tensor | None:
         queries, gates = queries[::2], queries[1::2]
     rotated = torch.cat((queries, keys)) + (as_stored if order is None else order)
     return torch.cat((rotated, torch.cat((values, gates)) + as_stored)).flatten()
+
+
+def latent_order(parts: Sequence[tuple[int, int, int]], *, interleaved: bool) -> Tensor | None:
+    """Likewise the stacked rows of latent attention's products. `parts`: heads, rows of each, and how many of these
+    (the last ones) are rotated. `interleaved`: as of `DecoderSpec`."""
+    if not interleaved:
+        return None
+    orders, first = [], 0
+    for heads, rows, rotated in parts:
+        plain, turning = torch.arange(rows).tensor_split((rows - rotated,))
+        starts = first + torch.arange(heads)[:, None] * rows
+        orders.append((starts + torch.cat((plain, turning[::2], turning[1::2]))).flatten())
+        first += heads * rows
+    return torch.cat(orders)

@@ -23,8 +23,9 @@ from engine.errors import EngineError
 from engine.models.base import Attend, CausalModel, ModelSpec
 from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer
 from engine.models.decoder_builder import Use
-from engine.models.experts import ExpertLinear, Experts, LinearPerExpert
+from engine.models.experts import ExpertLinear, Experts, LinearPerExpert, Mlp
 from engine.models.native_experts import NativeExperts
+from engine.models.native_parts import with_native_mlps
 from engine.models.rope import RotaryTable
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
@@ -188,7 +189,8 @@ class NativeDecoder:
             if (mixture := self._experts[index]) is not None:
                 struct.experts = ctypes.pointer(mixture.struct)
             elif not isinstance(layer.mlp, Experts):
-                struct.gate_up, struct.down = _native(layer.mlp.gate_up).struct, _native(layer.mlp.down).struct
+                mlp = _mlp(layer)
+                struct.gate_up, struct.down = _native(mlp.gate_up).struct, _native(mlp.down).struct
             struct.sinks = None if (sinks := _heads(layer).sinks) is None else sinks.data_ptr()
             for name, weight in zip(_NORMS, _norms(layer), strict=True):
                 setattr(struct, name, None if weight is None else weight.data_ptr())
@@ -230,8 +232,8 @@ class NativeBuilder:
     Attributes:
         quantize: weights at load. int8 is used where the table measured it as faster; the head has the model's dtype,
             because it decides between neighbouring tokens.
-        whole: the kernels compute whole steps (`NativeDecoder`); else only products and attention, and torch's
-            operators the rest (`FusedDecoder`).
+        whole: the kernels compute whole steps (`NativeDecoder`); else only products, MLPs and attention, call by call,
+            and torch's operators the rest (`FusedDecoder`).
     """
 
     library: NativeLibrary
@@ -240,8 +242,8 @@ class NativeBuilder:
     whole: bool = True
 
     def for_decoder(self, spec: DecoderSpec) -> NativeBuilder:
-        """For a `NativeDecoder`, unless some of the layers don't attend."""
-        return replace(self, whole=spec.delta is None)
+        """For a `NativeDecoder`, unless some of the layers don't attend, or to latent vectors."""
+        return replace(self, whole=spec.delta is None and spec.latent is None)
 
     def runs(self, weight: QWeight, use: Use) -> bool:
         """Whether the kernels compute with a small weight; unsupported groups are better dequantized once."""
@@ -254,10 +256,7 @@ class NativeBuilder:
         return NativeLinear.dense(self.library, self._kind(weight), weight, bias)
 
     def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
-        """For a `NativeDecoder` gate and up, stacked, are interleaved by vectors, so that both halves of a result lie
-        in one panel."""
-        if not self.whole:
-            return self.linear(weight, bias)
+        """Gate and up, stacked, are interleaved by vectors, so that both halves of a result lie in one panel."""
         mixed_bias = None if bias is None else self._mix(bias)
         weight = self._rounded(weight)
         if isinstance(weight, QWeight):
@@ -281,6 +280,7 @@ class NativeBuilder:
     def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
         """A tied head in a small form is the embedding's only copy, but for a `FusedDecoder`."""
         if not self.whole:
+            parts["layers"] = with_native_mlps(self.library, spec, parts["layers"])
             return FusedDecoder(spec, dtype, **parts)
         if isinstance(embedding := parts.pop("embedding"), QWeight):
             head = _native(parts["head"])
@@ -317,9 +317,14 @@ def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]
     return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
 
 
+def _mlp(layer: Layer) -> Mlp:
+    assert isinstance(layer.mlp, Mlp)
+    return layer.mlp
+
+
 def _products(layer: Layer) -> tuple[Linear, ...]:
     """A layer's, but for those of experts."""
-    mlp = () if isinstance(layer.mlp, Experts) else (layer.mlp.gate_up, layer.mlp.down)
+    mlp = () if isinstance(layer.mlp, Experts) else (_mlp(layer).gate_up, _mlp(layer).down)
     return _heads(layer).qkv, layer.output, *mlp
 
 

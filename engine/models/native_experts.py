@@ -43,21 +43,27 @@ class NativeExperts:
         self._correction = None if mlp.correction is None else mlp.correction.contiguous()
         self.struct = ExpertsStruct(
             spec.num_experts, spec.top_k, Scoring[spec.scoring.upper()], spec.renormalize, spec.num_groups,
-            spec.top_groups, mlp.shared is not None, mlp.shared_gate is not None, spec.scale,
-            spec.scales_inputs, self._gate_up,
+            spec.top_groups, mlp.shared is not None, mlp.shared_gate is not None, spec.scale, spec.scales_inputs,
+            spec.group_scores, 0, self._gate_up,
             self._down, router.struct, None if self._correction is None else self._correction.data_ptr(),
             self.rows.data_ptr(),
         )  # fmt: skip
 
-    def product(self, x: Tensor, activation: Activation = "silu") -> Tensor:
+    def workspace(
+        self, library: NativeLibrary, hidden: int, activations: ElementKind, max_rows: int
+    ) -> KernelWorkspace:
+        """Buffers of `product`, also of other mixtures with the same sizes."""
+        reorders = any(linear.reorders for linear in self.linears)
+        return KernelWorkspace.for_experts(library, self.sizes, hidden, activations, max_rows, reorders=reorders)
+
+    def product(self, x: Tensor, activation: Activation = "silu", space: KernelWorkspace | None = None) -> Tensor:
         """float32 [rows, hidden] for x [rows, hidden] in the dtype that the experts multiply, by themselves and not as
-        a part of a decoder's step."""
+        a part of a decoder's step. `space`: of `workspace`; None: it is made."""
         rows, hidden = x.shape
         y = torch.empty(rows, hidden, dtype=torch.float32)
         if rows:
             kind = KIND_OF[x.dtype]
-            reorders = any(linear.reorders for linear in self.linears)
-            space = KernelWorkspace.for_experts(self._library, self.sizes, hidden, kind, rows, reorders=reorders)
+            space = space or self.workspace(self._library, hidden, kind, rows)
             self._library.experts(kind, self.struct, x.contiguous(), y, space.struct, Gate[activation.upper()])
         return y
 

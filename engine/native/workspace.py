@@ -75,7 +75,7 @@ class KernelWorkspace:
         cls, library: NativeLibrary, cache: CacheShape, heads: int, max_decodes: int, *, extra: int = 0
     ) -> KernelWorkspace:
         """For attention alone, with room for the states of `max_decodes` decoding sequences."""
-        stride = cache.value_dim + 2
+        stride = cache.value_stride + 2
         buffers = {
             "state": torch.empty(max_decodes * heads * stride),
             "partial": torch.empty(MOST_PARTIALS * stride),
@@ -101,7 +101,7 @@ class KernelWorkspace:
         }
         element = 1 if activations == ElementKind.F32 else 2  # elements of activations in a word
         input_words = _input_words(activations, hidden, widest, reorders=reorders)
-        stride = cache.value_dim + 2
+        stride = cache.value_stride + 2
         buffers = {
             "residual": torch.zeros(max_tokens * strides["hidden_stride"]),
             "update": torch.zeros(max_tokens * strides["hidden_stride"]),
@@ -201,5 +201,5 @@ def _attention_bytes(cache: CacheShape, heads: int) -> int:
     per_head = heads // cache.kv_heads
     rows = max(ATTENTION_ROWS, per_head)
     columns = max(1, TILE_KEYS // cache.block_size) * cache.columns
-    per_row = 8 * columns + 8 * cache.value_dim + 4 * (cache.head_dim + 1) + 28
+    per_row = 8 * columns + 8 * cache.value_stride + 4 * (cache.head_dim + 1) + 28
     return int(rows * per_row + 8 * columns + 8 * (cache.head_dim + 16) + 20 * 128)

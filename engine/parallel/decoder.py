@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.config import Quantize
 from engine.models.base import CausalModel
-from engine.models.decoder import DecoderSpec, FusedDecoder
+from engine.models.decoder import DecoderSpec, FusedDecoder, WholeMlp
 from engine.models.decoder_builder import TorchBuilder, Use
 from engine.models.experts import ExpertLinear, Experts, Mlp
 from engine.parallel.process_group import RankGroup
@@ -89,7 +89,7 @@ class RankDecoder(FusedDecoder):
         hidden = super()._embed(here.masked_fill(elsewhere, 0))
         return self._group.sum(hidden.masked_fill_(elsewhere[:, None], 0))
 
-    def _mlp(self, mlp: Mlp | Experts, x: Tensor) -> Tensor:
+    def _mlp(self, mlp: Mlp | Experts | WholeMlp, x: Tensor) -> Tensor:
         """Each rank has a slice of every expert, or some experts, and routes as the others do: one sum completes a
         mixture."""
         update = super()._mlp(mlp, x)

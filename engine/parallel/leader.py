@@ -241,9 +241,7 @@ def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: Rank
     groups = plan_cache(spec, cache, config.schedule, limit, rank_group.group.device)
     rank_group.send(MakeCache(groups, config.cache.block_size, config.attention))
     try:
-        layout = KVLayout(
-            groups, config.cache.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks
-        )
+        layout = KVLayout.of(spec, groups, config.cache.block_size)
         attention = make_backend(config.attention, layout, dtype, rank_group.group.device)
     finally:
         answers = rank_group.receive_all()

@@ -95,9 +95,7 @@ class RankWorker:
 
     def _make_cache(self, message: MakeCache) -> Answer:
         spec = self._model.spec
-        layout = KVLayout(
-            message.groups, message.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks
-        )
+        layout = KVLayout.of(spec, message.groups, message.block_size)
         try:
             self._attention = make_backend(message.attention, layout, spec.dtype, self._group.device)
         except (EngineError, MemoryError, torch.OutOfMemoryError) as error:

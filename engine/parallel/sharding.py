@@ -106,12 +106,11 @@ class Share:
         if (match := _LAYER.search(name)) is None or (self.expert_parallel and _EXPERT.search(name)):
             return None
         block, module, kind = match.groups()
-        heads = self._of(self.spec.num_heads, self.spec.head_dim)
         inner = self._of(self._inner_size(block), 1)
-        by_rows = {"q_proj": heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads} | dict.fromkeys(_GATED, inner)
+        by_rows = self._head_rows | dict.fromkeys(_GATED, inner)
         if module in by_rows:
             return TensorShard(0, *by_rows[module])
-        by_columns = {"o_proj": heads} | dict.fromkeys(_DOWN, inner)
+        by_columns = {"o_proj": self._of(self.spec.attended_size, 1)} | dict.fromkeys(_DOWN, inner)
         if module in by_columns and kind == "weight":
             return TensorShard(1, *by_columns[module])
         return None
@@ -151,6 +150,18 @@ class Share:
         assert self.spec.experts is not None
         first, end = self._of(self.spec.experts.num_experts, 1)
         return tuple(range(first, end))
+
+    @property
+    def _head_rows(self) -> dict[str, tuple[int, int]]:
+        """Products whose rows are those of heads -> the rank's rows. With latent attention all ranks make and cache the
+        vector that is expanded for their heads."""
+        spec = self.spec
+        if (latent := spec.latent) is not None:
+            queries = self._of(spec.num_heads, latent.query_dim)
+            expanded = self._of(spec.num_heads, latent.plain_dim + latent.value_dim)
+            return {"q_proj": queries, "q_b_proj": queries, "kv_b_proj": expanded}
+        heads = self._of(spec.num_heads, spec.head_dim)
+        return {"q_proj": heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads}
 
     @property
     def _kv_heads(self) -> tuple[int, int]:

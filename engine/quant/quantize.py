@@ -99,6 +99,8 @@ def _fused(path: Path, what: str) -> tuple[DecoderSpec, str]:
         )
     if opened.decoder.experts is not None:  # an expert may see none of the calibration's tokens
         raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: they are mixtures of experts")
+    if opened.decoder.latent is not None:
+        raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: their attention is latent")
     if opened.decoder.delta is not None:
         raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: some of their layers have states")
     prefixes, names = opened.decoder.weight_prefixes, opened.weights.names

@@ -80,7 +80,7 @@ class _AttendToNothing:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
     ) -> Tensor:
-        return torch.zeros_like(q, memory_format=torch.contiguous_format)
+        return q.new_zeros(*q.shape[:2], v.shape[2])
 
     def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
         return operator(empty_states(self._spec.states[layer], 2, inputs[0].device), self._segments, *inputs)

@@ -55,19 +55,23 @@ def _control_group(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def layer_token_bytes(spec: ModelSpec, kv_dtype: KVDType = "auto") -> int:
+def layer_token_bytes(spec: ModelSpec, kv_dtype: KVDType = "auto", *, native: bool = False) -> int:
     """Return the bytes of one token's keys and values in one layer; in int8 and fp8 each head's K and V have a float32
-    scale."""
+    scale. `native`: in the native kernels' cache, which has keys and values in different orders, and so stores values
+    that are a part of the keys (`ModelSpec.latent_dim`) once more."""
     small = kv_dtype in ("int8", "fp8")
-    head = spec.head_dim + torch.float32.itemsize if small else spec.head_dim * spec.dtype.itemsize
-    return 2 * spec.num_kv_heads * head
+    dims = (spec.head_dim,) if spec.latent_dim and not native else (spec.head_dim, spec.value_dim)
+    heads = (dim + torch.float32.itemsize if small else dim * spec.dtype.itemsize for dim in dims)
+    return spec.num_kv_heads * sum(heads)
 
 
-def block_bytes(spec: ModelSpec, group: CacheGroup, block_size: int, kv_dtype: KVDType = "auto") -> int:
-    """Return the bytes of one block of the group in all of its layers."""
+def block_bytes(
+    spec: ModelSpec, group: CacheGroup, block_size: int, kv_dtype: KVDType = "auto", *, native: bool = False
+) -> int:
+    """Return the bytes of one block of the group in all of its layers. `native`: as of `layer_token_bytes`."""
     if group.snapshot_blocks is not None:
         return sum(shape.nbytes for layer in group.layers for shape in spec.states[layer])
-    return len(group.layers) * layer_token_bytes(spec, kv_dtype) * block_size
+    return len(group.layers) * layer_token_bytes(spec, kv_dtype, native=native) * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,11 @@ def plan_cache(
     device: torch.device,
     kv_dtype: KVDType = "auto",
     draft: ModelSpec | None = None,
+    *,
+    native: bool = False,
 ) -> tuple[CacheGroup, ...]:
     """Divide the memory into pools, one for each sliding window of the model's layers. `draft`: of a draft model that
-    stores its keys in the blocks of the full-attention group, too.
+    stores its keys in the blocks of the full-attention group, too. `native`: as of `layer_token_bytes`.
 
     Raises:
         OutOfMemory: not even one sequence of `max_model_len` tokens fits.
@@ -100,9 +106,9 @@ def plan_cache(
     needs = []
     for window, layers in spec.window_layers.items():
         group = CacheGroup(layers, window, 0)
-        size = block_bytes(spec, group, cache.block_size, kv_dtype)
+        size = block_bytes(spec, group, cache.block_size, kv_dtype, native=native)
         if draft is not None and window is None:
-            size += draft.num_layers * layer_token_bytes(draft, kv_dtype) * cache.block_size
+            size += draft.num_layers * layer_token_bytes(draft, kv_dtype, native=native) * cache.block_size
 
         def blocks(tokens: int, window: int | None = window) -> int:
             # A window's blocks: the window of its first query, the chunk, and one for the unaligned edges.

@@ -32,7 +32,7 @@ class DenseAttend:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        out, at = torch.empty_like(q), 0
+        out, at = q.new_empty(*q.shape[:2], v.shape[2]), 0
         for sequence, start, stop in self.step:
             keys, values = self.cache.get((layer, sequence), (k[:0], v[:0]))
             assert len(keys) == start, "chunks must follow each other"
@@ -62,7 +62,8 @@ class DenseAttend:
     def chunk(
         q: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """q [t, heads, head_dim], keys and values [n, kv_heads, head_dim], hidden bool [t, n] -> q's shape."""
+        """q [t, heads, head_dim], keys and values [n, kv_heads, head_dim], hidden bool [t, n] -> [t, heads,
+        values' head_dim]."""
         grouped = q.double().view(len(q), keys.shape[1], -1, q.shape[-1])
         scores = torch.einsum("tkgd,nkd->kgtn", grouped, keys.double()) * scale
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -70,7 +71,8 @@ class DenseAttend:
             of_heads = sinks.double().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat((scores, of_heads), dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : len(keys)]
-        return torch.einsum("kgtn,nkd->tkgd", weights, values.double()).reshape(q.shape).to(q.dtype)
+        attended = torch.einsum("kgtn,nkd->tkgd", weights, values.double())
+        return attended.reshape(*q.shape[:2], -1).to(q.dtype)
 
 
 def run_steps(

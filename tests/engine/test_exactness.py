@@ -34,6 +34,7 @@ FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma3")
 NEWER = ("smollm3", "phi3-partial", "glm4", "granite", "olmo2", "olmo3", "cohere2")
 """One family for each way in which the newer ones differ from Llama."""
 FALLBACKS = ("gpt2", "phi")
+LATENT = ("deepseek-v2", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "minicpm3")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "glm4-moe-grouped", "gpt-oss")
 STATES = ("qwen3-next", "qwen3.5-moe")
 NUM_PROMPTS = {1: 8, 7: 20, 64: 70}
@@ -106,7 +107,7 @@ def test_every_cut_of_the_work_gives_the_same_tokens(
         *("llama", "gemma3"),
         *(
             pytest.param(each, marks=pytest.mark.exhaustive)
-            for each in ("qwen3", "gpt2", "mixtral", "qwen2-moe", "gpt-oss", *NEWER)
+            for each in ("qwen3", "gpt2", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v2", *NEWER)
         ),
     ],
 )
@@ -135,9 +136,13 @@ def test_every_path_gives_the_same_tokens(
         "glm4-moe-grouped",
         "gpt-oss",
         "qwen3.5",
+        "deepseek-v2",
         *(
             pytest.param(each, marks=pytest.mark.exhaustive)
-            for each in ("mistral", "qwen2", "qwen3", "gpt2", "phi", "mixtral", "qwen3-moe-mixed", *STATES, *NEWER)
+            for each in (
+                *("mistral", "qwen2", "qwen3", "gpt2", "phi", "mixtral", "qwen3-moe-mixed"),
+                *(*STATES, *NEWER, *LATENT[1:]),
+            )
         ),
     ],
 )
@@ -160,6 +165,7 @@ def test_every_family_is_as_exact(
         *FALLBACKS,
         "glm4-moe-grouped",
         "qwen3.5",
+        "deepseek-v3",
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3-moe-mixed", *NEWER)),
     ],
 )

@@ -145,6 +145,8 @@ SMALL: dict[str, Any] = {
         ("gemma3", "native"),
         ("qwen2-moe", "native"),
         ("qwen3.5", "native"),
+        ("deepseek-v2", "native"),
+        pytest.param("deepseek-v3", "paged-sdpa", marks=pytest.mark.exhaustive),
         pytest.param("glm4-moe-grouped", "paged-sdpa", marks=pytest.mark.exhaustive),
         pytest.param("llama", "native", marks=pytest.mark.exhaustive),
         pytest.param("gemma3", "paged-sdpa", marks=pytest.mark.exhaustive),

@@ -314,6 +314,7 @@ def _lower_bound(
                 spec.num_kv_heads,
                 spec.head_dim,
                 active_parameters=spec.num_active_parameters,
+                caches_values=not spec.latent_dim,
             ),
             HARDWARE[name],
             requests=-(-amount.unique // workers),

@@ -44,8 +44,9 @@ def cache_bytes(engine: Engine) -> int:
     config, spec = engine.config, engine.spec
     device = resolve_device(config.device)
     share = config.cache.gpu_memory_utilization if device.type == "cuda" else config.cache.memory_fraction
+    native = engine.attention_name.startswith("native")
     held = sum(
-        (group.num_blocks - 1) * block_bytes(spec, group, config.cache.block_size, config.kv_dtype)
+        (group.num_blocks - 1) * block_bytes(spec, group, config.cache.block_size, config.kv_dtype, native=native)
         for group in engine.scheduler.groups
     )
     return int(share * (available_bytes(device) + held))

@@ -12,6 +12,7 @@ from typing import Any
 from engine.checkpoints.config import end_tokens
 from engine.errors import UnsupportedModel
 from engine.models.decoder import Activation, DecoderSpec
+from engine.models.latent import LatentSpec
 from engine.models.rope import QueryGrowth, RopeSpec, context_length, no_rope, rope_spec
 
 _MAX_POSITIONS = 1 << 31
@@ -86,9 +87,13 @@ def decoder_spec(
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     if heads % kv_heads:
         raise UnsupportedModel(f"{heads} attention heads can't share {kv_heads} key-value heads evenly")
-    head_dim = head_dim_of(config)
+    latent: LatentSpec | None = differences.get("latent")
+    if latent is None:
+        head_dim = rotated_dim = head_dim_of(config)
+    else:
+        kv_heads, head_dim, rotated_dim = 1, latent.key_dim, latent.rotated_dim
     ropes: tuple[RopeSpec, ...] = differences.pop("ropes", None) or (
-        rope_spec(config, head_dim, partial=partial_rotary),
+        rope_spec(config, rotated_dim, partial=partial_rotary),
     )
     fields: dict[str, Any] = {
         "windows": (None,) * config.num_hidden_layers,
@@ -99,12 +104,13 @@ def decoder_spec(
         "intermediate_size": getattr(config, "intermediate_size", 0),  # none where all MLPs are mixtures
     } | differences
     if rotated is not None and not all(rotated):
-        ropes = (*ropes, no_rope(head_dim, unrotated_growth))
+        ropes = (*ropes, no_rope(rotated_dim, unrotated_growth))
         fields["layer_ropes"] = tuple(0 if rotates else len(ropes) - 1 for rotates in rotated)
     _check_numbers(fields)
     for rope in ropes:
-        if (width := 2 * (len(rope.inverse_frequencies) + rope.passing)) != head_dim:  # kernels read rows of head_dim
-            raise UnsupportedModel(f"heads have {head_dim} dimensions, but their positions rotate {width}")
+        # Kernels read rows of as many.
+        if (width := 2 * (len(rope.inverse_frequencies) + rope.passing)) != rotated_dim:
+            raise UnsupportedModel(f"heads have {rotated_dim} dimensions, but their positions rotate {width}")
     windows = fields["windows"]
     if (given := min(map(len, (windows, fields["layer_ropes"], rotated or windows)))) != config.num_hidden_layers:
         raise UnsupportedModel(
@@ -168,7 +174,11 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 def _refuse_unread(
     config: Any, differences: Mapping[str, Any], reads: Sequence[str], layer_kinds: Sequence[str]
 ) -> None:
-    reads = (*reads, *(_EXPERT_COUNTS if "experts" in differences else ()))
+    reads = (
+        *reads,
+        *(_EXPERT_COUNTS if "experts" in differences else ()),
+        *("kv_lora_rank",) * ("latent" in differences),
+    )
     for key, neutral in _OFF.items():
         value = None if key in reads else getattr(config, key, None)
         if value is not None and value not in neutral:

@@ -116,7 +116,7 @@ def ernie4_5_moe(config: Any) -> DecoderSpec:
 def dots1(config: Any) -> DecoderSpec:
     """dots.llm1 (rednote, 2025): Qwen 3 with the mixtures of DeepSeek-V3."""
     bias = bool(config.attention_bias)
-    experts = _deepseek_experts(config, _behind_dense(config))
+    experts = deepseek_experts(config, behind_dense(config))
     return decoder_spec(
         config, qk_norm="head", qkv_bias=bias, output_bias=bias, windows=layer_windows(config), experts=experts
     )
@@ -144,7 +144,7 @@ def exaone_moe(config: Any) -> DecoderSpec:
         windows=windows,
         rotated=[config.sliding_window is None or window is not None for window in windows],
         qk_norm="head",
-        experts=_deepseek_experts(config, _layers_said_sparse(config), "num_experts", "num_shared_experts"),
+        experts=deepseek_experts(config, layers_said_sparse(config), "num_experts", "num_shared_experts"),
         ignored_weights=("mtp.",),
     )
 
@@ -156,7 +156,7 @@ def solar_open(config: Any) -> DecoderSpec:
         partial_rotary=True,
         qkv_bias=bool(config.attention_bias),
         intermediate_size=config.moe_intermediate_size,  # no layer is dense
-        experts=_deepseek_experts(config, None),
+        experts=deepseek_experts(config, None),
     )
 
 
@@ -170,7 +170,7 @@ def hy_v3(config: Any) -> DecoderSpec:
         config,
         "num_experts",
         config.moe_intermediate_size,
-        layers=_layers_said_sparse(config),
+        layers=layers_said_sparse(config),
         scoring="sigmoid",
         renormalize=True,
         scale=config.router_scaling_factor,
@@ -205,7 +205,7 @@ def mellum(config: Any) -> DecoderSpec:
         config,
         "num_experts",
         config.moe_intermediate_size,
-        layers=_layers_said_sparse(config),
+        layers=layers_said_sparse(config),
         renormalize=bool(config.norm_topk_prob),
     )
     return decoder_spec(
@@ -238,7 +238,7 @@ def cohere2_moe(config: Any) -> DecoderSpec:
     scoring = config.expert_selection_fn
     if scoring not in ("softmax", "sigmoid"):
         raise UnsupportedModel(f"expert_selection_fn is {scoring!r}; known are 'softmax' and 'sigmoid'")
-    sparse, windows = _layers_said_sparse(config), layer_windows(config)
+    sparse, windows = layers_said_sparse(config), layer_windows(config)
     inner = config.intermediate_size
     experts = _experts(
         config,
@@ -342,16 +342,14 @@ def llama4(config: Any) -> DecoderSpec:
 def glm4_moe(config: Any) -> DecoderSpec:
     """GLM 4.5 and 4.6: a part of each head is rotated, and mixtures are DeepSeek-V3's. Layers that predict further
     tokens are not read."""
-    layers = config.num_hidden_layers
-    further = range(layers, layers + min(config.num_nextn_predict_layers, _MOST_FURTHER))
     return decoder_spec(
         config,
         qkv_bias=bool(config.attention_bias),
         reads=("use_qk_norm",),
         qk_norm="head" if config.use_qk_norm else None,
         partial_rotary=True,
-        experts=_deepseek_experts(config, _behind_dense(config)),
-        ignored_weights=tuple(f"model.layers.{index}." for index in further),
+        experts=deepseek_experts(config, behind_dense(config)),
+        ignored_weights=further_layers(config),
     )
 
 
@@ -378,6 +376,14 @@ def experts_with_gate(config: Any, *, layers: tuple[bool, ...] | None = None, re
     )
 
 
+def further_layers(config: Any) -> tuple[str, ...]:
+    """The prefixes of layers that predict further tokens."""
+    layers = config.num_hidden_layers
+    count = getattr(config, "num_nextn_predict_layers", None) or 0
+    further = range(layers, layers + min(count, _MOST_FURTHER))
+    return tuple(f"model.layers.{index}." for index in further)
+
+
 def _experts(
     config: Any, name: str, inner: int, *, layers: tuple[bool, ...] | None = None, **differences: Any
 ) -> ExpertSpec:
@@ -393,7 +399,8 @@ def _experts(
         raise UnsupportedModel(f"num_experts_per_tok is {top_k}, but must be from 1 to {name}, {count}")
     spec = ExpertSpec(count, top_k, inner, layers or (True,) * config.num_hidden_layers, **differences)
     groups, best = spec.num_groups, spec.top_groups
-    if not (1 <= best <= groups and count % groups == 0 and (groups == 1 or count // groups >= 2)):
+    counted = type(groups) is int and type(best) is int and 1 <= best <= groups and count % groups == 0
+    if not counted or (groups > 1 and count // groups < spec.group_scores):
         raise UnsupportedModel(f"n_group={groups} and topk_group={best} do not fit {name}={count}")
     if not 0 < spec.scale < math.inf:
         raise UnsupportedModel(f"routed_scaling_factor is {spec.scale}, but must be above 0, and finite")
@@ -402,32 +409,30 @@ def _experts(
     return spec
 
 
-def _deepseek_experts(
-    config: Any, layers: tuple[bool, ...] | None, count: str = "n_routed_experts", shared: str = "n_shared_experts"
-) -> ExpertSpec:
-    """Return DeepSeek-V3's mixture: sigmoid scores, corrected, in groups. `count`, `shared`: keys of the numbers of
-    experts."""
-    return _experts(
-        config,
-        count,
-        config.moe_intermediate_size,
-        layers=layers,
-        scoring="sigmoid",
-        renormalize=bool(config.norm_topk_prob),
-        num_groups=config.n_group,
-        top_groups=config.topk_group,
-        scale=config.routed_scaling_factor,
-        has_correction=True,
-        shared_size=config.moe_intermediate_size * (getattr(config, shared) or 0),
-    )
+def deepseek_experts(
+    config: Any, layers: tuple[bool, ...] | None, count: str = "n_routed_experts", shared: str = "n_shared_experts",
+    **differences: Any,
+) -> ExpertSpec:  # fmt: skip
+    """Return DeepSeek-V3's mixture, with `differences`: sigmoid scores, corrected, in groups. `count`, `shared`: keys
+    of the numbers of experts."""
+    fields: dict[str, Any] = {
+        "scoring": "sigmoid",
+        "renormalize": bool(config.norm_topk_prob),
+        "num_groups": config.n_group,
+        "top_groups": config.topk_group,
+        "scale": config.routed_scaling_factor,
+        "has_correction": True,
+        "shared_size": config.moe_intermediate_size * (getattr(config, shared) or 0),
+    } | differences
+    return _experts(config, count, config.moe_intermediate_size, layers=layers, **fields)
 
 
-def _behind_dense(config: Any) -> tuple[bool, ...]:
+def behind_dense(config: Any) -> tuple[bool, ...]:
     """Return per layer whether its MLP is a mixture: the first ones are dense."""
     return tuple(index >= config.first_k_dense_replace for index in range(config.num_hidden_layers))
 
 
-def _layers_said_sparse(config: Any) -> tuple[bool, ...]:
+def layers_said_sparse(config: Any) -> tuple[bool, ...]:
     """Return per layer whether its MLP is a mixture, as `mlp_layer_types` says."""
     kinds = config.mlp_layer_types
     if len(kinds) != config.num_hidden_layers:

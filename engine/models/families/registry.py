@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from engine.models.decoder import DecoderSpec
-from engine.models.families import delta, dense, mixtures
+from engine.models.families import delta, dense, latent, mixtures
 
 Family = Callable[[Any], DecoderSpec]
 
@@ -22,6 +22,8 @@ _FAMILIES: Mapping[str, Family] = {
     "cohere2": dense.cohere2,
     "cohere2_moe": mixtures.cohere2_moe,
     "cwm": dense.ministral,
+    "deepseek_v2": latent.deepseek_v2,
+    "deepseek_v3": latent.deepseek_v3,
     "ernie4_5": dense.ernie4_5,
     "exaone4": dense.exaone4,
     "exaone_moe": mixtures.exaone_moe,
@@ -32,6 +34,7 @@ _FAMILIES: Mapping[str, Family] = {
     "glm": dense.glm,
     "glm4": dense.glm4,
     "glm4_moe": mixtures.glm4_moe,
+    "glm4_moe_lite": latent.glm4_moe_lite,
     "glm4v_moe_text": mixtures.glm4v_moe,
     "glm4v_text": dense.glm4v,
     "gpt_oss": mixtures.gpt_oss,
@@ -49,10 +52,12 @@ _FAMILIES: Mapping[str, Family] = {
     "llama": dense.llama,
     "llama4_text": mixtures.llama4,
     "mellum": mixtures.mellum,
+    "minicpm3": latent.minicpm3,
     "minimax_m2": mixtures.minimax_m2,
     "ministral": dense.ministral,
     "ministral3": dense.ministral3,
     "mistral": dense.mistral,
+    "mistral4": latent.mistral4,
     "mixtral": mixtures.mixtral,
     "olmo2": dense.olmo2,
     "olmo3": dense.olmo3,
@@ -72,6 +77,7 @@ _FAMILIES: Mapping[str, Family] = {
     "seed_oss": dense.seed_oss,
     "smollm3": dense.smollm3,
     "solar_open": mixtures.solar_open,
+    "youtu": latent.youtu,
 }
 
 _VISUAL = ("model.visual.", "visual.")

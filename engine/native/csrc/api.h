@@ -45,6 +45,7 @@ struct Experts {
     int32_t shared, shared_gate;       // 1: there is one more expert, for all tokens; its factor is a sigmoid
     float scale;                       // of the factors
     int32_t scales_inputs;             // 1: the factors are those of what the experts read, not of their results
+    int32_t group_scores, unused;      // 1 or 2: a group is ranked by the sum of so many of its best scores
     const Linear *gate_up, *down;      // [num_experts + shared]; those that are chosen have one shape
     Linear router;                     // KIND_F32, a column for each expert, and one for the shared one's gate
     const float* correction;           // or null; [num_experts], added to the scores for choosing only
@@ -73,11 +74,12 @@ struct Layer {
 
 // A layer's cache, all word arrays:
 //   keys   [num_blocks][kv_heads][head_dim / P][columns], a word holds P consecutive dimensions of one key
-//   values [num_blocks][kv_heads][columns / P][value_dim], a word holds one dimension of P consecutive keys
+//   values [num_blocks][kv_heads][columns / P][value_stride], a word holds one dimension of P consecutive keys
 // so both products read them as they lie. I8 caches hold four dimensions of a key (P = 4), as bytes with 128 added, and
 // values as pairs (P = 2) of signed bytes, in half words.
 struct CacheShape {
-    int32_t kind, block_size, columns, kv_heads, head_dim, value_dim;  // columns: block_size padded to 16
+    // columns, value_stride: block_size and value_dim padded to 16.
+    int32_t kind, block_size, columns, kv_heads, head_dim, value_dim, value_stride;
 };
 
 struct DecoderShape {

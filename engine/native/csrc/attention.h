@@ -39,8 +39,8 @@ struct AttentionSpace {
         auto take = [&](int64_t bytes) { uint8_t* here = at; at += align(bytes); return here; };
         scores = (float*)take(int64_t(rows) * columns * 4);
         weights = (u32*)take(int64_t(rows) * columns * 4);
-        weighted = (float*)take(int64_t(rows) * s.value_dim * 4);
-        sums = (float*)take(int64_t(rows) * s.value_dim * 4);
+        weighted = (float*)take(int64_t(rows) * s.value_stride * 4);
+        sums = (float*)take(int64_t(rows) * s.value_stride * 4);
         query = (u32*)take(int64_t(rows) * (s.head_dim + 1) * 4);
         query_scale = (float*)take(rows * 4);
         query_offset = (int32_t*)take(rows * 4);
@@ -89,7 +89,7 @@ struct Attention {
     const int64_t out_stride;
     float *state, *partial;
 
-    int64_t state_stride() const { return s.value_dim + 2; }
+    int64_t state_stride() const { return s.value_stride + 2; }
 
     void load_query(const AttentionTask& task, int rows, AttentionSpace& room) const {
         const int element = activations == KIND_F32 ? 4 : 2, words = (s.head_dim * element + 3) / 4;
@@ -118,7 +118,7 @@ struct Attention {
     }
     // Of int8 caches a "word" is half as large.
     const u32* values_of(const TilePart& part, int b) const {
-        const int64_t words = s.columns / per_word(s.kind) * int64_t(s.value_dim);
+        const int64_t words = s.columns / per_word(s.kind) * int64_t(s.value_stride);
         const int64_t at = (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * words;
         return s.kind == KIND_I8 ? (const u32*)((const uint16_t*)layer.values + at) : layer.values + at;
     }
@@ -281,7 +281,7 @@ struct Attention {
         }
     }
 
-    // Weighted values of one tile, [rows][value_dim]. Meanwhile `next`'s values are fetched.
+    // Weighted values of one tile, [rows][value_stride]. Meanwhile `next`'s values are fetched.
     void values(int rows, const TilePart& part, const TilePart& next, AttentionSpace& room) const {
         const int per = per_word(s.kind), kb = s.columns / per;
         const int64_t lda = tile.columns / per;
@@ -291,28 +291,28 @@ struct Attention {
             ahead[b] = b < next.blocks ? values_of(next, b) : nullptr;
         }
         if (s.kind == KIND_I8) {
-            product<I16>(room.weights, lda, rows, (const uint16_t* const*)of_block, part.blocks, kb, s.value_dim,
-                         s.value_dim, (u32*)room.weighted, s.value_dim, (const uint16_t* const*)ahead);
+            product<I16>(room.weights, lda, rows, (const uint16_t* const*)of_block, part.blocks, kb, s.value_stride,
+                         s.value_stride, (u32*)room.weighted, s.value_stride, (const uint16_t* const*)ahead);
             for (int r = 0; r < rows; r++)
-                for (int d = 0; d < s.value_dim; d += VL) {
-                    float* at = room.weighted + r * s.value_dim + d;
+                for (int d = 0; d < s.value_stride; d += VL) {
+                    float* at = room.weighted + r * s.value_stride + d;
                     store(at, mul(to_float(load_words(at)), set1(room.tile_scale[r])));
                 }
             return;
         }
         if (s.kind == KIND_F32)
-            product<F32>(room.weights, lda, rows, of_block, part.blocks, kb, s.value_dim, s.value_dim,
-                         (u32*)room.weighted, s.value_dim, ahead);
+            product<F32>(room.weights, lda, rows, of_block, part.blocks, kb, s.value_stride, s.value_stride,
+                         (u32*)room.weighted, s.value_stride, ahead);
         else
-            block_products<BF16>(team, room.weights, lda, rows, of_block, part.blocks, kb, s.value_dim, s.value_dim,
-                                 (u32*)room.weighted, s.value_dim, ahead);
+            block_products<BF16>(team, room.weights, lda, rows, of_block, part.blocks, kb, s.value_stride, s.value_stride,
+                                 (u32*)room.weighted, s.value_stride, ahead);
     }
 
     // state (+)= one tile of the row. Always in this order, with these operations: see the top of the file.
     void merge(float tile_most, float tile_total, const float* tile_sums, float* most, float* total, float* sums) const {
         if (*most == -INFINITY) {
             *most = tile_most, *total = tile_total;
-            for (int d = 0; d < s.value_dim; d += VL) store(sums + d, load(tile_sums + d));
+            for (int d = 0; d < s.value_stride; d += VL) store(sums + d, load(tile_sums + d));
             return;
         }
         const float both = tile_most > *most ? tile_most : *most;
@@ -320,7 +320,7 @@ struct Attention {
         store(factors, exp2_f(pick(set1(*most - both), set1(tile_most - both), 0, 1)));
         const vf old_factor = set1(factors[0]), new_factor = set1(factors[1]);
         *total = *total * factors[0] + tile_total * factors[1];
-        for (int d = 0; d < s.value_dim; d += VL)
+        for (int d = 0; d < s.value_stride; d += VL)
             store(sums + d, fma(load(sums + d), old_factor, mul(load(tile_sums + d), new_factor)));
         *most = both;
     }
@@ -335,7 +335,7 @@ struct Attention {
             total = total * factors[0] + factors[1];
         }
         const vf inverse = set1(total), factor = set1(factors[0]);
-        const int dim = s.head_dim;
+        const int dim = s.value_dim;
         for (int d = 0; d < dim; d += VL) {
             const vf x = div(mul(load(sums + d), factor), inverse);
             const int left = dim - d;
@@ -371,7 +371,7 @@ struct Attention {
             } else {
                 const float* from = state_of(task, r);
                 room.most[r] = from[0], room.total[r] = from[1];
-                __builtin_memcpy(room.sums + r * s.value_dim, from + 2, s.value_dim * 4);
+                __builtin_memcpy(room.sums + r * s.value_stride, from + 2, s.value_stride * 4);
             }
         }
         for (int t = task.first_tile; t < task.last_tile; t++) {
@@ -396,15 +396,15 @@ struct Attention {
                 values(strip.rows, part, following, room);
                 for (int i = 0; i < strip.rows; i++) {
                     const int r = first + i;
-                    const float* sums = room.weighted + i * s.value_dim;
+                    const float* sums = room.weighted + i * s.value_stride;
                     if (task.partial >= 0) {
                         float* to =
                             partial + (int64_t(task.partial) + int64_t(t - task.first_tile) * rows + r) * state_stride();
                         to[0] = room.tile_most[i], to[1] = room.tile_total[i];
-                        __builtin_memcpy(to + 2, sums, s.value_dim * 4);
+                        __builtin_memcpy(to + 2, sums, s.value_stride * 4);
                     } else if (room.tile_most[i] != -INFINITY) {
                         merge(room.tile_most[i], room.tile_total[i], sums, room.most + r, room.total + r,
-                              room.sums + r * s.value_dim);
+                              room.sums + r * s.value_stride);
                     }
                 }
             }
@@ -413,12 +413,12 @@ struct Attention {
         for (int r = 0; r < rows; r++) {
             if (task.ends) {
                 write(group.row_token[task.first_row + r / per_head], task.kv_head * per_head + r % per_head,
-                      room.most[r], room.total[r], room.sums + r * s.value_dim);
+                      room.most[r], room.total[r], room.sums + r * s.value_stride);
                 continue;
             }
             float* to = state_of(task, r);
             to[0] = room.most[r], to[1] = room.total[r];
-            __builtin_memcpy(to + 2, room.sums + r * s.value_dim, s.value_dim * 4);
+            __builtin_memcpy(to + 2, room.sums + r * s.value_stride, s.value_stride * 4);
         }
     }
 

@@ -107,14 +107,14 @@ struct ExpertLayer {
             factors[r] = (experts.renormalize ? factors[r] / (total + 1e-20f) : factors[r]) * experts.scale;
     }
 
-    // Only the best groups of experts can be chosen from: each has the sum of its two best.
+    // Only the best groups of experts can be chosen from: each is ranked by the sum of its best one or two.
     void keep_groups(float* choice, float* line) const {
         const int groups = experts.num_groups, size = experts.num_experts / groups, kept = experts.top_groups;
         float *sums = line, *best = line + groups;
         int32_t* indices = (int32_t*)(best + groups);
         for (int g = 0; g < groups; g++) {
-            largest(choice + g * size, size, size < 2 ? 1 : 2, indices, best);
-            sums[g] = size < 2 ? best[0] : best[0] + best[1];
+            largest(choice + g * size, size, experts.group_scores, indices, best);
+            sums[g] = experts.group_scores < 2 ? best[0] : best[0] + best[1];
         }
         largest(sums, groups, kept, indices, best);
         for (int g = 0; g < groups; g++) {

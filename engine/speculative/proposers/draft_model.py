@@ -46,7 +46,7 @@ def draft_layout(spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: in
     if spec.state_layers:
         raise UnsupportedModel("a model with states beside keys and values can't draft; draft with n-grams instead")
     own = tuple(CacheGroup(layers, window, groups[full].num_blocks) for window, layers in spec.window_layers.items())
-    return full, KVLayout(own, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks)
+    return full, KVLayout.of(spec, own, block_size)
 
 
 def without_rules(request: Request) -> Request:

@@ -49,6 +49,7 @@ class ModelShape:
     Attributes:
         bytes_per_parameter: 2 for 16-bit, 1 for 8-bit, 0.5 for 4-bit.
         active_parameters: that a token is computed with, in a mixture of experts; None: all.
+        caches_values: apart from keys; not with latent attention.
     """
 
     parameters: int
@@ -58,6 +59,7 @@ class ModelShape:
     bytes_per_parameter: float = 2.0
     bytes_per_kv_element: float = 2.0
     active_parameters: int | None = None
+    caches_values: bool = True
 
     @property
     def weight_bytes(self) -> float:
@@ -73,7 +75,7 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> float:
         """Keys and values of all layers; kv_heads, not heads, with grouped-query attention."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_kv_element
+        return (1 + self.caches_values) * self.layers * self.kv_heads * self.head_dim * self.bytes_per_kv_element
 
 
 class DoesNotFit(ValueError):

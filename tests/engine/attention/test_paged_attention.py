@@ -116,6 +116,34 @@ def test_agrees_with_the_oracle(
 
 
 @pytest.mark.parametrize("name", ["reference", *FAST_BACKENDS])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dim", "latent_dim", "heads"), [(28, 20, 5), (72, 64, 16)])
+def test_values_that_are_the_first_elements_of_keys_are_attended_as_others(
+    name: str, dtype: torch.dtype, tolerance: float, dim: int, latent_dim: int, heads: int
+) -> None:
+    # Given sequences whose values are parts of their keys, and a backend that is given them apart, padded,
+    rng = np.random.default_rng(4)
+    torch.manual_seed(4)
+    sequences = Sequences(rng, count=4, longest=300, block_size=16, window=37)
+    fast = backend_of(name, KVLayout(sequences.groups, 16, 1, dim, heads, latent_dim=latent_dim), dtype)
+    oracle = make_backend(
+        "reference", KVLayout(sequences.groups, 16, 1, dim, heads), torch.float32, torch.device("cpu")
+    )
+    poison(fast, KVLayout(sequences.groups, 16, 1, dim, heads))
+    # when chunks, with and without a context, and tokens attend,
+    for counts in ([33, 1, 2, 200], [1, 1, 1, 1], [17, 1, 60, 1]):
+        batch = sequences.batch([0, 1, 2, 3], counts)
+        steps = fast.prepare(batch), oracle.prepare(batch)
+        for layer in range(2):
+            q, k = (torch.randn(sum(counts), n, dim).to(dtype) for n in (heads, 1))
+            values = torch.nn.functional.pad(k[..., :latent_dim], (0, dim - latent_dim))
+            got = fast.attend(layer, q, k, k[..., :latent_dim], 0.3, steps[0])
+            want = oracle.attend(layer, q.float(), k.float(), values.float(), 0.3, steps[1])
+            # then the results are the same, as long as values are.
+            torch.testing.assert_close(got.float(), want[..., :latent_dim], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["reference", *FAST_BACKENDS])
 @pytest.mark.parametrize("count", [1, 5])
 def test_a_sink_takes_its_share_of_the_weights_and_adds_no_value(name: str, count: int) -> None:
     # Given keys of zeros, whose scores are all 0, and sinks of as much as n keys,
@@ -158,14 +186,18 @@ KINDS = [
 
 @pytest.mark.parametrize(("name", "dtype", "kv_kind"), KINDS)
 @pytest.mark.parametrize("tokens", [1, 6, 7])
+@pytest.mark.parametrize("latent_dim", [0, 12])
 def test_a_copy_is_read_as_the_first_tokens_of_its_source(
-    name: str, dtype: torch.dtype, kv_kind: ElementKind | None, tokens: int
+    name: str, dtype: torch.dtype, kv_kind: ElementKind | None, tokens: int, latent_dim: int
 ) -> None:
     # Given blocks whose first tokens are finite, and the others are not,
-    layout = KVLayout((CacheGroup((0, 2), None, 6), CacheGroup((1,), None, 6)), 8, 2, 16, 4)
+    kv_heads = 1 if latent_dim else 2
+    groups = (CacheGroup((0, 2), None, 6), CacheGroup((1,), None, 6))
+    layout = KVLayout(groups, 8, kv_heads, 16, 4, latent_dim=latent_dim)
     backend = backend_of(name, layout, dtype, kv_kind)
     torch.manual_seed(1)
-    q, k, v = (torch.randn(8, heads, 16).to(dtype) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(8, heads, 16).to(dtype) for heads in (4, kv_heads, kv_heads))
+    v = k[..., :latent_dim] if latent_dim else v
     bad = torch.full_like(k[tokens + 1 :], float("nan"))
 
     def attend(
@@ -177,7 +209,9 @@ def test_a_copy_is_read_as_the_first_tokens_of_its_source(
         return backend.attend(layer, *parts, 0.3, backend.prepare(AttentionBatch(*where, (table,) * 2, (slots,) * 2)))
 
     for layer in range(3):
-        attend(layer, 1, 0, (q, torch.cat((k[: tokens + 1], bad)), torch.cat((v[: tokens + 1], bad))))
+        attend(
+            layer, 1, 0, (q, torch.cat((k[: tokens + 1], bad)), torch.cat((v[: tokens + 1], bad[..., : v.shape[2]])))
+        )
         attend(layer, 5, 0, (q[:tokens], k[:tokens], v[:tokens]))
     # when they are copied in one group,
     backend.copy(0, [BlockCopy(0, 1, 4, 1), BlockCopy(0, 1, 2, tokens)])

@@ -25,10 +25,11 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "mixtral", "qwen2-moe", "qwen3-moe",
-    "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped", "gpt-oss",
-    "llama4", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2", "exaone-moe", "solar-open", "mellum", "flex-olmo",
-    "cohere2-moe", "cohere2-moe-sigmoid",
+    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", "mixtral", "qwen2-moe",
+    "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped",
+    "gpt-oss", "llama4", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2", "exaone-moe", "solar-open", "mellum",
+    "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3",
+    "deepseek-v3-halves", "glm4-moe-lite",
 )  # fmt: skip
 
 
@@ -104,7 +105,9 @@ def test_the_spec_describes_the_model(family, tiny_model, tiny_models):
     assert spec.num_active_parameters is None or spec.num_active_parameters < spec.num_parameters
     assert description.parameter_bytes == 4 * spec.num_parameters
     assert (spec.num_layers, spec.num_heads) == (config.num_hidden_layers, config.num_attention_heads)
-    assert (spec.num_kv_heads, spec.vocab_size) == (config.num_key_value_heads, config.vocab_size)
+    latent = family in tiny_models.LATENT
+    assert (spec.num_kv_heads, spec.vocab_size) == (1 if latent else config.num_key_value_heads, config.vocab_size)
+    assert (spec.head_dim, spec.latent_dim) == (28, 20) if latent else spec.latent_dim == 0
     assert spec.eos_token_ids == (2,)
     assert spec.architecture == type(reference).__name__
 
@@ -155,6 +158,7 @@ IMAGE_MODELS = {
     "llava": ("llama", {"model_type": "clip_vision_model", **_CLIP}),
     "mistral3": ("mistral", {"model_type": "pixtral", **_CLIP}),
     "mistral3 around ministral3": ("ministral3", {"model_type": "pixtral", **_CLIP}),
+    "mistral3 around mistral4": ("mistral4", {"model_type": "pixtral", **_CLIP}),
     "llama4": ("llama4", {**_CLIP, **dict.fromkeys(("vision_output_dim", "projector_output_dim"), 32)}),
     "llava_next": ("mistral", {"model_type": "clip_vision_model", **_CLIP}),
     "llava_onevision": ("qwen2", {"model_type": "siglip_vision_model", **_CLIP}),

@@ -43,6 +43,7 @@ SPECS = {
     "softmax, renormalized": replace(PLAIN, renormalize=True),
     "sigmoid, scaled": replace(PLAIN, scoring="sigmoid", renormalize=True, scale=2.5),
     "corrected groups": replace(PLAIN, scoring="sigmoid", num_groups=4, top_groups=2, has_correction=True),
+    "groups by their best": replace(PLAIN, num_groups=4, top_groups=2, group_scores=1),
 }
 
 
@@ -58,7 +59,7 @@ def routed(spec: ExpertSpec, logits: list[float], correction: list[float]) -> di
     width = spec.num_experts // spec.num_groups
     groups = [range(g * width, (g + 1) * width) for g in range(spec.num_groups)]
     if spec.num_groups > 1:
-        groups.sort(key=lambda group: -sum(sorted((ranked[e] for e in group), reverse=True)[:2]))
+        groups.sort(key=lambda group: -sum(sorted((ranked[e] for e in group), reverse=True)[: spec.group_scores]))
     allowed = sorted(e for group in groups[: spec.top_groups] for e in group)
     chosen = sorted(allowed, key=lambda e: -ranked[e])[: spec.top_k]
     total = sum(scores[e] for e in chosen) if spec.renormalize else 1.0

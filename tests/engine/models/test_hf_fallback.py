@@ -93,7 +93,7 @@ def test_no_mask_is_built(tiny_model, prompts):
         ("GptOssConfig", "s_aux", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 8}),
         ("StableLmConfig", "attention can't be replaced", {}),
         ("FalconConfig", "attention can't be replaced", {}),
-        ("DeepseekV3Config", "kv_lora_rank", {"n_routed_experts": 4, "kv_lora_rank": 16}),
+        ("AXK1Config", "kv_lora_rank", {"n_routed_experts": 4, "kv_lora_rank": 16}),
         ("Gemma4TextConfig", "layers differ in head_dim", {"head_dim": 16, "hidden_size_per_layer_input": 0}),
         ("Qwen3NextConfig", "linear_attention|keeps a state", {"head_dim": 16, "num_experts": 4}),
     ],

@@ -47,6 +47,7 @@ ROUTINGS = {
     "all of many": replace(PLAIN, num_experts=40, top_k=40, intermediate_size=10),
     "sigmoid, corrected": replace(PLAIN, scoring="sigmoid", has_correction=True, renormalize=True),
     "groups": replace(PLAIN, num_experts=12, scoring="sigmoid", num_groups=4, top_groups=2, has_correction=True),
+    "groups by their best": replace(PLAIN, num_experts=12, num_groups=4, top_groups=2, group_scores=1),
     "shared": replace(PLAIN, shared_size=34),
     "shared, gated": replace(PLAIN, shared_size=130, has_shared_gate=True, renormalize=True),
 }

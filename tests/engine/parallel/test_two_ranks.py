@@ -63,7 +63,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "groups of experts": ("glm4-moe-grouped", {}),
     "sinks, and experts with biases": ("gpt-oss", {}),
     "scores that scale what experts read": ("llama4", {"attention_chunk_size": 256}),
+    "latent attention": ("deepseek-v2", {}),
+    "latent attention, queries from the input": ("deepseek-v3-halves", {}),
 }
+
+SOONER = ("llama", "gemma3", "groups of experts", "latent attention")
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +98,7 @@ def all_tokens(completions: list[Completion]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(each, marks=() if each in ("llama", "gemma3", "groups of experts") else pytest.mark.exhaustive)
-        for each in FAMILIES
-    ],
+    [pytest.param(each, marks=() if each in SOONER else pytest.mark.exhaustive) for each in FAMILIES],
 )
 def test_every_family_answers_as_one_process_does(
     name: str, rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path

@@ -63,6 +63,30 @@ def test_an_fp8_pool_is_planned_as_it_is_stored() -> None:
     assert (group.num_blocks - 1) * sum(tensor.nbytes for tensor in stored) // 8 == pytest.approx(BUDGET, rel=0.01)
 
 
+LATENT = replace(SPEC, num_kv_heads=1, head_dim=72, latent_dim=64)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_values_that_are_a_part_of_keys_are_planned_and_stored_once(kv_dtype: KVDType) -> None:
+    cache, schedule = CacheConfig(memory_bytes=BUDGET), ScheduleConfig(max_num_seqs=10_000)
+    (group,) = plan_cache(replace(LATENT, windows=(None,) * 4), cache, schedule, 1024, CPU, kv_dtype)
+    layout = KVLayout.of(LATENT, (replace(group, num_blocks=8),), 32)
+    storage = KVStorage(layout, torch.bfloat16 if kv_dtype == "auto" else FP8, CPU)
+    stored = {t.data_ptr(): t.nbytes for stores in vars(storage).values() if isinstance(stores, list) for t in stores
+              if isinstance(t, torch.Tensor)}  # fmt: skip
+    assert (group.num_blocks - 1) * sum(stored.values()) // 8 == pytest.approx(BUDGET, rel=0.01)
+
+
+@pytest.mark.parametrize(("kv_dtype", "kind"), [("auto", ElementKind.BF16), ("int8", ElementKind.I8)])
+def test_the_kernels_store_them_in_both_orders_and_that_is_planned(kv_dtype: KVDType, kind: ElementKind) -> None:
+    cache, schedule = CacheConfig(memory_bytes=BUDGET), ScheduleConfig(max_num_seqs=10_000)
+    spec = replace(LATENT, windows=(None,) * 4)
+    (group,) = plan_cache(spec, cache, schedule, 1024, CPU, kv_dtype, native=True)
+    storage = NativeStorage(KVLayout.of(LATENT, (replace(group, num_blocks=8),), 32), kind)
+    stored = (*storage.keys, *storage.values, *storage.key_scales, *storage.value_scales)
+    assert (group.num_blocks - 1) * sum(tensor.nbytes for tensor in stored) // 8 == pytest.approx(BUDGET, rel=0.01)
+
+
 def test_an_engine_plans_its_pool_for_the_kv_dtype_it_has(tiny_model: Callable[[str], Path]) -> None:
     # Given heads of 12 elements in float32, when an engine is loaded: 48 bytes of a head against 12 and a scale of 4
     config = EngineConfig(

@@ -1,0 +1,79 @@
+"""MLPs in native code, one call each, for decoders whose layers the kernels don't compute whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from engine.models.decoder import Activation, DecoderSpec, Layer, gated
+from engine.models.experts import Experts, Mlp
+from engine.models.native_experts import NativeExperts
+from engine.native.library import NativeLibrary
+from engine.native.structs import KIND_OF
+from engine.native.workspace import KernelWorkspace
+
+
+class NativeMlp:
+    """A gated MLP of `NativeLinear`s, whose gate and up are interleaved by vectors (`NativeBuilder.gated`)."""
+
+    __slots__ = ("_activation", "_lanes", "_mlp")
+
+    def __init__(self, library: NativeLibrary, mlp: Mlp, activation: Activation) -> None:
+        self._mlp = mlp
+        self._lanes = library.panel // 2
+        self._activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] -> [T, hidden_size]."""
+        gate, up = self._mlp.gate_up(x).view(len(x), -1, 2, self._lanes).unbind(2)
+        return self._mlp.down(gated(self._activation, gate, up).flatten(1)[:, : self._mlp.down.in_features])
+
+
+class ExpertRoom:
+    """The buffers of all mixtures of a decoder, which are computed one after the other."""
+
+    __slots__ = ("_space",)
+
+    def __init__(self) -> None:
+        self._space: KernelWorkspace | None = None
+
+    def of(self, library: NativeLibrary, experts: NativeExperts, x: Tensor) -> KernelWorkspace:
+        """With room for the rows of x [rows, hidden]."""
+        if self._space is None or self._space.max_tokens < len(x):
+            self._space = experts.workspace(library, x.shape[1], KIND_OF[x.dtype], max(len(x), 16))
+        return self._space
+
+
+class NativeMixture:
+    """A mixture of experts, its router and shared expert included."""
+
+    __slots__ = ("_activation", "_experts", "_library", "_room")
+
+    def __init__(
+        self, library: NativeLibrary, experts: NativeExperts, activation: Activation, room: ExpertRoom
+    ) -> None:
+        self._library = library
+        self._experts = experts
+        self._activation = activation
+        self._room = room
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] -> [T, hidden_size]."""
+        space = self._room.of(self._library, self._experts, x)
+        return self._experts.product(x, self._activation, space).to(x.dtype)
+
+
+def with_native_mlps(library: NativeLibrary, spec: DecoderSpec, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The same layers, whose MLPs, made by a `NativeBuilder`, are computed in one call each."""
+    room = ExpertRoom()
+
+    def native(layer: Layer) -> Layer:
+        if isinstance(layer.mlp, Mlp):
+            return replace(layer, mlp=NativeMlp(library, layer.mlp, spec.activation))
+        assert isinstance(layer.mlp, Experts)
+        assert spec.experts is not None
+        experts = NativeExperts(library, spec.experts, layer.mlp)
+        return replace(layer, mlp=NativeMixture(library, experts, spec.activation, room))
+
+    return tuple(map(native, layers))
