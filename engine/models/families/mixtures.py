@@ -359,7 +359,7 @@ def glm4v_moe(config: Any) -> DecoderSpec:
         config,
         ropes=(rope_spec(config, head_dim_of(config), partial=True, ignored=("mrope_section",)),),
         qkv_bias=bool(config.attention_bias),
-        experts=_deepseek_experts(config, _behind_dense(config)),
+        experts=deepseek_experts(config, behind_dense(config)),
     )
 
 
