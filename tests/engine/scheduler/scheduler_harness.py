@@ -84,8 +84,8 @@ def script(request: Request, choice: int, rope_original_max: int | None = None) 
             length = max(len(prompt), position + 1, rope_original_max) if rope_original_max else 0
             keys.append(next_key(keys[-1] if keys else FIRST_KEY, known[position], length))
         if params.max_tokens == 0:
-            read = keys if params.prompt_logprobs is not None or request.pooling is not None else []
-            read = read[max(0, params.prompt_logprobs_start - 1) :]
+            read = keys if params.scored_from is not None or request.pooling is not None else []
+            read = read[max(0, (params.scored_from or 0) - 1) :]
             reason = FinishReason.ERROR if NAN in read else FinishReason.LENGTH
             return Script([], keys, reason, None)
         generated = len(known) - len(prompt)

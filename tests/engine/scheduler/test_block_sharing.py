@@ -201,23 +201,32 @@ def test_a_block_that_a_row_hits_in_this_step_is_not_computed_yet() -> None:
 
 @st.composite
 def sharers(draw: st.DrawFn) -> list[tuple[int, Request]]:
-    """Requests of a few beginnings, and the steps in which they arrive."""
+    """Requests of a few beginnings, and the steps in which they arrive. Some only score their prompts: those wait for
+    each other."""
     found = []
-    for at in range(draw(st.integers(2, 10))):
-        prompt = [*shared(draw(st.integers(1, 40))), *[3 + at % 3] * draw(st.integers(0, 3))]
+    only_scored = draw(st.booleans())
+    lengths = draw(st.lists(st.integers(4, 40), min_size=1, max_size=2))
+    for at in range(draw(st.integers(4, 10))):
+        prompt = [*shared(draw(st.sampled_from(lengths))), *[3 + at % 3] * draw(st.integers(0, 3))]
         if draw(st.integers(0, 9)) == 0:
             prompt[draw(st.integers(0, len(prompt) - 1))] = POISON
+        more: dict[str, object] = {}
+        if only_scored or draw(st.integers(0, 3)) == 0:
+            first = draw(st.sampled_from([1, max(1, len(prompt) - 3), len(prompt)]))  # what is before it is shared
+            indices = draw(st.sets(st.integers(first, len(prompt)), min_size=1, max_size=3))
+            more["prompt_targets"] = tuple((index, 5) for index in sorted(indices))
         request = make_request(
             f"r{at}",
             prompt,
-            draw(st.integers(0, 12)),
-            n=draw(st.integers(1, 4)),
+            0 if more else draw(st.integers(0, 12)),
+            n=1 if more else draw(st.integers(1, 4)),
             priority=draw(st.integers(0, 1)),
             salt=draw(st.sampled_from([b"", b"", b"", b"other"])),
             expected_tokens=draw(st.sampled_from([None, 1])),
             readers_known=draw(st.booleans()),
+            **more,
         )
-        found.append((draw(st.integers(0, 4)), request))
+        found.append((draw(st.sampled_from([0, 0, 0, 1, 2, 4])), request))
     return sorted(found, key=lambda one: one[0])
 
 

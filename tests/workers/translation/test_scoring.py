@@ -121,7 +121,9 @@ def test_a_ranking_begins_with_the_best_document(scores: LoadedModel, answer: An
     np.testing.assert_allclose([each["relevance_score"] for each in ranked["results"]], sorted(want)[::-1], atol=1e-6)
     assert ranked.keys() == {"id", "created", "model", "results", "usage"}
     best = json.loads(rows[2].response)["results"]
-    assert best == [{key: value for key, value in each.items() if key != "document"} for each in ranked["results"][:2]]
+    assert [each.keys() for each in best] == [{"index", "relevance_score"}] * 2
+    assert [each["index"] for each in best] == order[:2]
+    np.testing.assert_allclose([each["relevance_score"] for each in best], sorted(want)[:1:-1], atol=1e-6)
 
 
 @pytest.mark.parametrize("problem", [None, "multi_label_classification", "regression"])
