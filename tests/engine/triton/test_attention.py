@@ -104,6 +104,7 @@ def test_agrees_with_the_oracle(dtype: torch.dtype, device: torch.device, upcast
     compare(device, upcast, seed=1, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split_keys", [16, 1 << 20])
 def test_sinks_join_once_however_many_programs_share_the_keys(
     split_keys: int, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch

@@ -95,7 +95,7 @@ def favoured(model: LoadedModel) -> dict[str, Any]:
 
 
 def test_any_budget_is_kept_and_the_answer_follows(model: LoadedModel, kit: Any) -> None:
-    bodies = bodies_of(kit, range(65), **favoured(model))
+    bodies = bodies_of(kit, range(0, 65, 4), **favoured(model))
     thoughts = 0
     for body, row in zip(bodies, results_of(kit, model, bodies), strict=True):
         assert row.status is RowStatus.SUCCEEDED, row.error_message
@@ -106,7 +106,7 @@ def test_any_budget_is_kept_and_the_answer_follows(model: LoadedModel, kit: Any)
         thoughts += thought
         if usage["completion_tokens"] - thought > 12 and choice.finish_reason == "length":
             assert row.text  # the end was forced, and the rest is the answer
-    assert thoughts > 500
+    assert thoughts > 150
 
 
 def test_the_parts_and_the_markers_are_the_answer(model: LoadedModel, kit: Any) -> None:
@@ -194,6 +194,7 @@ def test_a_grammar_whose_compiled_form_the_library_broke_is_compiled_again(folde
     assert accepted(again, ids[:2].tolist(), tokenizer.size) == 2
 
 
+@pytest.mark.slow
 def test_a_form_binds_behind_the_thought(model: LoadedModel, kit: Any) -> None:
     bodies = bodies_of(kit, [at % 20 for at in range(100)], response_format=FORMAT, **favoured(model))
     bodies += [kit.chat(f"free {at}", seed=at, max_tokens=200, response_format=FORMAT) for at in range(100)]
@@ -257,6 +258,7 @@ def test_a_continued_thought_goes_on(model: LoadedModel, kit: Any) -> None:
     assert row.text
 
 
+@pytest.mark.slow
 def test_drafts_preemptions_and_choices_keep_the_thought(model: LoadedModel, kit: Any) -> None:
     bodies = bodies_of(kit, n=2, **favoured(model))
     bodies += bodies_of(kit, response_format=FORMAT, temperature=0, **favoured(model))
@@ -273,6 +275,7 @@ def test_drafts_preemptions_and_choices_keep_the_thought(model: LoadedModel, kit
     assert tight.engine.stats().preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 3, 50])
 def test_a_stream_emits_the_thought_apart(model: LoadedModel, kit: Any, every: int) -> None:
     (body,) = bodies_of(kit, [11], n=2, **favoured(model))

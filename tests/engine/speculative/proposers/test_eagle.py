@@ -31,6 +31,8 @@ from engine.speculative.draft_lengths import FixedLengths
 from tests.engine.speculative.proposers import eagle_heads as heads
 from tests.engine.test_speculation import SMALL, assert_same, load, repeating_prompts, requests_of, run
 
+pytestmark = pytest.mark.slow
+
 TinyModel = Callable[[str], Path]
 
 LAYERS = [0, 1, 2]
@@ -93,7 +95,6 @@ def sampling_like(request: Request, vocab_size: int) -> Callable[[Tensor, int], 
     return draw
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "family", "attention", "layers"),
     [
@@ -148,7 +149,6 @@ def test_given_a_random_head_when_it_drafts_then_its_drafts_are_those_of_the_pap
     assert len({tuple(recorded.drafts) for recorded in nonempty}) > 30  # not always the same
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "attention", "prefix_caching"),
     [
@@ -208,7 +208,6 @@ def acceptance_rates(engine: Engine) -> list[float]:
     return [accepted / drafted for accepted, drafted in zip(counts.accepted, counts.drafted, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["native", pytest.param("paged-sdpa", marks=pytest.mark.exhaustive)])
 def test_given_a_trained_head_when_it_drafts_then_most_drafts_are_accepted(
     trained: TrainedHead, attention: str
@@ -304,7 +303,6 @@ def test_given_a_head_without_an_embedding_then_it_reads_the_model_s(trained: Tr
     assert answers[0] == answers[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["native", pytest.param("paged-sdpa", marks=pytest.mark.exhaustive)])
 def test_given_a_head_that_overflows_when_it_drafts_then_only_its_drafts_are_lost(
     trained: TrainedHead, attention: str, tmp_path: Path
@@ -317,7 +315,6 @@ def test_given_a_head_that_overflows_when_it_drafts_then_only_its_drafts_are_los
         assert (drafts > 0) == ("attn" in name)
 
 
-@pytest.mark.slow
 def test_choices_that_copy_a_block_copy_the_heads_keys(tiny_model: TinyModel, tmp_path: Path) -> None:
     # Given choices of one prompt, which copy 13 tokens of its second block,
     path = tiny_model("llama")

@@ -445,6 +445,7 @@ def test_given_one_name_for_two_models_when_run_then_it_is_refused_as_wrong_usag
     assert not (folder / "out").exists()
 
 
+@pytest.mark.slow
 def test_given_prompts_that_are_too_long_when_run_with_a_side_then_they_are_cut_and_the_rows_say_it(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
