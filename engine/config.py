@@ -118,8 +118,8 @@ class EngineConfig:
         tensor_parallel: devices of this machine that share the model, each with a process of its own. On a CPU they are
             processes that share `threads`; memory limits are for the sum of all of them.
         expert_parallel: with tensor parallelism, each rank holds whole experts of a mixture, not a part of each.
-        expert_counts: a file of `Engine.expert_rows()`, by `numpy.save`: experts are placed on ranks so that the sums
-            of these counts are balanced; None: neighbours are on one rank.
+        expert_counts: a file of `Engine.expert_load().rows`, by `numpy.save`: experts are placed on ranks so that the
+            sums of these counts are balanced; None: neighbours are on one rank.
         rank_timeout_seconds: time-out of a rank that waits for the others in a step; then the engine is lost.
         async_scheduling: plan and submit a step while the device computes the one before; None: on CUDA. After rows
             with masks, penalties or log-probabilities, rows whose prompt is scored or pooled, and steps with drafts,

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.attention import AttentionBackend, KVLayout, log_choice, make_backend, supports_fp8_cache
 from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused
+from engine.expert_load import ExpertLoad
 from engine.logs import get_logger
 from engine.models.base import CausalModel, ModelSpec, RoutedModel, WeighedModel
 from engine.models.decoder_builder import DecoderBuilder, TorchBuilder
@@ -490,11 +489,9 @@ class Engine:
             steps_out_of_memory=self._loop.stats.out_of_memory,
         )
 
-    def expert_rows(self) -> NDArray[np.int64] | None:
-        """Rows that each expert of each layer has computed so far, [layers, experts]; zeros for layers without experts.
-        None: the model has none, or does not count: the native CPU kernels and expert parallelism do."""
-        rows = None if self._routed is None else self._routed.expert_rows()
-        return None if rows is None else rows.numpy().copy()
+    def expert_load(self) -> ExpertLoad | None:
+        """See `StepEngine.expert_load`: the native CPU kernels count, and expert parallelism does."""
+        return None if self._routed is None else self._routed.expert_load()
 
     def classes(self) -> tuple[ClassStats, ...]:
         """Latency statistics of each class of requests, the most urgent first."""

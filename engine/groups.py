@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.engine import EngineStats
 from engine.errors import RequestRefused
+from engine.expert_load import ExpertLoad
 from engine.request import Choice, Completion, FinishReason, PartialChoice, Request
 from engine.scheduler.latency import ClassStats
 from engine.scheduler.resume import ANSWERED
@@ -173,6 +174,10 @@ class GroupEngine:
     def classes(self) -> tuple[ClassStats, ...]:
         """The engine's: each member counts as a request."""
         return self.engine.classes()
+
+    def expert_load(self) -> ExpertLoad | None:
+        """The engine's."""
+        return self.engine.expert_load()
 
     def close(self) -> None:
         """Close the engine."""

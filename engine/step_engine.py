@@ -13,6 +13,7 @@ from engine.request import Completion, PartialChoice, Request
 
 if TYPE_CHECKING:
     from engine.engine import EngineStats
+    from engine.expert_load import ExpertLoad
     from engine.scheduler.latency import ClassStats
 
 
@@ -100,6 +101,11 @@ class StepEngine(Protocol):
 
     def classes(self) -> tuple[ClassStats, ...]:
         """Latency statistics of each class of requests, the most urgent first."""
+        ...
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Return the rows that the experts of a mixture have computed since the engine was made; None: there are none,
+        or they are not counted. On a GPU it waits for the steps at work."""
         ...
 
     def close(self) -> None:

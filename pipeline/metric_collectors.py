@@ -256,6 +256,9 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
         if speculation.seconds:
             value("tokenmill_speculation_gained_tokens", speculation.gained)
             value("tokenmill_speculation_compared_seconds_total", speculation.seconds)
+    for holder, load in (("expert", known.expert_load), ("rank", known.rank_load)):
+        if load is not None:
+            value("tokenmill_expert_load", load, holder)
     for kind, tokens in engine.items():
         value("tokenmill_engine_tokens_total", tokens, kind)
     value("tokenmill_worker_seconds_total", known.seconds)

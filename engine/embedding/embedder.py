@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.engine import EngineStats
+from engine.expert_load import ExpertLoad
 from engine.request import Completion, FinishReason, PartialChoice, Request
 from engine.scheduler.latency import ClassStats
 from engine.scheduler.resume import ANSWERED
@@ -101,6 +102,10 @@ class Embedder:
     def classes(self) -> tuple[ClassStats, ...]:
         """The engine's: each text counts as a request."""
         return self.engine.classes()
+
+    def expert_load(self) -> ExpertLoad | None:
+        """The engine's."""
+        return self.engine.expert_load()
 
     def _take_ready(self) -> list[Completion]:
         ready, self._ready = self._ready, []

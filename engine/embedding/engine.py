@@ -263,6 +263,9 @@ class EncoderEngine:
             total_blocks=0,
         )
 
+    def expert_load(self) -> None:
+        """See `StepEngine.expert_load`: experts are not counted."""
+
     def classes(self) -> tuple[ClassStats, ...]:
         """Latency statistics of each class, the most urgent first. An encoder has no token latencies, and nothing runs
         between two steps."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UnsupportedModel
+from engine.expert_load import ExpertLoad
 from engine.states import StateOperator, StateShape
 
 
@@ -152,9 +153,12 @@ class WeighedModel(Protocol):
 class RoutedModel(Protocol):
     """A model that may count the rows of its experts."""
 
-    def expert_rows(self) -> Tensor | None:
-        """Return int64 [layers, experts], the rows that each expert has computed so far, zeros for layers without
-        experts; None: it has none, or does not count."""
+    def expert_load(self) -> ExpertLoad | None:
+        """Return the rows that each expert has computed so far; None: it has none, or does not count."""
+        ...
+
+    def reset_expert_load(self) -> None:
+        """Count from zero again."""
         ...
 
 

@@ -20,6 +20,7 @@ from engine.attention.base import AttentionStep
 from engine.attention.native import NativeAttention
 from engine.config import Quantize
 from engine.errors import EngineError
+from engine.expert_load import ExpertLoad
 from engine.models.base import Attend, CausalModel, ModelSpec
 from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer
 from engine.models.decoder_builder import Use
@@ -133,12 +134,19 @@ class NativeDecoder:
             return {}
         return dict(zip(PARTS, (self._bound.space.spent / 1e9).tolist(), strict=True))
 
-    def expert_rows(self) -> Tensor | None:
-        """See `RoutedModel.expert_rows`."""
+    def expert_load(self) -> ExpertLoad | None:
+        """See `RoutedModel.expert_load`."""
         if (experts := self._decoder.experts) is None:
             return None
         none = torch.zeros(experts.num_experts, dtype=torch.int64)
-        return torch.stack([none if mixture is None else mixture.rows for mixture in self._experts])
+        rows = torch.stack([none if mixture is None else mixture.rows for mixture in self._experts])
+        return ExpertLoad(rows.numpy())
+
+    def reset_expert_load(self) -> None:
+        """See `RoutedModel.reset_expert_load`."""
+        for mixture in self._experts:
+            if mixture is not None:
+                mixture.rows.zero_()
 
     def weight_bytes(self) -> dict[str, int]:
         """Return the bytes of the weights, by the form of their elements ("int4", "bfloat16", …), factors and biases

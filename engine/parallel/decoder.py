@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import Quantize
+from engine.expert_load import ExpertLoad
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder, WholeMlp
 from engine.models.decoder_builder import TorchBuilder, Use
@@ -70,17 +72,23 @@ class RankDecoder(FusedDecoder):
         self._spec = replace(self.whole, num_heads=local.num_heads, num_kv_heads=local.num_kv_heads)
         self._tokens = share.vocabulary
         self._group = group
+        mixtures = ((index, layer.mlp) for index, layer in enumerate(self._layers) if isinstance(layer.mlp, Experts))
+        self._expert_rows = {index: mlp.rows for index, mlp in mixtures if mlp.rows is not None}
+        self._expert_ranks = np.array(share.expert_ranks) if self._expert_rows else None
 
-    def expert_rows(self) -> Tensor | None:
-        """See `RoutedModel.expert_rows`: of all ranks' experts, counted where each rank has whole ones."""
-        experts = self._decoder.experts
-        if experts is None or experts.held is None:
+    def expert_load(self) -> ExpertLoad | None:
+        """See `RoutedModel.expert_load`: of all ranks' experts, counted where each rank has whole ones."""
+        if self._expert_ranks is None:
             return None
-        counts = torch.zeros(len(self._layers), experts.num_experts, dtype=torch.int64)
-        for index, layer in enumerate(self._layers):
-            if isinstance(layer.mlp, Experts) and layer.mlp.rows is not None:
-                counts[index] = layer.mlp.rows
-        return counts
+        rows = np.zeros(self._expert_ranks.shape, dtype=np.int64)
+        # One copy from the device, not one for each layer.
+        rows[list(self._expert_rows)] = torch.stack(list(self._expert_rows.values())).cpu().numpy()
+        return ExpertLoad(rows, self._expert_ranks)
+
+    def reset_expert_load(self) -> None:
+        """See `RoutedModel.reset_expert_load`."""
+        for rows in self._expert_rows.values():
+            rows.zero_()
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Sum the embeddings: each token's row is on one rank; the others add zeros, so nothing is rounded."""

@@ -39,7 +39,7 @@ def read_expert_counts(path: str | Path) -> NDArray[np.int64]:
     Raises:
         EngineError: the file is not there, or is not that.
     """
-    fix = "give a file with Engine.expert_rows() that numpy.save has written, or leave it out"
+    fix = "give a file with Engine.expert_load().rows that numpy.save has written, or leave it out"
     try:
         counts = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # a damaged header raises anything: numpy evaluates it as Python's literals

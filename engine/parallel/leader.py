@@ -19,6 +19,7 @@ from engine.attention import AttentionBackend, AttentionBatch, AttentionStep, KV
 from engine.attention.native import NativeAttention
 from engine.config import CacheConfig, EngineConfig
 from engine.errors import EngineError, OutOfMemory
+from engine.expert_load import ExpertLoad
 from engine.logs import get_logger
 from engine.models.base import Attend, ModelSpec
 from engine.parallel.decoder import RankDecoder
@@ -115,9 +116,13 @@ class LeaderModel:
             self._rank_group.group.broadcast(inputs)
             return self._model.forward(input_ids, positions, attend, rope_lengths)
 
-    def expert_rows(self) -> Tensor | None:
-        """See `RoutedModel.expert_rows`."""
-        return self._model.expert_rows()
+    def expert_load(self) -> ExpertLoad | None:
+        """See `RoutedModel.expert_load`."""
+        return self._model.expert_load()
+
+    def reset_expert_load(self) -> None:
+        """See `RoutedModel.reset_expert_load`: the leader's counts are of all ranks' experts."""
+        self._model.reset_expert_load()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalModel.logits`."""

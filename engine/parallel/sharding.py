@@ -143,13 +143,18 @@ class Share:
             return replace(experts, shared_size=shared, held=tuple(map(self._experts_of, range(self.spec.num_layers))))
         return replace(experts, intermediate_size=experts.intermediate_size // self.size, shared_size=shared)
 
+    @property
+    def expert_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Return per layer the rank of each expert, where ranks have whole ones."""
+        if self.placement is not None:
+            return self.placement
+        assert self.spec.experts is not None
+        each = self.spec.experts.num_experts // self.size
+        return (tuple(expert // each for expert in range(self.spec.experts.num_experts)),) * self.spec.num_layers
+
     def _experts_of(self, layer: int) -> tuple[int, ...]:
         """Return the experts of a layer that the rank has."""
-        if self.placement is not None:
-            return tuple(expert for expert, rank in enumerate(self.placement[layer]) if rank == self.rank)
-        assert self.spec.experts is not None
-        first, end = self._of(self.spec.experts.num_experts, 1)
-        return tuple(range(first, end))
+        return tuple(expert for expert, rank in enumerate(self.expert_ranks[layer]) if rank == self.rank)
 
     @property
     def _head_rows(self) -> dict[str, tuple[int, int]]:

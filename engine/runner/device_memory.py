@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.config import ScheduleConfig
 from engine.errors import OutOfMemory
 from engine.logs import get_logger
-from engine.models.base import CausalModel, ModelSpec
+from engine.models.base import CausalModel, ModelSpec, RoutedModel
 from engine.request import Request, SamplingParams
 from engine.runner.memory import available_bytes
 from engine.sampling.sampler import Sampler
@@ -100,6 +100,8 @@ def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.dev
         hidden = model.forward(positions, positions, _AttendToNothing(model.spec, tokens), lengths)
         if model.spec.generates:
             sampler.draw(model.logits(hidden[: len(rows)].clone()), rows, np.ones_like(rows), np.zeros_like(rows))
+    if isinstance(model, RoutedModel):  # its tokens are all the same one, and nobody's
+        model.reset_expert_load()
 
 
 def measure(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> MemoryUse:

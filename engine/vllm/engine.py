@@ -521,6 +521,9 @@ class VLLMEngine:
             speculation=recorder.speculation,
         )
 
+    def expert_load(self) -> None:
+        """See `StepEngine.expert_load`: experts are not counted."""
+
     def classes(self) -> tuple[ClassStats, ...]:
         """Latency statistics of each class of requests, the most urgent first."""
         running, waiting = [0] * CLASSES, [0] * CLASSES

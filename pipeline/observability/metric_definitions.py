@@ -112,6 +112,12 @@ METRICS: Final = (
     Metric("tokenmill_kv_blocks", "gauge", "Blocks of a worker's KV cache.", ("model",)),
     Metric("tokenmill_kv_blocks_used", "gauge", "Blocks of the KV cache that running requests hold.", ("model",)),
     Metric(
+        "tokenmill_expert_load", "gauge",
+        "Rows of the busiest expert of a mixture, or of the busiest rank with --expert-parallel, over those of the "
+        "mean one, in the last seconds: 1 is even.",
+        ("model", "holder"),
+    ),
+    Metric(
         "tokenmill_preemptions_total", "counter",
         "Rows that were preempted to free blocks, and recomputed.",
         ("model",),

@@ -141,6 +141,8 @@ class WorkerMetrics(StoredReport):
         steps: durations of steps.  step_rows: sum of their rows.
         preemptions: preempted rows.
         kv_blocks, kv_blocks_used: of the KV cache; 0 where the model has none.
+        expert_load, rank_load: rows of a mixture's busiest experts, and of the busiest ranks that hold whole experts,
+            over those of the mean one, in the last seconds; None: there were none, or they are not counted.
         lane_open, lane_waiting: interactive requests: in the engine, and accepted but not in it yet.
         pace: None: there is no SLO.  speculation: None: nothing was drafted.
         store_outage: why the store is unavailable, so that the worker waits for it; None: it is available.
@@ -161,6 +163,8 @@ class WorkerMetrics(StoredReport):
     preemptions: Count = 0
     kv_blocks: Count = 0
     kv_blocks_used: Count = 0
+    expert_load: Amount | None = None
+    rank_load: Amount | None = None
     lane_open: Count = 0
     lane_waiting: Count = 0
     pace: SloMetrics | None = None

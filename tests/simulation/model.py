@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine, EngineStats
+from engine.expert_load import ExpertLoad
 from engine.models.base import ModelSpec
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from engine.request import Completion, PartialChoice, Request
@@ -177,6 +178,9 @@ class SteppedEngine:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    def expert_load(self) -> ExpertLoad | None:
+        return self._engine.expert_load()
 
     def classes(self) -> tuple[ClassStats, ...]:
         return self._engine.classes()

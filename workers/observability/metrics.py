@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from engine.engine import EngineStats
+from engine.expert_load import ExpertLoad
 from engine.request import Completion
 from engine.scheduler.latency import ClassStats, LatencyCounts
 from engine.scheduler.slo_control import SloStats, SloTerms
@@ -91,6 +92,14 @@ class SideWorkMetrics:
     ended: EndedRequests = field(default_factory=EndedRequests)
 
 
+class _Reading(NamedTuple):
+    """The engine's counters at a moment of the worker's clock (seconds)."""
+
+    at: float
+    stats: EngineStats
+    load: ExpertLoad | None
+
+
 class MetricsReader:
     """Builds the metrics of the worker of one loaded model.
 
@@ -105,7 +114,7 @@ class MetricsReader:
         self._began = began
         # The warm-up's steps are not counted.
         self._before, self._classes_before = engine.stats(), engine.classes()
-        self._readings: deque[tuple[float, EngineStats]] = deque([(began, self._before)])
+        self._readings = deque([_Reading(began, self._before, engine.expert_load())])
 
     def read(self, now: float, queued: Mapping[Tier, int], side_work: SideWorkMetrics) -> WorkerMetrics:
         """The metrics now.
@@ -114,6 +123,9 @@ class MetricsReader:
             now: on the worker's clock (seconds).  queued: rows of open shards that the engine doesn't have yet.
         """
         stats, before = self._engine.stats(), self._before
+        reading = _Reading(now, stats, self._engine.expert_load())
+        earlier = self._earlier(reading)
+        load = None if reading.load is None or earlier.load is None else reading.load.since(earlier.load)
         waiting = Counter(queued) + Counter(side_work.waiting)
         found = {
             tier: self._tier(tier, counts, then, waiting[tier], side_work.ended.of(tier))
@@ -128,7 +140,7 @@ class MetricsReader:
             model=self._model,
             seconds=max(0.0, now - self._began),
             tiers={tier: metrics for tier, metrics in found.items() if metrics != _NO_METRICS},
-            rates=self._rates(now, stats),
+            rates=_rates(earlier, reading),
             computed=stats.computed - before.computed,
             prompt=stats.prompt - before.prompt,
             generated=stats.generated - before.generated,
@@ -140,6 +152,8 @@ class MetricsReader:
             preemptions=stats.preemptions - before.preemptions,
             kv_blocks=stats.total_blocks,
             kv_blocks_used=stats.total_blocks - stats.free_blocks,
+            expert_load=None if load is None else load.busiest_expert,
+            rank_load=None if load is None else load.busiest_rank,
             lane_open=side_work.open,
             lane_waiting=sum(side_work.waiting.values()),
             pace=None if stats.slo is None else _slo_metrics(stats.slo),
@@ -159,20 +173,23 @@ class MetricsReader:
             whole=_histogram(counts.whole, then.whole),
         )
 
-    def _rates(self, now: float, stats: EngineStats) -> TokenRates:
-        """Rates since the latest reading that is at least `RATE_SECONDS` old."""
-        while len(self._readings) > 1 and self._readings[1][0] <= now - RATE_SECONDS:
+    def _earlier(self, reading: _Reading) -> _Reading:
+        """The latest reading that is at least `RATE_SECONDS` older."""
+        while len(self._readings) > 1 and self._readings[1].at <= reading.at - RATE_SECONDS:
             self._readings.popleft()
-        then, before = self._readings[0]
-        self._readings.append((now, stats))
-        seconds = now - then
-        if seconds <= 0:
-            return TokenRates()
-        return TokenRates(
-            prompt=(stats.prompt - before.prompt) / seconds,
-            cached=(stats.cached - before.cached) / seconds,
-            generated=(stats.generated - before.generated) / seconds,
-        )
+        self._readings.append(reading)
+        return self._readings[0]
+
+
+def _rates(earlier: _Reading, reading: _Reading) -> TokenRates:
+    seconds, stats, before = reading.at - earlier.at, reading.stats, earlier.stats
+    if seconds <= 0:
+        return TokenRates()
+    return TokenRates(
+        prompt=(stats.prompt - before.prompt) / seconds,
+        cached=(stats.cached - before.cached) / seconds,
+        generated=(stats.generated - before.generated) / seconds,
+    )
 
 
 _NO_METRICS: Final = TierMetrics()

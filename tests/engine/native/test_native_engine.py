@@ -180,8 +180,9 @@ def test_rows_are_counted_by_layer_and_expert(tiny_model: TinyModel) -> None:
     engine = load(tiny_model("qwen3-moe"), 4, 512, threads=1, dtype="float32")
     prompt = as_token_ids(list(range(3, 40)))
     list(engine.run([Request("0", prompt, SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))]))
-    rows = engine.expert_rows()
-    assert rows is not None
+    counted = engine.expert_load()
+    assert counted is not None
+    rows = counted.rows
     # In the last layer only positions whose logits are read are computed.
     assert rows.shape == (3, 4)
     assert rows.sum(1).tolist() == [2 * 45, 2 * 45, 2 * 9]

@@ -148,8 +148,11 @@ def test_experts_that_are_placed_by_counts_answer_as_neighbours_do(
     path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
     neighbours = shared(path, rank_group, PLAIN, expert_parallel=True)
     wanted = all_tokens(engine_answers(neighbours, prompts, MAX_TOKENS))
-    rows = neighbours.expert_rows()
-    assert rows is not None
+    load = neighbours.expert_load()
+    assert load is not None
+    rows = load.rows
+    assert load.ranks is not None
+    assert load.ranks.tolist() == [[0, 0, 0, 1, 1, 1]] * 4
     # Each token is computed by three of six experts in layer 1, the only mixture.
     assert rows.shape == (4, 6)
     assert rows.sum(1).tolist() == [0, 3 * neighbours.stats().computed, 0, 0]
@@ -157,6 +160,10 @@ def test_experts_that_are_placed_by_counts_answer_as_neighbours_do(
     np.save(tmp_path / "counts.npy", rows)
     placed = shared(path, rank_group, PLAIN, expert_parallel=True, expert_counts=str(tmp_path / "counts.npy"))
     assert all_tokens(engine_answers(placed, prompts, MAX_TOKENS)) == wanted
+    load = placed.expert_load()
+    assert load is not None
+    assert load.ranks is not None
+    assert load.ranks[1].tolist() == [0, 1, 0, 0, 1, 1]
     held = placed._runner._inner._model._model._decoder.experts.held  # type: ignore[attr-defined]
     assert held[1] == (0, 2, 3)
 
@@ -471,13 +478,17 @@ def test_the_memory_limit_is_the_total_of_all_ranks(
 def test_all_ranks_compute_the_largest_step_collectively(
     rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
-    """As on GPUs before the cache is made; the ranks are synchronized afterwards."""
-    path = tiny_model("llama-tied")
-    engine = shared(path, rank_group)
+    """As on GPUs before the cache is made; the ranks are synchronized afterwards, and no expert's rows are counted."""
+    path = tiny_model("qwen3-moe")
+    engine = shared(path, rank_group, expert_parallel=True)
     own = engine._runner._inner._model._model  # type: ignore[attr-defined]
     uses = _measured(own, EngineConfig(schedule=ScheduleConfig(5, 70)), rank_group)
     assert len(uses) == 2
     assert all(use.total > 0 for use in uses)
+    load = engine.expert_load()
+    assert load is not None
+    assert load.rows.shape == (3, 4)
+    assert load.rows.sum() == 0
     wanted = all_tokens(engine_answers(alone(path), prompts[:3], MAX_TOKENS))
     assert all_tokens(engine_answers(engine, prompts[:3], MAX_TOKENS)) == wanted
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig, SloConfig
 from engine.engine import EngineStats
+from engine.expert_load import ExpertLoad
 from engine.scheduler.latency import BOUNDS, ClassStats, LatencyCounts
 from engine.scheduler.slo_control import SloStats, SloTerms
 from engine.speculative.stats import SourceCounts, SpeculationStats
@@ -161,9 +163,13 @@ class FakeEngine:
             running=0, waiting=0, free_blocks=0, total_blocks=0,
         )  # fmt: skip
         self.of_classes = (ClassStats(), ClassStats(), ClassStats())
+        self.load: ExpertLoad | None = None
 
     def stats(self) -> EngineStats:
         return self.current
+
+    def expert_load(self) -> ExpertLoad | None:
+        return self.load
 
     def classes(self) -> tuple[ClassStats, ...]:
         return self.of_classes
@@ -180,6 +186,27 @@ def test_rates_are_of_the_last_seconds_and_fall_to_zero_in_idleness() -> None:
     assert (rates[3].prompt, rates[3].generated, rates[3].cached) == pytest.approx((300, 30, 10))
     assert 0 < rates[5].generated < 30
     assert rates[8].generated == rates[-1].prompt == 0
+
+
+def test_the_load_of_experts_is_of_the_last_seconds() -> None:
+    # Given two layers, the second without experts, and four experts on two ranks, all busy alike until now
+    engine: Any = FakeEngine()
+    ranks = np.array([[0, 0, 1, 1], [0, 0, 1, 1]])
+    engine.load = ExpertLoad(np.array([[100, 100, 100, 100], [0, 0, 0, 0]]), ranks)
+    reader = MetricsReader("m", engine, 100.0)
+    # When the first one computes most rows
+    engine.load = ExpertLoad(np.array([[170, 110, 110, 110], [0, 0, 0, 0]]), ranks)
+    metrics = reader.read(103.0, {}, SideWorkMetrics())
+    # Then 70 and 80 rows are compared with 25 and 50
+    assert (metrics.expert_load, metrics.rank_load) == (pytest.approx(2.8), pytest.approx(1.6))
+    # In idleness, without whole experts, and without experts there is none
+    metrics = [reader.read(103.0 + 10 * beat, {}, SideWorkMetrics()) for beat in (1, 2)][-1]
+    assert (metrics.expert_load, metrics.rank_load) == (None, None)
+    engine.load = ExpertLoad(engine.load.rows + 1)
+    assert reader.read(126.0, {}, SideWorkMetrics()).expert_load == pytest.approx(1)
+    assert reader.read(126.0, {}, SideWorkMetrics()).rank_load is None
+    engine.load = None
+    assert reader.read(127.0, {}, SideWorkMetrics()).expert_load is None
 
 
 def test_metrics_have_a_bounded_size() -> None:
