@@ -32,11 +32,12 @@ ENOUGH_BYTES = 1 << 60
 def cache_groups(spec: ModelSpec, config: EngineConfig, limit: int) -> tuple[CacheGroup, ...]:
     """The cache's pools; where this machine's memory is too small, those of a machine with enough."""
     device = resolve_device(config.device)
+    native = device.type == "cpu" and config.attention in ("auto", "native")
     planned = spec, config.cache, config.schedule, limit, device, config.kv_dtype
     try:
-        return plan_cache(*planned)
+        return plan_cache(*planned, native=native)
     except OutOfMemory:
-        return plan_cache(spec, replace(config.cache, memory_bytes=ENOUGH_BYTES), *planned[2:])
+        return plan_cache(spec, replace(config.cache, memory_bytes=ENOUGH_BYTES), *planned[2:], native=native)
 
 
 def cache_bytes(engine: Engine) -> int:

@@ -33,19 +33,16 @@ SIZES = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_next": EXPERTS | {
-        "head_dim": 64, "shared_expert_intermediate_size": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
-    },
-    "deepseek_v3": {
+    "deepseek_v2": {
         "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "moe_intermediate_size": 64, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 512,
         "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
-        "topk_method": "noaux_tc",
+        "topk_method": "greedy", "norm_topk_prob": True,
     },
 }  # fmt: skip
+"""Models with settings that only vLLM computes."""
+
 CONFIG = EngineConfig(dtype="bfloat16", max_model_len=256, schedule=ScheduleConfig(max_num_seqs=4))
 
 
