@@ -117,7 +117,7 @@ def _best(layout: KVLayout, dtype: torch.dtype, device: torch.device, fp8: bool)
             raise EngineError("kv_dtype 'fp8' needs the package triton, which comes with torch's CUDA builds")
         return TRITON, None
     for name in ("flash3", TRITON, "flash2", "torch-varlen"):
-        if name == TRITON and triton and not layout.latent_dim:
+        if name == TRITON and triton:
             return name, None
         library = LIBRARIES.get(name)
         if library is None or library.refusal(layout, dtype, device) is not None:
@@ -134,10 +134,6 @@ def _interpreted(device: torch.device) -> bool:
 
 
 def _triton(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    if layout.latent_dim:
-        raise EngineError(
-            "attention 'triton' does not compute latent attention yet, which this model has; use paged-sdpa"
-        )
     if find_spec("triton") is None:
         raise EngineError("attention 'triton' needs the package triton, which comes with torch's CUDA builds")
     interpreted = _interpreted(device)

@@ -28,6 +28,10 @@ LEAST_SHARED = 64 << 10
 CHUNK_ROWS = 64
 """Minimum of queries times heads of a chunk's tile."""
 
+LATENT_HEADS, LATENT_CHUNK_ROWS, LATENT_WARPS = 16, 32, 8
+"""With latent attention: query heads of a program, `CHUNK_ROWS`, and warps. Sums as long as latent vectors fill their
+registers: with more rows or fewer warps the compiler spills them."""
+
 LEAST_ROWS = 16
 """Minimum rows of a product on the matrix units."""
 
@@ -105,9 +109,16 @@ class TritonPagedAttention:
         self._upcast = upcast
         self._sharing = max(1, (layout.num_heads or layout.num_kv_heads) // layout.num_kv_heads)
         self._heads = triton.next_power_of_2(self._sharing)
-        self._dims = max(16, triton.next_power_of_2(layout.head_dim))
+        self._dims = max(16, triton.next_power_of_2(layout.value_dim))
+        self._rests = 0
+        chunk_rows = CHUNK_ROWS
+        if layout.latent_dim:
+            self._heads = min(self._heads, LATENT_HEADS)
+            self._rests = max(16, triton.next_power_of_2(layout.head_dim - layout.latent_dim))
+            chunk_rows = LATENT_CHUNK_ROWS
+        self._parts = -(-self._sharing // self._heads)
         self._decode_queries = max(1, LEAST_ROWS // self._heads)
-        self._chunk_queries = max(self._decode_queries, CHUNK_ROWS // self._heads)
+        self._chunk_queries = max(self._decode_queries, chunk_rows // self._heads)
         if processors is None or shared is None:
             there = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
             processors = processors or (1 if there is None else there.multi_processor_count)
@@ -189,10 +200,12 @@ class TritonPagedAttention:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: TritonStep, sinks: Tensor | None = None
     ) -> Tensor:
+        if self.storage.layout.latent_dim:
+            v = k
         k, v = (part if _is_contiguous(part) else part.contiguous() for part in (k, v))
         self._store(layer, k, v, step.slots[self.storage.group_of[layer]])
         q = q if q.stride(2) == 1 else q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], self.storage.layout.value_dim, dtype=q.dtype, device=q.device)
         for tiles in step.launches:
             self._launch(layer, q, scale, step, tiles, sinks, out)
         return out
@@ -208,23 +221,25 @@ class TritonPagedAttention:
         keys, values, width = storage.keys[layer], storage.values[layer], storage.token_width
         if not storage.key_scales:
             store_tokens[(len(k),)](
-                k, v, keys, values, slots, k.stride(0), v.stride(0), WIDTH=width, COLUMNS=triton.next_power_of_2(width)
-            )
+                k, v, keys, values, slots, k.stride(0), v.stride(0), WIDTH=width, COLUMNS=triton.next_power_of_2(width),
+                LATENT=layout.latent_dim > 0,
+            )  # fmt: skip
             return
         store_tokens_scaled[(len(k),)](
             k, v, keys, values, storage.key_scales[layer], storage.value_scales[layer], slots, k.stride(0), v.stride(0),
             KV_HEADS=layout.num_kv_heads, HEADS=triton.next_power_of_2(layout.num_kv_heads), HEAD_DIM=layout.head_dim,
-            DIMS=self._dims, BY_HAND=self._upcast,
+            DIMS=triton.next_power_of_2(layout.head_dim), BY_HAND=self._upcast, LATENT=layout.latent_dim > 0,
         )  # fmt: skip
 
     def _launch(
         self, layer: int, q: Tensor, scale: float, step: TritonStep, tiles: Tiles, sinks: Tensor | None, out: Tensor
     ) -> None:
-        storage, kv_heads = self.storage, self.storage.layout.num_kv_heads
+        storage, layout = self.storage, self.storage.layout
+        kv_heads, parts = layout.num_kv_heads, layout.num_kv_heads * self._parts
         rows = tiles.tokens * q.shape[1]
         into = log_sums = out
         if tiles.splits > 1:
-            into = torch.empty(tiles.splits * rows * q.shape[2], dtype=torch.float32, device=q.device)
+            into = torch.empty(tiles.splits * rows * out.shape[2], dtype=torch.float32, device=q.device)
             log_sums = torch.empty(tiles.splits * rows, dtype=torch.float32, device=q.device)
         keys, values = storage.keys[layer], storage.values[layer]
         scaled = bool(storage.key_scales)
@@ -233,19 +248,20 @@ class TritonPagedAttention:
         )
         table = step.tables[storage.group_of[layer]]
         shape = {
-            "KV_HEADS": kv_heads, "SHARING": self._sharing, "HEADS": self._heads, "HEAD_DIM": q.shape[2],
-            "DIMS": self._dims, "QUERIES": tiles.queries, "SPLITS": tiles.splits,
+            "KV_HEADS": kv_heads, "SHARING": self._sharing, "HEADS": self._heads, "PARTS": self._parts,
+            "VALUE_DIM": layout.value_dim, "DIMS": self._dims, "QUERIES": tiles.queries, "SPLITS": tiles.splits,
         }  # fmt: skip
-        attend_tiles[(tiles.count, kv_heads, tiles.splits)](
+        attend_tiles[(tiles.count, parts, tiles.splits)](
             q, keys, values, key_scales, value_scales, keys if sinks is None else sinks, into, log_sums, table,
             step.starts, step.counts, step.begins, tiles.sequences, tiles.firsts,
             scale * math.log2(math.e), q.stride(0), q.stride(1), table.stride(0), tiles.first_token, rows,
-            BLOCK_SIZE=storage.layout.block_size, WINDOW=storage.window_of[layer] or 0, COLUMNS=tiles.columns,
-            SCALED=scaled, NARROW=q.dtype == torch.float16, UPCAST=self._upcast, SINKS=sinks is not None,
-            **shape,
+            HEAD_DIM=layout.head_dim, RESTS=self._rests, BLOCK_SIZE=layout.block_size,
+            WINDOW=storage.window_of[layer] or 0, COLUMNS=tiles.columns, SCALED=scaled,
+            NARROW=q.dtype == torch.float16, UPCAST=self._upcast, SINKS=sinks is not None,
+            LATENT=layout.latent_dim > 0, num_warps=LATENT_WARPS if layout.latent_dim else 4, **shape,
         )  # fmt: skip
         if tiles.splits > 1:
-            join_splits[(tiles.count, kv_heads)](
+            join_splits[(tiles.count, parts)](
                 into, log_sums, out, step.counts, step.begins, tiles.sequences, tiles.firsts, tiles.first_token, rows,
                 **shape,
             )  # fmt: skip
@@ -255,15 +271,17 @@ class TritonPagedAttention:
         # While one iteration's keys and values are multiplied, the next ones are loaded; queries stay. (Measured on
         # Hopper; compilers use less on other devices.)
         columns, item = MOST_COLUMNS, max(self._item, 2)
-        while columns > LEAST_COLUMNS and (queries * self._heads + 4 * columns) * self._dims * item > self._shared:
+        held = 2 if self.storage.layout.latent_dim else 4  # keys alone, or values too, of two iterations
+        row = (self._dims + self._rests) * item
+        while columns > LEAST_COLUMNS and (queries * self._heads + held * columns) * row > self._shared:
             columns //= 2
         return queries, columns
 
     def _splits(self, tiles: int, longest: int) -> int:
         """Return the number of programs that share the keys of each tile, with `longest` keys to read: a power of
         two."""
-        programs = tiles * self.storage.layout.num_kv_heads
-        wanted = min(2 * self._processors // max(1, programs), longest // SPLIT_KEYS, MOST_SPLITS)
+        programs = tiles * self.storage.layout.num_kv_heads * self._parts
+        wanted: int = min(2 * self._processors // max(1, programs), longest // SPLIT_KEYS, MOST_SPLITS)
         return 1 << max(0, wanted.bit_length() - 1)
 
     def _chunk_tiles(self, batch: AttentionBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -5,6 +5,9 @@ the keys that they see (Dao et al. 2022, FlashAttention, algorithm 1, with expon
 long contexts would leave most of a GPU idle, so their keys can be split among programs, whose results are joined by a
 second kernel (Flash-Decoding).
 
+With latent attention (engine/models/latent.py) a head is long and has one key for all query heads, whose first elements
+are its value: a program takes some of the heads, and reads each key once, as two parts.
+
 A launch's size depends on nothing that lies on the device, so it can be captured in a graph: tiles of sequences that
 have no queries read no table and write nothing.
 
@@ -28,18 +31,22 @@ _OF_A_STEP = (
 
 @triton.jit(do_not_specialize=("slots",))
 def store_tokens(  # type: ignore[no-untyped-def]
-    k, v, keys, values, slots, k_stride, v_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+    k, v, keys, values, slots, k_stride, v_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, LATENT: tl.constexpr
 ):
-    """A program puts one token's keys and values into its slot; slot -1: nowhere (a row that only fills a graph)."""
+    """A program puts one token's keys and values into its slot; slot -1: nowhere (a row that only fills a graph).
+
+    LATENT: values are a part of the keys, and not stored.
+    """
     token = tl.program_id(0)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
         column = tl.arange(0, COLUMNS)
         inside = column < WIDTH
         key = tl.load(k + token.to(tl.int64) * k_stride + column, mask=inside)
-        value = tl.load(v + token.to(tl.int64) * v_stride + column, mask=inside)
         tl.store(keys + slot * WIDTH + column, key.to(keys.dtype.element_ty), mask=inside)
-        tl.store(values + slot * WIDTH + column, value.to(values.dtype.element_ty), mask=inside)
+        if not LATENT:
+            value = tl.load(v + token.to(tl.int64) * v_stride + column, mask=inside)
+            tl.store(values + slot * WIDTH + column, value.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -68,6 +75,7 @@ def _store_scaled(  # type: ignore[no-untyped-def]
 def store_tokens_scaled(  # type: ignore[no-untyped-def]
     k, v, keys, values, key_scales, value_scales, slots, k_stride, v_stride,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BY_HAND: tl.constexpr,
+    LATENT: tl.constexpr,
 ):  # fmt: skip
     """As `store_tokens`, into float8_e4m3fn with a float32 scale for each token and head.
 
@@ -79,7 +87,8 @@ def store_tokens_scaled(  # type: ignore[no-untyped-def]
     if slot >= 0:
         row = token.to(tl.int64)
         _store_scaled(k + row * k_stride, keys, key_scales, slot, KV_HEADS, HEADS, HEAD_DIM, DIMS, BY_HAND)
-        _store_scaled(v + row * v_stride, values, value_scales, slot, KV_HEADS, HEADS, HEAD_DIM, DIMS, BY_HAND)
+        if not LATENT:
+            _store_scaled(v + row * v_stride, values, value_scales, slot, KV_HEADS, HEADS, HEAD_DIM, DIMS, BY_HAND)
 
 
 @triton.jit(do_not_specialize=_OF_A_STEP)
@@ -87,49 +96,54 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, sinks, out, log_sums,
     tables, starts, counts, begins, tile_sequences, tile_firsts,
     scale, q_token_stride, q_head_stride, table_stride, first_token, split_stride,
-    KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr, SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, RESTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr, SINKS: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
-    """A program attends with QUERIES tokens of a sequence and the SHARING query heads of one KV head.
+    """A program attends with QUERIES tokens of a sequence and HEADS of the SHARING query heads of one KV head.
 
     Args:
-        q: [T, heads, head_dim].  keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM].
+        q: [T, heads, HEAD_DIM].  keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]; LATENT: values are the first
+            VALUE_DIM elements of keys, and `values` is not read. Otherwise VALUE_DIM is HEAD_DIM.
         key_scales, value_scales: SCALED: float32 [blocks, BLOCK_SIZE, KV_HEADS], else not read.
         sinks: SINKS: float32 [heads], scores without a value, else not read.
-        out: [T, heads, head_dim]; with SPLITS float32 [SPLITS, t, heads, head_dim] and log_sums float32 [SPLITS, t,
+        out: [T, heads, VALUE_DIM]; with SPLITS float32 [SPLITS, t, heads, VALUE_DIM] and log_sums float32 [SPLITS, t,
             heads], for t tokens from `first_token` on.
         tables: int32 [B, table_stride], the blocks of each sequence.
         starts, counts, begins: int32 [B]: position of a sequence's first query, how many, and the first one's row in q.
         tile_sequences, tile_firsts: int32 [tiles]: whose queries a program takes, from which on.
         scale: of q k^T, times log2(e).
-        HEADS, DIMS: SHARING and HEAD_DIM up to a power of two.  WINDOW: 0: none.
+        HEADS: a power of two; PARTS programs take all of SHARING.
+        DIMS, RESTS: VALUE_DIM, and HEAD_DIM - VALUE_DIM, up to a power of two.  WINDOW: 0: none.
         NARROW: products are made in float16, which lacks the range for weights times scales.
         UPCAST: multiply in float32 whatever the dtype is, as the interpreter must.
     """
     sequence = tl.load(tile_sequences + tl.program_id(0))
     first = tl.load(tile_firsts + tl.program_id(0))
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // PARTS
     start = tl.load(starts + sequence)
     count = tl.load(counts + sequence)
     begin = tl.load(begins + sequence)
 
     row = tl.arange(0, QUERIES * HEADS)
     query = first + row // HEADS
-    head = row % HEADS
+    head = tl.program_id(1) % PARTS * HEADS + row % HEADS
     used = (query < count) & (head < SHARING)
     position = start + query
     head = kv_head * SHARING + head
     token = (begin + query).to(tl.int64)
     dim = tl.arange(0, DIMS)
-    in_head = dim < HEAD_DIM
-    queries = tl.load(
-        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
-        mask=used[:, None] & in_head[None, :],
-        other=0,
-    )
+    in_head = dim < VALUE_DIM
+    query_at = q + token[:, None] * q_token_stride + head[:, None] * q_head_stride
+    queries = tl.load(query_at + dim[None, :], mask=used[:, None] & in_head[None, :], other=0)
     if UPCAST:
         queries = queries.to(tl.float32)
+    if LATENT:
+        rest = VALUE_DIM + tl.arange(0, RESTS)
+        in_rest = rest < HEAD_DIM
+        query_rests = tl.load(query_at + rest[None, :], mask=used[:, None] & in_rest[None, :], other=0)
+        query_rests = query_rests.to(queries.dtype)
 
     # Keys that the tile sees: from the first one in any query's window to its last query's own; none without queries.
     least = 0
@@ -153,8 +167,14 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         slot = (block * BLOCK_SIZE + column % BLOCK_SIZE) * KV_HEADS + kv_head
         place = slot * HEAD_DIM
         key = tl.load(keys + place[None, :] + dim[:, None], mask=there[None, :] & in_head[:, None], other=0.0)
-        value = tl.load(values + place[:, None] + dim[None, :], mask=there[:, None] & in_head[None, :], other=0.0)
-        scores = tl.dot(queries, key.to(queries.dtype), input_precision="ieee") * scale
+        if LATENT:
+            key_rest = tl.load(keys + place[None, :] + rest[:, None], mask=there[None, :] & in_rest[:, None], other=0.0)
+            scores = tl.dot(query_rests, key_rest.to(queries.dtype), input_precision="ieee")
+            scores = tl.dot(queries, key.to(queries.dtype), scores, input_precision="ieee") * scale
+            value = tl.trans(key)
+        else:
+            value = tl.load(values + place[:, None] + dim[None, :], mask=there[:, None] & in_head[None, :], other=0.0)
+            scores = tl.dot(queries, key.to(queries.dtype), input_precision="ieee") * scale
         if SCALED:
             scores *= tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
         seen = there[None, :] & (column[None, :] <= position[:, None])
@@ -197,15 +217,15 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     if SPLITS > 1:
         row_of_out += tl.program_id(2).to(tl.int64) * split_stride - first_token * (KV_HEADS * SHARING)
         tl.store(log_sums + row_of_out, tl.where(total == 0, float("-inf"), most + tl.log2(divisor)), mask=used)
-    places = out + row_of_out[:, None] * HEAD_DIM + dim[None, :]
+    places = out + row_of_out[:, None] * VALUE_DIM + dim[None, :]
     tl.store(places, sums.to(out.dtype.element_ty), mask=used[:, None] & in_head[None, :])
 
 
 @triton.jit(do_not_specialize=_OF_A_STEP[2:6] + _OF_A_STEP[7:])
 def join_splits(  # type: ignore[no-untyped-def]
     parts, log_sums, out, counts, begins, tile_sequences, tile_firsts, first_token, split_stride,
-    KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    QUERIES: tl.constexpr, SPLITS: tl.constexpr,
+    KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A program joins a tile's results over parts of its keys, each weighed by its share of the sum.
 
@@ -217,11 +237,12 @@ def join_splits(  # type: ignore[no-untyped-def]
     begin = tl.load(begins + sequence)
     row = tl.arange(0, QUERIES * HEADS)
     query = first + row // HEADS
-    used = (query < count) & (row % HEADS < SHARING)
-    row_of_out = (begin + query).to(tl.int64) * (KV_HEADS * SHARING) + tl.program_id(1) * SHARING + row % HEADS
+    head = tl.program_id(1) % PARTS * HEADS + row % HEADS
+    used = (query < count) & (head < SHARING)
+    row_of_out = (begin + query).to(tl.int64) * (KV_HEADS * SHARING) + tl.program_id(1) // PARTS * SHARING + head
     row_of_part = row_of_out - first_token * (KV_HEADS * SHARING)
     dim = tl.arange(0, DIMS)
-    wanted = used[:, None] & (dim < HEAD_DIM)[None, :]
+    wanted = used[:, None] & (dim < VALUE_DIM)[None, :]
     most = tl.full((QUERIES * HEADS,), float("-inf"), tl.float32)
     for split in range(SPLITS):
         most = tl.maximum(most, tl.load(log_sums + split * split_stride + row_of_part, mask=used, other=float("-inf")))
@@ -231,9 +252,9 @@ def join_splits(  # type: ignore[no-untyped-def]
     for split in range(SPLITS):
         at = split * split_stride + row_of_part
         weight = tl.exp2(tl.load(log_sums + at, mask=used, other=float("-inf")) - base)
-        part = tl.load(parts + at[:, None] * HEAD_DIM + dim[None, :], mask=wanted, other=0.0)
+        part = tl.load(parts + at[:, None] * VALUE_DIM + dim[None, :], mask=wanted, other=0.0)
         # A part without keys is zeros, and its weight is zero.
         sums += part * weight[:, None]
         total += weight
     joined = sums / tl.where(total == 0, 1.0, total)[:, None]
-    tl.store(out + row_of_out[:, None] * HEAD_DIM + dim[None, :], joined.to(out.dtype.element_ty), mask=wanted)
+    tl.store(out + row_of_out[:, None] * VALUE_DIM + dim[None, :], joined.to(out.dtype.element_ty), mask=wanted)

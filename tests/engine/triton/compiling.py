@@ -121,6 +121,12 @@ def shapes(capability: int) -> None:
         attention(capability, dtype, cache, head_dim, steps, window=None)
     attention(capability, torch.float16, torch.float16, 80, steps, window=48)
     attention(capability, torch.float16, torch.float16, 64, steps, window=128, sinks=torch.zeros(8))
+    layout = KVLayout((CacheGroup((0,), None, 8),), 32, 1, 576, 20, latent_dim=512)  # DeepSeek's
+    for dtype, cache in [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, FP8)] if capability == 90 else dtypes[-1:]:
+        backend = TritonPagedAttention(layout, cache, CPU, processors=132, shared=SHARED[capability])
+        for step in steps:
+            q = torch.zeros(int(step.counts.sum()), 20, 576, dtype=dtype)
+            backend.attend(0, q, q[:, :1], q[:, :1, :512], 0.1, backend.prepare(step))
 
 
 def sizes(capability: int) -> None:

@@ -63,6 +63,7 @@ def compare(
     cache: torch.dtype | None = None,
     processors: int = 8,
     has_sinks: bool = False,
+    latent_dim: int = 0,
 ) -> list[set[int]]:
     """Steps cut at random from growing sequences, layer by layer; the numbers of splits that were met, for decoding
     sequences and for chunks. Blocks without an owner are NaN."""
@@ -70,7 +71,7 @@ def compare(
     made = torch.Generator().manual_seed(seed)
     num_heads, kv_heads = heads
     sequences = Sequences(rng, count=4, longest=longest, block_size=block_size, window=window)
-    layout = KVLayout(sequences.groups, block_size, kv_heads, head_dim, num_heads)
+    layout = KVLayout(sequences.groups, block_size, kv_heads, head_dim, num_heads, latent_dim=latent_dim)
     fast = TritonPagedAttention(layout, cache or dtype, device, upcast=upcast, processors=processors)
     oracle = make_backend("reference", layout, torch.float32, torch.device("cpu"))
     poison_all(fast)
@@ -93,6 +94,8 @@ def compare(
             q, k, v = fused.float().split([num_heads, kv_heads, kv_heads], dim=1)
             if cache is not None:
                 k, v = (scaled(part)[2] for part in (k, v))
+            if latent_dim:
+                v = k[..., :latent_dim]
             want = oracle.attend(layer, q, k, v, 0.3, theirs, sinks)
             assert got.dtype == dtype
             torch.testing.assert_close(got.cpu().float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -102,6 +105,27 @@ def compare(
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_agrees_with_the_oracle(dtype: torch.dtype, device: torch.device, upcast: bool) -> None:
     compare(device, upcast, seed=1, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "latent_dim", "dtype", "cache"),
+    [
+        (5, 28, 20, torch.float32, None),
+        pytest.param(20, 40, 32, torch.bfloat16, None, marks=pytest.mark.exhaustive),
+        pytest.param(6, 40, 32, torch.bfloat16, FP8, marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("split_keys", [pytest.param(16, marks=pytest.mark.exhaustive), 1 << 20])
+def test_values_may_be_the_first_elements_of_keys(
+    heads: int, head_dim: int, latent_dim: int, dtype: torch.dtype, cache: torch.dtype | None, split_keys: int,
+    device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", split_keys)
+    compare(
+        device, upcast, seed=6, dtype=dtype, heads=(heads, 1), head_dim=head_dim, latent_dim=latent_dim, cache=cache,
+        processors=32, chunks=(1, 1, 3, 40), steps=2, longest=50,
+    )  # fmt: skip
 
 
 @pytest.mark.slow
