@@ -87,6 +87,11 @@ class SafetensorsCheckpoint:
     def names(self) -> Collection[str]:
         return self._files.keys()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the files."""
+        return sum(path.stat().st_size for path in set(self._paths.values()))
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
 

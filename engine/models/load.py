@@ -42,12 +42,10 @@ class ModelDescription:
 
     Attributes:
         spec: its shape, with the requested dtype.
-        parameter_bytes: of all weights in that dtype.
         fused: whether the fused decoder computes it; otherwise transformers' code does, slower.
     """
 
     spec: ModelSpec
-    parameter_bytes: int
     fused: bool
 
 
@@ -108,7 +106,7 @@ def describe_model(
         if not is_classifier(path):
             required_settings(path)
         spec = describe_encoder(path, folder_config(path), dtype)
-        return ModelDescription(spec, spec.num_parameters * dtype.itemsize, fused=False)
+        return ModelDescription(spec, fused=False)
     config, decoder, _ = _open(path, own_models=own_models)
     if decoder is None:
         spec = describe_transformers_model(path, config, dtype, folder_end_tokens(path, config), folder_weights(path))
@@ -116,7 +114,17 @@ def describe_model(
         spec = decoder.model_spec(dtype)
         if path.is_dir() and quantization_settings(path) is not None:
             _folder_weights(path, decoder)  # refuses what can't be read
-    return ModelDescription(spec, spec.num_parameters * dtype.itemsize, decoder is not None)
+    return ModelDescription(spec, decoder is not None)
+
+
+def stored_bytes(path: str | Path) -> int:
+    """Bytes of the files that hold a model's weights, quantized or not.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, CorruptWeights: there are none that can be read.
+    """
+    path = _existing(path)
+    return path.stat().st_size if path.is_file() else SafetensorsCheckpoint(path).num_bytes
 
 
 def describe_shape(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> tuple[ModelSpec, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
     from tokenmill.bench_results import MeasuredSpeed
     from tokenmill.config.engine_options import EngineOptions
     from workers.shards.dry_run import DryRunResult
+
+_DENSE = 2.0
+"""Bytes of a weight in 16 bits."""
+_AT_LOAD: Mapping[str, float] = {"dense": _DENSE, "int8": 1.0, "int8-weight-only": 1.0, "fp8": 1.0, "int4": 0.5}
+"""What `--quantize` makes of a weight, in bytes, without its factors."""
 
 DEVICES = ("b200", "h200", "h100", "a100", "l40s", "a10g", "l4", "t4")
 """The names in `pipeline.planner.estimates.capacity.HARDWARE`, whose import would slow down --help."""
@@ -88,7 +94,9 @@ def estimate(
     engine: EngineOption = None,
     engine_option: EngineOptionValues = None,
     dtype: Annotated[DType, typer.Option(help="For the time on this machine: what 'run' would compute in.")] = "auto",
-    quantize: Annotated[Quantize, typer.Option(help="For the time on this machine, likewise.")] = "none",
+    quantize: Annotated[
+        Quantize, typer.Option(help="For the time on this machine, likewise; and for lower bounds.")
+    ] = "none",
     kv_dtype: Annotated[KvDType, typer.Option(help="For the time on this machine, likewise.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="For the time on this machine.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of the input.")] = None,
@@ -157,7 +165,8 @@ def estimate(
         there = _measured_there(file, model_digest(path))
         its = replace(options, kv_cache_bytes=there.cache_bytes)
         times.append(_as_measured(dry_runs, its, there, there.machine, prices.given(), num_workers))
-    times += [_lower_bound(amount, spec, name, prices.of_device(name), num_workers) for name in hardware or []]
+    width = _bytes_per_parameter(path, spec, quantize)
+    times += [_lower_bound(amount, spec, width, name, prices.of_device(name), num_workers) for name in hardware or []]
     if as_json:
         output.print_json({**asdict(amount), "workers": num_workers, "times": times})
         return
@@ -300,8 +309,17 @@ def _as_measured(
     return _entry(dry_runs.amount(options), on, seconds, price, workers, basis)
 
 
+def _bytes_per_parameter(path: Path, spec: ModelSpec, quantize: Quantize) -> float:
+    """Of the weights as they are computed with: quantized at load, or at most as large as they are stored."""
+    from engine.models.load import stored_bytes
+
+    if (width := _AT_LOAD.get(quantize)) is not None:
+        return width
+    return min(_DENSE, stored_bytes(path) / spec.num_parameters)
+
+
 def _lower_bound(
-    amount: InputEstimate, spec: ModelSpec, name: str, price: float | None, workers: int
+    amount: InputEstimate, spec: ModelSpec, bytes_per_parameter: float, name: str, price: float | None, workers: int
 ) -> dict[str, Any]:
     """A lower bound of time and cost on devices of a kind; seconds None where the model doesn't fit."""
     from pipeline.planner.estimates.capacity import HARDWARE, DoesNotFit, ModelShape, bound
@@ -313,6 +331,7 @@ def _lower_bound(
                 spec.num_layers,
                 spec.num_kv_heads,
                 spec.head_dim,
+                bytes_per_parameter=bytes_per_parameter,
                 active_parameters=spec.num_active_parameters,
                 caches_values=not spec.latent_dim,
             ),

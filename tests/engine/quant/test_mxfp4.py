@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine import Engine
 from engine.errors import CorruptWeights, UnsupportedModel
-from engine.models.load import describe_model, load_model, open_model
+from engine.models.load import describe_model, load_model, open_model, stored_bytes
 from engine.quant.formats.mxfp4 import mxfp4_weight
 from tests.engine.oracle import Setting, check_equal, engine_answers, greedy_answer, make_prompts
 
@@ -103,6 +103,7 @@ def test_the_kernels_keep_them_small_and_answer_as_transformers_does(tiny_models
 def test_the_description_is_that_of_the_dense_model(tiny_models: Any, tmp_path: Path) -> None:
     packed, dense = make(tiny_models, tmp_path)
     assert describe_model(packed) == describe_model(dense)
+    assert stored_bytes(packed) < stored_bytes(dense) / 2
 
 
 REFUSED: dict[str, Edit] = {

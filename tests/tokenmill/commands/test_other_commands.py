@@ -101,6 +101,7 @@ def test_given_an_input_when_estimated_then_tokens_add_up_and_nothing_is_written
     arguments = ("estimate", path, "--model", f"tiny={model_folder}", "--hardware", "h100", "--price-per-hour", "36")
 
     found = tokenmill(*arguments, "--exact", "--json").json()
+    (small,) = tokenmill(*arguments, "--exact", "--json", "--quantize", "int4").json()["times"]
     shown = tokenmill(*arguments)
 
     assert sorted(folder.rglob("*")) == before
@@ -110,6 +111,7 @@ def test_given_an_input_when_estimated_then_tokens_add_up_and_nothing_is_written
     assert found["reasons"] == {"invalid_json": 1}
     (least,) = found["times"]
     assert least["on"] == "h100"
+    assert small["seconds"] < least["seconds"], "its weights are a quarter as large"
     assert least["cost"] == pytest.approx(least["seconds"] / 100)
     assert "h100" in shown.out
     assert "tokenmill bench" in shown.err

@@ -134,7 +134,6 @@ def test_the_description_before_the_weights_are_read(embedding_model: Path) -> N
     assert is_encoder(embedding_model)
     assert description.spec == encoder.spec
     assert not description.spec.generates
-    assert description.parameter_bytes == 4 * sum(p.numel() for p in encoder._model.parameters())
     with pytest.raises(UnsupportedModel, match="BertModel is not a causal language model"):
         load_model(embedding_model, dtype=torch.float32, device=torch.device("cpu"))
 
