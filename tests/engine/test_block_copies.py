@@ -82,11 +82,11 @@ def computed(tiny_model: TinyModel) -> dict[str, dict[str, Completion]]:
 @pytest.mark.parametrize(
     ("family", "block_size", "tokens", "num_blocks", "ahead"),
     [
-        ("llama", 16, 64, 200, False),
+        pytest.param("llama", 16, 64, 200, False, marks=pytest.mark.slow),
         ("llama", 4, 24, 200, True),
         ("llama", 4, 64, 20, False),
         ("gemma3", 4, 24, 200, False),
-        ("gemma3", 16, 24, 12, True),
+        pytest.param("gemma3", 16, 24, 12, True, marks=pytest.mark.slow),
     ],
 )
 def test_answers_are_those_without_a_cache(

@@ -376,7 +376,10 @@ def compressed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("of", ["torch", "native"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "glm4-moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", pytest.param("qwen2-moe", marks=pytest.mark.slow), pytest.param("glm4-moe", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", PACKED)
 def test_quantized_checkpoints_of_mixtures_are_what_they_stand_for(
     name: str, family: str, of: str, tiny_models: Any, tmp_path: Path, prompts: Any, run: Any

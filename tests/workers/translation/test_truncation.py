@@ -186,7 +186,7 @@ def test_any_text_is_cut_at_a_character_and_fits(name: str, request: pytest.Fixt
     piece = st.sampled_from(["naïve", " ", "\n", "日本語", "🎉", "<end>", "<turn>", "the quick", "e\u0301", "\r\n"])
     side = st.sampled_from([TruncatePrompt.RIGHT, TruncatePrompt.NEWLINE])
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(st.lists(piece, min_size=60, max_size=120).map("".join), side, st.booleans())
     def check(text: str, side: TruncatePrompt, chat: bool) -> None:
         limits = ModelLimits(60, tokenizer.size, (2,))
