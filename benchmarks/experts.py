@@ -1,11 +1,13 @@
 """A mixture of experts through this engine's kernels and through transformers' code, and how near the roofline it is.
 
-    python benchmarks/experts.py [--dtype bfloat16 …] [--batch 1 …] [--set key:value,…] [--rounds 5] [--json OUT]
+    python benchmarks/experts.py [--dtype bfloat16 …] [--quantize int4 …] [--batch 1 …] [--set key:value,…]
+                                 [--rounds 5] [--json OUT]
 
 The model is random (Qwen3-MoE; its shape is by options) and made anew: nothing is said of quality, and a trained router
 may choose less evenly. Both ways are loaded at once and take turns, round by round; a batch is so many prompts of 16
-random tokens, decoded greedily, end tokens ignored. Rates are of decoding steps (those that compute one token a row)
-and the time in them; figures are medians over rounds, ratios are taken within a round.
+random tokens, decoded greedily, end tokens ignored. Only the kernels' weights are quantized: transformers' experts
+can't be. Rates are of decoding steps (those that compute one token a row) and the time in them; figures are medians
+over rounds, ratios are taken within a round.
 
 The limit of a step is that of `roofline.py`, where of the experts those that a token of the step chose are read once,
 and the router always.
@@ -20,8 +22,9 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -35,6 +38,7 @@ from throughput import machine
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
+from engine.config import Quantize
 from engine.models.decoder import DecoderSpec
 from engine.models.load import open_model
 from engine.models.native import NativeDecoder
@@ -69,10 +73,13 @@ class ExpertRecorder(StepRecorder):
         self._uses: list[ExpertUse] = []
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        before = self._model.expert_rows() if self._model else None
+        if self._model:
+            self._model.reset_expert_load()
         output = super().execute(plan)
         if self._model:
-            rows = self._model.expert_rows() - before
+            load = self._model.expert_load()
+            assert load is not None
+            rows = load.rows
             self._uses.append(ExpertUse(int((rows > 0).sum()), int(rows.sum())))
         return output
 
@@ -138,16 +145,22 @@ def share(decoded: Decoded, spec: DecoderSpec, precision: Precision, peaks: Mach
     return sum(limits) / decoded.seconds
 
 
-def measured(model: Path, dtype: str, args: argparse.Namespace, peaks: MachinePeaks) -> dict[str, Any]:
-    """Both ways in turn, batch by batch."""
+def measured(
+    model: Path, dtype: str, quantize: Quantize, args: argparse.Namespace, peaks: MachinePeaks
+) -> dict[str, Any]:
+    """Both ways in turn, batch by batch. `quantize`: the kernels' weights."""
     base = EngineConfig(
         dtype=dtype,
+        quantize=quantize,
         threads=args.threads,
         cache=CacheConfig(sequences=max(args.batch), tokens_per_sequence=128, prefix_caching=False),
         schedule=ScheduleConfig(max_num_seqs=max(args.batch)),
     )
     base = with_overrides(base, parse_overrides(args.set))
-    engines = {way: Engine.load(model, replace(base, own_models=own)) for way, own in WAYS.items()}
+    engines = {
+        way: Engine.load(model, replace(base, own_models=own, quantize=base.quantize if own else "none"))
+        for way, own in WAYS.items()
+    }
     recorders = {way: ExpertRecorder.attach(engine) for way, engine in engines.items()}
     found: dict[int, list[dict[str, Decoded]]] = {batch: [] for batch in args.batch}
     for turn in range(-1, args.rounds):
@@ -161,7 +174,7 @@ def measured(model: Path, dtype: str, args: argparse.Namespace, peaks: MachinePe
     kernels = engines["kernels"]
     precision, spec = Precision.of(base, kernels.spec.dtype), open_model(model).decoder
     assert spec is not None
-    report: dict[str, Any] = {"dtype": dtype, "settings": asdict(base), "batches": {}}
+    report: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "settings": asdict(base), "batches": {}}
     for batch, rounds in found.items():
         ratios = [both["kernels"].rate / both["transformers"].rate for both in rounds]
         shares = [share(both["kernels"], spec, precision, peaks) for both in rounds]
@@ -179,6 +192,9 @@ def measured(model: Path, dtype: str, args: argparse.Namespace, peaks: MachinePe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", action="append", default=[], help="bfloat16, float32")
+    parser.add_argument(
+        "--quantize", action="append", default=[], choices=get_args(Quantize), help="the kernels' weights"
+    )
     parser.add_argument("--batch", type=int, action="append", default=[])
     parser.add_argument("--set", default="", help="engine settings: key:value,key:value")
     parser.add_argument("--layers", type=int, default=8)
@@ -199,15 +215,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder)
             make_model(model, args)
-            for dtype in args.dtype or ["bfloat16", "float32"]:
-                results.append(measured(model, dtype, args, before[args.threads]))
+            for dtype, quantize in product(args.dtype or ["bfloat16", "float32"], args.quantize or ["none"]):
+                results.append(measured(model, dtype, quantize, args, before[args.threads]))
                 for batch, found in results[-1]["batches"].items():
                     said = ", ".join(f"{way} {rate:.1f}" for way, rate in found["tokens_per_second"].items())
                     ratios, shares = found["ratios"], found["rooflines"]
                     print(
-                        f"{dtype}, batch {batch}: tokens/s {said} ({found['ratio']:.2f}; {min(ratios):.2f} to "
-                        f"{max(ratios):.2f}), {found['roofline']:.0%} of the roofline ({min(shares):.0%} to "
-                        f"{max(shares):.0%})",
+                        f"{dtype}, quantize {quantize}, batch {batch}: tokens/s {said} ({found['ratio']:.2f}; "
+                        f"{min(ratios):.2f} to {max(ratios):.2f}), {found['roofline']:.0%} of the roofline "
+                        f"({min(shares):.0%} to {max(shares):.0%})",
                         flush=True,
                     )
         after = measure(sorted({1, args.threads}))

@@ -289,7 +289,7 @@ def test_a_real_model_copied_into_eight_experts_answers_as_it_does(
     assert ("native" in mixture.attention_name) == (attention == "native")
     assert answers(mixture) == wanted
     if attention == "native":
-        assert mixture.expert_rows() is not None
+        assert mixture.expert_load() is not None
 
 
 def stack(folder: Path, out: Path) -> Path:
