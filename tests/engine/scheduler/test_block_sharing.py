@@ -168,7 +168,9 @@ def test_a_step_that_could_not_be_computed_leaves_nothing_to_copy(ends: bool) ->
     h.check_empty()
 
 
-@pytest.mark.parametrize("blocks", [7, 8, 9, 12])
+@pytest.mark.parametrize(
+    "blocks", [7, 12, pytest.param(8, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_drafts", [0, 3])

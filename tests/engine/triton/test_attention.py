@@ -27,6 +27,7 @@ from tests.engine.attention.test_paged_attention import Sequences
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+DTYPES = (torch.bfloat16, *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.float16, torch.float32)))
 
 
 def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,7 +103,7 @@ def compare(
     return met
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_agrees_with_the_oracle(dtype: torch.dtype, device: torch.device, upcast: bool) -> None:
     compare(device, upcast, seed=1, dtype=dtype)
 
@@ -173,7 +174,7 @@ def test_keys_of_few_long_sequences_are_split(
     assert max(chunks) >= 4
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cache_of_fp8(
     dtype: torch.dtype, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

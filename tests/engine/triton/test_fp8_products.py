@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton 
 from engine.triton_kernels import fp8
 from engine.triton_kernels.fp8 import GroupedFp8Product, quantize_groups, quantize_rows
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.bfloat16, *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.float16, torch.float32)))
 
 
 def grouped(x: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ WEIGHTS = {
     "int8, groups of 16 (Q6_K)": weight("int8", 48, 272, 16),
     "int8, a factor a row": weight("int8", 33, 130, None),
 }
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.bfloat16, *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.float16, torch.float32)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
