@@ -1,7 +1,6 @@
 """Builds the kernels once, with the available C++ compiler, into a cache keyed by all inputs of the build.
 
-The library needs no headers of torch's: it binds by ctypes, and names the two matrix primitives that torch exports.
-That keeps a build at some 20 seconds, and makes a torch without those primitives an error at load, not a crash.
+The library needs no headers of torch's: it binds by ctypes, and shares torch's OpenMP threads.
 """
 
 from __future__ import annotations
@@ -28,6 +27,10 @@ INSTRUCTION_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
     "avx512_bf16": (
         "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx512bf16", "-mavx512vnni",
+    ),
+    "amx": (
+        "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx512bf16", "-mavx512vnni", "-mamx-tile",
+        "-mamx-bf16", "-mamx-int8",
     ),
 }  # fmt: skip
 """Name -> compiler flags, from the least to the most; each gets its own copy of the kernels."""

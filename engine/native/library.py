@@ -14,8 +14,8 @@ from engine.native import structs
 from engine.native.build import INSTRUCTION_SETS, NativeUnavailable, build
 from engine.native.structs import ElementKind
 
-CHOICES = ("auto", *INSTRUCTION_SETS, "amx")
-"""Values of `EngineConfig.instruction_set`. "amx": avx512_bf16 with torch's matrix primitives for whole tiles."""
+CHOICES = ("auto", *INSTRUCTION_SETS)
+"""Values of `EngineConfig.instruction_set`."""
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tm_supported": (c_int, [c_int]),
@@ -27,11 +27,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tm_plan_groups": (c_void_p, [c_void_p]),
     "tm_plan_shared_rows": (c_int, [c_void_p, c_int]),
     "tm_plan_free": (None, [c_void_p]),
-    "tm_forward": (None, [c_int, c_int, c_int, *[c_void_p] * 6]),
-    "tm_linear": (None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
-    "tm_experts": (None, [*[c_int] * 6, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
-    "tm_argmax": (None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
-    "tm_attend": (None, [c_int, c_int, c_int, c_void_p, c_int, c_int, c_float, c_void_p, c_void_p, c_int,
+    "tm_forward": (None, [c_int, c_int, *[c_void_p] * 6]),
+    "tm_linear": (None, [c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "tm_experts": (None, [*[c_int] * 5, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "tm_argmax": (None, [c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
+    "tm_attend": (None, [c_int, c_int, c_void_p, c_int, c_int, c_float, c_void_p, c_void_p, c_int,
                          *[c_void_p] * 5]),
 }  # fmt: skip
 
@@ -46,8 +46,7 @@ class NativeLibrary:
         threads: that a call runs on.
     """
 
-    def __init__(self, path: Path, name: str, threads: int, *, brgemm: bool = False) -> None:
-        """`brgemm`: whole tiles go through torch's matrix primitives (what "amx" means)."""
+    def __init__(self, path: Path, name: str, threads: int) -> None:
         self.path = path
         self.name = name
         self.threads = threads
@@ -63,10 +62,9 @@ class NativeLibrary:
             raise NativeUnavailable(f"{path}: was built from other sources; remove it") from error
         if self._library.tm_abi() != structs.ABI:
             raise NativeUnavailable(f"{path}: was built from other sources; remove it")
-        self._isa = list(INSTRUCTION_SETS).index("avx512_bf16" if name == "amx" else name)
+        self._isa = list(INSTRUCTION_SETS).index(name)
         if not self._library.tm_supported(self._isa):
             raise NativeUnavailable(f"this processor has no {name}")
-        self._matrix = int(brgemm or name == "amx")
         self.panel: int = self._library.tm_panel(self._isa)
 
     def pack(
@@ -101,14 +99,14 @@ class NativeLibrary:
     def forward(self, shape: Any, layers: Any, embedding: Tensor | None, norm: Tensor, step: Any, space: Any) -> None:
         """Run a decoder's step; see csrc/decoder.h. `embedding` None: it is the shape's table."""
         self._library.tm_forward(
-            self._isa, self.threads, self._matrix, ctypes.byref(shape), ctypes.byref(layers), _at(embedding),
+            self._isa, self.threads, ctypes.byref(shape), ctypes.byref(layers), _at(embedding),
             norm.data_ptr(), ctypes.byref(step), ctypes.byref(space),
         )  # fmt: skip
 
     def linear(self, activations: ElementKind, weight: Any, x: Tensor, y: Tensor, space: Any) -> None:
         """y float32 [rows, n] = x [rows, k] W^T + b."""
         self._library.tm_linear(
-            self._isa, self.threads, self._matrix, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
+            self._isa, self.threads, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
             y.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
@@ -117,7 +115,7 @@ class NativeLibrary:
     ) -> None:
         """y float32 [rows, hidden]: the weighted sum of each row's experts; see csrc/experts.h."""
         self._library.tm_experts(
-            self._isa, self.threads, self._matrix, activations, x.shape[1], gate, ctypes.byref(experts),
+            self._isa, self.threads, activations, x.shape[1], gate, ctypes.byref(experts),
             x.data_ptr(), x.shape[0], y.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
@@ -126,7 +124,7 @@ class NativeLibrary:
     ) -> None:
         """Column of the largest product of each row (int64 [rows]), and whether its products are sound (bool)."""
         self._library.tm_argmax(
-            self._isa, self.threads, self._matrix, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
+            self._isa, self.threads, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
             best.data_ptr(), finite.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
@@ -137,7 +135,7 @@ class NativeLibrary:
         """Store k and v, then attend; all contiguous. `group`: address of the step's AttentionGroup."""
         q, k, v = qkv
         self._library.tm_attend(
-            self._isa, self.threads, self._matrix, ctypes.byref(cache), activations, heads, scale, ctypes.byref(layer),
+            self._isa, self.threads, ctypes.byref(cache), activations, heads, scale, ctypes.byref(layer),
             group, q.shape[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
@@ -181,15 +179,9 @@ def load_library(instruction_set: str = "auto", threads: int | None = None) -> N
         raise NativeUnavailable(f"no instruction set {instruction_set!r}; choose one of {', '.join(CHOICES)}")
     path = build()
     threads = threads or torch.get_num_threads()
-    features = torch.cpu.get_capabilities()
-    amx = bool(features.get("amx_bf16") and features.get("amx_int8"))
-    if instruction_set == "amx" and not amx:
-        raise NativeUnavailable("this processor has no amx")
     if instruction_set != "auto":
         return NativeLibrary(path, instruction_set, threads)
-    for name in reversed(CHOICES[1:]):
-        if name == "amx" and not amx:
-            continue
+    for name in reversed(INSTRUCTION_SETS):
         try:
             return NativeLibrary(path, name, threads)
         except NativeUnavailable as error:

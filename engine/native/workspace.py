@@ -10,12 +10,15 @@ from torch import Tensor
 from engine.native.library import NativeLibrary
 from engine.native.structs import PARTS, CacheShape, ElementKind, WorkspaceStruct
 
-ROW_BLOCK = 120
+ROW_BLOCK = 128
 TILE_KEYS = 256
 ATTENTION_ROWS = 60
 QUANT_GROUP = 192
 UNPACKED_ROWS = 240
 """As in csrc/api.h."""
+
+_APART = 32
+"""Elements between the rows of an operand: rows of 4,096 bytes would share the same few lines of the first cache."""
 
 MOST_PARTIALS = 8192
 """Results of single attention tiles that can be stored: spreads about 8,192 / heads tiles of one step over threads."""
@@ -59,7 +62,7 @@ class KernelWorkspace:
         cls, library: NativeLibrary, in_features: int, max_tokens: int, *, reorders: bool = False
     ) -> KernelWorkspace:
         """For products only. `reorders`: also with weights whose columns are in an order of their own."""
-        words = _padded(in_features if reorders else -(-in_features // 4), 16)
+        words = _padded(in_features if reorders else -(-in_features // 4), 16) + _APART
         thread_bytes = _product_bytes(library, in_features)
         buffers = {
             "row_scale": torch.empty(max_tokens * -(-in_features // QUANT_GROUP)),
@@ -95,8 +98,8 @@ class KernelWorkspace:
         strides = {
             "hidden_stride": _padded(hidden, panel),
             "qkv_stride": _padded((heads + 2 * cache.kv_heads) * dim, panel),
-            "attended_stride": _padded(heads * dim, 4),
-            "gated_stride": _padded(intermediate, panel),
+            "attended_stride": _padded(heads * dim, 4) + _APART,
+            "gated_stride": _padded(intermediate, panel) + _APART,
             "scale_stride": -(-widest // QUANT_GROUP),
         }
         element = 1 if activations == ElementKind.F32 else 2  # elements of activations in a word
@@ -154,7 +157,7 @@ class KernelWorkspace:
 def _input_words(activations: ElementKind, hidden: int, widest: int, *, reorders: bool) -> int:
     """Of a row of an operand: `hidden` elements as they are, or any quantized or in another order."""
     element = 1 if activations == ElementKind.F32 else 2
-    return _padded(max(-(-(widest if reorders else hidden) // element), -(-widest // 4)), 16)
+    return _padded(max(-(-(widest if reorders else hidden) // element), -(-widest // 4)), 16) + _APART
 
 
 def _expert_bytes(library: NativeLibrary, experts: ExpertSizes, widest: int) -> int:

@@ -146,14 +146,10 @@ struct Workspace {
 
 enum Part : int32_t { PART_NORM, PART_PRODUCT, PART_ROTATE, PART_ATTENTION, PART_QUANTIZE, PART_HEAD, PART_ROUTE, NUM_PARTS };
 
-typedef void (*Brgemm)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const void* a,
-                       const void* b, void* c);
-
 struct Team {
     int32_t size, arrived, epoch;
     int32_t next[4];
     uint64_t* ranges;  // [size], RANGE_STRIDE apart: what of each member's share is left, see Member::share
-    Brgemm bf16, u8s8;  // matrix primitives for whole tiles, or null
 };
 
 struct Kernels {
@@ -181,7 +177,7 @@ struct Kernels {
 constexpr int QUANT_GROUP = 192;
 
 constexpr int RANGE_STRIDE = 16;      // two cache lines, which processors fetch together
-constexpr int ROW_BLOCK = 120;        // rows of a product that share a pass over a weight panel
+constexpr int ROW_BLOCK = 128;        // rows of a product that share a pass over a weight panel
 constexpr int UNPACKED_ROWS = 240;    // rows for which a panel of small weights is unpacked once
 constexpr int TILE_KEYS = 256;        // keys whose scores are held at once
 constexpr int ATTENTION_ROWS = 60;    // query rows (tokens x heads of one KV head) of an attention task

@@ -55,29 +55,23 @@ struct AttentionSpace {
     }
 };
 
-constexpr int STRIP_ROWS = 2 * TILE_ROWS;
+constexpr int STRIP_ROWS = HAS_TILES ? 2 * TILE : 2 * TILE_ROWS;
+
+// Whether blocks of kb words and so many columns are multiplied by tiles.
+template <class D> constexpr bool fits_tiles(int kb, int columns) {
+    return HAS_TILES && D::P > 1 && sizeof(typename D::B) == sizeof(u32) && kb % TILE == 0 && columns % PANEL == 0;
+}
 
 template <class D>
-void block_products(const Team& team, const u32* a, int64_t lda, int rows, const typename D::B* const* b, int num_blocks,
-                    int kb, int64_t ldb, int columns, u32* c, int64_t ldc, const typename D::B* const* ahead) {
-    if constexpr (D::P == 2 && sizeof(typename D::B) == 4) {
-        if (team.bf16 && rows >= BRGEMM_ROWS && columns % 32 == 0) {
-            int done = 0;
-            for (; rows - done >= BRGEMM_ROWS; done += BRGEMM_ROWS)
-                for (int column = 0; column < columns; column += 32)
-                    for (int j = 0; j < num_blocks; j++)
-                        team.bf16(BRGEMM_ROWS, 32, kb * 2, lda * 2, ldb, ldc, j > 0, a + done * lda + j * kb,
-                                    b[j] + column, c + done * ldc + column);
-            a += done * lda, c += done * ldc, rows -= done;
-            if (!rows) return;
-        }
-    }
+void block_products(const u32* a, int64_t lda, int rows, const typename D::B* const* b, int num_blocks, int kb, int64_t ldb,
+                    int columns, u32* c, int64_t ldc, const typename D::B* const* ahead) {
+    if constexpr (fits_tiles<D>(TILE, PANEL))
+        if (fits_tiles<D>(kb, columns)) return tile_product<D>(a, lda, rows, b, num_blocks, kb, ldb, columns, c, ldc, ahead);
     product<D>(a, lda, rows, b, num_blocks, kb, ldb, columns, c, ldc, ahead);
 }
 
 // The rows of a task over one layer's cache.
 struct Attention {
-    const Team& team;
     const CacheShape& s;
     const Layer& layer;
     const AttentionGroup& group;
@@ -146,7 +140,7 @@ struct Attention {
         const int kw = (s.head_dim + D::P - 1) / D::P, rows = strip.rows;
         const u32* query = room.query + int64_t(strip.first) * kw;
         // Few rows: several blocks at once. A block must be one panel wide for that.
-        const int wide = s.columns == PANEL ? wide_blocks(rows) : 0;
+        const int wide = s.columns == PANEL && !fits_tiles<D>(kw, s.columns) ? wide_blocks(rows) : 0;
         for (int b = 0; b < part.blocks;) {
             const B *keys[4], *ahead[4];
             const int count = wide && part.blocks - b >= wide ? wide : 1;
@@ -158,7 +152,7 @@ struct Attention {
             if (count > 1)
                 wide_product<D>(query, kw, rows, keys, kw, to, tile.columns, ahead);
             else
-                block_products<D>(team, query, kw, rows, keys, 1, kw, s.columns, s.columns, to, tile.columns, ahead);
+                block_products<D>(query, kw, rows, keys, 1, kw, s.columns, s.columns, to, tile.columns, ahead);
             b += count;
         }
     }
@@ -304,7 +298,7 @@ struct Attention {
             product<F32>(room.weights, lda, rows, of_block, part.blocks, kb, s.value_stride, s.value_stride,
                          (u32*)room.weighted, s.value_stride, ahead);
         else
-            block_products<BF16>(team, room.weights, lda, rows, of_block, part.blocks, kb, s.value_stride, s.value_stride,
+            block_products<BF16>(room.weights, lda, rows, of_block, part.blocks, kb, s.value_stride, s.value_stride,
                                  (u32*)room.weighted, s.value_stride, ahead);
     }
 
@@ -362,7 +356,7 @@ struct Attention {
 
     // next: the task that this thread will run then, or null.
     void run(const AttentionTask& task, const AttentionTask* next, uint8_t* space) const {
-        const int rows = task.num_rows * per_head, strip_rows = team.bf16 ? BRGEMM_ROWS : STRIP_ROWS;
+        const int rows = task.num_rows * per_head;
         AttentionSpace room(space, s, rows, tile.columns);
         load_query(task, rows, room);
         for (int r = 0; r < rows; r++) {
@@ -383,8 +377,8 @@ struct Attention {
             else if (next)
                 following = part_of(*next, next->first_tile);
             if (s.kind == KIND_I8) load_scales(part, room);
-            for (int first = 0; first < rows; first += strip_rows) {
-                const Strip strip{first, rows - first < strip_rows ? rows - first : strip_rows};
+            for (int first = 0; first < rows; first += STRIP_ROWS) {
+                const Strip strip{first, rows - first < STRIP_ROWS ? rows - first : STRIP_ROWS};
                 if (first > 0) following.blocks = 0;
                 scores(strip, part, following, room);
                 if (s.kind == KIND_F32)

@@ -218,7 +218,7 @@ struct Decoder {
 
     void attend(Member& me, const Layer& layer, bool only_wanted) const {
         const AttentionGroup& group = step.groups[layer.group];
-        const Attention attention{*me.team, shape.cache, layer, group, shape.activations, shape.heads,
+        const Attention attention{shape.cache, layer, group, shape.activations, shape.heads,
                                   shape.heads / shape.cache.kv_heads, shape.attention_scale, TileShape(shape.cache),
                                   space.query, space.attended, space.attended_stride, space.state, space.partial};
         attend_layer(me, attention, space,
@@ -327,7 +327,7 @@ void attend(Team* team, int32_t member, const CacheShape* cache, int32_t activat
             store_token(*cache, *layer, group->slots[t], line, line + width);
         }
     });
-    const Attention attention{*team, *cache, *layer, *group, activations, heads, heads / cache->kv_heads, scale,
+    const Attention attention{*cache, *layer, *group, activations, heads, heads / cache->kv_heads, scale,
                               TileShape(*cache), (const u32*)q, out, int64_t(heads) * cache->value_dim, space->state,
                               space->partial};
     attend_layer(me, attention, *space, [](const AttentionTask&) { return true; });

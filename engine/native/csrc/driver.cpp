@@ -1,7 +1,10 @@
 // What Python calls: picks the kernels, cuts attention into tasks, and runs a team of OpenMP threads (torch's own pool).
+#include <cpuid.h>
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -12,34 +15,19 @@
 
 extern "C" {
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
 #endif
 }
 
-namespace c10 {
-struct BFloat16;
-}
-namespace at::native::cpublas {
-// Exported by libtorch_cpu; declared here because its headers would multiply the time to build by ten.
-void brgemm(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const c10::BFloat16*, const c10::BFloat16*,
-            float*, bool);
-void brgemm(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const unsigned char*, const signed char*,
-            int32_t*, bool);
-void brgemm_release(bool);
-}  // namespace at::native::cpublas
-
 namespace {
 
-void brgemm_bf16(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const void* a,
-                 const void* b, void* c) {
-    at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, (const c10::BFloat16*)a, (const c10::BFloat16*)b, (float*)c,
-                                true);
-}
-
-void brgemm_u8s8(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const void* a,
-                 const void* b, void* c) {
-    at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, (const unsigned char*)a, (const signed char*)b, (int32_t*)c,
-                                true);
+// Whether there are tiles, and the system lets this process use them.
+bool has_amx() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    constexpr unsigned tiles = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, int8
+    constexpr int request_permission = 0x1023, tile_data = 18;
+    return (d & tiles) == tiles && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
 const Kernels* kernels_of(int isa) {
@@ -48,23 +36,22 @@ const Kernels* kernels_of(int isa) {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     const bool dots = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    if (isa == 0) return avx2 ? &kernels_avx2 : nullptr;
-    if (isa == 1) return avx512 ? &kernels_avx512 : nullptr;
-    return dots ? &kernels_avx512_bf16 : nullptr;
+    static const bool amx = dots && has_amx();
+    const Kernels* of[] = {avx2 ? &kernels_avx2 : nullptr, avx512 ? &kernels_avx512 : nullptr,
+                           dots ? &kernels_avx512_bf16 : nullptr, amx ? &kernels_amx : nullptr};
+    return of[isa];
 }
 
-template <class F> void run_team(int threads, bool matrix, F f) {
+template <class F> void run_team(int threads, F f) {
     Team team;
     memset(&team, 0, sizeof team);
     std::vector<uint64_t> ranges(size_t(threads) * RANGE_STRIDE, 0);
     team.ranges = ranges.data();
-    if (matrix) team.bf16 = brgemm_bf16, team.u8s8 = brgemm_u8s8;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
         team.size = omp_get_num_threads();  // which may be fewer than were asked for
         f(&team, omp_get_thread_num());
-        if (matrix) at::native::cpublas::brgemm_release(true);
     }
 }
 
@@ -215,7 +202,7 @@ struct TaskBuilder {
 
 extern "C" {
 
-// 0: avx2, 1: avx512, 2: avx512_bf16. 1 where this processor has it.
+// 0: avx2, 1: avx512, 2: avx512_bf16, 3: amx. 1 where this processor has it.
 int tm_supported(int isa) { return kernels_of(isa) != nullptr; }
 
 int tm_panel(int isa) { return kernels_of(isa)->panel; }
@@ -276,36 +263,36 @@ int tm_plan_shared_rows(const Plan* plan, int group) {
 
 void tm_plan_free(Plan* plan) { delete plan; }
 
-void tm_forward(int isa, int threads, int matrix, const DecoderShape* shape, const Layer* layers, const void* embedding,
+void tm_forward(int isa, int threads, const DecoderShape* shape, const Layer* layers, const void* embedding,
                 const float* norm, const Step* step, const Workspace* space) {
     const Kernels* k = kernels_of(isa);
-    run_team(threads, matrix, [&](Team* team, int m) { k->forward(team, m, shape, layers, embedding, norm, step, space); });
+    run_team(threads, [&](Team* team, int m) { k->forward(team, m, shape, layers, embedding, norm, step, space); });
 }
 
-void tm_linear(int isa, int threads, int matrix, int activations, const Linear* w, const void* x, int64_t rows, float* y,
+void tm_linear(int isa, int threads, int activations, const Linear* w, const void* x, int64_t rows, float* y,
                const Workspace* space) {
     const Kernels* k = kernels_of(isa);
-    run_team(threads, matrix, [&](Team* team, int m) { k->linear(team, m, activations, w, x, rows, y, space); });
+    run_team(threads, [&](Team* team, int m) { k->linear(team, m, activations, w, x, rows, y, space); });
 }
 
-void tm_experts(int isa, int threads, int matrix, int activations, int hidden, int gate, const Experts* of, const void* x,
+void tm_experts(int isa, int threads, int activations, int hidden, int gate, const Experts* of, const void* x,
                 int64_t rows, float* y, const Workspace* space) {
     const Kernels* k = kernels_of(isa);
-    run_team(threads, matrix,
+    run_team(threads,
              [&](Team* team, int m) { k->experts(team, m, activations, hidden, gate, of, x, rows, y, space); });
 }
 
-void tm_argmax(int isa, int threads, int matrix, int activations, const Linear* w, const void* x, int64_t rows,
+void tm_argmax(int isa, int threads, int activations, const Linear* w, const void* x, int64_t rows,
                int64_t* best, uint8_t* finite, const Workspace* space) {
     const Kernels* k = kernels_of(isa);
-    run_team(threads, matrix, [&](Team* team, int m) { k->argmax(team, m, activations, w, x, rows, best, finite, space); });
+    run_team(threads, [&](Team* team, int m) { k->argmax(team, m, activations, w, x, rows, best, finite, space); });
 }
 
-void tm_attend(int isa, int threads, int matrix, const CacheShape* cache, int activations, int heads, float scale,
+void tm_attend(int isa, int threads, const CacheShape* cache, int activations, int heads, float scale,
                const Layer* layer, const AttentionGroup* group, int tokens, const void* q, const void* k, const void* v,
                void* out, const Workspace* space) {
     const Kernels* kernels = kernels_of(isa);
-    run_team(threads, matrix, [&](Team* team, int m) {
+    run_team(threads, [&](Team* team, int m) {
         kernels->attend(team, m, cache, activations, heads, scale, layer, group, tokens, q, k, v, out, space);
     });
 }

@@ -10,8 +10,6 @@
 
 namespace {
 
-constexpr int BRGEMM_ROWS = 32;  // one tile shape only: each new one is compiled when it is first met
-
 inline int words_of(int kind, int k) { return kind == KIND_F32 ? k : kind == KIND_I8 ? (k + 3) / 4 : (k + 1) / 2; }
 
 inline float from_bf16(uint16_t x) {
@@ -75,63 +73,74 @@ inline const u32* panel_at(const Linear& w, int panel) {
     return (const u32*)((const uint8_t*)w.packed + panel * bytes);
 }
 
-// One panel's columns for `rows` rows; a [rows][lda words] -> c [rows][PANEL] float32 or int32.
-template <class D>
-void panel_product(const Team& team, const u32* a, int64_t lda, int rows, const u32* b, int kw, u32* c, const u32* ahead) {
-    if constexpr (D::P > 1) {
-        Brgemm brgemm = D::P == 2 ? team.bf16 : team.u8s8;
-        if (brgemm && PANEL == 32) {
-            int done = 0;
-            for (; rows - done >= BRGEMM_ROWS; done += BRGEMM_ROWS)
-                brgemm(BRGEMM_ROWS, PANEL, kw * D::P, lda * D::P, PANEL, PANEL, false, a + done * lda, b,
-                       c + done * PANEL);
-            a += done * lda, c += done * PANEL, rows -= done;
-        }
-    }
-    if (rows) product<D>(a, lda, rows, &b, 1, kw, PANEL, PANEL, c, PANEL, ahead ? &ahead : nullptr);
+// Whether products over so many words are taken through tiles.
+inline bool fits_tiles(int kw) { return HAS_TILES && kw % TILE == 0; }
+
+// One panel's columns for `rows` rows; a [rows][lda words] -> c [rows][PANEL], with room for rows rounded up to 16.
+template <class D> void panel_product(const u32* a, int64_t lda, int rows, const u32* b, int kw, float* c, const u32* ahead) {
+    if constexpr (HAS_TILES && D::P > 1)
+        if (fits_tiles(kw)) return tile_panel<D>(a, lda, rows, b, kw, (u32*)c, ahead);
+    product<D>(a, lda, rows, &b, 1, kw, PANEL, PANEL, (u32*)c, PANEL, ahead ? &ahead : nullptr);
 }
 
-// As micro_grouped, by the matrix primitives; rows: whole tiles.
-inline void matrix_grouped(const Team& team, const u32* a, int64_t lda, int rows, const u32* b, int kw,
-                           const GroupedPanel& group, float* c, u32* sums) {
-    for (int done = 0; done < rows; done += BRGEMM_ROWS)
-        team.u8s8(BRGEMM_ROWS, PANEL, kw * 4, lda * 4, PANEL, PANEL, false, a + done * lda, b, sums + done * PANEL);
-    for (int v = 0; v < PANEL; v += VL) {
-        const vi offset = load_words(group.offset + v);
-        const vf scale = load(group.scale + v), bias = group.bias ? load(group.bias + v) : zero();
-        for (int r = 0; r < rows; r++) {
-            float* to = c + r * PANEL + v;
-            const vf x = to_float(add_i(load_words(sums + r * PANEL + v), offset));
-            const vf of_row = set1(group.row_scale[r * group.scale_stride]);
-            const vf y = group.first ? mul(x, of_row) : fma(x, of_row, load(to));
-            store(to, group.last ? fma(y, scale, bias) : y);
-        }
+// As micro_grouped, of rows whose integers, with their offset, are in `sums`; c [rows][PANEL].
+inline void scale_group(const u32* sums, int rows, const GroupedPanel& group, float* c) {
+    const vf scale0 = load(group.scale), scale1 = load(group.scale + VL);
+    const vf bias0 = group.bias ? load(group.bias) : zero(), bias1 = group.bias ? load(group.bias + VL) : zero();
+    for (int r = 0; r < rows; r++, sums += PANEL, c += PANEL) {
+        const vf of_row = set1(group.row_scale[r * group.scale_stride]);
+        vf x = to_float(load_words(sums)), y = to_float(load_words(sums + VL));
+        x = group.first ? mul(x, of_row) : fma(x, of_row, load(c));
+        y = group.first ? mul(y, of_row) : fma(y, of_row, load(c + VL));
+        store(c, group.last ? fma(x, scale0, bias0) : x);
+        store(c + VL, group.last ? fma(y, scale1, bias1) : y);
     }
 }
 
-// One panel of a W8A8 product, scaled and biased: c [rows][PANEL]. sums: room for as much.
-inline void grouped_product(const Team& team, const Linear& w, const u32* a, int64_t lda, int rows, int panel,
-                            const u32* b, const float* row_scale, int64_t scale_stride, float* c, u32* sums,
-                            const u32* ahead) {
+// One panel of a W8A8 product, scaled and biased: c as in `panel_product`.
+inline void grouped_product(const Linear& w, const u32* a, int64_t lda, int rows, int panel, const u32* b,
+                            const float* row_scale, int64_t scale_stride, float* c, const u32* ahead) {
     const int padded = (w.n + PANEL - 1) / PANEL * PANEL;
-    const int whole = team.u8s8 && PANEL == 32 ? rows / BRGEMM_ROWS * BRGEMM_ROWS : 0;
-    const int tiles = (rows - whole + TILE_ROWS - 1) / TILE_ROWS;
-    for (int word = 0; word < w.kw; word += QUANT_GROUP / 4) {
-        const int words = w.kw - word < QUANT_GROUP / 4 ? w.kw - word : QUANT_GROUP / 4;
-        const u32* weights = b + int64_t(word) * PANEL;
-        GroupedPanel group{w.offset + word / (QUANT_GROUP / 4) * int64_t(padded) + panel * PANEL,
+    // Calls f(word, words, group) for each group of k.
+    const auto for_groups = [&](auto f) {
+        for (int word = 0; word < w.kw; word += QUANT_GROUP / 4) {
+            const int words = w.kw - word < QUANT_GROUP / 4 ? w.kw - word : QUANT_GROUP / 4;
+            f(word, words,
+              GroupedPanel{w.offset + word / (QUANT_GROUP / 4) * int64_t(padded) + panel * PANEL,
                            row_scale + word / (QUANT_GROUP / 4), w.scale + panel * PANEL,
-                           w.bias ? w.bias + panel * PANEL : nullptr, scale_stride, word == 0, word + words == w.kw};
-        if (whole) matrix_grouped(team, a + word, lda, whole, weights, words, group, c, sums);
+                           w.bias ? w.bias + panel * PANEL : nullptr, scale_stride, word == 0, word + words == w.kw});
+        }
+    };
+    if constexpr (HAS_TILES)
+        if (fits_tiles(w.kw)) {
+            const TileRows of(rows);
+            alignas(64) u32 sums[2 * TILE * PANEL];
+            settle_memory();
+            for_groups([&](int word, int words, const GroupedPanel& group) {
+                const u32 *weights = b + int64_t(word) * PANEL, *fetched = ahead + int64_t(word) * PANEL;
+                of.for_pairs([&](int tile, bool both) {
+                    of.multiply<I8>(tile, both, a + word, lda, &weights, 1, words, PANEL, 0, Start::COLUMNS, group.offset,
+                                    sums, sums + TILE * PANEL, PANEL, tile == 0 && ahead ? &fetched : nullptr);
+                    for (int t = tile; t <= tile + both; t++) {
+                        GroupedPanel of_tile = group;
+                        of_tile.row_scale += of.first(t) * scale_stride;
+                        scale_group(sums + (t - tile) * TILE * PANEL, rows < TILE ? rows : TILE, of_tile, c + t * TILE * PANEL);
+                    }
+                });
+            });
+            put_last_tile(of, c);
+            return;
+        }
+    const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for_groups([&](int word, int words, const GroupedPanel& group) {
         for (int t = 0; t < tiles; t++) {
-            const int begin = whole + int(long(rows - whole) * t / tiles);
-            const int count = whole + int(long(rows - whole) * (t + 1) / tiles) - begin;
+            const int begin = int(long(rows) * t / tiles), count = int(long(rows) * (t + 1) / tiles) - begin;
             GroupedPanel of_tile = group;
             of_tile.row_scale += begin * scale_stride;
-            micro_grouped_of(count)(a + begin * lda + word, lda, weights, words, of_tile, c + begin * PANEL,
+            micro_grouped_of(count)(a + begin * lda + word, lda, b + int64_t(word) * PANEL, words, of_tile, c + begin * PANEL,
                                     t == 0 && ahead ? ahead + int64_t(word) * PANEL : nullptr);
         }
-    }
+    });
 }
 
 // c [count][PANEL] = c * the columns' scales + bias, where there are such that the product has not seen.
@@ -153,19 +162,19 @@ template <class T> inline void fetch_targets(int first, int count, int panel, T 
         }
 }
 
-// Whether so many rows are multiplied by codes as they are unpacked.
+// Whether so many rows are multiplied by codes as they are unpacked. Tiles sum in another order, so they take all rows.
 inline bool takes_few(int32_t activations, const Linear& w, int rows) {
-    return is_small(w.kind) && rows <= FEW_ROWS && activations == KIND_BF16;
+    return is_small(w.kind) && rows <= FEW_ROWS && activations == KIND_BF16 && !fits_tiles(w.kw);
 }
 
 // One task of a product: `rows` rows with `count` panels (1, or 2) from `panel` on; x and row_scale are those of the first
 // row. finish, target: as for `for_panels`, rows counted from 0. ahead: the panel that this thread reads next, or null.
 template <class T, class F>
-void panel_task(const Team& team, int32_t activations, const Linear& w, int panel, int count, const u32* x, int64_t lda,
+void panel_task(const Team&, int32_t activations, const Linear& w, int panel, int count, const u32* x, int64_t lda,
                 const float* row_scale, int64_t scale_stride, int rows, uint8_t* space, const u32* ahead, T target,
                 F finish) {
     float* c = (float*)space;
-    u32* more = (u32*)(space + ROW_BLOCK * PANEL * 4);  // a block's integers, or an unpacked panel
+    u32* unpacked = (u32*)(space + ROW_BLOCK * PANEL * 4);
     if (takes_few(activations, w, rows)) {
         const SmallKernels& kernels = *small_kernels_of(w);
         const int at_once = rows <= TWO_PANEL_ROWS ? count : 1;
@@ -183,19 +192,19 @@ void panel_task(const Team& team, int32_t activations, const Linear& w, int pane
     for (int p = panel; p < panel + count; p++) {
         const u32 *b = panel_at(w, p), *following = p + 1 < panel + count ? panel_at(w, p + 1) : ahead;
         if (is_small(w.kind)) {
-            (activations == KIND_BF16 ? small_kernels_of(w)->bf16 : small_kernels_of(w)->f32)(w, p, more);
-            b = more;
+            (activations == KIND_BF16 ? small_kernels_of(w)->bf16 : small_kernels_of(w)->f32)(w, p, unpacked);
+            b = unpacked;
         }
         for (int part = 0; part < parts; part++, following = nullptr) {
             const int from = rows * part / parts, block = rows * (part + 1) / parts - from;
             const u32* a = x + from * lda;
             fetch_targets(from, block, p, target);
             if (w.kind == KIND_I8)
-                grouped_product(team, w, a, lda, block, p, b, row_scale + from * scale_stride, scale_stride, c, more, following);
+                grouped_product(w, a, lda, block, p, b, row_scale + from * scale_stride, scale_stride, c, following);
             else if (activations == KIND_F32)
-                panel_product<F32>(team, a, lda, block, b, is_small(w.kind) ? w.k : w.kw, (u32*)c, following);
+                panel_product<F32>(a, lda, block, b, is_small(w.kind) ? w.k : w.kw, c, following);
             else
-                panel_product<BF16>(team, a, lda, block, b, w.kw, (u32*)c, following);
+                panel_product<BF16>(a, lda, block, b, w.kw, c, following);
             finish_columns(w, p, block, c);
             finish(from, block, p, c);
         }

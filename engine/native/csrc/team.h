@@ -7,6 +7,7 @@
 #include <time.h>
 
 #include "api.h"
+#include "tiles.h"
 
 namespace {
 
@@ -21,6 +22,7 @@ struct Member {
     Member(Team* team, int index, int64_t* spent) : team(team), index(index), phase(0), spent(index ? nullptr : spent) {
         since = this->spent ? now() : 0;
     }
+    ~Member() { release_tiles(); }
 
     static int64_t now() {
         timespec t;

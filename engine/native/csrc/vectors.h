@@ -296,6 +296,7 @@ struct BF16 {
 };
 
 struct I8 {
+    static constexpr bool IS_A_SIGNED = false;
     typedef u32 B;
     static inline vi load_b(const B* p) { return load_words(p); }
     static constexpr int P = 4;
@@ -326,6 +327,7 @@ struct I8 {
 
 // The other way round, a signed and b unsigned: the keys of int8 caches.
 struct K8 : I8 {
+    static constexpr bool IS_A_SIGNED = true;
     static inline acc dot(acc c, vi a, vi b) { return I8::dot(c, b, a); }
 };
 

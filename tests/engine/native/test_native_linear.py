@@ -111,10 +111,22 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_rows_that_fill_tiles_or_part_of_one_are_the_same(name: str, library: NativeLibrary) -> None:
+    """Given a depth of whole tiles of AMX, in several parts of them and of a group's scales."""
+    kind, dtype, most = KINDS[name]
+    weight, bias, x = random_inputs(70, 576, 130, dtype)
+    linear = NativeLinear.dense(library, kind, weight, bias)
+    together = product(linear, x)
+    assert relative_error(together, exact(x, weight, bias, kind)) < most
+    for rows in (1, 15, 16, 17, 33, 49):
+        assert torch.equal(product(linear, x[:rows]), together[:rows]), rows
+
+
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_change_no_bit(name: str, threads: int, library: NativeLibrary) -> None:
     kind, dtype, _ = KINDS[name]
-    other = NativeLibrary(library.path, library.name, threads, brgemm=bool(library._matrix))
+    other = NativeLibrary(library.path, library.name, threads)
     weight, bias, x = random_inputs(257, 194, 130, dtype)
     ours, theirs = (NativeLinear.dense(each, kind, weight, bias) for each in (library, other))
     assert torch.equal(product(ours, x), product(theirs, x))
