@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SAFETENSORS = "safetensors"
+W8A8 = "w8a8"  # what `tokenmill quantize --to int8` writes of the model: compressed-tensors
 OPENVINO_FP16, OPENVINO_INT8 = "openvino-fp16", "openvino-int8"
 GGUF_BF16, GGUF_Q8_0 = "gguf-bf16", "gguf-q8_0"
 
@@ -19,13 +20,15 @@ GGUF_BF16, GGUF_Q8_0 = "gguf-bf16", "gguf-q8_0"
 class Setting:
     """One way to run a peer.
 
-    `options` go to the runner as JSON. In values of `env`, `{cpus}` becomes the list of processors (as in `0-1`).
-    `preload` names shared libraries that are loaded before all others, where the machine has them.
+    `precision` names that of weights and products: what has one name is compared like with like. `options` go to the
+    runner as JSON. In values of `env`, `{cpus}` becomes the list of processors (as in `0-1`). `preload` names shared
+    libraries that are loaded before all others, where the machine has them.
     """
 
     name: str
     note: str
     form: str
+    precision: str
     options: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
@@ -86,6 +89,7 @@ VLLM_BEST = {
     "max_num_seqs": 128,
     "max_num_batched_tokens": 2048,
 }
+VLLM_EAGER = VLLM_BEST | {"enforce_eager": True}
 VLLM_ENV = {
     # One core is kept for the scheduler by default; on two cores that halves the engine.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -105,13 +109,23 @@ PEERS = (
                 "best",
                 "bf16, 128 seqs, 2,048 tokens a step, eager, no core reserved, 4 GiB of KV, tcmalloc + libiomp5",
                 SAFETENSORS,
-                VLLM_BEST | {"enforce_eager": True},
+                "bf16",
+                VLLM_EAGER,
+                VLLM_ENV,
+                VLLM_PRELOAD,
+            ),
+            Setting(
+                "w8a8",
+                "best, on the W8A8 checkpoint that tokenmill quantizes",
+                W8A8,
+                "w8a8",
+                VLLM_EAGER,
                 VLLM_ENV,
                 VLLM_PRELOAD,
             ),
             # Left to itself it takes 92 % of the memory, and doesn't start where less is free.
-            Setting("default", "bf16, 4 GiB of KV", SAFETENSORS, env={"VLLM_CPU_KVCACHE_SPACE": "4"}),
-            Setting("compiled", "best, with torch.compile", SAFETENSORS, VLLM_BEST, VLLM_ENV, VLLM_PRELOAD),
+            Setting("default", "bf16, 4 GiB of KV", SAFETENSORS, "bf16", env={"VLLM_CPU_KVCACHE_SPACE": "4"}),
+            Setting("compiled", "best, with torch.compile", SAFETENSORS, "bf16", VLLM_BEST, VLLM_ENV, VLLM_PRELOAD),
         ),
     ),
     Peer(
@@ -123,10 +137,12 @@ PEERS = (
                 "best",
                 "fp16 weights, bf16 compute, 128 seqs, 2,048 tokens a step, a leader for each shared prefix",
                 OPENVINO_FP16,
+                "bf16",
                 OPENVINO_BEST,
             ),
-            Setting("default", "fp16 weights", OPENVINO_FP16),
-            Setting("int8", "best, with int8 weights", OPENVINO_INT8, OPENVINO_BEST),
+            Setting("default", "fp16 weights", OPENVINO_FP16, "bf16"),
+            # It reads no compressed-tensors: its own int8 weights stand for them.
+            Setting("int8", "best, with int8 weights of its own", OPENVINO_INT8, "int8", OPENVINO_BEST),
         ),
     ),
     Peer(
@@ -138,10 +154,11 @@ PEERS = (
                 "best",
                 "server, Q8_0, 32 slots, no flash attention, KV of each slot apart",
                 GGUF_Q8_0,
+                "q8_0",
                 {"slots": 32, "flags": LLAMACPP_FLAGS},
             ),
-            Setting("default", "server, Q8_0", GGUF_Q8_0),
-            Setting("bf16", "best, in bf16", GGUF_BF16, {"slots": 32, "flags": LLAMACPP_FLAGS}),
+            Setting("default", "server, Q8_0", GGUF_Q8_0, "q8_0"),
+            Setting("bf16", "best, in bf16", GGUF_BF16, "bf16", {"slots": 32, "flags": LLAMACPP_FLAGS}),
         ),
         warmup=4,
     ),
@@ -150,8 +167,14 @@ PEERS = (
         "transformers_static.py",
         TRANSFORMERS,
         (
-            Setting("best", "bf16, batches of 32 by length of answer", SAFETENSORS, {"batch_size": 32, "sort": True}),
-            Setting("default", "bf16, batches of 32 in the file's order", SAFETENSORS, {"batch_size": 32}),
+            Setting(
+                "best",
+                "bf16, batches of 32 by length of answer",
+                SAFETENSORS,
+                "bf16",
+                {"batch_size": 32, "sort": True},
+            ),
+            Setting("default", "bf16, batches of 32 in the file's order", SAFETENSORS, "bf16", {"batch_size": 32}),
         ),
         warmup=4,
     ),
@@ -164,9 +187,10 @@ PEERS = (
                 "best",
                 "bf16, 16 requests and 512 tokens a step",
                 SAFETENSORS,
+                "bf16",
                 {"pool_tokens": 65536, "max_batch_tokens": 512, "max_requests_per_batch": 16},
             ),
-            Setting("default", "bf16", SAFETENSORS),
+            Setting("default", "bf16", SAFETENSORS, "bf16"),
         ),
         warmup=4,
     ),

@@ -16,13 +16,13 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.peers.catalog import Environment, select
+from benchmarks.peers.catalog import SAFETENSORS, W8A8, Environment, Setting, select
 from benchmarks.peers.engines import ROOT, Bench, Failed, run_ours, run_peer
 from benchmarks.peers.environments import Unavailable, prepare
 from benchmarks.peers.forms import Forms
@@ -33,17 +33,43 @@ Runner = Callable[[], Measured]
 """One run of an engine; raises `Failed`."""
 
 
-def parse_ours(texts: Sequence[str]) -> dict[str, str]:
-    """Our settings by name, from `NAME=OPTIONS` (options alone: `ours`). Raises `ValueError` for a name twice."""
-    ours: dict[str, str] = {}
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """One of our settings: options of `throughput.py`, and the form of the model; None: as it was given."""
+
+    options: str
+    form: str | None = None
+
+
+def parse_ours(texts: Sequence[str]) -> dict[str, Ours]:
+    """Our settings by name, from `NAME[@FORM]=OPTIONS` (options alone: `ours`).
+
+    Raises `ValueError` for a name twice, and for a form that our engine doesn't read.
+    """
+    ours: dict[str, Ours] = {}
     for text in texts:
         name, sign, options = text.partition("=")
         if not sign or not name or name.startswith("-"):
             name, options = "ours", text
+        name, _, form = name.partition("@")
+        if form not in ("", SAFETENSORS, W8A8):
+            raise ValueError(f"--ours {text!r}: there is no form {form!r}; write {SAFETENSORS} or {W8A8}")
         if name in ours:
             raise ValueError(f"--ours {text!r}: the name {name!r} is taken; write NAME=OPTIONS")
-        ours[name] = options.strip()
+        ours[name] = Ours(options.strip(), form or None)
     return ours
+
+
+def opponents(setting: Setting, ours: Sequence[str], same_precision: bool) -> tuple[str, ...]:
+    """Which of ours a peer's setting is compared with: all, or the one that is named like its precision.
+
+    Raises `ValueError` if there is none.
+    """
+    if not same_precision:
+        return tuple(ours)
+    if setting.precision not in ours:
+        raise ValueError(f"--same-precision: none of ours is named {setting.precision}, as {setting.name} needs")
+    return (setting.precision,)
 
 
 def compare(
@@ -53,7 +79,8 @@ def compare(
     say: Callable[[str], None],
     keep: Callable[[list[Row]], None],
 ) -> list[Row]:
-    """The rounds: in each, every peer once, with a run of each of ours before it. A peer that failed is not run again.
+    """The rounds: in each, every peer once, with a run of each of ours before it that it is compared with. A peer that
+    failed is not run again.
 
     `keep` is given all rows so far after each pair. Raises `Failed` if ours fails: there is nothing to compare with.
     """
@@ -63,7 +90,7 @@ def compare(
             row = done[i]
             if row.reason:
                 continue
-            before = {name: run_one() for name, run_one in ours.items()}
+            before = {name: ours[name]() for name in row.against}
             rates = ", ".join(f"{name} {measured.rate:.1f}" for name, measured in before.items())
             try:
                 result = run()
@@ -93,10 +120,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers", default="vllm,openvino,llamacpp,transformers", help="NAME or NAME:SETTING, by commas"
     )
-    parser.add_argument("--ours", action="append", default=[], help="NAME=OPTIONS of throughput.py; may be repeated")
+    parser.add_argument(
+        "--ours", action="append", default=[], help="NAME[@FORM]=OPTIONS of throughput.py; may be repeated"
+    )
+    parser.add_argument(
+        "--same-precision",
+        action="store_true",
+        help="compare each peer only with those of ours named like its precision",
+    )
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="processors for each engine")
     parser.add_argument("--limit", type=int, default=None, help="first N requests only")
+    parser.add_argument("--max-tokens", type=int, default=None, help="no answer is longer")
     parser.add_argument("--time-limit", type=float, default=600, help="seconds for one run, with load and warm-up")
     parser.add_argument("--prepare-limit", type=float, default=3600, help="seconds for one step of an installation")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "tokenmill-peers")
@@ -106,7 +141,10 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     try:
         args.ours = parse_ours(args.ours or ["bf16=--dtype bfloat16"])
-        args.peers = select(args.peers)
+        args.peers = [
+            (peer, setting, opponents(setting, list(args.ours), args.same_precision))
+            for peer, setting in select(args.peers)
+        ]
     except ValueError as error:
         parser.error(str(error))
     if not 0 < args.threads <= len(os.sched_getaffinity(0)):
@@ -114,8 +152,11 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def prepared(args: argparse.Namespace, bench: Bench) -> list[tuple[Row, Runner]]:
-    """Install and convert for every peer; a row for each, with the reason where that failed."""
+def prepared(args: argparse.Namespace, bench: Bench) -> tuple[list[tuple[Row, Runner]], dict[str, Runner]]:
+    """Install and convert for every peer, and for ours: a row for each peer, with the reason where that failed.
+
+    Raises `Unavailable` if a form that ours need can't be made.
+    """
     known: dict[str, Path | Unavailable] = {}
 
     def python_of(environment: Environment) -> Path:
@@ -139,8 +180,8 @@ def prepared(args: argparse.Namespace, bench: Bench) -> list[tuple[Row, Runner]]
 
     forms = Forms(args.model.resolve(), args.folder / "forms", python_of, args.prepare_limit, args.gguf)
     rows: list[tuple[Row, Runner]] = []
-    for peer, setting in args.peers:
-        row = Row(peer.name, setting.name, setting.note, [])
+    for peer, setting, against in args.peers:
+        row = Row(peer.name, setting.name, setting.note, setting.precision, against, [])
         try:
             python, model = python_of(peer.environment), forms.path(setting.form)
         except Unavailable as error:
@@ -148,7 +189,11 @@ def prepared(args: argparse.Namespace, bench: Bench) -> list[tuple[Row, Runner]]
             rows.append((replace(row, reason=str(error)), unreachable))
         else:
             rows.append((row, partial(run_peer, bench, peer, setting, python, model)))
-    return rows
+    ours = {
+        name: partial(run_ours, bench, name, our.options, args.model if our.form is None else forms.path(our.form))
+        for name, our in args.ours.items()
+    }
+    return rows, ours
 
 
 def unreachable() -> Measured:
@@ -162,24 +207,29 @@ def say(text: str) -> None:
 def main() -> None:
     args = arguments()
     prompts = load_prompts(args.workload, args.model, args.limit)
+    if args.max_tokens is not None:
+        prompts = [replace(prompt, max_tokens=min(prompt.max_tokens, args.max_tokens)) for prompt in prompts]
     logs = args.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     ids = args.folder / f"{args.workload.stem}.{os.getpid()}.ids.json"
     write_prompts(ids, prompts)
     cpus = sorted(os.sched_getaffinity(0))[: args.threads]
-    bench = Bench(prompts, ids, args.model, cpus, args.time_limit, logs)
+    bench = Bench(prompts, ids, cpus, args.time_limit, logs)
     try:
-        rows = prepared(args, bench)
+        rows, ours = prepared(args, bench)
         if args.prepare_only:
             return
-        ours = {name: partial(run_ours, bench, name, options) for name, options in args.ours.items()}
         done = compare(rows, ours, args.pairs, say, partial(keep_report, args, bench))
-    except Failed as error:
+    except (Failed, Unavailable) as error:
         raise SystemExit(f"tokenmill: {error}; its log lies in {logs}") from error
     finally:
         ids.unlink()
-    print(table(done, args.ours))
+    print(table(done, options_of(args.ours)))
     print("\n" + "\n".join(verdict(done, list(args.ours))))
+
+
+def options_of(ours: Mapping[str, Ours]) -> dict[str, str]:
+    return {name: our.options for name, our in ours.items()}
 
 
 def keep_report(args: argparse.Namespace, bench: Bench, rows: list[Row]) -> None:
@@ -196,8 +246,8 @@ def keep_report(args: argparse.Namespace, bench: Bench, rows: list[Row]) -> None
         "model": args.model.name,
         "threads": len(bench.cpus),
         "machine": machine(),
-        "ours": args.ours,
-        "table": table(rows, args.ours).splitlines(),
+        "ours": {name: asdict(our) for name, our in args.ours.items()},
+        "table": table(rows, options_of(args.ours)).splitlines(),
         "verdict": verdict(rows, list(args.ours)),
         "rows": [asdict(row) for row in rows],
     }

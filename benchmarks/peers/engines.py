@@ -30,7 +30,6 @@ class Bench:
 
     prompts: list[Prompt]
     ids: Path
-    model: Path
     cpus: list[int]
     limit: float
     logs: Path
@@ -67,12 +66,12 @@ def processor_list(cpus: Sequence[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
-def run_ours(bench: Bench, name: str, options: str) -> Measured:
-    """One run of our engine, by `throughput.py`."""
+def run_ours(bench: Bench, name: str, options: str, model: Path) -> Measured:
+    """One run of our engine, by `throughput.py`, on a form of the model."""
     with tempfile.TemporaryDirectory() as folder:
         report, lengths = Path(folder) / "report.json", Path(folder) / "lengths.json"
         script = str(ROOT / "benchmarks" / "throughput.py")
-        command = [sys.executable, script, str(bench.ids), "--model", str(bench.model)]
+        command = [sys.executable, script, str(bench.ids), "--model", str(model)]
         command += ["--threads", str(len(bench.cpus)), "--warmup", "1", "--runs", "1"]
         command += [*shlex.split(options), "--json", str(report), "--keep-lengths", str(lengths)]
         done = bench.run(f"tokenmill-{name}", command, {"PYTHONPATH": str(ROOT)})

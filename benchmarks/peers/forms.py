@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Forms:
         if form == catalog.SAFETENSORS and self.model.is_dir():
             return self.model
         kept = self.root / identity(self.model) / form
-        made = kept / "model.gguf" if form.startswith("gguf") else kept
+        made = kept / "model.gguf" if form.startswith("gguf") else kept / "model" if form == catalog.W8A8 else kept
         if kept.exists():
             return made
         unfinished = kept.with_name(f"{form}.{os.getpid()}.tmp")
@@ -57,12 +58,16 @@ class Forms:
         return made
 
     def _run(self, command: list[str], form: str, log: Path) -> None:
-        run_step(command, log, self.limit, f"making {form}", os.environ | {"HF_HUB_OFFLINE": "1"})
+        ours = {"PYTHONPATH": str(HERE.parents[1])} if form == catalog.W8A8 else {}
+        run_step(command, log, self.limit, f"making {form}", os.environ | {"HF_HUB_OFFLINE": "1"} | ours)
 
     def _command(self, form: str, folder: Path) -> list[str]:
         if form == catalog.SAFETENSORS:
             python = self.python_of(catalog.TRANSFORMERS)
             return [str(python), str(HERE / "to_safetensors.py"), str(self.model), str(folder)]
+        if form == catalog.W8A8:
+            quantize = [sys.executable, "-m", "tokenmill", "quantize", str(self.path(catalog.SAFETENSORS))]
+            return [*quantize, "--to", "int8", "--output", str(folder / "model")]
         if form in (catalog.OPENVINO_FP16, catalog.OPENVINO_INT8):
             python = self.python_of(catalog.OPENVINO)
             export = [str(python), "-m", "optimum.commands.optimum_cli", "export", "openvino"]

@@ -35,11 +35,18 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All pairs of one peer in one setting. `reason` says why there are none, or fewer than were asked for."""
+    """All pairs of one peer in one setting.
+
+    Attributes:
+        precision: the setting's.  against: names of our settings that it is compared with.
+        reason: why there are no pairs, or fewer than were asked for.
+    """
 
     engine: str
     setting: str
     note: str
+    precision: str
+    against: tuple[str, ...]
     pairs: list[Pair]
     reason: str | None = None
 
@@ -98,6 +105,7 @@ def table(rows: Sequence[Row], ours: dict[str, str]) -> str:
     """Markdown: our settings (name to options) first, then every peer, those that gave no result with their reason."""
     head = [
         "engine",
+        "precision",
         "setting",
         "output tok/s",
         *(f"{name} / it" for name in ours),
@@ -109,13 +117,13 @@ def table(rows: Sequence[Row], ours: dict[str, str]) -> str:
     for name, options in ours.items():
         runs = our_runs(rows, name)
         rate = spread([run.rate for run in runs], 0)
-        lines.append(["tokenmill", f"{name}: `{options}`", rate, *["-"] * len(ours), gigabytes(runs), *crowd(runs)])
+        lines.append(["tokenmill", name, f"`{options}`", rate, *["-"] * len(ours), gigabytes(runs), *crowd(runs)])
     for row in rows:
         runs = [pair.peer for pair in row.pairs if pair.peer]
         rate = spread([run.rate for run in runs], 0) if runs else f"no result: {row.reason}"
         compared = [spread(ratios(row, name), 2) for name in ours]
         note = f"{row.setting}: {row.note}" + (f"; then {row.reason}" if runs and row.reason else "")
-        lines.append([row.engine, note, rate, *compared, gigabytes(runs), *crowd(runs)])
+        lines.append([row.engine, row.precision, note, rate, *compared, gigabytes(runs), *crowd(runs)])
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from benchmarks.peers import catalog
 from benchmarks.peers.catalog import Environment
 from benchmarks.peers.environments import Unavailable, find_libraries, first_error, last_line, prepare, run_step
 from benchmarks.peers.forms import Forms, identity
+from engine import Engine, EngineConfig
 
 
 def quiet(_: str) -> None:
@@ -139,6 +142,16 @@ def test_a_form_is_made_once_from_the_form_before_it(tmp_path: Path) -> None:
 
     assert [path.read_bytes() for path in made] == [b"weights BF16 Q8_0", b"weights BF16", b"weights BF16 Q8_0"]
     assert calls.read_text(encoding="utf-8").split() == ["BF16", "Q8_0"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_w8a8_form_is_a_checkpoint_that_our_engine_reads(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    made = forms(tmp_path, tiny_model("llama")).path(catalog.W8A8)
+
+    config = json.loads((made / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "int-quantized")
+    assert Engine.load(made, EngineConfig(dtype="float32")).spec.vocab_size > 0
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.peers import catalog
 from benchmarks.peers.catalog import Environment, Peer, Setting, select
-from benchmarks.peers.compare import compare, parse_ours
+from benchmarks.peers.compare import Ours, compare, opponents, parse_ours
 from benchmarks.peers.engines import Bench, Failed, processor_list, run_ours, run_peer
 from benchmarks.peers.offline import Prompt as PeerPrompt
 from benchmarks.peers.offline import leaders, salted
@@ -40,11 +40,11 @@ measure("echo", (), task, generate, lambda: None)
 
 
 @pytest.fixture
-def bench(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Bench:
+def bench(tmp_path: Path) -> Bench:
     prompts = [Prompt(f"row-{i}", [3 + i, 4, 5 + i], 2 + i) for i in range(4)]
     ids = tmp_path / "rows.json"
     write_prompts(ids, prompts)
-    return Bench(prompts, ids, tiny_model("llama"), sorted(os.sched_getaffinity(0))[:1], 120, tmp_path)
+    return Bench(prompts, ids, sorted(os.sched_getaffinity(0))[:1], 120, tmp_path)
 
 
 def echo(tmp_path: Path) -> Peer:
@@ -63,14 +63,18 @@ def test_each_run_of_a_peer_stands_right_behind_one_of_each_of_ours() -> None:
 
         return run
 
-    rows = [(Row(name, "best", "", []), runner(name)) for name in ("vllm", "openvino")]
+    # Given a peer that is compared with both of ours, and one that is compared with one of them
+    rows = [
+        (Row(name, "best", "", "bf16", against, []), runner(name))
+        for name, against in (("vllm", ("int8", "bf16")), ("openvino", ("bf16",)))
+    ]
     ours = {name: runner(name) for name in ("bf16", "int8")}
     saved: list[list[int]] = []
 
     done = compare(rows, ours, 2, lambda _: None, lambda sofar: saved.append([len(row.pairs) for row in sofar]))
 
-    assert order == ["bf16", "int8", "vllm", "bf16", "int8", "openvino"] * 2
-    assert [pair.ours["int8"].rate for pair in done[1].pairs] == [5, 11]
+    assert order == ["int8", "bf16", "vllm", "bf16", "openvino"] * 2
+    assert [pair.ours for pair in done[1].pairs] == [{"bf16": Measured(rate, 1.0, 1, 1, 0.0)} for rate in (4.0, 9.0)]
     assert saved == [[1, 0], [1, 1], [2, 1], [2, 2]]
 
 
@@ -91,9 +95,9 @@ def test_a_peer_that_fails_is_reported_and_not_run_again_while_the_others_contin
         raise AssertionError("it was never installed")
 
     rows = [
-        (Row("fails", "best", "", []), fails),
-        (Row("works", "best", "", []), works),
-        (Row("missing", "best", "", [], "not installed"), never),
+        (Row("fails", "best", "", "bf16", ("ours",), []), fails),
+        (Row("works", "best", "", "bf16", ("ours",), []), works),
+        (Row("missing", "best", "", "bf16", ("ours",), [], "not installed"), never),
     ]
 
     done = compare(rows, {"ours": works}, 4, lambda _: None, lambda _: None)
@@ -107,7 +111,7 @@ def test_a_peer_that_fails_is_reported_and_not_run_again_while_the_others_contin
 
 
 def test_a_peers_run_gives_its_rate_after_a_warm_up_that_shares_no_prefix(bench: Bench, tmp_path: Path) -> None:
-    result = run_peer(bench, echo(tmp_path), Setting("best", "", "any"), Path(sys.executable), bench.model)
+    result = run_peer(bench, echo(tmp_path), Setting("best", "", "any", "bf16"), Path(sys.executable), tmp_path)
 
     assert result.output_tokens == 2 + 3 + 4 + 5
     assert result.rate == pytest.approx(14 / result.wall_seconds)
@@ -116,17 +120,17 @@ def test_a_peers_run_gives_its_rate_after_a_warm_up_that_shares_no_prefix(bench:
 
 
 def test_a_peer_that_makes_one_token_too_few_has_no_result(bench: Bench, tmp_path: Path) -> None:
-    short = Setting("best", "", "any", {"short": 1})
+    short = Setting("best", "", "any", "bf16", {"short": 1})
 
     with pytest.raises(Failed, match=r"1 of 4 requests.*first row-3: asked for 5, made 4"):
-        run_peer(bench, echo(tmp_path), short, Path(sys.executable), bench.model)
+        run_peer(bench, echo(tmp_path), short, Path(sys.executable), tmp_path)
 
 
 def test_a_peer_that_breaks_has_its_error_as_the_reason(bench: Bench, tmp_path: Path) -> None:
-    broken = Setting("best", "", "any", {"fail": True})
+    broken = Setting("best", "", "any", "bf16", {"fail": True})
 
     with pytest.raises(Failed, match="RuntimeError: this engine is broken"):
-        run_peer(bench, echo(tmp_path), broken, Path(sys.executable), bench.model)
+        run_peer(bench, echo(tmp_path), broken, Path(sys.executable), tmp_path)
 
 
 def test_a_peer_that_takes_too_long_has_no_result(bench: Bench, tmp_path: Path) -> None:
@@ -134,13 +138,13 @@ def test_a_peer_that_takes_too_long_has_no_result(bench: Bench, tmp_path: Path) 
     Path(peer.runner).write_text("import time; time.sleep(60)", encoding="utf-8")
 
     with pytest.raises(Failed, match="no result within 1 s"):
-        run_peer(replace(bench, limit=1), peer, Setting("best", "", "any"), Path(sys.executable), bench.model)
+        run_peer(replace(bench, limit=1), peer, Setting("best", "", "any", "bf16"), Path(sys.executable), tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_our_engine_runs_the_same_ids_and_is_checked_likewise(bench: Bench) -> None:
-    result = run_ours(bench, "f32", "--dtype float32 --block-size 16")
+def test_our_engine_runs_the_same_ids_and_is_checked_likewise(bench: Bench, tiny_model: Callable[[str], Path]) -> None:
+    result = run_ours(bench, "f32", "--dtype float32 --block-size 16", tiny_model("llama"))
 
     assert result.output_tokens == 14
     assert result.details["dtype"] == "float32"
@@ -151,15 +155,27 @@ def test_our_engine_runs_the_same_ids_and_is_checked_likewise(bench: Bench) -> N
         too_much.measured({"wall_seconds": 1, "output_lengths": [2, 3, 4, 5]}, Finished(0, "", "", 1, 1, 0))
 
 
-def test_our_settings_have_names() -> None:
-    assert parse_ours(["bf16=--dtype bfloat16", "int8=--dtype bfloat16 --quantize int8", "plain="]) == {
-        "bf16": "--dtype bfloat16",
-        "int8": "--dtype bfloat16 --quantize int8",
-        "plain": "",
+def test_our_settings_have_names_and_some_a_form_of_the_model() -> None:
+    assert parse_ours(["bf16=--dtype bfloat16", "w8a8@w8a8=--dtype bfloat16 --block-size 16", "plain="]) == {
+        "bf16": Ours("--dtype bfloat16"),
+        "w8a8": Ours("--dtype bfloat16 --block-size 16", catalog.W8A8),
+        "plain": Ours(""),
     }
-    assert parse_ours(["--dtype=bfloat16"]) == {"ours": "--dtype=bfloat16"}
+    assert parse_ours(["--dtype=bfloat16"]) == {"ours": Ours("--dtype=bfloat16")}
     with pytest.raises(ValueError, match="'a' is taken"):
         parse_ours(["a=--dtype bfloat16", "a=--dtype float32"])
+    with pytest.raises(ValueError, match="there is no form 'gguf-q8_0'; write safetensors or w8a8"):
+        parse_ours(["a@gguf-q8_0=--dtype bfloat16"])
+
+
+def test_with_the_same_precision_a_peer_is_compared_with_the_setting_of_its_precision_only() -> None:
+    ours = ["bf16", "w8a8"]
+    bf16, w8a8, int8 = (select(name)[0][1] for name in ("vllm:best", "vllm:w8a8", "openvino:int8"))
+
+    assert [opponents(setting, ours, True) for setting in (bf16, w8a8)] == [("bf16",), ("w8a8",)]
+    assert opponents(w8a8, ours, False) == ("bf16", "w8a8")
+    with pytest.raises(ValueError, match="none of ours is named int8"):
+        opponents(int8, ours, True)
 
 
 def test_peers_are_chosen_by_name_and_setting() -> None:
