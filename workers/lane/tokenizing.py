@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +12,7 @@ from schemas.requests.limits import Limits
 from schemas.requests.tokenizing import COUNT_TOKENS_URL, DetokenizeBody, parse_tokenizing
 from schemas.workers.lane import LaneRequest
 from workers.model.loaded_model import LoadedModel
-from workers.text.tokenizer import Tokenizer
 from workers.translation.rendering import encodable, rendered_chat
-
-_PIECE_CHARS: Final = 1 << 20
-"""Characters of a long text that are encoded at once to count its tokens."""
 
 
 def tokenizer_response(request: LaneRequest, model: LoadedModel, limits: Limits) -> dict[str, Any]:
@@ -34,8 +30,7 @@ def tokenizer_response(request: LaneRequest, model: LoadedModel, limits: Limits)
         return {"prompt": tokenizer.decode_showing(none, list(body.tokens), tokenizer.special_spellings)}
     name = "prompt" if chat is None else "messages"
     text = encodable(body.prompt or "", name) if chat is None else rendered_chat(chat, tokenizer)
-    _check_count(tokenizer.count_min_tokens(text), "at least ", name, limits)  # before the text is encoded
-    _check_pieces(tokenizer, text, name, limits)
+    _check_count(tokenizer.count_excess(text, limits.max_prompt_tokens), "at least ", name, limits)
     if chat is not None:
         (ids,) = tokenizer.encode_chats([text])
     else:
@@ -50,19 +45,6 @@ def tokenizer_response(request: LaneRequest, model: LoadedModel, limits: Limits)
         "tokens": tokens,
         "token_strs": [tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None,
     }
-
-
-def _check_pieces(tokenizer: Tokenizer, text: str, name: str, limits: Limits) -> None:
-    """Refuse a long text with far too many tokens before it is encoded as a whole, which takes memory for all of them.
-    Pieces have slightly more tokens than the whole, since a token may be cut, but not twice as many."""
-    allowed, tokens = limits.max_prompt_tokens, 0
-    if len(text) <= 2 * allowed:
-        return
-    for start in range(0, len(text), _PIECE_CHARS):
-        (ids,) = tokenizer.encode_batch([text[start : start + _PIECE_CHARS]], add_special_tokens=False)
-        tokens += len(ids)
-        if tokens > 2 * allowed:
-            _check_count(2 * allowed, "more than ", name, limits)
 
 
 def _check_count(tokens: int, bound: str, name: str, limits: Limits) -> None:

@@ -6,6 +6,7 @@ knowledge of policies: text, calls and the resumption on another worker all foll
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,8 +33,8 @@ class PolicyStreamFilter:
         self._holdback = holdback
         self._unjudged = ""
         self._characters = 0
-        self._held: PartialChoice | None = None
-        self._ends: list[int] = []  # for each held token: the answer's characters up to its end
+        self._held: deque[PartialChoice] = deque()
+        self._ends: deque[int] = deque()  # for each held token: the answer's characters up to its end
 
     @property
     def refused(self) -> bool:
@@ -46,14 +47,27 @@ class PolicyStreamFilter:
 
     def push(self, new: PartialChoice) -> PartialChoice | None:
         """Add tokens; returns the tokens that pass now, or None. Raises `RowError` when a policy fails."""
-        self._held = new if self._held is None else _join(self._held, new)
+        self._held.append(new)
         self._read(new.token_ids.tolist())
-        count = next((at for at, end in enumerate(self._ends) if end > self._answer.cleared), len(self._ends))
-        if self.refused or not count:
+        if self.refused:
             return None
-        cleared, self._held = slice_choice(self._held, 0, count), slice_choice(self._held, count)
-        del self._ends[:count]
-        return cleared
+        count = 0
+        while self._ends and self._ends[0] <= self._answer.cleared:
+            self._ends.popleft()
+            count += 1
+        return self._take(count) if count else None
+
+    def _take(self, count: int) -> PartialChoice:
+        """Remove the first held tokens. They are joined only here: a token may be held for long."""
+        taken: list[PartialChoice] = []
+        while count:
+            piece = self._held.popleft()
+            if len(piece.token_ids) > count:
+                self._held.appendleft(slice_choice(piece, count))
+                piece = slice_choice(piece, 0, count)
+            taken.append(piece)
+            count -= len(piece.token_ids)
+        return _join(taken)
 
     def _read(self, token_ids: Sequence[int]) -> None:
         text = self._unjudged
@@ -75,10 +89,11 @@ def slice_choice(choice: PartialChoice, start: int, end: int | None = None) -> P
     return PartialChoice(choice.index, choice.token_ids[start:end], logprobs)
 
 
-def _join(first: PartialChoice, then: PartialChoice) -> PartialChoice:
+def _join(pieces: Sequence[PartialChoice]) -> PartialChoice:
     logprobs = None
-    if (one := first.logprobs) is not None and (two := then.logprobs) is not None:
-        chosen = np.concatenate([one.chosen, two.chosen])
-        top_ids, top = np.concatenate([one.top_ids, two.top_ids]), np.concatenate([one.top, two.top])
+    given = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    if len(given) == len(pieces):
+        chosen = np.concatenate([each.chosen for each in given])
+        top_ids, top = np.concatenate([each.top_ids for each in given]), np.concatenate([each.top for each in given])
         logprobs = TokenLogprobs(chosen, top_ids, top)
-    return PartialChoice(first.index, np.concatenate([first.token_ids, then.token_ids]), logprobs)
+    return PartialChoice(pieces[0].index, np.concatenate([piece.token_ids for piece in pieces]), logprobs)

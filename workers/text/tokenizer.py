@@ -69,6 +69,9 @@ Unicode reserves this character for internal use."""
 CONTEXT_TOKENS: Final = 4
 """Prompt tokens decoded before an answer, for tokenizers whose decoding depends on the preceding tokens."""
 
+PIECE_CHARS: Final = 1 << 17
+"""Characters of a long text that are encoded at once to count its tokens."""
+
 TEMPLATE_NAMES: Final = frozenset(
     {
         *jinja2.defaults.DEFAULT_NAMESPACE, "messages", "tools", "documents", "add_generation_prompt",
@@ -245,6 +248,25 @@ class Tokenizer:
     def count_min_tokens(self, text: str) -> int:
         """A lower bound of the text's tokens; 0: no bound is known without encoding it."""
         return 0 if self._bound is None else self._bound.count_min_tokens(text.replace(SPELT, ""))
+
+    def count_excess(self, text: str, limit: int) -> int:
+        """A lower bound of the text's tokens that exceeds `limit`; 0: the text may have no more tokens than that.
+
+        A long text is counted in pieces up to the limit, so that none with far more tokens is encoded as a whole, which
+        takes memory for all of them. A piece may begin and end within a token of the whole, so pieces have slightly
+        more tokens than the whole, but not twice as many.
+        """
+        bound = self.count_min_tokens(text)
+        if bound > limit:
+            return bound
+        if len(text) <= max(PIECE_CHARS, 2 * limit):
+            return 0
+        plain, tokens = text.replace(SPELT, ""), 0
+        for start in range(0, len(plain), PIECE_CHARS):
+            tokens += len(self.encode_batch([plain[start : start + PIECE_CHARS]], add_special_tokens=False)[0])
+            if tokens > 2 * limit:
+                return max(bound, limit + 1)
+        return 0
 
     def encode_chats(self, texts: Sequence[str]) -> list[TokenIds]:
         """Token ids of each conversation from `render_chat`, int32 [tokens]."""

@@ -46,7 +46,7 @@ class EmbeddingReader:
         for at, given in enumerate(body.input):
             if isinstance(given, str):
                 text = self._prepared(prompt + encodable(given, _name(body, at)), settings)
-                if (min_tokens := self._tokenizer.count_min_tokens(text)) > self.max_tokens:
+                if min_tokens := self._tokenizer.count_excess(text, self.max_tokens):
                     raise self._too_long(f"{_name(body, at)} has at least {min_tokens} tokens")
                 inputs.append(text)
                 continue

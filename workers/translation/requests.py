@@ -359,8 +359,8 @@ class Translator:
         """Return the text. Raises `RowError` when no encoding of it leaves room for one token of an answer."""
         if body.truncate_prompt_tokens is not None or self._cutter is not None:
             return text
-        min_tokens, limit = self._tokenizer.count_min_tokens(text), self._limits.max_model_len
-        if min_tokens + (body.output_limit != 0) > limit:
+        limit = self._limits.max_model_len
+        if min_tokens := self._tokenizer.count_excess(text, limit - (body.output_limit != 0)):
             name = prompt_name(body, at)
             message = f"{name} of at least {min_tokens} tokens, but the context holds {limit}; shorten the prompt"
             raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param=_param(name))

@@ -23,9 +23,9 @@ from schemas.requests.tokenizing import COUNT_TOKENS_URL, TOKENIZE_URL, counted_
 from schemas.workers.lane import LaneRequest
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.workers.lane.test_server import LaneWorker
-from workers.lane import tokenizing
 from workers.lane.tokenizing import tokenizer_response
 from workers.model.loaded_model import LoadedModel
+from workers.text import tokenizer as tokenizer_module
 from workers.text.chat_options import ChatOptions
 from workers.text.tokenizer import Tokenizer
 
@@ -197,10 +197,10 @@ def test_a_text_whose_tokens_are_unforeseen_is_not_encoded_as_a_whole(
 
     monkeypatch.setattr(type(model.tokenizer), "count_min_tokens", lambda *_: 0)
     monkeypatch.setattr(type(model.tokenizer), "encode_batch", recorded)
-    monkeypatch.setattr(tokenizing, "_PIECE_CHARS", 100)
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 100)
     for given in ({"prompt": "0123456789" * 1_000}, {"messages": [{"role": "user", "content": "0123456789" * 1_000}]}):
         encoded.clear()
-        with pytest.raises(RowError, match="holds more than 100 tokens, but at most 50 are allowed; shorten it"):
+        with pytest.raises(RowError, match="holds at least 51 tokens, but at most 50 are allowed; shorten it"):
             tokenizer_response(
                 LaneRequest("r", "tiny", {"model": "tiny", **given}, TOKENIZE_URL), model, Limits(max_prompt_tokens=50)
             )

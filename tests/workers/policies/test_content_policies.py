@@ -155,6 +155,32 @@ def test_tokens_leave_when_their_text_is_judged_and_half_characters_don_t(
     assert gate.refused == (earliest(regexes, text, len(text) - 1) is not None if text else False)
 
 
+class CountedArray(np.ndarray):
+    """An array that counts the elements which are joined."""
+
+    joined = 0
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function is np.concatenate:
+            CountedArray.joined += sum(map(len, args[0]))
+        return super().__array_function__(function, types, args, kwargs)
+
+
+def test_each_token_is_joined_once_however_long_it_is_held(
+    byte_level: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given tokens that are each held for a window of characters
+    monkeypatch.setattr(CountedArray, "joined", 0)
+    ids = byte_level.encode_batch(["0123456789" * 20], add_special_tokens=False)[0].view(CountedArray)
+    judge = guard(of_regexes(tmp_path, ["ab"]))
+    gate = PolicyStreamFilter(judge, IncrementalDetokenizer(byte_level, np.zeros(0, np.int32)), 0)
+    # when they come one by one, then the ones that pass are joined, and no others.
+    passed = [gate.push(PartialChoice(0, ids[at : at + 1])) for at in range(len(ids))]
+    emitted = [token_id for choice in passed if choice is not None for token_id in choice.token_ids.tolist()]
+    assert emitted == ids[: len(emitted)].tolist()
+    assert len(ids) - WINDOW <= len(emitted) == CountedArray.joined
+
+
 def test_a_match_that_begins_in_an_earlier_attempts_tokens_is_found(byte_level: Tokenizer, tmp_path: Path) -> None:
     def ids(text: str) -> Any:
         return byte_level.encode_batch([text], add_special_tokens=False)[0]

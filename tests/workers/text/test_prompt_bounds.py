@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Regex as RustRegex
@@ -18,8 +18,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ChatMessage, CompletionBody
 from tests.workers.conftest import byte_level_tokenizer, sentencepiece_tokenizer
+from workers.text import tokenizer as tokenizer_module
 from workers.text.prompt_bounds import JOINED_BY_COMPOSITION, bound_of
-from workers.text.tokenizer import Tokenizer
+from workers.text.tokenizer import SPELT, Tokenizer
 from workers.translation.requests import JobRules, ModelLimits, Translator
 
 
@@ -106,6 +107,22 @@ def test_composition_joins_at_most_the_bounds_number_of_characters() -> None:
 def test_spelt_special_tokens_are_counted_as_they_are_encoded(byte_level: Tokenizer) -> None:
     text = byte_level.render_chat([ChatMessage(role="user", content="<end><turn>" * 200)])
     assert byte_level.count_min_tokens(text) <= len(byte_level.encode_chats([text])[0])
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    words=st.lists(st.sampled_from(["0", "the ", " quick", "日", "🎉", "  ", "<end>", f"<{SPELT}end>"]), max_size=200),
+    limit=st.integers(0, 200),
+    piece=st.integers(60, 200),
+)
+def test_what_exceeds_a_limit_does_however_the_text_is_cut_in_pieces(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch, words: list[str], limit: int, piece: int
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", piece)
+    text = "".join(words)
+    tokens = len(byte_level.encode_chats([text])[0])
+    excess = byte_level.count_excess(text, limit)
+    assert excess == 0 or limit < excess <= tokens
 
 
 def test_a_prompt_beyond_the_context_is_refused_without_being_tokenized(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from engine.request import Request
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ChatBody, CompletionBody, parse_body
+from workers.text import tokenizer as tokenizer_module
 from workers.text.tokenizer import Tokenizer
 from workers.translation.requests import JobRules, ModelLimits, RowHints, StopWatchers, Translator, row_seed
 
@@ -58,6 +60,28 @@ def test_all_request_options_arrive(make: Any, kit: Any) -> None:
     assert (request.priority, request.salt, request.prefix_group, request.expected_tokens) == (1, b"tenant", 3, 5)
     assert isinstance(request.watcher, StopWatchers)
     assert request.watcher.stops == ("x", "y")
+
+
+@pytest.mark.parametrize("name", ["chat", "completion"])
+def test_a_text_of_far_too_many_tokens_is_not_encoded_as_a_whole(
+    make: Any, kit: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    # Given a tokenizer whose longest token says little of most texts
+    encoded: list[int] = []
+    encode = Tokenizer.encode_batch
+
+    def recorded(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> Any:
+        encoded.extend(map(len, texts))
+        return encode(tokenizer, texts, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tokenizer, "count_min_tokens", lambda *_: 0)
+    monkeypatch.setattr(Tokenizer, "encode_batch", recorded)
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 30)
+    # when a text has many tokens, then it is refused by its first pieces.
+    with pytest.raises(RowError, match="prompt of at least 64 tokens, but the context holds 64") as refused:
+        make(getattr(kit, name)("0123456789" * 1_000))
+    assert refused.value.code is RowErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert 128 < sum(encoded) < 1_000
 
 
 def test_ignoring_the_end_means_the_tokenizers_too(make: Any, kit: Any) -> None:

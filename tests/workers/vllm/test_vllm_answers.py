@@ -14,8 +14,14 @@ import jsonschema
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from pipeline.adapters.system_clock import SystemClock
+from pipeline.lane.client import CallSettings
+from pipeline.lane.client import answer as stream_answer
+from pipeline.lane.memory import MemoryLane
+from pipeline.lane.ports import LaneSettings
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode
+from tests.workers.lane.test_server import LaneWorker, alike, request, response, text_of
 from tests.workers.structured import tool_templates
 from tests.workers.structured.test_structured_output import FORMAT, SCHEMA, TOOLS, choices_of, forced_calls, results_of
 from workers.model.loaded_model import LoadedModel
@@ -168,6 +174,23 @@ def test_each_of_several_prompts_is_answered_as_if_it_were_sent_alone(
         ours = LoadedModel.load(folder, name="tiny", config=CONFIG)
         assert found == kit.rounded(json.loads(answer(ours, bodies[:1])[0].response)["choices"])
         ours.close()
+
+
+def test_each_of_several_prompts_streams_its_own_choices(model: LoadedModel, answer: Any, kit: Any) -> None:
+    body = kit.completion(["The quick brown", [5, 6, 7, 8, 9], "naïve 日本語"], n=2, temperature=0, max_tokens=12)
+    (row,) = answer(model, [body])
+    lane, clock = MemoryLane(SystemClock(), LaneSettings()), SystemClock()
+    worker = LaneWorker(kit, model, lane, "w1", (), of_lane=LaneSettings())
+    try:
+        events = list(stream_answer(lane, request(model, body), clock, CallSettings()))
+    finally:
+        worker.end()
+    assert worker.error is None
+    found = alike(response(events))
+    assert found == kit.rounded(alike(json.loads(row.response)))
+    assert len(found["choices"]) == 6
+    for choice in found["choices"]:
+        assert text_of(events, choice["index"]) == choice["text"]
 
 
 def test_one_bad_prompt_of_several_fails_its_row_by_its_name(model: LoadedModel, answer: Any, kit: Any) -> None:
