@@ -64,6 +64,7 @@ _OLMO3_ROPE = {
 _GRANITE = {
     "logits_scaling": 4.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
 }  # fmt: skip
+_GRANITE4 = {**_GRANITE, "shared_intermediate_size": 40, "mamba_n_heads": 4, "layer_types": ["full_attention"] * 3}
 _GPT2 = {"vocab_size": 257, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _MIXED = {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "num_experts_per_tok": 3}
@@ -202,6 +203,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-mixed": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 6, "head_dim": 16, **_MIXED}),
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}),
     "granite-moe": ("GraniteMoeConfig", {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    ),
+    "granite4": (
+        "GraniteMoeHybridConfig",
+        {**_GRANITE4, "num_local_experts": 0, "num_experts_per_tok": None, "position_embedding_type": "rope"},
+    ),
+    "granite4-nope": ("GraniteMoeHybridConfig", {**_GRANITE4, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "dots1": ("Dots1Config", {**_GLM, "head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True}),
     "ernie4.5-moe": ("Ernie4_5_MoeConfig", _ERNIE_MOE),
     "glm4-moe": ("Glm4MoeConfig", _GLM),
@@ -260,7 +270,7 @@ MIXTURES = (
     "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe",
     "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2", "exaone-moe",
     "solar-open", "mellum", "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid", "deepseek-v2", "deepseek-v2-lite",
-    "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite",
+    "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "granite-moe-shared", "granite4-nope",
 )  # fmt: skip
 """Families with experts that the fused decoder computes."""
 
@@ -268,7 +278,8 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", *MIXTURES,
+    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", "granite4",
+    *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 

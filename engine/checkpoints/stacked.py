@@ -27,15 +27,17 @@ class UnstackedWeights:
     """A `WeightSource` with the parts of stacked tensors under names of their own."""
 
     def __init__(self, source: WeightSource, stacked: Mapping[str, Mapping[str, int]]) -> None:
-        """`stacked`: stored module (its name's end, "qkv_proj") -> its parts and their rows, in order."""
+        """`stacked`: stored module (its name's end, "qkv_proj") -> its parts and their rows, in order; their names take
+        the place of that end."""
         self._source = source
         self._parts: dict[str, _Rows] = {}
         names = set(source.names)
         for name in source.names:
             path, _, kind = name.rpartition(".")
-            prefix, _, module = path.rpartition(".")
-            if module not in stacked or kind not in ("weight", "bias"):
+            module = next((end for end in stacked if path.endswith(f".{end}")), None)
+            if module is None or kind not in ("weight", "bias"):
                 continue
+            prefix = path.removesuffix(f".{module}")
             names.remove(name)
             first, total = 0, sum(stacked[module].values())
             for part, rows in stacked[module].items():

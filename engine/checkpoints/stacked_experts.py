@@ -68,7 +68,7 @@ class StackedExperts:
         for name in source.names:
             for stack, modules in _STACKS.items():
                 for ending, kind in _KINDS.items():
-                    if name.endswith(stack + ending):
+                    if name.endswith(stack + ending) and ".shared_mlp." not in name:  # Granite's is no stack
                         self._split(name, name.removesuffix(stack + ending), modules, kind, packed=ending == BLOCKS)
                         read |= {name, name.removesuffix(BLOCKS) + SCALES} if ending == BLOCKS else {name}
         self.names: Collection[str] = {*source.names} - read | self._pieces.keys()

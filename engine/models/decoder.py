@@ -8,7 +8,7 @@ are one product, gate and up another, and q and k are normed and rotated togethe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -73,6 +73,7 @@ class DecoderSpec:
         windows, eos_token_ids, max_position, context_limit: as in `ModelSpec`.
         weight_prefixes: prefixes of the decoder's tensors in checkpoints of this family ("model."), by preference.
         ignored_weights: prefixes of tensors that are not needed (an image encoder).
+        stored_as: modules that checkpoints name otherwise, or store stacked, see `UnstackedWeights`.
     """
 
     architecture: str
@@ -116,6 +117,7 @@ class DecoderSpec:
     final_softcap: float | None = None
     weight_prefixes: tuple[str, ...] = ("model.",)
     ignored_weights: tuple[str, ...] = ()
+    stored_as: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     context_limit: str | None = None
 
     @property

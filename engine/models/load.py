@@ -25,6 +25,7 @@ from engine.checkpoints.config import (
     quantization_settings,
     usable,
 )
+from engine.checkpoints.stacked import UnstackedWeights
 from engine.checkpoints.stacked_experts import StackedExperts
 from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
 from engine.models.base import CausalModel, ModelSpec
@@ -280,6 +281,11 @@ def _existing(path: str | Path) -> Path:
 
 
 def _folder_weights(path: Path, decoder: DecoderSpec | None) -> WeightSource:
+    weights = _with_single_experts(path, decoder)
+    return weights if decoder is None or not decoder.stored_as else UnstackedWeights(weights, decoder.stored_as)
+
+
+def _with_single_experts(path: Path, decoder: DecoderSpec | None) -> WeightSource:
     if decoder is None or (experts := decoder.experts) is None:
         return folder_weights(path)
     settings = quantization_settings(path) if experts.stack_layout == "interleaved" else None

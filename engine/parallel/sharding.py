@@ -19,7 +19,7 @@ from engine.models.decoder import DecoderSpec
 from engine.models.experts import ExpertSpec
 
 _LAYER = re.compile(
-    r"layers\.\d+\.(self_attn|(?:mlp|feed_forward)(?:\.shared_(?:experts?|mlp))?|\w+\.experts\.\d+)\.(\w+)\.(weight|bias)$"
+    r"layers\.\d+\.(self_attn|(?:mlp|feed_forward|block_sparse_moe)(?:\.shared_(?:experts?|mlp))?|\w+\.experts\.\d+)\.(\w+)\.(weight|bias)$"
 )
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.(\d+)\.")
 _GATED, _DOWN = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")

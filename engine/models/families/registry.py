@@ -40,6 +40,8 @@ _FAMILIES: Mapping[str, Family] = {
     "gpt_oss": mixtures.gpt_oss,
     "granite": dense.granite,
     "granitemoe": mixtures.granitemoe,
+    "granitemoehybrid": mixtures.granitemoehybrid,
+    "granitemoeshared": mixtures.granitemoeshared,
     "dots1": mixtures.dots1,
     "ernie4_5_moe": mixtures.ernie4_5_moe,
     "helium": dense.helium,

@@ -25,11 +25,11 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", "mixtral", "qwen2-moe",
-    "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe", "glm4-moe-grouped",
-    "gpt-oss", "llama4", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2", "exaone-moe", "solar-open", "mellum",
-    "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3",
-    "deepseek-v3-halves", "glm4-moe-lite",
+    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", "granite4", "mixtral",
+    "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe",
+    "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2", "exaone-moe",
+    "solar-open", "mellum", "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid", "deepseek-v2", "deepseek-v2-lite",
+    "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "granite-moe-shared", "granite4-nope",
 )  # fmt: skip
 
 
@@ -233,6 +233,11 @@ REFUSED = {
     "rope parameter 'alpha'": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 2.0, "factor": 1.0}},
+    ),
+    "position_embedding_type is 'learned'": ("granite4", {"position_embedding_type": "learned"}),
+    "'linear_attention' are not supported for granitemoehybrid": (
+        "granite4",
+        {"layer_types": ["linear_attention"] * 3},
     ),
     "attn_scale is -0.5": ("llama4", {"attn_scale": -0.5}),
     "floor_scale is 0,": ("llama4", {"floor_scale": 0}),

@@ -52,7 +52,7 @@ def test_joined_parts_equal_the_whole(tiny_model: Callable[[str], Path]) -> None
             assert torch.equal(part, read(opened.weights, name)), name
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "glm4-moe", "llama4"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "glm4-moe", "llama4", "granite-moe-shared"])
 def test_joined_parts_of_experts_equal_the_whole(family: str, tiny_model: Callable[[str], Path]) -> None:
     opened = open_model(tiny_model(family))
     assert opened.decoder is not None
