@@ -27,6 +27,8 @@ from engine.models.load import describe_model, load_model
 from engine.models.native import NativeBuilder
 from engine.plan import CacheGroup
 from engine.quant.int8_linear import Int8Linear
+from engine.quant.quantize import gptq_weights, smoothing_factors, write_quantized
+from engine.quant.writing import Scheme
 from tests.engine.oracle import Setting, check_equal, engine_answers, greedy_answer, make_prompts, prompt_scores
 from tests.engine.quant.packing import pack_awq, pack_fp8, write
 from tests.native_paths import native_path
@@ -186,6 +188,21 @@ def test_a_checkpoint_with_packed_weights_answers_as_what_it_stands_for(
         engine = Engine.load(tmp_path / "made", Setting(7, 64, 16, True).config(attention=attention))
         # Then its answers are those of the dense weights
         assert check_equal(want, engine_answers(engine, prompts, 6)) < len(prompts)
+
+
+def test_calibration_is_refused_and_a_checkpoint_written_without_it_is_read(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    folder = tiny_model("youtu")
+    with pytest.raises(UnsupportedModel, match="can't be smoothed: their attention is latent"):
+        smoothing_factors(folder, [[3, 4]], torch.float32)
+    with pytest.raises(UnsupportedModel, match="can't be calibrated product by product: their attention is latent"):
+        gptq_weights(folder, [[3, 4]], Scheme("int8"))
+    (tmp_path / "int8").mkdir()
+    write_quantized(folder, tmp_path / "int8", Scheme("int8"))
+    prompt = make_prompts(seed=5, count=2, vocab_size=257, shared=10, longest=60)[1]
+    plain, small = (prompt_scores(path, prompt, attention="paged-sdpa") for path in (folder, tmp_path / "int8"))
+    assert 0 < (small - plain).abs().mean() < 0.1
 
 
 def test_an_int8_cache_stays_close(tiny_model: TinyModel) -> None:
