@@ -77,6 +77,7 @@ def test_a_complete_answer_follows_its_schema(
     assert ended >= 190
 
 
+@pytest.mark.slow
 def test_with_strict_false_more_schemas_are_accepted(
     byte_level: Tokenizer, schemas: list[tuple[str, dict[str, Any]]]
 ) -> None:
