@@ -244,6 +244,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama4": ("Llama4TextConfig", _LLAMA4),
+    "llama4-yarn": ("Llama4TextConfig", {**_LLAMA4, **_YARN}),
     "llama4-plain": (
         "Llama4TextConfig",
         {**_LLAMA4, "attn_temperature_tuning": False, "use_qk_norm": False, "num_experts_per_tok": 2},
@@ -268,9 +269,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 MIXTURES = (
     "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe",
-    "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2", "exaone-moe",
-    "solar-open", "mellum", "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid", "deepseek-v2", "deepseek-v2-lite",
-    "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "granite-moe-shared", "granite4-nope",
+    "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-yarn", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2",
+    "exaone-moe", "solar-open", "mellum", "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid", "deepseek-v2",
+    "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "granite-moe-shared", "granite4-nope",
 )  # fmt: skip
 """Families with experts that the fused decoder computes."""
 

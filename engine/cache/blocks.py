@@ -193,6 +193,12 @@ class BlockPool:
             self._clean.append(block)
         self._unpublish(block)
 
+    def drop(self, block: int) -> None:
+        """Unpublish a block that only one row references, unless registered sequences will read it."""
+        node = self._nodes[block]
+        if node is not None and self._refs[block] == 1 and not self._index.is_awaited(node):
+            self._unpublish(block)
+
     def suspect(self, block: int) -> None:
         """Mark a block that may hold non-finite values: it is zeroed before its next owner uses it."""
         self._suspect[block] = 1

@@ -134,8 +134,8 @@ class PrefixIndex:
         return node.digest in self._readers
 
     def num_readers(self, digest: bytes | None) -> int:
-        """Return how many registered sequences will read the prefix."""
-        return 0 if digest is None else self._readers.get(digest, 0)
+        """Return how many registered sequences will read the prefix; one more if earlier ones computed it."""
+        return 0 if digest is None else self._readers.get(digest, 0) + (digest in self._nodes)
 
     def expect(self, digest: bytes) -> PrefixNode | None:
         """Register a sequence that will read the prefix; returns its node, if any, when the sequence is the first."""

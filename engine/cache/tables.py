@@ -12,7 +12,8 @@ and the hit is the longest k on which all groups agree. A long prompt whose earl
 at its end; a request that shares only its first part hits there only while those blocks have not been evicted.
 
 In a group of layers with states (`engine.states`) not every block gets a slot: the last block of a row does, the one
-before it when the row grows past it, each `snapshot_blocks`-th, and those behind which waiting sequences part.
+before it when the row grows past it, each `snapshot_blocks`-th, the ends of retained prefixes, and those behind which
+waiting sequences part, or those that came earlier.
 
 A row can also borrow the last, partly filled block of another row, to be copied before it writes there (`borrow`).
 """
@@ -242,9 +243,11 @@ class CacheTables:
         table = self._tables[group][row, start:end]
         blocks: list[int] = table.tolist()
         table[:] = NO_BLOCK
+        if group in self.state_groups:  # a slot is written whole before it is read
+            return [block for block in blocks if block != NO_BLOCK]
         for block in blocks[max(0, confirmed // self.block_size - start) :]:
             self.pools[group].suspect(block)
-        return [block for block in blocks if block != NO_BLOCK] if group in self.state_groups else blocks
+        return blocks
 
     def release_behind(self, row: int, position: int, confirmed: int) -> None:
         """Release the blocks that no query at `position` or later sees (`confirmed`: see `release`)."""
@@ -252,9 +255,20 @@ class CacheTables:
             first, needed = int(self.first[group][row]), self.first_needed(window, position)
             needed = min(needed, int(self.length[row]))
             if needed > first:
+                if group in self.state_groups:
+                    self._drop_passing(group, row, first, needed)
                 blocks = self._cut(group, row, first, needed, confirmed)
                 self.pools[group].release(blocks, bool(self.readers_known[row]))
                 self.first[group][row] = needed
+
+    def _drop_passing(self, group: int, row: int, first: int, end: int) -> None:
+        """Unpublish those of a row's states that lie inside its answer, but for snapshots: nobody is likely to read
+        them, and they would evict those of prompts."""
+        every, of_prompt = self.groups[group].snapshot_blocks, int(self._rows.prompt_len[row]) // self.block_size
+        assert every is not None
+        for block in range(max(first, of_prompt), end):
+            if (block + 1) % every and (slot := int(self._tables[group][row, block])) != NO_BLOCK:
+                self.pools[group].drop(slot)
 
     def needed(self, length: int, num_blocks: int) -> list[int]:
         """Return, per group, the blocks that tables of `length` entries need to grow to `num_blocks`."""
@@ -284,25 +298,29 @@ class CacheTables:
             self._own_borrowed(row)
         for index, (pool, table) in enumerate(zip(self.pools, self._tables, strict=True)):
             if index in self.state_groups:
-                entries = self._state_entries(index, length, num_blocks, chain)
+                entries = self._state_entries(index, row, num_blocks, chain)
                 table[row, entries] = pool.allocate(len(entries))
             else:
                 table[row, length:num_blocks] = pool.allocate(more)
         self.length[row] = num_blocks
         return True
 
-    def _state_entries(self, group: int, length: int, num_blocks: int, chain: HashChain | None) -> list[int]:
-        """Return the new entries that get a slot: those needed and, as far as slots are free, those behind which
-        waiting sequences part."""
-        every = self.groups[group].snapshot_blocks
+    def _state_entries(self, group: int, row: int, num_blocks: int, chain: HashChain | None) -> list[int]:
+        """Return the new entries of a row that get a slot: those needed and, as far as slots are free, the ends of
+        prefixes that its request retains, and those behind which waiting sequences, or earlier ones, part."""
+        length, every = int(self.length[row]), self.groups[group].snapshot_blocks
         assert every is not None
         if chain is None:
             return list(range(length, num_blocks))
         entries = _slots(length, num_blocks, every)
         spare = self.pools[group].num_free - len(entries)
         readers = [self.index.num_readers(chain.known(block)) for block in range(length, num_blocks)]
-        parting = [length + i for i, (own, after) in enumerate(pairwise(readers)) if own > after]
-        return sorted({*entries, *[block for block in parting if block not in entries][: max(0, spare)]})
+        wanted = [length + i for i, (own, after) in enumerate(pairwise(readers)) if own > after]
+        if row in self.retained:
+            ends = (tokens // self.block_size - 1 for tokens, _ in self.retained[row].retain)
+            wanted = [*(block for block in ends if length <= block < num_blocks), *wanted]
+        more = [block for block in dict.fromkeys(wanted) if block not in entries]
+        return sorted([*entries, *more[: max(0, spare)]])
 
     def shrink(self, row: int, num_blocks: int, confirmed: int) -> None:
         """Shorten the row's tables to `num_blocks`: blocks of rejected drafts are released (`confirmed`: see
@@ -373,9 +391,10 @@ class CacheTables:
         node = self._tips[row]
         while node is not None:
             parent = node.parent  # withdrawing may remove the node
-            for pool, block in zip(self.pools, list(node.blocks), strict=True):
+            for group, (pool, block) in enumerate(zip(self.pools, list(node.blocks), strict=True)):
                 if block != NO_BLOCK:
-                    pool.suspect(block)
+                    if group not in self.state_groups:
+                        pool.suspect(block)
                     pool.withdraw(block)
             node = parent
 
@@ -386,13 +405,8 @@ class CacheTables:
                 pool.withdraw(block)
 
     def take_dirty(self) -> tuple[BlockRef, ...]:
-        """Take the blocks allocated since the last call that must be zeroed before use. (A state is written whole.)"""
-        return tuple(
-            BlockRef(group, block)
-            for group, pool in enumerate(self.pools)
-            for block in pool.take_dirty()
-            if group not in self.state_groups
-        )
+        """Take the blocks allocated since the last call that must be zeroed before use."""
+        return tuple(BlockRef(group, block) for group, pool in enumerate(self.pools) for block in pool.take_dirty())
 
     def check_integrity(self) -> None:
         """Check every block's references over all tables; raises AssertionError with the arithmetic."""

@@ -372,6 +372,7 @@ def _head_attention(
 def _delta_net(spec: DeltaSpec, reader: WeightReader, builder: DecoderBuilder, name: str, hidden: int) -> DeltaNet:
     (q, k, v), heads = spec.sizes, spec.num_value_heads
     if spec.interleaved:
+        reader.expect(f"{name}.in_proj_qkvz.weight", q + k + 2 * v, hidden)  # before an order of so many rows is made
         qkvz = reader.fused([f"{name}.in_proj_qkvz"], [q + k + 2 * v], hidden, False, order=spec.qkvz_order())
         ba = reader.exact(f"{name}.in_proj_ba.weight", 2 * heads, hidden)[spec.ba_order().to(reader.device)]
     else:

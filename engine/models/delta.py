@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.errors import CorruptWeights
 from engine.models.base import Attend
 from engine.quant.base import Linear
 from engine.states import NO_SLOT, Segments, StateShape
@@ -149,6 +150,8 @@ class DeltaRule:
         self.spec = spec
         self.conv = conv.t().contiguous()
         self.decay_scale = -decay_log.exp()
+        if not bool(self.decay_scale.isfinite().all()):
+            raise CorruptWeights("the tensor A_log of a gated delta net holds values whose exponential is not finite")
         self.decay_bias = decay_bias
 
     def __call__(self, states: tuple[Tensor, ...], segments: Segments, *inputs: Tensor) -> Tensor:

@@ -328,12 +328,13 @@ def _lower_bound(
         least = bound(
             ModelShape(
                 spec.num_parameters,
-                spec.num_layers,
+                spec.num_layers - len(spec.state_layers),
                 spec.num_kv_heads,
                 spec.head_dim,
                 bytes_per_parameter=bytes_per_parameter,
                 active_parameters=spec.num_active_parameters,
                 caches_values=not spec.latent_dim,
+                state_bytes=sum(shape.nbytes for layer in spec.states for shape in layer),
             ),
             HARDWARE[name],
             requests=-(-amount.unique // workers),

@@ -354,6 +354,7 @@ def llama4(config: Any) -> DecoderSpec:
         unrotated_growth=query_growth(config.attn_scale, config.floor_scale, names, shift=1) if tuned else None,
         interleaved_rope=True,
         qk_norm="unit" if config.use_qk_norm else None,
+        late_qk_norm=bool(config.use_qk_norm),
         qkv_bias=bias,
         output_bias=bias,
         experts=_experts(

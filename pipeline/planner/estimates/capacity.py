@@ -49,7 +49,9 @@ class ModelShape:
     Attributes:
         bytes_per_parameter: 2 for 16-bit, 1 for 8-bit, 0.5 for 4-bit.
         active_parameters: that a token is computed with, in a mixture of experts; None: all.
+        layers: that attend.
         caches_values: apart from keys; not with latent attention.
+        state_bytes: of a sequence, in layers with states instead of keys and values.
     """
 
     parameters: int
@@ -60,6 +62,7 @@ class ModelShape:
     bytes_per_kv_element: float = 2.0
     active_parameters: int | None = None
     caches_values: bool = True
+    state_bytes: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -74,7 +77,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Keys and values of all layers; kv_heads, not heads, with grouped-query attention."""
+        """Keys and values of all layers that attend; kv_heads, not heads, with grouped-query attention."""
         return (1 + self.caches_values) * self.layers * self.kv_heads * self.head_dim * self.bytes_per_kv_element
 
 
@@ -85,7 +88,7 @@ class DoesNotFit(ValueError):
 def concurrent_sequences(model: ModelShape, hardware: Hardware, tokens: float, utilisation: float = 0.9) -> int:
     """Number of sequences of `tokens` that fit in memory with the weights; raises `DoesNotFit` when none does."""
     room = hardware.memory * utilisation - model.weight_bytes
-    fits = int(room // (model.kv_bytes_per_token * max(1.0, tokens)))
+    fits = int(room // (model.kv_bytes_per_token * max(1.0, tokens) + model.state_bytes))
     if fits < 1:
         raise DoesNotFit(
             f"the model's weights ({model.weight_bytes / 1e9:.1f} GB) leave no room for a sequence of {tokens:.0f} "
@@ -97,8 +100,9 @@ def concurrent_sequences(model: ModelShape, hardware: Hardware, tokens: float, u
 
 def read_seconds(model: ModelShape, hardware: Hardware, sequences: float, tokens: float) -> float:
     """Seconds that one decode step takes to read the weights once and the KV cache of `sequences` with `tokens`
-    each."""
-    return (model.read_bytes(sequences) + sequences * tokens * model.kv_bytes_per_token) / hardware.bandwidth
+    each, and to read and write their states."""
+    cache = sequences * (tokens * model.kv_bytes_per_token + 2 * model.state_bytes)
+    return (model.read_bytes(sequences) + cache) / hardware.bandwidth
 
 
 def compute_seconds(model: ModelShape, hardware: Hardware, tokens: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -79,6 +81,40 @@ def test_prompts_that_part_inside_a_chunk_hit_what_they_have_in_common(common: i
     run(h, *requests)
     # then the first one leaves a snapshot where they part.
     assert [h.finished[str(i), 0].cached_tokens for i in range(3)] == [0, common * BLOCK, common * BLOCK]
+
+
+def test_prompts_that_come_one_by_one_leave_a_snapshot_where_the_second_one_parts_from_the_first() -> None:
+    h = harness()
+    for i in range(3):
+        run(h, make_request(str(i), tokens(1, 5 * BLOCK) + tokens(2 + i, 6 * BLOCK), 1))
+    assert [h.finished[str(i), 0].cached_tokens for i in range(3)] == [0, 0, 5 * BLOCK]
+
+
+def test_a_prefix_that_is_retained_has_a_snapshot_at_its_end() -> None:
+    h = harness()
+    prefix = tokens(1, 5 * BLOCK)
+    run(h, replace(make_request("a", prefix + tokens(2, 6 * BLOCK), 1), retain=((len(prefix), 60.0),)))
+    assert h.finished["a", 0].retained_tokens == len(prefix)
+    run(h, make_request("b", prefix + tokens(3, 6 * BLOCK), 1))
+    assert h.finished["b", 0].cached_tokens == len(prefix)
+
+
+def test_long_answers_leave_the_snapshots_of_prompts() -> None:
+    h = harness(slots=8)
+    prompt = tokens(1, 5 * BLOCK + 2)
+    run(h, make_request("a", prompt))
+    run(h, make_request("b", tokens(2, 3), 100))
+    run(h, make_request("c", prompt))
+    assert h.finished["c", 0].cached_tokens == 5 * BLOCK
+
+
+def test_a_conversation_hits_the_answer_before() -> None:
+    h = harness()
+    prompt = tokens(1, 3)
+    run(h, make_request("a", prompt, 30))
+    said = prompt + h.finished["a", 0].token_ids.tolist()
+    run(h, make_request("b", said + tokens(2, 5)))
+    assert h.finished["b", 0].cached_tokens == (len(said) - 1) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("max_drafts", [1, 3, 9])

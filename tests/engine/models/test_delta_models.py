@@ -70,6 +70,13 @@ def test_a_part_that_is_missing_is_named(name: str, tiny_models: Any, tmp_path: 
         load_model(folder, dtype=torch.float32, device=CPU)
 
 
+def test_decays_that_are_not_finite_are_refused(tiny_models: Any, tmp_path: Path) -> None:
+    folder = tiny_models.make_tiny_model("qwen3.5", tmp_path / "m")
+    edit(folder, lambda tensors: tensors["model.layers.1.linear_attn.A_log"].fill_(100))
+    with pytest.raises(CorruptWeights, match="A_log"):
+        load_model(folder, dtype=torch.float32, device=CPU)
+
+
 REFUSED = {
     "linear_num_key_heads is 0": {"linear_num_key_heads": 0},
     "linear_value_head_dim is 65537": {"linear_value_head_dim": 65537},

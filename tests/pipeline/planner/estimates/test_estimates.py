@@ -107,6 +107,18 @@ def test_a_mixture_computes_with_its_active_parameters_and_reads_more_with_each_
     assert concurrent_sequences(mixture, HARDWARE["h100"], 100) == concurrent_sequences(dense, HARDWARE["h100"], 100)
 
 
+def test_states_take_the_same_room_and_time_however_long_a_sequence_is() -> None:
+    # Given a model of which a quarter of the layers attend, and the others have states of 75 MB
+    keys = ModelShape(8 * 10**9, 12, 2, 256)
+    states = replace(keys, state_bytes=75 * 10**6)
+    # Then a sequence needs as much more room as 3052 tokens, and each step reads and writes it
+    assert 75e6 / keys.kv_bytes_per_token == pytest.approx(3052, abs=1)
+    more = [concurrent_sequences(states, HARDWARE["h100"], n) for n in (100, 1000)]
+    assert more == pytest.approx([concurrent_sequences(keys, HARDWARE["h100"], n + 3052) for n in (100, 1000)], abs=1)
+    extra = [read_seconds(states, HARDWARE["h100"], 8, n) - read_seconds(keys, HARDWARE["h100"], 8, n) for n in (1, 99)]
+    assert extra == pytest.approx([8 * 150e6 / HARDWARE["h100"].bandwidth] * 2)
+
+
 def test_known_numbers_of_a_70b_model() -> None:
     assert LLAMA_70B.kv_bytes_per_token * 4096 == pytest.approx(1.34e9, rel=0.01)
     assert read_seconds(LLAMA_70B, HARDWARE["h100"], 0, 0) == pytest.approx(0.042, rel=0.01)
