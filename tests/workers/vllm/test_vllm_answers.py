@@ -21,6 +21,7 @@ from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LaneSettings
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode
+from schemas.workers.lane import TokensEvent
 from tests.workers.lane.test_server import LaneWorker, alike, request, response, text_of
 from tests.workers.structured import tool_templates
 from tests.workers.structured.test_structured_output import FORMAT, SCHEMA, TOOLS, choices_of, forced_calls, results_of
@@ -177,7 +178,8 @@ def test_each_of_several_prompts_is_answered_as_if_it_were_sent_alone(
 
 
 def test_each_of_several_prompts_streams_its_own_choices(model: LoadedModel, answer: Any, kit: Any) -> None:
-    body = kit.completion(["The quick brown", [5, 6, 7, 8, 9], "naïve 日本語"], n=2, temperature=0, max_tokens=12)
+    prompts: list[Any] = ["The quick brown", [5, 6, 7, 8, 9], "naïve 日本語"]
+    body = kit.completion(prompts, n=2, temperature=0, max_tokens=300, ignore_eos=True)
     (row,) = answer(model, [body])
     lane, clock = MemoryLane(SystemClock(), LaneSettings()), SystemClock()
     worker = LaneWorker(kit, model, lane, "w1", (), of_lane=LaneSettings())
@@ -191,6 +193,7 @@ def test_each_of_several_prompts_streams_its_own_choices(model: LoadedModel, ans
     assert len(found["choices"]) == 6
     for choice in found["choices"]:
         assert text_of(events, choice["index"]) == choice["text"]
+        assert sum(isinstance(event, TokensEvent) and event.choice == choice["index"] for event in events) > 1
 
 
 def test_one_bad_prompt_of_several_fails_its_row_by_its_name(model: LoadedModel, answer: Any, kit: Any) -> None:
