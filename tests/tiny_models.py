@@ -157,6 +157,7 @@ _DELTA = {
 _DELTA_MOE = {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
+_LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -263,6 +264,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("YoutuConfig", {**_LATENT, "q_lora_rank": 16, "tie_word_embeddings": True, "pad_token_id": None}),
     "minicpm3": ("MiniCPM3Config", {**_LATENT, "q_lora_rank": 16, "dim_model_base": 24, "tie_word_embeddings": True}),
     "mistral4": ("Mistral4Config", {**_DEEPSEEK, **_UNGROUPED, **_GROWING, "q_lora_rank": 16}),
+    "lfm2": ("Lfm2Config", {**_LFM2, "block_multiple_of": 16}),
+    "lfm2-moe": (
+        "Lfm2MoeConfig",
+        {**_LFM2, **_EXPERTS, "num_experts": 6, "num_dense_layers": 1, "conv_bias": True},
+    ),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
 }
 """Family -> its transformers config class and what differs from the common shape."""
@@ -284,7 +290,7 @@ FUSED = (
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 
-WITH_STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+WITH_STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe")
 """Families that the fused decoder computes and some of whose layers have states instead of keys and values."""
 
 
@@ -321,7 +327,7 @@ def make_tiny_model(
         for name, parameter in model.named_parameters():
             _draw(name, parameter, tied=config.tie_word_embeddings, scaled="gemma" in family)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
         if edit is not None:
             edit(model)

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.base import Attend, ModelSpec
-from engine.models.delta import DeltaNet, DeltaSpec
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, Mlp, weighted_sum
 from engine.models.latent import LatentAttention, LatentSpec
 from engine.models.rope import RopeSpec, RotaryTable, Rotation
+from engine.models.state_layers.delta import DeltaNet, DeltaSpec
+from engine.models.state_layers.short_conv import ShortConv, ShortConvSpec
 from engine.quant.base import Linear
 from engine.quant.weight import QWeight
 
@@ -32,6 +33,12 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 QkNorm = Literal["head", "heads", "projection", "unit"]
 """Norms of q and k: of each head, with one weight for all heads of q and one for those of k, or
 with a weight for each head; or of all heads together; or of each head without a weight, in layers with positions."""
+
+StateLayer = DeltaNet | ShortConv
+"""A layer's part that has a state instead of attention."""
+
+StateLayers = DeltaSpec | ShortConvSpec
+"""Which layers have states, and their sizes."""
 
 NormNames = tuple[str | None, str | None, str | None, str | None]
 """A layer's norms in checkpoints: of the input and the output of attention, and of the input and the output of the MLP.
@@ -47,7 +54,7 @@ class DecoderSpec:
         latent: of latent attention; None: each KV head has keys and values of its own.
         intermediate_size: of the dense MLPs.
         experts: of the layers whose MLP is a mixture; None: none is.
-        delta: of the layers that are gated delta nets and do not attend; None: all attend.
+        state_layers: of the layers that have states instead of attention; None: all attend.
         activation: of the gate.
         qkv_bias, output_bias, mlp_bias: which products have a bias; of latent attention's, those with the input do.
         fused_qkv, fused_gate_up: checkpoints store these products stacked, as one tensor.
@@ -93,7 +100,7 @@ class DecoderSpec:
     eos_token_ids: tuple[int, ...]
     latent: LatentSpec | None = None
     experts: ExpertSpec | None = None
-    delta: DeltaSpec | None = None
+    state_layers: StateLayers | None = None
     activation: Activation = "silu"
     tied: bool = False
     headless: bool = False
@@ -155,8 +162,8 @@ class DecoderSpec:
         if self.qk_norm not in (None, "unit"):
             attention += 2 * self.head_dim if self.qk_norm == "head" else q + k
         parts = self.num_layers * attention
-        if (delta := self.delta) is not None:
-            parts += sum(delta.layers) * (delta.num_parameters(h) - attention)
+        if (others := self.state_layers) is not None:
+            parts += sum(others.layers) * (others.num_parameters(h) - attention)
         mixtures, mixture = 0, 0
         if (experts := self.experts) is not None:
             mixtures = sum(experts.layers)
@@ -188,8 +195,8 @@ class DecoderSpec:
             generates=not self.headless,
             has_sinks=self.has_sinks,
             states=()
-            if (delta := self.delta) is None
-            else tuple(delta.state(dtype) if has_state else () for has_state in delta.layers),
+            if (others := self.state_layers) is None
+            else tuple(others.state(dtype) if has_state else () for has_state in others.layers),
             latent_dim=0 if self.latent is None else self.latent.rank,
         )
 
@@ -227,7 +234,7 @@ class Layer:
     """
 
     input_norm: Tensor | None
-    attention: HeadAttention | LatentAttention | DeltaNet
+    attention: HeadAttention | LatentAttention | StateLayer
     output: Linear
     mlp_norm: Tensor | None
     mlp: Mlp | Experts | WholeMlp
@@ -339,13 +346,13 @@ class FusedDecoder:
             return self._normed(hidden, self._norm)
 
     def _attended(
-        self, index: int, part: HeadAttention | LatentAttention | DeltaNet, x: Tensor, rotation: Rotation,
+        self, index: int, part: HeadAttention | LatentAttention | StateLayer, x: Tensor, rotation: Rotation,
         growth: Tensor | None,
         attend: Attend,
     ) -> Tensor:  # fmt: skip
         """[T, hidden_size], normed -> [T, heads, elements]; growth: of queries [T, 1, 1]."""
         spec = self._decoder
-        if isinstance(part, DeltaNet):
+        if isinstance(part, StateLayer):
             return part.attended(index, x, attend, spec.norm_eps)
         if isinstance(part, LatentAttention):
             assert spec.latent is not None

@@ -20,11 +20,13 @@ from engine.config import Quantize
 from engine.errors import CorruptWeights
 from engine.logs import get_logger
 from engine.models.base import CausalModel
-from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer
-from engine.models.delta import DeltaNet, DeltaRule, DeltaSpec
+from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer, StateLayer, StateLayers
 from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, Mlp
 from engine.models.head_order import head_order, latent_order, qkv_order
 from engine.models.latent import LatentAttention, LatentSpec
+from engine.models.state_layers.delta import DeltaNet, DeltaSpec
+from engine.models.state_layers.recurrence import Recurrence
+from engine.models.state_layers.short_conv import Convolution, ShortConv
 from engine.quant.base import DenseLinear, Linear, dense, packs
 from engine.quant.int8_linear import Int8Linear
 from engine.quant.linear import fast_kernel, int8_weight_only, quantized_linear
@@ -38,7 +40,15 @@ _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 _CORRECTIONS = (
     "gate.e_score_correction_bias", "e_score_correction_bias", "moe_statics.e_score_correction_bias", "expert_bias",
 )  # fmt: skip
-_QK_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
+_QK_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"))
+
+
+class _MlpNames(NamedTuple):
+    """An MLP's modules in checkpoints. gate_up: None: as `DecoderSpec.gate_up_rows` says."""
+
+    block: str
+    gate_up: tuple[str, str] | None = None
+    down: str = "down_proj"
 
 
 class _MixtureNames(NamedTuple):
@@ -58,8 +68,11 @@ _MIXTURES = (
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router.layer"),
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router"),
     _MixtureNames("feed_forward", "feed_forward.router"),
+    _MixtureNames("feed_forward", "feed_forward.gate", ("w1", "w3", "w2")),
 )
-_MLPS = ("mlp", "feed_forward")
+_MLPS = (_MlpNames("mlp"), _MlpNames("feed_forward"), _MlpNames("feed_forward", ("w1", "w3"), "w2"))
+_OUTPUTS = ("o_proj", "out_proj")
+_LAST_NORMS = ("norm", "embedding_norm")
 
 _PACKED_HEAD_BYTES = 128 << 20
 """A tied head is packed as a second copy only up to this size: small models gain 10 to 60 % on their largest product,
@@ -78,10 +91,6 @@ class DecoderBuilder(Protocol):
     @property
     def quantize(self) -> Quantize:
         """The quantization of weights at load."""
-        ...
-
-    def for_decoder(self, spec: DecoderSpec) -> DecoderBuilder:
-        """The builder of this decoder's parts, whose layout may depend on how the decoder is computed."""
         ...
 
     def runs(self, weight: QWeight, use: Use) -> bool:
@@ -123,9 +132,6 @@ class TorchBuilder:
 
     quantize: Quantize = "none"
     dtype: torch.dtype | None = None
-
-    def for_decoder(self, spec: DecoderSpec) -> DecoderBuilder:
-        return self
 
     def runs(self, weight: QWeight, use: Use) -> bool:
         return use == "embedding" or fast_kernel(weight, self.dtype) is not None
@@ -302,13 +308,14 @@ def build_decoder(
     Raises:
         CorruptWeights: a tensor is missing, has another shape, can't be read, or is unexpected.
     """
-    builder = (builder or TorchBuilder()).for_decoder(spec)
+    builder = builder or TorchBuilder()
     reader = WeightReader(source, builder, dtype, device)
     prefix = next((p for p in spec.weight_prefixes if reader.has(f"{p}embed_tokens.weight")), spec.weight_prefixes[0])
     use: Use = "tied" if spec.tied else "embedding"
     embedding = reader.matrix(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size, use)
     layers = tuple(_layer(spec, reader, builder, prefix, index) for index in range(spec.num_layers))
-    norm = reader.norm(f"{prefix}norm", (spec.hidden_size,), spec.norm_offset)
+    last = next((found for found in _LAST_NORMS if reader.has(f"{prefix}{found}.weight")), _LAST_NORMS[0])
+    norm = reader.norm(f"{prefix}{last}", (spec.hidden_size,), spec.norm_offset)
     head = _head(spec, reader, builder, embedding)
     reader.finish(spec.ignored_weights)
     _report_slow_experts(layers, device)
@@ -330,19 +337,18 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
     input_norm, output_norm, mlp_norm, down_norm = (
         None if part is None else reader.norm(f"{name}.{part}", (hidden,), spec.norm_offset) for part in spec.norms
     )
-    mlp = next((part for part in _MLPS if reader.has(f"{name}.{part}.down_proj.weight")), _MLPS[0])
-    attention: HeadAttention | LatentAttention | DeltaNet
-    if spec.delta is not None and spec.delta.layers[index]:
-        part = f"{name}.linear_attn"
-        attention = _delta_net(spec.delta, reader, builder, part, hidden)
-        output = reader.fused([f"{part}.out_proj"], [hidden], spec.delta.sizes[2], False)
+    mlp = next((found for found in _MLPS if reader.has(f"{name}.{found.block}.{found.down}.weight")), _MLPS[0])
+    attention: HeadAttention | LatentAttention | StateLayer
+    if spec.state_layers is not None and spec.state_layers.layers[index]:
+        attention, output = _state_layer(spec.state_layers, reader, builder, name, hidden)
     else:
         part = f"{name}.self_attn"
         if spec.latent is None:
             attention = _head_attention(spec, reader, builder, part, index)
         else:
             attention = _latent_attention(spec, spec.latent, reader, builder, part)
-        output = reader.fused([f"{part}.o_proj"], [hidden], spec.attended_size, spec.output_bias)
+        module = next((found for found in _OUTPUTS if reader.has(f"{part}.{found}.weight")), _OUTPUTS[0])
+        output = reader.fused([f"{part}.{module}"], [hidden], spec.attended_size, spec.output_bias)
     return Layer(
         input_norm=input_norm,
         attention=attention,
@@ -351,7 +357,7 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
         mlp=(
             _experts(spec, spec.experts, reader, builder, name, index)
             if spec.experts is not None and spec.experts.layers[index]
-            else _mlp(spec, f"{name}.{mlp}", spec.intermediate_size, reader, builder)
+            else _mlp(spec, f"{name}.{mlp.block}", spec.intermediate_size, reader, builder, mlp)
         ),
         output_norm=output_norm,
         down_norm=down_norm,
@@ -369,8 +375,27 @@ def _head_attention(
     )
 
 
+def _state_layer(
+    spec: StateLayers, reader: WeightReader, builder: DecoderBuilder, name: str, hidden: int
+) -> tuple[StateLayer, tuple[Tensor | QWeight, Tensor | None]]:
+    """Read a layer that has a state, and the weight and bias of its output product."""
+    layer: StateLayer
+    if isinstance(spec, DeltaSpec):
+        name, bias = f"{name}.linear_attn", False
+        layer = _delta_net(spec, reader, builder, name, hidden)
+    else:
+        name, bias = f"{name}.conv", spec.bias
+        weight = reader.exact(f"{name}.conv.weight", hidden, 1, spec.kernel_size)[:, 0]
+        layer = ShortConv(
+            builder.linear(*reader.fused([f"{name}.in_proj"], [3 * hidden], hidden, bias)),
+            Convolution(weight, reader.exact(f"{name}.conv.bias", hidden) if bias else None),
+        )
+    return layer, reader.fused([f"{name}.out_proj"], [hidden], spec.output_size, bias)
+
+
 def _delta_net(spec: DeltaSpec, reader: WeightReader, builder: DecoderBuilder, name: str, hidden: int) -> DeltaNet:
-    (q, k, v), heads = spec.sizes, spec.num_value_heads
+    shape = spec.shape
+    (q, k, v), heads = shape.sizes, shape.num_value_heads
     if spec.interleaved:
         reader.expect(f"{name}.in_proj_qkvz.weight", q + k + 2 * v, hidden)  # before an order of so many rows is made
         qkvz = reader.fused([f"{name}.in_proj_qkvz"], [q + k + 2 * v], hidden, False, order=spec.qkvz_order())
@@ -378,16 +403,17 @@ def _delta_net(spec: DeltaSpec, reader: WeightReader, builder: DecoderBuilder, n
     else:
         qkvz = reader.fused([f"{name}.in_proj_qkv", f"{name}.in_proj_z"], [q + k + v, v], hidden, False)
         ba = torch.cat([reader.exact(f"{name}.in_proj_{part}.weight", heads, hidden) for part in "ba"])
+    decay_scale = -reader.exact(f"{name}.A_log", heads).exp()
+    if not bool(decay_scale.isfinite().all()):
+        raise CorruptWeights(f"the tensor {name}.A_log holds values whose exponential is not finite")
     return DeltaNet(
+        shape=shape,
         qkvz=builder.linear(*qkvz),
         ba=ba,
-        rule=DeltaRule(
-            spec,
-            conv=reader.exact(f"{name}.conv1d.weight", q + k + v, 1, spec.kernel_size)[:, 0],
-            decay_log=reader.exact(f"{name}.A_log", heads),
-            decay_bias=reader.exact(f"{name}.dt_bias", heads),
-        ),
-        norm=reader.exact(f"{name}.norm.weight", spec.value_dim),
+        decay_scale=decay_scale,
+        decay_bias=reader.exact(f"{name}.dt_bias", heads),
+        recurrence=Recurrence(shape, reader.exact(f"{name}.conv1d.weight", q + k + v, 1, shape.kernel_size)[:, 0]),
+        norm=reader.exact(f"{name}.norm.weight", shape.value_dim),
     )
 
 
@@ -442,11 +468,13 @@ def _qk_norm(spec: DecoderSpec, reader: WeightReader, name: str, layer: int) -> 
     return whole if order is None else whole[:, order.to(whole.device)].contiguous()
 
 
-def _mlp(spec: DecoderSpec, name: str, inner: int, reader: WeightReader, builder: DecoderBuilder) -> Mlp:
+def _mlp(
+    spec: DecoderSpec, name: str, inner: int, reader: WeightReader, builder: DecoderBuilder, names: _MlpNames = _MLPS[0]
+) -> Mlp:
     hidden, bias = spec.hidden_size, spec.mlp_bias
-    rows = spec.gate_up_rows(inner)
+    rows = spec.gate_up_rows(inner) if names.gate_up is None else dict.fromkeys(names.gate_up, inner)
     gate_up = reader.fused([f"{name}.{part}" for part in rows], list(rows.values()), hidden, bias, "gated")
-    return Mlp(builder.gated(*gate_up), builder.linear(*reader.fused([f"{name}.down_proj"], [hidden], inner, bias)))
+    return Mlp(builder.gated(*gate_up), builder.linear(*reader.fused([f"{name}.{names.down}"], [hidden], inner, bias)))
 
 
 def _experts(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from engine.models.experts import ExpertLinear, Experts, LinearPerExpert, Mlp
 from engine.models.native_experts import NativeExperts
 from engine.models.native_parts import with_native_mlps
 from engine.models.rope import RotaryTable
+from engine.models.state_layers.native_recurrence import with_native_recurrences
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
 from engine.native.packing import pack_quantized, runs_small
@@ -240,18 +241,11 @@ class NativeBuilder:
     Attributes:
         quantize: weights at load. int8 is used where the table measured it as faster; the head has the model's dtype,
             because it decides between neighbouring tokens.
-        whole: the kernels compute whole steps (`NativeDecoder`); else only products, MLPs and attention, call by call,
-            and torch's operators the rest (`FusedDecoder`).
     """
 
     library: NativeLibrary
     quantize: Quantize = "none"
     table: ShapeTable | None = None
-    whole: bool = True
-
-    def for_decoder(self, spec: DecoderSpec) -> NativeBuilder:
-        """For a `NativeDecoder`, unless some of the layers don't attend, or to latent vectors."""
-        return replace(self, whole=spec.delta is None and spec.latent is None)
 
     def runs(self, weight: QWeight, use: Use) -> bool:
         """Whether the kernels compute with a small weight; unsupported groups are better dequantized once."""
@@ -286,10 +280,12 @@ class NativeBuilder:
         return self._table(embedding) if isinstance(embedding, QWeight) else self.head(embedding)
 
     def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
-        """A tied head in a small form is the embedding's only copy, but for a `FusedDecoder`."""
-        if not self.whole:
-            parts["layers"] = with_native_mlps(self.library, spec, parts["layers"])
-            return FusedDecoder(spec, dtype, **parts)
+        """A tied head in a small form is the embedding's only copy, but for a `FusedDecoder`. Where some of the layers
+        don't attend, or attend to latent vectors, the kernels compute products, MLPs, attention and recurrences call by
+        call, and torch's operators the rest."""
+        if spec.state_layers is not None or spec.latent is not None:
+            layers = with_native_mlps(self.library, spec, parts.pop("layers"))
+            return FusedDecoder(spec, dtype, layers=with_native_recurrences(self.library, layers), **parts)
         if isinstance(embedding := parts.pop("embedding"), QWeight):
             head = _native(parts["head"])
             embedding = head if head.looked_up else self._table(embedding)
@@ -341,7 +337,7 @@ def _norms(layer: Layer) -> tuple[Tensor | None, ...]:
 
 
 def _heads(layer: Layer) -> HeadAttention:
-    assert isinstance(layer.attention, HeadAttention), "`NativeBuilder.for_decoder` makes no other one for the kernels"
+    assert isinstance(layer.attention, HeadAttention), "`NativeBuilder.decoder` makes no other one for the kernels"
     return layer.attention
 
 

@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tm_argmax": (None, [c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "tm_attend": (None, [c_int, c_int, c_void_p, c_int, c_int, c_float, c_void_p, c_void_p, c_int,
                          *[c_void_p] * 5]),
+    "tm_scan": (None, [c_int, c_int, c_int, c_void_p, c_void_p]),
 }  # fmt: skip
 
 
@@ -138,6 +139,10 @@ class NativeLibrary:
             self._isa, self.threads, ctypes.byref(cache), activations, heads, scale, ctypes.byref(layer),
             group, q.shape[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
+
+    def scan(self, activations: ElementKind, recurrence: Any, scan: Any) -> None:
+        """Compute a layer with states; see csrc/recurrence.h."""
+        self._library.tm_scan(self._isa, self.threads, activations, ctypes.byref(recurrence), ctypes.byref(scan))
 
 
 class StepTasks:

@@ -149,6 +149,23 @@ class WorkspaceStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+class RecurrenceStruct(ctypes.Structure):
+    _fields_ = (
+        ("key_heads", c_int32), ("value_heads", c_int32), ("key_dim", c_int32), ("value_dim", c_int32),
+        ("kernel_size", c_int32), ("channels", c_int32), ("query_at", c_int32), ("key_at", c_int32),
+        ("value_at", c_int32), ("unit", c_int32), ("corrects", c_int32), ("unused", c_int32),
+        ("conv", c_void_p), ("bias", c_void_p), ("skip", c_void_p),
+    )  # fmt: skip
+
+
+class StateScanStruct(ctypes.Structure):
+    _fields_ = (
+        ("segments", c_int64), ("first", c_void_p), ("count", c_void_p), ("read", c_void_p), ("write", c_void_p),
+        ("x", c_void_p), ("gates", c_void_p), ("inputs", c_void_p), ("matrices", c_void_p), ("history", c_void_p),
+        ("out", c_void_p), ("thread_space", c_void_p), ("thread_bytes", c_int64),
+    )  # fmt: skip
+
+
 ABI = sum(
     size * ctypes.sizeof(struct)
     for size, struct in (

@@ -116,9 +116,6 @@ class RankBuilder:
     def quantize(self) -> Quantize:
         return self.inner.quantize
 
-    def for_decoder(self, spec: DecoderSpec) -> RankBuilder:
-        return self
-
     def runs(self, weight: QWeight, use: Use) -> bool:
         return self.inner.runs(weight, use)
 

@@ -55,7 +55,7 @@ class Share:
     placement: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.spec.delta is not None:
+        if self.spec.state_layers is not None:
             raise UnsupportedModel(
                 "layers with states can't be shared by several devices yet; leave --tensor-parallel and "
                 "--expert-parallel out"

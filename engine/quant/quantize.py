@@ -101,7 +101,7 @@ def _fused(path: Path, what: str) -> tuple[DecoderSpec, str]:
         raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: they are mixtures of experts")
     if opened.decoder.latent is not None:
         raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: their attention is latent")
-    if opened.decoder.delta is not None:
+    if opened.decoder.state_layers is not None:
         raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: some of their layers have states")
     prefixes, names = opened.decoder.weight_prefixes, opened.weights.names
     return opened.decoder, next((p for p in prefixes if f"{p}embed_tokens.weight" in names), prefixes[0])

@@ -6,10 +6,11 @@ from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.models.decoder import DecoderSpec
-from engine.models.delta import DeltaSpec
 from engine.models.families.description import decoder_spec, head_dim_of
 from engine.models.families.mixtures import experts_with_gate, sparse_layers
 from engine.models.rope import rope_spec
+from engine.models.state_layers.delta import DeltaSpec
+from engine.models.state_layers.recurrence import RecurrenceShape
 
 _MAX_SIZE = 1 << 16
 _KERNEL_SIZES = range(2, 257)
@@ -44,7 +45,7 @@ def _qwen(config: Any, *, interleaved: bool, **differences: Any) -> DecoderSpec:
         config,
         layer_kinds=("full_attention", "linear_attention"),
         ropes=(rope,),
-        delta=_delta(config, interleaved=interleaved),
+        state_layers=_delta(config, interleaved=interleaved),
         gated_attention=True,
         qk_norm="head",
         norm_offset=True,
@@ -75,4 +76,4 @@ def _delta(config: Any, *, interleaved: bool) -> DeltaSpec:
         )
     if all(layers):
         raise UnsupportedModel("layer_types has no layer of full_attention, but one at least must attend")
-    return DeltaSpec(layers, key_heads, value_heads, key_dim, value_dim, kernel, interleaved)
+    return DeltaSpec(layers, RecurrenceShape(key_heads, value_heads, key_dim, value_dim, kernel), interleaved)

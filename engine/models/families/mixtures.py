@@ -11,6 +11,7 @@ from engine.models.decoder import SWIGLU_ALPHA, SWIGLU_LIMIT, DecoderSpec
 from engine.models.experts import ExpertSpec
 from engine.models.families.dense import NORMS_BEHIND, cohere_like, granite, hunyuan
 from engine.models.families.description import decoder_spec, head_dim_of, layer_windows, query_growth, ropes_by_kind
+from engine.models.families.short_conv import with_convolutions
 from engine.models.rope import no_rope, rope_spec
 
 _MOST_EXPERTS = 4096
@@ -398,6 +399,21 @@ def glm4v_moe(config: Any) -> DecoderSpec:
         qkv_bias=bool(config.attention_bias),
         experts=deepseek_experts(config, behind_dense(config)),
     )
+
+
+def lfm2_moe(config: Any) -> DecoderSpec:
+    """LFM2's mixtures (Liquid AI, 2025): experts are chosen by corrected sigmoid scores."""
+    experts = _experts(
+        config,
+        "num_experts",
+        config.moe_intermediate_size,
+        layers=tuple(index >= config.num_dense_layers for index in range(config.num_hidden_layers)),
+        scoring="sigmoid",
+        renormalize=bool(config.norm_topk_prob),
+        scale=config.routed_scaling_factor,
+        has_correction=bool(config.use_expert_bias),
+    )
+    return with_convolutions(config, experts=experts)
 
 
 def experts_with_gate(config: Any, *, layers: tuple[bool, ...] | None = None, renormalize: bool = True) -> ExpertSpec:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from engine.models.decoder import DecoderSpec
-from engine.models.families import delta, dense, latent, mixtures
+from engine.models.families import delta, dense, latent, mixtures, short_conv
 
 Family = Callable[[Any], DecoderSpec]
 
@@ -51,6 +51,8 @@ _FAMILIES: Mapping[str, Family] = {
     "hyperclovax": dense.hyperclovax,
     "internlm3": dense.llama,
     "iquestcoder": dense.llama,
+    "lfm2": short_conv.lfm2,
+    "lfm2_moe": mixtures.lfm2_moe,
     "llama": dense.llama,
     "llama4_text": mixtures.llama4,
     "mellum": mixtures.mellum,

@@ -144,6 +144,30 @@ struct Workspace {
     int64_t* spent;  // or null: nanoseconds that the first thread spent in each Part, waiting for others included
 };
 
+// A layer with states (recurrence.h). Heads of values share those of keys, neighbours each.
+struct Recurrence {
+    int32_t key_heads, value_heads, key_dim, value_dim, kernel_size, channels;
+    int32_t query_at, key_at, value_at;  // their first channels
+    int32_t unit;                        // q and k of a token are normed to 1, and q divided by sqrt(key_dim)
+    int32_t corrects, unused;            // what the matrix holds for a key is subtracted from the value
+    const float* conv;                   // [kernel_size][channels]
+    const float *bias, *skip;            // or null; [channels] of the convolution; [value_heads], factors of the values
+};
+
+// Its part of a step; see Segments in engine/states.py.
+struct StateScan {
+    int64_t segments;
+    const int64_t *first, *count, *read, *write;
+    const void* x;       // [tokens][channels] in the activations' kind
+    const float* gates;  // [tokens][2 * value_heads]: rates, then decays as logarithms
+    void* inputs;        // [slots][kernel_size - 1][channels] in the activations' kind
+    float* matrices;     // [slots][value_heads][key_dim][value_dim]
+    void* history;       // room: [segments][kernel_size - 1][channels] in the activations' kind
+    float* out;          // [tokens][value_heads][value_dim]
+    uint8_t* thread_space;  // [threads][thread_bytes]
+    int64_t thread_bytes;
+};
+
 enum Part : int32_t { PART_NORM, PART_PRODUCT, PART_ROTATE, PART_ATTENTION, PART_QUANTIZE, PART_HEAD, PART_ROUTE, NUM_PARTS };
 
 struct Team {
@@ -169,6 +193,7 @@ struct Kernels {
     void (*attend)(Team*, int32_t member, const CacheShape*, int32_t activations, int32_t heads, float scale,
                    const Layer*, const AttentionGroup*, int32_t tokens, const void* q, const void* k, const void* v,
                    void* out, const Workspace*);
+    void (*scan)(Team*, int32_t member, int32_t activations, const Recurrence*, const StateScan*);
 };
 
 }  // extern "C"
@@ -180,4 +205,5 @@ constexpr int RANGE_STRIDE = 16;      // two cache lines, which processors fetch
 constexpr int ROW_BLOCK = 128;        // rows of a product that share a pass over a weight panel
 constexpr int UNPACKED_ROWS = 240;    // rows for which a panel of small weights is unpacked once
 constexpr int TILE_KEYS = 256;        // keys whose scores are held at once
+constexpr int STATE_TOKENS = 32;      // of a segment, convolved together
 constexpr int ATTENTION_ROWS = 60;    // query rows (tokens x heads of one KV head) of an attention task

@@ -297,4 +297,9 @@ void tm_attend(int isa, int threads, const CacheShape* cache, int activations, i
     });
 }
 
+void tm_scan(int isa, int threads, int activations, const Recurrence* r, const StateScan* s) {
+    const Kernels* k = kernels_of(isa);
+    run_team(threads, [&](Team* team, int m) { k->scan(team, m, activations, r, s); });
+}
+
 }  // extern "C"

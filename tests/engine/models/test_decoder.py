@@ -33,7 +33,7 @@ FUSED = (
 )  # fmt: skip
 
 
-WITH_STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+WITH_STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe")
 
 
 def tolerance_of(family):
@@ -99,7 +99,9 @@ def test_the_spec_describes_the_model(family, tiny_model, tiny_models):
     spec = description.spec
     assert description.fused
     assert spec == load_model(tiny_model(family), dtype=torch.float32, device=CPU).spec
-    corrections = sum(b.numel() for name, b in reference.named_buffers() if name.endswith("correction_bias"))
+    corrections = sum(
+        b.numel() for name, b in reference.named_buffers() if name.endswith(("correction_bias", "expert_bias"))
+    )
     assert spec.num_parameters == sum(p.numel() for p in reference.parameters()) + corrections
     assert (spec.num_active_parameters is None) == (getattr(config, "num_experts_per_tok", None) is None)
     assert spec.num_active_parameters is None or spec.num_active_parameters < spec.num_parameters

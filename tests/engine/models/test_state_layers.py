@@ -1,4 +1,4 @@
-"""Models whose layers are gated delta nets: what is read from their files, what is refused, and quantized weights."""
+"""Models whose layers have states: what is read from their files, what is refused, and quantized weights."""
 
 from __future__ import annotations
 
@@ -97,6 +97,25 @@ REFUSED = {
 def test_what_would_change_the_result_is_refused_by_name(said: str, family: str, tiny_models: Any) -> None:
     config = tiny_models.make_config(family)
     for name, value in REFUSED[said].items():
+        setattr(config, name, value)
+    family_function = fused_family(config)
+    assert family_function is not None
+    with pytest.raises(UnsupportedModel, match=said):
+        family_function(config)
+
+
+@pytest.mark.parametrize(
+    ("said", "changes"),
+    [
+        ("conv_L_cache is 1,", {"conv_L_cache": 1}),
+        ("layer_types has no layer of full_attention", {"layer_types": ["conv"] * 3}),
+        ("layer_types describes 3 layers", {"num_hidden_layers": 2}),
+        ("block_multiple_of is 0", {"block_multiple_of": 0}),
+    ],
+)
+def test_short_convolutions_that_cannot_be_are_refused_by_name(said: str, changes: Any, tiny_models: Any) -> None:
+    config = tiny_models.make_config("lfm2")
+    for name, value in changes.items():
         setattr(config, name, value)
     family_function = fused_family(config)
     assert family_function is not None
