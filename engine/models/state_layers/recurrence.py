@@ -26,6 +26,9 @@ from engine.states import NO_SLOT, Segments, StateShape
 CHUNK = 64
 """Tokens of a chunk: within it, work grows with its square."""
 
+_WIDTHS = (4, 16)
+"""Segments of at most so many tokens, as drafts are, aren't padded to the length of longer ones."""
+
 _ROWS_AT_ONCE = 32
 """Single tokens whose states are held at once, beside the stored ones: a state is megabytes."""
 
@@ -102,8 +105,8 @@ class Recurrence:
         for first in range(0, segments.num_single, _ROWS_AT_ONCE):
             rows = slice(first, min(first + _ROWS_AT_ONCE, segments.num_single))
             self._single(remembered, matrices, segments, rows, features, gates, out)
-        if segments.num_single < len(segments.first):
-            self._runs(remembered, matrices, segments, features, gates, out)
+        for rows in _alike(segments):
+            self._runs(remembered, matrices, segments, rows, features, gates, out)
         return out
 
     def _single(
@@ -136,13 +139,13 @@ class Recurrence:
         matrices.index_copy_(0, write, stored)
 
     def _runs(
-        self, remembered: Tensor, matrices: Tensor, segments: Segments, features: Tensor, gates: Tensor, out: Tensor
-    ) -> None:
-        """Compute the longer segments, one after the other; what needs no state for all of them at once."""
+        self, remembered: Tensor, matrices: Tensor, segments: Segments, rows: slice, features: Tensor, gates: Tensor,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """Compute the segments `rows`, one after the other; what needs no state for all of them at once."""
         device, before = features.device, self.shape.kernel_size - 1
         first, count, read, write = (
-            part[segments.num_single :].tolist()
-            for part in (segments.first, segments.count, segments.read, segments.write)
+            part[rows].tolist() for part in (segments.first, segments.count, segments.read, segments.write)
         )
         seen = []
         for segment, start in enumerate(first):
@@ -159,12 +162,12 @@ class Recurrence:
         valid = torch.from_numpy(chunks.valid).to(device)[..., None]
         tokens.rate.mul_(valid)
         tokens.decay.mul_(valid)
-        rows = _solved(tokens, self.shape)
+        solved = _solved(tokens, self.shape)
         results, chunk = [], 0
         for segment, end in enumerate(chunks.ends.tolist()):
             state = _grouped(matrices[read[segment]], 0, self.shape)
             while chunk < end:
-                state, result = rows.step(chunk, state)
+                state, result = solved.step(chunk, state)
                 results.append(result)
                 chunk += 1
             if write[segment] != NO_SLOT:
@@ -194,6 +197,14 @@ class _Tokens:
         if shape.delta_rule:
             self.q, self.k = _unit(self.q).mul_(shape.key_dim**-0.5), _unit(self.k)
         self.rate, self.decay = gates.chunk(2, dim=-1)
+
+
+def _alike(segments: Segments) -> list[slice]:
+    """Cut the segments behind the single ones, in their order, into groups of like lengths: all of a group are padded
+    to the longest."""
+    kinds = np.digitize(segments.count[segments.num_single :], _WIDTHS, right=True)
+    borders = segments.num_single + np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
+    return [slice(first, end) for first, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)]
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.models.state_layers.native_recurrence import NativeRecurrence, RecurrenceRoom
-from engine.models.state_layers.recurrence import Recurrence, RecurrenceShape
+from engine.models.state_layers.recurrence import Recurrence, RecurrenceShape, _Chunks
 from engine.native.build import INSTRUCTION_SETS
 from engine.states import NO_SLOT, Segments, StateOperator, empty_states
 from tests.native_paths import native_path
@@ -164,6 +165,28 @@ def test_threads_share_a_layer() -> None:
     # When prompts and then tokens are computed, then the outputs are those of one: `Sequences.step`
     for lengths in ([5], [1], [3]):
         sequences.step({0: lengths, 1: lengths})
+
+
+def test_short_runs_are_not_padded_to_the_length_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given drafts of many sequences, each behind a token, around a chunk of a prompt
+    lengths = [*[1, 3] * 20, 64, *[1, 2] * 20]
+    first = np.cumsum([0, *lengths[:-1]])
+    read, write = np.zeros_like(first), np.zeros_like(first)
+    inputs = make_inputs(DELTA, sum(lengths), 8)
+    padded: list[int] = []
+    cut = _Chunks.of
+
+    def counted(*parts: Any) -> _Chunks:
+        chunks = cut(*parts)
+        padded.append(chunks.tokens.size)
+        return chunks
+
+    monkeypatch.setattr(_Chunks, "of", counted)
+    states = empty_states(DELTA.state(torch.float32), 2, torch.device("cpu"))
+    # When they are computed
+    weights(DELTA)(states, Segments(first, np.array(lengths), read, write, 0), *inputs)
+    # Then a group is as wide as its longest
+    assert padded == [40 * 3, 64, 40 * 2]
 
 
 def test_a_state_that_is_not_stored_stays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
