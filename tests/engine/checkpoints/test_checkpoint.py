@@ -199,10 +199,10 @@ def edit_config(folder, **changes):
         ("T5ForConditionalGeneration", {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}),
         ("MambaForCausalLM", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}),
         ("BloomForCausalLM", {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}),
-        ("DeepseekV3ForCausalLM", {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}),
+        ("LongcatFlashForCausalLM", {"model_type": "longcat_flash", "architectures": ["LongcatFlashForCausalLM"]}),
         (
-            "LlavaNextForConditionalGeneration",
-            {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]},
+            "AriaForConditionalGeneration",
+            {"model_type": "aria", "architectures": ["AriaForConditionalGeneration"]},
         ),
     ],
 )
