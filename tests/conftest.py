@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import re
 import signal
 import sys
 import zlib
@@ -30,6 +31,18 @@ settings.register_profile(
 settings.load_profile("unhurried")
 
 
+def _in_between() -> re.Pattern[str]:
+    """Names of tests that run on one of the kernels' instruction sets, neither the least nor this processor's best."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set[str]()
+    above_avx2 = {"avx512": "avx512bw", "avx512_bf16": "avx512_bf16", "amx": "amx_tile"}
+    names = [name for name, flag in above_avx2.items() if flag in flags][:-1]
+    return re.compile(rf"(?<![a-z0-9_])({'|'.join(names) or '(?!)'})(?![a-z0-9_])")
+
+
+IN_BETWEEN = _in_between()
+
+
 def pytest_configure() -> None:
     """What runs in the background (nohup, a script's &) was started with Ctrl-C ignored. So would be every process that
     a test starts, and that is to be interrupted."""
@@ -37,8 +50,15 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files with the most slow tests first: the processes that share the files then end at about one time."""
+    """Run the files with the most slow tests first: the processes that share the files then end at about one time.
+
+    Of the kernels' instruction sets, the least and this processor's best are tested; those between are exhaustive.
+    """
+    for item in items:
+        if IN_BETWEEN.search(item.name):
+            item.add_marker(pytest.mark.exhaustive)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
 

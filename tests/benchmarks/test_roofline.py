@@ -136,6 +136,7 @@ def test_given_two_measurements_when_they_are_joined_then_the_higher_rates_stay(
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.exhaustive  # beside other tests, cycles are counted that others had
 def test_given_this_machine_when_it_is_measured_then_instructions_per_cycle_are_plausible() -> None:
     found = measure([1], sizes=[1 << 20, 8 << 20], round_seconds=0.004)[1]
 

@@ -128,7 +128,7 @@ def test_given_a_refusal_that_stays_or_of_another_bucket_then_it_is_final(
     assert clock.slept == slept, "a bucket that never worked most likely has a wrong name"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_a_server_that_stays_away_then_the_error_says_that_it_may_come_back(
     proxy: FaultyHttp, store: Callable[[Clock], S3Store]
 ) -> None:
