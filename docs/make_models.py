@@ -70,6 +70,7 @@ SIZES: Final[Mapping[str, Any]] = {
 
 _PER_LAYER: Final = {"vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 16}
 DIFFERENCES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {
@@ -84,6 +85,7 @@ DIFFERENCES: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma4_text": _PER_LAYER,
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
@@ -91,6 +93,9 @@ DIFFERENCES: Final[Mapping[str, Mapping[str, Any]]] = {
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
         "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
     },
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
     "xlnet": {"d_head": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 3},

@@ -105,6 +105,7 @@ class StateStorage:
         """`shapes`: per layer."""
         (self.group,) = (index for index, group in enumerate(groups) if group.snapshot_blocks is not None)
         slots = groups[self.group].num_blocks
+        self._device = device
         self.states = {layer: empty_states(shapes[layer], slots, device) for layer in groups[self.group].layers}
 
     def step(self, plan: StepPlan, rows: RowState) -> StateStep:
@@ -112,9 +113,12 @@ class StateStorage:
         table, size = rows.block_tables[self.group], rows.block_size
         counts = plan.counts.astype(np.int64)
         first = np.cumsum(counts) - counts
-        drafts = None if plan.drafts is None else plan.drafts.astype(np.int64)
+        drafts = draft_tokens = None
+        if plan.drafts is not None:
+            drafts = plan.drafts.astype(np.int64)
+            draft_tokens = torch.from_numpy(_last(plan.counts, plan.drafts)).to(self._device)
         segments = state_segments(table[plan.rows], size, plan.starts.astype(np.int64), counts, first, drafts)
-        return StateStep(self, plan, table, size, segments)
+        return StateStep(self, plan, table, size, segments, draft_tokens)
 
 
 class _Drafted(NamedTuple):
@@ -132,6 +136,7 @@ class StateStep:
     Attributes:
         table: int32 [R, blocks], the state group's block tables.
         segments: of the step's tokens.
+        draft_tokens: int64, which of the step's tokens are drafts; None: none are.
     """
 
     storage: StateStorage
@@ -139,13 +144,13 @@ class StateStep:
     table: NDArray[np.int32]
     block_size: int
     segments: Segments
+    draft_tokens: Tensor | None
     _drafted: list[_Drafted] = field(default_factory=list)
 
     def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
         """Compute a layer; see `StateOperator`."""
-        if self.plan.drafts is not None:
-            at = torch.from_numpy(_last(self.plan.counts, self.plan.drafts)).to(inputs[0].device)
-            self._drafted.append(_Drafted(layer, operator, tuple(part.index_select(0, at) for part in inputs)))
+        if (drafts := self.draft_tokens) is not None:
+            self._drafted.append(_Drafted(layer, operator, tuple(part.index_select(0, drafts) for part in inputs)))
         return operator(self.storage.states[layer], self.segments, *inputs)
 
     def accept(self, accepted: NDArray[np.int32]) -> None:
@@ -188,11 +193,11 @@ def state_segments(
         drafts: int64 [B], how many of the last tokens are drafts, whose states are not stored; None: none are.
     """
     rows = np.arange(len(starts))
-    known = starts + counts if drafts is None else starts + counts - drafts
+    ends = starts + counts
+    known = ends if drafts is None else ends - drafts
     read = np.where(starts > 0, table[rows, np.maximum(starts - 1, 0) // block_size], NO_SLOT)
     write = np.where(known > starts, table[rows, np.maximum(known - 1, 0) // block_size], NO_SLOT)
     single = (counts == 1) & (known > starts)
-    ends = starts + counts
     parts = {
         row: _cut(
             table[row], block_size, int(starts[row]), int(known[row]), int(ends[row]), int(first[row]), int(read[row])

@@ -65,6 +65,12 @@ _GRANITE = {
     "logits_scaling": 4.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
 }  # fmt: skip
 _GRANITE4 = {**_GRANITE, "shared_intermediate_size": 40, "mamba_n_heads": 4, "layer_types": ["full_attention"] * 3}
+_MAMBA = {
+    "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 20, "tie_word_embeddings": False,
+}  # fmt: skip
+_GRANITE4_MAMBA = {
+    **_GRANITE4, **_MAMBA, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 _GPT2 = {"vocab_size": 257, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _MIXED = {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "num_experts_per_tok": 3}
@@ -213,6 +219,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GRANITE4, "num_local_experts": 0, "num_experts_per_tok": None, "position_embedding_type": "rope"},
     ),
     "granite4-nope": ("GraniteMoeHybridConfig", {**_GRANITE4, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite4-mamba": (
+        "GraniteMoeHybridConfig",
+        {**_GRANITE4_MAMBA, "num_local_experts": 0, "num_experts_per_tok": None, "mamba_proj_bias": True},
+    ),
+    "granite4-mamba-moe": (
+        "GraniteMoeHybridConfig",
+        {
+            **_GRANITE4_MAMBA,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "time_step_limit": [0.05, 0.5],
+        },
+    ),
+    "bamba": ("BambaConfig", {**_MAMBA, "mamba_n_groups": 3, "attn_layer_indices": [1], "attention_bias": True}),
     "dots1": ("Dots1Config", {**_GLM, "head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True}),
     "ernie4.5-moe": ("Ernie4_5_MoeConfig", _ERNIE_MOE),
     "glm4-moe": ("Glm4MoeConfig", _GLM),
@@ -290,7 +312,9 @@ FUSED = (
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 
-WITH_STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe")
+WITH_STATES = (
+    "qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe", "granite4-mamba", "granite4-mamba-moe", "bamba",
+)  # fmt: skip
 """Families that the fused decoder computes and some of whose layers have states instead of keys and values."""
 
 
@@ -336,7 +360,10 @@ def make_tiny_model(
 
 
 def _draw(name: str, parameter: torch.Tensor, *, tied: bool, scaled: bool) -> None:
-    if parameter.dim() < 2:
+    if name.endswith(("mamba.A_log", "mamba.dt_bias")):
+        # Decays of a half to nearly 1: else a Mamba-2 layer remembers nothing, or everything.
+        parameter.normal_(-1.5 if name.endswith("dt_bias") else 0.0, 0.7)
+    elif parameter.dim() < 2:
         parameter.add_(torch.randn_like(parameter), alpha=0.2)
     elif "embed" in name or "wte" in name or "wpe" in name:
         # Through a tied head, wide embeddings would only ever repeat the last token.

@@ -20,6 +20,7 @@ from engine.models.experts import ExpertRows, Experts, ExpertSpec, Mlp, weighted
 from engine.models.latent import LatentAttention, LatentSpec
 from engine.models.rope import RopeSpec, RotaryTable, Rotation
 from engine.models.state_layers.delta import DeltaNet, DeltaSpec
+from engine.models.state_layers.mamba import Mamba, MambaSpec
 from engine.models.state_layers.short_conv import ShortConv, ShortConvSpec
 from engine.quant.base import Linear
 from engine.quant.weight import QWeight
@@ -34,10 +35,10 @@ QkNorm = Literal["head", "heads", "projection", "unit"]
 """Norms of q and k: of each head, with one weight for all heads of q and one for those of k, or
 with a weight for each head; or of all heads together; or of each head without a weight, in layers with positions."""
 
-StateLayer = DeltaNet | ShortConv
+StateLayer = DeltaNet | Mamba | ShortConv
 """A layer's part that has a state instead of attention."""
 
-StateLayers = DeltaSpec | ShortConvSpec
+StateLayers = DeltaSpec | MambaSpec | ShortConvSpec
 """Which layers have states, and their sizes."""
 
 NormNames = tuple[str | None, str | None, str | None, str | None]
@@ -336,11 +337,11 @@ class FusedDecoder:
                 rope = spec.layer_ropes[index]
                 attended = self._attended(index, layer.attention, normed, rotations[rope], growths[rope], attend)
                 update = layer.output(attended.flatten(1))
-                hidden.add_(self._normed(update, layer.output_norm), alpha=spec.residual_scale)
+                hidden.add_(self._scaled(self._normed(update, layer.output_norm)))
                 if not spec.parallel:
                     normed = self._normed(hidden, layer.mlp_norm)
                 update = self._mlp(layer.mlp, normed)
-                hidden.add_(self._normed(update, layer.down_norm), alpha=spec.residual_scale)
+                hidden.add_(self._scaled(self._normed(update, layer.down_norm)))
             if states is not None and spec.num_layers in states:
                 states[spec.num_layers].copy_(hidden)
             return self._normed(hidden, self._norm)
@@ -409,6 +410,10 @@ class FusedDecoder:
             shared = self._mlp(mlp.shared, x)
             total += shared if mlp.shared_gate is None else shared * F.linear(x.float(), mlp.shared_gate).sigmoid()
         return total.to(x.dtype)
+
+    def _scaled(self, update: Tensor) -> Tensor:
+        """What joins the residual. (Torch's sum with a factor rounds otherwise at the end of a tensor.)"""
+        return update if self._decoder.residual_scale == 1.0 else update * self._decoder.residual_scale
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """In float32, rounded once to x's dtype; x itself where there is no norm."""

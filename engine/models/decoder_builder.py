@@ -14,19 +14,17 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.checkpoints.checkpoint import DERIVED, WeightSource
+from engine.checkpoints.checkpoint import DERIVED, PartSource, WeightSource
 from engine.checkpoints.weight_format_stats import WeightFormatStats
 from engine.config import Quantize
 from engine.errors import CorruptWeights
 from engine.logs import get_logger
 from engine.models.base import CausalModel
-from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer, StateLayer, StateLayers
+from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer, StateLayer
 from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, Mlp
 from engine.models.head_order import head_order, latent_order, qkv_order
 from engine.models.latent import LatentAttention, LatentSpec
-from engine.models.state_layers.delta import DeltaNet, DeltaSpec
-from engine.models.state_layers.recurrence import Recurrence
-from engine.models.state_layers.short_conv import Convolution, ShortConv
+from engine.models.state_layers.reading import read_state_layer
 from engine.quant.base import DenseLinear, Linear, dense, packs
 from engine.quant.int8_linear import Int8Linear
 from engine.quant.linear import fast_kernel, int8_weight_only, quantized_linear
@@ -72,7 +70,7 @@ _MIXTURES = (
 )
 _MLPS = (_MlpNames("mlp"), _MlpNames("feed_forward"), _MlpNames("feed_forward", ("w1", "w3"), "w2"))
 _OUTPUTS = ("o_proj", "out_proj")
-_LAST_NORMS = ("norm", "embedding_norm")
+_LAST_NORMS = ("norm", "embedding_norm", "final_layernorm")
 
 _PACKED_HEAD_BYTES = 128 << 20
 """A tied head is packed as a second copy only up to this size: small models gain 10 to 60 % on their largest product,
@@ -225,7 +223,7 @@ class WeightReader:
         self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool, use: Use = "linear",
         order: Tensor | None = None,
     ) -> tuple[Tensor | QWeight, Tensor | None]:  # fmt: skip
-        """Weight and bias of the products `names`, stacked; `order`: int64 [all rows], which row comes where."""
+        """Weight and bias of the products `names`, stacked; `order`: int64 [rows], which row comes where, or some."""
         for name, count in zip(names, rows, strict=True):
             self.expect(f"{name}.weight", count, columns)
         weight = self._matrices([f"{name}.weight" for name in names], rows, columns, use, order)
@@ -247,7 +245,7 @@ class WeightReader:
             whole = stack(stored) if len(stored) == len(parts) else None
             whole = whole if whole is None or order is None else whole.take(order)
             if whole is not None and self._builder.runs(whole := whole.to(self.device), use):
-                assert (whole.n, whole.k) == (sum(rows), columns), names
+                assert (whole.n, whole.k) == (sum(rows) if order is None else len(order), columns), names
                 self._left.difference_update(names)
                 self._weight_counts.count_quantized(whole, self.dtype)
                 return whole
@@ -272,6 +270,21 @@ class WeightReader:
         weight = torch.empty(shape, dtype=torch.float32, device=self.device)
         self.fill(name, weight)
         return weight
+
+    def rows_behind(self, first: int, name: str, *shape: int) -> Tensor:
+        """The rows from `first` on of a tensor in float32, dequantized if it is stored quantized. It is read once more
+        for the others."""
+        self.expect(name, *shape)
+        rows = torch.empty(shape[0] - first, *shape[1:], dtype=torch.float32, device=self.device)
+        if (stored := self._source.quantized(name)) is not None:
+            stored.rows(first, shape[0]).dequantize(into=rows)
+        elif isinstance(self._source, PartSource):
+            self._source.read_part(name, 0, first, shape[0], rows)
+        else:
+            whole = torch.empty(shape)
+            self._source.read(name, whole)
+            rows.copy_(whole[first:])
+        return rows
 
     def finish(self, ignored: tuple[str, ...]) -> None:
         known = (n for n in self._left if not n.endswith(DERIVED) and not n.startswith(ignored or ("\0",)))
@@ -340,7 +353,7 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
     mlp = next((found for found in _MLPS if reader.has(f"{name}.{found.block}.{found.down}.weight")), _MLPS[0])
     attention: HeadAttention | LatentAttention | StateLayer
     if spec.state_layers is not None and spec.state_layers.layers[index]:
-        attention, output = _state_layer(spec.state_layers, reader, builder, name, hidden)
+        attention, output = read_state_layer(spec.state_layers, reader, builder, name, hidden)
     else:
         part = f"{name}.self_attn"
         if spec.latent is None:
@@ -372,48 +385,6 @@ def _head_attention(
         qkv=builder.linear(*reader.fused(*qkv, spec.hidden_size, spec.qkv_bias, order=qkv_order(spec, index))),
         qk_norm=_qk_norm(spec, reader, name, index),
         sinks=reader.exact(f"{name}.sinks", spec.num_heads) if spec.has_sinks else None,
-    )
-
-
-def _state_layer(
-    spec: StateLayers, reader: WeightReader, builder: DecoderBuilder, name: str, hidden: int
-) -> tuple[StateLayer, tuple[Tensor | QWeight, Tensor | None]]:
-    """Read a layer that has a state, and the weight and bias of its output product."""
-    layer: StateLayer
-    if isinstance(spec, DeltaSpec):
-        name, bias = f"{name}.linear_attn", False
-        layer = _delta_net(spec, reader, builder, name, hidden)
-    else:
-        name, bias = f"{name}.conv", spec.bias
-        weight = reader.exact(f"{name}.conv.weight", hidden, 1, spec.kernel_size)[:, 0]
-        layer = ShortConv(
-            builder.linear(*reader.fused([f"{name}.in_proj"], [3 * hidden], hidden, bias)),
-            Convolution(weight, reader.exact(f"{name}.conv.bias", hidden) if bias else None),
-        )
-    return layer, reader.fused([f"{name}.out_proj"], [hidden], spec.output_size, bias)
-
-
-def _delta_net(spec: DeltaSpec, reader: WeightReader, builder: DecoderBuilder, name: str, hidden: int) -> DeltaNet:
-    shape = spec.shape
-    (q, k, v), heads = shape.sizes, shape.num_value_heads
-    if spec.interleaved:
-        reader.expect(f"{name}.in_proj_qkvz.weight", q + k + 2 * v, hidden)  # before an order of so many rows is made
-        qkvz = reader.fused([f"{name}.in_proj_qkvz"], [q + k + 2 * v], hidden, False, order=spec.qkvz_order())
-        ba = reader.exact(f"{name}.in_proj_ba.weight", 2 * heads, hidden)[spec.ba_order().to(reader.device)]
-    else:
-        qkvz = reader.fused([f"{name}.in_proj_qkv", f"{name}.in_proj_z"], [q + k + v, v], hidden, False)
-        ba = torch.cat([reader.exact(f"{name}.in_proj_{part}.weight", heads, hidden) for part in "ba"])
-    decay_scale = -reader.exact(f"{name}.A_log", heads).exp()
-    if not bool(decay_scale.isfinite().all()):
-        raise CorruptWeights(f"the tensor {name}.A_log holds values whose exponential is not finite")
-    return DeltaNet(
-        shape=shape,
-        qkvz=builder.linear(*qkvz),
-        ba=ba,
-        decay_scale=decay_scale,
-        decay_bias=reader.exact(f"{name}.dt_bias", heads),
-        recurrence=Recurrence(shape, reader.exact(f"{name}.conv1d.weight", q + k + v, 1, shape.kernel_size)[:, 0]),
-        norm=reader.exact(f"{name}.norm.weight", shape.value_dim),
     )
 
 

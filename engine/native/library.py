@@ -34,6 +34,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tm_attend": (None, [c_int, c_int, c_void_p, c_int, c_int, c_float, c_void_p, c_void_p, c_int,
                          *[c_void_p] * 5]),
     "tm_scan": (None, [c_int, c_int, c_int, c_void_p, c_void_p]),
+    "tm_gated_norm": (None, [c_int, c_int, c_int, *[c_void_p] * 3, c_int64, c_int64, c_void_p]),
 }  # fmt: skip
 
 
@@ -143,6 +144,14 @@ class NativeLibrary:
     def scan(self, activations: ElementKind, recurrence: Any, scan: Any) -> None:
         """Compute a layer with states; see csrc/recurrence.h."""
         self._library.tm_scan(self._isa, self.threads, activations, ctypes.byref(recurrence), ctypes.byref(scan))
+
+    def gated_norm(self, norm: Any, x: Tensor, z: Tensor, y: Tensor) -> None:
+        """y [rows, features] of x float32 [rows, features], which is overwritten, and gates z, whose rows may lie
+        apart; see csrc/recurrence.h."""
+        self._library.tm_gated_norm(
+            self._isa, self.threads, structs.KIND_OF[z.dtype], ctypes.byref(norm), x.data_ptr(), z.data_ptr(),
+            z.stride(0), len(x), y.data_ptr(),
+        )  # fmt: skip
 
 
 class StepTasks:

@@ -54,11 +54,14 @@ class LinearStruct(ctypes.Structure):
 
 
 class Gate(IntEnum):
-    """The activation of a gated MLP, by its name as an `Activation`."""
+    """The activation of a gated MLP, by its name as an `Activation`, or of one without a gate."""
 
     SILU = 0
     GELU_TANH = 1
     CLAMPED_SWIGLU = 2
+    PLAIN_SILU = 3
+    PLAIN_GELU_TANH = 4
+    PLAIN_RELU2 = 5
 
 
 class Scoring(IntEnum):
@@ -153,7 +156,8 @@ class RecurrenceStruct(ctypes.Structure):
     _fields_ = (
         ("key_heads", c_int32), ("value_heads", c_int32), ("key_dim", c_int32), ("value_dim", c_int32),
         ("kernel_size", c_int32), ("channels", c_int32), ("query_at", c_int32), ("key_at", c_int32),
-        ("value_at", c_int32), ("unit", c_int32), ("corrects", c_int32), ("unused", c_int32),
+        ("value_at", c_int32), ("unit", c_int32), ("corrects", c_int32), ("rates", c_int32),
+        ("least_step", c_float), ("most_step", c_float), ("decay_scale", c_void_p),
         ("conv", c_void_p), ("bias", c_void_p), ("skip", c_void_p),
     )  # fmt: skip
 
@@ -163,6 +167,12 @@ class StateScanStruct(ctypes.Structure):
         ("segments", c_int64), ("first", c_void_p), ("count", c_void_p), ("read", c_void_p), ("write", c_void_p),
         ("x", c_void_p), ("gates", c_void_p), ("inputs", c_void_p), ("matrices", c_void_p), ("history", c_void_p),
         ("out", c_void_p), ("thread_space", c_void_p), ("thread_bytes", c_int64),
+    )  # fmt: skip
+
+
+class GatedNormStruct(ctypes.Structure):
+    _fields_ = (
+        ("features", c_int32), ("group", c_int32), ("gates_first", c_int32), ("eps", c_float), ("weight", c_void_p),
     )  # fmt: skip
 
 

@@ -8,12 +8,10 @@ from engine.errors import UnsupportedModel
 from engine.models.decoder import DecoderSpec
 from engine.models.families.description import decoder_spec, head_dim_of
 from engine.models.families.mixtures import experts_with_gate, sparse_layers
+from engine.models.families.state_layers import kernel_size, layers_with_states, state_sizes
 from engine.models.rope import rope_spec
 from engine.models.state_layers.delta import DeltaSpec
 from engine.models.state_layers.recurrence import RecurrenceShape
-
-_MAX_SIZE = 1 << 16
-_KERNEL_SIZES = range(2, 257)
 
 _SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
@@ -57,23 +55,13 @@ def _qwen(config: Any, *, interleaved: bool, **differences: Any) -> DecoderSpec:
 
 
 def _delta(config: Any, *, interleaved: bool) -> DeltaSpec:
-    for name in _SIZES:
-        if not 1 <= (size := getattr(config, name)) <= _MAX_SIZE:
-            raise UnsupportedModel(f"{name} is {size}, but must be from 1 to {_MAX_SIZE}")
-    key_heads, value_heads, key_dim, value_dim = (getattr(config, name) for name in _SIZES)
+    key_heads, value_heads, key_dim, value_dim = state_sizes(config, *_SIZES)
     if value_heads % key_heads:
         raise UnsupportedModel(
             f"linear_num_value_heads is {value_heads}, but must be a multiple of linear_num_key_heads, {key_heads}"
         )
-    if (kernel := config.linear_conv_kernel_dim) not in _KERNEL_SIZES:
-        raise UnsupportedModel(f"linear_conv_kernel_dim is {kernel}, but must be from 2 to {_KERNEL_SIZES[-1]}")
+    kernel = kernel_size(config, "linear_conv_kernel_dim")
     if config.hidden_act not in ("silu", "swish"):  # of the convolution, too
         raise UnsupportedModel(f"hidden_act is {config.hidden_act!r}, but must be silu in {config.model_type} models")
-    layers = tuple(kind == "linear_attention" for kind in config.layer_types)
-    if len(layers) != config.num_hidden_layers:
-        raise UnsupportedModel(
-            f"layer_types describes {len(layers)} layers, but num_hidden_layers is {config.num_hidden_layers}"
-        )
-    if all(layers):
-        raise UnsupportedModel("layer_types has no layer of full_attention, but one at least must attend")
+    layers = layers_with_states(config, "linear_attention")
     return DeltaSpec(layers, RecurrenceShape(key_heads, value_heads, key_dim, value_dim, kernel), interleaved)

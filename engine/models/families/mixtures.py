@@ -12,7 +12,7 @@ from engine.models.experts import ExpertSpec
 from engine.models.families.dense import NORMS_BEHIND, cohere_like, granite, hunyuan
 from engine.models.families.description import decoder_spec, head_dim_of, layer_windows, query_growth, ropes_by_kind
 from engine.models.families.short_conv import with_convolutions
-from engine.models.rope import no_rope, rope_spec
+from engine.models.rope import rope_spec
 
 _MOST_EXPERTS = 4096
 
@@ -82,34 +82,15 @@ def granitemoe(config: Any) -> DecoderSpec:
     return granite(config, experts=experts)
 
 
-def granitemoeshared(config: Any) -> DecoderSpec:
+def granitemoeshared(config: Any, **differences: Any) -> DecoderSpec:
     """Granite 3 MoE with a shared MLP (technical report, 2025)."""
     inner = config.shared_intermediate_size
     experts = _experts(config, "num_local_experts", config.intermediate_size, renormalize=True, shared_size=inner)
-    stored_as = _shared_mlp(config, "block_sparse_moe.shared_expert") if inner else {}
-    return granite(config, experts=experts, stored_as=stored_as)
+    stored_as = shared_mlp(config, "block_sparse_moe.shared_expert") if inner else {}
+    return granite(config, experts=experts, stored_as=stored_as, **differences)
 
 
-def granitemoehybrid(config: Any) -> DecoderSpec:
-    """Granite 4 (2025) without Mamba layers: attention in all of them, perhaps without positions, and one MLP or a
-    mixture beside it."""
-    if config.num_local_experts:
-        return _without_positions(config, granitemoeshared(config))
-    inner = config.shared_intermediate_size
-    return _without_positions(config, granite(config, intermediate_size=inner, stored_as=_shared_mlp(config, "mlp")))
-
-
-def _without_positions(config: Any, spec: DecoderSpec) -> DecoderSpec:
-    if config.position_embedding_type == "rope":
-        return spec
-    if config.position_embedding_type not in (None, "nope"):
-        raise UnsupportedModel(
-            f"position_embedding_type is {config.position_embedding_type!r}, but must be 'rope' or null"
-        )
-    return replace(spec, ropes=(no_rope(spec.head_dim),))
-
-
-def _shared_mlp(config: Any, name: str) -> dict[str, dict[str, int]]:
+def shared_mlp(config: Any, name: str) -> dict[str, dict[str, int]]:
     """`DecoderSpec.stored_as` of Granite's shared MLP, which is `name` here."""
     inner = config.shared_intermediate_size
     return {

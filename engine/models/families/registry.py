@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 from engine.models.decoder import DecoderSpec
-from engine.models.families import delta, dense, latent, mixtures, short_conv
+from engine.models.families import delta, dense, latent, mamba, mixtures, short_conv
 
 Family = Callable[[Any], DecoderSpec]
 
 _FAMILIES: Mapping[str, Family] = {
+    "bamba": mamba.bamba,
     "cohere": dense.cohere,
     "cohere2": dense.cohere2,
     "cohere2_moe": mixtures.cohere2_moe,
@@ -40,7 +41,7 @@ _FAMILIES: Mapping[str, Family] = {
     "gpt_oss": mixtures.gpt_oss,
     "granite": dense.granite,
     "granitemoe": mixtures.granitemoe,
-    "granitemoehybrid": mixtures.granitemoehybrid,
+    "granitemoehybrid": mamba.granitemoehybrid,
     "granitemoeshared": mixtures.granitemoeshared,
     "dots1": mixtures.dots1,
     "ernie4_5_moe": mixtures.ernie4_5_moe,

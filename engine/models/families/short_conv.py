@@ -7,9 +7,8 @@ from typing import Any
 from engine.errors import UnsupportedModel
 from engine.models.decoder import DecoderSpec
 from engine.models.families.description import decoder_spec
+from engine.models.families.state_layers import kernel_size, layers_with_states
 from engine.models.state_layers.short_conv import ShortConvSpec
-
-_KERNEL_SIZES = range(2, 257)
 
 
 def lfm2(config: Any) -> DecoderSpec:
@@ -19,15 +18,6 @@ def lfm2(config: Any) -> DecoderSpec:
 
 def with_convolutions(config: Any, **differences: Any) -> DecoderSpec:
     """LFM2's decoder, with `differences`."""
-    layers = tuple(kind == "conv" for kind in config.layer_types)
-    if len(layers) != config.num_hidden_layers:
-        raise UnsupportedModel(
-            f"layer_types describes {len(layers)} layers, but num_hidden_layers is {config.num_hidden_layers}"
-        )
-    if all(layers):
-        raise UnsupportedModel("layer_types has no layer of full_attention, but one at least must attend")
-    if (kernel := config.conv_L_cache) not in _KERNEL_SIZES:
-        raise UnsupportedModel(f"conv_L_cache is {kernel}, but must be from 2 to {_KERNEL_SIZES[-1]}")
     return decoder_spec(
         config,
         activation="silu",
@@ -35,7 +25,12 @@ def with_convolutions(config: Any, **differences: Any) -> DecoderSpec:
         norm_eps=config.norm_eps,
         norms=("operator_norm", None, "ffn_norm", None),
         qk_norm="head",
-        state_layers=ShortConvSpec(layers, config.hidden_size, kernel, bool(config.conv_bias)),
+        state_layers=ShortConvSpec(
+            layers_with_states(config, "conv"),
+            config.hidden_size,
+            kernel_size(config, "conv_L_cache"),
+            bool(config.conv_bias),
+        ),
         **differences,
     )
 

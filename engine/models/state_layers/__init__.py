@@ -1,1 +1,1 @@
-"""Layers that have states instead of attention: gated delta nets and short convolutions."""
+"""Layers that have states instead of attention: gated delta nets, Mamba-2 and short convolutions."""

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.base import Attend
+from engine.models.state_layers.gates import OutputNorm
 from engine.models.state_layers.recurrence import RecurrenceShape
 from engine.quant.base import Linear
 from engine.states import StateOperator, StateShape
@@ -68,26 +68,20 @@ class DeltaNet:
 
     Attributes:
         qkvz: hidden -> q, k, v, and the gate z of the output.
-        ba: float32 [2 * value_heads, hidden]: rates before their sigmoid, and decays before their softplus. A decay's
-            error multiplies over all tokens, so this product is not rounded.
-        decay_scale, decay_bias: float32 [value_heads].
+        gates: float32 hidden -> what `Gates` takes. A decay's error multiplies over all tokens, so this product is not
+            rounded.
         recurrence: computes the heads' outputs, see `engine.models.state_layers.recurrence`.
-        norm: float32 [value_dim], of each head's output.
+        norm: a `GatedNorm`, of each head's output.
     """
 
     shape: RecurrenceShape
     qkvz: Linear
-    ba: Tensor
-    decay_scale: Tensor
-    decay_bias: Tensor
+    gates: Linear
     recurrence: StateOperator
-    norm: Tensor
+    norm: OutputNorm
 
     def attended(self, layer: int, x: Tensor, attend: Attend, epsilon: float) -> Tensor:
-        """[T, hidden], normed -> the heads' outputs [T, value_heads, value_dim], normed and gated."""
+        """[T, hidden], normed -> the heads' outputs [T, value_heads * value_dim], normed and gated."""
         qkv, z = self.qkvz(x).tensor_split((sum(self.shape.sizes),), dim=1)
-        rate, decay = F.linear(x.float(), self.ba).chunk(2, dim=1)
-        gates = torch.cat((rate.sigmoid(), F.softplus(decay + self.decay_bias) * self.decay_scale), dim=1)
-        out = attend.scan(layer, self.recurrence, qkv, gates)
-        normed = F.rms_norm(out, (self.shape.value_dim,), weight=self.norm, eps=epsilon)
-        return normed.mul_(F.silu(z.float()).view_as(normed)).to(x.dtype)
+        out = attend.scan(layer, self.recurrence, qkv, self.gates(x.float()))
+        return self.norm(out.flatten(1), z, epsilon)

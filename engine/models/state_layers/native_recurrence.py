@@ -10,10 +10,14 @@ from torch import Tensor
 
 from engine.models.decoder import Layer
 from engine.models.state_layers.delta import DeltaNet
+from engine.models.state_layers.gates import GatedNorm
+from engine.models.state_layers.mamba import Mamba
 from engine.models.state_layers.recurrence import Recurrence
 from engine.native.library import NativeLibrary
-from engine.native.structs import KIND_OF, RecurrenceStruct, StateScanStruct
-from engine.states import Segments
+from engine.native.linear import NativeLinear
+from engine.native.structs import KIND_OF, ElementKind, GatedNormStruct, RecurrenceStruct, StateScanStruct
+from engine.quant.base import DenseLinear, Linear
+from engine.states import Segments, StateOperator
 
 STATE_TOKENS = 32
 """As in csrc/api.h."""
@@ -52,7 +56,8 @@ class NativeRecurrence:
         self._room = room
         self._struct = RecurrenceStruct(
             shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim, shape.kernel_size,
-            sum(shape.sizes), *shape.starts, shape.delta_rule, shape.delta_rule, 0,
+            sum(shape.sizes), *shape.starts, shape.delta_rule, shape.delta_rule,
+            weights.gates.has_rates, *weights.gates.steps, weights.gates.decay_scale.data_ptr(),
             weights.conv.data_ptr(), _at(weights.bias), _at(weights.skip),
         )  # fmt: skip
         key, value = (-(-size // _LANES) * _LANES for size in (shape.key_dim, shape.value_dim))
@@ -75,16 +80,46 @@ class NativeRecurrence:
         return out
 
 
+class NativeGatedNorm:
+    """A `GatedNorm` in native code."""
+
+    __slots__ = ("_library", "_norm", "_struct")
+
+    def __init__(self, library: NativeLibrary, norm: GatedNorm) -> None:
+        self._library = library
+        self._norm = norm
+        weight = norm.weight
+        self._struct = GatedNormStruct(len(weight), norm.group, norm.gates_first, 0.0, weight.data_ptr())
+
+    def __call__(self, x: Tensor, z: Tensor, epsilon: float) -> Tensor:
+        """See `OutputNorm`."""
+        self._struct.eps = epsilon
+        y = torch.empty(x.shape, dtype=z.dtype)
+        self._library.gated_norm(self._struct, x.contiguous(), z if z.stride(1) == 1 else z.contiguous(), y)
+        return y
+
+
 def with_native_recurrences(library: NativeLibrary, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The same layers, with recurrences of the kernels."""
+    """The same layers, with recurrences of the kernels, and what surrounds them. (Torch's products and functions have
+    other last bits for other numbers of rows.)"""
     room = RecurrenceRoom()
 
-    def native(layer: Layer) -> Layer:
-        if not isinstance(layer.attention, DeltaNet):
-            return layer
-        weights = layer.attention.recurrence
+    def recurrence(weights: StateOperator) -> NativeRecurrence:
         assert isinstance(weights, Recurrence)
-        return replace(layer, attention=replace(layer.attention, recurrence=NativeRecurrence(library, weights, room)))
+        return NativeRecurrence(library, weights, room)
+
+    def exact(linear: Linear) -> NativeLinear:
+        assert isinstance(linear, DenseLinear)
+        return NativeLinear.dense(library, ElementKind.F32, linear.weight, linear.bias)
+
+    def native(layer: Layer) -> Layer:
+        part = layer.attention
+        if not isinstance(part, DeltaNet | Mamba):
+            return layer
+        assert isinstance(part.norm, GatedNorm)
+        norm = NativeGatedNorm(library, part.norm)
+        gates, states = exact(part.gates), recurrence(part.recurrence)
+        return replace(layer, attention=replace(part, gates=gates, recurrence=states, norm=norm))
 
     return tuple(map(native, layers))
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.models.state_layers.gates import Gates
 from engine.states import NO_SLOT, Segments, StateShape
 
 CHUNK = 64
@@ -77,21 +78,23 @@ class RecurrenceShape:
 class Recurrence:
     """The `StateOperator` of a layer, of torch's operators.
 
-    Its inputs are the convolution's [T, features] in the model's dtype, and float32 [T, 2 * value_heads]: rates, then
-    decays as logarithms.
+    Its inputs are the convolution's [T, features] in the model's dtype, and what `Gates` takes.
 
     Attributes:
+        gates: makes rates and decays.
         conv: float32 [kernel_size, features].  bias: float32 [features], of the convolution.
         skip: float32 [value_heads], factors of the values that join the outputs.
     """
 
-    __slots__ = ("bias", "conv", "shape", "skip")
+    __slots__ = ("bias", "conv", "gates", "shape", "skip")
 
     def __init__(
-        self, shape: RecurrenceShape, conv: Tensor, bias: Tensor | None = None, skip: Tensor | None = None
-    ) -> None:
+        self, shape: RecurrenceShape, gates: Gates, conv: Tensor, bias: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """`conv`: float32 [features, kernel_size], as checkpoints store it."""
         self.shape = shape
+        self.gates = gates
         self.conv = conv.t().contiguous()
         self.bias = bias
         self.skip = skip
@@ -99,7 +102,7 @@ class Recurrence:
     def __call__(self, states: tuple[Tensor, ...], segments: Segments, *inputs: Tensor) -> Tensor:
         """See `StateOperator`; returns float32 [T, value_heads, value_dim]."""
         remembered, matrices = states
-        features, gates = inputs
+        features, gates = inputs[0], self.gates(inputs[1])
         shape = (len(features), self.shape.num_value_heads, self.shape.value_dim)
         out = torch.empty(shape, dtype=torch.float32, device=features.device)
         for first in range(0, segments.num_single, _ROWS_AT_ONCE):

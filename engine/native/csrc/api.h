@@ -33,11 +33,12 @@ struct Linear {
     int32_t group, unused;
 };
 
-enum Gate : int32_t { GATE_SILU, GATE_GELU_TANH, GATE_CLAMPED_SWIGLU };
+// The plain ones are of MLPs without a gate: their inner values are the activation of up.
+enum Gate : int32_t { GATE_SILU, GATE_GELU_TANH, GATE_CLAMPED_SWIGLU, PLAIN_SILU, PLAIN_GELU_TANH, PLAIN_RELU2 };
 
 enum Scoring : int32_t { SCORE_SOFTMAX, SCORE_SIGMOID };
 
-// A layer's experts; see experts.h. Each is a gated MLP, whose gate and up are interleaved as in Layer::gate_up.
+// A layer's experts; see experts.h. Each is an MLP; gate and up are interleaved as in Layer::gate_up.
 struct Experts {
     int32_t num_experts, top_k;
     int32_t scoring, renormalize;      // renormalize: a token's factors add up to 1, before `scale`
@@ -85,7 +86,7 @@ struct CacheShape {
 struct DecoderShape {
     int32_t activations;  // KIND_F32 or KIND_BF16
     int32_t num_layers, hidden, intermediate, heads, gate;  // gate: a Gate
-    int32_t layer_norm;     // norms subtract the mean
+    int32_t layer_norm;     // 1: norms subtract the mean; 2: and have biases behind their weights, but for those of q and k
     int32_t parallel;       // attention and MLP read the same state
     int32_t joint_qk_norm;  // all heads of q are normed as one row, and those of k; else each head
     int32_t late_qk_norm;   // heads are normed when they are rotated, not before
@@ -149,7 +150,10 @@ struct Recurrence {
     int32_t key_heads, value_heads, key_dim, value_dim, kernel_size, channels;
     int32_t query_at, key_at, value_at;  // their first channels
     int32_t unit;                        // q and k of a token are normed to 1, and q divided by sqrt(key_dim)
-    int32_t corrects, unused;            // what the matrix holds for a key is subtracted from the value
+    int32_t corrects;                    // what the matrix holds for a key is subtracted from the value
+    int32_t rates;                       // 1: rates are made apart from step sizes; else they are these
+    float least_step, most_step;
+    const float* decay_scale;            // [value_heads], of a step of 1: the decay's logarithm
     const float* conv;                   // [kernel_size][channels]
     const float *bias, *skip;            // or null; [channels] of the convolution; [value_heads], factors of the values
 };
@@ -159,13 +163,20 @@ struct StateScan {
     int64_t segments;
     const int64_t *first, *count, *read, *write;
     const void* x;       // [tokens][channels] in the activations' kind
-    const float* gates;  // [tokens][2 * value_heads]: rates, then decays as logarithms
+    const float* gates;  // [tokens][value_heads]: step sizes before their softplus; rates before their sigmoid precede
     void* inputs;        // [slots][kernel_size - 1][channels] in the activations' kind
     float* matrices;     // [slots][value_heads][key_dim][value_dim]
     void* history;       // room: [segments][kernel_size - 1][channels] in the activations' kind
     float* out;          // [tokens][value_heads][value_dim]
     uint8_t* thread_space;  // [threads][thread_bytes]
     int64_t thread_bytes;
+};
+
+// RMSNorm of groups of neighbouring features, and the gate silu(z) of each feature.
+struct GatedNorm {
+    int32_t features, group, gates_first;  // gates_first: what is normed is gated already; else the gate comes behind
+    float eps;
+    const float* weight;  // [features]
 };
 
 enum Part : int32_t { PART_NORM, PART_PRODUCT, PART_ROTATE, PART_ATTENTION, PART_QUANTIZE, PART_HEAD, PART_ROUTE, NUM_PARTS };
@@ -194,6 +205,8 @@ struct Kernels {
                    const Layer*, const AttentionGroup*, int32_t tokens, const void* q, const void* k, const void* v,
                    void* out, const Workspace*);
     void (*scan)(Team*, int32_t member, int32_t activations, const Recurrence*, const StateScan*);
+    void (*gated_norm)(Team*, int32_t member, int32_t activations, const GatedNorm*, float* x, const void* z,
+                       int64_t z_stride, int64_t rows, void* y);
 };
 
 }  // extern "C"

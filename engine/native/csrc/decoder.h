@@ -7,8 +7,9 @@
 
 namespace {
 
-// Of x less its mean where it is centred. y may be x.
-inline void norm_row(const float* x, const float* weight, int n, float eps, bool centred, float* y) {
+// Of x less its mean where it is centred. y may be x. bias: or null.
+inline void norm_row(const float* x, const float* weight, int n, float eps, bool centred, float* y,
+                     const float* bias = nullptr) {
     if (centred) {
         vf total = zero();
         for (int i = 0; i < n; i += VL) total = add(total, n - i >= VL ? load(x + i) : load_first(x + i, n - i));
@@ -23,10 +24,13 @@ inline void norm_row(const float* x, const float* weight, int n, float eps, bool
     }
     const vf inverse = set1(1.0f / sqrtf(sum(squares) / n + eps));
     for (int i = 0; i < n; i += VL) {
-        if (n - i >= VL)
-            store(y + i, mul(mul(load(x + i), inverse), load(weight + i)));
-        else
-            store_first(y + i, mul(mul(load_first(x + i, n - i), inverse), load_first(weight + i, n - i)), n - i);
+        if (n - i >= VL) {
+            const vf v = mul(mul(load(x + i), inverse), load(weight + i));
+            store(y + i, bias ? add(v, load(bias + i)) : v);
+        } else {
+            const vf v = mul(mul(load_first(x + i, n - i), inverse), load_first(weight + i, n - i));
+            store_first(y + i, bias ? add(v, load_first(bias + i, n - i)) : v, n - i);
+        }
     }
 }
 
@@ -89,12 +93,13 @@ struct Decoder {
               int state = -1, bool late = false) const {
         float* y = line(me);
         const int n = shape.hidden;
+        const auto bias = [&](const float* of) { return shape.layer_norm == 2 ? of + n : nullptr; };
         me.share_rows(tokens, 8, [&](int first, int last) {
             for (int t = first; t < last; t++) {
                 float* x = space.residual + t * space.hidden_stride;
                 const float* update = space.update + t * space.hidden_stride;
                 if (update_norm) {
-                    norm_row(update, update_norm, n, shape.eps, shape.layer_norm, y);
+                    norm_row(update, update_norm, n, shape.eps, shape.layer_norm, y, bias(update_norm));
                     for (int i = 0; i < n; i++) x[i] += y[i] * shape.residual_scale;
                 }
                 if (state >= 0) {
@@ -105,7 +110,7 @@ struct Decoder {
                         for (int i = 0; i < n; i++) ((uint16_t*)step.states)[at + i] = to_bf16(x[i]);
                 }
                 if (weight)
-                    norm_row(x, weight, n, shape.eps, shape.layer_norm, y);
+                    norm_row(x, weight, n, shape.eps, shape.layer_norm, y, bias(weight));
                 else
                     __builtin_memcpy(y, x, n * 4);
                 if (late)
@@ -249,23 +254,18 @@ struct Decoder {
         of.compute(me, !layer.down_norm, shape.residual_scale);
     }
 
-    // Gate and up lie side by side in a panel, so a row of the result is finished where it is computed.
+    // Gate and up lie side by side in a panel, so a row of the result is finished where it is computed; or there is up only.
     void gate_up(Member& me, const Layer& layer) const {
         for_panels(me, shape.activations, layer.gate_up, space.input, space.input_words, space.row_scale, space.scale_stride, tokens,
                    (uint8_t*)line(me),
                    [&](int row, int panel) {
-                       const int64_t at = row * space.gated_stride + panel * VL;
+                       const int64_t at = row * space.gated_stride + panel * inner_width(shape.gate);
                        return (const uint8_t*)space.gated + at * (shape.activations == KIND_F32 ? 4 : 2);
                    },
                    [&](int first, int count, int panel, const float* c) {
-                       for (int r = 0; r < count; r++) {
-                           const vf y = gated_by(shape.gate, load(c + r * PANEL), load(c + r * PANEL + VL));
-                           const int64_t at = (first + r) * space.gated_stride + panel * VL;
-                           if (shape.activations == KIND_F32)
-                               store((float*)space.gated + at, y);
-                           else
-                               store_bf16((uint16_t*)space.gated + at, y);
-                       }
+                       for (int r = 0; r < count; r++)
+                           write_inner(shape.activations, shape.gate, c + r * PANEL, space.gated,
+                                       (first + r) * space.gated_stride + panel * inner_width(shape.gate));
                    });
     }
 };

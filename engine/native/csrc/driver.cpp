@@ -302,4 +302,10 @@ void tm_scan(int isa, int threads, int activations, const Recurrence* r, const S
     run_team(threads, [&](Team* team, int m) { k->scan(team, m, activations, r, s); });
 }
 
+void tm_gated_norm(int isa, int threads, int activations, const GatedNorm* norm, float* x, const void* z,
+                   int64_t z_stride, int64_t rows, void* y) {
+    const Kernels* k = kernels_of(isa);
+    run_team(threads, [&](Team* team, int m) { k->gated_norm(team, m, activations, norm, x, z, z_stride, rows, y); });
+}
+
 }  // extern "C"

@@ -195,7 +195,9 @@ struct ExpertLayer {
     }
 
     // Elements of a gated row: whole vectors.
-    int64_t gated_stride(int expert) const { return int64_t((experts.gate_up[expert].n + PANEL - 1) / PANEL) * VL; }
+    int64_t gated_stride(int expert) const {
+        return int64_t((experts.gate_up[expert].n + PANEL - 1) / PANEL) * inner_width(gate);
+    }
 
     // The first gated row of a run; rows of the shared expert are the last ones, and of another width.
     uint8_t* gated(const ExpertRun& run, int row) const {
@@ -213,16 +215,11 @@ struct ExpertLayer {
                      return space.expert_input + run.first_row * space.input_words;
                  },
                  [&](const ExpertRun& run, int row, int panel) {
-                     return gated(run, row) + panel * VL * (activations == KIND_F32 ? 4 : 2);
+                     return gated(run, row) + panel * inner_width(gate) * (activations == KIND_F32 ? 4 : 2);
                  },
                  [&](const ExpertRun& run, int first, int rows, int panel, const float* c) {
-                     for (int r = 0; r < rows; r++) {
-                         const vf y = gated_by(gate, load(c + r * PANEL), load(c + r * PANEL + VL));
-                         if (activations == KIND_F32)
-                             store((float*)gated(run, first + r) + panel * VL, y);
-                         else
-                             store_bf16((uint16_t*)gated(run, first + r) + panel * VL, y);
-                     }
+                     for (int r = 0; r < rows; r++)
+                         write_inner(activations, gate, c + r * PANEL, gated(run, first + r), panel * inner_width(gate));
                  });
     }
 

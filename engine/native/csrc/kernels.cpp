@@ -3,4 +3,4 @@
 #include "recurrence.h"
 
 extern "C" __attribute__((visibility("hidden"))) const Kernels KERNELS;
-const Kernels KERNELS = {PANEL, VL, pack, pack_codes, forward, linear, experts, argmax, attend, scan};
+const Kernels KERNELS = {PANEL, VL, pack, pack_codes, forward, linear, experts, argmax, attend, scan, gated_norm};

@@ -256,6 +256,29 @@ inline vf gated_by(int32_t gate, vf x, vf y) {
     return mul(div(x, add(set1(1.0f), exp2_f(min(set1(126.0f), exponent)))), y);
 }
 
+inline bool is_plain(int32_t gate) { return gate >= PLAIN_SILU; }
+
+// An ungated MLP's inner value of up x.
+inline vf activated_by(int32_t gate, vf x) {
+    if (gate != PLAIN_RELU2) return gated_by(gate == PLAIN_GELU_TANH ? GATE_GELU_TANH : GATE_SILU, x, set1(1.0f));
+    const vf y = max(zero(), x);  // NaN stays NaN
+    return mul(y, y);
+}
+
+// Inner values that a panel gives: half of its columns are gates, or none.
+inline int inner_width(int32_t gate) { return is_plain(gate) ? PANEL : VL; }
+
+// One row's inner values of a panel's results c [PANEL], to `at` elements behind `row`.
+inline void write_inner(int32_t activations, int32_t gate, const float* c, void* row, int64_t at) {
+    for (int v = 0; v < inner_width(gate); v += VL) {
+        const vf y = is_plain(gate) ? activated_by(gate, load(c + v)) : gated_by(gate, load(c), load(c + VL));
+        if (activations == KIND_F32)
+            store((float*)row + at + v, y);
+        else
+            store_bf16((uint16_t*)row + at + v, y);
+    }
+}
+
 // x [n] -> integers of at most 127, and `middle` added to each, as bytes; returns the scale. What is not finite makes the
 // scale NaN, because integers could not carry it on. Whole vectors are written: up to VL - 1 bytes beyond the last.
 // total: the integers' sum, if wanted.

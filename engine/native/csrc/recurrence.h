@@ -5,9 +5,7 @@
 // token's products, too.
 #pragma once
 
-#include "api.h"
-#include "team.h"
-#include "vectors.h"
+#include "linear.h"
 
 namespace {
 
@@ -20,6 +18,31 @@ inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 inline vf silu_f(vf x) {
     const vf power = min(set1(126.0f), mul(x, set1(-1.4426950408889634f)));
     return div(x, add(set1(1.0f), exp2_f(power)));
+}
+
+inline float softplus_f(float x) { return x > 20.0f ? x : log1pf(__builtin_expf(x)); }
+
+// Up to VL elements of a row in the activations' kind, zeros behind them.
+inline vf load_some(bool bf16, const void* row, int64_t at, int n) {
+    if (n >= VL) return bf16 ? load_bf16((const uint16_t*)row + at) : load((const float*)row + at);
+    float some[VL] = {};
+    for (int i = 0; i < n; i++) {
+        const u32 bits = bf16 ? u32(((const uint16_t*)row)[at + i]) << 16 : ((const u32*)row)[at + i];
+        __builtin_memcpy(some + i, &bits, 4);
+    }
+    return load(some);
+}
+
+inline void store_some(bool bf16, void* row, int64_t at, vf x, int n) {
+    if (!bf16)
+        n >= VL ? store((float*)row + at, x) : store_first((float*)row + at, x, n);
+    else if (n >= VL)
+        store_bf16((uint16_t*)row + at, x);
+    else {
+        float some[VL];
+        store(some, x);
+        for (int i = 0; i < n; i++) ((uint16_t*)row)[at + i] = to_bf16(some[i]);
+    }
 }
 
 struct Scan {
@@ -57,16 +80,6 @@ struct Scan {
         }
     }
 
-    vf input(const uint8_t* row, int64_t channel, int n) const {
-        if (n >= VL) return bf16 ? load_bf16((const uint16_t*)row + channel) : load((const float*)row + channel);
-        float some[VL] = {};
-        for (int i = 0; i < n; i++) {
-            const u32 bits = bf16 ? u32(((const uint16_t*)row)[channel + i]) << 16 : ((const u32*)row)[channel + i];
-            __builtin_memcpy(some + i, &bits, 4);
-        }
-        return load(some);
-    }
-
     // Convolves `count` channels of a segment's tokens from ... from + n - 1, to rows of `stride`, zeros behind them.
     void convolve(int64_t segment, int64_t from, int n, int64_t channel, int count, float* to, int64_t stride) const {
         for (int t = 0; t < n; t++)
@@ -76,7 +89,7 @@ struct Scan {
                 for (int j = 0; j <= before && some; j++) {
                     const uint8_t* row = inputs(segment, from + t - before + j);
                     const float* taps = r.conv + int64_t(j) * r.channels + channel + c;
-                    sum = fma(some == VL ? load(taps) : load_first(taps, some), input(row, channel + c, some), sum);
+                    sum = fma(some == VL ? load(taps) : load_first(taps, some), load_some(bf16, row, channel + c, some), sum);
                 }
                 store(to + t * stride + c, silu_f(sum));
             }
@@ -171,8 +184,7 @@ struct Scan {
                 convolve(i, t, n, r.key_at + int64_t(key_head) * r.key_dim, r.key_dim, k, key_stride);
                 convolve(i, t, n, r.value_at + int64_t(h) * r.value_dim, r.value_dim, v, value_stride);
                 for (int j = 0; j < n; j++) {
-                    const float* gates = s.gates + (s.first[i] + t + j) * 2 * r.value_heads + h;
-                    rate[j] = gates[0], decay[j] = __builtin_expf(gates[r.value_heads]);
+                    make_gates(s.first[i] + t + j, h, rate + j, decay + j);
                     match[j] = prepare(q + j * key_stride, k + j * key_stride);
                 }
                 for (int64_t c = 0; c < r.value_dim; c += STATE_COLUMNS) {
@@ -188,6 +200,16 @@ struct Scan {
                 }
             }
         }
+    }
+
+    // A token's rate and decay; NaN stays NaN.
+    void make_gates(int64_t token, int h, float* rate, float* decay) const {
+        const float* made = s.gates + token * (1 + r.rates) * r.value_heads + h;
+        float step = softplus_f(made[r.rates * r.value_heads]);
+        if (step < r.least_step) step = r.least_step;
+        if (step > r.most_step) step = r.most_step;
+        *rate = r.rates ? 1.0f / (1.0f + __builtin_expf(-made[0])) : step;
+        *decay = __builtin_expf(step * r.decay_scale[h]);
     }
 
     // Norms a token's q and k, if they are to be; returns their product.
@@ -216,6 +238,41 @@ void scan(Team* team, int32_t index, int32_t activations, const Recurrence* r, c
     work.move_inputs(first, end < r->channels ? end : r->channels);
     me.barrier();
     me.share(r->value_heads, [&](int h) { work.head(h, s->thread_space + index * s->thread_bytes); });
+}
+
+// x: float32 [rows][features], overwritten. z: rows of z_stride elements, y: [rows][features], both in the activations' kind.
+void gated_norm(Team* team, int32_t index, int32_t activations, const GatedNorm* norm, float* x, const void* z,
+                int64_t z_stride, int64_t rows, void* y) {
+    Member me(team, index, nullptr);
+    const bool bf16 = activations == KIND_BF16;
+    const int element = bf16 ? 2 : 4;
+    me.share_rows(int(rows), 4, [&](int first, int last) {
+        for (int64_t t = first; t < last; t++) {
+            float* own = x + t * norm->features;
+            const void* gates = (const uint8_t*)z + t * z_stride * element;
+            void* to = (uint8_t*)y + t * norm->features * element;
+            for (int begin = 0; begin < norm->features; begin += norm->group) {
+                const int end = begin + norm->group;
+                vf squares = zero();
+                for (int i = begin; i < end; i += VL) {
+                    const int n = end - i < VL ? end - i : VL;
+                    vf v = load_first(own + i, n);
+                    if (norm->gates_first) {
+                        v = mul(v, silu_f(load_some(bf16, gates, i, n)));
+                        store_first(own + i, v, n);
+                    }
+                    squares = fma(v, v, squares);
+                }
+                const vf inverse = set1(1.0f / __builtin_sqrtf(sum(squares) / norm->group + norm->eps));
+                for (int i = begin; i < end; i += VL) {
+                    const int n = end - i < VL ? end - i : VL;
+                    vf v = mul(mul(load_first(own + i, n), inverse), load_first(norm->weight + i, n));
+                    if (!norm->gates_first) v = mul(v, silu_f(load_some(bf16, gates, i, n)));
+                    store_some(bf16, to, i, v, n);
+                }
+            }
+        }
+    });
 }
 
 }  // namespace

@@ -33,7 +33,9 @@ FUSED = (
 )  # fmt: skip
 
 
-WITH_STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe")
+WITH_STATES = (
+    "qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe", "granite4-mamba", "granite4-mamba-moe", "bamba",
+)  # fmt: skip
 
 
 def tolerance_of(family):
@@ -237,10 +239,6 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 2.0, "factor": 1.0}},
     ),
     "position_embedding_type is 'learned'": ("granite4", {"position_embedding_type": "learned"}),
-    "'linear_attention' are not supported for granitemoehybrid": (
-        "granite4",
-        {"layer_types": ["linear_attention"] * 3},
-    ),
     "attn_scale is -0.5": ("llama4", {"attn_scale": -0.5}),
     "floor_scale is 0,": ("llama4", {"floor_scale": 0}),
     "attention_chunk_size is 0": ("llama4", {"attention_chunk_size": 0}),

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.models.state_layers.native_recurrence import NativeRecurrence, RecurrenceRoom
+from engine.models.state_layers.gates import GatedNorm, Gates
+from engine.models.state_layers.native_recurrence import NativeGatedNorm, NativeRecurrence, RecurrenceRoom
 from engine.models.state_layers.recurrence import Recurrence, RecurrenceShape, _Chunks
 from engine.native.build import INSTRUCTION_SETS
 from engine.states import NO_SLOT, Segments, StateOperator, empty_states
@@ -29,19 +30,19 @@ Make = Callable[[Recurrence], StateOperator]
 def weights(shape: RecurrenceShape) -> Recurrence:
     generator = torch.Generator().manual_seed(3)
     conv = torch.randn(sum(shape.sizes), shape.kernel_size, generator=generator)
+    # Some heads remember for long.
+    scale = -torch.logspace(-3, 0.5, shape.num_value_heads)
     if shape.delta_rule:
-        return Recurrence(shape, conv)
+        return Recurrence(shape, Gates(scale, has_rates=True), conv)
     bias = torch.randn(sum(shape.sizes), generator=generator)
-    return Recurrence(shape, conv, bias, torch.randn(shape.num_value_heads, generator=generator))
+    gates = Gates(scale, has_rates=False, steps=(0.1, 1.0))
+    return Recurrence(shape, gates, conv, bias, torch.randn(shape.num_value_heads, generator=generator))
 
 
 def make_inputs(shape: RecurrenceShape, tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(tokens, sum(shape.sizes), generator=generator).to(dtype)
-    rate = torch.rand(tokens, shape.num_value_heads, generator=generator)
-    # Some heads remember for long.
-    decay = -torch.rand(tokens, shape.num_value_heads, generator=generator) * torch.logspace(-3, 0.5, rate.shape[1])
-    return [features, torch.cat((rate, decay), dim=1)]
+    return [features, torch.randn(tokens, shape.num_value_heads * (1 + shape.delta_rule), generator=generator)]
 
 
 def by_definition(of: Recurrence, features: Tensor, gates: Tensor) -> Tensor:
@@ -58,7 +59,9 @@ def by_definition(of: Recurrence, features: Tensor, gates: Tensor) -> Tensor:
         q = q * shape.key_dim**-0.5
     q, k = (x.repeat_interleave(shape.num_value_heads // shape.num_key_heads, dim=1) for x in (q, k))
     v = v.view(-1, shape.num_value_heads, shape.value_dim)
-    rate, decay = gates.double().chunk(2, dim=1)
+    steps = torch.nn.functional.softplus(gates[:, -shape.num_value_heads :].double()).clamp(*of.gates.steps)
+    rate = gates[:, : shape.num_value_heads].double().sigmoid() if shape.delta_rule else steps
+    decay = steps * of.gates.decay_scale
     state, out = torch.zeros(shape.num_value_heads, shape.key_dim, shape.value_dim, dtype=torch.float64), []
     for t in range(len(features)):
         state = state * decay[t, :, None, None].exp()
@@ -222,3 +225,26 @@ def test_inputs_are_remembered_in_their_dtype(make: Make) -> None:
         sequences.step({0: [length]})
     # (Then the outputs are those of float32 arithmetic on the same inputs: `Sequences.step`)
     assert sequences.states[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "gates_first"), [(5, True), (45, False), (16, True)])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_gated_norms_of_the_kernels_are_those_of_torch(
+    instruction_set: str, group: int, gates_first: bool, dtype: torch.dtype
+) -> None:
+    # Given groups that are no whole vectors, a row that is broken, and gates that are a part of wider rows
+    generator, features = torch.Generator().manual_seed(1), 3 * group
+    norm = GatedNorm(torch.randn(features, generator=generator), group, gates_first)
+    x = torch.randn(9, features, generator=generator)
+    x[4, 1] = torch.nan
+    z = torch.randn(9, features + 2, generator=generator).to(dtype)[:, 1:-1]
+    wanted = norm(x.clone(), z, 1e-5)
+    # When the kernels compute them, all at once and one row by itself
+    native = NativeGatedNorm(native_path(instruction_set, 2), norm)
+    got = native(x.clone(), z, 1e-5)
+    # Then they are torch's, and have the same bits
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
+    torch.testing.assert_close(got, wanted, equal_nan=True, **tolerance)
+    assert got[5:].isfinite().all()
+    assert torch.equal(native(x[7:8].clone(), z[7:8], 1e-5)[0], got[7])

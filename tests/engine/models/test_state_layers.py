@@ -31,6 +31,10 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "linear_value_head_dim": 16,
 }  # fmt: skip
+MAMBA_SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "shared_intermediate_size": 32, "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_n_groups": 2,
+}  # fmt: skip
 IDS = (torch.arange(24) * 7919 + 3) % 257
 
 
@@ -123,6 +127,29 @@ def test_short_convolutions_that_cannot_be_are_refused_by_name(said: str, change
         family_function(config)
 
 
+MAMBA_REFUSED = {
+    "mamba_d_state is 0": {"mamba_d_state": 0},
+    "6 Mamba heads can't share 4 groups": {"mamba_n_groups": 4},
+    "mamba_n_heads of mamba_d_head are 48, but mamba_expand gives 96": {"mamba_n_heads": 3, "mamba_n_groups": 1},
+    "mamba_d_conv is 1,": {"mamba_d_conv": 1},
+    "time_step_limit is": {"time_step_limit": (0.5, 0.1)},
+    "hidden_act is 'gelu_new', but must be silu": {"hidden_act": "gelu_new"},
+    "layer_types has no layer of full_attention": {"layer_types": ["linear_attention"] * 3},
+    "layer_types describes 3 layers": {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("said", MAMBA_REFUSED)
+def test_mamba_layers_that_cannot_be_are_refused_by_name(said: str, tiny_models: Any) -> None:
+    config = tiny_models.make_config("granite4-mamba")
+    for name, value in MAMBA_REFUSED[said].items():
+        setattr(config, name, value)
+    family_function = fused_family(config)
+    assert family_function is not None
+    with pytest.raises(UnsupportedModel, match=said):
+        family_function(config)
+
+
 def test_states_are_not_shared_by_several_devices(tiny_model: Callable[[str], Path]) -> None:
     spec = open_model(tiny_model("qwen3.5")).decoder
     assert spec is not None
@@ -138,12 +165,13 @@ class KeepFormBuilder(TorchBuilder):
 
 
 @pytest.mark.parametrize("target", ["int4", "fp8"])
-@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "bamba"])
 def test_a_quantized_checkpoint_computes_the_rounded_weights(
     family: str, target: Any, tiny_models: Any, tmp_path: Path
 ) -> None:
     # Given a checkpoint that was written quantized, and products that retain the form
-    folder = tiny_models.make_tiny_model(family, tmp_path / "plain", **SIZES)
+    mamba = family == "bamba"
+    folder = tiny_models.make_tiny_model(family, tmp_path / "plain", **(MAMBA_SIZES if mamba else SIZES))
     (tmp_path / "made").mkdir()
     write_quantized(folder, tmp_path / "made", Scheme(target))
     native = NativeBuilder(native_path("avx2", 1))
@@ -156,19 +184,25 @@ def test_a_quantized_checkpoint_computes_the_rounded_weights(
         assert isinstance(model, FusedDecoder)
         for layer in model._layers:
             assert isinstance(layer.output, kind)
-        assert isinstance(model._layers[0].attention.qkvz, kind)
-    # Then the model is that of the rounded weights, and rates and decays are not rounded
+        part = model._layers[0].attention
+        assert isinstance(part.product if mamba else part.qkvz, kind)
+    # Then the model is that of the rounded weights, and rates and decays are not rounded, unless they are stored so
     wanted = logits(dense)
     assert relative_error(logits(packed), wanted) < 1e-3
     assert relative_error(logits(ours), wanted) < 1e-3
     plain = load_model(folder, dtype=torch.float32, device=CPU)
-    assert torch.equal(packed._layers[0].attention.ba, plain._layers[0].attention.ba.bfloat16().float())
+    wide, rounded, exact = (model._layers[0].attention.gates.weight for model in (plain, dense, packed))
+    assert torch.equal(exact, rounded)
+    assert torch.equal(exact, wide.bfloat16().float()) == (not mamba)
     assert relative_error(wanted, logits(plain)) > 1e-3
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int8-weight-only", "int4"])
-def test_weights_are_quantized_at_load(quantize: Any, tiny_models: Any, tmp_path: Path) -> None:
-    folder = tiny_models.make_tiny_model("qwen3.5-moe", tmp_path / "m", **SIZES)
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3.5-moe", SIZES), ("granite4-mamba-moe", MAMBA_SIZES)])
+def test_weights_are_quantized_at_load(
+    family: str, sizes: Any, quantize: Any, tiny_models: Any, tmp_path: Path
+) -> None:
+    folder = tiny_models.make_tiny_model(family, tmp_path / "m", **sizes)
     plain = logits(load_model(folder, dtype=torch.float32, device=CPU))
     for builder in (TorchBuilder(quantize), NativeBuilder(native_path("avx2", 1), quantize)):
         model: Any = load_model(folder, dtype=torch.float32, device=CPU, builder=builder)

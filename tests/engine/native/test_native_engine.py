@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from engine import CacheConfig, Completion, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
+from engine.models.decoder import FusedDecoder
 from engine.models.native import NativeDecoder
 from engine.native.build import INSTRUCTION_SETS
 from engine.native.library import NativeLibrary
@@ -61,11 +62,12 @@ def load(path: Path, batch: int, chunk: int, **settings: Any) -> Engine:
 
 
 class LogitsRecorder:
-    """Records the bits of every row of logits that native decoders compute."""
+    """Records the bits of every row of logits that decoders of a class compute."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, decoder: type[NativeDecoder | FusedDecoder] = NativeDecoder) -> None:
         self._patch = patch
-        self._logits = NativeDecoder.logits
+        self._decoder: Any = decoder
+        self._logits = decoder.logits
         self.rows: set[bytes] = set()
 
     def watch(self) -> set[bytes]:
@@ -73,12 +75,12 @@ class LogitsRecorder:
         self.rows = set()
         logits = self._logits
 
-        def seen(decoder: NativeDecoder, hidden: Tensor) -> Tensor:
+        def seen(decoder: Any, hidden: Tensor) -> Tensor:
             found = logits(decoder, hidden)
             self.rows.update(row.numpy().tobytes() for row in found)
             return found
 
-        self._patch.setattr(NativeDecoder, "logits", seen)
+        self._patch.setattr(self._decoder, "logits", seen)
         return self.rows
 
 
@@ -114,6 +116,23 @@ def test_other_rows_of_the_batch_change_no_bit(
     bits_together = seen.watch()
     together = answers(load(tiny_model(family), 14, 512, threads=2, **settings), prompts, at_once=14)
     assert len(bits_alone) > 100
+    assert bits_alone == bits_together
+    assert_same_answers(alone, together)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bf16", "int8"])
+@pytest.mark.parametrize("family", ["qwen3.5", "granite4-mamba", "lfm2-moe"])
+def test_other_rows_change_no_bit_where_layers_are_computed_call_by_call(
+    family: str, precision: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts(seed=3, count=8, vocab_size=257, shared=40, longest=90)
+    seen = LogitsRecorder(monkeypatch, FusedDecoder)
+    bits_alone = seen.watch()
+    alone = answers(load(tiny_model(family), 1, 512, threads=1, **PRECISIONS[precision]), prompts, at_once=1)
+    bits_together = seen.watch()
+    together = answers(load(tiny_model(family), 8, 512, threads=2, **PRECISIONS[precision]), prompts, at_once=8)
+    assert len(bits_alone) > 60
     assert bits_alone == bits_together
     assert_same_answers(alone, together)
 
